@@ -1,0 +1,34 @@
+"""Prometheus metrics of the platform. Names: spo_<service>_<what>_<unit>[_total]; ids are never labels."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram, start_http_server
+
+INFERENCE_TOKENS = Counter("spo_inference_tokens_total", "Response tokens generated")
+INFERENCE_RUNNING = Gauge("spo_inference_running_sequences", "Sequences being decoded")
+JUDGE_VERDICTS = Counter("spo_judge_verdicts_total", "Verdicts given", ["outcome"])
+JUDGE_CACHE_HITS = Counter("spo_judge_cache_hits_total", "Verdicts answered from the cache")
+JUDGE_PROGRAM_SECONDS = Histogram("spo_judge_program_seconds", "CPU seconds per judged program")
+REPLAY_INSERTS = Counter("spo_replay_inserts_total", "Trajectories offered to the buffer", ["result"])
+REPLAY_SAMPLE_AGE = Histogram(
+    "spo_replay_sample_age_versions",
+    "Weight versions behind, per sample",
+    buckets=(0, 1, 2, 4, 8, 16, 32, 64),
+)
+STREAM_LAG = Gauge("spo_stream_lag_entries", "Entries no consumer has seen", ["stream"])
+STREAM_PENDING = Gauge("spo_stream_pending_entries", "Entries delivered and unfinished", ["stream"])
+DEAD_LETTERS = Counter("spo_dead_letters_total", "Entries given up on", ["stream"])
+POLICY_VERSION = Gauge("spo_policy_version", "Newest weight version", ["role"])
+WEIGHTS_PUSH_SECONDS = Histogram("spo_weights_push_seconds", "Seconds to gather and write, or to load a version")
+WEIGHTS_BYTES = Counter("spo_weights_bytes_total", "Bytes of weights moved")
+TRAINER_STEP_SECONDS = Histogram("spo_trainer_step_seconds", "Seconds per optimiser step")
+TRAINER_WAIT_SECONDS = Histogram("spo_trainer_wait_batch_seconds", "Seconds the trainer waited for a batch")
+VALUE_SAMPLES = Counter("spo_value_samples_total", "Samples of pi0 spent on value estimation")
+JOBS = Gauge("spo_jobs", "Jobs by state", ["state"])
+REPLICAS = Gauge("spo_replicas", "Live registered replicas", ["pool"])
+
+
+def serve_metrics(host: str, port: int) -> None:
+    """Expose /metrics on its own port; port 0 switches it off."""
+    if port:
+        start_http_server(port, addr=host)

@@ -1,0 +1,44 @@
+"""Connecting to Redis within a time limit, with an error that says where it was looked for."""
+
+from __future__ import annotations
+
+import time
+from urllib.parse import urlsplit
+
+import redis
+
+from spo.errors import Unreachable
+
+OPERATION_TIMEOUT_SECONDS = 30.0
+
+
+def connect(url: str, wait_seconds: float = 30.0) -> redis.Redis:
+    """Return a client that has answered PING; payloads stay bytes.
+
+    Raises Unreachable (code "redis_unreachable") naming the address when the server does not answer in wait_seconds.
+    """
+    client = redis.Redis.from_url(
+        url,
+        socket_timeout=OPERATION_TIMEOUT_SECONDS,
+        socket_connect_timeout=5.0,
+        health_check_interval=15,
+    )
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        try:
+            client.ping()
+            return client
+        except redis.RedisError as error:
+            if isinstance(error, redis.AuthenticationError) or time.monotonic() > deadline:
+                raise Unreachable(
+                    f"Redis at {public_address(url)} did not answer within {wait_seconds:g} s ({error}); "
+                    "start it or set SPO_REDIS_URL",
+                    code="redis_unreachable",
+                ) from error
+            time.sleep(0.2)
+
+
+def public_address(url: str) -> str:
+    """The URL without its password, for messages and logs."""
+    parts = urlsplit(url)
+    return f"{parts.hostname or 'localhost'}:{parts.port or 6379}{parts.path}"

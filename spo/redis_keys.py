@@ -1,0 +1,182 @@
+"""Every Redis key of the platform: one function per key, its docstring is the key's schema.
+
+`spo:{run}:owner:noun[:id]`; the owner is the only service that writes the key unless the docstring says otherwise.
+"""
+
+from __future__ import annotations
+
+from blake3 import blake3
+
+# Consumer groups, one per stage of the belt.
+INFERENCE_GROUP = "inference"
+JUDGE_GROUP = "sandbox-judge"
+INGEST_GROUP = "replay-buffer"
+VALUE_GROUP = "value-estimation"
+
+
+def prompts(run_id: str) -> str:
+    """Stream: PromptGroup. Feeder -> inference replicas of the run."""
+    return f"spo:{run_id}:prompts"
+
+
+def rollouts() -> str:
+    """Stream: RolloutGroup without verdicts. Inference -> judges, all runs."""
+    return "spo:rollouts"
+
+
+def verdicts() -> str:
+    """Stream: RolloutGroup with verdicts. Judges -> replay ingest, all runs."""
+    return "spo:verdicts"
+
+
+def estimates() -> str:
+    """Stream: EstimateRequest. Orchestrator -> value-estimation, all runs."""
+    return "spo:estimates"
+
+
+def weights(run_id: str) -> str:
+    """Stream: WeightAnnouncement, append only. Orchestrator -> inference replicas (read from the newest, no group)."""
+    return f"spo:{run_id}:weights"
+
+
+def dead_letters(stream: str) -> str:
+    """Stream: entries given up on, fields payload, reason, deliveries, at_unix_ms."""
+    return f"{stream}:dead"
+
+
+def run_spec(run_id: str) -> str:
+    """String: canonical JSON of the JobSpec. Written once by the orchestrator, read by every service."""
+    return f"spo:{run_id}:orchestrator:spec"
+
+
+def run_state(run_id: str) -> str:
+    """String: the job's state, for services that must know whether a run is still wanted. Orchestrator."""
+    return f"spo:{run_id}:orchestrator:state"
+
+
+def job_index() -> str:
+    """Sorted set: job id by creation time (unix ms). Orchestrator."""
+    return "spo:orchestrator:jobs"
+
+
+def job_record(job_id: str) -> str:
+    """Hash: created_at, name, labels, idempotency facts and what the fold of events needs. Orchestrator."""
+    return f"spo:{job_id}:orchestrator:job"
+
+
+def job_events(job_id: str) -> str:
+    """Stream: append-only events {seq, at, actor, kind, body}; entry id `<seq>-0`: seq is gapless. Orchestrator."""
+    return f"spo:{job_id}:orchestrator:events"
+
+
+def job_metrics(job_id: str) -> str:
+    """Sorted set: JSON {"step", ...named scalars} scored by step; one member per (series group, step). Orchestrator."""
+    return f"spo:{job_id}:orchestrator:metrics"
+
+
+def job_lease(job_id: str) -> str:
+    """Hash: trainer_id, epoch, expires_unix_ms. Orchestrator."""
+    return f"spo:{job_id}:orchestrator:lease"
+
+
+def job_checkpoints(job_id: str) -> str:
+    """Hash: step -> JSON of the checkpoint manifest's head. Orchestrator."""
+    return f"spo:{job_id}:orchestrator:checkpoints"
+
+
+def job_weights(job_id: str) -> str:
+    """Hash: version -> JSON of the published version. Orchestrator."""
+    return f"spo:{job_id}:orchestrator:weight_versions"
+
+
+def evaluations(job_id: str) -> str:
+    """Hash: step -> JSON of an evaluation result. Orchestrator."""
+    return f"spo:{job_id}:orchestrator:evaluations"
+
+
+def feeder_cursor(run_id: str) -> str:
+    """Hash: next prompt position, groups dispatched, so that a restarted feeder goes on. Orchestrator."""
+    return f"spo:{run_id}:orchestrator:feeder"
+
+
+def idempotency(key_digest: str) -> str:
+    """Hash: job_id, body_digest of a POST with an Idempotency-Key; expires after a day. Orchestrator."""
+    return f"spo:orchestrator:idempotency:{key_digest}"
+
+
+def replicas() -> str:
+    """Hash: replica id -> serialized HeartbeatRequest plus time. Orchestrator."""
+    return "spo:orchestrator:replicas"
+
+
+def tests(digest: str) -> str:
+    """String: serialized TestSet. Written by whoever uploads tests, content-addressed; read by judges."""
+    return f"spo:sandbox-judge:tests:{digest}"
+
+
+def verdict(digest: str) -> str:
+    """String: serialized Verdict by digest of (program, tests, limits, language, judge version). Judge."""
+    return f"spo:sandbox-judge:verdict:{digest}"
+
+
+def run_values(run_id: str) -> str:
+    """Hash: prompt id -> serialized PromptValue. Value-estimation; read by replay and orchestrator."""
+    return f"spo:{run_id}:value-estimation:values"
+
+
+def value_counts(value_key_digest: str) -> str:
+    """Hash: chunk index -> `samples:successes`, outlives runs. Value-estimation."""
+    return f"spo:value-estimation:counts:{value_key_digest}"
+
+
+def replay_trajectory(run_id: str, trajectory_id: str) -> str:
+    """String: serialized Trajectory (judged, with reference log-probs). Replay."""
+    return f"spo:{run_id}:replay-buffer:trajectory:{trajectory_id}"
+
+
+def replay_ids(run_id: str) -> str:
+    """Sorted set: trajectory id by insertion number; the ledger of everything acknowledged. Replay."""
+    return f"spo:{run_id}:replay-buffer:ids"
+
+
+def replay_source(run_id: str, source: str) -> str:
+    """Sorted set: trajectory ids of a source that may be sampled, by insertion number. Replay."""
+    return f"spo:{run_id}:replay-buffer:source:{source}"
+
+
+def replay_content(run_id: str) -> str:
+    """Hash: digest of (prompt, normalised content, source class) -> trajectory id, for deduplication. Replay."""
+    return f"spo:{run_id}:replay-buffer:content"
+
+
+def replay_counters(run_id: str) -> str:
+    """Hash: inserted, duplicates, sampled, correct by source. Replay."""
+    return f"spo:{run_id}:replay-buffer:counters"
+
+
+def replay_batch(run_id: str, step: int) -> str:
+    """String: ids of the batch served for a step, so that a repeated request gets the same batch. Replay."""
+    return f"spo:{run_id}:replay-buffer:batch:{step}"
+
+
+def value_key(reference_hash: str, prompt_id: str, tests_digest: str, sampler: str, judge_version: str) -> str:
+    """Digest under which a prompt's success counts outlive runs; beta is not in it (docs: keys that outlive a run)."""
+    return digest(reference_hash, prompt_id, tests_digest, sampler, judge_version)
+
+
+def digest(*parts: str) -> str:
+    """blake3 hex of the parts, unambiguous in their boundaries."""
+    hasher = blake3()
+    for part in parts:
+        encoded = part.encode()
+        hasher.update(len(encoded).to_bytes(8, "little"))
+        hasher.update(encoded)
+    return hasher.hexdigest(32)
+
+
+def trajectory_id(run_id: str, group_id: str, sample_index: int, attempt: int, policy_version: int) -> str:
+    """Id of one sample: the same work done twice gets the same id, so every write of it is idempotent.
+
+    group_id names the prompt and its dispatch number, so two dispatches of one prompt differ.
+    """
+    return "traj_" + digest(run_id, group_id, str(sample_index), str(attempt), str(policy_version))[:32]

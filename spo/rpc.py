@@ -1,0 +1,180 @@
+"""gRPC plumbing: servers with health checking, clients with deadlines, and the one mapping of SpoErrors to statuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.rpc import code_pb2, status_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from spo import errors
+from spo.logs import get_logger
+from spo.v1 import errors_pb2
+
+log = get_logger("rpc")
+
+DEFAULT_DEADLINE_SECONDS = 30.0
+MAX_MESSAGE_BYTES = 64 << 20
+
+_CODES: tuple[tuple[type[errors.SpoError], int], ...] = (
+    (errors.InvalidInput, code_pb2.INVALID_ARGUMENT),
+    (errors.NotFound, code_pb2.NOT_FOUND),
+    (errors.Conflict, code_pb2.ABORTED),
+    (errors.PreconditionFailed, code_pb2.FAILED_PRECONDITION),
+    (errors.NotReady, code_pb2.UNAVAILABLE),
+    (errors.ResourceExhausted, code_pb2.RESOURCE_EXHAUSTED),
+    (errors.IntegrityError, code_pb2.DATA_LOSS),
+    (errors.SpoError, code_pb2.INTERNAL),
+)
+_BY_CODE: dict[str, type[errors.SpoError]] = {"lease_lost": errors.LeaseLost}
+_BY_STATUS: dict[grpc.StatusCode, type[errors.SpoError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidInput,
+    grpc.StatusCode.NOT_FOUND: errors.NotFound,
+    grpc.StatusCode.ABORTED: errors.Conflict,
+    grpc.StatusCode.FAILED_PRECONDITION: errors.PreconditionFailed,
+    grpc.StatusCode.UNAVAILABLE: errors.NotReady,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.Unreachable,
+    grpc.StatusCode.CANCELLED: errors.Unreachable,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.ResourceExhausted,
+    grpc.StatusCode.DATA_LOSS: errors.IntegrityError,
+}
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+]
+
+
+def status_of(error: errors.SpoError) -> Any:
+    """The gRPC status, with an ErrorDetail, that says the same as the error."""
+    code = next(number for kind, number in _CODES if isinstance(error, kind))
+    detail = errors_pb2.ErrorDetail(
+        code=error.code,
+        retryable=error.retryable,
+        violations=[
+            errors_pb2.FieldViolation(pointer=violation.pointer, message=violation.message)
+            for violation in error.violations
+        ],
+    )
+    packed = AnyMessage()
+    packed.Pack(detail)
+    return rpc_status.to_status(status_pb2.Status(code=code, message=error.message, details=[packed]))
+
+
+def error_of(failure: grpc.RpcError, service: str, address: str) -> errors.SpoError:
+    """The SpoError a failed call stands for; names the service and where it was looked for when it did not answer."""
+    status = failure.code()
+    rich = rpc_status.from_call(failure)
+    if rich is not None:
+        for packed in rich.details:
+            detail = errors_pb2.ErrorDetail()
+            if packed.Unpack(detail):
+                kind = _BY_CODE.get(detail.code) or _BY_STATUS.get(status, errors.InternalError)
+                violations = tuple(errors.FieldViolation(each.pointer, each.message) for each in detail.violations)
+                return kind(rich.message, code=detail.code, violations=violations)
+    if status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
+        return errors.Unreachable(f"{service} at {address} did not answer: {failure.details()}")
+    return _BY_STATUS.get(status, errors.InternalError)(f"{service} at {address}: {failure.details()}")
+
+
+class _TypedErrors(grpc.ServerInterceptor):
+    """Turns what a handler raises into a status with details; anything unexpected is logged and becomes INTERNAL."""
+
+    def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        handler = continuation(handler_call_details)
+        if handler is None or handler.unary_unary is None:
+            return handler
+
+        def behaviour(request: Any, context: grpc.ServicerContext) -> Any:
+            try:
+                return handler.unary_unary(request, context)
+            except errors.SpoError as error:
+                context.abort_with_status(status_of(error))
+            except Exception as error:
+                log.exception("rpc handler failed", method=handler_call_details.method)
+                context.abort_with_status(status_of(errors.InternalError(f"{type(error).__name__}: {error}")))
+
+        return grpc.unary_unary_rpc_method_handler(
+            behaviour,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+
+class RpcServer:
+    """A gRPC server with health checking; `add` registers servicers before `start`."""
+
+    def __init__(self, host: str, port: int, max_workers: int = 16) -> None:
+        self.server = grpc.server(
+            futures.ThreadPoolExecutor(max_workers=max_workers, thread_name_prefix="rpc"),
+            interceptors=[_TypedErrors()],
+            options=[*_OPTIONS, ("grpc.so_reuseport", 0)],
+        )
+        self.health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
+        self.set_serving(False)
+        self.port = self.server.add_insecure_port(f"{host}:{port}")
+        self.address = f"{host}:{self.port}"
+
+    def set_serving(self, serving: bool) -> None:
+        """Readiness as seen by the standard gRPC health check."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        self.health.set("", status)
+
+    def start(self) -> None:
+        self.server.start()
+
+    def stop(self, grace_seconds: float) -> None:
+        self.health.enter_graceful_shutdown()
+        self.server.stop(grace_seconds).wait(grace_seconds + 1)
+
+
+def channel(address: str) -> grpc.Channel:
+    """A channel that spreads calls over all addresses of its target and reconnects quickly."""
+    return grpc.insecure_channel(
+        address,
+        options=[
+            *_OPTIONS,
+            ("grpc.service_config", '{"loadBalancingConfig":[{"round_robin":{}}]}'),
+            ("grpc.max_reconnect_backoff_ms", 2000),
+            ("grpc.initial_reconnect_backoff_ms", 200),
+            ("grpc.keepalive_time_ms", 30_000),
+        ],
+    )
+
+
+class Client:
+    """A stub whose every call has a deadline and fails with a SpoError.
+
+    `Client("replay-buffer", address, ReplayServiceStub).call("SampleBatch", request, deadline_seconds=5)`.
+    """
+
+    def __init__(self, service: str, address: str, stub: Callable[[grpc.Channel], Any]) -> None:
+        self.service = service
+        self.address = address
+        self._channel = channel(address)
+        self._stub = stub(self._channel)
+
+    def call(self, method: str, request: Any, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> Any:
+        """Return the response. Raises the SpoError the server raised, or Unreachable after deadline_seconds."""
+        try:
+            return getattr(self._stub, method)(request, timeout=deadline_seconds)
+        except grpc.RpcError as failure:
+            raise error_of(failure, self.service, self.address) from None
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def is_healthy(address: str, deadline_seconds: float = 1.0) -> bool:
+    """Whether the service at address says SERVING to the standard health check."""
+    with channel(address) as link:
+        try:
+            reply = health_pb2_grpc.HealthStub(link).Check(health_pb2.HealthCheckRequest(), timeout=deadline_seconds)
+        except grpc.RpcError:
+            return False
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

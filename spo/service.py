@@ -1,0 +1,135 @@
+"""The life of a service process, the same for all: connect, serve, work, heartbeat, drain on SIGTERM, exit 0."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from ulid import ULID
+
+from spo import metrics
+from spo.errors import SpoError
+from spo.logs import configure_logs, get_logger
+from spo.rpc import Client, RpcServer
+from spo.settings import ServiceSettings
+from spo.v1 import orchestrator_service_pb2 as orchestrator
+from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
+
+log = get_logger("service")
+
+Worker = Callable[[threading.Event], None]
+Beat = Callable[[orchestrator.HeartbeatResponse], None]
+
+
+@dataclass
+class ServiceProcess:
+    """One running service.
+
+    Fill `server` with servicers and `workers` with functions that return when their stop event is set, then `run()`.
+    `report` fills in the heartbeat's changing fields, `on_heartbeat` receives the orchestrator's answer.
+    """
+
+    pool: str
+    settings: ServiceSettings
+    server: RpcServer = field(init=False)
+    workers: list[Worker] = field(default_factory=list)
+    report: Callable[[orchestrator.HeartbeatRequest], None] = lambda request: None
+    on_heartbeat: Beat = lambda response: None
+    on_drain: Callable[[], None] = lambda: None
+    stop: threading.Event = field(default_factory=threading.Event)
+    failed: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        configure_logs(self.pool, self.settings.log_level, self.settings.log_format)
+        self.server = RpcServer(self.settings.host, self.settings.port)
+        self.replica_id = f"{self.pool}-{ULID()}".lower()
+
+    @property
+    def address(self) -> str:
+        return self.settings.advertise_address or self.server.address
+
+    def run(self) -> int:
+        """Serve until SIGTERM or SIGINT or until a worker fails; returns the exit status."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self.stop.set())
+        metrics.serve_metrics(self.settings.host, self.settings.metrics_port)
+        self.server.start()
+        threads = [self._thread(worker) for worker in [*self.workers, self._heartbeats]]
+        self.server.set_serving(True)
+        log.info("serving", address=self.address, pid=os.getpid(), replica=self.replica_id)
+        self.stop.wait()
+        return self._drain(threads)
+
+    def _drain(self, threads: list[threading.Thread]) -> int:
+        log.info("draining", grace_seconds=self.settings.drain_seconds)
+        self.server.set_serving(False)
+        self.on_drain()
+        for thread in threads:
+            thread.join(self.settings.drain_seconds)
+        unfinished = [thread.name for thread in threads if thread.is_alive()]
+        self.server.stop(min(5.0, self.settings.drain_seconds))
+        if unfinished:
+            log.error("stopped with workers still busy; their entries will be reclaimed", workers=unfinished)
+        return 1 if self.failed else 0
+
+    def _thread(self, worker: Worker) -> threading.Thread:
+        def body() -> None:
+            try:
+                worker(self.stop)
+            except Exception:
+                # A worker that ends by surprise must end the process: a half-alive service looks healthy and is not.
+                log.exception("worker failed; the process ends so that it is restarted")
+                self.failed = True
+                self.stop.set()
+
+        thread = threading.Thread(target=body, name=getattr(worker, "__name__", "worker"), daemon=True)
+        thread.start()
+        return thread
+
+    def _heartbeats(self, stop: threading.Event) -> None:
+        client = Client("orchestrator", self.settings.orchestrator_address, OrchestratorServiceStub)
+        pause = 1.0
+        while not stop.is_set():
+            pause = self._beat(client, draining=False, otherwise=pause)
+            stop.wait(pause)
+        self._beat(client, draining=True, otherwise=pause)
+        client.close()
+
+    def _beat(self, client: Client, draining: bool, otherwise: float) -> float:
+        request = orchestrator.HeartbeatRequest(
+            replica_id=self.replica_id, pool=self.pool, address=self.address, pid=os.getpid(), draining=draining
+        )
+        try:
+            self.report(request)
+            response: orchestrator.HeartbeatResponse = client.call("Heartbeat", request, deadline_seconds=3)
+            self.on_heartbeat(response)
+        except SpoError as error:
+            log.warning("orchestrator did not take the heartbeat; trying again", reason=error.message)
+            return min(5.0, max(1.0, otherwise))
+        return response.next_heartbeat_seconds or 1.0
+
+
+@contextlib.contextmanager
+def keep_alive_while(beat: Callable[[], None], every_seconds: float) -> Iterator[None]:
+    """Call beat in the background every so often while the body runs (stream entries in hand, leases)."""
+    done = threading.Event()
+
+    def body() -> None:
+        while not done.wait(every_seconds):
+            try:
+                beat()
+            except Exception as error:
+                # Losing one beat costs at most a redelivery, which every handler tolerates.
+                log.warning("keep-alive failed; will try again", error=str(error))
+
+    thread = threading.Thread(target=body, name="keep-alive", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(every_seconds + 1)

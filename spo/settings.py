@@ -1,0 +1,43 @@
+"""Where a process lives: environment variables only, `SPO_<FIELD>` for all and `SPO_<SERVICE>_<FIELD>` for one.
+
+The science of a job is in `spo.job_spec`; there is no configuration below these two.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class PlatformSettings(BaseSettings):
+    """What every process needs: Redis, the addresses of the services, the state folder.
+
+    Addresses are gRPC targets: `host:port`, `dns:///service:port` (all pods) or `ipv4:a:1,b:2` (listed replicas).
+    """
+
+    model_config = SettingsConfigDict(env_prefix="SPO_", extra="ignore", frozen=True)
+
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    redis_wait_seconds: float = Field(default=30, gt=0, description="How long a start waits for Redis.")
+    orchestrator_address: str = "127.0.0.1:7070"
+    inference_address: str = "127.0.0.1:7071"
+    sandbox_judge_address: str = "127.0.0.1:7072"
+    replay_buffer_address: str = "127.0.0.1:7073"
+    value_estimation_address: str = "127.0.0.1:7074"
+    trainer_address: str = "127.0.0.1:7075"
+    state_path: Path = Field(default=Path(".spo"), description="Weights, checkpoints and caches live below it.")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["json", "console"] = "json"
+
+
+class ServiceSettings(PlatformSettings):
+    """One service's own listening ports; a subclass sets env_prefix SPO_<SERVICE>_ through `service_settings`."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
+    metrics_port: int = Field(default=0, ge=0, le=65535, description="Prometheus port; 0 switches it off.")
+    advertise_address: str = Field(default="", description="Address told to the orchestrator; default host:port.")
+    drain_seconds: float = Field(default=20, ge=0, description="Grace after SIGTERM.")

@@ -1,0 +1,64 @@
+"""Fixtures of all tiers. A real Redis-protocol server is always used where Redis is needed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def require(tool: str) -> str:
+    """The path of a program; skips loudly where it is absent, fails when CI=true."""
+    path = shutil.which(tool)
+    if path is None:
+        message = f"{tool} is not installed; `make system-deps` installs it"
+        if os.environ.get("CI") == "true":
+            pytest.fail(message)
+        pytest.skip(message)
+    return path
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a real server, one per test session; use `redis_client` for a clean database."""
+    from spo.local.redis_server import server_command
+
+    folder: Path = tmp_path_factory.mktemp("redis")
+    port = free_port()
+    process = subprocess.Popen(server_command(port, folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    client = redis.Redis(port=port)
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            client.ping()
+            break
+        except redis.RedisError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+    client.close()
+    yield f"redis://127.0.0.1:{port}/0"
+    process.terminate()
+    process.wait(20)
+
+
+@pytest.fixture
+def redis_client(redis_server: str) -> Iterator[redis.Redis]:
+    """A client on an empty database."""
+    client = redis.Redis.from_url(redis_server)
+    client.flushall()
+    yield client
+    client.close()
