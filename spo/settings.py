@@ -6,7 +6,7 @@ The science of a job is in `spo.job_spec`; there is no configuration below these
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -18,7 +18,7 @@ class PlatformSettings(BaseSettings):
     Addresses are gRPC targets: `host:port`, `dns:///service:port` (all pods) or `ipv4:a:1,b:2` (listed replicas).
     """
 
-    model_config = SettingsConfigDict(env_prefix="SPO_", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="SPO_", extra="ignore", frozen=True, populate_by_name=True)
 
     redis_url: str = "redis://127.0.0.1:6379/0"
     redis_wait_seconds: float = Field(default=30, gt=0, description="How long a start waits for Redis.")
@@ -34,10 +34,24 @@ class PlatformSettings(BaseSettings):
 
 
 class ServiceSettings(PlatformSettings):
-    """One service's own listening ports; a subclass sets env_prefix SPO_<SERVICE>_ through `service_settings`."""
+    """One service's settings: `class Settings(ServiceSettings, service="inference")`.
+
+    Its own fields are read from SPO_INFERENCE_<FIELD>, the shared ones from SPO_<FIELD>.
+    """
 
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
     metrics_port: int = Field(default=0, ge=0, le=65535, description="Prometheus port; 0 switches it off.")
     advertise_address: str = Field(default="", description="Address told to the orchestrator; default host:port.")
     drain_seconds: float = Field(default=20, ge=0, description="Grace after SIGTERM.")
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, service: str = "", **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        for name, field in cls.model_fields.items():
+            if name not in PlatformSettings.model_fields:
+                field.validation_alias = f"SPO_{service}_{name}".upper()
+        cls.model_rebuild(force=True)
+
+    def __init_subclass__(cls, service: str = "", **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
