@@ -1,0 +1,72 @@
+"""The JobSpec refuses what cannot work and says where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spo.errors import InvalidInput
+from spo.job_spec import JobSpec, parse_job_spec, spec_from_json, spec_to_json
+
+MODEL = {"model": {"path": "/models/pi0"}}
+
+
+def pointers(document: Any) -> list[str]:
+    with pytest.raises(InvalidInput) as caught:
+        parse_job_spec(document)
+    assert caught.value.code == "invalid_job_spec"
+    return [violation.pointer for violation in caught.value.violations]
+
+
+def test_a_model_path_is_enough() -> None:
+    spec = parse_job_spec(MODEL)
+
+    assert spec.model.path == "/models/pi0"
+    assert spec.replay.online_share == 0.5
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ({}, ["/model"]),
+        ({"model": {"path": "x", "weights": "y"}}, ["/model/weights"]),
+        ({**MODEL, "surprise": 1}, ["/surprise"]),
+        ({**MODEL, "algorithm": {"beta": 0}}, ["/algorithm/beta"]),
+        ({**MODEL, "algorithm": {"beta": "hot"}}, ["/algorithm/beta"]),
+        ({**MODEL, "algorithm": {"beta": float("nan")}}, ["/algorithm/beta"]),
+        ({**MODEL, "tasks": {"kind": "taco"}}, ["/tasks/path"]),
+        ({**MODEL, "value": None, "replay": {"mix": [{"source": "online", "share": 1}]}}, ["/value"]),
+        ({**MODEL, "replay": {"mix": [{"source": "online", "share": 0.7}]}}, ["/replay/mix"]),
+        ({**MODEL, "offline": {"human_solutions": False}}, ["/replay/mix"]),
+        ({**MODEL, "rollout": {"temperature": [0.8, 0.1]}}, ["/rollout/temperature"]),
+        ({**MODEL, "evaluation": {"samples": 5}}, ["/evaluation/ks"]),
+        ({**MODEL, "trainer": {"update_interval": 7}}, ["/trainer/checkpoint_interval"]),
+        ({**MODEL, "algorithm": {"losses": [{"objective": "monte_carlo_squared"}]}}, ["/algorithm/losses"]),
+        ([], ["/"]),
+    ],
+)
+def test_an_impossible_spec_is_refused_with_the_pointer_of_the_field(document: Any, expected: list[str]) -> None:
+    assert pointers(document) == expected
+
+
+def test_every_fault_is_reported_at_once() -> None:
+    found = pointers({"model": {}, "algorithm": {"beta": -1}, "seed": -4})
+
+    assert sorted(found) == ["/algorithm/beta", "/model/path", "/seed"]
+
+
+def test_a_refusal_never_repeats_the_input() -> None:
+    with pytest.raises(InvalidInput) as caught:
+        parse_job_spec({**MODEL, "seed": "canary-secret", "labels": {"a": ["canary-secret"]}})
+
+    assert "canary-secret" not in str(caught.value)
+
+
+def test_a_spec_survives_its_canonical_json() -> None:
+    spec: JobSpec = parse_job_spec({**MODEL, "labels": {"b": "2", "a": "1"}, "rollout": {"temperature": 0.7}})
+
+    assert spec_from_json(spec_to_json(spec)) == spec
+    assert spec_to_json(spec) == spec_to_json(
+        parse_job_spec({"rollout": {"temperature": 0.7}, "labels": {"a": "1", "b": "2"}, **MODEL})
+    )
