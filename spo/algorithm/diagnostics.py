@@ -1,0 +1,40 @@
+"""Numbers of one batch that tell whether a run is healthy; no gradients.
+
+Axes: B trajectory, L padded position.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spo.algorithm.q_values import terminal_q
+from spo.algorithm.types import TokenBatch
+
+
+@torch.no_grad()
+def batch_diagnostics(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> dict[str, float]:
+    """Means over the batch's trajectories, so that equal micro-batches may be averaged.
+
+    log_ratio_nats: sum_t (ln pi_theta - ln pi0); above 4 every collapse seen so far had begun.
+    kl_to_reference_nats: KL(pi_theta || pi0) per trajectory, by the non-negative per-token estimator x - 1 - ln x of
+    x = pi0 / pi_theta (Schulman 2020); unbiased only on fresh on-policy samples.
+    q_terminal, reward, residual (Q_T - r), residual_abs: reward units.
+    token_nll_nats: -ln pi_theta per response token of the batch, averaged per trajectory.
+    response_tokens: mean length.
+    """
+    mask_BL = batch.response_mask_BL
+    log_ratio_BL = torch.where(mask_BL, logprobs_BL - batch.reference_logprobs_BL, 0.0)
+    nll_B = torch.where(mask_BL, -logprobs_BL, 0.0).sum(dim=1) / batch.response_lengths.clamp(min=1)
+    q_B = terminal_q(logprobs_BL, batch, beta)
+    means = {
+        "log_ratio_nats": log_ratio_BL.sum(dim=1),
+        "kl_to_reference_nats": (torch.expm1(-log_ratio_BL) + log_ratio_BL).sum(dim=1),
+        "q_terminal": q_B,
+        "reward": batch.reward_B,
+        "residual": q_B - batch.reward_B,
+        "residual_abs": (q_B - batch.reward_B).abs(),
+        "token_nll_nats": nll_B,
+        "response_tokens": batch.response_lengths.to(logprobs_BL.dtype),
+    }
+    return {name: values_B.mean().item() for name, values_B in means.items()}

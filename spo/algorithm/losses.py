@@ -1,0 +1,72 @@
+"""The loss of a job: the coefficient-weighted sum of its terms, each on the trajectories of its sources.
+
+Axes: B trajectory, L padded position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from spo.algorithm import objectives
+from spo.algorithm.q_values import check_usable
+from spo.algorithm.types import LossTerm, TokenBatch
+from spo.errors import InvalidInput
+
+
+def spo_loss(
+    logprobs_BL: Tensor, batch: TokenBatch, terms: Sequence[LossTerm], beta: float
+) -> tuple[Tensor, dict[str, float]]:
+    """Scalar loss = sum over terms of coefficient * (sum of its trajectories' losses) / B, and each term's part in it.
+
+    logprobs_BL: ln pi_theta of each token, nats, float32 or float64, aligned with the batch. Every term divides by the
+    size of the whole batch, so splitting a batch into equal micro-batches or ranks and averaging changes nothing
+    (except for group_centred_squared, whose groups must stay together). Diagnostics are named `loss/<objective>` and
+    sum to the loss. Raises InvalidInput on non-finite numbers, beta <= 0, an empty batch, or an objective whose
+    data is missing.
+    """
+    if batch.size == 0:
+        raise InvalidInput("the batch is empty")
+    check_usable(logprobs_BL, batch, beta)
+    # An empty sum that still reaches every parameter: each rank must run the same backward, whatever sources it drew.
+    total = logprobs_BL[batch.response_mask_BL].sum() * 0.0
+    diagnostics: dict[str, float] = {}
+    for term in terms:
+        rows_B = batch.rows_from(term.sources)
+        if not rows_B.any():
+            continue
+        loss_B = trajectory_losses(logprobs_BL[rows_B], batch.select(rows_B), term, beta)
+        part = term.coefficient * loss_B.sum() / batch.size
+        name = f"loss/{term.objective}"
+        diagnostics[name] = diagnostics.get(name, 0.0) + part.item()
+        total = total + part
+    if not torch.isfinite(total):
+        raise InvalidInput("the loss is not finite", code="not_finite")
+    return total, diagnostics
+
+
+def trajectory_losses(logprobs_BL: Tensor, batch: TokenBatch, term: LossTerm, beta: float) -> Tensor:
+    """The loss of each trajectory under one term, before its coefficient; (B,). Sources are not looked at."""
+    scale = objectives.gradient_scale(beta)
+    match term.objective:
+        case "terminal_squared":
+            return objectives.terminal_squared(logprobs_BL, batch, beta, scale=scale)
+        case "terminal_cross_entropy":
+            return objectives.terminal_cross_entropy(logprobs_BL, batch, beta, epsilon=term.epsilon)
+        case "reverse_q_squared":
+            return objectives.reverse_q_squared(logprobs_BL, batch, beta, scale=scale)
+        case "reverse_q_cross_entropy":
+            return objectives.reverse_q_cross_entropy(logprobs_BL, batch, beta, epsilon=term.epsilon)
+        case "advantage_sigmoid":
+            return objectives.advantage_sigmoid(logprobs_BL, batch, beta, sigmoid_scale=term.sigmoid_scale)
+        case "monte_carlo_squared":
+            return objectives.monte_carlo_squared(logprobs_BL, batch, beta, scale=scale)
+        case "monte_carlo_cross_entropy":
+            return objectives.monte_carlo_cross_entropy(logprobs_BL, batch, beta, epsilon=term.epsilon)
+        case "group_centred_squared":
+            return objectives.group_centred_squared(logprobs_BL, batch, beta, scale=scale)
+        case _:
+            assert_never(term.objective)

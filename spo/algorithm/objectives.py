@@ -1,0 +1,136 @@
+"""Every objective of Soft Policy Optimization (Cohen et al. 2025, 3.1) as one function: tensors in, loss_B out.
+
+Axes: B trajectory, L padded position. Q, A and rewards are in reward units; divided by beta they are log-prob units.
+`scale` multiplies a squared error: 1 is the paper's plain (Q - y)^2; `gradient_scale(beta)` makes the gradient with
+respect to each log-prob the residual itself, so that one learning rate suits every beta.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from spo.algorithm.q_values import advantages, cumulative_q, terminal_q
+from spo.algorithm.types import TokenBatch
+from spo.errors import InvalidInput
+
+
+def gradient_scale(beta: float) -> float:
+    """1 / (2 beta): then d loss / d ln pi_theta(a_t) = Q_T - r, in reward units."""
+    return 0.5 / beta
+
+
+def terminal_squared(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, scale: float) -> Tensor:
+    """scale * (Q_T - r)^2; (B,) (3.1.2, terminal Q-regression)."""
+    return scale * (terminal_q(logprobs_BL, batch, beta) - batch.reward_B).square()
+
+
+def terminal_cross_entropy(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, epsilon: float) -> Tensor:
+    """Clipped cross-entropy between Q_T / beta and r / beta; (B,), nats (3.1.1)."""
+    return clipped_cross_entropy(terminal_q(logprobs_BL, batch, beta) / beta, batch.reward_B / beta, epsilon)
+
+
+def reverse_q_squared(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, scale: float) -> Tensor:
+    """scale * sum_t (Q_t - R_t)^2 with R_t = detach(r - sum_{s>t} A_s); (B,) (3.1.2, non-terminal Q-regression).
+
+    A sum as printed in the paper: it grows with the length of the response.
+    """
+    q_BL = cumulative_q(logprobs_BL, batch, beta)
+    error_BL = (q_BL - _reverse_q_target(logprobs_BL, batch, beta)).square()
+    return scale * torch.where(batch.response_mask_BL, error_BL, 0.0).sum(dim=1)
+
+
+def reverse_q_cross_entropy(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, epsilon: float) -> Tensor:
+    """sum_t of the clipped cross-entropy between Q_t / beta and R_t / beta; (B,), nats (3.1.2)."""
+    q_BL = cumulative_q(logprobs_BL, batch, beta)
+    error_BL = clipped_cross_entropy(q_BL / beta, _reverse_q_target(logprobs_BL, batch, beta) / beta, epsilon)
+    return torch.where(batch.response_mask_BL, error_BL, 0.0).sum(dim=1)
+
+
+def advantage_sigmoid(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, sigmoid_scale: float) -> Tensor:
+    """Binary cross-entropy of sigmoid(k sum_t A_t / beta) against sigmoid(k (r - Qhat_0) / beta); (B,), nats (3.1.2).
+
+    k = sigmoid_scale, on log-prob units.
+    """
+    prediction_B = sigmoid_scale * advantages(logprobs_BL, batch, beta).sum(dim=1) / beta
+    target_B = torch.sigmoid(sigmoid_scale * (batch.reward_B - batch.qhat_0_B) / beta)
+    return binary_cross_entropy_with_logits(prediction_B, target_B, reduction="none")
+
+
+def monte_carlo_squared(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, scale: float) -> Tensor:
+    """scale * mean over annotated t of (Q_t - Qhat_t)^2; (B,), 0 without annotations (3.1.3).
+
+    A mean, since how many positions a search visited says nothing about the trajectory's weight. Raises InvalidInput
+    when the batch carries no annotation tensors.
+    """
+    target_BL, mask_BL = _annotations(batch)
+    error_BL = (cumulative_q(logprobs_BL, batch, beta) - target_BL).square()
+    return scale * _masked_mean(error_BL, mask_BL)
+
+
+def monte_carlo_cross_entropy(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, epsilon: float) -> Tensor:
+    """Mean over annotated t of the clipped cross-entropy between Q_t / beta and Qhat_t / beta; (B,), nats (3.1.3).
+
+    Unbiased in the number of rollouts, because exp(Qhat_t / beta) is. Raises as `monte_carlo_squared`.
+    """
+    target_BL, mask_BL = _annotations(batch)
+    error_BL = clipped_cross_entropy(cumulative_q(logprobs_BL, batch, beta) / beta, target_BL / beta, epsilon)
+    return _masked_mean(error_BL, mask_BL)
+
+
+def group_centred_squared(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, scale: float) -> Tensor:
+    """scale * n / (n - 1) * (d - mean of d over the prompt's n trajectories)^2 with d = Q_T - r; (B,).
+
+    Not in the paper: the log-variance (trajectory-balance) form, in which Qhat_0 cancels. Its expectation is the
+    variance of d, zero at pi* alone given full support. A trajectory alone in its group (n = 1) teaches nothing: 0.
+    """
+    residual_B = terminal_q(logprobs_BL, batch, beta) - batch.reward_B
+    _, group_B, count_G = torch.unique(batch.group_B, return_inverse=True, return_counts=True)
+    mean_G: Tensor = residual_B.new_zeros(len(count_G)).index_add(0, group_B, residual_B) / count_G
+    # n = 1: the centred residual is 0 whatever the factor; the clamp keeps the factor finite.
+    factor_G: Tensor = count_G / (count_G - 1).clamp(min=1)
+    return scale * factor_G[group_B] * (residual_B - mean_G[group_B]).square()
+
+
+def clipped_cross_entropy(prediction: Tensor, target: Tensor, epsilon: float) -> Tensor:
+    """x relu(-yhat) - (1 - x) ln(1 - exp(min(yhat, -epsilon))), x = exp(min(y, 0)); elementwise, nats (3.1.1).
+
+    prediction yhat and target y are in log-prob units. The clip holds in the forward pass only: the gradient is that at
+    the clipped point, passed straight through. relu on the unclipped yhat removes any pull above 0.
+    """
+    target = target.clamp(max=0.0)
+    # Adding yhat - yhat.detach(), exactly 0, gives the clipped value the gradient of the unclipped one.
+    clipped = prediction.detach().clamp(max=-epsilon) + (prediction - prediction.detach())
+    return target.exp() * torch.relu(-prediction) + torch.expm1(target) * _log1mexp(clipped)
+
+
+def _log1mexp(y: Tensor) -> Tensor:
+    """ln(1 - exp(y)) for y < 0, accurate at both ends (Maechler 2012)."""
+    near_zero = y > -math.log(2)
+    # Each branch sees -1 where the other is taken: an infinity there would turn the gradient into nan.
+    return torch.where(
+        near_zero,
+        torch.log(-torch.expm1(torch.where(near_zero, y, -1.0))),
+        torch.log1p(-torch.exp(torch.where(near_zero, -1.0, y))),
+    )
+
+
+def _reverse_q_target(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> Tensor:
+    """R_t = r - sum_{s>t} A_s, detached; (B, L), reward units."""
+    advantages_BL = advantages(logprobs_BL.detach(), batch, beta)
+    later_BL = advantages_BL.sum(dim=1, keepdim=True) - advantages_BL.cumsum(dim=1)
+    return batch.reward_B[:, None] - later_BL
+
+
+def _annotations(batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    if batch.annotated_q_BL is None or batch.annotated_mask_BL is None:
+        raise InvalidInput("a Monte-Carlo objective needs annotated_q_BL and annotated_mask_BL", code="no_annotations")
+    # where: positions without annotation may hold anything.
+    return torch.where(batch.annotated_mask_BL, batch.annotated_q_BL, 0.0), batch.annotated_mask_BL
+
+
+def _masked_mean(values_BL: Tensor, mask_BL: Tensor) -> Tensor:
+    return torch.where(mask_BL, values_BL, 0.0).sum(dim=1) / mask_BL.sum(dim=1).clamp(min=1)

@@ -1,0 +1,101 @@
+"""The two inputs of every objective: a batch of judged token sequences, and the terms of the loss.
+
+Axes: B trajectory in the batch, L position in the padded sequence (prompt, response and padding).
+Units: log-probabilities in nats, rewards and Q in reward units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+ObjectiveName = Literal[
+    "terminal_squared",
+    "terminal_cross_entropy",
+    "reverse_q_squared",
+    "reverse_q_cross_entropy",
+    "advantage_sigmoid",
+    "monte_carlo_squared",
+    "monte_carlo_cross_entropy",
+    "group_centred_squared",
+]
+
+# The values of spo.v1.Source, by the names a JobSpec uses; a unit test holds them together.
+SOURCE_CODES = {"online": 1, "reference": 2, "human": 3, "other_run": 4, "annotated": 5}
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """One objective on some sources; same field names as `spo.job_spec.LossTerm`.
+
+    epsilon: clip of the cross-entropy forms, log-prob units, > 0.
+    sigmoid_scale: factor inside the sigmoid of the advantage regression, on log-prob units (a factor s on reward units
+    is s * beta here).
+    """
+
+    objective: ObjectiveName
+    coefficient: float = 1.0
+    sources: tuple[str, ...] | None = None
+    epsilon: float = 1e-3
+    sigmoid_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Judged trajectories as padded tensors; built by the trainer from protobuf, read by every objective.
+
+    Sequences may be padded on either side. Position l speaks about token l itself: `reference_logprobs_BL[b, l]` is
+    log pi0(token l | tokens before l), and so are the policy's log-probs handed in beside the batch. Values outside
+    `response_mask_BL` are never read, except `input_ids_BL` by the model.
+
+    response_mask_BL: True exactly at response tokens (contiguous; the end-of-sequence token is one of them).
+    sampling_logprobs_BL: log-prob under the behaviour policy as sampled; 0 where unknown (human solutions).
+    reward_B, qhat_0_B: terminal reward (<= 0) and estimated soft value of the prompt, reward units.
+    source_B: SOURCE_CODES. group_B: index of the trajectory's prompt within the batch, >= 0.
+    annotated_q_BL: where `annotated_mask_BL`, the Monte-Carlo estimate of Q_t after token l, reward units.
+    """
+
+    input_ids_BL: Tensor
+    attention_mask_BL: Tensor
+    response_mask_BL: Tensor
+    reference_logprobs_BL: Tensor
+    sampling_logprobs_BL: Tensor
+    reward_B: Tensor
+    qhat_0_B: Tensor
+    source_B: Tensor
+    group_B: Tensor
+    annotated_q_BL: Tensor | None = None
+    annotated_mask_BL: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of trajectories B."""
+        return self.reward_B.shape[0]
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """Response tokens of each trajectory; (B,)."""
+        return self.response_mask_BL.sum(dim=1)
+
+    def to(self, device: torch.device | str) -> TokenBatch:
+        """The same batch with every tensor on `device`."""
+        return self._map(lambda tensor: tensor.to(device))
+
+    def select(self, rows: Tensor | slice) -> TokenBatch:
+        """The trajectories at `rows` (boolean mask, indices or slice), same padding."""
+        return self._map(lambda tensor: tensor[rows])
+
+    def rows_from(self, sources: tuple[str, ...] | None) -> Tensor:
+        """Mask over B of the trajectories whose source is named; None names all. KeyError on an unknown name."""
+        if sources is None:
+            return torch.ones_like(self.source_B, dtype=torch.bool)
+        codes = torch.tensor([SOURCE_CODES[name] for name in sources], device=self.source_B.device)
+        return torch.isin(self.source_B, codes)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> TokenBatch:
+        tensors: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: change(tensor) for name, tensor in tensors.items() if tensor is not None})
