@@ -1,0 +1,189 @@
+"""Folders that are whole or absent: files written aside, a manifest of digests last, one atomic rename.
+
+Weights and checkpoints are kept this way. A folder carries the epoch of the lease it was written under; only a newer
+epoch may replace it, so a trainer that lost its lease cannot overwrite what its successor wrote (a fencing token).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+from ulid import ULID
+
+from spo.errors import Conflict, IntegrityError, NotFound
+
+MANIFEST = "manifest.json"
+_ABANDONED_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class SealedFolder:
+    """A verified folder; `manifest` is the head given when it was sealed plus `files`: {name, blake3, size_bytes}."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(self.path / entry["name"] for entry in self.manifest["files"])
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(int(entry["size_bytes"]) for entry in self.manifest["files"])
+
+    @property
+    def manifest_digest(self) -> str:
+        """blake3 hex of the manifest; it covers every file, since the manifest holds their digests."""
+        return blake3(_encode(self.manifest)).hexdigest()
+
+
+@contextlib.contextmanager
+def folder_aside(destination: Path) -> Iterator[Path]:
+    """A hidden folder beside `destination` to write files into before `seal_folder`; gone when the block ends."""
+    writing = destination.parent / f".writing-{destination.name}-{ULID()}"
+    writing.mkdir(parents=True)
+    try:
+        yield writing
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
+
+
+def seal_folder(writing: Path, destination: Path, head: Mapping[str, Any]) -> SealedFolder:
+    """Make everything in `writing` visible as `destination`, durably and at once; `head` must hold an int `epoch`.
+
+    Idempotent: an equal folder already there is returned. Raises Conflict when another one, of this epoch or a newer
+    one, is there.
+    """
+    manifest = {**head, "files": [_entry(path) for path in sorted(writing.iterdir())]}
+    (writing / MANIFEST).write_bytes(_encode(manifest))
+    for path in writing.iterdir():
+        _fsync(path)
+    _fsync(writing)
+    for _ in range(2):  # The second time after a replacement.
+        if _renamed(writing, destination):
+            return SealedFolder(destination, manifest)
+        existing = _intact(destination)
+        if existing and existing.manifest == manifest:
+            return existing
+        if existing and existing.manifest.get("epoch", 0) >= manifest["epoch"]:
+            break
+        remove_folder(destination)
+    raise Conflict(f"{destination} was already written by another owner", code="already_written")
+
+
+def _renamed(writing: Path, destination: Path) -> bool:
+    """Whether this writer won the name: rename refuses a folder that is there, so of two writers one succeeds."""
+    try:
+        os.rename(writing, destination)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            return False
+        raise
+    _fsync(destination.parent)
+    return True
+
+
+def _intact(path: Path) -> SealedFolder | None:
+    try:
+        return open_folder(path)
+    except (IntegrityError, NotFound):
+        return None
+
+
+def open_folder(path: Path) -> SealedFolder:
+    """Check every size and digest and return the folder.
+
+    Raises NotFound when there is none and IntegrityError naming the file that is missing, truncated or altered.
+    """
+    if not path.is_dir():
+        raise NotFound(f"there is no folder {path}")
+    manifest = _read_manifest(path / MANIFEST)
+    for entry in manifest["files"]:
+        _verify(path / entry["name"], entry)
+    return SealedFolder(path, manifest)
+
+
+def remove_folder(path: Path) -> None:
+    """Take a folder away in one step, so that no reader meets half of it."""
+    hidden = path.parent / f".writing-removed-{ULID()}"
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(path, hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def numbered_folders(parent: Path) -> list[tuple[int, Path]]:
+    """(number, folder) of the sealed folders in `parent` whose names are numbers, ascending; not verified."""
+    if not parent.is_dir():
+        return []
+    return sorted((int(path.name), path) for path in parent.iterdir() if path.name.isdecimal() and path.is_dir())
+
+
+def prune_folders(parent: Path, keep: int) -> None:
+    """Remove all but the newest `keep` numbered folders, and what crashed writers left behind."""
+    folders = numbered_folders(parent)
+    for _, path in folders[: max(0, len(folders) - keep)]:
+        remove_folder(path)
+    for path in _abandoned(parent):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _abandoned(parent: Path) -> Iterator[Path]:
+    for path in parent.glob(".writing-*") if parent.is_dir() else ():
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+                yield path
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    return {"name": path.name, "blake3": _digest(path), "size_bytes": path.stat().st_size}
+
+
+def _verify(path: Path, entry: Mapping[str, Any]) -> None:
+    if path.is_symlink() or not path.is_file():
+        raise IntegrityError(f"{path} is missing")
+    size = path.stat().st_size
+    if size != entry["size_bytes"]:
+        raise IntegrityError(f"{path} holds {size} bytes, its manifest says {entry['size_bytes']}")
+    if _digest(path) != entry["blake3"]:
+        raise IntegrityError(f"{path} does not match the digest in its manifest")
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(path.read_bytes())
+        for entry in manifest["files"]:
+            name, _, _ = entry["name"], str(entry["blake3"]), int(entry["size_bytes"])
+            # A manifest from elsewhere must not lead out of its folder.
+            if name != Path(name).name or name.startswith("."):
+                raise ValueError(f"unsafe file name {name!r}")
+    except FileNotFoundError:
+        raise IntegrityError(f"{path} is missing") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise IntegrityError(f"{path} is not a manifest: {error}") from None
+    return dict(manifest)
+
+
+def _encode(manifest: Mapping[str, Any]) -> bytes:
+    return json.dumps(manifest, sort_keys=True, indent=1).encode()
+
+
+def _digest(path: Path) -> str:
+    return blake3().update_mmap(path).hexdigest() if path.stat().st_size else blake3(b"").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
