@@ -40,12 +40,13 @@ class ServiceProcess:
     report: Callable[[orchestrator.HeartbeatRequest], None] = lambda request: None
     on_heartbeat: Beat = lambda response: None
     on_drain: Callable[[], None] = lambda: None
+    rpc_threads: int = 16
     stop: threading.Event = field(default_factory=threading.Event)
     failed: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         configure_logs(self.pool, self.settings.log_level, self.settings.log_format)
-        self.server = RpcServer(self.settings.host, self.settings.port)
+        self.server = RpcServer(self.settings.host, self.settings.port, self.rpc_threads)
         self.replica_id = f"{self.pool}-{ULID()}".lower()
 
     @property

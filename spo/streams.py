@@ -82,6 +82,16 @@ def depth(client: redis.Redis, stream: str, group: str) -> StreamDepth:
     return StreamDepth(lag=int(client.xlen(stream)), pending=0)
 
 
+def read_after(client: redis.Redis, stream: str, position: str, block_seconds: float, count: int = 1000) -> list[Entry]:
+    """Entries of an append-only stream after an entry id ("0-0": from the start), without a group.
+
+    Waits at most block_seconds for one; the last entry's id is the next position.
+    """
+    replies: Any = client.xread({stream: position}, count=count, block=max(1, int(block_seconds * 1000)))
+    batches = replies.values() if isinstance(replies, dict) else [entries for _, entries in replies or []]
+    return [_entry(raw, 0) for entries in batches for raw in _flat(entries)]
+
+
 @dataclass
 class Consumer:
     """One member of a consumer group.
