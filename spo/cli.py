@@ -1,0 +1,80 @@
+"""The command `spo`. Imports neither torch nor any service.
+
+Exit codes: 0 done, 1 failure, 2 wrong usage, 3 invalid input, 4 not found, 5 conflict, 6 unreachable or not ready,
+7 the job did not succeed, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from spo import cli_jobs
+from spo.cli_output import ExitCode, error_console, exit_code_of, print_error
+from spo.errors import SpoError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Soft Policy Optimization: post-train language models from any experience.",
+)
+app.add_typer(cli_jobs.jobs, name="job")
+app.add_typer(cli_jobs.trajectories, name="trajectory")
+app.add_typer(cli_jobs.weights, name="weights")
+
+# The launcher needs the `embedded` extra, so its modules are imported by the commands that use them and not above:
+# a client-only install can still submit and watch jobs.
+
+
+@app.command()
+def up(name: Annotated[str, typer.Option("--name", help="Folder below runs/ for state and logs.")] = "local") -> None:
+    """Start every service on this machine and stay until Ctrl-C or `spo down`."""
+    from spo.local.commands import run_platform
+
+    run_platform(name)
+
+
+@app.command()
+def down(
+    name: Annotated[str | None, typer.Option("--name", help="Which one; default: all on this machine.")] = None,
+) -> None:
+    """Stop what `spo up` or `spo demo` started."""
+    from spo.local.commands import stop_platforms
+
+    stop_platforms(name)
+
+
+@app.command()
+def demo() -> None:
+    """Run a whole job on the toy contest and write runs/demo/report.json and report.png."""
+    from spo.local.demo import run_demo
+
+    run_demo()
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine has and lacks for running the platform."""
+    from spo.local.doctor import examine
+
+    if not examine():
+        raise typer.Exit(ExitCode.FAILURE)
+
+
+def main() -> None:
+    """Entry point: every SpoError becomes a message with the next step and a stable exit code."""
+    try:
+        app()
+    except SpoError as error:
+        print_error(error)
+        sys.exit(exit_code_of(error))
+    except KeyboardInterrupt:
+        error_console.print("interrupted")
+        sys.exit(ExitCode.INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

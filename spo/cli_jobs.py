@@ -1,0 +1,180 @@
+"""`spo job`, `spo trajectory`, `spo weights`: what the REST API offers, on the command line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from spo.cli_output import ExitCode, Output, console, print_document, print_rows
+from spo.client import DEFAULT_URL, Client, Event, Job
+from spo.errors import InvalidInput
+from spo.local.state import running_platforms
+
+jobs = typer.Typer(no_args_is_help=True, help="Submit, watch and steer jobs.")
+trajectories = typer.Typer(no_args_is_help=True, help="Look at trajectories.")
+weights = typer.Typer(no_args_is_help=True, help="Look at weight versions.")
+
+JobId = Annotated[str, typer.Argument(help="Id of the job (job_...).")]
+OutputOption = Annotated[Output, typer.Option("--output", "-o", help="How to print.")]
+WaitOption = Annotated[bool, typer.Option("--wait", help="Return when the job has ended.")]
+TimeoutOption = Annotated[float, typer.Option("--timeout", help="Longest wait, seconds.")]
+LimitOption = Annotated[int, typer.Option("--limit", min=1, help="At most so many.")]
+
+
+def api() -> Client:
+    """A client of SPO_API_URL, else of the platform started last on this machine, else of the default port."""
+    url = os.environ.get("SPO_API_URL")
+    if not url:
+        running = running_platforms(Path(os.environ.get("SPO_LAUNCHER_RUNS_PATH", "runs")))
+        url = running[0]["http_url"] if running else DEFAULT_URL
+    return Client(url, os.environ.get("SPO_API_KEY"), retry_seconds=5)
+
+
+def read_spec(path: Path) -> dict[str, Any]:
+    """A JobSpec document from a YAML or JSON file. Raises InvalidInput naming the file."""
+    try:
+        document = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise InvalidInput(f"cannot read {path}: {error.strerror}", code="unreadable_spec") from None
+    except yaml.YAMLError as error:
+        raise InvalidInput(f"{path} is neither YAML nor JSON: {error}", code="unreadable_spec") from None
+    if not isinstance(document, dict):
+        raise InvalidInput(f"{path} must hold a mapping", code="unreadable_spec")
+    return document
+
+
+@jobs.command()
+def submit(
+    spec_file: Annotated[Path, typer.Argument(help="JobSpec, YAML or JSON.")],
+    wait: WaitOption = False,
+    timeout: TimeoutOption = 86_400,
+    validate_only: Annotated[
+        bool, typer.Option("--validate-only", help="Show the resolved spec, start nothing.")
+    ] = False,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Submit a job."""
+    with api() as client:
+        if validate_only:
+            print_document(client.validate(read_spec(spec_file)), output)
+            return
+        job = client.submit(read_spec(spec_file))
+        _finish(client, job, wait, timeout, output)
+
+
+@jobs.command("list")
+def list_jobs(
+    status: Annotated[str | None, typer.Option("--status", help="Only jobs in this state.")] = None,
+    limit: LimitOption = 50,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Jobs, newest first."""
+    with api() as client:
+        _print_jobs(client.jobs(status, limit), output)
+
+
+@jobs.command()
+def get(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
+    """One job in full."""
+    with api() as client:
+        print_document(client.get(job_id).model_dump(mode="json"), output)
+
+
+@jobs.command()
+def watch(job_id: JobId) -> None:
+    """Print what happens to a job until it ends."""
+    with api() as client:
+        for event in client.events(job_id):
+            _print_event(event)
+        _exit_as(client.get(job_id))
+
+
+@jobs.command()
+def events(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
+    """What has happened to a job so far."""
+    with api() as client:
+        history = client.history(job_id)
+    if output is Output.TABLE:
+        for event in history:
+            _print_event(event)
+    else:
+        print_document([event.model_dump(mode="json") for event in history], output)
+
+
+@jobs.command()
+def pause(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
+    """Let a running job checkpoint and wait."""
+    with api() as client:
+        _print_jobs([client.pause(job_id)], output)
+
+
+@jobs.command()
+def resume(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
+    """Let a paused job go on."""
+    with api() as client:
+        _print_jobs([client.resume(job_id)], output)
+
+
+@jobs.command()
+def cancel(
+    job_id: JobId, wait: WaitOption = False, timeout: TimeoutOption = 120, output: OutputOption = Output.TABLE
+) -> None:
+    """Stop a job for good."""
+    with api() as client:
+        job = client.cancel(job_id)
+        _print_jobs([client.wait(job_id, timeout) if wait else job], output)
+
+
+@trajectories.command("ls")
+def list_trajectories(
+    job_id: JobId,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="Only of this prompt.")] = None,
+    source: Annotated[str | None, typer.Option("--source", help="online, reference or human.")] = None,
+    limit: LimitOption = 20,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Trajectories of a job."""
+    filters = {name: value for name, value in (("prompt_id", prompt), ("source", source)) if value}
+    with api() as client:
+        rows = client.trajectories(job_id, limit, **filters)
+    print_rows(rows, ("trajectory_id", "source", "reward", "policy_version_first", "response_text"), output)
+
+
+@trajectories.command("show")
+def show_trajectory(job_id: JobId, trajectory_id: str, output: OutputOption = Output.TABLE) -> None:
+    """One trajectory with every hop it took."""
+    with api() as client:
+        print_document(client.trajectory(job_id, trajectory_id), output)
+
+
+@weights.command("ls")
+def list_weights(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
+    """Weight versions of a job and who serves them."""
+    with api() as client:
+        print_rows(client.weights(job_id), ("version", "step", "published_at", "size_bytes", "manifest_digest"), output)
+
+
+def _finish(client: Client, job: Job, wait: bool, timeout_seconds: float, output: Output) -> None:
+    ended = client.wait(job.id, timeout_seconds) if wait else job
+    _print_jobs([ended], output)
+    if wait:
+        _exit_as(ended)
+
+
+def _exit_as(job: Job) -> None:
+    if job.state != "succeeded":
+        raise typer.Exit(ExitCode.JOB_DID_NOT_SUCCEED)
+
+
+def _print_jobs(found: list[Job], output: Output) -> None:
+    rows = [job.model_dump(mode="json") for job in found]
+    print_rows(rows, ("id", "name", "state", "step", "created_at"), output)
+
+
+def _print_event(event: Event) -> None:
+    facts = " ".join(f"{name}={value}" for name, value in event.body.items())
+    console.print(f"{event.seq:>5} {event.at} {event.kind:<12} {facts}", markup=False, highlight=False)

@@ -1,0 +1,296 @@
+"""The Python SDK over the REST API.
+
+    with Client("http://127.0.0.1:8080") as spo:
+        job = spo.submit({"model": {"path": "/models/pi0"}})
+        for event in spo.events(job.id):
+            print(event.seq, event.kind, event.body)
+        print(spo.wait(job.id, timeout_seconds=600).state)
+
+Every call has a deadline. Calls that are safe to repeat (reads, verbs, a submit with its Idempotency-Key) are repeated
+for `retry_seconds` while the API is away, so a restart of the orchestrator goes unnoticed. Failures raise the SpoError
+that the server's problem+json stands for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
+
+import httpx
+from httpx_sse import SSEError, connect_sse
+from pydantic import BaseModel, ConfigDict
+from ulid import ULID
+
+from spo import errors
+from spo.job_spec import JobSpec
+
+DEFAULT_URL = "http://127.0.0.1:8080"
+FINAL_STATES = frozenset({"succeeded", "failed", "cancelled"})
+_BY_STATUS: dict[int, type[errors.SpoError]] = {
+    404: errors.NotFound,
+    409: errors.Conflict,
+    412: errors.PreconditionFailed,
+    413: errors.ResourceExhausted,
+    429: errors.ResourceExhausted,
+    502: errors.NotReady,
+    503: errors.NotReady,
+    504: errors.NotReady,
+}
+
+
+class _Answer(BaseModel):
+    # The API only grows: fields this version does not know are kept, not refused.
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+class Job(_Answer):
+    """A submitted JobSpec and where it stands."""
+
+    id: str
+    state: str
+    name: str = ""
+    created_at: str = ""
+    step: int = 0
+
+    @property
+    def is_final(self) -> bool:
+        return self.state in FINAL_STATES
+
+
+class Event(_Answer):
+    """One entry of a job's history; seq counts from 1 without gaps."""
+
+    seq: int
+    at: str
+    actor: str = ""
+    kind: str
+    body: dict[str, Any] = {}
+
+    @property
+    def ends_the_job(self) -> bool:
+        return self.kind == "state" and self.body.get("to") in FINAL_STATES
+
+
+class Series(_Answer):
+    """Named columns over steps; a missing value is None."""
+
+    steps: list[int] = []
+    series: dict[str, list[float | None]] = {}
+
+
+class Page(_Answer):
+    """Some entries of a list and where the next page begins."""
+
+    items: list[dict[str, Any]]
+    next_cursor: str | None = None
+
+
+class Client:
+    """A connection to the orchestrator's API; close it or use it as a context manager."""
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        api_key: str | None = None,
+        *,
+        timeout_seconds: float = 15.0,
+        retry_seconds: float = 30.0,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.retry_seconds = retry_seconds
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.Client(
+            base_url=self.url, headers=headers, timeout=timeout_seconds, transport=transport, follow_redirects=False
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def submit(self, spec: JobSpec | Mapping[str, Any], idempotency_key: str | None = None) -> Job:
+        """Submit a job; the same key and spec give the same job. Raises InvalidInput with a pointer per fault."""
+        key = idempotency_key or str(ULID())
+        reply = self._ask("POST", "/v1/jobs", json=_document(spec), headers={"Idempotency-Key": key})
+        return Job.model_validate(reply)
+
+    def validate(self, spec: JobSpec | Mapping[str, Any]) -> dict[str, Any]:
+        """Return the spec with every default filled in, without submitting it. Raises InvalidInput."""
+        reply: dict[str, Any] = self._ask("POST", "/v1/jobs", json=_document(spec), params={"validate_only": True})
+        return reply
+
+    def get(self, job_id: str) -> Job:
+        """Raises NotFound."""
+        return Job.model_validate(self._ask("GET", f"/v1/jobs/{job_id}"))
+
+    def jobs(self, status: str | None = None, limit: int = 100) -> list[Job]:
+        """Jobs, newest first, across as many pages as limit needs."""
+        parameters = {"status": status} if status else {}
+        return [Job.model_validate(entry) for entry in self._entries("/v1/jobs", parameters, limit)]
+
+    def cancel(self, job_id: str) -> Job:
+        """Ask a job to stop for good. Raises Conflict naming what is legal."""
+        return self._verb(job_id, "cancel")
+
+    def pause(self, job_id: str) -> Job:
+        """Ask a running job to checkpoint and wait. Raises Conflict naming what is legal."""
+        return self._verb(job_id, "pause")
+
+    def resume(self, job_id: str) -> Job:
+        """Let a paused job go on. Raises Conflict naming what is legal."""
+        return self._verb(job_id, "resume")
+
+    def history(self, job_id: str, after_seq: int = 0) -> list[Event]:
+        """What has happened so far."""
+        found: list[Event] = []
+        while True:
+            cursor = found[-1].seq if found else after_seq
+            page = self._ask("GET", f"/v1/jobs/{job_id}/events", params={"after_seq": cursor, "limit": 500})
+            events = [Event.model_validate(entry) for entry in page["items"]]
+            found += events
+            if not events or not page.get("next_cursor"):
+                return found
+
+    def events(self, job_id: str, after_seq: int = 0) -> Iterator[Event]:
+        """Every event after after_seq as it happens, until the job ends; reconnects without gaps or repeats.
+
+        Raises Unreachable when the API stays away for retry_seconds.
+        """
+        seen = after_seq
+        away_since: float | None = None
+        while True:
+            try:
+                for event in self._stream(job_id, seen):
+                    away_since = None
+                    if event.seq <= seen:
+                        continue
+                    seen = event.seq
+                    yield event
+                    if event.ends_the_job:
+                        return
+            except (httpx.TransportError, SSEError, errors.NotReady) as error:
+                away_since = away_since or time.monotonic()
+                if time.monotonic() - away_since > self.retry_seconds:
+                    raise self._unreachable(error) from error
+            time.sleep(0.5)
+
+    def metrics(self, job_id: str, from_step: int = 0, max_points: int = 1000) -> Series:
+        """The training scalars of a job as columns over steps."""
+        parameters = {"from_step": from_step, "max_points": max_points}
+        return Series.model_validate(self._ask("GET", f"/v1/jobs/{job_id}/metrics", params=parameters))
+
+    def evaluations(self, job_id: str) -> list[dict[str, Any]]:
+        """pass@k on the held-out problems, in order of steps."""
+        reply: dict[str, Any] = self._ask("GET", f"/v1/jobs/{job_id}/evaluations")
+        return list(reply["items"])
+
+    def trajectories(self, job_id: str, limit: int = 50, **filters: str | int) -> list[dict[str, Any]]:
+        """Trajectories of a job; filters: prompt_id, source, verdict, policy_version."""
+        return self._entries(f"/v1/jobs/{job_id}/trajectories", filters, limit)
+
+    def trajectory(self, job_id: str, trajectory_id: str) -> dict[str, Any]:
+        """One trajectory with every hop it took. Raises NotFound."""
+        reply: dict[str, Any] = self._ask("GET", f"/v1/jobs/{job_id}/trajectories/{trajectory_id}")
+        return reply
+
+    def weights(self, job_id: str) -> list[dict[str, Any]]:
+        """Published weight versions and which replicas serve them."""
+        reply: dict[str, Any] = self._ask("GET", f"/v1/jobs/{job_id}/weights")
+        return list(reply["items"])
+
+    def replicas(self) -> list[dict[str, Any]]:
+        """Every live registered replica."""
+        reply: dict[str, Any] = self._ask("GET", "/v1/replicas")
+        return list(reply["items"])
+
+    def wait(self, job_id: str, timeout_seconds: float, on_poll: Callable[[Job], None] = lambda _: None) -> Job:
+        """Return the job once it has ended, whatever the end. Raises NotReady (code "wait_timeout")."""
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            job = self.get(job_id)
+            on_poll(job)
+            if job.is_final:
+                return job
+            if time.monotonic() > deadline:
+                message = f"job {job_id} is still {job.state} after {timeout_seconds:g} s"
+                raise errors.NotReady(message, code="wait_timeout")
+            time.sleep(1.0)
+
+    def _verb(self, job_id: str, verb: str) -> Job:
+        return Job.model_validate(self._ask("POST", f"/v1/jobs/{job_id}/{verb}"))
+
+    def _entries(self, path: str, parameters: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        cursor: str | None = None
+        while len(found) < limit:
+            asked = {**parameters, "limit": min(100, limit - len(found))} | ({"cursor": cursor} if cursor else {})
+            page = Page.model_validate(self._ask("GET", path, params=asked))
+            found += page.items
+            cursor = page.next_cursor
+            if not cursor:
+                break
+        return found[:limit]
+
+    def _stream(self, job_id: str, after_seq: int) -> Iterator[Event]:
+        headers = {"Last-Event-ID": str(after_seq)}
+        # The server sends a comment every 15 s: silence for longer means a dead connection.
+        timeout = httpx.Timeout(self._http.timeout, read=45.0)
+        with connect_sse(self._http, "GET", f"/v1/jobs/{job_id}/events", headers=headers, timeout=timeout) as source:
+            if not source.response.is_success:
+                source.response.read()
+                raise error_of(source.response)
+            for message in source.iter_sse():
+                if message.data:
+                    yield Event.model_validate_json(message.data)
+
+    def _ask(self, method: str, path: str, **request: Any) -> Any:
+        deadline = time.monotonic() + self.retry_seconds
+        pause = 0.2
+        while True:
+            try:
+                response = self._http.request(method, path, **request)
+                if response.is_success:
+                    return response.json()
+                error: Exception = error_of(response)
+                retryable = isinstance(error, errors.SpoError) and error.retryable
+            except httpx.TransportError as failure:
+                error, retryable = self._unreachable(failure), True
+            if not retryable or time.monotonic() + pause > deadline:
+                raise error
+            time.sleep(pause)
+            pause = min(2.0, pause * 2)
+
+    def _unreachable(self, failure: Exception) -> errors.Unreachable:
+        return errors.Unreachable(
+            f"the SPO API at {self.url} did not answer within {self.retry_seconds:g} s ({failure}); "
+            "`spo up` starts a platform here, SPO_API_URL names one elsewhere",
+            code="api_unreachable",
+        )
+
+
+def error_of(response: httpx.Response) -> errors.SpoError:
+    """The SpoError that a problem+json answer (RFC 9457) stands for."""
+    try:
+        problem = response.json()
+    except ValueError:
+        problem = {}
+    if not isinstance(problem, dict):
+        problem = {}
+    server_fault = errors.InternalError if response.status_code >= 500 else errors.InvalidInput
+    kind = _BY_STATUS.get(response.status_code, server_fault)
+    violations = tuple(
+        errors.FieldViolation(str(fault.get("pointer", "")), str(fault.get("message", "")))
+        for fault in problem.get("errors") or ()
+    )
+    message = problem.get("detail") or problem.get("title") or f"HTTP {response.status_code}"
+    return kind(str(message), code=problem.get("code"), violations=violations)
+
+
+def _document(spec: JobSpec | Mapping[str, Any]) -> dict[str, Any]:
+    return spec.model_dump(mode="json") if isinstance(spec, JobSpec) else dict(spec)

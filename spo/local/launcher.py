@@ -1,0 +1,277 @@
+"""The whole platform on one machine: Redis and every service as children of this process.
+
+    children   redis, orchestrator, sandbox-judge, replay-buffer, inference, value-estimation, trainer
+    in         settings of this module (SPO_LAUNCHER_*), SPO_REDIS_URL for a Redis of one's own
+    out        <runs>/<name>/state.json (who runs where), <runs>/<name>/logs/<service>.log
+
+The same processes run under compose and Kubernetes; only addresses differ.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import redis
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from spo.errors import Conflict, NotReady
+from spo.local.child import Child
+from spo.local.redis_server import server_command
+from spo.local.state import read_state, write_state
+from spo.logs import get_logger
+from spo.rpc import is_healthy
+
+log = get_logger("launcher")
+
+SERVICES = ("orchestrator", "sandbox-judge", "replay-buffer", "inference", "value-estimation", "trainer")
+REDIS = "redis"
+PREFERRED_HTTP_PORT = 8080
+DEATHS_BEFORE_READY = 3
+
+
+class LauncherSettings(BaseSettings):
+    """SPO_LAUNCHER_*: how the platform runs on one machine."""
+
+    model_config = SettingsConfigDict(env_prefix="SPO_LAUNCHER_", extra="ignore", frozen=True)
+
+    runs_path: Path = Field(default=Path("runs"), description="Logs, state and reports of every launch.")
+    start_seconds: float = Field(default=240, gt=0, description="Longest wait until every service is ready.")
+    drain_seconds: float = Field(default=10, gt=0, description="Grace of each service after SIGTERM.")
+    trainer_ranks: int = Field(default=1, ge=1, le=64, description="Processes of the trainer; above 1 by torchrun.")
+
+
+@dataclass
+class LocalPlatform:
+    """Starts, watches and stops the children; use as a context manager.
+
+    `extra_environment` goes to every child; `state_path` holds weights, checkpoints and caches.
+    """
+
+    name: str
+    state_path: Path
+    settings: LauncherSettings = field(default_factory=LauncherSettings)
+    extra_environment: dict[str, str] = field(default_factory=dict)
+    children: list[Child] = field(default_factory=list, init=False)
+    http_url: str = field(default="", init=False)
+    redis_url: str = field(default="", init=False)
+    _stopping: threading.Event = field(default_factory=threading.Event, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
+    _ready: bool = field(default=False, init=False)
+
+    @property
+    def folder(self) -> Path:
+        return self.settings.runs_path / self.name
+
+    @property
+    def state_file(self) -> Path:
+        return self.folder / "state.json"
+
+    def __enter__(self) -> LocalPlatform:
+        running = read_state(self.state_file)
+        if running:
+            raise Conflict(
+                f"the platform {self.name!r} is already running (pid {running['pid']}, {running['http_url']}); "
+                "`spo down` stops it",
+                code="already_running",
+            )
+        self.children = self._plan()
+        self._thread = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        if self._thread:
+            self._thread.join()
+
+    def wait_until_ready(self, on_change: Callable[[dict[str, bool]], None] = lambda _: None) -> None:
+        """Return when every child answers its health check; on_change is told who does.
+
+        Raises NotReady naming each child that does not, with the end of its log, after settings.start_seconds or when
+        one keeps dying.
+        """
+        deadline = time.monotonic() + self.settings.start_seconds
+        ready = {child.name: False for child in self.children}
+        while not all(ready.values()):
+            for child in self.children:
+                ready[child.name] = ready[child.name] or child.is_ready()
+            on_change(ready)
+            late = [child for child in self.children if not ready[child.name]]
+            doomed = [child for child in late if child.fast_deaths >= DEATHS_BEFORE_READY]
+            if doomed or (late and time.monotonic() > deadline) or self._stopping.is_set():
+                raise NotReady(self._why_not_ready(doomed or late), code="platform_not_ready")
+            self._stopping.wait(0.3 if late else 0)
+        self._ready = True
+
+    def wait_until_stopped(self) -> None:
+        """Block until the supervisor ends; signals interrupt it."""
+        while not self._stopping.wait(60):
+            pass
+
+    def memory_bytes(self) -> int:
+        """Proportional set size of the launcher and all its descendants."""
+        total = 0
+        launcher = psutil.Process()
+        for process in [launcher, *launcher.children(recursive=True)]:
+            try:
+                total += process.memory_full_info().pss
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return total
+
+    def services(self) -> list[dict[str, Any]]:
+        """Name, pid, restarts and address of every child."""
+        return [
+            {"name": child.name, "pid": child.pid, "restarts": child.restarts, "address": child.address}
+            for child in self.children
+        ]
+
+    def _why_not_ready(self, late: list[Child]) -> str:
+        lines = [f"not ready: {', '.join(child.name for child in late)}"]
+        for child in late:
+            status = f"exit status {child.exit_status}" if child.exit_status is not None else "still starting"
+            lines.append(f"--- {child.name} at {child.address} ({status}), {child.log_path}:\n{child.last_log_lines()}")
+        return "\n".join(lines)
+
+    def _plan(self) -> list[Child]:
+        ports = free_ports([*SERVICES, "http", REDIS, "torchrun"], preferred={"http": PREFERRED_HTTP_PORT})
+        self.http_url = f"http://127.0.0.1:{ports['http']}"
+        own_redis = os.environ.get("SPO_REDIS_URL")
+        self.redis_url = own_redis or f"redis://127.0.0.1:{ports[REDIS]}/0"
+        shared = self._shared_environment(ports)
+        children = [self._service(name, ports, shared) for name in SERVICES]
+        return children if own_redis else [self._redis(ports[REDIS]), *children]
+
+    def _redis(self, port: int) -> Child:
+        def answers() -> bool:
+            try:
+                with redis.Redis(port=port, socket_timeout=1, socket_connect_timeout=1) as client:
+                    return bool(client.ping())
+            except redis.RedisError:
+                return False
+
+        command = server_command(port, self.state_path / "redis")
+        return Child(REDIS, command, os.environ, self._log_path(REDIS), f"127.0.0.1:{port}", answers)
+
+    def _service(self, name: str, ports: dict[str, int], shared: dict[str, str]) -> Child:
+        address = f"127.0.0.1:{ports[name]}"
+        prefix = f"SPO_{_underscored(name).upper()}"
+        environment = {
+            **shared,
+            f"{prefix}_HOST": "127.0.0.1",
+            f"{prefix}_PORT": str(ports[name]),
+            f"{prefix}_DRAIN_SECONDS": str(self.settings.drain_seconds),
+            # Per service: a build that was killed leaves a lock that the next one would wait for.
+            "TORCH_EXTENSIONS_DIR": str(self.state_path.absolute() / "torch_extensions" / name),
+        }
+        module = ["-m", f"services.{_underscored(name)}"]
+        if name == "trainer" and self.settings.trainer_ranks > 1:
+            ranks = ("--nproc-per-node", str(self.settings.trainer_ranks), "--master-port", str(ports["torchrun"]))
+            module = ["-m", "torch.distributed.run", "--master-addr", "127.0.0.1", *ranks, *module]
+
+        def answers() -> bool:
+            if name == "orchestrator" and not _http_ready(self.http_url):
+                return False
+            return is_healthy(address)
+
+        return Child(name, [sys.executable, *module], environment, self._log_path(name), address, answers)
+
+    def _shared_environment(self, ports: dict[str, int]) -> dict[str, str]:
+        addresses = {f"SPO_{_underscored(name).upper()}_ADDRESS": f"127.0.0.1:{ports[name]}" for name in SERVICES}
+        threads = os.environ.get("OMP_NUM_THREADS", "1")
+        return {
+            **os.environ,
+            **addresses,
+            "SPO_REDIS_URL": self.redis_url,
+            "SPO_STATE_PATH": str(self.state_path.absolute()),
+            "SPO_ORCHESTRATOR_HTTP_PORT": str(ports["http"]),
+            "OMP_NUM_THREADS": threads,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "TOKENIZERS_PARALLELISM": "false",
+            **self.extra_environment,
+        }
+
+    def _log_path(self, name: str) -> Path:
+        return self.folder / "logs" / f"{name}.log"
+
+    def _supervise(self) -> None:
+        try:
+            for child in self.children:
+                child.start()
+            written: dict[str, Any] = {}
+            while not self._stopping.wait(0.25):
+                for child in self.children:
+                    if child.revive():
+                        log.warning("restarted", child=child.name, restarts=child.restarts, status=child.exit_status)
+                if (state := self._state()) != written:
+                    write_state(self.state_file, state)
+                    written = state
+        finally:
+            self._stopping.set()
+            self._stop_children()
+            self.state_file.unlink(missing_ok=True)
+
+    def _stop_children(self) -> None:
+        """Services first and all at once, so that they can still write what they hold; Redis last."""
+        services = [child for child in self.children if child.name != REDIS]
+        servers = [child for child in self.children if child.name == REDIS]
+        for group in (services, servers):
+            for child in group:
+                child.ask_to_stop()
+            deadline = time.monotonic() + self.settings.drain_seconds + 10
+            killed = [child.name for child in group if not child.stop_by(deadline)]
+            if killed:
+                log.warning("killed after the grace period", children=killed)
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "pid": os.getpid(),
+            "pid_created": psutil.Process().create_time(),
+            "ready": self._ready,
+            "http_url": self.http_url,
+            "redis_url": self.redis_url,
+            "state_path": str(self.state_path.absolute()),
+            "services": self.services(),
+        }
+
+
+def free_ports(names: list[str], preferred: dict[str, int]) -> dict[str, int]:
+    """Distinct free loopback ports, the preferred ones where nothing else has them."""
+    ports = {}
+    with ExitStack() as held:
+        for name in names:
+            for port in (preferred.get(name, 0), 0):
+                probe = held.enter_context(socket.socket())
+                try:
+                    probe.bind(("127.0.0.1", port))
+                except OSError:
+                    continue
+                ports[name] = int(probe.getsockname()[1])
+                break
+    return ports
+
+
+def _underscored(service: str) -> str:
+    return service.replace("-", "_")
+
+
+def _http_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/readyz", timeout=2, trust_env=False).is_success
+    except httpx.HTTPError:
+        return False
