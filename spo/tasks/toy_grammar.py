@@ -88,7 +88,7 @@ FILTERS: dict[str, Filter] = {
         Filter("multiples", "multiples of {n}", "medium", "nonmultiples", lambda x, n: x % n == 0),
         Filter("nonmultiples", "non-multiples of {n}", "very hard", "multiples", lambda x, n: x % n != 0),
         Filter("above", "numbers above {n}", "medium", "below", lambda x, n: x > n),
-        Filter("below", "numbers below {n}", "medium", "above", lambda x, n: x < n),
+        Filter("below", "numbers below {n}", "hard", "above", lambda x, n: x < n),
         Filter("multidigit", "multi-digit numbers", "medium", "singledigit", lambda x, n: abs(x) > 9),
         Filter("singledigit", "single-digit numbers", "very hard", "multidigit", lambda x, n: abs(x) < 10),
     )
@@ -102,7 +102,7 @@ POSTS: dict[str, Post] = {
         Post("minus", "minus {n}", "medium", "plus", lambda value, n: value - n),
         Post("times", "times {n}", "medium", "plus", lambda value, n: value * n),
         Post("modulo", "modulo {n}", "very hard", "divided", lambda value, n: value % n),
-        Post("divided", "divided by {n}", "medium", "modulo", lambda value, n: value // n),
+        Post("divided", "divided by {n}", "hard", "modulo", lambda value, n: value // n),
     )
 }
 

@@ -23,7 +23,7 @@ from spo.tasks import toy_corpus, toy_grammar, toy_solutions, toy_tokenizer
 from spo.tasks.toy_corpus import Difficulty, damage, sample_pair
 from spo.tasks.toy_tokenizer import MAXIMUM_TOKENS, SPECIAL_TOKENS, build_tokenizer, save_tokenizer
 
-STEPS = 800
+STEPS = 600
 BATCH = 64
 BATCHES_PER_POOL = 16
 LEARNING_RATE = 4e-3
