@@ -10,7 +10,8 @@ import typer
 import yaml
 
 from spo.cli_output import ExitCode, Output, console, print_document, print_rows
-from spo.client import DEFAULT_URL, Client, Event, Job
+from spo.client import DEFAULT_URL, Client
+from spo.client_answers import Event, Job
 from spo.errors import InvalidInput
 from spo.local.state import running_platforms
 
@@ -172,7 +173,7 @@ def _exit_as(job: Job) -> None:
 
 def _print_jobs(found: list[Job], output: Output) -> None:
     rows = [job.model_dump(mode="json") for job in found]
-    print_rows(rows, ("id", "name", "state", "step", "created_at"), output)
+    print_rows(rows, ("id", "name", "state", "created_at"), output)
 
 
 def _print_event(event: Event) -> None:

@@ -15,18 +15,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import httpx
 from httpx_sse import SSEError, connect_sse
-from pydantic import BaseModel, ConfigDict
 from ulid import ULID
 
 from spo import errors
+from spo.client_answers import Event, Job, Page, Series
 from spo.job_spec import JobSpec
 
 DEFAULT_URL = "http://127.0.0.1:8080"
-FINAL_STATES = frozenset({"succeeded", "failed", "cancelled"})
 _BY_STATUS: dict[int, type[errors.SpoError]] = {
     404: errors.NotFound,
     409: errors.Conflict,
@@ -37,53 +36,6 @@ _BY_STATUS: dict[int, type[errors.SpoError]] = {
     503: errors.NotReady,
     504: errors.NotReady,
 }
-
-
-class _Answer(BaseModel):
-    # The API only grows: fields this version does not know are kept, not refused.
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-
-class Job(_Answer):
-    """A submitted JobSpec and where it stands."""
-
-    id: str
-    state: str
-    name: str = ""
-    created_at: str = ""
-    step: int = 0
-
-    @property
-    def is_final(self) -> bool:
-        return self.state in FINAL_STATES
-
-
-class Event(_Answer):
-    """One entry of a job's history; seq counts from 1 without gaps."""
-
-    seq: int
-    at: str
-    actor: str = ""
-    kind: str
-    body: dict[str, Any] = {}
-
-    @property
-    def ends_the_job(self) -> bool:
-        return self.kind == "state" and self.body.get("to") in FINAL_STATES
-
-
-class Series(_Answer):
-    """Named columns over steps; a missing value is None."""
-
-    steps: list[int] = []
-    series: dict[str, list[float | None]] = {}
-
-
-class Page(_Answer):
-    """Some entries of a list and where the next page begins."""
-
-    items: list[dict[str, Any]]
-    next_cursor: str | None = None
 
 
 class Client:
@@ -180,9 +132,11 @@ class Client:
                     raise self._unreachable(error) from error
             time.sleep(0.5)
 
-    def metrics(self, job_id: str, from_step: int = 0, max_points: int = 1000) -> Series:
-        """The training scalars of a job as columns over steps."""
-        parameters = {"from_step": from_step, "max_points": max_points}
+    def metrics(
+        self, job_id: str, from_step: int = 0, max_points: int = 1000, axis: Literal["step", "unix_ms"] = "step"
+    ) -> Series:
+        """A job's scalars as columns: of training over steps, or of queues and replicas over time."""
+        parameters = {"from_step": from_step, "max_points": max_points, "axis": axis}
         return Series.model_validate(self._ask("GET", f"/v1/jobs/{job_id}/metrics", params=parameters))
 
     def evaluations(self, job_id: str) -> list[dict[str, Any]]:

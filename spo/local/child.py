@@ -18,6 +18,11 @@ FAST_DEATH_SECONDS = 20.0
 LONGEST_BACKOFF_SECONDS = 30.0
 
 
+def bound_to_this_process(command: list[str]) -> list[str]:
+    """The command, made to die with this process; start it from a thread that lives as long as it is needed."""
+    return [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid()), *command]
+
+
 @dataclass
 class Child:
     """A command that should be running; address is where it answers, is_ready asks whether it does.
@@ -44,10 +49,9 @@ class Child:
 
     def start(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        shim = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [*shim, *self.command],
+                bound_to_this_process(self.command),
                 env=dict(self.environment),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -31,7 +31,9 @@ from spo.local.child import Child
 from spo.local.redis_server import server_command
 from spo.local.state import read_state, write_state
 from spo.logs import get_logger
+from spo.redis_client import connect
 from spo.rpc import is_healthy
+from spo.settings import PlatformSettings
 
 log = get_logger("launcher")
 
@@ -73,6 +75,11 @@ class LocalPlatform:
     @property
     def folder(self) -> Path:
         return self.settings.runs_path / self.name
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """host:port of every child by name."""
+        return {child.name: child.address for child in self.children}
 
     @property
     def state_file(self) -> Path:
@@ -149,6 +156,8 @@ class LocalPlatform:
         ports = free_ports([*SERVICES, "http", REDIS, "torchrun"], preferred={"http": PREFERRED_HTTP_PORT})
         self.http_url = f"http://127.0.0.1:{ports['http']}"
         own_redis = os.environ.get("SPO_REDIS_URL")
+        if own_redis:
+            connect(own_redis, PlatformSettings().redis_wait_seconds).close()
         self.redis_url = own_redis or f"redis://127.0.0.1:{ports[REDIS]}/0"
         shared = self._shared_environment(ports)
         children = [self._service(name, ports, shared) for name in SERVICES]

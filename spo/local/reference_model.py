@@ -1,0 +1,41 @@
+"""pi0 of the toy contest, built once per recipe: `python -m spo.local.reference_model CACHE_FOLDER [standard|hard]`.
+
+Runs in a process of its own because it imports torch. Prints one JSON object per line: {"done", "total"} while it
+trains and {"folder"} at the end.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import get_args
+
+from spo.tasks.toy_corpus import Difficulty
+from spo.tasks.toy_model import build_reference_model, recipe_digest
+
+PROGRESS_EVERY = 10
+
+
+def cached_reference_model(cache: Path, difficulty: Difficulty) -> Path:
+    """The folder of pi0 below cache; its name is a digest of the recipe, so a changed recipe is built anew."""
+    folder = cache / f"toy-{difficulty}-{recipe_digest(difficulty)}"
+    if not folder.exists():
+        build_reference_model(folder, difficulty, progress=_say_progress)
+    return folder
+
+
+def _say_progress(done: int, total: int) -> None:
+    if done % PROGRESS_EVERY == 0 or done == total:
+        print(json.dumps({"done": done, "total": total}), flush=True)
+
+
+def main(arguments: list[str]) -> None:
+    """Build or find the model and print where it is."""
+    cache, difficulty = Path(arguments[0]), (arguments[1:] or ["standard"])[0]
+    if difficulty not in get_args(Difficulty):
+        raise SystemExit(f"difficulty must be one of {', '.join(get_args(Difficulty))}")
+    folder = cached_reference_model(cache, "hard" if difficulty == "hard" else "standard")
+    print(json.dumps({"folder": str(folder.absolute())}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

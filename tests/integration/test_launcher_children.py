@@ -1,0 +1,163 @@
+"""The launcher's children are real processes: they are restarted, stopped in order, and never outlive the launcher."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from spo.errors import NotReady, Unreachable
+from spo.local.child import Child, bound_to_this_process
+from spo.local.launcher import LauncherSettings, LocalPlatform, free_ports
+from spo.local.state import read_state, running_platforms, write_state
+
+SLEEPER = [sys.executable, "-S", "-c", "import time; print('up', flush=True); time.sleep(600)"]
+STUBBORN = [
+    sys.executable,
+    "-S",
+    "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)",
+]
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 15.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        time.sleep(0.02)
+
+
+def child_of(command: list[str], folder: Path) -> Child:
+    log_path = folder / "child.log"
+    return Child("child", command, os.environ, log_path, "nowhere", lambda: "up" in log_path.read_text())
+
+
+def test_a_killed_child_is_restarted_and_counted(tmp_path: Path) -> None:
+    child = child_of(SLEEPER, tmp_path)
+    child.start()
+    try:
+        wait_until(child.is_ready, "the first start")
+        first = child.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        wait_until(child.revive, "the restart")
+        assert child.restarts == 1
+        assert child.pid != first
+        assert child.exit_status == -signal.SIGKILL
+    finally:
+        child.stop_by(time.monotonic())
+
+
+def test_a_child_that_keeps_dying_is_restarted_ever_more_slowly(tmp_path: Path) -> None:
+    child = child_of([sys.executable, "-S", "-c", "raise SystemExit(3)"], tmp_path)
+    child.start()
+    pauses = []
+    for _ in range(2):
+        wait_until(lambda: not child.is_running(), "the death")
+        died_at = time.monotonic()
+        wait_until(child.revive, "the restart")
+        pauses.append(time.monotonic() - died_at)
+    child.stop_by(time.monotonic())
+    assert pauses[1] > 1.5 * pauses[0]
+    assert child.exit_status == 3
+
+
+def test_a_child_that_ignores_sigterm_is_killed_at_the_deadline(tmp_path: Path) -> None:
+    child = child_of(STUBBORN, tmp_path)
+    child.start()
+    wait_until(child.is_ready, "the start")
+    child.ask_to_stop()
+    assert child.stop_by(time.monotonic() + 0.3) is False
+    assert not child.is_running()
+
+
+def test_what_a_dead_child_had_started_is_ended_with_it(tmp_path: Path) -> None:
+    parent = "import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); raise SystemExit(1)"
+    child = child_of([sys.executable, "-S", "-c", parent], tmp_path)
+    child.start()
+    wait_until(lambda: not child.is_running(), "the death")
+    child.revive()
+    grandchild = int((tmp_path / "child.log").read_text().splitlines()[0])
+    wait_until(lambda: not _lives(grandchild), "the end of the grandchild")
+    child.stop_by(time.monotonic())
+
+
+def test_no_child_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    script = (
+        "import subprocess, sys, time\n"
+        "from pathlib import Path\n"
+        "from spo.local.child import bound_to_this_process\n"
+        "command = bound_to_this_process([sys.executable, '-S', '-c', 'import time; time.sleep(600)'])\n"
+        "child = subprocess.Popen(command)\n"
+        f"Path({str(pid_file)!r}).write_text(str(child.pid))\n"
+        "time.sleep(600)\n"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", script])
+    wait_until(lambda: pid_file.exists() and pid_file.read_text() != "", "the start")
+    child = int(pid_file.read_text())
+    wait_until(lambda: "sleep(600)" in " ".join(psutil.Process(child).cmdline()[-1:]), "the command to run")
+    launcher.kill()
+    launcher.wait(10)
+    wait_until(lambda: not _lives(child), "the end of the child")
+
+
+def test_a_child_whose_launcher_is_already_gone_does_not_start() -> None:
+    command = bound_to_this_process([sys.executable, "-c", "print('ran')"])
+    orphan = [*command[:4], "1", *command[5:]]
+    finished = subprocess.run(orphan, capture_output=True, timeout=20, check=False)
+    assert finished.returncode == 1
+    assert finished.stdout == b""
+
+
+def test_the_state_of_a_dead_launcher_counts_as_none(tmp_path: Path) -> None:
+    state_file = tmp_path / "gone" / "state.json"
+    write_state(state_file, {"pid": os.getpid(), "pid_created": 1.0, "http_url": ""})
+    assert read_state(state_file) is None
+    created = psutil.Process().create_time()
+    write_state(state_file, {"pid": os.getpid(), "pid_created": created, "http_url": ""})
+    assert [state["pid"] for state in running_platforms(tmp_path)] == [os.getpid()]
+
+
+def test_ports_are_distinct_and_a_taken_preferred_port_is_replaced() -> None:
+    names = [f"service-{number}" for number in range(20)]
+    ports = free_ports(names, preferred={})
+    assert len(set(ports.values())) == 20
+    again = free_ports(["http"], preferred={"http": 1})
+    assert again["http"] > 0
+
+
+def test_a_platform_without_its_redis_says_where_it_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPO_REDIS_URL", "redis://127.0.0.1:1/0")
+    monkeypatch.setenv("SPO_REDIS_WAIT_SECONDS", "0.2")
+    platform = LocalPlatform("broken", tmp_path / "state", LauncherSettings(runs_path=tmp_path / "runs"))
+    with pytest.raises(Unreachable, match=re.escape("Redis at 127.0.0.1:1/0 did not answer")), platform:
+        pass
+
+
+def test_a_platform_whose_services_keep_dying_says_which_and_why(tmp_path: Path) -> None:
+    settings = LauncherSettings(runs_path=tmp_path / "runs", start_seconds=120, drain_seconds=2)
+    no_redis = {"SPO_REDIS_URL": "redis://127.0.0.1:1/0", "SPO_REDIS_WAIT_SECONDS": "0.2"}
+    with LocalPlatform("broken", tmp_path / "state", settings, extra_environment=no_redis) as platform:
+        with pytest.raises(NotReady) as failure:
+            platform.wait_until_ready()
+        assert "exit status 1" in failure.value.message
+        assert "Redis at 127.0.0.1:1/0 did not answer" in failure.value.message
+        children = [child.pid for child in platform.children if child.pid]
+    assert not any(_lives(pid) for pid in children)
+    assert not platform.state_file.exists()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
