@@ -1,0 +1,59 @@
+"""Which problems of local files are trained on and which are held out."""
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+
+from blake3 import blake3
+
+from spo.errors import FieldViolation, InvalidInput
+from spo.job_spec import TasksSpec
+from spo.tasks.problem import Problem, TaskSets
+
+Reader = Callable[[str], Iterator[Problem]]
+
+
+def split_problems(spec: TasksSpec, read: Reader) -> TaskSets:
+    """Return at most `train_problems` and exactly `evaluation_problems`, no statement in both.
+
+    The choice depends on the seed and the statements alone, not on the order of the files.
+    """
+    path = spec.path or ""
+    if spec.evaluation_path is None:
+        chosen = _choose(read(path), spec.train_problems + spec.evaluation_problems, spec.seed)
+        evaluation, train = chosen[: spec.evaluation_problems], chosen[spec.evaluation_problems :]
+    else:
+        evaluation = _choose(read(spec.evaluation_path), spec.evaluation_problems, spec.seed)
+        held_out = {problem.statement for problem in evaluation}
+        training = (problem for problem in read(path) if problem.statement not in held_out)
+        train = _choose(training, spec.train_problems, spec.seed)
+    if len(evaluation) < spec.evaluation_problems or not train:
+        raise InvalidInput(
+            "too few problems",
+            code="too_few_problems",
+            violations=(
+                FieldViolation(
+                    "/tasks/evaluation_problems",
+                    f"asked to hold out {spec.evaluation_problems}, which leaves {len(train)} of "
+                    f"{len(evaluation) + len(train)} problems for training",
+                ),
+            ),
+        )
+    return TaskSets(train=tuple(train), evaluation=tuple(evaluation))
+
+
+def _choose(problems: Iterable[Problem], count: int, seed: int) -> list[Problem]:
+    """Keep the `count` problems whose seeded digest is smallest: a shuffle that holds only those in memory."""
+
+    def rank(problem: Problem) -> bytes:
+        return blake3(f"{seed} {problem.statement}".encode()).digest()
+
+    return heapq.nsmallest(count, _distinct(problems), key=rank)
+
+
+def _distinct(problems: Iterable[Problem]) -> Iterator[Problem]:
+    seen: set[bytes] = set()
+    for problem in problems:
+        digest = blake3(problem.statement.encode()).digest()
+        if digest not in seen:
+            seen.add(digest)
+            yield problem
