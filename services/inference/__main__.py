@@ -1,0 +1,32 @@
+"""python -m services.inference: one replica."""
+
+from __future__ import annotations
+
+import sys
+
+from services.inference.replica import Replica
+from services.inference.rollout_worker import RolloutWorker
+from services.inference.service import RPC_THREADS, InferenceService
+from services.inference.settings import Settings
+from spo.redis_client import connect
+from spo.service import ServiceProcess
+from spo.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
+
+
+def main() -> int:
+    settings = Settings()
+    process = ServiceProcess("inference", settings, rpc_threads=RPC_THREADS)
+    client = connect(settings.redis_url, settings.redis_wait_seconds)
+    replica = Replica(settings, client, process.server.set_serving, process.stop.set)
+    worker = RolloutWorker(client, replica, process.replica_id, settings)
+    add_InferenceServiceServicer_to_server(InferenceService(replica, process.replica_id), process.server.server)
+    process.report = replica.report
+    process.on_heartbeat = replica.on_heartbeat
+    process.workers = [replica.follow, worker.read, worker.hand_on]
+    status = process.run()
+    replica.close()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""Stream in, stream out: prompts(run) -> engine -> rollouts, with many groups in hand so that the batch stays full.
+
+A group's entry is acknowledged in the same step that writes its rollouts, so a replica that dies loses nothing: its
+entries fall silent and another replica takes them.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from dataclasses import dataclass
+
+import redis
+from google.protobuf.message import DecodeError
+
+from services.inference.replica import Replica
+from services.inference.rollouts import StartedGroup, start_group
+from services.inference.settings import Settings
+from spo import redis_keys
+from spo.errors import SpoError
+from spo.logs import get_logger
+from spo.streams import Consumer, Entry
+from spo.v1.prompt_pb2 import PromptGroup
+
+log = get_logger("rollouts")
+
+BLOCK_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class InHand:
+    """An entry read from a stream and the group the engine makes of it."""
+
+    consumer: Consumer
+    entry: Entry
+    started: StartedGroup
+
+
+class RolloutWorker:
+    """Two loops: `read` takes prompts, `hand_on` passes finished groups to the judges."""
+
+    def __init__(self, client: redis.Redis, replica: Replica, replica_id: str, settings: Settings) -> None:
+        self._client = client
+        self._replica = replica
+        self._replica_id = replica_id
+        self._settings = settings
+        self._in_hand: dict[str, InHand] = {}
+        self._lock = threading.Lock()
+        self._room = threading.Event()
+        self._finished: queue.SimpleQueue[InHand] = queue.SimpleQueue()
+
+    def read(self, stop: threading.Event) -> None:
+        """Take prompt groups of the assigned run until stop, at most `groups_in_hand` at once."""
+        consumer: Consumer | None = None
+        while not stop.is_set():
+            assignment = self._replica.current()
+            if assignment is None:
+                stop.wait(BLOCK_SECONDS / 4)
+                continue
+            if consumer is None or consumer.stream != redis_keys.prompts(assignment.run_id):
+                consumer = self._consumer(assignment.run_id)
+            self._room.clear()
+            room = self._settings.groups_in_hand - len(self._in_hand)
+            if room <= 0:
+                self._room.wait(BLOCK_SECONDS)
+                continue
+            try:
+                entries = consumer.read(room, BLOCK_SECONDS)
+            except redis.RedisError as error:
+                log.warning("cannot read prompts; trying again", reason=str(error))
+                stop.wait(BLOCK_SECONDS)
+                continue
+            for entry in entries:
+                self._start(consumer, entry)
+
+    def hand_on(self, stop: threading.Event) -> None:
+        """Pass on finished groups; after stop, those in hand as far as the grace reaches."""
+        keep_alive_seconds = self._settings.reclaim_after_seconds / 4
+        next_keep_alive = time.monotonic() + keep_alive_seconds
+        deadline = float("inf")
+        while time.monotonic() < deadline:
+            if stop.is_set():
+                deadline = min(deadline, time.monotonic() + self._settings.drain_seconds)
+                if not self._in_hand:
+                    return
+            if time.monotonic() >= next_keep_alive:
+                self._keep_alive()
+                next_keep_alive = time.monotonic() + keep_alive_seconds
+            try:
+                held = self._finished.get(timeout=min(BLOCK_SECONDS, keep_alive_seconds))
+            except queue.Empty:
+                continue
+            self._finish(held)
+        log.warning("grace is over; unfinished groups are left to other replicas", groups=len(self._in_hand))
+
+    def _consumer(self, run_id: str) -> Consumer:
+        return Consumer(
+            self._client,
+            redis_keys.prompts(run_id),
+            redis_keys.INFERENCE_GROUP,
+            self._replica_id,
+            reclaim_after_seconds=self._settings.reclaim_after_seconds,
+        )
+
+    def _start(self, consumer: Consumer, entry: Entry) -> None:
+        if entry.entry_id in self._in_hand:
+            return
+        try:
+            started = start_group(self._replica, PromptGroup.FromString(entry.payload))
+        except DecodeError as error:
+            consumer.bury(entry, f"not a PromptGroup: {error}")
+            return
+        except SpoError as error:
+            self._give_up(consumer, entry, error)
+            return
+        held = InHand(consumer, entry, started)
+        with self._lock:
+            self._in_hand[entry.entry_id] = held
+        started.future.add_done_callback(lambda _: self._finished.put(held))
+
+    def _finish(self, held: InHand) -> None:
+        try:
+            rollouts = held.started.result(timeout_seconds=0)
+            held.consumer.hand_on(held.entry, redis_keys.rollouts(), rollouts.SerializeToString())
+        except redis.RedisError as error:
+            log.warning("cannot write rollouts; trying again", reason=str(error))
+            time.sleep(BLOCK_SECONDS)
+            self._finished.put(held)
+            return
+        except SpoError as error:
+            self._give_up(held.consumer, held.entry, error)
+        with self._lock:
+            del self._in_hand[held.entry.entry_id]
+        self._room.set()
+
+    def _give_up(self, consumer: Consumer, entry: Entry, error: SpoError) -> None:
+        """Bury what can never work; leave the rest pending, to be delivered again."""
+        if error.retryable:
+            log.warning("group left for redelivery", entry=entry.entry_id, reason=str(error))
+        else:
+            consumer.bury(entry, str(error))
+
+    def _keep_alive(self) -> None:
+        with self._lock:
+            held = list(self._in_hand.values())
+        for consumer in {id(each.consumer): each.consumer for each in held}.values():
+            try:
+                consumer.keep_alive([each.entry for each in held if each.consumer is consumer])
+            except redis.RedisError as error:
+                log.warning("keep-alive failed; will try again", reason=str(error))

@@ -1,0 +1,56 @@
+"""gRPC of an inference replica: decode, call, encode."""
+
+from __future__ import annotations
+
+import threading
+
+import grpc
+
+from services.inference.replica import Replica
+from services.inference.rollouts import start_group
+from spo.errors import ResourceExhausted
+from spo.rpc import DEFAULT_DEADLINE_SECONDS
+from spo.v1 import inference_service_pb2 as inference
+from spo.v1.inference_service_pb2_grpc import InferenceServiceServicer
+
+RPC_THREADS = 64
+# Health checks share the threads: some are kept free for them.
+MAX_GENERATE_CALLS = 56
+
+
+class InferenceService(InferenceServiceServicer):
+    """Generate for evaluation and value estimation, DescribeReplica for people."""
+
+    def __init__(self, replica: Replica, replica_id: str) -> None:
+        self._replica = replica
+        self._replica_id = replica_id
+        self._slots = threading.BoundedSemaphore(MAX_GENERATE_CALLS)
+
+    def Generate(self, request: inference.GenerateRequest, context: grpc.ServicerContext) -> inference.GenerateResponse:
+        if not self._slots.acquire(blocking=False):
+            raise ResourceExhausted(f"{MAX_GENERATE_CALLS} Generate calls are already being served")
+        try:
+            started = start_group(self._replica, request.group)
+            # A caller that gave up frees its sequences.
+            context.add_callback(started.cancel)
+            remaining = context.time_remaining()
+            return inference.GenerateResponse(
+                group=started.result(DEFAULT_DEADLINE_SECONDS if remaining is None else remaining)
+            )
+        finally:
+            self._slots.release()
+
+    def DescribeReplica(
+        self, request: inference.DescribeReplicaRequest, context: grpc.ServicerContext
+    ) -> inference.DescribeReplicaResponse:
+        assignment = self._replica.current()
+        if assignment is None:
+            return inference.DescribeReplicaResponse(replica_id=self._replica_id)
+        return inference.DescribeReplicaResponse(
+            replica_id=self._replica_id,
+            run_id=assignment.run_id,
+            model_hash=assignment.engine_spec.model_hash,
+            policy_version=assignment.engine.loaded.version,
+            engine=assignment.sampler,
+            running_sequences=assignment.engine.running_sequences,
+        )

@@ -1,0 +1,30 @@
+"""Where an inference replica lives and how much of the machine it may take; the science is in the JobSpec."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from spo.settings import ServiceSettings
+
+
+class Settings(ServiceSettings, service="inference"):
+    """SPO_INFERENCE_* of one replica."""
+
+    kv_cache_memory_bytes: int = Field(
+        default=256 << 20, ge=0, description="KV cache; 0 takes gpu_memory_utilization of the device instead."
+    )
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1, description="Used when kv_cache_memory_bytes is 0.")
+    tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs that share the model.")
+    max_sequences: int = Field(default=256, ge=1, description="Sequences decoded at once.")
+    enforce_eager: bool | None = Field(default=None, description="Default: eager on CPU, captured graphs on GPUs.")
+    groups_in_hand: int = Field(default=64, ge=1, description="Prompt groups taken from the stream at once.")
+    in_flight: Literal["finish", "keep"] = Field(
+        default="finish",
+        description="New weights: finish started groups on the old ones first, or go on with them under the new.",
+    )
+    turn_seconds: float = Field(
+        default=1.0, gt=0, description="How long one weight version may be served while another is waited for."
+    )
+    reclaim_after_seconds: float = Field(default=60.0, gt=0, description="A silent replica's groups go to another.")

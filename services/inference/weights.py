@@ -1,0 +1,91 @@
+"""Which files are which policy version, checked before the engine sees them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safetensors import safe_open
+
+from spo.errors import IntegrityError, NotFound
+from spo.weight_store import WeightStore
+
+REFERENCE_VERSION = 0
+# A model with tied embeddings may be written with or without this copy of them.
+_TIED = "lm_head.weight"
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One servable version; runs that share a model share version 0, whose run_id is empty."""
+
+    run_id: str
+    version: int
+    digest: str
+    paths: tuple[Path, ...] = field(repr=False)
+
+
+def reference_weights(model_path: Path, model_hash: str) -> Weights:
+    """Version 0: the model folder itself."""
+    return Weights("", REFERENCE_VERSION, model_hash, tuple(sorted(model_path.glob("*.safetensors"))))
+
+
+class PolicyVersions:
+    """Resolves (run, version) to verified weights; a version is read and hashed once."""
+
+    def __init__(self, store: WeightStore, reference: Weights) -> None:
+        self._store = store
+        self.reference = reference
+        self._shapes = _shapes_of(reference.paths)
+        self._verified: dict[tuple[str, int], Weights] = {}
+        self._lock = threading.Lock()
+
+    def resolve(self, run_id: str, version: int, manifest_digest: str = "") -> Weights:
+        """Return verified weights; a manifest_digest, when given, must be that of the stored version.
+
+        Raises NotFound when the version is not kept, IntegrityError when it is damaged or not of this model.
+        """
+        if version == REFERENCE_VERSION:
+            return self.reference
+        with self._lock:
+            known = self._verified.get((run_id, version))
+            if known and manifest_digest in ("", known.digest):
+                return _still_there(known)
+            weights = self._open(run_id, version, manifest_digest)
+            self._verified[run_id, version] = weights
+            return weights
+
+    def _open(self, run_id: str, version: int, manifest_digest: str) -> Weights:
+        stored = self._store.open(run_id, version)
+        if manifest_digest not in ("", stored.manifest_digest):
+            raise IntegrityError(f"version {version} of run {run_id} is not the one that was announced")
+        _check_shapes(self._shapes, _shapes_of(stored.files), f"version {version} of run {run_id}")
+        return Weights(run_id, version, stored.manifest_digest, stored.files)
+
+
+def _still_there(weights: Weights) -> Weights:
+    if not all(path.is_file() for path in weights.paths):
+        raise NotFound(f"version {weights.version} of run {weights.run_id} is no longer kept")
+    return weights
+
+
+def _shapes_of(paths: Iterable[Path]) -> Shapes:
+    shapes: Shapes = {}
+    for path in paths:
+        with safe_open(path, framework="numpy") as shard:
+            for name in shard.keys():  # noqa: SIM118 - not a mapping
+                shapes[name] = tuple(shard.get_slice(name).get_shape())
+    return shapes
+
+
+def _check_shapes(expected: Shapes, found: Shapes, what: str) -> None:
+    """A tensor left out would silently keep its old value, an unknown one would break the engine half-way."""
+    for name in sorted((expected.keys() | found.keys()) - {_TIED}):
+        if expected.get(name) != found.get(name):
+            raise IntegrityError(
+                f"{what} does not fit the model: {name} is {found.get(name)}, not {expected.get(name)}"
+            )

@@ -1,0 +1,334 @@
+"""A real replica process between a real Redis-protocol server and a test orchestrator: assigned, killed, drained."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import redis
+
+from spo import redis_keys, rpc, streams
+from spo.errors import IntegrityError, InvalidInput, NotReady, PreconditionFailed
+from spo.job_spec import parse_job_spec, spec_to_json
+from spo.testing_models import random_llama, write_random_llama
+from spo.v1 import inference_service_pb2 as inference
+from spo.v1 import orchestrator_service_pb2 as orchestrator
+from spo.v1.inference_service_pb2_grpc import InferenceServiceStub
+from spo.v1.orchestrator_service_pb2_grpc import (
+    OrchestratorServiceServicer,
+    add_OrchestratorServiceServicer_to_server,
+)
+from spo.v1.prompt_pb2 import SOURCE_ONLINE, Prompt, PromptGroup, Sampling
+from spo.v1.trajectory_pb2 import FINISH_REASON_STOP, RolloutGroup
+from spo.v1.weights_pb2 import WeightAnnouncement
+from spo.weight_store import WeightStore, WeightVersion
+
+pytestmark = pytest.mark.slow
+RUN = "job_01"
+WAIT_SECONDS = 120.0
+STATEMENT = "sum of the sorted numbers"
+T = TypeVar("T")
+
+
+class Orchestrator(OrchestratorServiceServicer):
+    """Takes heartbeats and answers with the assignment under test."""
+
+    def __init__(self) -> None:
+        self.response = orchestrator.HeartbeatResponse(next_heartbeat_seconds=0.2)
+        self.beats: dict[int, orchestrator.HeartbeatRequest] = {}
+
+    def Heartbeat(self, request: orchestrator.HeartbeatRequest, context: object) -> orchestrator.HeartbeatResponse:
+        self.beats[request.pid] = request
+        return self.response
+
+
+class Platform:
+    """What surrounds the replicas, and the replicas that were started."""
+
+    def __init__(self, folder: Path, redis_url: str) -> None:
+        self.folder = folder
+        self.redis_url = redis_url
+        self.orchestrator = Orchestrator()
+        self.server = rpc.RpcServer("127.0.0.1", 0)
+        add_OrchestratorServiceServicer_to_server(self.orchestrator, self.server.server)
+        self.server.start()
+        self.store = WeightStore(folder / "weights")
+        self.replicas: list[subprocess.Popen[bytes]] = []
+
+    def start_replica(self) -> subprocess.Popen[bytes]:
+        settings = {
+            "SPO_REDIS_URL": self.redis_url,
+            "SPO_ORCHESTRATOR_ADDRESS": self.server.address,
+            "SPO_STATE_PATH": str(self.folder),
+            "SPO_INFERENCE_KV_CACHE_MEMORY_BYTES": str(32 << 20),
+            "SPO_INFERENCE_RECLAIM_AFTER_SECONDS": "2",
+            "SPO_INFERENCE_GROUPS_IN_HAND": "8",
+            "OMP_NUM_THREADS": "1",
+        }
+        with (self.folder / f"replica-{len(self.replicas)}.log").open("wb") as output:
+            replica = subprocess.Popen(
+                [sys.executable, "-m", "services.inference"], env=os.environ | settings, stderr=output, stdout=output
+            )
+        self.replicas.append(replica)
+        return replica
+
+    def assign(self, run_id: str, model_path: Path | None = None) -> None:
+        self.orchestrator.response = orchestrator.HeartbeatResponse(
+            next_heartbeat_seconds=0.2, run_id=run_id, model_path=str(model_path or self.folder / "model")
+        )
+
+    def beat(self, replica: subprocess.Popen[bytes]) -> orchestrator.HeartbeatRequest:
+        assert replica.poll() is None, self.log_of(replica)
+        return self.orchestrator.beats.get(replica.pid, orchestrator.HeartbeatRequest())
+
+    def log_of(self, replica: subprocess.Popen[bytes]) -> str:
+        return (self.folder / f"replica-{self.replicas.index(replica)}.log").read_text()[-4000:]
+
+    def client(self, replica: subprocess.Popen[bytes]) -> rpc.Client:
+        return rpc.Client("inference", self.beat(replica).address, InferenceServiceStub)
+
+    def close(self) -> None:
+        for replica in self.replicas:
+            replica.kill()
+            replica.wait(WAIT_SECONDS)
+        self.server.stop(0)
+
+
+def eventually(what: str, probe: Callable[[], T]) -> T:
+    """The first true value of probe; fails naming what was waited for."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not (value := probe()):
+        assert time.monotonic() < deadline, f"waited {WAIT_SECONDS:g} s for {what}"
+        time.sleep(0.05)
+    return value
+
+
+def write_run(client: redis.Redis, run_id: str, model_path: Path, **model: object) -> None:
+    spec = parse_job_spec({"model": {"path": str(model_path), **model}})
+    client.set(redis_keys.run_spec(run_id), spec_to_json(spec))
+
+
+def write_version(store: WeightStore, version: int) -> WeightVersion:
+    tensors = {name: tensor.detach() for name, tensor in random_llama(version).state_dict().items()}
+    return store.write(RUN, version, parent=0, step=version, dtype="float32", shards=[("a.safetensors", tensors)])
+
+
+def announce(client: redis.Redis, stored: WeightVersion) -> None:
+    announced = WeightAnnouncement(
+        run_id=RUN,
+        version=int(stored.manifest["version"]),
+        uri=str(stored.path),
+        manifest_digest=stored.manifest_digest,
+        announced_unix_ms=int(time.time() * 1000),
+    )
+    streams.publish(client, redis_keys.weights(RUN), [announced.SerializeToString()])
+
+
+def prompt_group(number: int, *, text: str = STATEMENT, samples: int = 4, version: int | None = None) -> PromptGroup:
+    return PromptGroup(
+        group_id=f"group-{number}",
+        run_id=RUN,
+        prompt=Prompt(prompt_id="prompt", text=text),
+        sampling=Sampling(
+            samples=samples, temperature_min=0.1, temperature_max=0.8, top_p=0.95, max_tokens=40, seed=number
+        ),
+        policy_version=version,
+        source=SOURCE_ONLINE,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inference-service")
+    write_random_llama(folder / "model", seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def platform(folder: Path, redis_server: str) -> Iterator[Platform]:
+    """A platform with one replica that serves RUN; its tests leave it serving."""
+    client = redis.Redis.from_url(redis_server)
+    client.flushall()
+    write_run(client, RUN, folder / "model")
+    client.close()
+    platform = Platform(folder, redis_server)
+    platform.assign(RUN)
+    replica = platform.start_replica()
+    eventually("the replica to serve the run", lambda: platform.beat(replica).run_id == RUN)
+    yield platform
+    platform.close()
+
+
+@pytest.fixture
+def connection(redis_server: str) -> Iterator[redis.Redis]:
+    """A client that leaves the database as it is: the module's replica lives on it."""
+    client = redis.Redis.from_url(redis_server)
+    yield client
+    client.close()
+
+
+def rollouts(client: redis.Redis) -> list[RolloutGroup]:
+    return [RolloutGroup.FromString(fields[b"payload"]) for _, fields in client.xrange(redis_keys.rollouts())]
+
+
+def test_generate_answers_with_whole_trajectories(platform: Platform) -> None:
+    call = platform.client(platform.replicas[0])
+    request = inference.GenerateRequest(group=prompt_group(1, samples=16, version=0))
+    group = call.call("Generate", request, deadline_seconds=WAIT_SECONDS).group
+
+    assert group.request == request.group
+    assert len({trajectory.trajectory_id for trajectory in group.trajectories}) == 16
+    for index, trajectory in enumerate(group.trajectories):
+        assert (trajectory.sample_index, trajectory.run_id, trajectory.prompt_id) == (index, RUN, "prompt")
+        assert trajectory.trajectory_id == redis_keys.trajectory_id(RUN, "group-1", index, 0, 0)
+        assert 0.1 <= trajectory.temperature <= 0.8
+        assert len(trajectory.sampling_logprobs) == len(trajectory.response_token_ids) > 0
+        assert (trajectory.finish_reason == FINISH_REASON_STOP) == (len(trajectory.response_token_ids) < 40)
+        assert trajectory.sampler.startswith("vllm-")
+        assert trajectory.sampler.endswith("/float32")
+        assert [hop.service for hop in trajectory.hops] == ["inference"]
+    again = call.call("Generate", request, deadline_seconds=WAIT_SECONDS).group
+    assert [t.response_token_ids for t in again.trajectories] == [t.response_token_ids for t in group.trajectories]
+
+
+def test_a_replica_describes_itself_and_is_healthy(platform: Platform) -> None:
+    replica = platform.replicas[0]
+    answer = platform.client(replica).call("DescribeReplica", inference.DescribeReplicaRequest())
+    assert (answer.run_id, answer.policy_version) == (RUN, 0)
+    assert answer.model_hash
+    assert rpc.is_healthy(platform.beat(replica).address)
+
+
+def test_generate_refuses_another_run_and_impossible_requests(platform: Platform) -> None:
+    call = platform.client(platform.replicas[0])
+    other = prompt_group(1)
+    other.run_id = "job_other"
+    with pytest.raises(PreconditionFailed, match="serves run job_01"):
+        call.call("Generate", inference.GenerateRequest(group=other))
+    with pytest.raises(InvalidInput, match="more than max_prompt_tokens"):
+        call.call("Generate", inference.GenerateRequest(group=prompt_group(1, text=STATEMENT * 40)))
+    with pytest.raises(InvalidInput, match="samples"):
+        call.call("Generate", inference.GenerateRequest(group=prompt_group(1, samples=0)))
+
+
+def test_prompts_become_rollouts_and_a_prompt_too_long_a_dead_letter(
+    platform: Platform, connection: redis.Redis
+) -> None:
+    before = len(rollouts(connection))
+    groups = [prompt_group(number) for number in range(100, 130)] + [prompt_group(130, text=STATEMENT * 40)]
+    stream = redis_keys.prompts(RUN)
+    streams.publish(connection, stream, [group.SerializeToString() for group in groups])
+
+    eventually("30 rollout groups", lambda: len(rollouts(connection)) - before >= 30)
+    dead = eventually("a dead letter", lambda: connection.xrange(redis_keys.dead_letters(stream)))
+    assert b"max_prompt_tokens" in dead[0][1][b"reason"]
+    assert {group.request.group_id for group in rollouts(connection)[before:]} == {
+        f"group-{n}" for n in range(100, 130)
+    }
+    assert streams.depth(connection, stream, redis_keys.INFERENCE_GROUP) == streams.StreamDepth(0, 0)
+    connection.delete(redis_keys.dead_letters(stream))
+
+
+def test_a_replica_follows_announced_versions_and_refuses_a_damaged_one(
+    platform: Platform, connection: redis.Redis
+) -> None:
+    replica = platform.replicas[0]
+    announce(connection, write_version(platform.store, 1))
+    eventually("version 1 to be applied", lambda: platform.beat(replica).policy_version == 1)
+
+    damaged = write_version(platform.store, 2)
+    content = bytearray(damaged.files[0].read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.files[0].write_bytes(bytes(content))
+    announce(connection, damaged)
+    eventually("the damage to be reported", lambda: "version 2" in platform.beat(replica).problem)
+    call = platform.client(replica)
+    newest = call.call("Generate", inference.GenerateRequest(group=prompt_group(2)), WAIT_SECONDS).group
+    kept = call.call("Generate", inference.GenerateRequest(group=prompt_group(2, version=0)), WAIT_SECONDS).group
+    with pytest.raises(IntegrityError):
+        call.call("Generate", inference.GenerateRequest(group=prompt_group(2, version=2)))
+
+    assert {trajectory.policy_version_first for trajectory in newest.trajectories} == {1}
+    assert {trajectory.policy_version_last for trajectory in kept.trajectories} == {0}
+    announce(connection, write_version(platform.store, 4))
+    eventually("version 4 to be applied", lambda: platform.beat(replica).policy_version == 4)
+    assert platform.beat(replica).problem == ""
+
+
+def test_many_callers_at_once_are_all_answered(platform: Platform) -> None:
+    call = platform.client(platform.replicas[0])
+    answers: list[RolloutGroup] = []
+
+    def ask(number: int) -> None:
+        request = inference.GenerateRequest(group=prompt_group(number, samples=8, version=number % 2))
+        answers.append(call.call("Generate", request, deadline_seconds=WAIT_SECONDS).group)
+
+    callers = [threading.Thread(target=ask, args=(number,)) for number in range(40)]
+    for caller in callers:
+        caller.start()
+    assert rpc.is_healthy(platform.beat(platform.replicas[0]).address, deadline_seconds=WAIT_SECONDS)
+    for caller in callers:
+        caller.join(WAIT_SECONDS)
+    assert len(answers) == 40
+    for group in answers:
+        assert {t.policy_version_first for t in group.trajectories} == {group.request.policy_version}
+
+
+def test_a_killed_replica_loses_nothing_and_a_stopped_one_ends_cleanly(
+    platform: Platform, connection: redis.Redis
+) -> None:
+    """Kill -9 with groups in hand, then SIGTERM its successor: every group's rollouts are there exactly once."""
+    before = len(rollouts(connection))
+    stream = redis_keys.prompts(RUN)
+    groups = [prompt_group(number, samples=32) for number in range(1000, 1120)]
+    streams.publish(connection, stream, [group.SerializeToString() for group in groups])
+    eventually("the first rollouts", lambda: len(rollouts(connection)) > before + 3)
+    victim = platform.replicas[0]
+    victim.send_signal(signal.SIGKILL)
+    victim.wait(WAIT_SECONDS)
+    assert streams.depth(connection, stream, redis_keys.INFERENCE_GROUP).pending > 0
+
+    successor = platform.start_replica()
+    eventually("all groups", lambda: len(rollouts(connection)) - before >= len(groups))
+    done = [group.request.group_id for group in rollouts(connection)[before:]]
+    assert sorted(done) == sorted(group.group_id for group in groups)
+    ids = [t.trajectory_id for group in rollouts(connection)[before:] for t in group.trajectories]
+    assert len(set(ids)) == len(ids) == 32 * len(groups)
+
+    streams.publish(connection, stream, [group.SerializeToString() for group in groups])
+    eventually("groups in hand", lambda: streams.depth(connection, stream, redis_keys.INFERENCE_GROUP).pending > 0)
+    successor.send_signal(signal.SIGTERM)
+    assert successor.wait(WAIT_SECONDS) == 0, platform.log_of(successor)
+    assert streams.depth(connection, stream, redis_keys.INFERENCE_GROUP).pending == 0
+    assert platform.orchestrator.beats[successor.pid].draining
+
+
+def test_an_idle_replica_is_ready_and_a_model_that_runs_code_is_refused(
+    folder: Path, redis_server: str, redis_client: redis.Redis
+) -> None:
+    pickled = folder / "pickled"
+    write_random_llama(pickled, seed=0)
+    (pickled / "pytorch_model.bin").write_bytes(b"not loaded")
+    write_run(redis_client, "job_pickled", pickled)
+    platform = Platform(folder, redis_server)
+    try:
+        replica = platform.start_replica()
+        address = eventually("a heartbeat", lambda: platform.beat(replica).address)
+        assert rpc.is_healthy(address, deadline_seconds=10)
+        platform.assign("job_pickled", pickled)
+        eventually("the refusal", lambda: "pytorch_model.bin" in platform.beat(replica).problem)
+        with pytest.raises(NotReady):
+            platform.client(replica).call("Generate", inference.GenerateRequest(group=prompt_group(1)))
+        assert not rpc.is_healthy(address)
+        replica.terminate()
+        assert replica.wait(WAIT_SECONDS) == 0, platform.log_of(replica)
+    finally:
+        platform.close()
