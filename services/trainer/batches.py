@@ -1,0 +1,127 @@
+"""Experience into tensors: ask the replay buffer, refuse what cannot be learned from, split over ranks, pad.
+
+Axes: B trajectory, L padded position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from spo.algorithm.types import TokenBatch
+from spo.errors import IntegrityError
+from spo.rpc import Client
+from spo.v1 import replay_service_pb2 as wire
+from spo.v1.trajectory_pb2 import Trajectory
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sampled trajectory; `group` numbers its prompt within the whole batch."""
+
+    trajectory: Trajectory
+    qhat_0: float
+    group: int
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The replay buffer as the trainer sees it."""
+
+    client: Client
+    run_id: str
+    batch_size: int
+    seed: int
+
+    def sample(self, step: int, policy_version: int, wait_seconds: float) -> list[Row]:
+        """The batch of a step; the same step gets the same batch. Raises NotReady when there is not enough yet."""
+        request = wire.SampleBatchRequest(
+            run_id=self.run_id,
+            batch_size=self.batch_size,
+            step=step,
+            seed=self.seed,
+            policy_version=policy_version,
+            wait_seconds=wait_seconds,
+        )
+        response: wire.SampleBatchResponse = self.client.call(
+            "SampleBatch", request, deadline_seconds=wait_seconds + 10
+        )
+        if len(response.batch) != self.batch_size:
+            raise IntegrityError(f"asked for {self.batch_size} trajectories, got {len(response.batch)}")
+        groups: dict[str, int] = {}
+        return [
+            Row(each.trajectory, each.qhat_0, groups.setdefault(each.trajectory.prompt_id, len(groups)))
+            for each in response.batch
+        ]
+
+
+def faults(rows: Sequence[Row], cached_reference: bool) -> dict[str, str]:
+    """Trajectory id -> why no loss may be computed from it; empty when the batch is sound."""
+    found = ((row.trajectory.trajectory_id, _fault(row, cached_reference)) for row in rows)
+    return {trajectory_id: fault for trajectory_id, fault in found if fault}
+
+
+def _fault(row: Row, cached_reference: bool) -> str:
+    trajectory = row.trajectory
+    length = len(trajectory.response_token_ids)
+    if not trajectory.prompt_token_ids or not length:
+        return "no prompt or no response tokens"
+    if not trajectory.HasField("reward") or not math.isfinite(trajectory.reward):
+        return "the reward is missing or not finite"
+    if not math.isfinite(row.qhat_0):
+        return "Qhat_0 is not finite"
+    if cached_reference and len(trajectory.reference_logprobs) != length:
+        return f"{len(trajectory.reference_logprobs)} reference log-probs for {length} tokens"
+    if cached_reference and not all(map(math.isfinite, trajectory.reference_logprobs)):
+        return "a reference log-prob is not finite"
+    return ""
+
+
+def split_over_ranks(rows: Sequence[Row], world_size: int) -> list[list[Row]]:
+    """Equal shares of similar total length, each sorted by length so that its micro-batches need little padding."""
+    by_length = sorted(rows, key=_length)
+    return [list(by_length[rank::world_size]) for rank in range(world_size)]
+
+
+def micro_batches(rows: Sequence[Row], size: int) -> list[list[Row]]:
+    """Consecutive pieces of at most `size` rows."""
+    return [list(rows[start : start + size]) for start in range(0, len(rows), size)]
+
+
+def token_batch(rows: Sequence[Row]) -> TokenBatch:
+    """Right-padded tensors of the rows, on the CPU; reference log-probs are 0 where a trajectory brings none."""
+    shape = (len(rows), max(map(_length, rows)))
+    input_ids_BL = torch.zeros(shape, dtype=torch.long)
+    attention_mask_BL = torch.zeros(shape, dtype=torch.long)
+    response_mask_BL = torch.zeros(shape, dtype=torch.bool)
+    reference_logprobs_BL = torch.zeros(shape)
+    sampling_logprobs_BL = torch.zeros(shape)
+    for index, row in enumerate(rows):
+        trajectory = row.trajectory
+        start, end = len(trajectory.prompt_token_ids), _length(row)
+        input_ids_BL[index, :start] = torch.tensor(list(trajectory.prompt_token_ids))
+        input_ids_BL[index, start:end] = torch.tensor(list(trajectory.response_token_ids))
+        attention_mask_BL[index, :end] = 1
+        response_mask_BL[index, start:end] = True
+        if len(trajectory.reference_logprobs) == end - start:
+            reference_logprobs_BL[index, start:end] = torch.tensor(list(trajectory.reference_logprobs))
+        if len(trajectory.sampling_logprobs) == end - start:
+            sampling_logprobs_BL[index, start:end] = torch.tensor(list(trajectory.sampling_logprobs))
+    return TokenBatch(
+        input_ids_BL=input_ids_BL,
+        attention_mask_BL=attention_mask_BL,
+        response_mask_BL=response_mask_BL,
+        reference_logprobs_BL=reference_logprobs_BL,
+        sampling_logprobs_BL=sampling_logprobs_BL,
+        reward_B=torch.tensor([row.trajectory.reward for row in rows]),
+        qhat_0_B=torch.tensor([row.qhat_0 for row in rows]),
+        source_B=torch.tensor([row.trajectory.source for row in rows]),
+        group_B=torch.tensor([row.group for row in rows]),
+    )
+
+
+def _length(row: Row) -> int:
+    return len(row.trajectory.prompt_token_ids) + len(row.trajectory.response_token_ids)

@@ -1,0 +1,115 @@
+"""Training state on disk: one safetensors file per rank and a manifest, whole or absent, verified when read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from services.trainer.deepspeed_engine import DeepSpeedEngine
+from services.trainer.ranks import Ranks
+from spo.errors import IntegrityError, PreconditionFailed
+from spo.logs import get_logger
+from spo.sealed_folder import SealedFolder, folder_aside, numbered_folders, open_folder, prune_folders, seal_folder
+
+log = get_logger("checkpoints")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: steps done, updates applied, the newest weight version and the step it was gathered after."""
+
+    step: int = 0
+    updates: int = 0
+    weight_version: int = 0
+    weight_step: int = 0
+
+
+_Found = tuple[Path, Progress] | PreconditionFailed | None
+
+
+def save_checkpoint(
+    ranks: Ranks, engine: DeepSpeedEngine, root: Path, progress: Progress, *, epoch: int, keep: int
+) -> SealedFolder | None:
+    """All ranks write their part, rank 0 seals the folder and prunes older ones; rank 0 gets it.
+
+    None when it could not be written (a full disk): logged, the previous one stays, training goes on. Raises Conflict
+    when a newer owner has written this step.
+    """
+    destination = root / f"{progress.step:010d}"
+    if not ranks.leads:
+        _save_part(ranks, engine, ranks.share(None))
+        return None
+    with folder_aside(destination) as writing:
+        problems = _save_part(ranks, engine, ranks.share(writing))
+        if problems:
+            log.error("the checkpoint was not written; training goes on without it", step=progress.step, why=problems)
+            return None
+        head = {**vars(progress), "epoch": epoch, "world_size": ranks.world_size, "zero_stage": engine.stage}
+        sealed = seal_folder(writing, destination, head)
+    prune_folders(root, keep)
+    return sealed
+
+
+def _save_part(ranks: Ranks, engine: DeepSpeedEngine, writing: Path) -> list[str]:
+    """What went wrong on any rank, after all have written."""
+    problem = ""
+    try:
+        save_file(engine.state_tensors() | _random_state(ranks), writing / _part_name(ranks.rank))
+    except (OSError, RuntimeError) as error:
+        problem = f"rank {ranks.rank}: {error}"
+    return [each for each in ranks.gather(problem) if each]
+
+
+def load_checkpoint(ranks: Ranks, engine: DeepSpeedEngine, root: Path) -> Progress | None:
+    """Bring every rank to the newest intact checkpoint of the run; None when there is none.
+
+    A damaged one is named in the log and passed over. Raises PreconditionFailed when it was written by another number
+    of ranks or at another ZeRO stage.
+    """
+    found: _Found = ranks.share(_newest_intact(ranks, engine, root) if ranks.leads else None)
+    if isinstance(found, PreconditionFailed):
+        raise found
+    if found is None:
+        return None
+    path, progress = found
+    tensors = load_file(path / _part_name(ranks.rank))
+    torch.set_rng_state(tensors.pop("random.cpu"))
+    if ranks.device.type == "cuda":
+        torch.cuda.set_rng_state(tensors.pop("random.cuda"), ranks.device)
+    engine.load_state_tensors(tensors)
+    return progress
+
+
+def _newest_intact(ranks: Ranks, engine: DeepSpeedEngine, root: Path) -> _Found:
+    for step, path in reversed(numbered_folders(root)):
+        try:
+            manifest = open_folder(path).manifest
+        except IntegrityError as error:
+            log.warning("a damaged checkpoint is passed over", step=step, reason=error.message)
+            continue
+        written = (manifest["world_size"], manifest["zero_stage"])
+        if written != (ranks.world_size, engine.stage):
+            return PreconditionFailed(
+                f"checkpoint {path.name} was written by {written[0]} ranks at ZeRO stage {written[1]}; "
+                f"resume it so, not with {ranks.world_size} ranks at stage {engine.stage}",
+                code="checkpoint_layout",
+            )
+        log.info("resuming", step=step)
+        return path, Progress(**{name: manifest[name] for name in vars(Progress())})
+    return None
+
+
+def _random_state(ranks: Ranks) -> dict[str, Tensor]:
+    state: dict[str, Any] = {"random.cpu": torch.get_rng_state()}
+    if ranks.device.type == "cuda":
+        state["random.cuda"] = torch.cuda.get_rng_state(ranks.device)
+    return state
+
+
+def _part_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"

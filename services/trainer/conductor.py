@@ -1,0 +1,216 @@
+"""What rank 0 decides: after every order all ranks carry out the next one, so they never wait for different things."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from services.trainer.batches import Replay, Row, faults
+from services.trainer.checkpoints import Progress
+from services.trainer.lease import Lease
+from services.trainer.settings import Settings
+from services.trainer.step_metrics import batch_metrics
+from spo.errors import Conflict, LeaseLost, NotReady, SpoError
+from spo.job_spec import JobSpec
+from spo.logs import get_logger
+from spo.metrics import POLICY_VERSION, TRAINER_STEP_SECONDS, TRAINER_WAIT_SECONDS
+from spo.sealed_folder import SealedFolder
+from spo.v1 import orchestrator_service_pb2 as wire
+from spo.weight_store import WeightVersion
+
+log = get_logger("conductor")
+
+SAY_SECONDS = 10.0
+WAIT_SECONDS = 0.5
+MIN_CHECKPOINT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Order:
+    """`train` on `rows`; `skip` counts a quarantined batch as a step; `wait` only keeps the ranks in touch."""
+
+    kind: Literal["train", "skip", "publish", "checkpoint", "wait", "end"]
+    rows: Sequence[Row] = ()
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why a run ends here: `give_back` tells the orchestrator, otherwise the lease runs out or is already gone."""
+
+    reason: str
+    give_back: bool = False
+    error_code: str = ""
+    error_message: str = ""
+
+
+class Conductor:
+    """Decides orders for one leased job and reports their results."""
+
+    def __init__(self, lease: Lease, replay: Replay, spec: JobSpec, settings: Settings, stop: threading.Event) -> None:
+        self.lease = lease
+        self.ending: Ending | None = None
+        self._replay = replay
+        self._spec = spec
+        self._settings = settings
+        self._stop = stop
+        self._tried_checkpoint_at_step = -1
+        self._checkpoint_ended = time.monotonic()
+        self._checkpoint_seconds = 0.0
+        self._wanted_since = time.monotonic()
+        self._said = time.monotonic()
+        self._wait_seconds = 0.0
+        self._order_began = time.monotonic()
+        self._quarantined_in_a_row = 0
+
+    def next_order(self, progress: Progress) -> Order:
+        """What all ranks do next."""
+        order = self._interruption(progress) or self._duty(progress) or self._batch(progress)
+        self._order_began = time.monotonic()
+        return order
+
+    def _interruption(self, progress: Progress) -> Order | None:
+        if self.lease.lost:
+            self.ending = self.ending or Ending("the lease was lost")
+        if self.ending:
+            return Order("end")
+        if self._stop.is_set():
+            if progress.step and self._tried_checkpoint_at_step != progress.step:
+                return Order("checkpoint")
+            return self._end(Ending("the process is stopping"))
+        if self.lease.directive == wire.DIRECTIVE_CANCEL:
+            return self._end(Ending("cancelled", give_back=True, error_code="cancelled", error_message="cancelled"))
+        return None
+
+    def _duty(self, progress: Progress) -> Order | None:
+        trainer = self._spec.trainer
+        done = progress.step >= trainer.steps
+        if progress.weight_step != progress.step and (progress.step % trainer.update_interval == 0 or done):
+            return Order("publish")
+        saved = self._tried_checkpoint_at_step == progress.step
+        if not saved and progress.step and (done or self._checkpoint_due(progress)):
+            return Order("checkpoint")
+        match self.lease.directive:
+            case wire.DIRECTIVE_PAUSE | wire.DIRECTIVE_CHECKPOINT if not saved:
+                return Order("checkpoint")
+            case wire.DIRECTIVE_PAUSE:
+                self._stop.wait(WAIT_SECONDS)
+                return Order("wait")
+        return self._end(Ending("all steps done", give_back=True)) if done else None
+
+    def _checkpoint_due(self, progress: Progress) -> bool:
+        if progress.step % self._spec.trainer.checkpoint_interval == 0:
+            return True
+        share = self._settings.checkpoint_share
+        if not share:
+            return False
+        pause = max(MIN_CHECKPOINT_SECONDS, self._checkpoint_seconds / share)
+        return time.monotonic() - self._checkpoint_ended > pause
+
+    def _batch(self, progress: Progress) -> Order:
+        step = progress.step + 1
+        try:
+            rows = self._replay.sample(step, progress.weight_version, self._settings.batch_wait_seconds)
+        except NotReady as error:
+            self._stop.wait(WAIT_SECONDS)
+            if time.monotonic() - self._said > SAY_SECONDS:
+                self._said = time.monotonic()
+                waited = round(self._said - self._wanted_since, 1)
+                log.info("waiting for a batch", step=step, waited_seconds=waited, reason=error.message)
+            return Order("wait")
+        except SpoError as error:
+            return self._end(Ending("no batch", True, error.code, f"step {step}: {error.message}"))
+        self._wait_seconds = time.monotonic() - self._wanted_since
+        TRAINER_WAIT_SECONDS.observe(self._wait_seconds)
+        found = faults(rows, cached_reference=self._spec.trainer.reference == "cached")
+        if found:
+            self._quarantine(step, rows, str(found))
+            return Order("skip")
+        return Order("train", rows)
+
+    def step_done(self, progress: Progress, rows: Sequence[Row], learned: Mapping[str, float]) -> None:
+        """Report an applied step. learned: what the ranks measured."""
+        seconds = time.monotonic() - self._order_began
+        TRAINER_STEP_SECONDS.observe(seconds)
+        self._quarantined_in_a_row = 0
+        self._report(
+            progress.step,
+            {**batch_metrics(rows, progress.weight_version), **learned, "step_seconds": seconds, "quarantined": 0.0},
+        )
+
+    def step_refused(self, step: int, rows: Sequence[Row], reason: str) -> None:
+        """A batch that the ranks could not learn from."""
+        self._quarantine(step, rows, reason)
+
+    def _quarantine(self, step: int, rows: Sequence[Row], reason: str) -> None:
+        ids = [row.trajectory.trajectory_id for row in rows]
+        log.error("a batch is quarantined; it changes no weights", step=step, reason=reason, trajectories=ids)
+        self._quarantined_in_a_row += 1
+        self._report(step, {"quarantined": float(len(rows))})
+        if self._quarantined_in_a_row >= self._settings.max_quarantined:
+            message = f"{self._quarantined_in_a_row} batches in a row were unusable; the last: {reason}"
+            self.ending = Ending("unusable batches", True, "batches_unusable", message)
+
+    def _report(self, step: int, measured: Mapping[str, float]) -> None:
+        finite = {name: value for name, value in measured.items() if math.isfinite(value)}
+        self.lease.report_step(step, {**finite, "wait_seconds": self._wait_seconds})
+        self._wanted_since = self._said = time.monotonic()
+
+    def fail(self, error_code: str, error_message: str) -> None:
+        """The run cannot go on; the job fails with this."""
+        self.ending = Ending("failed", True, error_code, error_message)
+
+    @contextmanager
+    def owning(self) -> Iterator[None]:
+        """Around what only the owner of the job may do: being refused, or not heard, ends the work on the run."""
+        try:
+            yield
+        except (LeaseLost, Conflict, NotReady) as error:
+            log.warning("gave up on the run", reason=str(error))
+            self.ending = self.ending or Ending(error.message)
+
+    def published(self, written: WeightVersion, progress: Progress) -> None:
+        """Announce a stored version."""
+        self.lease.publish(
+            progress.weight_version,
+            progress.weight_step,
+            uri=str(written.path.absolute()),
+            manifest_digest=written.manifest_digest,
+            size_bytes=written.size_bytes,
+        )
+        POLICY_VERSION.labels(role="trainer").set(progress.weight_version)
+        log.info("weights published", version=progress.weight_version, step=progress.weight_step)
+
+    def checkpoint_tried(self, step: int) -> None:
+        """Note the time and cost of a checkpoint, written or not."""
+        self._tried_checkpoint_at_step = step
+        self._checkpoint_ended = time.monotonic()
+        self._checkpoint_seconds = self._checkpoint_ended - self._order_began
+
+    def checkpointed(self, sealed: SealedFolder, progress: Progress) -> None:
+        """Report a written checkpoint."""
+        if self.lease.directive == wire.DIRECTIVE_CHECKPOINT:
+            self.lease.directive = wire.DIRECTIVE_CONTINUE
+        self.lease.report_checkpoint(
+            progress.step,
+            path=str(sealed.path.absolute()),
+            manifest_digest=sealed.manifest_digest,
+            weight_version=progress.weight_version,
+        )
+
+    def conclude(self, progress: Progress) -> None:
+        """Give the job back, or let go of it."""
+        ending = self.ending or Ending("unknown")
+        log.info("run ended here", run=self.lease.grant.run_id, step=progress.step, reason=ending.reason)
+        with self.owning():
+            if ending.give_back:
+                self.lease.finish(progress.step, ending.error_code, ending.error_message)
+        self.lease.close()
+
+    def _end(self, ending: Ending) -> Order:
+        self.ending = ending
+        return Order("end")

@@ -1,0 +1,161 @@
+"""DeepSpeed ZeRO around one model: the only file that imports deepspeed, pinned to the version in pyproject.toml."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import deepspeed.ops
+import torch
+from torch import Tensor, nn
+
+from spo.errors import IntegrityError, PreconditionFailed
+from spo.job_spec import TrainerSpec
+
+# Optimiser state of torch's AdamW, per parameter or per flat partition.
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def prepare_deepspeed(state_path: Path) -> None:
+    """Once per process, before the first engine and after torch.distributed is up."""
+    # Without this init_distributed compiles an op for a minute; a killed build would block later starts for ever.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str((state_path / "trainer" / "torch_extensions").absolute()))
+    os.environ.setdefault("LOCAL_RANK", "0")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    deepspeed.init_distributed(auto_mpi_discovery=False)
+
+
+class DeepSpeedEngine:
+    """One model being trained. `model` is what computes log-probs; every rank calls every method alike."""
+
+    def __init__(self, model: nn.Module, spec: TrainerSpec, micro_batches: int) -> None:
+        half = next(model.parameters()).dtype == torch.bfloat16
+        # Only the ZeRO optimisers keep fp32 master weights for bfloat16; stage 1 differs from 0 in nothing else.
+        self.stage = max(spec.zero_stage, 1) if half else spec.zero_stage
+        self._max_grad_norm = spec.max_grad_norm
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=spec.learning_rate, betas=spec.adam_betas, weight_decay=spec.weight_decay
+        )
+        self.model, self._optimizer, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config=self._config(half, micro_batches),
+            dist_init_required=False,
+        )
+        # Evaluation mode, gradients and all: dropout would part the policy from its reference at step 0.
+        self.model.eval()
+
+    def _config(self, half: bool, micro_batches: int) -> dict[str, Any]:
+        return {
+            # The size of a micro-batch means nothing to DeepSpeed here: losses arrive scaled.
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": micro_batches,
+            "zero_optimization": {"stage": self.stage},
+            "zero_allow_untested_optimizer": True,
+            # At stage 0 DeepSpeed clips without telling the norm, so `step` clips.
+            "gradient_clipping": self._max_grad_norm if self.stage else 0.0,
+            "bf16": {"enabled": half},
+        }
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradient of `loss` (scaled so that the mean over ranks is right); `last` before a step."""
+        self.model.set_gradient_accumulation_boundary(last)
+        self.model.backward(loss, scale_wrt_gas=False)
+
+    def step(self, learning_rate: float) -> float | None:
+        """Clip, update, clear the gradients; returns the gradient norm before clipping.
+
+        None, with nothing updated, when the gradient is not finite.
+        """
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        if self.stage == 0:
+            norm = float(nn.utils.clip_grad_norm_(self.model.module.parameters(), self._max_grad_norm))
+            if not math.isfinite(norm):
+                self.discard_gradients()
+                return None
+            self.model.step()
+            return norm
+        self.model.step()
+        return float(self.model.get_global_grad_norm()) if self.model.was_step_applied() else None
+
+    def discard_gradients(self) -> None:
+        """Forget what `backward` accumulated, as if the batch had never been seen."""
+        if self.stage == 0:
+            self.model.zero_grad()
+            return
+        self._optimizer.zero_grad()
+        self._optimizer.averaged_gradients = {}
+        if self.stage < 3:
+            self._optimizer.all_grad_tensors = {}
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole parameter on the CPU), one at a time so that no rank holds the whole model twice."""
+        for name, parameter in self.model.module.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter], enabled=self.stage == 3):
+                # A copy at stage 3: the gathered values are freed when the block ends.
+                yield name, parameter.detach().to("cpu", copy=self.stage == 3).contiguous()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """This rank's part of the training state: fp32 weights, Adam moments and step counts."""
+        tensors: dict[str, Tensor] = {}
+        for index, master in enumerate(self._masters()):
+            tensors[f"master.{index}"] = master.detach()
+            state = self._adam.state.get(master, {})
+            tensors |= {f"{name}.{index}": state[name] for name in (*_MOMENTS, "step") if name in state}
+        return tensors
+
+    @torch.no_grad()
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """The inverse of `state_tensors`, on the same rank of as many. Raises IntegrityError on another model's."""
+        masters = self._masters()
+        wanted = {f"master.{index}": master.shape for index, master in enumerate(masters)}
+        found = {name: tensor.shape for name, tensor in tensors.items() if name.startswith("master.")}
+        if wanted != found:
+            raise IntegrityError("the checkpoint holds other parameters than the model")
+        for index, master in enumerate(masters):
+            master.copy_(tensors[f"master.{index}"])
+            for name in _MOMENTS:
+                if f"{name}.{index}" in tensors:
+                    self._adam.state[master][name] = tensors[f"{name}.{index}"].to(master)
+            if f"step.{index}" in tensors:
+                self._adam.state[master]["step"] = tensors[f"step.{index}"].clone()
+        self._spread_masters(len(masters))
+
+    def close(self) -> None:
+        """Free the model and its optimiser; the process goes on to the next job."""
+        self.model.destroy()
+        del self.model, self._optimizer
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    @property
+    def _adam(self) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = self._optimizer.optimizer if self.stage else self._optimizer
+        return optimizer
+
+    def _masters(self) -> list[Tensor]:
+        match self.stage:
+            case 0:
+                return [parameter for group in self._adam.param_groups for parameter in group["params"]]
+            case 1 | 2:
+                return list(self._optimizer.single_partition_of_fp32_groups)
+            case 3:
+                return list(self._optimizer.fp32_partitioned_groups_flat)
+        raise PreconditionFailed(f"there is no ZeRO stage {self.stage}")
+
+    def _spread_masters(self, count: int) -> None:
+        """Bring the model's parameters in line with the fp32 weights of all ranks."""
+        if self.stage == 3:
+            for group in range(count):
+                self._optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        elif self.stage:
+            self._optimizer.update_lp_params()

@@ -1,0 +1,146 @@
+"""Rank 0's hold on one job: renewed in the background, fenced, and the way every result reaches the orchestrator."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from spo.errors import LeaseLost, NotReady, SpoError
+from spo.logs import get_logger
+from spo.rpc import Client
+from spo.v1 import orchestrator_service_pb2 as wire
+
+log = get_logger("lease")
+
+RENEW_SECONDS = 1.0
+CALL_DEADLINE_SECONDS = 10.0
+SAY_SECONDS = 10.0
+REPORTS_PER_RENEWAL = 1000
+
+
+def take_lease(
+    orchestrator: Client, trainer_id: str, wait_seconds: float, stop: threading.Event
+) -> wire.LeaseJobResponse | None:
+    """Wait up to wait_seconds for a job; None when there is none, or the orchestrator is away (logged)."""
+    request = wire.LeaseJobRequest(trainer_id=trainer_id, wait_seconds=wait_seconds)
+    try:
+        grant: wire.LeaseJobResponse = orchestrator.call("LeaseJob", request, deadline_seconds=wait_seconds + 10)
+    except NotReady as error:
+        log.warning("waiting for a job, but the orchestrator does not answer", reason=error.message)
+        stop.wait(1.0)
+        return None
+    return grant if grant.run_id else None
+
+
+class Lease:
+    """One leased job. Every method raises LeaseLost once the orchestrator has said so; nothing gets out after that."""
+
+    def __init__(
+        self,
+        orchestrator: Client,
+        trainer_id: str,
+        grant: wire.LeaseJobResponse,
+        *,
+        patience_seconds: float,
+        stop: threading.Event,
+    ) -> None:
+        self.grant = grant
+        self.directive: int = wire.DIRECTIVE_CONTINUE
+        self._orchestrator = orchestrator
+        self._owner: dict[str, Any] = {"run_id": grant.run_id, "trainer_id": trainer_id, "epoch": grant.epoch}
+        self._patience_seconds = patience_seconds
+        self._stop = stop
+        self._reports: deque[wire.StepReport] = deque()
+        self._lost = threading.Event()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._thread.start()
+
+    @property
+    def lost(self) -> bool:
+        return self._lost.is_set()
+
+    def report_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand in a step's metrics; they travel with the next renewal."""
+        self._reports.append(wire.StepReport(step=step, metrics=metrics))
+
+    def publish(self, version: int, step: int, *, uri: str, manifest_digest: str, size_bytes: int) -> None:
+        """Tell the orchestrator about a stored weight version; idempotent."""
+        request = wire.PublishWeightsRequest(
+            **self._owner,
+            version=version,
+            step=step,
+            uri=uri,
+            manifest_digest=manifest_digest,
+            size_bytes=size_bytes,
+        )
+        self._insist("PublishWeights", lambda: request)
+
+    def report_checkpoint(self, step: int, *, path: str, manifest_digest: str, weight_version: int) -> None:
+        """Tell the orchestrator about a finished checkpoint; idempotent."""
+        request = wire.ReportCheckpointRequest(
+            **self._owner, step=step, path=path, manifest_digest=manifest_digest, weight_version=weight_version
+        )
+        self._insist("ReportCheckpoint", lambda: request)
+
+    def finish(self, final_step: int, error_code: str = "", error_message: str = "") -> None:
+        """Give the job back: done, or failed with an error. All step reports arrive before."""
+        self.close()
+        while self._reports:
+            self._insist("RenewLease", self._renewal)
+        request = wire.FinishRunRequest(
+            **self._owner, error_code=error_code, error_message=error_message, final_step=final_step
+        )
+        self._insist("FinishRun", lambda: request)
+
+    def close(self) -> None:
+        """Stop renewing; without `finish` the lease runs out by itself."""
+        self._closed.set()
+        self._thread.join(CALL_DEADLINE_SECONDS + 1)
+
+    def _keep(self) -> None:
+        while not self._closed.wait(min(RENEW_SECONDS, self.grant.lease_seconds / 3)):
+            try:
+                self._call("RenewLease", self._renewal)
+            except LeaseLost:
+                return
+            except SpoError as error:
+                log.warning("could not renew the lease; trying again", run=self.grant.run_id, reason=error.message)
+
+    def _renewal(self) -> wire.RenewLeaseRequest:
+        reports = [self._reports[index] for index in range(min(len(self._reports), REPORTS_PER_RENEWAL))]
+        return wire.RenewLeaseRequest(**self._owner, reports=reports)
+
+    def _insist(self, method: str, make: Callable[[], Any]) -> None:
+        """Call until the orchestrator answers; raises its error, or Unreachable when patience or the process ends."""
+        deadline = time.monotonic() + self._patience_seconds
+        said = 0.0
+        while True:
+            try:
+                return self._call(method, make)
+            except NotReady as error:
+                if time.monotonic() > deadline or self._stop.is_set():
+                    raise
+                if time.monotonic() - said > SAY_SECONDS:
+                    said = time.monotonic()
+                    log.warning("waiting for the orchestrator", call=method, reason=error.message)
+                self._stop.wait(0.5)
+
+    def _call(self, method: str, make: Callable[[], Any]) -> None:
+        if self.lost:
+            raise LeaseLost(f"the lease of {self.grant.run_id} was lost")
+        request = make()
+        try:
+            response = self._orchestrator.call(method, request, deadline_seconds=CALL_DEADLINE_SECONDS)
+        except LeaseLost:
+            self._lost.set()
+            log.warning("the lease was lost; this trainer stops working on the job", run=self.grant.run_id)
+            raise
+        if method == "RenewLease":
+            # Only what was acknowledged is forgotten.
+            for _ in request.reports:
+                self._reports.popleft()
+            self.directive = response.directive

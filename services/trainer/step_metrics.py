@@ -1,0 +1,47 @@
+"""The numbers reported for every step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from services.trainer.batches import Row
+from spo.v1.prompt_pb2 import SOURCE_ONLINE, Source
+
+
+class WeightedMeans:
+    """Means of named values, each weighted by how many trajectories it stands for; mergeable over ranks."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = defaultdict(float)
+        self.weights: dict[str, float] = defaultdict(float)
+
+    def add(self, values: Mapping[str, float], weight: float) -> None:
+        if weight:
+            for name, value in values.items():
+                self.sums[name] += value * weight
+                self.weights[name] += weight
+
+    def means(self, others: Iterable[WeightedMeans]) -> dict[str, float]:
+        """The means over all of `others` (which include this one)."""
+        merged = WeightedMeans()
+        for other in others:
+            for name, weight in other.weights.items():
+                merged.add({name: other.sums[name] / weight}, weight)
+        return {name: merged.sums[name] / weight for name, weight in merged.weights.items()}
+
+
+def batch_metrics(rows: Sequence[Row], policy_version: int) -> dict[str, float]:
+    """What a batch says before it is learned from: reward in all and by source, staleness in versions, token count."""
+    means = WeightedMeans()
+    for row in rows:
+        trajectory = row.trajectory
+        source = Source.Name(trajectory.source).removeprefix("SOURCE_").lower()
+        means.add({"reward": trajectory.reward, f"reward/{source}": trajectory.reward}, 1)
+        if trajectory.source == SOURCE_ONLINE:
+            means.add({"staleness": policy_version - trajectory.policy_version_last}, 1)
+    return {
+        **means.means([means]),
+        "tokens": float(sum(len(row.trajectory.response_token_ids) for row in rows)),
+        "trajectories": float(len(rows)),
+    }

@@ -1,0 +1,72 @@
+"""The policy's weights, gathered from all ranks into the weight store."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from services.trainer.deepspeed_engine import DeepSpeedEngine
+from services.trainer.ranks import Ranks
+from spo.errors import InvalidInput
+from spo.metrics import WEIGHTS_BYTES, WEIGHTS_PUSH_SECONDS
+from spo.weight_store import WeightStore, WeightVersion
+
+SHARD_BYTES = 2 << 30
+
+
+def run_store(run_id: str, weight_store_path: str) -> WeightStore:
+    """The store whose folder for the run is weight_store_path. Raises InvalidInput when it is another run's."""
+    path = Path(weight_store_path)
+    if path.name != run_id:
+        raise InvalidInput(f"the weight store of {run_id} cannot lie at {path}")
+    return WeightStore(path.parent)
+
+
+@WEIGHTS_PUSH_SECONDS.time()
+def store_weights(
+    ranks: Ranks,
+    engine: DeepSpeedEngine,
+    store: WeightStore,
+    run_id: str,
+    *,
+    version: int,
+    parent: int,
+    step: int,
+    epoch: int,
+    keep: int,
+) -> WeightVersion | None:
+    """Gather the weights (all ranks take part) and store them as `version`; rank 0 gets it.
+
+    Raises Conflict when a newer owner has written the version.
+    """
+    parameters = engine.full_parameters()
+    if not ranks.leads:
+        deque(parameters, maxlen=0)
+        return None
+    dtype = str(next(engine.model.module.parameters()).dtype).removeprefix("torch.")
+    written = store.write(
+        run_id, version, parent=parent, step=step, dtype=dtype, shards=_shards(parameters), epoch=epoch
+    )
+    WEIGHTS_BYTES.inc(written.size_bytes)
+    store.prune(run_id, keep)
+    return written
+
+
+def _shards(parameters: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Parameters in files of about SHARD_BYTES, one in memory at a time."""
+    shard: dict[str, Tensor] = {}
+    number = 1
+    for name, parameter in parameters:
+        shard[name] = parameter
+        if sum(tensor.nbytes for tensor in shard.values()) >= SHARD_BYTES:
+            yield _shard_name(number), shard
+            shard, number = {}, number + 1
+    if shard:
+        yield _shard_name(number), shard
+
+
+def _shard_name(number: int) -> str:
+    return f"model-{number:05d}.safetensors"
