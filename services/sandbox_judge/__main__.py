@@ -1,0 +1,38 @@
+"""`python -m services.sandbox_judge`: runs programs in a sandbox and decides every reward."""
+
+import os
+import sys
+
+from services.sandbox_judge.docket import Docket
+from services.sandbox_judge.judge_worker import JudgeWorker
+from services.sandbox_judge.probe import choose_tier
+from services.sandbox_judge.service import JudgeService
+from services.sandbox_judge.settings import Settings
+from spo.errors import SpoError
+from spo.logs import get_logger
+from spo.redis_client import connect
+from spo.service import ServiceProcess
+from spo.v1.judge_service_pb2_grpc import add_JudgeServiceServicer_to_server
+
+
+def main() -> int:
+    settings = Settings()
+    process = ServiceProcess("sandbox-judge", settings)
+    try:
+        client = connect(settings.redis_url, settings.redis_wait_seconds)
+        tier = choose_tier(settings)
+    except SpoError as error:
+        get_logger("start").error("the judge will not serve", reason=error.message, code=error.code)
+        return 1
+    docket = Docket(client, settings, tier, settings.lanes or os.cpu_count() or 1)
+    add_JudgeServiceServicer_to_server(JudgeService(docket), process.server.server)
+    for number in range(2):  # two, so that lanes are busy while the other waits for its slowest program
+        process.workers.append(JudgeWorker(client, docket, f"{process.replica_id}-{number}", settings.stream_groups))
+    process.report = lambda beat: setattr(beat, "load", docket.load)
+    status = process.run()
+    docket.close()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""Many programs: one verdict each, from the cache where it is known, otherwise from the lanes, evaluation first.
+
+A lane is a thread with a zygote of its own; there are as many as cores. The queue is bounded: beyond it callers are
+told to come back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import redis
+
+from services.sandbox_judge.backends.zygote import Zygote
+from services.sandbox_judge.isolation import launch
+from services.sandbox_judge.sandbox import JudgeFault
+from services.sandbox_judge.settings import IsolationTier, Settings
+from services.sandbox_judge.test_sets import TestSets
+from services.sandbox_judge.verdict import judge_program
+from spo import metrics, redis_keys
+from spo.errors import InvalidInput, NotReady, ResourceExhausted
+from spo.logs import get_logger
+from spo.v1.judge_service_pb2 import Priority
+from spo.v1.verdict_pb2 import Outcome, TestSet, Verdict
+
+log = get_logger("docket")
+
+LANGUAGES = ("python",)
+ATTEMPTS = 3
+# Raise it when a change of the judge could change a verdict: cached verdicts and stored values then no longer apply.
+REVISION = 1
+_LAST = 1 << 30
+
+
+@dataclass(frozen=True)
+class Case:
+    """One program waiting for its verdict."""
+
+    program: str
+    test_set: TestSet
+    want_details: bool
+    verdict: Future[Verdict] = field(default_factory=Future)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Programs of one request; `programs[i]` gets the verdict of `futures[programs[i]]`."""
+
+    programs: Sequence[str]
+    futures: dict[str, Future[Verdict]]
+
+    def verdicts(self, timeout_seconds: float | None = None) -> list[Verdict]:
+        """The verdicts in the order of the programs. Raises what judging raised, TimeoutError, CancelledError."""
+        return [self.futures[program].result(timeout_seconds) for program in self.programs]
+
+    def cancel(self) -> None:
+        """Give up what has not started."""
+        for future in self.futures.values():
+            future.cancel()
+
+
+class Docket:
+    """All programs this judge has been asked about and the lanes that work them off."""
+
+    def __init__(self, client: redis.Redis, settings: Settings, tier: IsolationTier, lanes: int) -> None:
+        self.judge_version = f"{REVISION}+cpython{platform.python_version()}"
+        self.isolation = tier
+        self.test_sets = TestSets(client)
+        self._client = client
+        self._settings = settings
+        # (urgency, arrival, case); a lane ends at None, which sorts after every case.
+        self._queue: queue.PriorityQueue[tuple[int, int, Case | None]] = queue.PriorityQueue()
+        self._numbers = itertools.count()
+        self._busy = 0
+        self._lanes = [
+            threading.Thread(target=self._work, args=(lane,), name=f"lane-{lane}", daemon=True) for lane in range(lanes)
+        ]
+        for thread in self._lanes:
+            thread.start()
+
+    @property
+    def load(self) -> float:
+        """0 idle, 1 when every lane works."""
+        return min(1.0, self._busy / len(self._lanes))
+
+    def submit(
+        self,
+        programs: Sequence[str],
+        language: str,
+        tests_digest: str,
+        priority: Priority.ValueType,
+        want_details: bool,
+    ) -> Batch:
+        """Queue what the cache does not know. Raises InvalidInput, NotFound, ResourceExhausted."""
+        if language not in LANGUAGES:
+            raise InvalidInput(f"unknown language {language!r}; known: {', '.join(LANGUAGES)}", code="unknown_language")
+        test_set = self.test_sets.get(tests_digest)
+        keys = {program: self._key(program, language, tests_digest) for program in dict.fromkeys(programs)}
+        futures = {} if want_details else self._cached(keys)
+        missing = [program for program in keys if program not in futures]
+        if self._queue.qsize() + len(missing) > self._settings.max_queued_programs:
+            raise ResourceExhausted(f"{self._queue.qsize()} programs are waiting; try again later")
+        urgency = 0 if priority == Priority.PRIORITY_EVALUATION else 1
+        for program in missing:
+            case = Case(program, test_set, want_details)
+            if not want_details:
+                case.verdict.add_done_callback(self._remember(keys[program]))
+            futures[program] = case.verdict
+            self._queue.put((urgency, next(self._numbers), case))
+        return Batch(programs, futures)
+
+    def close(self) -> None:
+        """Finish what is queued, then end the lanes."""
+        for _ in self._lanes:
+            self._queue.put((_LAST, next(self._numbers), None))
+        for thread in self._lanes:
+            thread.join(self._settings.drain_seconds)
+
+    def _key(self, program: str, language: str, tests_digest: str) -> str:
+        return redis_keys.verdict(redis_keys.digest(program, tests_digest, language, self.judge_version))
+
+    def _cached(self, keys: dict[str, str]) -> dict[str, Future[Verdict]]:
+        if not keys or not self._settings.cache_seconds:
+            return {}
+        found: dict[str, Future[Verdict]] = {}
+        stored: list[bytes | None] = self._client.mget(list(keys.values()))  # type: ignore[assignment]
+        for program, serialized in zip(keys, stored, strict=True):
+            if serialized is not None:
+                verdict = Verdict.FromString(serialized)
+                verdict.cached = True
+                found[program] = Future()
+                found[program].set_result(verdict)
+        metrics.JUDGE_CACHE_HITS.inc(len(found))
+        return found
+
+    def _remember(self, key: str) -> Callable[[Future[Verdict]], None]:
+        def store(future: Future[Verdict]) -> None:
+            if future.cancelled() or future.exception() or not self._settings.cache_seconds:
+                return
+            # A wall-clock limit says as much about the machine's load as about the program.
+            if future.result().outcome != Outcome.OUTCOME_WALL_TIME_LIMIT:
+                try:
+                    self._client.set(key, future.result().SerializeToString(), ex=self._settings.cache_seconds)
+                except redis.RedisError as error:
+                    log.warning("verdict not cached", reason=str(error))
+
+        return store
+
+    def _work(self, lane: int) -> None:
+        zygote: Zygote | None = None
+        while (case := self._queue.get()[2]) is not None:
+            if not case.verdict.set_running_or_notify_cancel():
+                continue
+            self._busy += 1
+            try:
+                zygote, verdict = self._try(case, lane, zygote)
+                case.verdict.set_result(verdict)
+            except Exception as error:
+                if not isinstance(error, NotReady):
+                    log.exception("judging failed")
+                zygote = None
+                case.verdict.set_exception(error)
+            finally:
+                self._busy -= 1
+        if zygote:
+            zygote.close()
+
+    def _try(self, case: Case, lane: int, zygote: Zygote | None) -> tuple[Zygote | None, Verdict]:
+        """Judge a case, with a new zygote after each fault. Raises NotReady after ATTEMPTS faults."""
+        fault = ""
+        for _ in range(ATTEMPTS):
+            try:
+                zygote = zygote or Zygote(launch(self.isolation, lane))
+                verdict = judge_program(
+                    zygote, case.program, case.test_set, self._settings.max_source_bytes, case.want_details
+                )
+            except JudgeFault as error:
+                fault = str(error)
+                log.warning("judge fault; starting a new zygote", lane=lane, reason=fault)
+                if zygote:
+                    zygote.close()
+                zygote = None
+                continue
+            if zygote.programs >= self._settings.programs_per_zygote:
+                zygote.close()
+                zygote = None
+            verdict.judge_version = self.judge_version
+            verdict.isolation = self.isolation
+            metrics.JUDGE_VERDICTS.labels(outcome=Outcome.Name(verdict.outcome)).inc()
+            metrics.JUDGE_PROGRAM_SECONDS.observe(verdict.cpu_seconds)
+            return zygote, verdict
+        raise NotReady(f"the judge failed {ATTEMPTS} times on this program: {fault}", code="judge_fault")

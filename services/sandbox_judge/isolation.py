@@ -1,0 +1,104 @@
+"""Isolation tiers: how a zygote is started in each, strongest first. What works is found out by trying."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import services.sandbox_judge
+from services.sandbox_judge.seccomp_filter import OWN_PID, Freedom, filter_program
+from services.sandbox_judge.settings import IsolationTier
+
+TIERS: tuple[IsolationTier, ...] = ("namespaces+seccomp+landlock", "namespaces+seccomp", "seccomp+landlock")
+
+# Programs of lane n run as this user id plus n when the judge is root.
+FIRST_PROGRAM_UID = 61000
+_CAP_DAC_READ_SEARCH = 1 << 2
+_JUDGE_SIDE = "/judge"
+_SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LC_ALL": "C.UTF-8",
+    # One hash seed for all: a program's verdict must not depend on the order of a set.
+    "PYTHONHASHSEED": "0",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start one zygote and what to tell it first."""
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    setting: dict[str, Any]
+
+
+def launch(tier: IsolationTier, lane: int) -> Launch:
+    """The way to start the zygote of a lane. Raises NotReady when seccomp filters cannot be built."""
+    namespaces = tier.startswith("namespaces")
+    source_root = _JUDGE_SIDE if namespaces else str(_source_root())
+    boot = "import sys; sys.path.insert(0, sys.argv[1]); from services.sandbox_judge.jail import zygote; zygote.main()"
+    python = (_interpreter(), "-s", "-S", "-B", "-c", boot, source_root)
+    root = os.geteuid() == 0
+    return Launch(
+        command=(*_bubblewrap(root), *python) if namespaces else python,
+        environment=_ENVIRONMENT,
+        setting={
+            "namespaces": namespaces,
+            "landlock": tier.endswith("landlock"),
+            "uid": FIRST_PROGRAM_UID + lane if root else None,
+            "capabilities": 0 if namespaces or not root or _open_to_all(_prefix()) else _CAP_DAC_READ_SEARCH,
+            "readable": ["/usr", *_SYSTEM_FOLDERS, "/etc/ld.so.cache", "/etc/alternatives", str(_prefix())],
+            "filters": {freedom.value: filter_program(freedom).hex() for freedom in Freedom},
+            "own_pid_marker": OWN_PID,
+        },
+    )
+
+
+def _bubblewrap(root: bool) -> tuple[str, ...]:
+    arguments = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--as-pid-1"]
+    arguments += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    if root:
+        # A real user id instead of a mapped root: the zygote drops to it with these two capabilities, then loses them.
+        arguments += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        arguments += ["--unshare-user", "--cap-drop", "ALL"]
+    # Bubblewrap would give the folders above a bind the modes they have outside: /root, say, closed to the program.
+    for parent in reversed(_prefix().parents[:-1]):
+        arguments += ["--perms", "0755", "--dir", str(parent)]
+    for folder in dict.fromkeys(("/usr", str(_prefix()))):
+        arguments += ["--ro-bind", folder, folder]
+    for name in _SYSTEM_FOLDERS:
+        if os.path.islink(name):
+            arguments += ["--symlink", os.readlink(name), name]
+        elif os.path.exists(name):
+            arguments += ["--ro-bind", name, name]
+    for name in ("/etc/ld.so.cache", "/etc/alternatives"):
+        arguments += ["--ro-bind-try", name, name]
+    jail = str(Path("services", "sandbox_judge", "jail"))
+    arguments += ["--ro-bind", str(_source_root() / jail), f"{_JUDGE_SIDE}/{jail}"]
+    arguments += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--chdir", "/", "--"]
+    return tuple(arguments)
+
+
+def _interpreter() -> str:
+    """The real binary: a virtual environment's link or a version manager's shim would be slower or not in the jail."""
+    return os.path.realpath(sys.executable)
+
+
+def _prefix() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"]).parent.parent
+
+
+def _source_root() -> Path:
+    return Path(next(iter(services.sandbox_judge.__path__))).parent.parent
+
+
+def _open_to_all(path: Path) -> bool:
+    return all(folder.stat().st_mode & 0o001 for folder in (path, *path.parents))

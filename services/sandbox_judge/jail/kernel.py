@@ -1,0 +1,163 @@
+"""The kernel calls that build a jail, straight through ctypes: this runs in the jail, where nothing is installed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import stat
+import struct
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+JAIL_NAMESPACES = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC
+
+CAP_DAC_READ_SEARCH = 1 << 2
+
+_SIGCHLD = 17
+_MS_NOSUID = 2
+_MS_NODEV = 4
+_MNT_DETACH = 2
+_PR_SET_DUMPABLE = 4
+_PR_SET_KEEPCAPS = 8
+_PR_SET_SECCOMP = 22
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_NO_NEW_PRIVS = 38
+_SECCOMP_MODE_FILTER = 2
+_CAPABILITY_VERSION_3 = 0x20080522
+
+_SYS_CLONE = {"x86_64": 56, "aarch64": 220}[platform.machine()]
+_SYS_LANDLOCK_CREATE_RULESET = 444
+_SYS_LANDLOCK_ADD_RULE = 445
+_SYS_LANDLOCK_RESTRICT_SELF = 446
+_LANDLOCK_CREATE_RULESET_VERSION = 1
+_LANDLOCK_RULE_PATH_BENEATH = 1
+
+# Landlock's file rights by the ABI version that brought them; unknown bits are refused by older kernels.
+_FS_EXECUTE = 1 << 0
+_FS_READ_FILE = 1 << 2
+_FS_READ_DIR = 1 << 3
+_FS_FIRST = (1 << 13) - 1
+_FS_BY_ABI = {2: 1 << 13, 3: 1 << 14, 5: 1 << 15}
+_NET_ALL = 3
+_SCOPE_ALL = 3
+_FS_OF_FILES = _FS_EXECUTE | 1 << 1 | _FS_READ_FILE | 1 << 14 | 1 << 15
+READ = _FS_EXECUTE | _FS_READ_FILE | _FS_READ_DIR
+
+# PyDLL keeps the interpreter lock: a child made by a raw clone goes on holding it as its only thread.
+_libc = ctypes.PyDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def _syscall(what: str, number: int, *arguments: object) -> int:
+    return _check(_libc.syscall(ctypes.c_long(number), *arguments), what)
+
+
+def _prctl(what: str, option: int, argument: int) -> None:
+    zero = ctypes.c_ulong(0)
+    _check(_libc.prctl(ctypes.c_int(option), ctypes.c_ulong(argument), zero, zero, zero), what)
+
+
+def fork_into(namespaces: int) -> int:
+    """Fork with new namespaces (0: none); returns the pid, 0 in the child. Only for single-threaded processes."""
+    zero = ctypes.c_long(0)
+    return _syscall("clone", _SYS_CLONE, ctypes.c_ulong(namespaces | _SIGCHLD), zero, zero, zero, zero)
+
+
+def map_identity(uid: int, gid: int) -> None:
+    """Be the same user inside a fresh user namespace."""
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        descriptor = os.open("/proc/self/" + name, os.O_WRONLY)
+        os.write(descriptor, text.encode())
+        os.close(descriptor)
+
+
+def mount_tmpfs(path: str, size_bytes: int, inodes: int) -> None:
+    options = f"size={size_bytes},nr_inodes={inodes},mode=0700".encode()
+    flags = ctypes.c_ulong(_MS_NOSUID | _MS_NODEV)
+    _check(_libc.mount(b"tmpfs", path.encode(), b"tmpfs", flags, options), "mount tmpfs")
+
+
+def unmount(path: str) -> None:
+    _check(_libc.umount2(path.encode(), _MNT_DETACH), "umount")
+
+
+def set_dumpable(dumpable: bool) -> None:
+    """Whether /proc/self belongs to the user (needed to map identities) and others may look inside."""
+    _prctl("PR_SET_DUMPABLE", _PR_SET_DUMPABLE, int(dumpable))
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent dies, so that none of them can get away."""
+    _prctl("PR_SET_CHILD_SUBREAPER", _PR_SET_CHILD_SUBREAPER, 1)
+
+
+def forbid_new_privileges() -> None:
+    _prctl("PR_SET_NO_NEW_PRIVS", _PR_SET_NO_NEW_PRIVS, 1)
+
+
+def set_capabilities(mask: int) -> None:
+    """Keep exactly these capabilities, permitted and effective."""
+    header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
+    low = struct.pack("=III", mask, mask, 0)
+    _check(_libc.capset(header, low + struct.pack("=III", 0, 0, 0)), "capset")
+
+
+def become(uid: int, gid: int, keep_capabilities: int) -> None:
+    """Leave root for another user, keeping these capabilities only."""
+    _prctl("PR_SET_KEEPCAPS", _PR_SET_KEEPCAPS, 1)
+    os.setgroups([])
+    os.setresgid(gid, gid, gid)
+    os.setresuid(uid, uid, uid)
+    set_capabilities(keep_capabilities)
+    set_dumpable(True)
+
+
+def landlock_abi() -> int:
+    """Version of Landlock in this kernel; 0 when there is none."""
+    version = ctypes.c_uint(_LANDLOCK_CREATE_RULESET_VERSION)
+    number = ctypes.c_long(_SYS_LANDLOCK_CREATE_RULESET)
+    return max(0, int(_libc.syscall(number, None, ctypes.c_size_t(0), version)))
+
+
+def landlock_ruleset(abi: int, allowed: list[tuple[int, int | None]]) -> int:
+    """Descriptor of a ruleset that denies everything Landlock knows except rights beneath (descriptor, rights or all).
+
+    Where the kernel can, TCP and signals or abstract sockets towards outside processes are denied too.
+    """
+    files = _FS_FIRST
+    for version, right in _FS_BY_ABI.items():
+        if abi >= version:
+            files |= right
+    attributes = struct.pack("=QQQ", files, _NET_ALL, _SCOPE_ALL)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
+    size = ctypes.c_size_t(len(attributes))
+    ruleset = _syscall("landlock_create_ruleset", _SYS_LANDLOCK_CREATE_RULESET, attributes, size, ctypes.c_uint(0))
+    for descriptor, rights in allowed:
+        applicable = files if stat.S_ISDIR(os.fstat(descriptor).st_mode) else files & _FS_OF_FILES
+        rule = struct.pack("=Qi", applicable if rights is None else rights & applicable, descriptor)
+        kind = ctypes.c_int(_LANDLOCK_RULE_PATH_BENEATH)
+        _syscall("landlock_add_rule", _SYS_LANDLOCK_ADD_RULE, ctypes.c_int(ruleset), kind, rule, ctypes.c_uint(0))
+    return ruleset
+
+
+def landlock_restrict(ruleset: int) -> None:
+    _syscall("landlock_restrict_self", _SYS_LANDLOCK_RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint(0))
+
+
+def install_filter(program: bytes) -> None:
+    """Put a seccomp filter (array of sock_filter) on this process; no_new_privs must be set."""
+    buffer = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
+    _check(
+        _libc.prctl(ctypes.c_int(_PR_SET_SECCOMP), ctypes.c_ulong(_SECCOMP_MODE_FILTER), header, None, None),
+        "PR_SET_SECCOMP",
+    )

@@ -1,0 +1,64 @@
+"""The judge's place on the belt: rollout groups in, the same groups with verdicts and rewards out."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import redis
+from google.protobuf.message import DecodeError
+
+from services.sandbox_judge.docket import Batch, Docket
+from spo import redis_keys
+from spo.errors import InvalidInput
+from spo.service import keep_alive_while
+from spo.streams import Consumer, Entry, consume
+from spo.tasks.problem import extract_program
+from spo.v1.judge_service_pb2 import Priority
+from spo.v1.trajectory_pb2 import RolloutGroup
+from spo.v1.verdict_pb2 import Outcome
+
+SERVICE = "sandbox-judge"
+RECLAIM_SECONDS = 60.0
+KEEP_ALIVE_SECONDS = 15.0
+
+
+class JudgeWorker:
+    """Judges rollout groups from the stream; call it with a stop event."""
+
+    def __init__(self, client: redis.Redis, docket: Docket, consumer_name: str, groups: int) -> None:
+        self.docket = docket
+        self.groups = groups
+        self.consumer = Consumer(
+            client, redis_keys.rollouts(), redis_keys.JUDGE_GROUP, consumer_name, reclaim_after_seconds=RECLAIM_SECONDS
+        )
+
+    def __call__(self, stop: threading.Event) -> None:
+        consume(self.consumer, self._judge, stop, count=self.groups)
+
+    def _judge(self, entries: list[Entry]) -> None:
+        with keep_alive_while(lambda: self.consumer.keep_alive(entries), KEEP_ALIVE_SECONDS):
+            groups = [_decode(entry) for entry in entries]
+            batches = [self._submit(group) for group in groups]
+            for entry, group, batch in zip(entries, groups, batches, strict=True):
+                _set_verdicts(group, batch)
+                self.consumer.hand_on(entry, redis_keys.verdicts(), group.SerializeToString())
+
+    def _submit(self, group: RolloutGroup) -> Batch:
+        prompt = group.request.prompt
+        programs = [extract_program(each.response_text, prompt.response_format) for each in group.trajectories]
+        return self.docket.submit(programs, prompt.language, prompt.tests_digest, Priority.PRIORITY_TRAINING, False)
+
+
+def _decode(entry: Entry) -> RolloutGroup:
+    try:
+        return RolloutGroup.FromString(entry.payload)
+    except DecodeError as error:
+        raise InvalidInput(f"not a RolloutGroup: {error}") from error
+
+
+def _set_verdicts(group: RolloutGroup, batch: Batch) -> None:
+    for trajectory, verdict in zip(group.trajectories, batch.verdicts(), strict=True):
+        trajectory.verdict.CopyFrom(verdict)
+        trajectory.reward = 0.0 if verdict.outcome == Outcome.OUTCOME_ACCEPTED else -1.0
+        trajectory.hops.add(service=SERVICE, at_unix_ms=int(time.time() * 1000))

@@ -1,0 +1,74 @@
+"""Which isolation tier works here? Found out by running honest and forbidden programs in each, strongest first."""
+
+from __future__ import annotations
+
+import platform
+
+from services.sandbox_judge.backends.zygote import Executable, Zygote
+from services.sandbox_judge.isolation import TIERS, launch
+from services.sandbox_judge.sandbox import CompileFailed, Ending, JudgeFault, RunLimits
+from services.sandbox_judge.settings import IsolationTier, Settings
+from spo.errors import NotReady
+from spo.logs import get_logger
+
+log = get_logger("isolation")
+
+_HONEST = b"print(int(input()) + 1)"
+# Each of them prints "escaped" when the tier does not hold.
+_FORBIDDEN = (
+    b"import socket; socket.socket(socket.AF_INET, socket.SOCK_STREAM); print('escaped')",
+    b"import os; os.fork(); print('escaped')",
+    b"open('/etc/hostname').read(); print('escaped')",
+    b"open('/usr/escaped', 'w'); print('escaped')",
+    b"import os; os.kill(1, 0); print('escaped')",
+    b"import os; os.execv('/bin/true', ['true'])",
+    b"import ctypes; ctypes.CDLL(None).ptrace(0, 0, 0, 0); print('escaped')",
+)
+
+
+def choose_tier(settings: Settings) -> IsolationTier:
+    """The strongest tier that works and settings allow. Raises NotReady (code "no_isolation") when there is none."""
+    floor = TIERS.index(settings.minimum_isolation)
+    allowed = TIERS[: floor + 1] if settings.isolation == "auto" else (settings.isolation,)
+    reasons = []
+    for tier in allowed:
+        if TIERS.index(tier) > floor:
+            reasons.append(f"{tier}: below the required {settings.minimum_isolation}")
+            continue
+        problem = why_not(tier)
+        if problem is None:
+            log.info("isolation tier chosen", tier=tier, rejected=reasons)
+            return tier
+        reasons.append(f"{tier}: {problem}")
+        log.warning("isolation tier does not work here", tier=tier, reason=problem)
+    raise NotReady("no safe way to run programs on this machine: " + "; ".join(reasons), code="no_isolation")
+
+
+def why_not(tier: IsolationTier) -> str | None:
+    """None when the tier starts, runs an honest program and stops the forbidden ones; otherwise the reason."""
+    try:
+        zygote = Zygote(launch(tier, 0))
+    except (JudgeFault, NotReady) as fault:
+        return str(fault)
+    try:
+        if tier.endswith("landlock") and not zygote.greeting["landlock"]:
+            return f"no Landlock in kernel {platform.release()}"
+        return _first_failure(zygote)
+    except (JudgeFault, CompileFailed) as fault:
+        return str(fault)
+    finally:
+        zygote.close()
+
+
+def _first_failure(zygote: Zygote) -> str | None:
+    limits = RunLimits()
+    with zygote.open(Executable(source=_HONEST), limits) as opened:
+        run = opened.run(b"41\n")
+        if run.stdout != b"42\n":
+            return f"an honest program failed: {run.stderr.decode(errors='replace')}"
+    for source in _FORBIDDEN:
+        with zygote.open(Executable(source=source), limits) as opened:
+            run = opened.run(b"")
+            if b"escaped" in run.stdout or (run.ending is Ending.EXITED and run.code == 0):
+                return f"a forbidden program got through: {source.decode()}"
+    return None

@@ -1,0 +1,46 @@
+"""gRPC face of the judge: decode, ask the docket, encode."""
+
+from __future__ import annotations
+
+from concurrent.futures import CancelledError
+
+import grpc
+
+from services.sandbox_judge.docket import LANGUAGES, Docket
+from spo.errors import NotReady
+from spo.rpc import DEFAULT_DEADLINE_SECONDS
+from spo.v1 import judge_service_pb2 as judge
+from spo.v1.judge_service_pb2_grpc import JudgeServiceServicer
+
+
+class JudgeService(JudgeServiceServicer):
+    def __init__(self, docket: Docket) -> None:
+        self.docket = docket
+
+    def UploadTests(
+        self, request: judge.UploadTestsRequest, context: grpc.ServicerContext
+    ) -> judge.UploadTestsResponse:
+        """Store test sets by digest."""
+        return judge.UploadTestsResponse(digests=[self.docket.test_sets.upload(each) for each in request.test_sets])
+
+    def Judge(self, request: judge.JudgeRequest, context: grpc.ServicerContext) -> judge.JudgeResponse:
+        """One verdict per program; a caller that vanishes takes its waiting programs along."""
+        batch = self.docket.submit(
+            request.programs, request.language, request.tests_digest, request.priority, request.want_details
+        )
+        if not context.add_callback(batch.cancel):
+            batch.cancel()
+        try:
+            verdicts = batch.verdicts(context.time_remaining() or DEFAULT_DEADLINE_SECONDS)
+        except (CancelledError, TimeoutError):
+            batch.cancel()
+            raise NotReady("the caller's deadline passed before all programs were judged") from None
+        return judge.JudgeResponse(verdicts=verdicts)
+
+    def DescribeJudge(
+        self, request: judge.DescribeJudgeRequest, context: grpc.ServicerContext
+    ) -> judge.DescribeJudgeResponse:
+        """What this judge is: part of every value key."""
+        return judge.DescribeJudgeResponse(
+            judge_version=self.docket.judge_version, isolation=self.docket.isolation, languages=LANGUAGES
+        )

@@ -1,0 +1,27 @@
+"""Where the judge lives and how strict it is (environment SPO_SANDBOX_JUDGE_*)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from spo.settings import ServiceSettings
+
+IsolationTier = Literal["namespaces+seccomp+landlock", "namespaces+seccomp", "seccomp+landlock"]
+
+
+class Settings(ServiceSettings, service="sandbox_judge"):
+    port: int = Field(default=7072, ge=0, le=65535)
+    lanes: int = Field(default=0, ge=0, le=256, description="Programs run at once; 0: one per core.")
+    isolation: IsolationTier | Literal["auto"] = Field(
+        default="auto", description="Use exactly this tier instead of the strongest one that works."
+    )
+    minimum_isolation: IsolationTier = Field(
+        default="seccomp+landlock", description="Refuse to judge below this tier (they are listed strongest first)."
+    )
+    programs_per_zygote: int = Field(default=2000, gt=0, description="A zygote is replaced after so many programs.")
+    max_source_bytes: int = Field(default=64 << 10, gt=0, le=128 << 10, description="Longer programs are not run.")
+    max_queued_programs: int = Field(default=4096, gt=0, description="Beyond it callers get RESOURCE_EXHAUSTED.")
+    stream_groups: int = Field(default=8, gt=0, description="Rollout groups judged at once from the stream.")
+    cache_seconds: int = Field(default=7 * 86400, ge=0, description="Life of a cached verdict; 0 switches it off.")
