@@ -25,6 +25,7 @@ from spo import errors
 from spo.client_answers import Event, Job, Page, Series
 from spo.job_spec import JobSpec
 
+HEARTBEAT_SECONDS = 15.0
 DEFAULT_URL = "http://127.0.0.1:8080"
 _BY_STATUS: dict[int, type[errors.SpoError]] = {
     404: errors.NotFound,
@@ -51,6 +52,7 @@ class Client:
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self.url = url.rstrip("/")
+        self.timeout_seconds = timeout_seconds
         self.retry_seconds = retry_seconds
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.Client(
@@ -133,10 +135,14 @@ class Client:
             time.sleep(0.5)
 
     def metrics(
-        self, job_id: str, from_step: int = 0, max_points: int = 1000, axis: Literal["step", "unix_ms"] = "step"
+        self,
+        job_id: str,
+        kind: Literal["training", "platform"] = "training",
+        from_step: int = 0,
+        max_points: int = 1000,
     ) -> Series:
-        """A job's scalars as columns: of training over steps, or of queues and replicas over time."""
-        parameters = {"from_step": from_step, "max_points": max_points, "axis": axis}
+        """A job's scalars as columns: of training over steps, or of queues and replicas over unix milliseconds."""
+        parameters = {"kind": kind, "from_step": from_step, "max_points": max_points}
         return Series.model_validate(self._ask("GET", f"/v1/jobs/{job_id}/metrics", params=parameters))
 
     def evaluations(self, job_id: str) -> list[dict[str, Any]]:
@@ -193,8 +199,8 @@ class Client:
 
     def _stream(self, job_id: str, after_seq: int) -> Iterator[Event]:
         headers = {"Last-Event-ID": str(after_seq)}
-        # The server sends a comment every 15 s: silence for longer means a dead connection.
-        timeout = httpx.Timeout(self._http.timeout, read=45.0)
+        # The server sends a comment as a heartbeat: a longer silence means a dead connection.
+        timeout = httpx.Timeout(self.timeout_seconds, read=3 * HEARTBEAT_SECONDS)
         with connect_sse(self._http, "GET", f"/v1/jobs/{job_id}/events", headers=headers, timeout=timeout) as source:
             if not source.response.is_success:
                 source.response.read()

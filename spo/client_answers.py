@@ -68,11 +68,11 @@ class Series(_Answer):
 
     axis: str = "step"
     steps: list[int] = []
-    columns: dict[str, list[float | None]] = {}
+    series: dict[str, list[float | None]] = {}
 
     def latest(self, name: str) -> float | None:
         """The newest value of a column, None when there is none."""
-        return next((value for value in reversed(self.columns.get(name, [])) if value is not None), None)
+        return next((value for value in reversed(self.series.get(name, [])) if value is not None), None)
 
 
 class Page(_Answer):

@@ -222,7 +222,7 @@ def _demo(settings: LauncherSettings, document: Mapping[str, Any]) -> Iterator[D
 
 def _queues(client: Client, job_id: str) -> Series:
     try:
-        return client.metrics(job_id, axis="unix_ms", max_points=1)
+        return client.metrics(job_id, "platform", max_points=1)
     except SpoError:
         # Queue depths are an ornament of the view; the next poll asks again.
         return Series()

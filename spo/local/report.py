@@ -70,7 +70,7 @@ def report_of(outcome: Outcome) -> dict[str, Any]:
         "figures": {
             "evaluations": [_without_problems(evaluation) for evaluation in outcome.evaluations],
             "steps": outcome.series.steps,
-            "columns": outcome.series.columns,
+            "series": outcome.series.series,
         },
         "machine": {
             "processor": platform.processor() or platform.machine(),
@@ -102,7 +102,7 @@ def draw(outcome: Outcome, path: Path) -> None:
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), constrained_layout=True)
     _draw_pass_at_k(axes[0][0], outcome.evaluations)
     for axis, (name, title) in zip((axes[0][1], axes[1][0], axes[1][1]), PANELS.items(), strict=True):
-        column = outcome.series.columns.get(name, [None] * len(outcome.series.steps))
+        column = outcome.series.series.get(name, [None] * len(outcome.series.steps))
         axis.plot(outcome.series.steps, _gaps(column))
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
