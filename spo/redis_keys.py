@@ -59,6 +59,11 @@ def job_index() -> str:
     return "spo:orchestrator:jobs"
 
 
+def jobs_in_state(state: str) -> str:
+    """Sorted set: job id by creation time (unix ms), one set per state, moved with the transition. Orchestrator."""
+    return f"spo:orchestrator:jobs:{state}"
+
+
 def job_record(job_id: str) -> str:
     """Hash: created_at, name, labels, idempotency facts and what the fold of events needs. Orchestrator."""
     return f"spo:{job_id}:orchestrator:job"
@@ -72,6 +77,11 @@ def job_events(job_id: str) -> str:
 def job_metrics(job_id: str) -> str:
     """Sorted set: JSON {"step", ...named scalars} scored by step; one member per (series group, step). Orchestrator."""
     return f"spo:{job_id}:orchestrator:metrics"
+
+
+def job_platform_series(job_id: str) -> str:
+    """Sorted set: JSON {"at_unix_ms", "step", queue depths} scored by unix ms. Orchestrator."""
+    return f"spo:{job_id}:orchestrator:platform_series"
 
 
 def job_lease(job_id: str) -> str:

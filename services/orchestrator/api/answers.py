@@ -1,0 +1,32 @@
+"""What the routers share: the desk of a request, documents with an ETag, the bounds of a page."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from blake3 import blake3
+from fastapi import Depends, Path, Query, Request, Response
+from pydantic import BaseModel
+
+from services.orchestrator.desk import Desk
+
+
+def _desk(request: Request) -> Desk:
+    desk: Desk = request.app.state.desk
+    return desk
+
+
+DeskOf = Annotated[Desk, Depends(_desk)]
+JobId = Annotated[str, Path(pattern=r"^job_[0-9A-HJKMNP-TV-Z]{26}$", description="Id of a job.")]
+Limit = Annotated[int, Query(ge=1, le=1000)]
+
+
+def with_etag(request: Request, document: BaseModel, status: int = 200, location: str = "") -> Response:
+    """The document as JSON with its ETag; 304 when the caller has it already."""
+    body = document.model_dump_json().encode()
+    headers = {"ETag": f'"{blake3(body).hexdigest(16)}"', "Cache-Control": "no-cache"}
+    if location:
+        headers["Location"] = location
+    if status == 200 and headers["ETag"] in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    return Response(body, status_code=status, media_type="application/json", headers=headers)

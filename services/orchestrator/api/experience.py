@@ -1,0 +1,45 @@
+"""Trajectories and prompts, asked of the replay buffer."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query
+
+from services.orchestrator import schemas, views
+from services.orchestrator.api.answers import DeskOf, JobId, Limit
+from spo.job_spec import SourceName
+from spo.v1.replay_service_pb2 import GetTrajectoryRequest, GetTrajectoryResponse
+
+router = APIRouter(prefix="/v1/jobs", tags=["experience"])
+
+PromptId = Annotated[str, Path(pattern=r"^[0-9a-f]{1,128}$")]
+TrajectoryId = Annotated[str, Path(pattern=r"^traj_[0-9A-Za-z]{1,64}$")]
+
+
+@router.get("/{job_id}/trajectories")
+def list_trajectories(
+    desk: DeskOf,
+    job_id: JobId,
+    prompt_id: Annotated[str, Query(pattern=r"^[0-9a-f]{0,128}$")] = "",
+    source: SourceName | None = None,
+    limit: Limit = 50,
+    cursor: Annotated[str, Query(max_length=200)] = "",
+) -> schemas.TrajectoryPage:
+    """Trajectories of a job, by prompt or source."""
+    return views.trajectories(desk, job_id, prompt_id=prompt_id, source=source or "", limit=limit, cursor=cursor)
+
+
+@router.get("/{job_id}/trajectories/{trajectory_id}")
+def get_trajectory(desk: DeskOf, job_id: JobId, trajectory_id: TrajectoryId) -> schemas.TrajectoryDetail:
+    """One trajectory with its tokens, log-probs and every hop."""
+    desk.jobs.state(job_id)
+    request = GetTrajectoryRequest(run_id=job_id, trajectory_id=trajectory_id)
+    reply: GetTrajectoryResponse = desk.replay.call("GetTrajectory", request, views.REPLAY_SECONDS)
+    return views.trajectory_detail(reply.trajectory)
+
+
+@router.get("/{job_id}/prompts/{prompt_id}")
+def get_prompt(desk: DeskOf, job_id: JobId, prompt_id: PromptId) -> schemas.PromptView:
+    """A prompt, its Qhat_0 and its latest trajectories side by side."""
+    return views.prompt(desk, job_id, prompt_id)

@@ -1,0 +1,115 @@
+"""Submit, list, read and steer jobs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Header, Query, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.concurrency import run_in_threadpool
+
+from services.orchestrator import schemas, views
+from services.orchestrator.api.answers import DeskOf, JobId, Limit, with_etag
+from services.orchestrator.desk import Desk
+from services.orchestrator.intake import accept
+from services.orchestrator.states import CANCEL, PAUSE, RESUME, JobState, Verb, refuse
+from spo import redis_keys
+from spo.errors import InvalidInput
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+_SPEC_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/JobSpec"}}},
+    }
+}
+
+
+@router.post("", status_code=202, response_model=schemas.Job, openapi_extra=_SPEC_BODY)
+async def submit(
+    request: Request,
+    desk: DeskOf,
+    validate_only: bool = False,
+    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
+) -> Response:
+    """Submit a JobSpec. With `validate_only` nothing is created and the resolved spec comes back."""
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise InvalidInput("send the job spec as application/json", code="unsupported_media_type")
+    body = await request.body()
+    return await run_in_threadpool(_submit, request, desk, body, validate_only, idempotency_key)
+
+
+def _submit(request: Request, desk: Desk, body: bytes, validate_only: bool, key: str | None) -> Response:
+    spec = accept(body, desk.library)
+    if validate_only:
+        return JSONResponse(spec.model_dump(mode="json"))
+    job_id = desk.jobs.submit(spec, key)
+    return with_etag(request, views.job(desk, job_id), 202, f"/v1/jobs/{job_id}")
+
+
+@router.get("")
+def list_jobs(
+    desk: DeskOf,
+    status: JobState | None = None,
+    limit: Limit = 50,
+    cursor: Annotated[str | None, Query(pattern=r"^\d{1,15}$")] = None,
+) -> schemas.JobPage:
+    """Jobs, newest first."""
+    page = desk.jobs.page([status] if status else [], cursor, limit)
+    return schemas.JobPage(
+        items=[views.job_summary(desk, job_id) for job_id in page.job_ids], next_cursor=page.next_cursor
+    )
+
+
+@router.get("/{job_id}", response_model=schemas.Job)
+def get_job(request: Request, desk: DeskOf, job_id: JobId) -> Response:
+    """One job with its progress, its spec and who waits for whom."""
+    return with_etag(request, views.job(desk, job_id))
+
+
+@router.post("/{job_id}/cancel", status_code=202)
+def cancel(desk: DeskOf, job_id: JobId) -> schemas.JobSummary:
+    """Stop a job for good."""
+    return _act(desk, job_id, CANCEL)
+
+
+@router.post("/{job_id}/pause", status_code=202)
+def pause(desk: DeskOf, job_id: JobId) -> schemas.JobSummary:
+    """Checkpoint a running job and let it wait."""
+    return _act(desk, job_id, PAUSE)
+
+
+@router.post("/{job_id}/resume", status_code=202)
+def resume(desk: DeskOf, job_id: JobId) -> schemas.JobSummary:
+    """Let a paused job go on."""
+    return _act(desk, job_id, RESUME)
+
+
+@router.post("/{job_id}/checkpoint", status_code=202)
+def checkpoint(desk: DeskOf, job_id: JobId) -> schemas.JobSummary:
+    """Ask the trainer of a running job for a checkpoint now."""
+    state = desk.jobs.state(job_id)
+    if state is not JobState.RUNNING:
+        raise refuse("checkpoint", state)
+    desk.redis.hset(redis_keys.job_record(job_id), "checkpoint_asked", 1)
+    return views.job_summary(desk, job_id)
+
+
+@router.post("/{job_id}/weights/push", status_code=202)
+def push_weights(desk: DeskOf, job_id: JobId, version: Annotated[int, Body(embed=True, ge=1)]) -> dict[str, int]:
+    """Announce a published weight version to the replicas again."""
+    desk.jobs.state(job_id)
+    return {"version": desk.weights.announce(job_id, version, "pushed").version}
+
+
+@router.post("/{job_id}/weights/rollback", status_code=202)
+def rollback_weights(desk: DeskOf, job_id: JobId, version: Annotated[int, Body(embed=True, ge=1)]) -> dict[str, int]:
+    """Make the replicas serve an older version until the trainer publishes the next one."""
+    desk.jobs.state(job_id)
+    return {"version": desk.weights.announce(job_id, version, "rolled_back").version}
+
+
+def _act(desk: Desk, job_id: str, verb: Verb) -> schemas.JobSummary:
+    desk.jobs.act(job_id, verb)
+    return views.job_summary(desk, job_id)

@@ -1,0 +1,50 @@
+"""What training leaves behind: curves, evaluations, weight versions, checkpoints."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+
+from services.orchestrator import schemas, views
+from services.orchestrator.api.answers import DeskOf, JobId
+from services.orchestrator.series import evaluation_results, platform_series, training_series
+
+router = APIRouter(prefix="/v1/jobs", tags=["training"])
+
+
+@router.get("/{job_id}/metrics")
+def metrics(
+    desk: DeskOf,
+    job_id: JobId,
+    kind: Literal["training", "platform"] = "training",
+    from_step: Annotated[int, Query(ge=0, le=2**53)] = 0,
+    to_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
+    max_points: Annotated[int, Query(ge=1, le=100_000)] = 1000,
+) -> schemas.MetricSeries:
+    """Named scalars as columns: `training` over steps, `platform` (queue depths, replicas) over unix milliseconds."""
+    desk.jobs.state(job_id)
+    if kind == "platform":
+        found = platform_series(desk.redis, job_id, max_points)
+        return schemas.MetricSeries(axis="unix_ms", steps=found.steps, series=found.columns)
+    found = training_series(desk.redis, job_id, from_step, to_step, max_points)
+    return schemas.MetricSeries(axis="step", steps=found.steps, series=found.columns)
+
+
+@router.get("/{job_id}/evaluations")
+def evaluations(desk: DeskOf, job_id: JobId) -> schemas.Evaluations:
+    """pass@k with intervals, diversity and each problem's counts, in order of steps."""
+    desk.jobs.state(job_id)
+    return schemas.Evaluations(items=evaluation_results(desk.redis, job_id))
+
+
+@router.get("/{job_id}/weights")
+def weights(desk: DeskOf, job_id: JobId) -> schemas.WeightVersions:
+    """Published versions and which replicas serve them, do not yet, or could not."""
+    return schemas.WeightVersions(items=views.weight_versions(desk, job_id))
+
+
+@router.get("/{job_id}/checkpoints")
+def checkpoints(desk: DeskOf, job_id: JobId) -> schemas.Checkpoints:
+    """Checkpoints by step."""
+    return schemas.Checkpoints(items=views.checkpoints(desk, job_id))

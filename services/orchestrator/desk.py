@@ -1,0 +1,49 @@
+"""Everything the orchestrator's doors (REST, gRPC, pages) share, put together once."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import redis
+
+from services.orchestrator.evaluation import Evaluator
+from services.orchestrator.feeder import Feeder
+from services.orchestrator.jobs import JobStore
+from services.orchestrator.leases import Leases
+from services.orchestrator.replicas import Replicas
+from services.orchestrator.runner import JobRunner
+from services.orchestrator.settings import Settings
+from services.orchestrator.task_sets import TaskLibrary
+from services.orchestrator.weights import WeightVersions
+from spo.rpc import Client
+from spo.v1.inference_service_pb2_grpc import InferenceServiceStub
+from spo.v1.judge_service_pb2_grpc import JudgeServiceStub
+from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
+
+
+@dataclass
+class Desk:
+    """The orchestrator without its doors; `stop` ends its waits."""
+
+    settings: Settings
+    redis: redis.Redis
+    stop: threading.Event
+    library: TaskLibrary = field(default_factory=TaskLibrary)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.inference = Client("inference", settings.inference_address, InferenceServiceStub)
+        self.judge = Client("sandbox-judge", settings.sandbox_judge_address, JudgeServiceStub)
+        self.replay = Client("replay-buffer", settings.replay_buffer_address, ReplayServiceStub)
+        self.jobs = JobStore(self.redis, settings.durable_writes)
+        self.leases = Leases(self.jobs, settings.state_path, settings.lease_seconds, self.stop)
+        self.replicas = Replicas(self.jobs, settings.replica_silence_seconds)
+        self.weights = WeightVersions(self.jobs)
+        self.feeder = Feeder(self.jobs, self.library, self.replay)
+        self.evaluator = Evaluator(
+            self.jobs, self.library, self.weights, self.inference, self.judge, settings.evaluation_requests
+        )
+        self.runner = JobRunner(
+            self.jobs, self.library, self.evaluator, self.leases, self.replicas, self.judge, settings
+        )

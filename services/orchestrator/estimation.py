@@ -1,0 +1,77 @@
+"""Asking for Qhat_0: one EstimateRequest per training prompt, published once whatever restarts in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.orchestrator.commit import Commit, Guard, Write
+from services.orchestrator.jobs import JobStore
+from services.orchestrator.seeds import seed_of
+from services.orchestrator.states import JobState
+from services.orchestrator.task_sets import prompt_of
+from spo import redis_keys
+from spo.job_spec import JobSpec
+from spo.tasks.problem import Problem
+from spo.v1.prompt_pb2 import Sampling
+from spo.v1.value_pb2 import EstimateRequest
+
+CHUNK = 128
+_POSITION = "estimates_published"
+
+
+def publish_estimates(jobs: JobStore, job_id: str, problems: Sequence[Problem]) -> None:
+    """Put the prompts without a value on the stream `estimates`, continuing where an earlier process stopped.
+
+    The position moves in the same atomic step as the entries, so no prompt is asked for twice or forgotten.
+    """
+    spec = jobs.spec(job_id)
+    stored = jobs.client.hget(redis_keys.job_record(job_id), _POSITION)
+    position = int(stored or 0)
+    while position < len(problems):
+        chunk = problems[position : position + CHUNK]
+        known = jobs.client.hmget(redis_keys.run_values(job_id), [problem.problem_id for problem in chunk])
+        wanted = [problem for problem, value in zip(chunk, known, strict=True) if value is None]
+        writes: list[Write] = [
+            ("XADD", redis_keys.estimates(), "*", "payload", _request(job_id, spec, problem).SerializeToString())
+            for problem in wanted
+        ]
+        outcome = Commit(
+            job_id,
+            (JobState.ESTIMATING,),
+            guard=Guard(redis_keys.job_record(job_id), _POSITION, str(position) if position else ""),
+            writes=[*writes, ("HSET", redis_keys.job_record(job_id), _POSITION, position + len(chunk))],
+        ).run(jobs.client, jobs.durable)
+        if not outcome.done:
+            # Cancelled meanwhile, or another orchestrator is at it: its position decides.
+            return
+        position += len(chunk)
+
+
+def _request(job_id: str, spec: JobSpec, problem: Problem) -> EstimateRequest:
+    request = EstimateRequest(run_id=job_id, prompt=prompt_of(problem, spec))
+    if spec.offline.human_solutions:
+        request.human_solutions.extend(problem.human_solutions[: spec.offline.human_solutions_per_problem])
+    if spec.value is not None:
+        value = spec.value
+        limit = spec.model.max_response_tokens
+        request.sampling.CopyFrom(
+            Sampling(
+                samples=value.samples,
+                temperature_min=value.temperature,
+                temperature_max=value.temperature,
+                top_p=value.top_p,
+                max_tokens=limit,
+                seed=seed_of(spec.seed, "estimate", problem.problem_id),
+            )
+        )
+        request.extra_sampling.CopyFrom(
+            Sampling(
+                samples=value.extra_samples,
+                temperature_min=value.extra_temperature[0],
+                temperature_max=value.extra_temperature[1],
+                top_p=value.extra_top_p,
+                max_tokens=limit,
+                seed=seed_of(spec.seed, "extra", problem.problem_id),
+            )
+        )
+    return request

@@ -1,0 +1,151 @@
+"""Puts prompts on the belt: never more trajectories than the replay limiter admits, never a prompt twice or skipped."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from services.orchestrator.commit import Commit, Guard, Write
+from services.orchestrator.jobs import JobStore
+from services.orchestrator.leases import now_ms
+from services.orchestrator.seeds import seed_of
+from services.orchestrator.states import JobState
+from services.orchestrator.task_sets import TaskLibrary, prompt_of
+from spo import redis_keys
+from spo.errors import PreconditionFailed, SpoError
+from spo.job_spec import JobSpec
+from spo.logs import get_logger
+from spo.rpc import Client
+from spo.tasks.problem import Problem
+from spo.v1.prompt_pb2 import SOURCE_ONLINE, PromptGroup, Sampling
+from spo.v1.replay_service_pb2 import GetReplayStatusRequest, GetReplayStatusResponse
+from spo.v1.value_pb2 import PromptValue
+
+log = get_logger("feeder")
+
+POLL_SECONDS = 0.2
+IDLE_SECONDS = 1.0
+MAX_GROUPS_AT_ONCE = 256
+_POSITION = "position"
+
+
+@dataclass(frozen=True)
+class Course:
+    """The endless order of a run's prompts: seeded shuffles, one epoch after the other."""
+
+    problems: Sequence[Problem]
+    seed: int
+
+    def at(self, position: int) -> Problem:
+        """The problem at a position; every epoch holds each problem once."""
+        epoch, index = divmod(position, len(self.problems))
+        order = list(range(len(self.problems)))
+        random.Random(seed_of(self.seed, "epoch", epoch)).shuffle(order)
+        return self.problems[order[index]]
+
+
+class Feeder:
+    """Feeds every running job; its position is in Redis and moves in the same step as the prompts it publishes."""
+
+    def __init__(self, jobs: JobStore, library: TaskLibrary, replay: Client) -> None:
+        self.jobs = jobs
+        self.library = library
+        self.replay = replay
+        self._courses: dict[str, Course] = {}
+
+    def run(self, stop: threading.Event) -> None:
+        """Feed until stop; trouble with a peer costs time, never a prompt."""
+        while not stop.is_set():
+            running: list[str] = []
+            try:
+                running = self.jobs.in_states((JobState.RUNNING,))
+                for job_id in running:
+                    self.feed(job_id)
+            except (SpoError, redis.RedisError) as error:
+                log.warning("could not feed; trying again", reason=str(error))
+            for ended in set(self._courses) - set(running):
+                del self._courses[ended]
+            stop.wait(POLL_SECONDS if running else IDLE_SECONDS)
+
+    def feed(self, job_id: str) -> int:
+        """Publish as many groups as the limiter has room for; returns how many."""
+        spec = self.jobs.spec(job_id)
+        if spec.replay.online_share == 0 or "trained_steps" in self.jobs.record(job_id):
+            return 0
+        # Counted before the limiter is asked: a group ingested in between is counted twice, never forgotten.
+        on_belt = groups_on_belt(self.jobs.client, job_id)
+        status: GetReplayStatusResponse = self.replay.call(
+            "GetReplayStatus", GetReplayStatusRequest(run_id=job_id), deadline_seconds=10
+        )
+        room = status.admissible_inserts // spec.rollout.samples_per_prompt - on_belt
+        return self._publish(job_id, spec, min(room, MAX_GROUPS_AT_ONCE)) if room > 0 else 0
+
+    def _publish(self, job_id: str, spec: JobSpec, groups: int) -> int:
+        cursor = redis_keys.feeder_cursor(job_id)
+        position = int(self.jobs.client.hget(cursor, _POSITION) or 0)
+        course = self._course(job_id, spec)
+        writes: list[Write] = [
+            ("XADD", redis_keys.prompts(job_id), "*", "payload", _group(job_id, spec, course, number))
+            for number in range(position, position + groups)
+        ]
+        outcome = Commit(
+            job_id,
+            (JobState.RUNNING,),
+            guard=Guard(cursor, _POSITION, str(position) if position else ""),
+            writes=[*writes, ("HSET", cursor, _POSITION, position + groups)],
+        ).run(self.jobs.client, durable=False)
+        return groups if outcome.done else 0
+
+    def _course(self, job_id: str, spec: JobSpec) -> Course:
+        if job_id not in self._courses:
+            problems = self.library.load(spec.tasks).train
+            if spec.value is not None:
+                problems = self._with_value(job_id, spec, problems)
+            if not problems:
+                raise PreconditionFailed("no training prompt has a value; nothing can be fed", code="no_prompts")
+            self._courses[job_id] = Course(problems, spec.seed)
+        return self._courses[job_id]
+
+    def _with_value(self, job_id: str, spec: JobSpec, problems: Sequence[Problem]) -> tuple[Problem, ...]:
+        """Problems that can be learnt from: those with a value, and unsolved ones only where the spec keeps them."""
+        found: Any = self.jobs.client.hgetall(redis_keys.run_values(job_id))
+        values = {prompt_id.decode(): PromptValue.FromString(raw) for prompt_id, raw in found.items()}
+        drops = spec.value is not None and spec.value.unsolved == "drop"
+        return tuple(
+            problem
+            for problem in problems
+            if problem.problem_id in values and not (drops and values[problem.problem_id].successes == 0)
+        )
+
+
+def groups_on_belt(client: redis.Redis, run_id: str) -> int:
+    """Groups dispatched and not yet in the replay buffer: finished entries are deleted, so lengths count them."""
+    with client.pipeline(transaction=True) as pipe:
+        for stream in (redis_keys.prompts(run_id), redis_keys.rollouts(), redis_keys.verdicts()):
+            pipe.xlen(stream)
+        return sum(map(int, pipe.execute()))
+
+
+def _group(job_id: str, spec: JobSpec, course: Course, number: int) -> bytes:
+    low, high = spec.rollout.temperature_range
+    group = PromptGroup(
+        group_id=f"{job_id}-{number}",
+        run_id=job_id,
+        prompt=prompt_of(course.at(number), spec),
+        sampling=Sampling(
+            samples=spec.rollout.samples_per_prompt,
+            temperature_min=low,
+            temperature_max=high,
+            top_p=spec.rollout.top_p,
+            max_tokens=spec.model.max_response_tokens,
+            seed=seed_of(spec.seed, "rollout", number),
+        ),
+        source=SOURCE_ONLINE,
+        dispatched_unix_ms=now_ms(),
+    )
+    return group.SerializeToString()

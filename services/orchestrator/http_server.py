@@ -1,0 +1,56 @@
+"""The HTTP door as a worker of the process: uvicorn in a thread, stopped with the process."""
+
+from __future__ import annotations
+
+import threading
+
+import uvicorn
+
+from services.orchestrator.api.app import create_app
+from services.orchestrator.desk import Desk
+from spo.errors import Unreachable
+from spo.logs import get_logger
+
+log = get_logger("http")
+
+STOP_SECONDS = 5
+
+
+class HttpServer:
+    """Serves the REST API and the pages on the HTTP port."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.host = desk.settings.host
+        config = uvicorn.Config(
+            create_app(desk),
+            host=self.host,
+            port=desk.settings.http_port,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=STOP_SECONDS,
+        )
+        self.server = uvicorn.Server(config)
+
+    @property
+    def port(self) -> int:
+        """The port in use; 0 until the server listens."""
+        servers = getattr(self.server, "servers", [])
+        return int(servers[0].sockets[0].getsockname()[1]) if servers and servers[0].sockets else 0
+
+    def run(self, stop: threading.Event) -> None:
+        """Serve until stop. Raises Unreachable when the port cannot be had."""
+        thread = threading.Thread(target=self._serve, name="http", daemon=True)
+        thread.start()
+        while not stop.wait(0.2):
+            if not thread.is_alive():
+                raise Unreachable(f"the HTTP server on {self.host}:{self.server.config.port} ended", code="http_ended")
+        self.server.should_exit = True
+        thread.join(STOP_SECONDS + 1)
+
+    def _serve(self) -> None:
+        try:
+            self.server.run()
+        except SystemExit:
+            # uvicorn exits when it cannot bind; the thread's end tells `run`.
+            log.error("could not listen", host=self.host, port=self.server.config.port)

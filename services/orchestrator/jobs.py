@@ -1,0 +1,236 @@
+"""Jobs as append-only events: submit, read, and move them along the one table of transitions."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import redis
+from ulid import ULID
+
+from services.orchestrator.commit import Commit, Fence, Guard, Outcome, Write, timestamp
+from services.orchestrator.states import TRANSITIONS, JobState, Verb, fold, may_become, refuse
+from spo import redis_keys
+from spo.errors import InvalidInput, LeaseLost, NotFound
+from spo.job_spec import JobSpec, spec_from_json, spec_to_json
+from spo.logs import get_logger
+
+log = get_logger("jobs")
+
+IDEMPOTENCY_SECONDS = 86_400
+FIRST_EVENT = "0-0"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One entry of a job's history; seq counts from 1 without gaps."""
+
+    seq: int
+    at: str
+    actor: str
+    kind: str
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Page:
+    """Job ids, newest first, and where the next page begins."""
+
+    job_ids: list[str]
+    next_cursor: str | None
+
+
+class JobStore:
+    """All jobs in Redis. Every change goes through `Commit`."""
+
+    def __init__(self, client: redis.Redis, durable: bool = True) -> None:
+        self.client = client
+        self.durable = durable
+        self._parse_spec = lru_cache(maxsize=64)(spec_from_json)
+
+    def submit(self, spec: JobSpec, idempotency_key: str | None = None, actor: str = "api") -> str:
+        """Create a queued job and return its id; the same key and spec return the same job.
+
+        Raises InvalidInput (code "idempotency_mismatch") when the key was used for another spec.
+        """
+        job_id = f"job_{ULID()}"
+        created_unix_ms = int(time.time() * 1000)
+        document = spec_to_json(spec)
+        body_digest = redis_keys.digest(document)
+        writes: list[Write] = [
+            ("SET", redis_keys.run_spec(job_id), document),
+            ("ZADD", redis_keys.job_index(), created_unix_ms, job_id),
+            *_record_writes(job_id, spec, created_unix_ms),
+        ]
+        guard = None
+        if idempotency_key is not None:
+            key = redis_keys.idempotency(redis_keys.digest(idempotency_key))
+            guard = Guard(key, "job_id")
+            writes += [
+                ("HSET", key, "job_id", job_id, "body_digest", body_digest),
+                ("EXPIRE", key, IDEMPOTENCY_SECONDS),
+            ]
+        body = json.dumps({"reason": "submitted"})
+        commit = Commit(
+            job_id, ("absent",), JobState.QUEUED, guard=guard, writes=writes, kind="state", body=body, actor=actor
+        )
+        outcome = commit.run(self.client, self.durable)
+        if outcome.verdict == "guard" and guard is not None:
+            return self._same_job(guard.key, outcome.guard_value, body_digest)
+        return job_id
+
+    def _same_job(self, key: str, job_id: str, body_digest: str) -> str:
+        if self.client.hget(key, "body_digest") != body_digest.encode():
+            raise InvalidInput(
+                "this Idempotency-Key was used with another body; take a new key", code="idempotency_mismatch"
+            )
+        return job_id
+
+    def state(self, job_id: str) -> JobState:
+        """Raises NotFound."""
+        state: Any = self.client.get(redis_keys.run_state(job_id))
+        if state is None:
+            raise NotFound(f"there is no job {job_id}", code="job_not_found")
+        return JobState(state.decode())
+
+    def spec(self, job_id: str) -> JobSpec:
+        """Raises NotFound."""
+        document = self.client.get(redis_keys.run_spec(job_id))
+        if document is None:
+            raise NotFound(f"there is no job {job_id}", code="job_not_found")
+        return self._parse_spec(document)
+
+    def record(self, job_id: str) -> dict[str, str]:
+        """The job's record; raises NotFound."""
+        fields: Any = self.client.hgetall(redis_keys.job_record(job_id))
+        if not fields:
+            raise NotFound(f"there is no job {job_id}", code="job_not_found")
+        return {name.decode(): value.decode() for name, value in fields.items()}
+
+    def events(self, job_id: str, after_seq: int = 0, limit: int = 1000) -> list[Event]:
+        """Events after a sequence number, oldest first."""
+        entries: Any = self.client.xrange(redis_keys.job_events(job_id), min=f"({after_seq}-0", count=limit)
+        return [event_of(entry) for entry in entries]
+
+    def page(self, states: Sequence[JobState], cursor: str | None, limit: int) -> Page:
+        """Jobs newest first; the cursor is a created time, so pages stay stable while jobs are submitted."""
+        key = redis_keys.job_index() if not states else redis_keys.jobs_in_state(states[0])
+        before = f"({cursor}" if cursor else "+inf"
+        found: Any = self.client.zrevrangebyscore(key, before, "-inf", start=0, num=limit + 1, withscores=True)
+        jobs = [(raw.decode(), int(score)) for raw, score in found]
+        shown = jobs[:limit]
+        if len(jobs) > limit:
+            # Jobs of one millisecond stay on one page: the cursor cannot point between them.
+            shown += [job for job in self._created_at(key, shown[-1][1]) if job not in shown]
+        return Page([job for job, _ in shown], str(shown[-1][1]) if len(jobs) > limit else None)
+
+    def _created_at(self, key: str, unix_ms: int) -> list[tuple[str, int]]:
+        found: Any = self.client.zrangebyscore(key, unix_ms, unix_ms)
+        return [(raw.decode(), unix_ms) for raw in found]
+
+    def in_states(self, states: Iterable[JobState]) -> list[str]:
+        """Ids of the jobs in any of these states, oldest first."""
+        with self.client.pipeline(transaction=True) as pipe:
+            for state in states:
+                pipe.zrange(redis_keys.jobs_in_state(state), 0, -1, withscores=True)
+            found = [(score, raw.decode()) for members in pipe.execute() for raw, score in members]
+        return [job_id for _, job_id in sorted(found)]
+
+    def counts(self) -> dict[JobState, int]:
+        """How many jobs are in each state."""
+        with self.client.pipeline(transaction=False) as pipe:
+            for state in JobState:
+                pipe.zcard(redis_keys.jobs_in_state(state))
+            return dict(zip(JobState, pipe.execute(), strict=True))
+
+    def transition(
+        self,
+        job_id: str,
+        to: JobState,
+        reason: str,
+        *,
+        expected: Iterable[JobState] | None = None,
+        actor: str = "orchestrator",
+        writes: Sequence[Write] = (),
+    ) -> bool:
+        """Move a job; False when it is not (or no longer) in an expected state, by default any that may become `to`."""
+        allowed = may_become(to) if expected is None else frozenset(expected) & may_become(to)
+        body = json.dumps({"reason": reason})
+        commit = Commit(job_id, sorted(allowed), to, writes=writes, kind="state", body=body, actor=actor)
+        outcome = commit.run(self.client, self.durable)
+        if outcome.done:
+            log.info("job state", job=job_id, before=outcome.state, to=to.value, reason=reason)
+        return outcome.done
+
+    def fail(self, job_id: str, code: str, message: str) -> bool:
+        """Move a job to failed with the reason people will read."""
+        record = ("HSET", redis_keys.job_record(job_id), "failure_code", code, "failure_message", message[:2000])
+        return self.transition(job_id, JobState.FAILED, f"{code}: {message[:2000]}", writes=[record])
+
+    def act(self, job_id: str, verb: Verb, actor: str = "api") -> JobState:
+        """Do what a person asks; repeated asking changes nothing. Raises NotFound, Conflict (illegal_transition)."""
+        while True:
+            state = self.state(job_id)
+            if state in verb.already:
+                return state
+            if state not in verb.moves:
+                raise refuse(verb.name, state)
+            to = verb.moves[state]
+            if self.transition(job_id, to, f"{verb.name} asked for", expected=(state,), actor=actor):
+                return to
+
+    def append(self, job_id: str, kind: str, body: dict[str, Any], writes: Sequence[Write] = ()) -> None:
+        """Add an event that is not a transition, with the writes it tells of."""
+        Commit(job_id, writes=writes, kind=kind, body=json.dumps(body)).run(self.client, durable=False)
+
+    def once(self, job_id: str, guard: Guard, kind: str, body: dict[str, Any], writes: Sequence[Write]) -> bool:
+        """As append, durably, only while the guard holds; False when it does not."""
+        commit = Commit(job_id, guard=guard, writes=writes, kind=kind, body=json.dumps(body))
+        return commit.run(self.client, self.durable).done
+
+    def fenced(self, commit: Commit) -> Outcome:
+        """Run a commit of a lease holder. Raises LeaseLost when another trainer has the job."""
+        outcome = commit.run(self.client, self.durable)
+        if outcome.verdict == "fence":
+            trainer = commit.fence or Fence("", 0)
+            raise LeaseLost(f"trainer {trainer.trainer_id} (epoch {trainer.epoch}) does not hold {commit.job_id}")
+        return outcome
+
+    def refold(self, job_id: str) -> JobState:
+        """Recompute the state from the events and correct the stored one if it differs."""
+        bodies = [event.body for event in self.events(job_id, limit=1_000_000) if event.kind == "state"]
+        state = fold(bodies)
+        if self.state(job_id) is not state:
+            log.error("stored state differs from its events; corrected", job=job_id, folded=state.value)
+            self.client.set(redis_keys.run_state(job_id), state.value)
+        return state
+
+
+def legal_transitions() -> dict[str, list[str]]:
+    """The table as plain words, for documents and OpenAPI."""
+    return {state.value: sorted(following) for state, following in TRANSITIONS.items()}
+
+
+def event_of(entry: tuple[bytes, dict[bytes, bytes]]) -> Event:
+    """Decode one stream entry."""
+    entry_id, fields = entry
+    body = json.loads(fields[b"body"])
+    if fields[b"kind"] == b"state":
+        body = {"from": fields[b"from"].decode() or None, "to": fields[b"to"].decode(), **body}
+    return Event(
+        seq=int(entry_id.split(b"-")[0]),
+        at=fields[b"at"].decode(),
+        actor=fields[b"actor"].decode(),
+        kind=fields[b"kind"].decode(),
+        body=body,
+    )
+
+
+def _record_writes(job_id: str, spec: JobSpec, created_unix_ms: int) -> list[Write]:
+    created: Write = ("created_at", timestamp(), "created_unix_ms", created_unix_ms)
+    named: Write = ("name", spec.name, "labels", json.dumps(spec.labels))
+    return [("HSET", redis_keys.job_record(job_id), *created, *named)]

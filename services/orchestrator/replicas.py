@@ -1,0 +1,121 @@
+"""Who is alive: heartbeats register replicas, silence drops them; inference replicas are given to a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from services.orchestrator.jobs import JobStore
+from services.orchestrator.leases import now_ms
+from services.orchestrator.states import ACTIVE
+from spo import redis_keys
+from spo.errors import InvalidInput
+from spo.logs import get_logger
+from spo.v1 import orchestrator_service_pb2 as wire
+
+log = get_logger("replicas")
+
+POOLS = ("inference", "sandbox-judge", "replay-buffer", "value-estimation", "trainer", "orchestrator")
+HEARTBEAT_SECONDS = 1.0
+_TIME_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One live process as it described itself."""
+
+    replica_id: str
+    pool: str
+    address: str
+    pid: int
+    run_id: str
+    policy_version: int
+    load: float
+    draining: bool
+    problem: str
+    last_seen_unix_ms: int
+
+
+class Replicas:
+    """The registry; everything is in Redis, so a restarted orchestrator knows its replicas at once."""
+
+    def __init__(self, jobs: JobStore, silence_seconds: float) -> None:
+        self.jobs = jobs
+        self.silence_seconds = silence_seconds
+
+    def beat(self, request: wire.HeartbeatRequest) -> None:
+        """Register or refresh a replica; a draining one is kept until it falls silent. Raises InvalidInput."""
+        if request.pool not in POOLS or not request.replica_id:
+            raise InvalidInput(f"a heartbeat needs a replica_id and a pool of {', '.join(POOLS)}", code="bad_heartbeat")
+        stamped = now_ms().to_bytes(_TIME_BYTES, "big") + request.SerializeToString()
+        before: Any = self.jobs.client.hget(redis_keys.replicas(), request.replica_id)
+        self.jobs.client.hset(redis_keys.replicas(), request.replica_id, stamped)
+        self._tell(_replica(before) if before else None, request)
+
+    def _tell(self, before: Replica | None, now: wire.HeartbeatRequest) -> None:
+        """Add events for what people watch for: a replica that joined, applied a version, or has a problem."""
+        if not now.run_id or not self.jobs.client.exists(redis_keys.job_record(now.run_id)):
+            return
+        about = {"replica_id": now.replica_id, "pool": now.pool}
+        if before is None or before.run_id != now.run_id:
+            self.jobs.append(now.run_id, "replica_joined", about | {"version": now.policy_version})
+        elif before.policy_version != now.policy_version:
+            self.jobs.append(now.run_id, "weights_applied", about | {"version": now.policy_version})
+        if now.problem and (before is None or before.problem != now.problem):
+            self.jobs.append(now.run_id, "replica_problem", about | {"problem": now.problem[:500]})
+
+    def live(self) -> list[Replica]:
+        """Replicas heard of lately, by pool and id."""
+        found: Any = self.jobs.client.hgetall(redis_keys.replicas())
+        oldest = now_ms() - int(self.silence_seconds * 1000)
+        replicas = [_replica(raw) for raw in found.values()]
+        alive = [replica for replica in replicas if replica.last_seen_unix_ms >= oldest]
+        return sorted(alive, key=lambda replica: (replica.pool, replica.replica_id))
+
+    def drop_silent(self) -> None:
+        """Forget replicas that fell silent and say so in the history of the run they served."""
+        alive = {replica.replica_id for replica in self.live()}
+        found: Any = self.jobs.client.hgetall(redis_keys.replicas())
+        for raw_id, raw in found.items():
+            if raw_id.decode() in alive:
+                continue
+            gone = _replica(raw)
+            # Only if it is still the same heartbeat: the replica may have come back meanwhile.
+            if self.jobs.client.eval(_FORGET, 1, redis_keys.replicas(), raw_id, raw):
+                log.warning("replica fell silent", replica=gone.replica_id, pool=gone.pool, draining=gone.draining)
+                if gone.run_id and self.jobs.client.exists(redis_keys.job_record(gone.run_id)):
+                    body = {"replica_id": gone.replica_id, "pool": gone.pool, "draining": gone.draining}
+                    self.jobs.append(gone.run_id, "replica_lost", body)
+
+    def counts(self) -> dict[str, int]:
+        """Live replicas per pool."""
+        return dict(Counter(replica.pool for replica in self.live()))
+
+    def assigned_run(self) -> str:
+        """The run that inference replicas serve: the oldest active job, or "" for none."""
+        active = self.jobs.in_states(ACTIVE)
+        return active[0] if active else ""
+
+
+# KEYS: replicas.  ARGV: replica id, its last heartbeat as read.
+_FORGET = """
+if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
+return redis.call('HDEL', KEYS[1], ARGV[1])
+"""
+
+
+def _replica(raw: bytes) -> Replica:
+    beat = wire.HeartbeatRequest.FromString(raw[_TIME_BYTES:])
+    return Replica(
+        replica_id=beat.replica_id,
+        pool=beat.pool,
+        address=beat.address,
+        pid=beat.pid,
+        run_id=beat.run_id,
+        policy_version=beat.policy_version,
+        load=beat.load,
+        draining=beat.draining,
+        problem=beat.problem,
+        last_seen_unix_ms=int.from_bytes(raw[:_TIME_BYTES], "big"),
+    )

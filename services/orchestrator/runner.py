@@ -1,0 +1,204 @@
+"""Moves every job along its life: one small, repeatable step at a time, so that a restart goes on where it stopped.
+
+queued -> validating   when there is room for a running job
+validating -> estimating   tests uploaded
+estimating -> running   every training prompt has a value
+running -> succeeded   the trainer finished and the last evaluation is there
+cancelling -> cancelled, pausing -> paused   the trainer let go
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import redis
+
+from services.orchestrator.estimation import publish_estimates
+from services.orchestrator.evaluation import Evaluator
+from services.orchestrator.jobs import JobStore
+from services.orchestrator.leases import Leases
+from services.orchestrator.replicas import Replicas
+from services.orchestrator.series import latest_step
+from services.orchestrator.settings import Settings
+from services.orchestrator.states import ACTIVE, JobState
+from services.orchestrator.task_sets import TaskLibrary
+from services.orchestrator.watch import MIN_DEAD_LETTERS, Watch, dead_estimates, dead_letters
+from spo import redis_keys
+from spo.errors import PreconditionFailed, SpoError
+from spo.logs import get_logger
+from spo.rpc import Client
+from spo.v1.judge_service_pb2 import UploadTestsRequest
+
+log = get_logger("runner")
+
+TICK_SECONDS = 0.5
+UPLOAD_CHUNK = 64
+PROGRESS_SECONDS = 2.0
+HOUSEKEEPING_SECONDS = 2.0
+
+
+class JobRunner:
+    """The loop over all jobs that are not finished."""
+
+    def __init__(
+        self,
+        jobs: JobStore,
+        library: TaskLibrary,
+        evaluator: Evaluator,
+        leases: Leases,
+        replicas: Replicas,
+        judge: Client,
+        settings: Settings,
+    ) -> None:
+        self.jobs = jobs
+        self.library = library
+        self.evaluator = evaluator
+        self.leases = leases
+        self.replicas = replicas
+        self.judge = judge
+        self.settings = settings
+        self.watch = Watch(jobs, replicas, leases, settings.stall_seconds)
+        self._told: dict[str, tuple[int, float]] = {}
+        self._pausing_since: dict[str, float] = {}
+        self._kept_house_at = 0.0
+
+    def run(self, stop: threading.Event) -> None:
+        """Adopt what an earlier process left and advance all jobs until stop."""
+        adopted = False
+        while not stop.is_set():
+            try:
+                if not adopted:
+                    self.adopt()
+                    adopted = True
+                self.tick()
+            except redis.RedisError as error:
+                log.warning("Redis does not answer; trying again", reason=str(error))
+            stop.wait(TICK_SECONDS)
+
+    def adopt(self) -> None:
+        """Check the state of every unfinished job against its events and say that it has an owner again."""
+        for job_id in self.jobs.in_states([*ACTIVE, JobState.QUEUED]):
+            state = self.jobs.refold(job_id)
+            self.jobs.append(job_id, "adopted", {"state": state.value})
+            log.info("adopted a job", job=job_id, state=state.value)
+
+    def tick(self) -> None:
+        """One round: fill the free places, then advance every active job by one step."""
+        active = self.jobs.in_states(ACTIVE)
+        for job_id in self.jobs.in_states((JobState.QUEUED,))[: max(0, self.settings.max_running_jobs - len(active))]:
+            self.jobs.transition(job_id, JobState.VALIDATING, "its turn came")
+            active.append(job_id)
+        for job_id in active:
+            self._advance(job_id)
+        if time.monotonic() - self._kept_house_at > HOUSEKEEPING_SECONDS:
+            self._kept_house_at = time.monotonic()
+            self.replicas.drop_silent()
+            self.watch.forget(active)
+
+    def _advance(self, job_id: str) -> None:
+        try:
+            self._step(job_id, self.jobs.state(job_id))
+            self.watch.look(job_id)
+        except redis.RedisError:
+            raise
+        except SpoError as error:
+            if error.retryable:
+                log.warning("a job waits", job=job_id, reason=error.message)
+                return
+            self.jobs.fail(job_id, error.code, error.message)
+        except Exception as error:
+            # A fault of ours ends this job, loudly, and no other.
+            log.exception("advancing a job failed", job=job_id)
+            self.jobs.fail(job_id, "internal", f"{type(error).__name__}: {error}")
+
+    def _step(self, job_id: str, state: JobState) -> None:
+        if state is not JobState.PAUSING:
+            self._pausing_since.pop(job_id, None)
+        match state:
+            case JobState.VALIDATING:
+                self._validate(job_id)
+            case JobState.ESTIMATING:
+                self._estimate(job_id)
+            case JobState.RUNNING:
+                self._check_dead_letters(job_id)
+                self._finish_when_trained(job_id)
+            case JobState.PAUSING:
+                self._pause(job_id)
+            case JobState.CANCELLING:
+                self._cancel(job_id)
+            case _:
+                pass
+
+    def _validate(self, job_id: str) -> None:
+        """Give the judges every test set of the job; content-addressed, so doing it twice changes nothing."""
+        tasks = self.library.load(self.jobs.spec(job_id).tasks)
+        problems = [*tasks.train, *tasks.evaluation]
+        for start in range(0, len(problems), UPLOAD_CHUNK):
+            chunk = problems[start : start + UPLOAD_CHUNK]
+            reply = self.judge.call("UploadTests", UploadTestsRequest(test_sets=[each.tests for each in chunk]))
+            if list(reply.digests) != [each.tests_digest for each in chunk]:
+                raise PreconditionFailed("the judge digests tests differently", code="digest_mismatch")
+        record = redis_keys.job_record(job_id)
+        totals = ("HSET", record, "prompts_total", len(tasks.train), "evaluation_total", len(tasks.evaluation))
+        self.jobs.transition(job_id, JobState.ESTIMATING, f"{len(problems)} problems ready", writes=[totals])
+
+    def _estimate(self, job_id: str) -> None:
+        spec = self.jobs.spec(job_id)
+        problems = self.library.load(spec.tasks).train
+        if spec.value is None and not spec.offline.human_solutions:
+            self.jobs.transition(job_id, JobState.RUNNING, "the objectives need no values")
+            return
+        publish_estimates(self.jobs, job_id, problems)
+        done = int(self.jobs.client.hlen(redis_keys.run_values(job_id)))
+        self._tell_progress(job_id, done, len(problems))
+        given_up = len(dead_estimates(self.jobs.client, job_id)) if done < len(problems) else 0
+        self._refuse_dead_letters(given_up, len(problems), "estimates")
+        if done + given_up >= len(problems):
+            self.jobs.transition(job_id, JobState.RUNNING, f"{done} of {len(problems)} prompts have a value")
+
+    def _tell_progress(self, job_id: str, done: int, total: int) -> None:
+        told, at = self._told.get(job_id, (-1, 0.0))
+        if done != told and (done == total or time.monotonic() - at > PROGRESS_SECONDS):
+            self._told[job_id] = (done, time.monotonic())
+            self.jobs.append(job_id, "progress", {"stage": "estimating", "done": done, "total": total})
+
+    def _check_dead_letters(self, job_id: str) -> None:
+        if time.monotonic() - self._kept_house_at <= HOUSEKEEPING_SECONDS:
+            return
+        dead = dead_letters(self.jobs.client, job_id)
+        dispatched = int(self.jobs.client.hget(redis_keys.feeder_cursor(job_id), "position") or 0)
+        for stream in ("prompts", "rollouts", "verdicts"):
+            self._refuse_dead_letters(dead[stream], dispatched, stream)
+
+    def _refuse_dead_letters(self, dead: int, total: int, stream: str) -> None:
+        if dead >= MIN_DEAD_LETTERS and dead > self.settings.max_dead_letter_share * total:
+            raise PreconditionFailed(
+                f"{dead} of {total} entries of the stream {stream} were given up on; the dead letters name the reasons",
+                code="too_many_dead_letters",
+            )
+
+    def _finish_when_trained(self, job_id: str) -> None:
+        trained = self.jobs.record(job_id).get("trained_steps")
+        if trained is not None and self.evaluator.due(job_id) is None:
+            self.jobs.transition(job_id, JobState.SUCCEEDED, f"{trained} steps trained and evaluated")
+
+    def _pause(self, job_id: str) -> None:
+        since = self._pausing_since.setdefault(job_id, time.monotonic())
+        if not self.leases.lease(job_id).live:
+            self.jobs.transition(job_id, JobState.PAUSED, "no trainer holds the job")
+        elif self._is_saved(job_id):
+            self.jobs.transition(job_id, JobState.PAUSED, "the last step is saved and the trainer waits")
+        elif time.monotonic() - since > self.settings.pause_grace_seconds:
+            self.jobs.transition(job_id, JobState.PAUSED, "no checkpoint came within the grace; the trainer waits")
+
+    def _is_saved(self, job_id: str) -> bool:
+        saved: Any = self.jobs.client.hkeys(redis_keys.job_checkpoints(job_id))
+        return max(map(int, saved), default=0) >= latest_step(self.jobs.client, job_id) > 0
+
+    def _cancel(self, job_id: str) -> None:
+        if not self.leases.lease(job_id).live:
+            # What is still queued for this run is wanted by nobody; the consumer group stays for those who read on.
+            unwanted = ("XTRIM", redis_keys.prompts(job_id), "MAXLEN", 0)
+            self.jobs.transition(job_id, JobState.CANCELLED, "no trainer holds the job", writes=[unwanted])

@@ -1,0 +1,50 @@
+"""OrchestratorService: decode, call, encode."""
+
+from __future__ import annotations
+
+import grpc
+
+from services.orchestrator.desk import Desk
+from services.orchestrator.replicas import HEARTBEAT_SECONDS
+from spo.v1 import orchestrator_service_pb2 as wire
+from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceServicer
+
+
+class OrchestratorService(OrchestratorServiceServicer):
+    """What replicas and trainers ask of the orchestrator."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+
+    def Heartbeat(self, request: wire.HeartbeatRequest, context: grpc.ServicerContext) -> wire.HeartbeatResponse:
+        self.desk.replicas.beat(request)
+        response = wire.HeartbeatResponse(next_heartbeat_seconds=HEARTBEAT_SECONDS)
+        run_id = self.desk.replicas.assigned_run() if request.pool == "inference" else ""
+        if run_id:
+            response.run_id = run_id
+            response.model_path = self.desk.jobs.spec(run_id).model.path
+            announced = self.desk.weights.announced(run_id)
+            if announced is not None:
+                response.weights.CopyFrom(announced)
+        return response
+
+    def LeaseJob(self, request: wire.LeaseJobRequest, context: grpc.ServicerContext) -> wire.LeaseJobResponse:
+        return self.desk.leases.wait_for_job(request.trainer_id, request.wait_seconds)
+
+    def RenewLease(self, request: wire.RenewLeaseRequest, context: grpc.ServicerContext) -> wire.RenewLeaseResponse:
+        return wire.RenewLeaseResponse(directive=self.desk.leases.renew(request))
+
+    def PublishWeights(
+        self, request: wire.PublishWeightsRequest, context: grpc.ServicerContext
+    ) -> wire.PublishWeightsResponse:
+        return wire.PublishWeightsResponse(announced=self.desk.weights.publish(request))
+
+    def ReportCheckpoint(
+        self, request: wire.ReportCheckpointRequest, context: grpc.ServicerContext
+    ) -> wire.ReportCheckpointResponse:
+        self.desk.leases.checkpoint(request)
+        return wire.ReportCheckpointResponse()
+
+    def FinishRun(self, request: wire.FinishRunRequest, context: grpc.ServicerContext) -> wire.FinishRunResponse:
+        self.desk.leases.finish(request)
+        return wire.FinishRunResponse()

@@ -1,0 +1,31 @@
+"""Where the orchestrator listens and how patient it is: `SPO_ORCHESTRATOR_<FIELD>`."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, SecretStr, model_validator
+
+from spo.settings import ServiceSettings
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class Settings(ServiceSettings, service="orchestrator"):
+    http_port: int = Field(default=8080, ge=0, le=65535, description="REST and web page; 0 takes a free one.")
+    api_key: SecretStr | None = Field(default=None, description="Bearer key of the API; without it loopback only.")
+    max_body_bytes: int = Field(default=1 << 20, ge=1024, description="Largest request body.")
+    durable_writes: bool = Field(default=True, description="Control-plane writes wait for Redis' append-only file.")
+    max_running_jobs: int = Field(default=1, ge=1, description="Jobs past `queued` at one time.")
+    lease_seconds: float = Field(default=15, gt=0, description="A trainer silent for this long loses its job.")
+    replica_silence_seconds: float = Field(default=10, gt=0, description="A replica silent for this long is dropped.")
+    pause_grace_seconds: float = Field(default=60, gt=0, description="Longest wait for the trainer's checkpoint.")
+    stall_seconds: float = Field(default=120, gt=0, description="No progress for this long becomes an event.")
+    max_dead_letter_share: float = Field(default=0.05, ge=0, le=1, description="Above it a job fails loudly.")
+    evaluation_requests: int = Field(default=8, ge=1, le=256, description="Held-out problems in flight at once.")
+
+    @model_validator(mode="after")
+    def open_only_on_loopback(self) -> Self:
+        if self.api_key is None and self.host not in LOOPBACK:
+            raise ValueError(f"listening on {self.host} needs SPO_ORCHESTRATOR_API_KEY; without a key only loopback is")
+        return self

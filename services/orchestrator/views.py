@@ -1,0 +1,198 @@
+"""What is stored, as the documents that people read: jobs, replicas, weights, trajectories."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from services.orchestrator import schemas
+from services.orchestrator.desk import Desk
+from services.orchestrator.leases import now_ms
+from services.orchestrator.series import evaluation_results, latest_step
+from services.orchestrator.states import TERMINAL
+from services.orchestrator.watch import waits
+from services.orchestrator.weights import applied_by
+from spo import redis_keys
+from spo.algorithm.monte_carlo import q_from_successes
+from spo.errors import NotFound
+from spo.job_spec import JobSpec
+from spo.v1.prompt_pb2 import Source
+from spo.v1.replay_service_pb2 import ListTrajectoriesRequest, ListTrajectoriesResponse
+from spo.v1.trajectory_pb2 import FinishReason, Trajectory
+from spo.v1.value_pb2 import PromptValue
+from spo.v1.verdict_pb2 import Outcome
+
+REPLAY_SECONDS = 10.0
+
+
+def job_summary(desk: Desk, job_id: str) -> schemas.JobSummary:
+    """A job in one line. Raises NotFound."""
+    record = desk.jobs.record(job_id)
+    return schemas.JobSummary(
+        id=job_id,
+        name=record["name"],
+        labels=json.loads(record["labels"]),
+        state=desk.jobs.state(job_id),
+        step=latest_step(desk.redis, job_id),
+        created_at=record["created_at"],
+        updated_at=record.get("updated_at", record["created_at"]),
+    )
+
+
+def job(desk: Desk, job_id: str) -> schemas.Job:
+    """A job with all that is known of its progress. Raises NotFound."""
+    summary = job_summary(desk, job_id)
+    record = desk.jobs.record(job_id)
+    spec = desk.jobs.spec(job_id)
+    evaluations = evaluation_results(desk.redis, job_id)
+    announced = desk.weights.announced(job_id)
+    total = record.get("prompts_total")
+    failure = None
+    if "failure_code" in record:
+        failure = schemas.Failure(code=record["failure_code"], message=record["failure_message"])
+    return schemas.Job(
+        **summary.model_dump(),
+        progress=schemas.Progress(
+            values_done=int(desk.redis.hlen(redis_keys.run_values(job_id))),
+            values_total=int(total) if total else None,
+            step=summary.step,
+            steps=spec.trainer.steps,
+            weight_version=announced.version if announced else 0,
+            evaluations=len(evaluations),
+        ),
+        latest_evaluation=brief(evaluations[-1]) if evaluations else None,
+        failure=failure,
+        waits=[] if summary.state in TERMINAL else waits(desk.jobs, desk.replicas, desk.leases, job_id),
+        spec=spec.model_dump(mode="json"),
+    )
+
+
+def brief(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """An evaluation without its list of problems."""
+    return {name: value for name, value in evaluation.items() if name != "per_problem"}
+
+
+def replicas(desk: Desk) -> list[schemas.Replica]:
+    """Every live registered replica."""
+    now = now_ms()
+    return [
+        schemas.Replica(
+            **{name: value for name, value in vars(replica).items() if name != "last_seen_unix_ms"},
+            last_seen_seconds_ago=max(0, now - replica.last_seen_unix_ms) / 1000,
+        )
+        for replica in desk.replicas.live()
+    ]
+
+
+def weight_versions(desk: Desk, job_id: str) -> list[schemas.WeightVersion]:
+    """Published versions with the replicas that serve them. Raises NotFound."""
+    desk.jobs.state(job_id)
+    announced = desk.weights.announced(job_id)
+    live = desk.replicas.live()
+    return [
+        schemas.WeightVersion.model_validate(
+            version
+            | {"announced": announced is not None and announced.version == version["version"]}
+            | applied_by(live, job_id, version["version"])
+        )
+        for version in desk.weights.versions(job_id)
+    ]
+
+
+def checkpoints(desk: Desk, job_id: str) -> list[schemas.Checkpoint]:
+    """Checkpoints by step. Raises NotFound."""
+    desk.jobs.state(job_id)
+    found: Any = desk.redis.hgetall(redis_keys.job_checkpoints(job_id))
+    heads = [schemas.Checkpoint(**json.loads(raw)) for raw in found.values()]
+    return sorted(heads, key=lambda head: head.step)
+
+
+def trajectories(
+    desk: Desk, job_id: str, *, prompt_id: str = "", source: str = "", limit: int = 50, cursor: str = ""
+) -> schemas.TrajectoryPage:
+    """Trajectories of a job as the replay buffer lists them. Raises NotFound, Unreachable."""
+    desk.jobs.state(job_id)
+    request = ListTrajectoriesRequest(run_id=job_id, prompt_id=prompt_id, limit=limit, cursor=cursor)
+    if source:
+        request.source = Source.Value(f"SOURCE_{source.upper()}")
+    reply: ListTrajectoriesResponse = desk.replay.call("ListTrajectories", request, REPLAY_SECONDS)
+    return schemas.TrajectoryPage(
+        items=[trajectory(each) for each in reply.trajectories], next_cursor=reply.next_cursor or None
+    )
+
+
+def trajectory(found: Trajectory) -> schemas.Trajectory:
+    """One trajectory without its tokens."""
+    return schemas.Trajectory(**_trajectory_fields(found))
+
+
+def trajectory_detail(found: Trajectory) -> schemas.TrajectoryDetail:
+    """One trajectory with tokens and log-probs."""
+    return schemas.TrajectoryDetail(
+        **_trajectory_fields(found),
+        prompt_token_ids=list(found.prompt_token_ids),
+        response_token_ids=list(found.response_token_ids),
+        sampling_logprobs=list(found.sampling_logprobs),
+        reference_logprobs=list(found.reference_logprobs),
+        reference_hash=found.reference_hash,
+    )
+
+
+def prompt(desk: Desk, job_id: str, prompt_id: str) -> schemas.PromptView:
+    """A prompt's value and its latest trajectories. Raises NotFound (code "prompt_not_found")."""
+    spec = desk.jobs.spec(job_id)
+    tasks = desk.library.load(spec.tasks)
+    problem = next((each for each in (*tasks.train, *tasks.evaluation) if each.problem_id == prompt_id), None)
+    if problem is None:
+        raise NotFound(f"job {job_id} has no prompt {prompt_id}", code="prompt_not_found")
+    raw: Any = desk.redis.hget(redis_keys.run_values(job_id), prompt_id)
+    value = PromptValue.FromString(raw) if raw else None
+    return schemas.PromptView(
+        prompt_id=prompt_id,
+        text=problem.statement,
+        samples=value.samples if value else None,
+        successes=value.successes if value else None,
+        qhat_0=_qhat_0(value, spec) if value else None,
+        trajectories=trajectories(desk, job_id, prompt_id=prompt_id).items,
+    )
+
+
+def _qhat_0(value: PromptValue, spec: JobSpec) -> float | None:
+    if value.samples == 0:
+        return None
+    return q_from_successes(value.successes, value.samples, spec.algorithm.beta)
+
+
+def _trajectory_fields(found: Trajectory) -> dict[str, Any]:
+    judged = found.HasField("verdict")
+    return {
+        "trajectory_id": found.trajectory_id,
+        "group_id": found.group_id,
+        "prompt_id": found.prompt_id,
+        "source": Source.Name(found.source).removeprefix("SOURCE_").lower(),
+        "response_text": found.response_text,
+        "response_tokens": len(found.response_token_ids),
+        "policy_version_first": found.policy_version_first,
+        "policy_version_last": found.policy_version_last,
+        "temperature": round(found.temperature, 4),
+        "top_p": round(found.top_p, 4),
+        "finish_reason": FinishReason.Name(found.finish_reason).removeprefix("FINISH_REASON_").lower(),
+        "created_unix_ms": found.created_unix_ms,
+        "reward": found.reward if found.HasField("reward") else None,
+        "verdict": _verdict(found) if judged else None,
+        "hops": [schemas.Hop(service=hop.service, at_unix_ms=hop.at_unix_ms) for hop in found.hops],
+    }
+
+
+def _verdict(found: Trajectory) -> schemas.Verdict:
+    verdict = found.verdict
+    return schemas.Verdict(
+        outcome=Outcome.Name(verdict.outcome).removeprefix("OUTCOME_").lower(),
+        tests_passed=verdict.tests_passed,
+        tests_total=verdict.tests_total,
+        cpu_seconds=verdict.cpu_seconds,
+        detail=verdict.detail,
+        cached=verdict.cached,
+        isolation=verdict.isolation,
+        judge_version=verdict.judge_version,
+    )

@@ -1,0 +1,147 @@
+"""Looks at a job from outside: queue depths, who waits for whom, what was given up on."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from services.orchestrator.jobs import JobStore
+from services.orchestrator.leases import Leases, now_ms
+from services.orchestrator.replicas import Replicas
+from services.orchestrator.series import evaluation_results, latest_step
+from services.orchestrator.states import JobState
+from spo import redis_keys
+from spo.streams import StreamDepth, depth
+from spo.v1.trajectory_pb2 import RolloutGroup
+from spo.v1.value_pb2 import EstimateRequest
+
+SAMPLE_SECONDS = 2.0
+MAX_SAMPLES = 20_000
+MIN_DEAD_LETTERS = 3
+MAX_DEAD_READ = 10_000
+
+
+@dataclass(frozen=True)
+class Belt:
+    """How much waits at each stage; rollouts, verdicts and estimates are shared by all runs."""
+
+    estimates: StreamDepth
+    prompts: StreamDepth
+    rollouts: StreamDepth
+    verdicts: StreamDepth
+
+    def waiting(self) -> dict[str, int]:
+        """Entries unfinished per stream."""
+        return {name: stage.lag + stage.pending for name, stage in vars(self).items()}
+
+
+def belt(client: redis.Redis, run_id: str) -> Belt:
+    """The depths of the four streams a run passes through."""
+    return Belt(
+        estimates=depth(client, redis_keys.estimates(), redis_keys.VALUE_GROUP),
+        prompts=depth(client, redis_keys.prompts(run_id), redis_keys.INFERENCE_GROUP),
+        rollouts=depth(client, redis_keys.rollouts(), redis_keys.JUDGE_GROUP),
+        verdicts=depth(client, redis_keys.verdicts(), redis_keys.INGEST_GROUP),
+    )
+
+
+def dead_letters(client: redis.Redis, run_id: str) -> dict[str, int]:
+    """Entries of the run that were given up on, per stream."""
+    counts = {"prompts": int(client.xlen(redis_keys.dead_letters(redis_keys.prompts(run_id))))}
+    for name, stream in (("rollouts", redis_keys.rollouts()), ("verdicts", redis_keys.verdicts())):
+        payloads = _dead_payloads(client, stream)
+        counts[name] = sum(RolloutGroup.FromString(raw).request.run_id == run_id for raw in payloads)
+    counts["estimates"] = len(dead_estimates(client, run_id))
+    return counts
+
+
+def dead_estimates(client: redis.Redis, run_id: str) -> set[str]:
+    """Prompts of the run whose value was given up on."""
+    requests = map(EstimateRequest.FromString, _dead_payloads(client, redis_keys.estimates()))
+    return {request.prompt.prompt_id for request in requests if request.run_id == run_id}
+
+
+def _dead_payloads(client: redis.Redis, stream: str) -> list[bytes]:
+    found: Any = client.xrevrange(redis_keys.dead_letters(stream), count=MAX_DEAD_READ)
+    return [fields[b"payload"] for _, fields in found]
+
+
+def waits(jobs: JobStore, replicas: Replicas, leases: Leases, job_id: str) -> list[str]:
+    """Who waits for whom right now, in words; the first is the likeliest reason of a standstill."""
+    state = jobs.state(job_id)
+    pools = replicas.counts()
+    depths = belt(jobs.client, job_id).waiting()
+    found = []
+    if state is JobState.QUEUED:
+        found.append("the job waits for the running one to end")
+    if state is JobState.ESTIMATING:
+        found += _missing(pools, "inference", "sandbox-judge", "value-estimation")
+        found.append(f"training waits for {depths['estimates']} prompts at value-estimation")
+    if state is JobState.RUNNING:
+        found += _missing(pools, "inference", "sandbox-judge", "replay-buffer", "value-estimation")
+        if not leases.lease(job_id).live and "trained_steps" not in jobs.record(job_id):
+            found.append("the job waits for a trainer to lease it")
+        stages = (("prompts", "inference"), ("rollouts", "sandbox-judge"), ("verdicts", "replay-buffer"))
+        found += [f"{depths[stream]} groups wait at {pool}" for stream, pool in stages if depths[stream]]
+    return found
+
+
+def _missing(pools: dict[str, int], *needed: str) -> list[str]:
+    return [f"no live replica of {pool}" for pool in needed if not pools.get(pool)]
+
+
+class Watch:
+    """Samples the belt of active jobs and tells of standstills, once each."""
+
+    def __init__(self, jobs: JobStore, replicas: Replicas, leases: Leases, stall_seconds: float) -> None:
+        self.jobs = jobs
+        self.replicas = replicas
+        self.leases = leases
+        self.stall_seconds = stall_seconds
+        self._sampled_at: dict[str, float] = {}
+        self._progress: dict[str, tuple[object, float]] = {}
+
+    def look(self, job_id: str) -> None:
+        """Take a sample when one is due and report a standstill when nothing moved for stall_seconds."""
+        now = time.monotonic()
+        if now - self._sampled_at.get(job_id, -SAMPLE_SECONDS) < SAMPLE_SECONDS:
+            return
+        self._sampled_at[job_id] = now
+        self._sample(job_id)
+        mark = self._mark(job_id)
+        before, since = self._progress.get(job_id, (None, now))
+        if mark != before:
+            self._progress[job_id] = (mark, now)
+        elif now - since > self.stall_seconds:
+            self._progress[job_id] = (mark, float("inf"))
+            reasons = waits(self.jobs, self.replicas, self.leases, job_id)
+            self.jobs.append(job_id, "stalled", {"seconds": self.stall_seconds, "waits": reasons})
+
+    def forget(self, active: list[str]) -> None:
+        """Drop what is remembered of jobs that ended."""
+        for ended in set(self._sampled_at) - set(active):
+            del self._sampled_at[ended]
+            self._progress.pop(ended, None)
+
+    def _sample(self, job_id: str) -> None:
+        key = redis_keys.job_platform_series(job_id)
+        at = now_ms()
+        replicas = {f"replicas_{pool}": count for pool, count in self.replicas.counts().items()}
+        waiting = belt(self.jobs.client, job_id).waiting()
+        sample = {"at_unix_ms": at, "step": latest_step(self.jobs.client, job_id), **waiting, **replicas}
+        self.jobs.client.zadd(key, {json.dumps(sample): at})
+        self.jobs.client.zremrangebyrank(key, 0, -MAX_SAMPLES - 1)
+
+    def _mark(self, job_id: str) -> object:
+        client = self.jobs.client
+        return (
+            self.jobs.state(job_id),
+            client.hlen(redis_keys.run_values(job_id)),
+            latest_step(client, job_id),
+            len(evaluation_results(client, job_id)),
+            client.zcard(redis_keys.replay_ids(job_id)),
+        )

@@ -1,0 +1,74 @@
+"""Server-rendered pages: the jobs, and one job live. Everything a model wrote is escaped by the templates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.templating import Jinja2Templates
+
+from services.orchestrator import views
+from services.orchestrator.api.answers import DeskOf, JobId
+from services.orchestrator.states import VERBS, JobState
+from spo.errors import SpoError
+
+FOLDER = Path(__file__).parent
+STATIC = FOLDER / "static"
+PAGE_LENGTH = 50
+LATEST_TRAJECTORIES = 12
+
+router = APIRouter(include_in_schema=False)
+templates = Jinja2Templates(FOLDER / "templates")
+
+
+@router.get("/")
+def show_jobs(
+    request: Request,
+    desk: DeskOf,
+    status: JobState | None = None,
+    cursor: Annotated[str | None, Query(pattern=r"^\d{1,15}$")] = None,
+) -> Response:
+    """The jobs, newest first."""
+    page = desk.jobs.page([status] if status else [], cursor, PAGE_LENGTH)
+    facts = {
+        "jobs": [views.job_summary(desk, job_id) for job_id in page.job_ids],
+        "next_cursor": page.next_cursor,
+        "status": status,
+        "counts": desk.jobs.counts(),
+        "replicas": views.replicas(desk),
+    }
+    return templates.TemplateResponse(request, "jobs.html", facts)
+
+
+@router.get("/jobs/{job_id}")
+def show_job(request: Request, desk: DeskOf, job_id: JobId) -> Response:
+    """One job; its script keeps it live."""
+    job = views.job(desk, job_id)
+    verbs = [verb.name for verb in VERBS if job.state in verb.moves]
+    return templates.TemplateResponse(request, "job.html", {"job": job, "verbs": verbs, **_live_parts(desk, job_id)})
+
+
+@router.get("/jobs/{job_id}/live")
+def show_live_parts(request: Request, desk: DeskOf, job_id: JobId) -> Response:
+    """The parts of a job's page that change, rendered again for its script."""
+    job = views.job(desk, job_id)
+    return templates.TemplateResponse(request, "live.html", {"job": job, **_live_parts(desk, job_id)})
+
+
+def _live_parts(desk: DeskOf, job_id: str) -> dict[str, object]:
+    return {
+        "replicas": views.replicas(desk),
+        "weights": views.weight_versions(desk, job_id)[-5:][::-1],
+        "checkpoints": views.checkpoints(desk, job_id)[-3:][::-1],
+        **_trajectories(desk, job_id),
+    }
+
+
+def _trajectories(desk: DeskOf, job_id: str) -> dict[str, object]:
+    try:
+        page = views.trajectories(desk, job_id, limit=LATEST_TRAJECTORIES)
+    except SpoError as error:
+        # The page is worth showing without them.
+        return {"trajectories": [], "trajectories_missing": error.message}
+    return {"trajectories": page.items, "trajectories_missing": ""}
