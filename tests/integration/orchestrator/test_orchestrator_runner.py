@@ -1,0 +1,217 @@
+"""A job's whole life, and what a restart, a cancel or trouble makes of it; trainer and value-estimation are played."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from services.orchestrator.desk import Desk
+from services.orchestrator.series import evaluation_results
+from services.orchestrator.states import CANCEL, PAUSE, RESUME, JobState
+from services.orchestrator.watch import dead_letters
+from spo import redis_keys, streams
+from spo.job_spec import parse_job_spec
+from spo.testing_peers import Peers
+from spo.v1 import orchestrator_service_pb2 as wire
+from spo.v1.value_pb2 import EstimateRequest, PromptValue
+
+Until = Callable[[Callable[[], Any], str], Any]
+
+
+@contextmanager
+def at_work(desk: Desk) -> Iterator[None]:
+    """The desk's loops in threads, as its process runs them."""
+    loops = (desk.runner.run, desk.feeder.run, desk.evaluator.run)
+    threads = [threading.Thread(target=loop, args=(desk.stop,)) for loop in loops]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        desk.stop.set()
+        for thread in threads:
+            thread.join(20)
+        assert not any(thread.is_alive() for thread in threads)
+
+
+def estimate_everything(desk: Desk, job_id: str) -> list[str]:
+    """Plays value-estimation: gives every published prompt a value; returns the prompts asked for."""
+    asked = requests(desk)
+    for prompt_id in asked:
+        value = PromptValue(prompt_id=prompt_id, samples=8, successes=1)
+        desk.redis.hset(redis_keys.run_values(job_id), prompt_id, value.SerializeToString())
+    return asked
+
+
+def requests(desk: Desk) -> list[str]:
+    found: Any = desk.redis.xrange(redis_keys.estimates())
+    return [EstimateRequest.FromString(fields[b"payload"]).prompt.prompt_id for _, fields in found]
+
+
+def state(desk: Desk, job_id: str) -> JobState:
+    return desk.jobs.state(job_id)
+
+
+def submitted(desk: Desk, document: dict[str, Any]) -> str:
+    return desk.jobs.submit(parse_job_spec(document))
+
+
+def bring_to_running(desk: Desk, job_id: str, until: Until) -> None:
+    until(lambda: len(requests(desk)) == 6, "all prompts are asked for")
+    estimate_everything(desk, job_id)
+    until(lambda: state(desk, job_id) is JobState.RUNNING, "the job runs")
+
+
+def test_a_job_goes_from_submit_to_success(desk: Desk, peers: Peers, document: dict[str, Any], until: Until) -> None:
+    job_id = submitted(desk, document)
+    with at_work(desk):
+        bring_to_running(desk, job_id, until)
+        grant = desk.leases.wait_for_job("trainer", 5)
+        owner = {"run_id": job_id, "trainer_id": "trainer", "epoch": grant.epoch}
+        for version in (1, 2):
+            reports = [wire.StepReport(step=version * 10, metrics={"loss": 1 / version})]
+            desk.leases.renew(wire.RenewLeaseRequest(**owner, reports=reports))
+            desk.weights.publish(
+                wire.PublishWeightsRequest(**owner, version=version, step=version * 10, uri="w", manifest_digest="d")
+            )
+        desk.leases.finish(wire.FinishRunRequest(**owner, final_step=20))
+        until(lambda: state(desk, job_id) is JobState.SUCCEEDED, "the job succeeds")
+
+    results = evaluation_results(desk.redis, job_id)
+    assert (results[0]["step"], results[-1]["step"], results[-1]["version"]) == (0, 20, 2)
+    assert results[0]["pass_at_k"]["1"]["value"] == pytest.approx(0.5)
+    assert results[0]["distinct_solutions"] == 1.0
+    assert results[0]["entropy"] == pytest.approx(0.5)
+    assert set(peers.inference.versions) >= {0, 2}
+    assert [e.body["to"] for e in desk.jobs.events(job_id) if e.kind == "state"] == [
+        "queued",
+        "validating",
+        "estimating",
+        "running",
+        "succeeded",
+    ]
+
+
+def test_the_judges_have_every_test_set_before_a_prompt_is_asked_for(
+    desk: Desk, peers: Peers, document: dict[str, Any], until: Until
+) -> None:
+    job_id = submitted(desk, document)
+    with at_work(desk):
+        until(lambda: requests(desk), "a prompt is asked for")
+
+    tasks = desk.library.load(desk.jobs.spec(job_id).tasks)
+    assert {problem.tests_digest for problem in (*tasks.train, *tasks.evaluation)} <= peers.judge.uploaded
+
+
+def test_a_restarted_orchestrator_adopts_the_job_and_asks_for_no_prompt_twice(
+    open_desk: Callable[..., Desk], document: dict[str, Any], until: Until
+) -> None:
+    first = open_desk()
+    job_id = submitted(first, document)
+    with at_work(first):
+        until(lambda: len(requests(first)) == 6, "all prompts are asked for")
+    asked = requests(first)
+
+    second = open_desk()
+    with at_work(second):
+        until(lambda: any(e.kind == "adopted" for e in second.jobs.events(job_id)), "the job is adopted")
+        bring_to_running(second, job_id, until)
+
+    assert requests(second) == asked
+    assert len(set(asked)) == 6
+
+
+def test_a_job_that_waited_starts_when_the_running_one_ends(desk: Desk, document: dict[str, Any], until: Until) -> None:
+    first, second = submitted(desk, document), submitted(desk, document)
+    with at_work(desk):
+        until(lambda: state(desk, first) is JobState.ESTIMATING, "the first job estimates")
+        assert state(desk, second) is JobState.QUEUED
+        desk.jobs.act(first, CANCEL)
+        until(lambda: state(desk, second) is JobState.ESTIMATING, "the second job's turn comes")
+
+    assert state(desk, first) is JobState.CANCELLED
+
+
+def test_a_cancelled_job_ends_when_its_trainer_lets_go(desk: Desk, document: dict[str, Any], until: Until) -> None:
+    job_id = submitted(desk, document)
+    with at_work(desk):
+        bring_to_running(desk, job_id, until)
+        grant = desk.leases.wait_for_job("trainer", 5)
+        owner = {"run_id": job_id, "trainer_id": "trainer", "epoch": grant.epoch}
+        desk.jobs.act(job_id, CANCEL)
+        assert desk.leases.renew(wire.RenewLeaseRequest(**owner)) == wire.DIRECTIVE_CANCEL
+        assert state(desk, job_id) is JobState.CANCELLING
+        desk.leases.finish(wire.FinishRunRequest(**owner, error_code="cancelled", error_message="cancelled"))
+        until(lambda: state(desk, job_id) is JobState.CANCELLED, "the job is cancelled")
+
+
+def test_a_pause_waits_for_the_checkpoint_and_a_resume_goes_on(
+    desk: Desk, document: dict[str, Any], until: Until
+) -> None:
+    job_id = submitted(desk, document)
+    with at_work(desk):
+        bring_to_running(desk, job_id, until)
+        grant = desk.leases.wait_for_job("trainer", 5)
+        owner = {"run_id": job_id, "trainer_id": "trainer", "epoch": grant.epoch}
+        desk.leases.renew(wire.RenewLeaseRequest(**owner, reports=[wire.StepReport(step=5)]))
+        desk.jobs.act(job_id, PAUSE)
+        assert desk.leases.renew(wire.RenewLeaseRequest(**owner)) == wire.DIRECTIVE_PAUSE
+        assert state(desk, job_id) is JobState.PAUSING
+        desk.leases.checkpoint(wire.ReportCheckpointRequest(**owner, step=5, path="p", manifest_digest="d"))
+        assert state(desk, job_id) is JobState.PAUSED
+        desk.jobs.act(job_id, RESUME)
+        assert desk.leases.renew(wire.RenewLeaseRequest(**owner)) == wire.DIRECTIVE_CONTINUE
+
+
+def test_a_trainer_that_gives_up_fails_the_job_with_its_reason(
+    desk: Desk, document: dict[str, Any], until: Until
+) -> None:
+    job_id = submitted(desk, document)
+    with at_work(desk):
+        bring_to_running(desk, job_id, until)
+        grant = desk.leases.wait_for_job("trainer", 5)
+        owner = {"run_id": job_id, "trainer_id": "trainer", "epoch": grant.epoch}
+        desk.leases.finish(wire.FinishRunRequest(**owner, error_code="q_mismatch", error_message="Q_T is not Qhat_0"))
+
+    record = desk.jobs.record(job_id)
+    assert state(desk, job_id) is JobState.FAILED
+    assert (record["failure_code"], record["failure_message"]) == ("q_mismatch", "Q_T is not Qhat_0")
+
+
+def test_estimates_given_up_on_fail_the_job_loudly(desk: Desk, document: dict[str, Any], until: Until) -> None:
+    job_id = submitted(desk, document)
+    with at_work(desk):
+        until(lambda: len(requests(desk)) == 6, "all prompts are asked for")
+        reader = streams.Consumer(desk.redis, redis_keys.estimates(), redis_keys.VALUE_GROUP, "value")
+        for entry in reader.read(4):
+            reader.bury(entry, "poison")
+        until(lambda: state(desk, job_id) is JobState.FAILED, "the job fails")
+
+    assert desk.jobs.record(job_id)["failure_code"] == "too_many_dead_letters"
+    assert dead_letters(desk.redis, job_id)["estimates"] == 4
+
+
+def test_a_standstill_becomes_one_event_that_says_who_is_missing(
+    open_desk: Callable[..., Desk], document: dict[str, Any], until: Until
+) -> None:
+    desk = open_desk(stall_seconds=0.1)
+    job_id = submitted(desk, document)
+    with at_work(desk):
+        stalled = until(lambda: [e for e in desk.jobs.events(job_id) if e.kind == "stalled"], "the standstill is told")
+
+    assert "no live replica of value-estimation" in stalled[0].body["waits"]
+
+
+def test_an_evaluation_waits_for_a_replica_that_still_loads(
+    desk: Desk, peers: Peers, document: dict[str, Any], until: Until
+) -> None:
+    peers.inference.unready = 3
+    job_id = submitted(desk, document)
+    with at_work(desk):
+        until(lambda: evaluation_results(desk.redis, job_id), "the reference is evaluated")
+
+    assert evaluation_results(desk.redis, job_id)[0]["problems"] == 3
