@@ -36,6 +36,8 @@ class OneJob(OrchestratorServiceServicer):
     away: bool = False
     directive: int = wire.DIRECTIVE_CONTINUE
     epoch: int = 0
+    renewals: int = 0
+    refused: int = 0
     leased: bool = False
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     published: list[wire.PublishWeightsRequest] = field(default_factory=list)
@@ -48,9 +50,15 @@ class OneJob(OrchestratorServiceServicer):
         with self.changed:
             assert self.changed.wait_for(condition, seconds), f"not within {seconds:g} s: {what}"
 
+    def wait_for_renewals(self, count: int) -> None:
+        """Block until the lease was renewed so many times more: the trainer then knows the directive."""
+        target = self.renewals + count
+        self.wait_until(lambda: self.renewals >= target, 30, f"{count} renewals")
+
     def lapse(self) -> None:
         """The lease ran out: its holder is refused from now on and the job can be leased again."""
-        self.leased, self.epoch = False, self.epoch + 1
+        with self.changed:
+            self.leased, self.epoch = False, self.epoch + 1
 
     def LeaseJob(self, request: wire.LeaseJobRequest, context: Any) -> wire.LeaseJobResponse:  # noqa: N802
         if self.away:
@@ -75,6 +83,7 @@ class OneJob(OrchestratorServiceServicer):
 
     def RenewLease(self, request: wire.RenewLeaseRequest, context: Any) -> wire.RenewLeaseResponse:  # noqa: N802
         with self._from_owner(request):
+            self.renewals += 1
             for report in request.reports:
                 self.metrics[report.step] = dict(report.metrics)
         return wire.RenewLeaseResponse(directive=self.directive)  # type: ignore[arg-type]
@@ -101,6 +110,8 @@ class OneJob(OrchestratorServiceServicer):
             raise NotReady("away")
         with self.changed:
             if request.epoch != self.epoch:
+                self.refused += 1
+                self.changed.notify_all()
                 raise LeaseLost(f"epoch {request.epoch} is over")
             yield
             self.changed.notify_all()

@@ -13,9 +13,9 @@ from spo.logs import configure_logs
 def main() -> int:
     settings = Settings()
     # Only now: a wrong setting is told at once, not after the seconds these imports take.
-    from services.trainer.deepspeed_engine import prepare_deepspeed
+    from services.trainer.deepspeed_engine import leave_deepspeed, prepare_deepspeed
     from services.trainer.process import follow, lead
-    from services.trainer.ranks import join_ranks, leave_ranks
+    from services.trainer.ranks import join_ranks
 
     configure_logs(f"trainer-{os.environ.get('RANK', '0')}", settings.log_level, settings.log_format)
     # torchrun signals every rank; the others stop when rank 0 tells them to, after its last checkpoint.
@@ -23,7 +23,7 @@ def main() -> int:
     ranks = join_ranks(settings.collective_timeout_seconds)
     prepare_deepspeed(settings.state_path)
     status = lead(ranks, settings) if ranks.leads else follow(ranks, settings)
-    leave_ranks()
+    leave_deepspeed()
     return status
 
 

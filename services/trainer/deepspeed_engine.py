@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import deepspeed.comm
 import deepspeed.ops
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,11 @@ def prepare_deepspeed(state_path: Path) -> None:
     os.environ.setdefault("LOCAL_RANK", "0")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     deepspeed.init_distributed(auto_mpi_discovery=False)
+
+
+def leave_deepspeed() -> None:
+    """Take DeepSpeed's and torch's process groups down; a later `join_ranks` starts afresh."""
+    deepspeed.comm.destroy_process_group()
 
 
 class DeepSpeedEngine:

@@ -66,8 +66,3 @@ def join_ranks(timeout_seconds: float) -> Ranks:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     control = dist.new_group(backend="gloo", timeout=timeout)
     return Ranks(rank, world_size, device, control)
-
-
-def leave_ranks() -> None:
-    """Take the process groups down."""
-    dist.destroy_process_group()
