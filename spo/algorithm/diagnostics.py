@@ -16,9 +16,12 @@ from spo.algorithm.types import TokenBatch
 def batch_diagnostics(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> dict[str, float]:
     """Means over the batch's trajectories, so that equal micro-batches may be averaged.
 
-    log_ratio_nats: sum_t (ln pi_theta - ln pi0); above 4 every collapse seen so far had begun.
-    kl_to_reference_nats: KL(pi_theta || pi0) per trajectory, by the non-negative per-token estimator x - 1 - ln x of
-    x = pi0 / pi_theta (Schulman 2020); unbiased only on fresh on-policy samples.
+    log_ratio_nats: sum_t (ln pi_theta - ln pi0). On fresh on-policy samples its mean is KL(pi_theta || pi0), unbiased;
+    on any batch, above 4 every collapse seen so far had begun.
+    kl_to_reference_nats: the same KL by the non-negative estimator sum_t (ln pi_theta - ln pi0)^2 / 2 (k2 of Schulman
+    2020), right to second order. Not his k3: pi0 / pi_theta of one token that the policy has since pushed down
+    outweighs a whole batch of replayed samples.
+    q_above_zero_nats: max(Q_T / beta, 0). ln p(o = 1) cannot exceed 0, so growth here is error, not learning.
     q_terminal, reward, residual (Q_T - r), residual_abs: reward units.
     token_nll_nats: -ln pi_theta per response token of the batch, averaged per trajectory.
     response_tokens: mean length.
@@ -29,7 +32,8 @@ def batch_diagnostics(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> di
     q_B = terminal_q(logprobs_BL, batch, beta)
     means = {
         "log_ratio_nats": log_ratio_BL.sum(dim=1),
-        "kl_to_reference_nats": (torch.expm1(-log_ratio_BL) + log_ratio_BL).sum(dim=1),
+        "kl_to_reference_nats": 0.5 * log_ratio_BL.square().sum(dim=1),
+        "q_above_zero_nats": torch.relu(q_B) / beta,
         "q_terminal": q_B,
         "reward": batch.reward_B,
         "residual": q_B - batch.reward_B,

@@ -33,15 +33,15 @@ def spo_loss(
     check_usable(logprobs_BL, batch, beta)
     # An empty sum that still reaches every parameter: each rank must run the same backward, whatever sources it drew.
     total = logprobs_BL[batch.response_mask_BL].sum() * 0.0
-    diagnostics: dict[str, float] = {}
+    # A term without trajectories reports 0, so that averaging over micro-batches stays right.
+    diagnostics = {f"loss/{term.objective}": 0.0 for term in terms}
     for term in terms:
         rows_B = batch.rows_from(term.sources)
         if not rows_B.any():
             continue
         loss_B = trajectory_losses(logprobs_BL[rows_B], batch.select(rows_B), term, beta)
         part = term.coefficient * loss_B.sum() / batch.size
-        name = f"loss/{term.objective}"
-        diagnostics[name] = diagnostics.get(name, 0.0) + part.item()
+        diagnostics[f"loss/{term.objective}"] += part.item()
         total = total + part
     if not torch.isfinite(total):
         raise InvalidInput("the loss is not finite", code="not_finite")

@@ -86,7 +86,7 @@ def test_sources_that_are_absent_still_give_a_loss_with_a_zero_gradient() -> Non
     loss, diagnostics = spo_loss(logprobs_BL, batch, [LossTerm("terminal_squared", sources=("annotated",))], BETA)
     loss.backward()
     assert loss.item() == 0
-    assert diagnostics == {}
+    assert diagnostics == {"loss/terminal_squared": 0.0}
     torch.testing.assert_close(logprobs_BL.grad, torch.zeros_like(logprobs_BL))
 
 

@@ -1,0 +1,117 @@
+"""Policy-gradient baselines and the supervised loss, as pure functions (Cohen et al. 2025, 3.1.4 and 6).
+
+Axes: B trajectory, L padded position. Log-probs in nats, rewards, values and advantages in reward units. A*-PO
+(Brantley et al. 2025) needs nothing here: it is `objectives.terminal_squared` with scale 1, on one fresh on-policy
+sample per prompt, Qhat_0 from a temperature of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from spo.algorithm.q_values import terminal_q
+from spo.algorithm.types import TokenBatch
+from spo.errors import InvalidInput
+
+
+def clipped_surrogate(logprobs_BL: Tensor, batch: TokenBatch, advantage_BL: Tensor, *, clip: float) -> Tensor:
+    """-min(w A, clip(w, 1 - clip, 1 + clip) A) with w = pi_theta / pi_behaviour; (B, L), 0 outside the response.
+
+    The behaviour is the sampler's true distribution (`sampling_logprobs_BL`), as in 3.1.4 and Schulman et al. 2017; the
+    advantage carries no gradient.
+    """
+    mask_BL = batch.response_mask_BL
+    ratio_BL = torch.where(mask_BL, logprobs_BL - batch.sampling_logprobs_BL, 0.0).exp()
+    advantage_BL = torch.where(mask_BL, advantage_BL.detach(), 0.0)
+    return -torch.minimum(ratio_BL * advantage_BL, ratio_BL.clamp(1 - clip, 1 + clip) * advantage_BL)
+
+
+def kl_regularised_rewards(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> Tensor:
+    """-beta (ln pi - ln pi0) at each response token, plus r at the last one; (B, L), detached (Eq. 1, per token).
+
+    Summed over a trajectory: r - beta ln pi(a|x) / pi0(a|x). Raises InvalidInput on a trajectory without response.
+    """
+    mask_BL = batch.response_mask_BL
+    if not mask_BL.any(dim=1).all():
+        raise InvalidInput("a trajectory without response tokens has no place for its reward")
+    penalty_BL = torch.where(mask_BL, beta * (logprobs_BL.detach() - batch.reference_logprobs_BL), 0.0)
+    last_BL = mask_BL & (mask_BL.flip(1).cumsum(dim=1).flip(1) == 1)
+    return torch.where(last_BL, batch.reward_B[:, None], 0.0) - penalty_BL
+
+
+def generalised_advantages(
+    reward_BL: Tensor, value_BL: Tensor, response_mask_BL: Tensor, *, discount: float = 1.0, trace: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """GAE advantages and the returns the value model regresses on; (B, L) each, detached, 0 outside the response.
+
+    value_BL[b, l] = V(prompt and tokens before l), so delta_t = r_t + discount V_{t+1} - V_t with V = 0 after the
+    last token, and A_t = delta_t + discount trace A_{t+1} (Schulman et al. 2016). The response must be contiguous.
+    """
+    value_BL = torch.where(response_mask_BL, value_BL.detach(), 0.0)
+    reward_BL = torch.where(response_mask_BL, reward_BL, 0.0)
+    advantage_BL = torch.zeros_like(value_BL)
+    advantage_B = next_value_B = torch.zeros_like(value_BL[:, 0])
+    for position in reversed(range(value_BL.shape[1])):
+        inside_B = response_mask_BL[:, position]
+        delta_B = reward_BL[:, position] + discount * next_value_B - value_BL[:, position]
+        advantage_B = torch.where(inside_B, delta_B + discount * trace * advantage_B, 0.0)
+        advantage_BL[:, position] = advantage_B
+        next_value_B = value_BL[:, position]
+    return advantage_BL, advantage_BL + value_BL
+
+
+def value_loss(value_BL: Tensor, return_BL: Tensor, response_mask_BL: Tensor) -> Tensor:
+    """(V - return)^2 / 2 at each response token; (B, L), 0 elsewhere."""
+    # The mask comes before the square: after it, nan in the padding would still reach the gradient.
+    return 0.5 * torch.where(response_mask_BL, value_BL - return_BL.detach(), 0.0).square()
+
+
+def group_relative_advantages(batch: TokenBatch, *, normalise: Literal["deviation", "none"] = "deviation") -> Tensor:
+    """r minus the mean of the prompt's rewards, over their standard deviation unless "none"; (B,) (Shao et al. 2024).
+
+    "none" is the unbiased form of Liu et al. 2025. A group of equal rewards gives 0. Raises InvalidInput when a prompt
+    has one trajectory: alone it has nothing to be compared with.
+    """
+    _, group_B, count_G = torch.unique(batch.group_B, return_inverse=True, return_counts=True)
+    if (count_G < 2).any():
+        raise InvalidInput("group-relative advantages need at least two trajectories of each prompt", code="lone_group")
+    zero_G = batch.reward_B.new_zeros(len(count_G))
+    mean_G: Tensor = zero_G.index_add(0, group_B, batch.reward_B) / count_G
+    centred_B = batch.reward_B - mean_G[group_B]
+    if normalise == "none":
+        return centred_B
+    deviation_G: Tensor = (zero_G.index_add(0, group_B, centred_B.square()) / (count_G - 1)).sqrt()
+    # Equal rewards differ by rounding only; dividing by that would blow it up.
+    return torch.where(deviation_G > 1e-6, 1 / deviation_G.clamp(min=1e-6), 0.0)[group_B] * centred_B
+
+
+def grpo_loss(
+    logprobs_BL: Tensor, batch: TokenBatch, advantage_B: Tensor, *, clip: float, kl_coefficient: float
+) -> Tensor:
+    """Mean over response tokens of clipped surrogate + kl_coefficient * KL to pi0; (B,) (Shao et al. 2024).
+
+    The KL estimate is x - 1 - ln x of x = pi0 / pi_theta, with gradient.
+    """
+    mask_BL = batch.response_mask_BL
+    surrogate_BL = clipped_surrogate(logprobs_BL, batch, advantage_B[:, None].expand_as(logprobs_BL), clip=clip)
+    log_ratio_BL = torch.where(mask_BL, batch.reference_logprobs_BL - logprobs_BL, 0.0)
+    kl_BL = torch.expm1(log_ratio_BL) - log_ratio_BL
+    return (surrogate_BL + kl_coefficient * kl_BL).sum(dim=1) / batch.response_lengths.clamp(min=1)
+
+
+def soft_policy_gradient(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, clip: float) -> Tensor:
+    """The policy-gradient term that section 6 proposes to add: surrogate with A = detach(r - Q_T) at every token; (B,).
+
+    r - Q_T = r - beta ln pi / pi0 - Qhat_0 is the return of the regularised objective L(pi) (Eq. 1) less a baseline:
+    on fresh samples the gradient is that of -L(pi), and equals that of (Q_T - r)^2 / (2 beta).
+    """
+    advantage_B = batch.reward_B - terminal_q(logprobs_BL.detach(), batch, beta)
+    return clipped_surrogate(logprobs_BL, batch, advantage_B[:, None].expand_as(logprobs_BL), clip=clip).sum(dim=1)
+
+
+def supervised_nll(logprobs_BL: Tensor, batch: TokenBatch) -> Tensor:
+    """-ln pi_theta(a|x) of the whole response; (B,), nats. Whatever the reward: choose the trajectories before."""
+    return torch.where(batch.response_mask_BL, -logprobs_BL, 0.0).sum(dim=1)

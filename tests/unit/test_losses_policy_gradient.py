@@ -1,0 +1,227 @@
+"""The policy-gradient baselines against readings with loops and floats, on padded random trajectories."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+
+from spo.algorithm.objectives import terminal_squared
+from spo.algorithm.policy_gradient import (
+    clipped_surrogate,
+    generalised_advantages,
+    group_relative_advantages,
+    grpo_loss,
+    kl_regularised_rewards,
+    soft_policy_gradient,
+    supervised_nll,
+    value_loss,
+)
+from spo.algorithm.types import TokenBatch
+from spo.errors import InvalidInput
+
+BETA = 0.3
+LENGTHS = (4, 1, 6, 3)
+STARTS = (2, 0, 1, 3)
+WIDTH = 8
+
+
+def draw(seed: int, low: float, high: float) -> torch.Tensor:
+    """Random numbers on response tokens, nan elsewhere: whoever reads padding, shows it."""
+    generator = torch.Generator().manual_seed(seed)
+    values_BL = low + (high - low) * torch.rand(len(LENGTHS), WIDTH, generator=generator, dtype=torch.float64)
+    return torch.where(response_mask(), values_BL, math.nan)
+
+
+def response_mask() -> torch.Tensor:
+    mask_BL = torch.zeros(len(LENGTHS), WIDTH, dtype=torch.bool)
+    for row, (start, length) in enumerate(zip(STARTS, LENGTHS, strict=True)):
+        mask_BL[row, start : start + length] = True
+    return mask_BL
+
+
+def make_batch() -> TokenBatch:
+    rows = len(LENGTHS)
+    return TokenBatch(
+        input_ids_BL=torch.zeros(rows, WIDTH, dtype=torch.long),
+        attention_mask_BL=torch.ones(rows, WIDTH, dtype=torch.bool),
+        response_mask_BL=response_mask(),
+        reference_logprobs_BL=draw(1, -3, 0),
+        sampling_logprobs_BL=draw(2, -3, 0),
+        reward_B=torch.tensor([0.0, -1.0, -0.25, -0.5], dtype=torch.float64),
+        qhat_0_B=torch.tensor([-0.3, -0.3, -0.7, -0.7], dtype=torch.float64),
+        source_B=torch.ones(rows, dtype=torch.long),
+        group_B=torch.tensor([5, 5, 2, 2]),
+    )
+
+
+def responses(values_BL: torch.Tensor) -> list[list[float]]:
+    return [values_BL[row, s : s + n].tolist() for row, (s, n) in enumerate(zip(STARTS, LENGTHS, strict=True))]
+
+
+def assert_equals_reading(found_BL: torch.Tensor, read: list[list[float]]) -> None:
+    for found, expected in zip(responses(found_BL), read, strict=True):
+        assert found == pytest.approx(expected, abs=1e-12)
+    assert not found_BL[~response_mask()].any()
+
+
+def read_surrogate(logprobs: list[float], behaviour: list[float], advantage: list[float], clip: float) -> list[float]:
+    losses = []
+    for lp, old, a in zip(logprobs, behaviour, advantage, strict=True):
+        weight = math.exp(lp - old)
+        losses.append(-min(weight * a, min(max(weight, 1 - clip), 1 + clip) * a))
+    return losses
+
+
+def test_the_clipped_surrogate_equals_its_reading() -> None:
+    batch, logprobs_BL, advantage_BL = make_batch(), draw(3, -3, 0), draw(4, -1, 1)
+    rows = zip(*map(responses, (logprobs_BL, batch.sampling_logprobs_BL, advantage_BL)), strict=True)
+    read = [read_surrogate(*row, clip=0.2) for row in rows]
+    assert_equals_reading(clipped_surrogate(logprobs_BL, batch, advantage_BL, clip=0.2), read)
+
+
+def test_the_surrogate_stops_pulling_once_the_policy_has_moved_past_the_clip() -> None:
+    batch = make_batch()
+    for shift, advantage, pulls in [(0.5, 1.0, False), (0.5, -1.0, True), (-0.5, 1.0, True), (-0.5, -1.0, False)]:
+        logprobs_BL = (batch.sampling_logprobs_BL + shift).requires_grad_()
+        advantage_BL = torch.full_like(logprobs_BL, advantage)
+        clipped_surrogate(logprobs_BL, batch, advantage_BL, clip=0.2).sum().backward()
+        assert logprobs_BL.grad is not None
+        expected = -advantage * math.exp(shift) if pulls else 0.0
+        torch.testing.assert_close(logprobs_BL.grad, torch.where(response_mask(), expected, 0.0).double())
+
+
+def test_on_policy_the_surrogate_has_the_gradient_of_the_plain_policy_gradient() -> None:
+    batch, advantage_BL = make_batch(), draw(4, -1, 1)
+    logprobs_BL = batch.sampling_logprobs_BL.clone().requires_grad_()
+    clipped_surrogate(logprobs_BL, batch, advantage_BL, clip=0.2).sum().backward()
+    torch.testing.assert_close(logprobs_BL.grad, torch.where(response_mask(), -advantage_BL, 0.0))
+
+
+def test_kl_regularised_rewards_equal_their_reading_and_sum_to_the_regularised_return() -> None:
+    batch, logprobs_BL = make_batch(), draw(3, -3, 0)
+    read = []
+    for row, (lp, ref) in enumerate(zip(responses(logprobs_BL), responses(batch.reference_logprobs_BL), strict=True)):
+        rewards = [-BETA * (p - p0) for p, p0 in zip(lp, ref, strict=True)]
+        rewards[-1] += batch.reward_B[row].item()
+        read.append(rewards)
+    assert_equals_reading(kl_regularised_rewards(logprobs_BL, batch, BETA), read)
+
+
+def test_a_response_without_tokens_has_no_place_for_its_reward() -> None:
+    batch = replace(make_batch(), response_mask_BL=torch.zeros(len(LENGTHS), WIDTH, dtype=torch.bool))
+    with pytest.raises(InvalidInput, match="without response"):
+        kl_regularised_rewards(draw(3, -3, 0), batch, BETA)
+
+
+@pytest.mark.parametrize(("discount", "trace"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.5), (1.0, 0.0)])
+def test_generalised_advantages_equal_the_sum_of_discounted_errors(discount: float, trace: float) -> None:
+    reward_BL, value_BL = draw(5, -1, 0), draw(6, -1, 0)
+    read_advantages, read_returns = [], []
+    for rewards, values in zip(responses(reward_BL), responses(value_BL), strict=True):
+        after = [*values[1:], 0.0]
+        errors = [r + discount * v2 - v for r, v, v2 in zip(rewards, values, after, strict=True)]
+        row = [
+            sum((discount * trace) ** (s - t) * errors[s] for s in range(t, len(errors))) for t in range(len(errors))
+        ]
+        read_advantages.append(row)
+        read_returns.append([a + v for a, v in zip(row, values, strict=True)])
+
+    advantage_BL, return_BL = generalised_advantages(
+        reward_BL, value_BL, response_mask(), discount=discount, trace=trace
+    )
+
+    assert_equals_reading(advantage_BL, read_advantages)
+    assert_equals_reading(return_BL, read_returns)
+
+
+def test_the_value_loss_pulls_the_value_towards_the_return_and_nothing_else() -> None:
+    value_BL, return_BL = draw(6, -1, 0).requires_grad_(), draw(7, -1, 0).requires_grad_()
+    value_loss(value_BL, return_BL, response_mask()).sum().backward()
+    torch.testing.assert_close(value_BL.grad, torch.where(response_mask(), value_BL - return_BL, 0.0).detach())
+    assert return_BL.grad is None
+
+
+def test_group_relative_advantages_equal_their_reading() -> None:
+    batch = make_batch()
+    deviations = [statistics.stdev([0.0, -1.0])] * 2 + [statistics.stdev([-0.25, -0.5])] * 2
+    centred = [0.5, -0.5, 0.125, -0.125]
+    assert group_relative_advantages(batch, normalise="none").tolist() == pytest.approx(centred)
+    scaled = [c / d for c, d in zip(centred, deviations, strict=True)]
+    assert group_relative_advantages(batch).tolist() == pytest.approx(scaled)
+
+
+def test_a_group_of_equal_rewards_has_no_advantage() -> None:
+    batch = replace(make_batch(), reward_B=torch.tensor([-0.1, -0.1, -1.0, 0.0], dtype=torch.float32))
+    assert group_relative_advantages(batch)[:2].tolist() == [0.0, 0.0]
+
+
+def test_a_prompt_with_one_trajectory_has_nothing_to_be_compared_with() -> None:
+    with pytest.raises(InvalidInput) as refused:
+        group_relative_advantages(replace(make_batch(), group_B=torch.tensor([0, 0, 1, 2])))
+    assert refused.value.code == "lone_group"
+
+
+def test_the_grpo_loss_equals_its_reading() -> None:
+    batch, logprobs_BL = make_batch(), draw(3, -3, 0)
+    advantage_B = group_relative_advantages(batch)
+    loss_B = grpo_loss(logprobs_BL, batch, advantage_B, clip=0.2, kl_coefficient=0.05)
+    rows = zip(
+        *map(responses, (logprobs_BL, batch.sampling_logprobs_BL, batch.reference_logprobs_BL)),
+        advantage_B.tolist(),
+        strict=True,
+    )
+    read = []
+    for lp, old, ref, a in rows:
+        kl = [math.exp(p0 - p) - (p0 - p) - 1 for p, p0 in zip(lp, ref, strict=True)]
+        read.append((sum(read_surrogate(lp, old, [a] * len(lp), 0.2)) + 0.05 * sum(kl)) / len(lp))
+    assert loss_B.tolist() == pytest.approx(read)
+
+
+def test_on_policy_the_soft_policy_gradient_is_the_gradient_of_the_terminal_squared_loss() -> None:
+    batch = make_batch()
+    gradients = []
+    for loss in (
+        lambda lp: soft_policy_gradient(lp, batch, BETA, clip=0.2),
+        lambda lp: terminal_squared(lp, batch, BETA, scale=0.5 / BETA),
+    ):
+        logprobs_BL = batch.sampling_logprobs_BL.clone().requires_grad_()
+        loss(logprobs_BL).sum().backward()
+        gradients.append(logprobs_BL.grad)
+    assert gradients[0].abs().max() > 0.1
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_off_policy_the_soft_policy_gradient_equals_its_reading() -> None:
+    batch, logprobs_BL = make_batch(), draw(3, -3, 0)
+    read = []
+    for row, lp in enumerate(responses(logprobs_BL)):
+        ref, old = responses(batch.reference_logprobs_BL)[row], responses(batch.sampling_logprobs_BL)[row]
+        q_terminal = batch.qhat_0_B[row].item() + BETA * (sum(lp) - sum(ref))
+        read.append(sum(read_surrogate(lp, old, [batch.reward_B[row].item() - q_terminal] * len(lp), 0.2)))
+    assert soft_policy_gradient(logprobs_BL, batch, BETA, clip=0.2).tolist() == pytest.approx(read)
+
+
+def test_a_star_po_is_the_plain_terminal_squared_loss_with_a_value_of_its_own_temperature() -> None:
+    # Brantley et al. 2025: V* = beta1 ln mean exp(r / beta1) of pi0's samples; (beta2 ln pi / pi0 - (r - V*))^2.
+    rewards_of_pi0, beta_1 = [0.0, -1.0, -1.0, 0.0, -1.0], 0.5
+    value = beta_1 * math.log(sum(math.exp(r / beta_1) for r in rewards_of_pi0) / len(rewards_of_pi0))
+    batch = replace(make_batch(), qhat_0_B=torch.full((len(LENGTHS),), value, dtype=torch.float64))
+    logprobs_BL = draw(3, -3, 0)
+    read = [
+        (BETA * (sum(lp) - sum(ref)) - (batch.reward_B[row].item() - value)) ** 2
+        for row, (lp, ref) in enumerate(
+            zip(responses(logprobs_BL), responses(batch.reference_logprobs_BL), strict=True)
+        )
+    ]
+    assert terminal_squared(logprobs_BL, batch, BETA, scale=1.0).tolist() == pytest.approx(read)
+
+
+def test_the_supervised_loss_is_the_negative_log_likelihood_of_the_response() -> None:
+    logprobs_BL = draw(3, -3, 0)
+    assert supervised_nll(logprobs_BL, make_batch()).tolist() == pytest.approx(
+        [-sum(r) for r in responses(logprobs_BL)]
+    )
