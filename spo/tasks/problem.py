@@ -66,6 +66,11 @@ def tests_digest(test_set: TestSet) -> str:
     return blake3(test_set.SerializeToString(deterministic=True)).hexdigest()
 
 
+def write_response(program: str, response_format: ResponseFormat) -> str:
+    """Return the response that holds `program`, for programs that people wrote: the inverse of `extract_program`."""
+    return program if response_format == "raw" else f"```python\n{program.rstrip()}\n```"
+
+
 def extract_program(response_text: str, response_format: str) -> str:
     """Cut the program out of a response: `raw` is the text itself, `fenced` the last python block or else the text."""
     if response_format == "raw":

@@ -6,7 +6,7 @@ No two chosen problems share a prompt or behave alike on either's tests, so held
 
 import random
 
-from spo.errors import InvalidInput
+from spo.errors import FieldViolation, InvalidInput
 from spo.tasks.problem import DEFAULT_LIMITS, Problem, TaskSets
 from spo.tasks.toy_grammar import (
     AGGREGATES,
@@ -24,8 +24,9 @@ TESTS = 12
 PUBLIC_TESTS = 3
 MINIMUM_DISTINCT_OUTPUTS = 4
 WRONG_SOLUTIONS = 3
+# The grammar holds far more, but telling them apart takes time that grows with the square.
+PROBLEMS_MAXIMUM = 1_000
 _OMITTED_SHARE = 0.2
-_ATTEMPTS_PER_PROBLEM = 100
 
 Examples = list[tuple[tuple[int, ...], str]]
 
@@ -33,19 +34,20 @@ Examples = list[tuple[tuple[int, ...], str]]
 def toy_tasks(train_problems: int, evaluation_problems: int, seed: int) -> TaskSets:
     """Return disjoint training and held-out problems; the held-out ones depend only on their number and the seed."""
     wanted = train_problems + evaluation_problems
+    if wanted > PROBLEMS_MAXIMUM:
+        raise InvalidInput(
+            f"the toy contest has {PROBLEMS_MAXIMUM} problems, not {wanted}",
+            violations=(FieldViolation("/tasks/train_problems", f"with the held-out ones at most {PROBLEMS_MAXIMUM}"),),
+        )
     rng = random.Random(f"toy contest {seed}")
     chosen: list[tuple[Composition, Examples]] = []
-    for _ in range(_ATTEMPTS_PER_PROBLEM * wanted):
-        if len(chosen) == wanted:
-            break
+    while len(chosen) < wanted:
         composition = sample_composition(rng)
         examples = make_examples(composition)
         if len({output for _, output in examples}) < MINIMUM_DISTINCT_OUTPUTS:
             continue
         if not any(_behave_alike(composition, examples, *other) for other in chosen):
             chosen.append((composition, examples))
-    else:
-        raise InvalidInput(f"the toy contest holds fewer than {wanted} distinct problems; ask for fewer")
     problems = [toy_problem(composition, examples) for composition, examples in chosen]
     return TaskSets(
         train=tuple(problems[evaluation_problems:]),
@@ -123,4 +125,4 @@ def _hard_coded_programs(composition: Composition, examples: Examples) -> list[s
     """Return programs that print the answer of one public test: what a weak reward lets through."""
     if composition.aggregate in LIST_AGGREGATES:
         return []
-    return [f"print({output})" for _, output in examples[:PUBLIC_TESTS]]
+    return list(dict.fromkeys(f"print({output})" for _, output in examples[:PUBLIC_TESTS]))

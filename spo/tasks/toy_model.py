@@ -34,7 +34,11 @@ StepCallback = Callable[[int, int], None]
 
 
 def build_reference_model(
-    folder: Path, difficulty: Difficulty = "standard", seed: int = 0, progress: StepCallback | None = None
+    folder: Path,
+    difficulty: Difficulty = "standard",
+    seed: int = 0,
+    progress: StepCallback | None = None,
+    steps: int = STEPS,
 ) -> None:
     """Train pi0 and write it to `folder` in one rename; `progress` is told (steps done, steps in all)."""
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +48,7 @@ def build_reference_model(
     torch.set_num_threads(1)
     try:
         tokenizer = build_tokenizer()
-        model = _train(tokenizer, difficulty, seed, progress)
+        model = _train(tokenizer, difficulty, seed, progress, steps)
         model.save_pretrained(staging, safe_serialization=True)
         save_tokenizer(staging)
         staging.chmod(0o755)
@@ -65,16 +69,16 @@ def recipe_digest(difficulty: Difficulty = "standard", seed: int = 0) -> str:
 
 
 def _train(
-    tokenizer: PreTrainedTokenizerFast, difficulty: Difficulty, seed: int, progress: StepCallback | None
+    tokenizer: PreTrainedTokenizerFast, difficulty: Difficulty, seed: int, progress: StepCallback | None, steps: int
 ) -> LlamaForCausalLM:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(_architecture(tokenizer))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warmup_then_linear_decay)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _warmup_then_linear_decay(step, steps))
     batches = _batches(tokenizer, difficulty, random.Random(f"pi0 {difficulty} {seed}"))
     model.train()
-    for step, (input_ids_BL, labels_BL) in zip(range(STEPS), batches, strict=False):
+    for step, (input_ids_BL, labels_BL) in zip(range(steps), batches, strict=False):
         loss = model(input_ids=input_ids_BL, labels=labels_BL).loss
         optimizer.zero_grad()
         loss.backward()
@@ -82,7 +86,7 @@ def _train(
         optimizer.step()
         schedule.step()
         if progress is not None:
-            progress(step + 1, STEPS)
+            progress(step + 1, steps)
     model.eval()
     return model
 
@@ -105,8 +109,8 @@ def _architecture(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
     )
 
 
-def _warmup_then_linear_decay(step: int) -> float:
-    return min((step + 1) / WARMUP_STEPS, (STEPS - step) / (STEPS - WARMUP_STEPS))
+def _warmup_then_linear_decay(step: int, steps: int) -> float:
+    return min((step + 1) / WARMUP_STEPS, (steps - step) / max(1, steps - WARMUP_STEPS))
 
 
 def _batches(
