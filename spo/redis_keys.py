@@ -139,6 +139,11 @@ def value_counts(value_key_digest: str) -> str:
     return f"spo:value-estimation:counts:{value_key_digest}"
 
 
+def value_progress(run_id: str, prompt_id: str) -> str:
+    """Hash: chunk name -> `samples:successes` of what this run has sampled and stored. Value-estimation."""
+    return f"spo:{run_id}:value-estimation:progress:{prompt_id}"
+
+
 def replay_trajectory(run_id: str, trajectory_id: str) -> str:
     """String: serialized Trajectory (judged, with reference log-probs). Replay."""
     return f"spo:{run_id}:replay-buffer:trajectory:{trajectory_id}"

@@ -1,0 +1,39 @@
+"""Start the replay buffer: `python -m services.replay_buffer`."""
+
+from __future__ import annotations
+
+import sys
+
+from services.replay_buffer.batches import BatchDrawer
+from services.replay_buffer.ingest_worker import IngestWorker
+from services.replay_buffer.service import ReplayService
+from services.replay_buffer.settings import Settings
+from services.replay_buffer.store import ReplayStore
+from services.replay_buffer.values import PromptValues
+from spo import redis_keys
+from spo.redis_client import connect
+from spo.rpc import Client
+from spo.service import ServiceProcess
+from spo.streams import Consumer
+from spo.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
+from spo.v1.value_service_pb2_grpc import ValueServiceStub
+
+
+def main() -> int:
+    settings = Settings()
+    process = ServiceProcess("replay-buffer", settings)
+    client = connect(settings.redis_url, settings.redis_wait_seconds)
+    store = ReplayStore(client)
+    drawer = BatchDrawer(store, PromptValues(client))
+    add_ReplayServiceServicer_to_server(ReplayService(store, drawer), process.server.server)
+    consumer = Consumer(
+        client, redis_keys.verdicts(), redis_keys.INGEST_GROUP, process.replica_id, settings.reclaim_seconds
+    )
+    values = Client("value-estimation", settings.value_estimation_address, ValueServiceStub)
+    worker = IngestWorker(store, consumer, values, settings.groups_per_read, settings.logprobs_deadline_seconds)
+    process.workers.append(worker.run)
+    return process.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,15 @@
+"""Where the replay buffer lives: SPO_REPLAY_BUFFER_<FIELD>."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from spo.settings import ServiceSettings
+
+
+class Settings(ServiceSettings, service="replay_buffer"):
+    """The replay buffer's own settings."""
+
+    groups_per_read: int = Field(default=64, ge=1, le=1024, description="Judged groups ingested at once.")
+    reclaim_seconds: float = Field(default=30, gt=0, description="After this a silent ingest's entries are taken over.")
+    logprobs_deadline_seconds: float = Field(default=60, gt=0, description="Wait for reference log-probs of one read.")

@@ -1,0 +1,100 @@
+"""The reference policy pi0 of a run, with the trainer's own forward: log-probs of given responses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+import torch
+
+from spo import redis_keys
+from spo.errors import InvalidInput, NotFound
+from spo.job_spec import JobSpec, ModelSpec, spec_from_json
+from spo.model_folder import inspect_model_folder
+from spo.policy_model import encode_prompt, encode_response, load_policy, load_tokenizer, response_logprobs
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A loaded pi0; model_hash is its name across runs."""
+
+    model: Any
+    tokenizer: Any
+    model_hash: str
+    tokens_per_forward: int
+    lock: threading.Lock
+
+    def encode(self, statement: str, response: str) -> tuple[list[int], list[int]]:
+        """Tokens of a prompt and of a response that ends with the end-of-sequence token."""
+        return encode_prompt(self.tokenizer, statement), encode_response(self.tokenizer, response)
+
+    def logprobs(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> list[list[float]]:
+        """log pi0 of each response token, nats; equal sequences are computed once (samples at T = 1 repeat).
+
+        Raises InvalidInput on an empty response or prompt, or a token outside the vocabulary.
+        """
+        pairs = [(tuple(prompt), tuple(response)) for prompt, response in zip(prompts, responses, strict=True)]
+        unique = list(dict.fromkeys(pairs))
+        for prompt, response in unique:
+            self._check(prompt, response)
+        with self.lock:
+            found = response_logprobs(
+                self.model, [pair[0] for pair in unique], [pair[1] for pair in unique], self.tokens_per_forward
+            )
+        by_pair = dict(zip(unique, found, strict=True))
+        return [by_pair[pair] for pair in pairs]
+
+    def _check(self, prompt: Tokens, response: Tokens) -> None:
+        if not prompt or not response:
+            raise InvalidInput("a sequence needs a prompt and a response", code="empty_sequence")
+        vocabulary = int(self.model.config.vocab_size)
+        if min(*prompt, *response) < 0 or max(*prompt, *response) >= vocabulary:
+            raise InvalidInput(f"a token id is outside the vocabulary of {vocabulary}", code="foreign_tokens")
+        longest = getattr(self.model.config, "max_position_embeddings", None)
+        if longest and len(prompt) + len(response) > longest:
+            raise InvalidInput(f"a sequence is longer than the model's {longest} positions", code="too_long")
+
+
+class References:
+    """Loads each run's pi0 once and keeps the last one used; runs with the same model share it."""
+
+    def __init__(self, client: redis.Redis, tokens_per_forward: int, device: str) -> None:
+        self.client = client
+        self.tokens_per_forward = tokens_per_forward
+        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self._specs: dict[str, JobSpec] = {}
+        self._loaded: dict[tuple[str, str], Reference] = {}
+        self._lock = threading.Lock()
+
+    def spec(self, run_id: str) -> JobSpec:
+        """The run's spec. Raises NotFound for a run nobody started."""
+        if run_id not in self._specs:
+            stored: Any = self.client.get(redis_keys.run_spec(run_id))
+            if stored is None:
+                raise NotFound(f"there is no run {run_id}", code="unknown_run")
+            self._specs[run_id] = spec_from_json(stored)
+        return self._specs[run_id]
+
+    def of(self, run_id: str) -> Reference:
+        """The run's pi0, loaded. Raises NotFound, or InvalidInput when its folder may not be loaded."""
+        model = self.spec(run_id).model
+        with self._lock:
+            key = (model.path, model.dtype)
+            if key not in self._loaded:
+                self._loaded = {key: self._load(model)}
+            return self._loaded[key]
+
+    def _load(self, model: ModelSpec) -> Reference:
+        policy: Any = load_policy(model.path, model.dtype)
+        return Reference(
+            model=policy.to(self.device),
+            tokenizer=load_tokenizer(model.path),
+            model_hash=inspect_model_folder(model.path).model_hash,
+            tokens_per_forward=self.tokens_per_forward,
+            lock=threading.Lock(),
+        )

@@ -1,0 +1,94 @@
+"""From a prompt to judged and scored trajectories of pi0, and of people."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.value_estimation.peers import Peers
+from services.value_estimation.reference import Reference
+from spo import redis_keys
+from spo.logs import get_logger
+from spo.tasks.problem import extract_program, write_response
+from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_REFERENCE, Prompt, PromptGroup, Sampling
+from spo.v1.trajectory_pb2 import FINISH_REASON_STOP, Hop, Trajectory
+from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED
+
+log = get_logger("samples")
+
+REFERENCE_VERSION = 0
+
+
+@dataclass(frozen=True)
+class SampleMaker:
+    """Makes the offline trajectories of one run."""
+
+    run_id: str
+    reference: Reference
+    peers: Peers
+
+    def sample_reference(self, prompt: Prompt, sampling: Sampling, name: str) -> list[Trajectory]:
+        """Samples of pi0, judged and scored; `name` makes their ids, so a repeated chunk is the same chunk."""
+        group = PromptGroup(
+            group_id=f"{name}-{prompt.prompt_id[:24]}",
+            run_id=self.run_id,
+            prompt=prompt,
+            sampling=sampling,
+            policy_version=REFERENCE_VERSION,
+            source=SOURCE_REFERENCE,
+            dispatched_unix_ms=int(time.time() * 1000),
+        )
+        trajectories = self.peers.generate(group)
+        self._judge(prompt, trajectories)
+        self._score(trajectories)
+        return trajectories
+
+    def import_human(self, prompt: Prompt, programs: Sequence[str], max_response_tokens: int) -> list[Trajectory]:
+        """People's programs as trajectories, those the judge accepts; longer ones than the run's limit are left out."""
+        candidates = [self._human(prompt, program, index) for index, program in enumerate(programs)]
+        fitting = [each for each in candidates if len(each.response_token_ids) <= max_response_tokens]
+        if not fitting:
+            return []
+        self._judge(prompt, fitting)
+        accepted = [each for each in fitting if each.verdict.outcome == OUTCOME_ACCEPTED]
+        if len(accepted) < len(programs):
+            log.info("human solutions left out", prompt=prompt.prompt_id[:12], given=len(programs), kept=len(accepted))
+        self._score(accepted)
+        return accepted
+
+    def _human(self, prompt: Prompt, program: str, index: int) -> Trajectory:
+        text = write_response(program, "fenced" if prompt.response_format == "fenced" else "raw")
+        prompt_tokens, response_tokens = self.reference.encode(prompt.text, text)
+        group_id = f"human-{prompt.prompt_id[:24]}"
+        return Trajectory(
+            trajectory_id=redis_keys.trajectory_id(self.run_id, group_id, index, 0, REFERENCE_VERSION),
+            group_id=group_id,
+            run_id=self.run_id,
+            prompt_id=prompt.prompt_id,
+            sample_index=index,
+            source=SOURCE_HUMAN,
+            prompt_token_ids=prompt_tokens,
+            response_token_ids=response_tokens,
+            response_text=text,
+            finish_reason=FINISH_REASON_STOP,
+            sampler="human",
+            created_unix_ms=int(time.time() * 1000),
+        )
+
+    def _judge(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
+        programs = [extract_program(each.response_text, prompt.response_format) for each in trajectories]
+        verdicts = self.peers.judge_programs(prompt, programs)
+        for trajectory, verdict in zip(trajectories, verdicts, strict=True):
+            trajectory.verdict.CopyFrom(verdict)
+            trajectory.reward = 0.0 if verdict.outcome == OUTCOME_ACCEPTED else -1.0
+            trajectory.hops.append(Hop(service="sandbox-judge", at_unix_ms=int(time.time() * 1000)))
+
+    def _score(self, trajectories: Sequence[Trajectory]) -> None:
+        scored = self.reference.logprobs(
+            [each.prompt_token_ids for each in trajectories], [each.response_token_ids for each in trajectories]
+        )
+        for trajectory, logprobs in zip(trajectories, scored, strict=True):
+            trajectory.reference_logprobs[:] = logprobs
+            trajectory.reference_hash = self.reference.model_hash
+            trajectory.hops.append(Hop(service="value-estimation", at_unix_ms=int(time.time() * 1000)))

@@ -1,0 +1,165 @@
+"""Estimates Qhat_0: takes prompts off the stream `estimates`, samples pi0, has the samples judged, counts successes.
+
+Resumable by chunk: a chunk's counts are written after its trajectories are in the replay buffer, so a killed worker's
+successor repeats at most one chunk per prompt, under the same trajectory ids.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+from google.protobuf.message import DecodeError
+
+from services.value_estimation.peers import Peers
+from services.value_estimation.reference import References
+from services.value_estimation.samples import SampleMaker
+from services.value_estimation.settings import Settings
+from spo import metrics, redis_keys
+from spo.errors import InvalidInput
+from spo.job_spec import JobSpec
+from spo.service import keep_alive_while
+from spo.streams import Consumer, Entry, consume
+from spo.v1.prompt_pb2 import Sampling
+from spo.v1.trajectory_pb2 import Trajectory
+from spo.v1.value_pb2 import EstimateRequest, PromptValue
+
+WANTED_STATES = (b"validating", b"estimating", b"running", b"pausing", b"paused")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Part of the samples of a prompt that is asked for, judged and stored at once."""
+
+    name: str
+    sampling: Sampling
+    counts: bool
+
+
+@dataclass
+class ValueWorker:
+    """Estimates prompts_in_hand prompts at once, one thread each, so that engine and judge overlap."""
+
+    client: redis.Redis
+    references: References
+    peers: Peers
+    settings: Settings
+    name: str
+
+    def run(self, stop: threading.Event) -> None:
+        """Work until stop is set."""
+        threads = [
+            threading.Thread(target=self._hand, args=(number, stop), name=f"estimate-{number}", daemon=True)
+            for number in range(self.settings.prompts_in_hand)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _hand(self, number: int, stop: threading.Event) -> None:
+        consumer = Consumer(
+            self.client,
+            redis_keys.estimates(),
+            redis_keys.VALUE_GROUP,
+            f"{self.name}-{number}",
+            self.settings.reclaim_seconds,
+        )
+
+        def estimate(entries: list[Entry]) -> None:
+            with keep_alive_while(lambda: consumer.keep_alive(entries), self.settings.reclaim_seconds / 4):
+                for entry in entries:
+                    self.estimate(_decode(entry.payload))
+                consumer.finish(entries)
+
+        consume(consumer, estimate, stop, count=1)
+
+    def estimate(self, request: EstimateRequest) -> None:
+        """Make the prompt's offline trajectories and write its value; does nothing when that is done already."""
+        run_id, prompt = request.run_id, request.prompt
+        state: Any = self.client.get(redis_keys.run_state(run_id))
+        known = self.client.hexists(redis_keys.run_values(run_id), prompt.prompt_id)
+        if known or state not in WANTED_STATES:
+            return
+        spec = self.references.spec(run_id)
+        reference = self.references.of(run_id)
+        maker = SampleMaker(run_id, reference, self.peers)
+        self._import_human(maker, request, spec)
+        value_key = redis_keys.value_key(
+            reference.model_hash, prompt.prompt_id, prompt.tests_digest, _sampler(request), self.peers.judge_version()
+        )
+        counts = self._stored_counts(value_key, request, spec) or self._sample(maker, request, value_key)
+        value = PromptValue(
+            prompt_id=prompt.prompt_id,
+            value_key=value_key,
+            samples=sum(samples for samples, _ in counts),
+            successes=sum(successes for _, successes in counts),
+        )
+        self.client.hset(redis_keys.run_values(run_id), prompt.prompt_id, value.SerializeToString())
+
+    def _import_human(self, maker: SampleMaker, request: EstimateRequest, spec: JobSpec) -> None:
+        if request.human_solutions:
+            limit = spec.model.max_response_tokens
+            human = maker.import_human(request.prompt, request.human_solutions, limit)
+            if human:
+                self.peers.append(request.run_id, human)
+
+    def _stored_counts(self, value_key: str, request: EstimateRequest, spec: JobSpec) -> list[tuple[int, int]]:
+        """Counts of an earlier run, when this run needs only the value and not the samples; else none."""
+        wants_samples = any(part.source == "reference" and part.share > 0 for part in spec.replay.mix)
+        stored: Any = {} if wants_samples else self.client.hgetall(redis_keys.value_counts(value_key))
+        counts = [_parse(text) for text in stored.values()]
+        return counts if sum(samples for samples, _ in counts) >= request.sampling.samples else []
+
+    def _sample(self, maker: SampleMaker, request: EstimateRequest, value_key: str) -> list[tuple[int, int]]:
+        progress = redis_keys.value_progress(request.run_id, request.prompt.prompt_id)
+        done: Any = self.client.hgetall(progress)
+        counts = []
+        for chunk in _chunks(request, self.settings.chunk_samples):
+            stored = done.get(chunk.name.encode())
+            if stored is None:
+                found = maker.sample_reference(request.prompt, chunk.sampling, chunk.name)
+                self.peers.append(request.run_id, found)
+                stored = f"{len(found)}:{_successes(found)}".encode()
+                self.client.hset(progress, chunk.name, stored)
+                metrics.VALUE_SAMPLES.inc(len(found))
+            if chunk.counts:
+                counts.append(_parse(stored))
+                self.client.hset(redis_keys.value_counts(value_key), chunk.name, stored)
+        return counts
+
+
+def _chunks(request: EstimateRequest, size: int) -> Iterator[Chunk]:
+    """The samples of a request in chunks, each with its own seed: first those that count, then the extra ones."""
+    for kind, sampling in (("value", request.sampling), ("extra", request.extra_sampling)):
+        for index, start in enumerate(range(0, sampling.samples, size)):
+            part = Sampling()
+            part.CopyFrom(sampling)
+            part.samples = min(size, sampling.samples - start)
+            part.seed = (sampling.seed + index) % 2**63
+            yield Chunk(f"{kind}-{index}", part, counts=kind == "value")
+
+
+def _sampler(request: EstimateRequest) -> str:
+    """The settings that a value depends on."""
+    sampling = request.sampling
+    return f"T={sampling.temperature_min:g}..{sampling.temperature_max:g} p={sampling.top_p:g} n={sampling.max_tokens}"
+
+
+def _successes(trajectories: Sequence[Trajectory]) -> int:
+    return sum(each.reward >= 0 for each in trajectories)
+
+
+def _parse(text: bytes) -> tuple[int, int]:
+    samples, successes = text.split(b":")
+    return int(samples), int(successes)
+
+
+def _decode(payload: bytes) -> EstimateRequest:
+    try:
+        return EstimateRequest.FromString(payload)
+    except DecodeError as error:
+        raise InvalidInput(f"not an EstimateRequest: {error}", code="malformed_entry") from None
