@@ -26,6 +26,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
+INDEX_FILE = "model.safetensors.index.json"
 JSON_BYTES_MAXIMUM = 64 << 20
 HEADER_BYTES_MAXIMUM = 100 << 20
 
@@ -63,6 +64,7 @@ def inspect_model_folder(path: str | Path) -> ModelFolder:
             _refuse_auto_map(_read_json(file), file)
     for file in weights:
         _check_safetensors(file)
+    _check_shards_are_there(folder.resolve() / INDEX_FILE, files)
     return ModelFolder(
         path=folder,
         model_hash=_digest(tuple((file, _stamp(file)) for file in (config_file, *tokenizer_files, *weights))),
@@ -139,6 +141,17 @@ def _check_safetensors(file: Path) -> None:
             raise _refused(f"{file.name} has an unreadable safetensors header") from error
     if promised != size - 8 - header_bytes:
         raise _refused(f"{file.name} holds {size - 8 - header_bytes} bytes of weights but its header says {promised}")
+
+
+def _check_shards_are_there(index_file: Path, files: frozenset[Path]) -> None:
+    if index_file not in files:
+        return
+    shards = _read_json(index_file).get("weight_map")
+    if not isinstance(shards, dict):
+        raise _refused(f"{index_file.name} holds no weight_map")
+    for shard in sorted({str(shard) for shard in shards.values()}):
+        if index_file.parent / shard not in files:
+            raise _refused(f"{index_file.name} names {shard}, which is not there")
 
 
 def _stamp(file: Path) -> tuple[int, int, int]:
