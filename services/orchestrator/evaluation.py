@@ -33,7 +33,7 @@ from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_INTERNAL_ERROR
 
 log = get_logger("evaluation")
 
-POLL_SECONDS = 0.5
+POLL_SECONDS = 1.0
 RETRY_SECONDS = 1.0
 PROBLEM_SECONDS = 600.0
 CALL_SECONDS = 120.0

@@ -65,12 +65,21 @@ class Feeder:
             try:
                 running = self.jobs.in_states((JobState.RUNNING,))
                 for job_id in running:
-                    self.feed(job_id)
-            except (SpoError, redis.RedisError) as error:
-                log.warning("could not feed; trying again", reason=str(error))
+                    self._feed_or_fail(job_id)
+            except redis.RedisError as error:
+                log.warning("Redis does not answer; trying again", reason=str(error))
             for ended in set(self._courses) - set(running):
                 del self._courses[ended]
             stop.wait(POLL_SECONDS if running else IDLE_SECONDS)
+
+    def _feed_or_fail(self, job_id: str) -> None:
+        try:
+            self.feed(job_id)
+        except SpoError as error:
+            if error.retryable:
+                log.warning("could not feed; trying again", job=job_id, reason=error.message)
+            else:
+                self.jobs.fail(job_id, error.code, error.message)
 
     def feed(self, job_id: str) -> int:
         """Publish as many groups as the limiter has room for; returns how many."""

@@ -42,7 +42,7 @@ class HttpServer:
         """Serve until stop. Raises Unreachable when the port cannot be had."""
         thread = threading.Thread(target=self._serve, name="http", daemon=True)
         thread.start()
-        while not stop.wait(0.2):
+        while not stop.wait(0.5):
             if not thread.is_alive():
                 raise Unreachable(f"the HTTP server on {self.host}:{self.server.config.port} ended", code="http_ended")
         self.server.should_exit = True
