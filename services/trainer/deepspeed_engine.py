@@ -14,6 +14,7 @@ import deepspeed
 import deepspeed.comm
 import deepspeed.ops
 import torch
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from torch import Tensor, nn
 
 from spo.errors import IntegrityError, PreconditionFailed
@@ -139,6 +140,8 @@ class DeepSpeedEngine:
         """Free the model and its optimiser; the process goes on to the next job."""
         self.model.destroy()
         del self.model, self._optimizer
+        # ZeRO-3 leaves modules on this global stack, and through them the whole engine alive.
+        FWD_MODULE_STACK.clear()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
