@@ -13,7 +13,7 @@ import redis
 from services.inference.engine import Engine, EngineSpec
 from services.inference.engine_thread import EngineThread
 from services.inference.settings import Settings
-from services.inference.weights import PolicyVersions, reference_weights
+from services.inference.weights import REFERENCE_VERSION, PolicyVersions, reference_weights
 from spo import metrics, redis_keys, streams
 from spo.errors import NotFound, NotReady, PreconditionFailed, SpoError
 from spo.job_spec import JobSpec, spec_from_json
@@ -41,6 +41,12 @@ class Assignment:
     versions: PolicyVersions
     tokenizer: Any
     sampler: str
+
+    @property
+    def policy_version(self) -> int:
+        """The version that is loaded; 0 while the engine still holds the last run's weights."""
+        loaded = self.engine.loaded
+        return loaded.version if loaded.run_id == self.run_id else REFERENCE_VERSION
 
 
 class Replica:
@@ -72,7 +78,7 @@ class Replica:
         request.problem = self._problem
         if assignment:
             request.run_id = assignment.run_id
-            request.policy_version = assignment.engine.loaded.version
+            request.policy_version = assignment.policy_version
             request.load = min(1.0, assignment.engine.running_sequences / self._settings.max_sequences)
 
     # --- serving threads ---
@@ -147,6 +153,7 @@ class Replica:
         )
         warm = self._warm
         if warm and warm.engine_spec.fits(engine_spec):
+            warm.engine.announce(wish.run_id, warm.versions.reference)
             return replace(warm, run_id=wish.run_id, spec=spec)
         if warm:
             log.info("another model is wanted; the process ends so that it starts with a clean engine")
@@ -161,6 +168,9 @@ class Replica:
         engine.start()
         while not engine.ready.wait(FOLLOW_SECONDS):
             if engine.failure:
+                # Told before the process ends: the next one may well fail the same way.
+                self._problem = f"vLLM cannot serve the model: {engine.failure}"
+                stop.wait(RETRY_SECONDS)
                 raise engine.failure
             if stop.is_set():
                 return None

@@ -50,7 +50,7 @@ class InferenceService(InferenceServiceServicer):
             replica_id=self._replica_id,
             run_id=assignment.run_id,
             model_hash=assignment.engine_spec.model_hash,
-            policy_version=assignment.engine.loaded.version,
+            policy_version=assignment.policy_version,
             engine=assignment.sampler,
             running_sequences=assignment.engine.running_sequences,
         )

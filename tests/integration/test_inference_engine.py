@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +14,13 @@ from transformers import LlamaForCausalLM
 
 from services.inference.engine import Engine, EngineSpec, Sample, SampleRequest
 from services.inference.engine_thread import EngineThread, SampleGroup
+from services.inference.rollouts import MAX_SAMPLES, draw_samples
 from services.inference.settings import Settings
 from services.inference.weights import PolicyVersions, Weights, reference_weights
 from spo.errors import IntegrityError, InvalidInput, NotFound, NotReady
 from spo.tasks.toy_tokenizer import build_tokenizer
 from spo.testing_models import random_llama, write_random_llama
+from spo.v1.prompt_pb2 import Sampling
 from spo.weight_store import WeightStore
 
 pytestmark = pytest.mark.slow
@@ -73,6 +76,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     assert thread.ready.wait(WAIT_SECONDS), thread.failure
     yield Served(thread, engines[0], PolicyVersions(store, reference), store, reference, models)
     thread.stop()
+
+
+def wait_until(what: str, probe: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not probe():
+        assert time.monotonic() < deadline, f"waited {WAIT_SECONDS:g} s for {what}"
+        time.sleep(0.002)
 
 
 def greedy_request(max_tokens: int = 24, prompt: tuple[int, ...] = PROMPT) -> SampleRequest:
@@ -192,11 +202,75 @@ def test_newest_means_the_announced_version_and_running_groups_finish_on_theirs(
     served.thread.announce("job_other", served.reference)
 
 
+def test_kept_groups_go_on_under_new_weights_with_true_logprobs_and_versions(served: Served) -> None:
+    settings = Settings(max_sequences=32, in_flight="keep")
+    # Once the module's own thread is idle, this one may drive its engine.
+    served.sample(greedy_request(1))
+    wait_until("the engine to be idle at version 0", lambda: served.thread.loaded == served.reference)
+    thread = EngineThread(lambda: served.engine, served.reference, settings)
+    thread.start()
+    requests = [sampled_request(seed, 1.0, 1.0, max_tokens=100) for seed in range(32)]
+    group = SampleGroup(RUN, requests, None)
+    thread.submit(group)
+    wait_until("sequences to run", lambda: thread.running_sequences > 0)
+    thread.announce(RUN, served.versions.resolve(RUN, 1))
+    samples = group.future.result(WAIT_SECONDS)
+    thread.announce(RUN, served.reference)
+    wait_until("the weights to be put back", lambda: thread.loaded == served.reference)
+    thread.stop()
+
+    switched = [sample for sample in samples if (sample.version_first, sample.version_last) == (0, 1)]
+    assert switched
+    for sample in switched:
+        request = requests[samples.index(sample)]
+        sampled = torch.tensor(sample.logprobs)
+        old, new = (sampling_logprobs(served.models[version], request, sample.token_ids) for version in (0, 1))
+        is_old, is_new = (sampled - old).abs() < 1e-3, (sampled - new).abs() < 1e-3
+        at = int(is_old.long().cumprod(0).sum())
+        assert at > 0
+        assert is_new[at:].all()
+
+
+def test_temperatures_and_seeds_are_drawn_from_the_groups_seed() -> None:
+    sampling = Sampling(samples=500, temperature_min=0.1, temperature_max=0.8, top_p=0.95, max_tokens=8, seed=7)
+    drawn = draw_samples((1, 2), sampling)
+    temperatures = [request.temperature for request in drawn]
+    assert drawn == draw_samples((1, 2), sampling)
+    assert 0.1 <= min(temperatures) < 0.12
+    assert 0.78 < max(temperatures) <= 0.8
+    assert abs(sum(temperatures) / 500 - 0.45) < 0.03
+    assert len({request.seed for request in drawn}) == 500
+    sampling.seed = 8
+    assert drawn != draw_samples((1, 2), sampling)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"samples": 0},
+        {"samples": MAX_SAMPLES + 1},
+        {"max_tokens": 0},
+        {"temperature_min": -0.1},
+        {"temperature_min": 0.9},
+        {"temperature_max": float("nan")},
+        {"temperature_max": float("inf")},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+    ],
+)
+def test_impossible_sampling_is_refused(wrong: dict[str, float]) -> None:
+    sampling = Sampling(samples=1, temperature_min=0.1, temperature_max=0.8, top_p=0.95, max_tokens=8)
+    for name, value in wrong.items():
+        setattr(sampling, name, value)
+    with pytest.raises(InvalidInput):
+        draw_samples((1, 2), sampling)
+
+
 def test_a_group_nobody_waits_for_frees_its_sequences(served: Served) -> None:
     group = served.submit(*[sampled_request(seed, max_tokens=100) for seed in range(32)])
     assert group.future.cancel()
     assert served.sample(greedy_request(4))
-    assert served.thread.running_sequences == 0
+    wait_until("the cancelled sequences to be gone", lambda: served.thread.running_sequences == 0)
 
 
 def test_a_prompt_vllm_cannot_take_fails_alone(served: Served) -> None:
