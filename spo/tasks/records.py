@@ -4,6 +4,7 @@ Files come from users, so sizes are bounded and nothing is ever unpickled.
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ LINE_BYTES_MAXIMUM = 256 << 20
 ROW_GROUP_BYTES_MAXIMUM = 4 << 30
 ROWS_PER_READ = 16
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
+
+_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -90,9 +93,13 @@ def _json_lines(file: Path) -> Iterator[Record]:
 def parse_json(text: str | bytes, place: str) -> Any:
     """Return parsed JSON; integers too long for Python stay text instead of refusing the whole file."""
     try:
-        return json.loads(text, parse_int=_integer)
+        parsed = json.loads(text, parse_int=_integer)
+        if _SURROGATE_ESCAPE.search(text if isinstance(text, bytes) else text.encode()):
+            # Half a character is valid JSON, but no program could ever read or print it.
+            json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise malformed(place, f"not valid JSON: {error}") from error
+    return parsed
 
 
 def _integer(digits: str) -> int | str:

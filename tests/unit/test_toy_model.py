@@ -56,6 +56,7 @@ def test_a_wrong_command_line_prints_the_usage() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # A minute and a half of one core, shared with whatever else the machine does.
 def test_pi0_is_half_right_and_cooling_does_not_repair_it(tmp_path: Path) -> None:
     build_reference_model(tmp_path / "pi0")
     model, tokenizer = load_policy(tmp_path / "pi0", "float32"), load_tokenizer(tmp_path / "pi0")
