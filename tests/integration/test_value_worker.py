@@ -1,0 +1,351 @@
+"""From a prompt to its value and offline data: everything real but the engine and the judge."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import torch
+
+from services.replay_buffer.batches import BatchDrawer
+from services.replay_buffer.ingest_worker import IngestWorker
+from services.replay_buffer.service import ReplayService
+from services.replay_buffer.store import ReplayStore
+from services.replay_buffer.values import PromptValues
+from services.value_estimation.peers import Peers
+from services.value_estimation.reference import References
+from services.value_estimation.service import ValueService
+from services.value_estimation.settings import Settings
+from services.value_estimation.value_worker import ValueWorker
+from spo import redis_keys
+from spo.errors import InvalidInput, NotReady
+from spo.job_spec import parse_job_spec, spec_to_json
+from spo.policy_model import load_tokenizer
+from spo.rpc import Client, RpcServer
+from spo.streams import Consumer, depth, publish
+from spo.testing_models import write_random_llama
+from spo.v1 import inference_service_pb2 as inference
+from spo.v1 import judge_service_pb2 as judge
+from spo.v1.inference_service_pb2_grpc import (
+    InferenceServiceServicer,
+    InferenceServiceStub,
+    add_InferenceServiceServicer_to_server,
+)
+from spo.v1.judge_service_pb2_grpc import JudgeServiceServicer, JudgeServiceStub, add_JudgeServiceServicer_to_server
+from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_ONLINE, SOURCE_REFERENCE, Prompt, PromptGroup, Sampling
+from spo.v1.replay_service_pb2_grpc import ReplayServiceStub, add_ReplayServiceServicer_to_server
+from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
+from spo.v1.value_pb2 import EstimateRequest, PromptValue
+from spo.v1.value_service_pb2_grpc import ValueServiceStub, add_ValueServiceServicer_to_server
+from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict
+
+RUN = "job_TEST"
+PROMPT = Prompt(
+    prompt_id="p" * 64, text="sum of the even numbers", tests_digest="t", language="python", response_format="raw"
+)
+RIGHT, WRONG = "b=[", "print("
+
+
+class Engine(InferenceServiceServicer):
+    """Every fourth sample is right; refuses the first `unready` calls."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.unready = 0
+        self.calls: list[PromptGroup] = []
+
+    def Generate(self, request: inference.GenerateRequest, context: Any) -> inference.GenerateResponse:
+        if self.unready:
+            self.unready -= 1
+            raise NotReady("the model still loads")
+        self.calls.append(request.group)
+        samples = [self._sample(request.group, index) for index in range(request.group.sampling.samples)]
+        return inference.GenerateResponse(group=RolloutGroup(request=request.group, trajectories=samples))
+
+    def _sample(self, group: PromptGroup, index: int) -> Trajectory:
+        text = RIGHT if index % 4 == 0 else WRONG
+        tokens = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+        return Trajectory(
+            trajectory_id=redis_keys.trajectory_id(RUN, group.group_id, index, 0, 0),
+            run_id=RUN,
+            prompt_id=group.prompt.prompt_id,
+            source=group.source,
+            prompt_token_ids=[1, 2, 3],
+            response_token_ids=tokens,
+            sampling_logprobs=[-1.0] * len(tokens),
+            response_text=text,
+        )
+
+
+class Judge(JudgeServiceServicer):
+    """Accepts RIGHT; remembers how many programs it was sent."""
+
+    def __init__(self) -> None:
+        self.programs = 0
+
+    def Judge(self, request: judge.JudgeRequest, context: Any) -> judge.JudgeResponse:
+        self.programs += len(request.programs)
+        outcomes = [OUTCOME_ACCEPTED if program == RIGHT else OUTCOME_WRONG_ANSWER for program in request.programs]
+        return judge.JudgeResponse(verdicts=[Verdict(outcome=outcome) for outcome in outcomes])
+
+    def DescribeJudge(self, request: judge.DescribeJudgeRequest, context: Any) -> judge.DescribeJudgeResponse:
+        return judge.DescribeJudgeResponse(judge_version="test")
+
+
+@dataclass
+class Stage:
+    """Everything around a value worker."""
+
+    client: redis.Redis
+    worker: ValueWorker
+    engine: Engine
+    judge: Judge
+    store: ReplayStore
+    references: References
+    address: str
+
+    def request(self, **fields: Any) -> EstimateRequest:
+        sampling = Sampling(samples=40, temperature_min=1, temperature_max=1, top_p=1, max_tokens=44, seed=5)
+        return EstimateRequest(run_id=RUN, prompt=PROMPT, sampling=sampling, **fields)
+
+    def value(self) -> PromptValue:
+        stored: Any = self.client.hget(redis_keys.run_values(RUN), PROMPT.prompt_id)
+        return PromptValue.FromString(stored)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pi0")
+    write_random_llama(folder, seed=1)
+    return folder
+
+
+@pytest.fixture
+def stage(redis_client: redis.Redis, model_path: Path) -> Iterator[Stage]:
+    torch.set_num_threads(1)
+    spec = parse_job_spec({"model": {"path": str(model_path)}})
+    redis_client.set(redis_keys.run_spec(RUN), spec_to_json(spec))
+    redis_client.set(redis_keys.run_state(RUN), "estimating")
+    store = ReplayStore(redis_client)
+    references = References(redis_client, 4096, "cpu")
+    engine, referee = Engine(load_tokenizer(model_path)), Judge()  # type: ignore[abstract]
+    server = RpcServer("127.0.0.1", 0)
+    add_InferenceServiceServicer_to_server(engine, server.server)
+    add_JudgeServiceServicer_to_server(referee, server.server)
+    drawer = BatchDrawer(store, PromptValues(redis_client))
+    add_ReplayServiceServicer_to_server(ReplayService(store, drawer), server.server)
+    add_ValueServiceServicer_to_server(ValueService(redis_client, references), server.server)
+    server.start()
+    settings = Settings(chunk_samples=16, patience_seconds=20, prompts_in_hand=2)
+    peers = Peers(
+        Client("inference", server.address, InferenceServiceStub),
+        Client("sandbox-judge", server.address, JudgeServiceStub),
+        Client("replay-buffer", server.address, ReplayServiceStub),
+        settings,
+        threading.Event(),
+    )
+    worker = ValueWorker(redis_client, references, peers, settings, "worker")
+    yield Stage(redis_client, worker, engine, referee, store, references, server.address)
+    server.stop(1)
+
+
+def test_a_prompts_value_is_its_success_count_and_its_samples_become_offline_data(stage: Stage) -> None:
+    stage.worker.estimate(stage.request())
+
+    value = stage.value()
+    assert (value.samples, value.successes) == (40, 4 + 4 + 2)
+    assert [group.sampling.samples for group in stage.engine.calls] == [16, 16, 8]
+    assert len({group.sampling.seed for group in stage.engine.calls}) == 3
+    assert all(group.policy_version == 0 and group.HasField("policy_version") for group in stage.engine.calls)
+    counts = stage.store.counts(RUN)
+    assert counts.inserted["reference"] == 2, "forty samples, two different programs"
+    assert counts.duplicates == 38
+
+
+def test_extra_samples_become_data_but_do_not_count(stage: Stage) -> None:
+    extra = Sampling(samples=8, temperature_min=0.1, temperature_max=0.8, top_p=0.95, max_tokens=44, seed=6)
+
+    stage.worker.estimate(stage.request(extra_sampling=extra))
+
+    assert stage.value().samples == 40
+    assert stage.engine.calls[-1].sampling.samples == 8
+
+
+def test_reference_logprobs_are_those_of_the_reference_model(stage: Stage) -> None:
+    stage.worker.estimate(stage.request())
+
+    stored, _ = stage.store.newest_first(RUN, "", 10)
+    for trajectory in stored:
+        assert len(trajectory.reference_logprobs) == len(trajectory.response_token_ids)
+        assert all(logprob < 0 for logprob in trajectory.reference_logprobs)
+        assert trajectory.reference_hash == stage.references.of(RUN).model_hash
+
+
+def test_a_killed_estimate_resumes_at_its_chunk(stage: Stage) -> None:
+    stage.engine.unready = 0
+    original = stage.worker.peers.append
+    appended: list[int] = []
+
+    class Killed(BaseException):
+        """Stands for SIGKILL: no handler of ours sees it."""
+
+    def append_then_die(run_id: str, trajectories: Any) -> None:
+        original(run_id, trajectories)
+        appended.append(len(trajectories))
+        if len(appended) == 2:
+            raise Killed
+
+    object.__setattr__(stage.worker.peers, "append", append_then_die)
+    with pytest.raises(Killed):
+        stage.worker.estimate(stage.request())
+    object.__setattr__(stage.worker.peers, "append", original)
+    before = len(stage.engine.calls)
+
+    stage.worker.estimate(stage.request())
+
+    assert len(stage.engine.calls) - before == 2, "the first chunk was done; the second is repeated under the same ids"
+    assert stage.value().samples == 40
+    assert stage.store.counts(RUN).inserted["reference"] == 2
+
+
+def test_an_estimated_prompt_is_not_estimated_again(stage: Stage) -> None:
+    stage.worker.estimate(stage.request())
+    calls = len(stage.engine.calls)
+
+    stage.worker.estimate(stage.request())
+
+    assert len(stage.engine.calls) == calls
+
+
+def test_a_cancelled_run_costs_no_samples(stage: Stage) -> None:
+    stage.client.set(redis_keys.run_state(RUN), "cancelled")
+
+    stage.worker.estimate(stage.request())
+
+    assert stage.engine.calls == []
+
+
+def test_only_accepted_human_solutions_that_fit_are_imported(stage: Stage) -> None:
+    too_long = RIGHT * 60
+
+    stage.worker.estimate(stage.request(human_solutions=[RIGHT, WRONG, too_long]))
+
+    assert stage.store.counts(RUN).inserted["human"] == 1
+    human = [each for each in stage.store.newest_first(RUN, "", 50)[0] if each.source == SOURCE_HUMAN]
+    assert human[0].response_text == RIGHT
+    assert not human[0].sampling_logprobs
+
+
+def test_equal_programs_are_judged_once_per_call(stage: Stage) -> None:
+    stage.worker.estimate(stage.request())
+
+    assert stage.judge.programs == 3 * 2
+
+
+def test_an_engine_that_still_loads_is_waited_for(stage: Stage) -> None:
+    stage.engine.unready = 2
+
+    stage.worker.estimate(stage.request())
+
+    assert stage.value().samples == 40
+
+
+def test_the_worker_takes_its_prompts_from_the_stream(stage: Stage) -> None:
+    publish(stage.client, redis_keys.estimates(), [stage.request().SerializeToString(), b"\xff garbage"])
+    stop = threading.Event()
+    thread = threading.Thread(target=stage.worker.run, args=(stop,))
+    thread.start()
+    done = threading.Event()
+    for _ in range(300):
+        state = depth(stage.client, redis_keys.estimates(), redis_keys.VALUE_GROUP)
+        if state.lag + state.pending == 0 and stage.client.xlen(redis_keys.estimates()) == 0:
+            break
+        done.wait(0.1)
+    stop.set()
+    thread.join(20)
+
+    assert stage.value().samples == 40
+    assert stage.client.xlen(redis_keys.dead_letters(redis_keys.estimates())) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "code"),
+    [
+        ([1], [], "empty_sequence"),
+        ([], [1], "empty_sequence"),
+        ([1], [10**6], "foreign_tokens"),
+        ([1], [2] * 500, "too_long"),
+    ],
+)
+def test_sequences_the_reference_cannot_score_are_refused(
+    stage: Stage, prompt: list[int], response: list[int], code: str
+) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        stage.references.of(RUN).logprobs([prompt], [response])
+
+    assert caught.value.code == code
+
+
+def online_group(number: int) -> RolloutGroup:
+    trajectories = [
+        Trajectory(
+            trajectory_id=f"traj_{number}_{index}",
+            run_id=RUN,
+            prompt_id=PROMPT.prompt_id,
+            source=SOURCE_ONLINE,
+            prompt_token_ids=[1, 2],
+            response_token_ids=[5, 6, 2],
+            sampling_logprobs=[-0.5, -0.5, -0.5],
+            response_text="x",
+            verdict=Verdict(outcome=OUTCOME_ACCEPTED),
+            reward=0.0,
+        )
+        for index in range(4)
+    ]
+    return RolloutGroup(request=PromptGroup(run_id=RUN, group_id=str(number)), trajectories=trajectories)
+
+
+@pytest.fixture
+def ingest(stage: Stage) -> IngestWorker:
+    consumer = Consumer(stage.client, redis_keys.verdicts(), redis_keys.INGEST_GROUP, "ingest", 0.0)
+    return IngestWorker(stage.store, consumer, Client("value-estimation", stage.address, ValueServiceStub), 64, 30)
+
+
+def test_judged_groups_enter_with_their_reference_logprobs(stage: Stage, ingest: IngestWorker) -> None:
+    publish(stage.client, redis_keys.verdicts(), [online_group(number).SerializeToString() for number in range(5)])
+
+    ingest.ingest(ingest.consumer.read(64, 0.5))
+
+    stored, _ = stage.store.newest_first(RUN, "", 50)
+    assert len(stored) == 20
+    assert all(math.isfinite(sum(each.reference_logprobs)) and len(each.reference_logprobs) == 3 for each in stored)
+    assert stage.client.xlen(redis_keys.verdicts()) == 0
+
+
+def test_a_poison_group_is_buried_and_its_neighbours_enter(stage: Stage, ingest: IngestWorker) -> None:
+    poison = online_group(1)
+    poison.trajectories[0].reward = math.nan
+    unknown = online_group(2)
+    unknown.request.run_id = "job_NOBODY"
+    groups = [online_group(0), poison, unknown, online_group(3)]
+    publish(stage.client, redis_keys.verdicts(), [group.SerializeToString() for group in groups])
+    stop = threading.Event()
+    thread = threading.Thread(target=ingest.run, args=(stop,))
+    thread.start()
+    for _ in range(200):
+        if stage.client.xlen(redis_keys.verdicts()) == 0:
+            break
+        stop.wait(0.1)
+    stop.set()
+    thread.join(20)
+
+    assert stage.client.zcard(redis_keys.replay_ids(RUN)) == 8
+    assert stage.client.xlen(redis_keys.dead_letters(redis_keys.verdicts())) == 2
+    assert stage.store.counts(RUN).inserted["online"] == 8
+    assert SOURCE_REFERENCE not in {each.source for each in stage.store.newest_first(RUN, "", 50)[0]}
