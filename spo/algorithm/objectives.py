@@ -110,12 +110,9 @@ def clipped_cross_entropy(prediction: Tensor, target: Tensor, epsilon: float) ->
 def _log1mexp(y: Tensor) -> Tensor:
     """ln(1 - exp(y)) for y < 0, accurate at both ends (Maechler 2012)."""
     near_zero = y > -math.log(2)
-    # Each branch sees -1 where the other is taken: an infinity there would turn the gradient into nan.
-    return torch.where(
-        near_zero,
-        torch.log(-torch.expm1(torch.where(near_zero, y, -1.0))),
-        torch.log1p(-torch.exp(torch.where(near_zero, -1.0, y))),
-    )
+    # Where near 0, the far form sees -1: its infinity there would turn the gradient into nan.
+    far = torch.log1p(-torch.exp(torch.where(near_zero, -1.0, y)))
+    return torch.where(near_zero, torch.log(-torch.expm1(y)), far)
 
 
 def _reverse_q_target(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> Tensor:
