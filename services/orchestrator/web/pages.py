@@ -53,7 +53,7 @@ def show_job(request: Request, desk: DeskOf, job_id: JobId) -> Response:
 def show_live_parts(request: Request, desk: DeskOf, job_id: JobId) -> Response:
     """The parts of a job's page that change, rendered again for its script."""
     job = views.job(desk, job_id)
-    return templates.TemplateResponse(request, "live.html", {"job": job, **_live_parts(desk, job_id)})
+    return templates.TemplateResponse(request, "refresh.html", {"job": job, **_live_parts(desk, job_id)})
 
 
 def _live_parts(desk: DeskOf, job_id: str) -> dict[str, object]:

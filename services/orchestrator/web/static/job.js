@@ -5,7 +5,6 @@
   const id = page.dataset.job;
   const api = `/v1/jobs/${id}`;
   const final = ["succeeded", "failed", "cancelled"];
-  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const palette = ["#2f7ed8", "#e8871e", "#2ca25f", "#c0504d", "#8064a2", "#17a2b8"];
   const plots = new Map();
 
@@ -40,8 +39,11 @@
     const axes = [{ stroke: ink, grid, ticks: grid }, { stroke: ink, grid, ticks: grid, size: 56 }];
     const scales = { x: { time: place === "curve-queues" } };
     const width = Math.max(260, figure.clientWidth - 16);
-    const options = { width, height: 190, series: [{}, ...series], axes, scales, bands };
+    const options = { width, height: 190, series: [{ label: scales.x.time ? "time" : "step" }, ...series], axes, scales, bands };
     plots.set(place, { shape, plot: new uPlot(options, columns, figure) });
+    // The edges of an interval need no line of their own in the legend.
+    const rows = figure.querySelectorAll(".u-series");
+    lines.forEach((line, index) => { rows[index + 1].hidden = Boolean(line.thin); });
   }
 
   async function ask(path) {
@@ -74,8 +76,10 @@
     const reward = Object.keys(series).filter((name) => name.startsWith("reward"));
     const loss = Object.keys(series).filter((name) => name === "loss" || name.startsWith("loss_"));
     const kl = Object.keys(series).filter((name) => name.includes("kl"));
-    [["curve-reward", reward], ["curve-loss", loss], ["curve-kl", kl]].forEach(([place, names]) => {
-      if (names.length) draw(place, steps, named(names));
+    const curves = [["curve-reward", reward], ["curve-loss", loss], ["curve-kl", kl], ["curve-entropy", ["entropy"]]];
+    curves.forEach(([place, names]) => {
+      const lines = named(names);
+      if (lines.length) draw(place, steps, lines);
     });
   }
 
@@ -89,8 +93,13 @@
 
   async function refreshTables() {
     const answer = await fetch(`/jobs/${id}/live`);
+    if (!answer.ok) throw new Error(`the page: ${answer.status}`);
     // Rendered and escaped by the server.
-    if (answer.ok) document.getElementById("live").innerHTML = await answer.text();
+    const fresh = document.createElement("template");
+    fresh.innerHTML = await answer.text();
+    fresh.content.querySelectorAll("[data-part]").forEach((part) => {
+      document.getElementById(part.dataset.part).replaceChildren(...part.childNodes);
+    });
   }
 
   let wanted = true;
