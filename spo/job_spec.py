@@ -51,6 +51,18 @@ class TasksSpec(Section):
     kind: Literal["toy", "code_contests", "taco", "jsonl"] = "toy"
     path: str | None = Field(default=None, description="Local JSONL or Parquet file or folder of training problems.")
     evaluation_path: str | None = Field(default=None, description="Held-out problems; default: split off `path`.")
+    evaluation_kind: Literal["code_contests", "taco", "jsonl"] | None = Field(
+        default=None, description="Format of `evaluation_path`; default: the same as `kind`."
+    )
+    difficulties: tuple[str, ...] = Field(
+        default=(), max_length=64, description="Published difficulty levels to train on; default: all."
+    )
+    near_duplicate_similarity: float = Field(
+        default=0.8,
+        ge=0.3,
+        le=1,
+        description="Training problems whose statement is this similar to one in `evaluation_path` are left out.",
+    )
     train_problems: int = Field(default=160, ge=1, le=10_000_000)
     evaluation_problems: int = Field(default=80, ge=0, le=1_000_000)
     difficulty: Literal["standard", "hard"] = "standard"
@@ -60,6 +72,10 @@ class TasksSpec(Section):
     def files_are_named(self) -> Self:
         if self.kind != "toy" and not self.path:
             raise _violation("path", f"tasks of kind {self.kind} need the path of a local file")
+        if self.kind == "toy" and self.difficulties:
+            raise _violation("difficulties", "the toy contest is not filtered by difficulty")
+        if self.evaluation_kind and not self.evaluation_path:
+            raise _violation("evaluation_kind", "there is no evaluation_path that it would describe")
         return self
 
 

@@ -16,7 +16,7 @@ WALL_PER_CPU_SECOND = 5.0
 # What AlphaCode's judge allowed.
 ABSOLUTE_TOLERANCE = 1e-5
 
-_INSTRUCTION = (
+INSTRUCTION = (
     "Write a Python 3 program that reads from standard input and writes to standard output. "
     "Answer with the program in one ```python code block."
 )
@@ -38,7 +38,7 @@ class Columns(BaseModel):
 
 def ask_for_program(description: str) -> str:
     """Return the statement shown to the policy."""
-    return f"{description.strip()}\n\n{_INSTRUCTION}"
+    return f"{description.strip()}\n\n{INSTRUCTION}"
 
 
 def make_test_set(cases: list[TestCase], cpu_seconds: float, memory_bytes: int) -> TestSet:

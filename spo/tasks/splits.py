@@ -7,25 +7,27 @@ from blake3 import blake3
 
 from spo.errors import FieldViolation, InvalidInput
 from spo.job_spec import TasksSpec
+from spo.tasks.decontaminate import ContaminationIndex
 from spo.tasks.problem import Problem, TaskSets
 
 Reader = Callable[[str], Iterator[Problem]]
 
 
-def split_problems(spec: TasksSpec, read: Reader) -> TaskSets:
-    """Return at most `train_problems` and exactly `evaluation_problems`, no statement in both.
+def split_problems(spec: TasksSpec, read: Reader, read_evaluation: Reader) -> TaskSets:
+    """Return at most `train_problems` and exactly `evaluation_problems`; no problem, nor a copy of it, in both.
 
     The choice depends on the seed and the statements alone, not on the order of the files.
     """
-    path = spec.path or ""
+    training = _of_difficulty(read(spec.path or ""), spec.difficulties)
     if spec.evaluation_path is None:
-        chosen = _choose(read(path), spec.train_problems + spec.evaluation_problems, spec.seed)
+        chosen = _choose(training, spec.train_problems + spec.evaluation_problems, spec.seed)
         evaluation, train = chosen[: spec.evaluation_problems], chosen[spec.evaluation_problems :]
     else:
-        evaluation = _choose(read(spec.evaluation_path), spec.evaluation_problems, spec.seed)
-        held_out = {problem.statement for problem in evaluation}
-        training = (problem for problem in read(path) if problem.statement not in held_out)
-        train = _choose(training, spec.train_problems, spec.seed)
+        held_out = list(read_evaluation(spec.evaluation_path))
+        evaluation = _choose(held_out, spec.evaluation_problems, spec.seed)
+        # Against all of the file, so that another seed's held-out problems were not trained on either.
+        index = ContaminationIndex(held_out, spec.near_duplicate_similarity)
+        train = _choose(index.without_copies(training), spec.train_problems, spec.seed)
     if len(evaluation) < spec.evaluation_problems or not train:
         raise InvalidInput(
             "too few problems",
@@ -39,6 +41,10 @@ def split_problems(spec: TasksSpec, read: Reader) -> TaskSets:
             ),
         )
     return TaskSets(train=tuple(train), evaluation=tuple(evaluation))
+
+
+def _of_difficulty(problems: Iterable[Problem], difficulties: tuple[str, ...]) -> Iterator[Problem]:
+    return (problem for problem in problems if not difficulties or problem.difficulty in difficulties)
 
 
 def _choose(problems: Iterable[Problem], count: int, seed: int) -> list[Problem]:
