@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import services.sandbox_judge
-from services.sandbox_judge.seccomp_filter import OWN_PID, Freedom, filter_program
+from services.sandbox_judge.seccomp_filter import OWN_PID, Freedom, base_filter, narrowing_filter
 from services.sandbox_judge.settings import IsolationTier
 
 TIERS: tuple[IsolationTier, ...] = ("namespaces+seccomp+landlock", "namespaces+seccomp", "seccomp+landlock")
@@ -55,8 +56,10 @@ def launch(tier: IsolationTier, lane: int) -> Launch:
             "uid": FIRST_PROGRAM_UID + lane if root else None,
             "capabilities": 0 if namespaces or not root or _open_to_all(_prefix()) else _CAP_DAC_READ_SEARCH,
             "readable": ["/usr", *_SYSTEM_FOLDERS, "/etc/ld.so.cache", "/etc/alternatives", str(_prefix())],
-            "filters": {freedom.value: filter_program(freedom).hex() for freedom in Freedom},
-            "own_pid_marker": OWN_PID,
+            "scratch": "/tmp" if namespaces else None,
+            "base_filter": base_filter(),
+            "filters": {freedom.value: narrowing_filter(freedom) for freedom in Freedom},
+            "own_pid_marker": struct.pack("=I", OWN_PID),
         },
     )
 

@@ -51,7 +51,7 @@ def why_not(tier: IsolationTier) -> str | None:
     except (JudgeFault, NotReady) as fault:
         return str(fault)
     try:
-        if tier.endswith("landlock") and not zygote.greeting["landlock"]:
+        if tier.endswith("landlock") and not zygote.landlock_abi:
             return f"no Landlock in kernel {platform.release()}"
         return _first_failure(zygote)
     except (JudgeFault, CompileFailed) as fault:

@@ -10,7 +10,7 @@ import socket
 import time
 from dataclasses import dataclass, field
 
-from services.sandbox_judge.jail.program import CPU_LIMIT, RESULT, WALL_LIMIT
+from services.sandbox_judge.jail.program import BUSY_SHARE, CPU_LIMIT, RESULT, SETUP_FAILED, WALL_LIMIT
 from spo.v1 import verdict_pb2
 
 STDERR_KEPT_BYTES = 16 << 10
@@ -119,7 +119,7 @@ def _open_pipes(stdin: bytes) -> tuple[_Exchange, list[int]]:
 
 def _converse(exchange: _Exchange, channel: socket.socket, limits: RunLimits) -> None:
     """Feed stdin and collect outputs until the jail has reported and both outputs have ended."""
-    deadline = time.monotonic() + limits.wall_seconds + _PATIENCE_SECONDS
+    deadline = time.monotonic() + limits.wall_seconds + limits.cpu_seconds / BUSY_SHARE + _PATIENCE_SECONDS
     open_readers = set(exchange.readers)
     poller = exchange.poller
     for reader in open_readers:
@@ -183,7 +183,7 @@ def _collect(exchange: _Exchange, reader: int, limits: RunLimits, channel: socke
 def _classify(exchange: _Exchange, limits: RunLimits, stdout: bytes, stderr: bytes) -> Run:
     how, status, cpu_seconds, wall_seconds, memory_bytes = RESULT.unpack(exchange.result[1:])
     code = os.waitstatus_to_exitcode(status)
-    if code == 111 and stderr.startswith(b"jail failed"):
+    if code == SETUP_FAILED and stderr.startswith(b"jail failed"):
         raise JudgeFault(stderr.decode(errors="replace"))
     if exchange.overflow:
         ending = Ending.OUTPUT_LIMIT

@@ -43,10 +43,13 @@ adjtimex clock_adjtime sethostname setdomainname syslog lookup_dcookie modify_ld
 pidfd_getfd memfd_secret migrate_pages move_pages mbind set_mempolicy
 """
 
+# What only the jail itself needs (the narrowing filter takes it away from the program) or what can only take away.
+_JAIL = "kill tgkill pidfd_open clone fork vfork execve execveat setpgid capset chown fchown lchown fchownat"
+
 _FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1031, 1032)  # descriptors, flags, locks, pipe sizes; no owners, no signals
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # terminal questions, FIONREAD, FIONBIO, close-on-exec
-_PRCTL = (15, 16, 38, 0x53564D41)  # names, no_new_privs, names of mappings
-_REFUSED = {"socket": errno.EACCES, "clone3": errno.ENOSYS, "fork": errno.EAGAIN, "vfork": errno.EAGAIN}
+_PR_SET_PDEATHSIG = 1
+_PRCTL = (_PR_SET_PDEATHSIG, 15, 16, 22, 36, 38, 0x53564D41)  # names, seccomp, subreaper, no_new_privs, mapping names
 
 
 class Freedom(enum.Enum):
@@ -58,63 +61,64 @@ class Freedom(enum.Enum):
 
 
 @cache
-def filter_program(freedom: Freedom) -> bytes:
-    """The BPF program of a seccomp allow-list with OWN_PID left to fill in. Raises NotReady without libseccomp."""
-    try:
-        import pyseccomp
-    except (ImportError, OSError, RuntimeError) as error:
-        raise NotReady(f"seccomp filters need pyseccomp and libseccomp2: {error}") from error
-    rules = _Rules(pyseccomp)
-    for name in _FREE.split():
+def base_filter() -> bytes:
+    """BPF of the allow-list that zygotes and all below them live under. Raises NotReady without libseccomp."""
+    rules = _Rules(refuse_by_default=True)
+    for name in (*_FREE.split(), *_JAIL.split()):
         rules.allow(name)
     for name in _ATTACKS.split():
         rules.kill(name)
-    for name in ("kill", "tgkill"):
-        rules.allow(name, (0, OWN_PID))
-    for own in (0, OWN_PID):
-        rules.allow("prlimit64", (0, own))
+    rules.allow("prlimit64", (0, 0))
     rules.allow("socketpair", (0, _AF_UNIX))
     for argument, name, values in ((1, "fcntl", _FCNTL), (1, "ioctl", _IOCTL), (0, "prctl", _PRCTL)):
         for value in values:
             rules.allow(name, (argument, value))
-    _rule_processes(rules, freedom)
+    rules.refuse("socket", errno.EACCES)
+    rules.refuse("clone3", errno.ENOSYS)  # its flags lie in memory, where no filter sees them; libc falls back to clone
     return rules.export()
 
 
-def _rule_processes(rules: _Rules, freedom: Freedom) -> None:
+@cache
+def narrowing_filter(freedom: Freedom) -> bytes:
+    """BPF of the small filter that every run gets on top, with OWN_PID left to fill in.
+
+    It is installed for every test, so it only says what the program may not do of what the jail may. Raises NotReady.
+    """
+    rules = _Rules(refuse_by_default=False)
+    rules.refuse("prctl", errno.EPERM, (0, rules.library.EQ, _PR_SET_PDEATHSIG))
+    rules.refuse("setpgid", errno.EPERM)
+    for name in ("kill", "tgkill"):
+        rules.refuse(name, errno.EPERM, (0, rules.library.NE, OWN_PID))
     if freedom is Freedom.TOOLCHAIN:
-        for name in ("clone", "fork", "vfork", "execve", "execveat", "chown", "fchown", "lchown"):
-            rules.allow(name)
-        rules.refuse("clone3", errno.ENOSYS)
-        rules.refuse("socket", errno.EACCES)
-        return
-    rules.allow_masked("clone", 0, _CLONE_THREAD)
-    for name, number in _REFUSED.items():
-        rules.refuse(name, number)
-    if freedom is Freedom.COMMAND:
+        return rules.export()
+    rules.refuse("clone", errno.EPERM, (0, rules.library.MASKED_EQ, _CLONE_THREAD, 0))
+    for name in ("fork", "vfork"):
+        rules.refuse(name, errno.EPERM)
+    if freedom is Freedom.INTERPRETED:
         for name in ("execve", "execveat"):
-            rules.allow(name)
+            rules.refuse(name, errno.EPERM)
+    return rules.export()
 
 
 class _Rules:
-    """A libseccomp filter whose unknown calls fail with EPERM; calls this machine does not have are left out."""
+    """A libseccomp filter; calls that this machine's libseccomp does not know are left to the default."""
 
-    def __init__(self, library: Any) -> None:
-        self.library = library
-        self.filter = library.SyscallFilter(library.ERRNO(errno.EPERM))
+    def __init__(self, refuse_by_default: bool) -> None:
+        try:
+            import pyseccomp
+        except (ImportError, OSError, RuntimeError) as error:
+            raise NotReady(f"seccomp filters need pyseccomp and libseccomp2: {error}") from error
+        self.library: Any = pyseccomp
+        self.filter = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.EPERM) if refuse_by_default else pyseccomp.ALLOW)
 
     def allow(self, name: str, equal: tuple[int, int] | None = None) -> None:
-        conditions = [self.library.Arg(equal[0], self.library.EQ, equal[1])] if equal else []
-        self._add(self.library.ALLOW, name, conditions)
-
-    def allow_masked(self, name: str, argument: int, bit: int) -> None:
-        self._add(self.library.ALLOW, name, [self.library.Arg(argument, self.library.MASKED_EQ, bit, bit)])
+        self._add(self.library.ALLOW, name, (equal[0], self.library.EQ, equal[1]) if equal else None)
 
     def kill(self, name: str) -> None:
-        self._add(self.library.KILL_PROCESS, name, [])
+        self._add(self.library.KILL_PROCESS, name, None)
 
-    def refuse(self, name: str, number: int) -> None:
-        self._add(self.library.ERRNO(number), name, [])
+    def refuse(self, name: str, number: int, condition: tuple[int, ...] | None = None) -> None:
+        self._add(self.library.ERRNO(number), name, condition)
 
     def export(self) -> bytes:
         with tempfile.TemporaryFile() as sink:
@@ -122,9 +126,9 @@ class _Rules:
             sink.seek(0)
             return sink.read()
 
-    def _add(self, action: int, name: str, conditions: list[Any]) -> None:
+    def _add(self, action: int, name: str, condition: tuple[int, ...] | None) -> None:
         try:
             self.library.resolve_syscall(self.library.system_arch(), name)
         except (ValueError, OSError):
             return
-        self.filter.add_rule(action, name, *conditions)
+        self.filter.add_rule(action, name, *([self.library.Arg(*condition)] if condition else []))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import marshal
 import os
 import select
 import socket
@@ -21,8 +21,9 @@ from services.sandbox_judge.seccomp_filter import Freedom
 START_SECONDS = 30.0
 COMPILE_SECONDS = 10.0
 END_SECONDS = 10.0
-_SCRATCH_BYTES = 64 << 20
+FAREWELL_SECONDS = 1.0
 _MESSAGE_BYTES = 1 << 18
+_MARSHAL_VERSION = 2  # read by every Python 3
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,14 @@ class Zygote:
                 )
             except OSError as error:
                 raise JudgeFault(f"zygote cannot be started: {error}") from error
-        self.greeting = self._greet(launch.setting)
+        self.landlock_abi = self._greet(launch.setting)
 
-    def _greet(self, setting: dict[str, Any]) -> dict[str, Any]:
+    def _greet(self, setting: dict[str, Any]) -> int:
         try:
-            self._control.send(json.dumps(setting).encode())
+            self._control.send(marshal.dumps(setting, _MARSHAL_VERSION))
             answer = _receive(self._control, START_SECONDS)
-            if answer.startswith(b"{"):
-                greeting: dict[str, Any] = json.loads(answer)
-                return greeting
+            if answer.startswith(b"ready "):
+                return int(answer[6:])
         except OSError as error:
             answer = str(error).encode()
         reason = self._last_words() or answer.decode(errors="replace")
@@ -110,12 +110,11 @@ class Zygote:
             "wall_seconds": limits.wall_seconds,
             "memory_bytes": limits.memory_bytes,
             "threads": limits.processes,
-            "scratch_bytes": _SCRATCH_BYTES,
+            "source": executable.source,
             "cores": os.cpu_count() or 1,
         }
-        message = json.dumps(request).encode() + b"\n" + executable.source
         try:
-            socket.send_fds(self._control, [message], descriptors)
+            socket.send_fds(self._control, [marshal.dumps(request, _MARSHAL_VERSION)], descriptors)
         except OSError as error:
             raise JudgeFault(f"zygote gone: {error} {self._last_words()}") from error
 
@@ -136,10 +135,13 @@ class Zygote:
         return self._log.read().decode(errors="replace").strip()
 
     def close(self) -> None:
-        """End the process and everything below it."""
+        """End the process and everything below it; it ends by itself when it is well."""
         self._control.close()
-        self._process.kill()
-        self._process.wait(END_SECONDS)
+        try:
+            self._process.wait(FAREWELL_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(END_SECONDS)
         for stream in (self._process.stdin, self._process.stdout, self._log):
             if stream is not None:
                 with contextlib.suppress(OSError):

@@ -7,7 +7,6 @@ held by the judge; expected outputs never come here.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import resource
 import select
@@ -15,64 +14,59 @@ import signal
 import socket
 import struct
 import time
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
 
 from services.sandbox_judge.jail import kernel, python_child
 
-SCRATCH = "/tmp"
-SCRATCH_INODES = 4096
-FILE_BYTES = 64 << 20
-OPEN_FILES = 64
-STACK_BYTES = 64 << 20
 # Address space counts what is reserved, not what is used; the verdict goes by what was used.
 ADDRESS_SPACE_FACTOR = 2
 ADDRESS_SPACE_ALLOWANCE = 128 << 20
+# A program that gets at least this share of a core is waiting for the machine, not for time to pass.
+BUSY_SHARE = 1 / 8
 
 ENDED, CPU_LIMIT, WALL_LIMIT, STOPPED = range(4)
 # How it ended, wait status, CPU seconds, wall seconds, peak memory in bytes.
 RESULT = struct.Struct("=iiddq")
+SETUP_FAILED = 111
+
+Receive = Callable[..., "tuple[bytes, list[int]]"]
 
 
-@dataclass
-class Setting:
-    """What the zygote prepared for all jails: descriptors with their Landlock rights, capabilities of last resort."""
+class Setting(NamedTuple):
+    """What is the same for all programs of a zygote."""
 
     namespaces: bool
-    uid: int
-    gid: int
-    landlock_abi: int
-    readable: list[tuple[int, int | None]]
     capabilities: int
+    scratch: str | None
     filters: dict[str, bytes]
     own_pid_marker: bytes
 
 
-@dataclass
-class Jail:
+class Jail(NamedTuple):
+    """One program's jail: what was asked for, and what the children inherit."""
+
     setting: Setting
     request: dict[str, Any]
-    source: bytes
     channel: socket.socket
-    program_file: int | None
-    code: Any = None
-    ruleset: int | None = None
+    code: Any
+    namespace: dict[str, Any]
 
 
-def live(setting: Setting, message: bytes, descriptors: list[int]) -> NoReturn:
+def live(setting: Setting, request: dict[str, Any], descriptors: list[int], receive: Receive) -> NoReturn:
     """The jail's whole life; never returns into the zygote."""
     status = 1
-    channel = socket.socket(fileno=descriptors[0])
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, descriptors[0])
     try:
-        head, _, source = message.partition(b"\n")
-        file = descriptors[1] if len(descriptors) > 1 else None
-        jail = Jail(setting, json.loads(head), source, channel, file)
-        _lock_up(jail)
-        if jail.request["python"]:
-            _compile(jail)
+        _lock_up(setting, request)
+        namespace = python_child.prepare()
+        code = _compile(request["source"], channel) if request["python"] else None
+        jail = Jail(setting, request, channel, code, namespace)
         channel.send(b"+")
         while True:
-            order, pipes = _next_order(channel)
+            order, pipes = receive(channel, 16)
+            if order == b"stop":
+                continue  # it was meant for a test that has ended meanwhile
             if not order:
                 break
             channel.send(b"=" + _run_test(jail, pipes))
@@ -83,71 +77,39 @@ def live(setting: Setting, message: bytes, descriptors: list[int]) -> NoReturn:
         os._exit(status)
 
 
-def _next_order(channel: socket.socket) -> tuple[bytes, list[int]]:
-    from services.sandbox_judge.jail.zygote import receive
-
-    while True:
-        order, pipes = receive(channel, 16)
-        if order != b"stop":  # a stop for a test that has ended meanwhile
-            return order, pipes
-
-
-def _lock_up(jail: Jail) -> None:
-    if jail.setting.namespaces:
-        kernel.map_identity(jail.setting.uid, jail.setting.gid)
-        _fresh_scratch(jail)
+def _lock_up(setting: Setting, request: dict[str, Any]) -> None:
+    if setting.namespaces:
+        kernel.set_capabilities(0)  # a new user namespace came with all of them
+        # Counted per user namespace, so exactly this program's threads; outside it would count the user's others.
+        threads = request["threads"] + 1
+        resource.setrlimit(resource.RLIMIT_NPROC, (threads, threads))
     else:
         kernel.adopt_orphans()
-        jail.ruleset = kernel.landlock_ruleset(jail.setting.landlock_abi, jail.setting.readable)
-    kernel.set_dumpable(False)
-    memory = jail.request["memory_bytes"]
-    address_space = memory * ADDRESS_SPACE_FACTOR + ADDRESS_SPACE_ALLOWANCE
-    limits = {
-        resource.RLIMIT_AS: (address_space, address_space),
-        resource.RLIMIT_CORE: (0, 0),
-        resource.RLIMIT_FSIZE: (FILE_BYTES, FILE_BYTES),
-        resource.RLIMIT_MEMLOCK: (0, 0),
-        resource.RLIMIT_NOFILE: (OPEN_FILES, OPEN_FILES),
-        resource.RLIMIT_STACK: (STACK_BYTES, resource.RLIM_INFINITY),
-    }
-    if jail.setting.namespaces:
-        # Counted per user namespace, so exactly this program's threads; outside it would count the user's others.
-        limits[resource.RLIMIT_NPROC] = (jail.request["threads"] + 1,) * 2
-    for kind, pair in limits.items():
-        resource.setrlimit(kind, pair)
+    address_space = request["memory_bytes"] * ADDRESS_SPACE_FACTOR + ADDRESS_SPACE_ALLOWANCE
+    resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
 
 
-def _fresh_scratch(jail: Jail) -> None:
-    kernel.mount_tmpfs(SCRATCH, jail.request["scratch_bytes"], SCRATCH_INODES)
-    if jail.setting.landlock_abi:
-        if jail.ruleset is not None:
-            os.close(jail.ruleset)
-        scratch = os.open(SCRATCH, os.O_PATH)
-        jail.ruleset = kernel.landlock_ruleset(jail.setting.landlock_abi, [*jail.setting.readable, (scratch, None)])
-        os.close(scratch)
-
-
-def _compile(jail: Jail) -> None:
+def _compile(source: bytes, channel: socket.socket) -> Any:
     try:
-        jail.code = python_child.compile_program(jail.source)
+        return python_child.compile_program(source)
     except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
         text = f"{type(error).__name__}: {error}"
-        jail.channel.send(b"-" + text.encode(errors="replace")[:2000])
+        channel.send(b"-" + text.encode(errors="replace")[:2000])
         os._exit(0)
 
 
 def _run_test(jail: Jail, pipes: list[int]) -> bytes:
     started = time.monotonic()
-    pid = os.fork()
+    pid = kernel.fork_bare()
     if pid == 0:
         _become_child(jail, pipes)
     for descriptor in pipes:
         os.close(descriptor)
     ending, status, usage = _supervise(jail, pid, started)
-    kill_descendants()
-    if jail.setting.namespaces and os.listdir(SCRATCH):
-        kernel.unmount(SCRATCH)
-        _fresh_scratch(jail)
+    _kill_group(pid)
+    reap_descendants()
+    if jail.setting.scratch:
+        empty_folder(jail.setting.scratch)
     cpu_seconds = usage.ru_utime + usage.ru_stime
     return RESULT.pack(ending, status, cpu_seconds, time.monotonic() - started, usage.ru_maxrss * 1024)
 
@@ -160,7 +122,7 @@ def _supervise(jail: Jail, pid: int, started: float) -> tuple[int, int, Any]:
     poller.register(jail.channel, select.POLLIN)
     ending = ENDED
     while True:
-        cpu_left, wall_left = _time_left(jail, pid, started)
+        cpu_left, wall_left = _time_left(jail.request, pid, started)
         if ending == ENDED and min(cpu_left, wall_left) <= 0:
             ending = CPU_LIMIT if cpu_left <= 0 else WALL_LIMIT
             os.kill(pid, signal.SIGKILL)
@@ -178,54 +140,69 @@ def _supervise(jail: Jail, pid: int, started: float) -> tuple[int, int, Any]:
     return ending, status, usage
 
 
-def _time_left(jail: Jail, pid: int, started: float) -> tuple[float, float]:
-    """CPU and wall seconds left; the clock id is the kernel's for the CPU time of another process."""
-    wall_left = jail.request["wall_seconds"] - (time.monotonic() - started)
+def _time_left(request: dict[str, Any], pid: int, started: float) -> tuple[float, float]:
+    """CPU seconds left, and wall seconds left not counting those in which a loaded machine kept the program waiting."""
     try:
-        cpu_left = jail.request["cpu_seconds"] - time.clock_gettime((~pid << 3) | 2)
+        cpu_seconds = time.clock_gettime((~pid << 3) | 2)  # the kernel's clock id for another process's CPU time
     except OSError:
-        return 1.0, wall_left  # it has just ended
-    return cpu_left, wall_left
+        cpu_seconds = 0.0  # it has just ended
+    wall_seconds = time.monotonic() - started
+    return request["cpu_seconds"] - cpu_seconds, request["wall_seconds"] - (wall_seconds - cpu_seconds / BUSY_SHARE)
 
 
-def kill_descendants() -> None:
-    """Kill and reap whatever is left below this process, which adopts orphans."""
-    try:
-        while True:
-            if os.waitpid(-1, os.WNOHANG)[0]:
-                continue
-            if os.getpid() == 1:
-                _kill(-1)
-            else:
-                with open(f"/proc/self/task/{os.getpid()}/children") as listing:
-                    for child in listing.read().split():
-                        _kill(int(child))
-            os.waitpid(-1, 0)
-    except ChildProcessError:
-        return
+def reap_descendants() -> None:
+    """Kill and reap whatever is left below this process, which adopts orphans.
+
+    Every child leads a process group that no program can leave, so killing the groups is killing the tree; pid 1 of a
+    namespace reaches everything in it anyway.
+    """
+    while True:
+        if os.getpid() == 1:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+        try:
+            pid = os.waitpid(-1, 0)[0]
+        except ChildProcessError:
+            return
+        _kill_group(pid)
 
 
-def _kill(pid: int) -> None:
+def _kill_group(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+        os.killpg(pid, signal.SIGKILL)
+
+
+def empty_folder(folder: str) -> None:
+    """Remove everything below a folder, however deep: what lies deeper is moved up first."""
+    moved = 0
+    while names := os.listdir(folder):
+        for name in names:
+            path = os.path.join(folder, name)
+            if not os.path.isdir(path) or os.path.islink(path):
+                os.unlink(path)
+                continue
+            os.chmod(path, 0o700)
+            for inner in os.listdir(path):
+                moved += 1
+                os.rename(os.path.join(path, inner), os.path.join(folder, f"moved {moved}"))
+            os.rmdir(path)
 
 
 def _become_child(jail: Jail, pipes: list[int]) -> NoReturn:
     try:
+        os.setpgid(0, 0)
+        if not jail.setting.namespaces:
+            kernel.die_with_parent()
         for target, descriptor in enumerate(pipes):
             os.dup2(descriptor, target)
+        os.closerange(3, 1024)
         cpu_backstop = int(jail.request["cpu_seconds"]) + 2
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_backstop, cpu_backstop + 1))
-        if jail.ruleset is not None:
-            kernel.landlock_restrict(jail.ruleset)
-        kernel.set_capabilities(jail.setting.capabilities)
-        filter_program = jail.setting.filters[jail.request["freedom"]]
-        own_filter = filter_program.replace(jail.setting.own_pid_marker, struct.pack("=I", os.getpid()))
-        os.closerange(3, 1024)
-        kernel.install_filter(own_filter)
+        narrowing = jail.setting.filters[jail.request["freedom"]]
+        kernel.install_filter(narrowing.replace(jail.setting.own_pid_marker, struct.pack("=I", os.getpid())))
     except BaseException as error:
         os.write(2, f"jail failed: {error!r}".encode())
-        os._exit(111)
-    if jail.request["python"]:
-        python_child.run(jail.code)
+        os._exit(SETUP_FAILED)
+    if jail.code is not None:
+        python_child.run(jail.code, jail.namespace)
     os.execve(jail.request["command"][0], jail.request["command"], jail.request["environment"])

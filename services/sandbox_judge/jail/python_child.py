@@ -6,7 +6,6 @@ import atexit
 import builtins
 import gc
 import os
-import signal
 import sys
 import threading
 from types import CodeType, ModuleType
@@ -20,33 +19,26 @@ def compile_program(source: bytes) -> CodeType:
     return compile(source, FILE_NAME, "exec", dont_inherit=True)
 
 
-def run(code: CodeType) -> NoReturn:
+def prepare() -> dict[str, Any]:
+    """Make this process look like a fresh interpreter about to run a program; returns the program's namespace."""
+    main = ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __file__=FILE_NAME, __annotations__={}, __cached__=None)
+    sys.modules["__main__"] = main
+    sys.argv[:] = [FILE_NAME]
+    # The frames below the program must not shorten the recursion it may count on.
+    sys.setrecursionlimit(1000 + 12)
+    return main.__dict__
+
+
+def run(code: CodeType, namespace: dict[str, Any]) -> NoReturn:
     """Run the program to its exit, as the interpreter would; the process ends here."""
     status = 1
     try:
-        namespace = _main_namespace()
-        _forget_the_jail()
+        gc.enable()
         status = _execute(code, namespace)
         status = _shut_down(status, namespace)
     finally:
         os._exit(status)
-
-
-def _main_namespace() -> dict[str, Any]:
-    main = ModuleType("__main__")
-    main.__dict__.update(__builtins__=builtins, __file__=FILE_NAME, __annotations__={}, __cached__=None)
-    sys.modules["__main__"] = main
-    return main.__dict__
-
-
-def _forget_the_jail() -> None:
-    for name in [name for name in sys.modules if name == "services" or name.startswith("services.")]:
-        del sys.modules[name]
-    sys.argv[:] = [FILE_NAME]
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    # The frames below the program must not shorten the recursion it may count on.
-    sys.setrecursionlimit(1000 + 12)
-    gc.enable()
 
 
 def _execute(code: CodeType, namespace: dict[str, Any]) -> int:
