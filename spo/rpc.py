@@ -157,6 +157,7 @@ class Client:
         self.service = service
         self.address = address
         self._channel = channel(address)
+        self._closed = False
         self._stub = stub(self._channel)
 
     def call(self, method: str, request: Any, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> Any:
@@ -165,8 +166,15 @@ class Client:
             return getattr(self._stub, method)(request, timeout=deadline_seconds)
         except grpc.RpcError as failure:
             raise error_of(failure, self.service, self.address) from None
+        except ValueError:
+            # gRPC's way of refusing calls after close; anything else is a fault of ours.
+            if not self._closed:
+                raise
+            raise errors.Unreachable(f"the connection to {self.service} is closed: the process is stopping") from None
 
     def close(self) -> None:
+        """End the connection; calls under way fail with Unreachable."""
+        self._closed = True
         self._channel.close()
 
 

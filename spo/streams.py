@@ -68,6 +68,11 @@ def publish(client: redis.Redis, stream: str, payloads: Sequence[bytes]) -> None
         pipe.execute()
 
 
+def append_words(stream: str, payload: bytes) -> tuple[str | bytes, ...]:
+    """The command that appends one message, for writers whose append is part of a larger atomic step."""
+    return "XADD", stream, "*", "payload", payload
+
+
 def depth(client: redis.Redis, stream: str, group: str) -> StreamDepth:
     """How much work waits on a stream for a group; zeros when the stream does not exist yet."""
     try:

@@ -20,6 +20,7 @@ def main() -> int:
     add_OrchestratorServiceServicer_to_server(OrchestratorService(desk), process.server.server)
     http = HttpServer(desk)
     process.workers += [desk.runner.run, desk.feeder.run, desk.evaluator.run, http.run]
+    process.on_drain = desk.close
     return process.run()
 
 

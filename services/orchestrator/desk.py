@@ -47,3 +47,8 @@ class Desk:
         self.runner = JobRunner(
             self.jobs, self.library, self.evaluator, self.leases, self.replicas, self.judge, settings
         )
+
+    def close(self) -> None:
+        """End the connections to the other services, so that no wait for them outlives the process."""
+        for client in (self.inference, self.judge, self.replay):
+            client.close()

@@ -11,6 +11,7 @@ from services.orchestrator.states import JobState
 from services.orchestrator.task_sets import prompt_of
 from spo import redis_keys
 from spo.job_spec import JobSpec
+from spo.streams import append_words
 from spo.tasks.problem import Problem
 from spo.v1.prompt_pb2 import Sampling
 from spo.v1.value_pb2 import EstimateRequest
@@ -32,7 +33,7 @@ def publish_estimates(jobs: JobStore, job_id: str, problems: Sequence[Problem]) 
         known = jobs.client.hmget(redis_keys.run_values(job_id), [problem.problem_id for problem in chunk])
         wanted = [problem for problem, value in zip(chunk, known, strict=True) if value is None]
         writes: list[Write] = [
-            ("XADD", redis_keys.estimates(), "*", "payload", _request(job_id, spec, problem).SerializeToString())
+            append_words(redis_keys.estimates(), _request(job_id, spec, problem).SerializeToString())
             for problem in wanted
         ]
         outcome = Commit(

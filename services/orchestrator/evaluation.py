@@ -149,7 +149,7 @@ class Evaluator:
                 # A replica still loads or is full, or the judge restarts: worth waiting for, within a limit.
                 if not error.retryable or time.monotonic() > deadline:
                     raise
-                log.info("evaluation waits", job=job_id, reason=error.message)
+                log.debug("evaluation waits", job=job_id, reason=error.message)
                 time.sleep(RETRY_SECONDS)
 
     def _score_once(self, problem: Problem, group: PromptGroup) -> ProblemScore:

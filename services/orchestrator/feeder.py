@@ -21,6 +21,7 @@ from spo.errors import PreconditionFailed, SpoError
 from spo.job_spec import JobSpec
 from spo.logs import get_logger
 from spo.rpc import Client
+from spo.streams import append_words
 from spo.tasks.problem import Problem
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, PromptGroup, Sampling
 from spo.v1.replay_service_pb2 import GetReplayStatusRequest, GetReplayStatusResponse
@@ -99,7 +100,7 @@ class Feeder:
         position = int(self.jobs.client.hget(cursor, _POSITION) or 0)
         course = self._course(job_id, spec)
         writes: list[Write] = [
-            ("XADD", redis_keys.prompts(job_id), "*", "payload", _group(job_id, spec, course, number))
+            append_words(redis_keys.prompts(job_id), _group(job_id, spec, course, number))
             for number in range(position, position + groups)
         ]
         outcome = Commit(

@@ -14,6 +14,7 @@ from services.orchestrator.states import ACTIVE
 from spo import redis_keys
 from spo.errors import Conflict, NotFound
 from spo.metrics import POLICY_VERSION
+from spo.streams import append_words
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.weights_pb2 import WeightAnnouncement
 
@@ -54,7 +55,7 @@ class WeightVersions:
                 guard=Guard(redis_keys.job_weights(job_id), str(request.version)),
                 writes=[
                     ("HSET", redis_keys.job_weights(job_id), request.version, json.dumps(version)),
-                    ("XADD", redis_keys.weights(job_id), "*", "payload", announcement.SerializeToString()),
+                    append_words(redis_keys.weights(job_id), announcement.SerializeToString()),
                 ],
                 kind="weights",
                 body=json.dumps({"action": "announced", "version": request.version, "step": request.step}),
@@ -90,7 +91,7 @@ class WeightVersions:
         outcome = Commit(
             job_id,
             sorted(ACTIVE),
-            writes=[("XADD", redis_keys.weights(job_id), "*", "payload", announcement.SerializeToString())],
+            writes=[append_words(redis_keys.weights(job_id), announcement.SerializeToString())],
             kind="weights",
             body=json.dumps({"action": action, "version": version, "step": published["step"]}),
             actor="api",

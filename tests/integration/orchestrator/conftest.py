@@ -45,8 +45,7 @@ def open_desk(
     yield build
     for desk in desks:
         desk.stop.set()
-        for client in (desk.inference, desk.judge, desk.replay):
-            client.close()
+        desk.close()
         desk.redis.close()
 
 
