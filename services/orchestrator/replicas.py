@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from services.orchestrator.commit import Guard
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import now_ms
 from services.orchestrator.states import ACTIVE
@@ -61,9 +62,17 @@ class Replicas:
         if before is None or before.run_id != now.run_id:
             self.jobs.append(now.run_id, "replica_joined", about | {"version": now.policy_version})
         elif before.policy_version != now.policy_version:
-            self.jobs.append(now.run_id, "weights_applied", about | {"version": now.policy_version})
+            self._tell_applied(now, about | {"version": now.policy_version})
         if now.problem and (before is None or before.problem != now.problem):
             self.jobs.append(now.run_id, "replica_problem", about | {"problem": now.problem[:500]})
+
+    def _tell_applied(self, now: wire.HeartbeatRequest, body: dict[str, Any]) -> None:
+        # A replica that evaluates goes back to older versions and forth: only a new height is news.
+        record, field = redis_keys.job_record(now.run_id), f"applied:{now.replica_id}"
+        highest: Any = self.jobs.client.hget(record, field)
+        if int(highest or 0) < now.policy_version:
+            guard = Guard(record, field, (highest or b"").decode())
+            self.jobs.once(now.run_id, guard, "weights_applied", body, [("HSET", record, field, now.policy_version)])
 
     def live(self) -> list[Replica]:
         """Replicas heard of lately, by pool and id."""
@@ -83,7 +92,8 @@ class Replicas:
             gone = _replica(raw)
             # Only if it is still the same heartbeat: the replica may have come back meanwhile.
             if self.jobs.client.eval(_FORGET, 1, redis_keys.replicas(), raw_id, raw):
-                log.warning("replica fell silent", replica=gone.replica_id, pool=gone.pool, draining=gone.draining)
+                say = log.info if gone.draining else log.warning
+                say("replica fell silent", replica=gone.replica_id, pool=gone.pool, draining=gone.draining)
                 if gone.run_id and self.jobs.client.exists(redis_keys.job_record(gone.run_id)):
                     body = {"replica_id": gone.replica_id, "pool": gone.pool, "draining": gone.draining}
                     self.jobs.append(gone.run_id, "replica_lost", body)

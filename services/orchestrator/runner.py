@@ -15,6 +15,7 @@ from typing import Any
 
 import redis
 
+from services.orchestrator.commit import Write
 from services.orchestrator.estimation import publish_estimates
 from services.orchestrator.evaluation import Evaluator
 from services.orchestrator.jobs import JobStore
@@ -182,7 +183,8 @@ class JobRunner:
     def _finish_when_trained(self, job_id: str) -> None:
         trained = self.jobs.record(job_id).get("trained_steps")
         if trained is not None and self.evaluator.due(job_id) is None:
-            self.jobs.transition(job_id, JobState.SUCCEEDED, f"{trained} steps trained and evaluated")
+            reason = f"{trained} steps trained and evaluated"
+            self.jobs.transition(job_id, JobState.SUCCEEDED, reason, writes=[_unfeed(job_id)])
 
     def _pause(self, job_id: str) -> None:
         since = self._pausing_since.setdefault(job_id, time.monotonic())
@@ -199,6 +201,9 @@ class JobRunner:
 
     def _cancel(self, job_id: str) -> None:
         if not self.leases.lease(job_id).live:
-            # What is still queued for this run is wanted by nobody; the consumer group stays for those who read on.
-            unwanted = ("XTRIM", redis_keys.prompts(job_id), "MAXLEN", 0)
-            self.jobs.transition(job_id, JobState.CANCELLED, "no trainer holds the job", writes=[unwanted])
+            self.jobs.transition(job_id, JobState.CANCELLED, "no trainer holds the job", writes=[_unfeed(job_id)])
+
+
+def _unfeed(job_id: str) -> Write:
+    """Drop the prompts of an ended run, which nobody wants; the consumer group stays for those who still read."""
+    return ("XTRIM", redis_keys.prompts(job_id), "MAXLEN", 0)

@@ -23,11 +23,20 @@ def list_trajectories(
     job_id: JobId,
     prompt_id: Annotated[str, Query(pattern=r"^[0-9a-f]{0,128}$")] = "",
     source: SourceName | None = None,
+    verdict: Annotated[str, Query(pattern=r"^[a-z_]{0,40}$")] = "",
+    policy_version: Annotated[int | None, Query(ge=0)] = None,
     limit: Limit = 50,
     cursor: Annotated[str, Query(max_length=200)] = "",
 ) -> schemas.TrajectoryPage:
-    """Trajectories of a job, by prompt or source."""
-    return views.trajectories(desk, job_id, prompt_id=prompt_id, source=source or "", limit=limit, cursor=cursor)
+    """Trajectories of a job, by prompt, source, verdict or weights; a page may hold fewer than asked for."""
+    page = views.trajectories(desk, job_id, prompt_id=prompt_id, source=source or "", limit=limit, cursor=cursor)
+    page.items = [
+        each
+        for each in page.items
+        if (not verdict or (each.verdict is not None and each.verdict.outcome == verdict))
+        and (policy_version is None or each.policy_version_first <= policy_version <= each.policy_version_last)
+    ]
+    return page
 
 
 @router.get("/{job_id}/trajectories/{trajectory_id}")

@@ -11,7 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.orchestrator.problems import problem
-from services.orchestrator.settings import Settings
+from services.orchestrator.settings import LOOPBACK, Settings
 from spo.errors import InvalidInput, SpoError
 
 OPEN_PATHS = ("/healthz", "/readyz")
@@ -55,6 +55,8 @@ class Gate:
             return self._too_large()
         if scope["path"] not in OPEN_PATHS and not self._has_key(headers):
             return InvalidInput("an API key is needed: Authorization: Bearer <key>", code="unauthorized")
+        if self.api_key is None and not _names_loopback(headers.get("host", "")):
+            return InvalidInput("without an API key only requests to localhost are taken", code="cross_site")
         if scope["method"] not in ("GET", "HEAD") and _cross_site(headers):
             return InvalidInput("requests of other sites are refused", code="cross_site")
         return None
@@ -91,6 +93,11 @@ def _basic_password(credentials: str) -> str:
         return base64.b64decode(credentials, validate=True).decode().partition(":")[2]
     except (binascii.Error, UnicodeDecodeError):
         return ""
+
+
+def _names_loopback(host: str) -> bool:
+    # A site whose name is made to resolve to loopback (DNS rebinding) still sends its own name.
+    return urlsplit(f"//{host}").hostname in LOOPBACK
 
 
 def _cross_site(headers: Headers) -> bool:

@@ -15,6 +15,10 @@ from services.orchestrator.desk import Desk
 from services.orchestrator.settings import Settings
 from services.orchestrator.states import JobState
 from spo.errors import NotReady
+from spo.testing_peers import Peers
+from spo.v1.prompt_pb2 import SOURCE_ONLINE
+from spo.v1.trajectory_pb2 import Trajectory
+from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict
 
 Document = dict[str, Any]
 GHOST = "job_01ARZ3NDEKTSV4RRFFQ69G5FAV"
@@ -162,8 +166,9 @@ def test_a_body_beyond_the_limit_is_refused_even_without_a_length(api: httpx.Cli
 def test_forms_and_other_sites_are_refused(api: httpx.Client, document: Document) -> None:
     form = api.post("/v1/jobs", data={"name": "x"})
     foreign = submit(api, document, Origin="http://evil.example")
+    rebound = api.get("/v1/jobs", headers={"Host": "evil.example"})
 
-    assert (form.status_code, foreign.status_code) == (415, 403)
+    assert (form.status_code, foreign.status_code, rebound.status_code) == (415, 403, 403)
 
 
 def test_an_illegal_verb_is_a_conflict_that_names_the_legal_ones(api: httpx.Client, document: Document) -> None:
@@ -259,6 +264,29 @@ def test_metrics_count_the_jobs_by_state(api: httpx.Client, document: Document) 
 
     assert 'spo_jobs{state="queued"} 1.0' in text
     assert 'spo_stream_lag_entries{stream="estimates"} 0.0' in text
+
+
+def test_trajectories_are_found_by_verdict_and_weights(api: httpx.Client, peers: Peers, document: Document) -> None:
+    job_id = submit(api, document).json()["id"]
+    peers.replay.trajectories = [
+        Trajectory(
+            trajectory_id=f"traj_{version}",
+            source=SOURCE_ONLINE,
+            policy_version_first=version,
+            policy_version_last=version,
+            verdict=Verdict(outcome=OUTCOME_ACCEPTED if version % 2 else OUTCOME_WRONG_ANSWER),
+        )
+        for version in range(4)
+    ]
+
+    def found(**filters: Any) -> list[str]:
+        page = api.get(f"/v1/jobs/{job_id}/trajectories", params=filters).json()
+        return [entry["trajectory_id"] for entry in page["items"]]
+
+    assert found(verdict="accepted") == ["traj_1", "traj_3"]
+    assert found(policy_version=2) == ["traj_2"]
+    assert len(found()) == 4
+    assert api.get(f"/v1/jobs/{job_id}/trajectories/traj_3").json()["verdict"]["outcome"] == "accepted"
 
 
 def test_the_contract_describes_the_spec_and_the_legal_transitions(api: httpx.Client) -> None:

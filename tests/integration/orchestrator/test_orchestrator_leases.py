@@ -184,7 +184,8 @@ def test_the_versions_list_says_who_applied_which(
     job_id = running(desk, document)
     publish(desk, owner(desk.leases.wait_for_job("mine", 0), "mine"), 1)
     beat(orchestrator, replica_id="fast", run_id=job_id)
-    beat(orchestrator, replica_id="fast", run_id=job_id, policy_version=1)
+    for version in (1, 0, 1):
+        beat(orchestrator, replica_id="fast", run_id=job_id, policy_version=version)
     beat(orchestrator, replica_id="slow", run_id=job_id)
     beat(orchestrator, replica_id="broken", run_id=job_id, problem="digest mismatch")
 

@@ -25,6 +25,8 @@ from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 from spo.v1.prompt_pb2 import PromptGroup
 
+pytestmark = pytest.mark.slow
+
 Until = Callable[[Callable[[], Any], str], Any]
 START_SECONDS = 60
 

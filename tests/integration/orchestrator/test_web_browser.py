@@ -23,6 +23,8 @@ from spo.v1.verdict_pb2 import OUTCOME_WRONG_ANSWER, Verdict
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; the extra `dev` has it")
 
+pytestmark = pytest.mark.slow
+
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 PATIENCE_MS = 30_000
 
