@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import cast, get_args
 
 import torch
+import transformers
 from rich.progress import Progress
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -41,6 +42,8 @@ def build_reference_model(
     steps: int = STEPS,
 ) -> None:
     """Train pi0 and write it to `folder` in one rename; `progress` is told (steps done, steps in all)."""
+    # Its bar would be written over the caller's.
+    transformers.utils.logging.disable_progress_bar()
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     threads = torch.get_num_threads()
