@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -51,6 +52,8 @@ class ServiceProcess:
 
     @property
     def address(self) -> str:
+        if self.settings.host in ("0.0.0.0", "::") and not self.settings.advertise_address:
+            return f"{socket.gethostname()}:{self.server.port}"
         return self.settings.advertise_address or self.server.address
 
     def run(self) -> int:

@@ -11,6 +11,9 @@ from typing import Any, Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+# Where containers find secrets as files named like the variables (spo_redis_url); a variable goes before its file.
+CONTAINER_SECRETS = Path("/run/secrets")
+
 
 class PlatformSettings(BaseSettings):
     """What every process needs: Redis, the addresses of the services, the state folder.
@@ -18,7 +21,13 @@ class PlatformSettings(BaseSettings):
     Addresses are gRPC targets: `host:port`, `dns:///service:port` (all pods) or `ipv4:a:1,b:2` (listed replicas).
     """
 
-    model_config = SettingsConfigDict(env_prefix="SPO_", extra="ignore", frozen=True, populate_by_name=True)
+    model_config = SettingsConfigDict(
+        env_prefix="SPO_",
+        extra="ignore",
+        frozen=True,
+        populate_by_name=True,
+        secrets_dir=CONTAINER_SECRETS if CONTAINER_SECRETS.is_dir() else None,
+    )
 
     redis_url: str = "redis://127.0.0.1:6379/0"
     redis_wait_seconds: float = Field(default=30, gt=0, description="How long a start waits for Redis.")

@@ -1,0 +1,41 @@
+# docker buildx bake -f deploy/docker-bake.hcl            light and cpu
+# docker buildx bake -f deploy/docker-bake.hcl gpu
+# REGISTRY=registry.example.org/spo/ VERSION=0.1.0 docker buildx bake -f deploy/docker-bake.hcl --push
+
+variable "REGISTRY" { default = "" }
+variable "VERSION" { default = "0.1.0" }
+variable "REVISION" { default = "unknown" }
+variable "BASE_IMAGE" { default = "python:3.11-slim-bookworm" }
+variable "GPU_BASE_IMAGE" { default = "python:3.12-slim-bookworm" }
+variable "PIP_EXTRA_INDEX_URL" { default = "https://download.pytorch.org/whl/cpu" }
+
+group "default" { targets = ["light", "cpu"] }
+
+target "family" {
+  context = "."
+  args = {
+    BASE_IMAGE = BASE_IMAGE
+    VERSION    = VERSION
+    REVISION   = REVISION
+  }
+}
+
+target "light" {
+  inherits   = ["family"]
+  dockerfile = "deploy/Dockerfile.light"
+  tags       = ["${REGISTRY}spo-light:${VERSION}"]
+}
+
+target "cpu" {
+  inherits   = ["family"]
+  dockerfile = "deploy/Dockerfile.cpu"
+  args       = { PIP_EXTRA_INDEX_URL = PIP_EXTRA_INDEX_URL }
+  tags       = ["${REGISTRY}spo-cpu:${VERSION}"]
+}
+
+target "gpu" {
+  inherits   = ["family"]
+  dockerfile = "deploy/Dockerfile.gpu"
+  args       = { BASE_IMAGE = GPU_BASE_IMAGE }
+  tags       = ["${REGISTRY}spo-gpu:${VERSION}"]
+}
