@@ -16,7 +16,7 @@ from rich.text import Text
 from spo.client_answers import Job, Series
 
 PLAIN_EVERY_SECONDS = 10.0
-SHOWN_METRICS = ("reward", "loss", "kl_to_reference_nats")
+SHOWN_METRICS = ("reward", "loss", "kl_to_reference")
 SHOWN_QUEUES = ("estimates", "prompts", "rollouts", "verdicts")
 
 

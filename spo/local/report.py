@@ -20,7 +20,7 @@ from spo.client_answers import Event, Job, Series
 PANELS = {
     "reward": "mean reward of the batch",
     "loss": "loss",
-    "kl_to_reference_nats": "KL to pi0, nats per trajectory",
+    "kl_to_reference": "KL to pi0, nats per trajectory",
 }
 
 
