@@ -60,7 +60,7 @@ down: setup  ## Stop what `make up` started
 	@spo down
 
 bench: setup system-deps  ## Run every benchmark into benchmarks/results/
-	@python -m benchmarks.all
+	@python -m benchmarks
 
 clean:  ## Remove what was built or written by runs; keeps the .venv
 	rm -rf runs .spo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

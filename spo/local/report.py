@@ -16,11 +16,11 @@ import psutil
 
 from spo.client_answers import Event, Job, Series
 
-# Curves of the picture beside pass@k: metric name -> title.
+# Panels of the picture beside pass@k: title -> metrics drawn in it, with their labels.
 PANELS = {
-    "reward": "mean reward of the batch",
-    "loss": "loss",
-    "kl_to_reference": "KL to pi0, nats per trajectory",
+    "mean reward": {"reward": "batch", "reward/online": "online part"},
+    "loss": {"loss": "loss"},
+    "KL to pi0, nats per trajectory": {"kl_to_reference": "KL"},
 }
 
 
@@ -101,11 +101,13 @@ def draw(outcome: Outcome, path: Path) -> None:
 
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), constrained_layout=True)
     _draw_pass_at_k(axes[0][0], outcome.evaluations)
-    for axis, (name, title) in zip((axes[0][1], axes[1][0], axes[1][1]), PANELS.items(), strict=True):
-        column = outcome.series.series.get(name, [None] * len(outcome.series.steps))
-        axis.plot(outcome.series.steps, _gaps(column))
+    for axis, (title, metrics) in zip((axes[0][1], axes[1][0], axes[1][1]), PANELS.items(), strict=True):
+        for name, label in metrics.items():
+            column = outcome.series.series.get(name, [None] * len(outcome.series.steps))
+            axis.plot(outcome.series.steps, _gaps(column), label=label)
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
+        axis.legend()
     figure.suptitle(f"{outcome.job.name or outcome.job.id}: {outcome.job.state}")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -70,7 +70,7 @@ def _settle(setting: dict[str, Any]) -> int:
     kernel.forbid_new_privileges()
     kernel.adopt_orphans()
     sys.path[:] = [path for path in sys.path if path.startswith(sys.base_prefix)]
-    _import_common()
+    _import_usual_modules()
     landlock_abi = kernel.landlock_abi() if setting["landlock"] else 0
     if setting["namespaces"]:
         kernel.own_mounts()
@@ -95,7 +95,7 @@ def _allowed_paths(setting: dict[str, Any]) -> list[tuple[str, bool]]:
     return [(path, write) for path, write in paths if os.path.exists(path)]
 
 
-def _import_common() -> None:
+def _import_usual_modules() -> None:
     for name in COMMON_IMPORTS.split():
         importlib.import_module(name)
     # `exit` and `quit` come from site, which is switched off because it costs 5 ms and reads the file system.
