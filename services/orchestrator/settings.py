@@ -22,7 +22,7 @@ class Settings(ServiceSettings, service="orchestrator"):
     pause_grace_seconds: float = Field(default=60, gt=0, description="Longest wait for the trainer's checkpoint.")
     stall_seconds: float = Field(default=120, gt=0, description="No progress for this long becomes an event.")
     max_dead_letter_share: float = Field(default=0.05, ge=0, le=1, description="Above it a job fails loudly.")
-    evaluation_requests: int = Field(default=16, ge=1, le=256, description="Held-out problems in flight at once.")
+    evaluation_requests: int = Field(default=32, ge=1, le=256, description="Held-out problems in flight at once.")
 
     @model_validator(mode="after")
     def open_only_on_loopback(self) -> Self:
