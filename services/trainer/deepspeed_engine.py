@@ -139,9 +139,16 @@ class DeepSpeedEngine:
     def close(self) -> None:
         """Free the model and its optimiser; the process goes on to the next job."""
         self.model.destroy()
-        del self.model, self._optimizer
-        # ZeRO-3 leaves modules on this global stack, and through them the whole engine alive.
+        # ZeRO-3 leaves modules on a global stack and objects behind hooks held in C++, where no gc looks: what they hold
+        # is freed here, their empty shells stay.
         FWD_MODULE_STACK.clear()
+        self._adam.state.clear()
+        self._adam.param_groups.clear()
+        vars(self._optimizer).clear()
+        for parameter in self.model.module.parameters():
+            vars(parameter).clear()
+            parameter.data = torch.empty(0)
+        del self.model, self._optimizer
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
