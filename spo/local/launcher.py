@@ -124,7 +124,8 @@ class LocalPlatform:
 
     def wait_until_stopped(self) -> None:
         """Block until the supervisor ends; signals interrupt it."""
-        while not self._stopping.wait(60):
+        # With a limit: the kernel may give a signal to another thread, and its handler runs only when this one wakes.
+        while not self._stopping.wait(1.0):
             pass
 
     def memory_bytes(self) -> int:
