@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Install the sandbox's programs where apt-get is there and allowed; say loudly what is missing otherwise.
+# Install the sandbox's programs, and the browser that tests the pages, where apt-get is there and allowed; say loudly what is missing otherwise.
 set -uo pipefail
 missing=()
 command -v bwrap >/dev/null || missing+=(bubblewrap)
 ldconfig -p 2>/dev/null | grep -q 'libseccomp\.so\.2' || missing+=(libseccomp2)
+{ command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null || missing+=(chromium)
 [ ${#missing[@]} -eq 0 ] && exit 0
 
 if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
@@ -14,6 +15,7 @@ if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
 fi
 echo "******************************************************************************" >&2
 echo "Could not install: ${missing[*]}. Please install them (as root: apt-get install ${missing[*]})." >&2
+echo "Without chromium the tests of the pages are skipped (they fail where CI=true)." >&2
 echo "Without bubblewrap the judge falls back to seccomp + Landlock; without either it refuses to run programs." >&2
 echo "******************************************************************************" >&2
 exit 0
