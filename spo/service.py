@@ -65,7 +65,7 @@ class ServiceProcess:
         threads = [self._thread(worker) for worker in [*self.workers, self._heartbeats]]
         self.server.set_serving(True)
         log.info("serving", address=self.address, pid=os.getpid(), replica=self.replica_id)
-        # With a limit: the kernel may give SIGTERM to another thread, and Python's handler runs only when this one wakes.
+        # With a limit: the kernel may give SIGTERM to another thread, and its handler runs only when this one wakes.
         while not self.stop.wait(1.0):
             pass
         return self._drain(threads)
