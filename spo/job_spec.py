@@ -233,10 +233,19 @@ class JobSpec(Section):
         return self
 
     def _value_violations(self) -> list[tuple[str, str]]:
-        needs_value = any(term.objective != "group_centred_squared" for term in self.algorithm.losses)
-        if self.value is None and needs_value:
-            return [("value", "the objectives need Qhat_0; give `value` or use group_centred_squared alone")]
-        return []
+        objectives = {term.objective for term in self.algorithm.losses}
+        violations = []
+        if self.value is None:
+            violations.append(("value", "the objectives need Qhat_0, which `value` estimates"))
+        if "group_centred_squared" in objectives:
+            # Served by trajectory, a prompt's samples rarely meet in a batch, and a sample alone teaches nothing.
+            violations.append(
+                (
+                    "algorithm/losses",
+                    "group_centred_squared needs whole groups in a batch, which replay cannot serve yet",
+                )
+            )
+        return violations
 
     def _source_violations(self) -> list[tuple[str, str]]:
         shares = {part.source: part.share for part in self.replay.mix}

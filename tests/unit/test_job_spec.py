@@ -43,6 +43,7 @@ def test_a_model_path_is_enough() -> None:
         ({**MODEL, "evaluation": {"samples": 5}}, ["/evaluation/ks"]),
         ({**MODEL, "trainer": {"update_interval": 7}}, ["/trainer/checkpoint_interval"]),
         ({**MODEL, "algorithm": {"losses": [{"objective": "monte_carlo_squared"}]}}, ["/algorithm/losses"]),
+        ({**MODEL, "algorithm": {"losses": [{"objective": "group_centred_squared"}]}}, ["/algorithm/losses"]),
         ([], ["/"]),
     ],
 )
