@@ -139,9 +139,9 @@ class Engine:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        # vLLM logs every pause and, on a crash, every prompt in flight.
-        logging.getLogger("vllm").setLevel(logging.WARNING)
         self._llm = LLMEngine.from_engine_args(_engine_args(spec, settings))
+        # After the build, which sets it: vLLM would log every pause.
+        logging.getLogger("vllm").setLevel(logging.WARNING)
         self._tokenizer = self._llm.get_tokenizer()
         self._llm.set_weight_version("0")
 

@@ -90,7 +90,7 @@ class Platform:
         return self.orchestrator.beats.get(replica.pid, orchestrator.HeartbeatRequest())
 
     def log_of(self, replica: subprocess.Popen[bytes]) -> str:
-        return (self.folder / f"replica-{self.replicas.index(replica)}.log").read_text()[-4000:]
+        return (self.folder / f"replica-{self.replicas.index(replica)}.log").read_text()
 
     def client(self, replica: subprocess.Popen[bytes]) -> rpc.Client:
         return rpc.Client("inference", self.beat(replica).address, InferenceServiceStub)
@@ -219,17 +219,20 @@ def test_generate_refuses_another_run_and_impossible_requests(platform: Platform
         call.call("Generate", inference.GenerateRequest(group=prompt_group(1, samples=0)))
 
 
-def test_prompts_become_rollouts_and_a_prompt_too_long_a_dead_letter(
+def test_prompts_become_rollouts_and_those_that_never_can_dead_letters(
     platform: Platform, connection: redis.Redis
 ) -> None:
     before = len(rollouts(connection))
     groups = [prompt_group(number) for number in range(100, 130)] + [prompt_group(130, text=STATEMENT * 40)]
     stream = redis_keys.prompts(RUN)
-    streams.publish(connection, stream, [group.SerializeToString() for group in groups])
+    payloads = [group.SerializeToString() for group in groups] + [b"\xff no message"]
+    streams.publish(connection, stream, payloads)
 
     eventually("30 rollout groups", lambda: len(rollouts(connection)) - before >= 30)
-    dead = eventually("a dead letter", lambda: connection.xrange(redis_keys.dead_letters(stream)))
-    assert b"max_prompt_tokens" in dead[0][1][b"reason"]
+    eventually("two dead letters", lambda: connection.xlen(redis_keys.dead_letters(stream)) == 2)
+    reasons = [fields[b"reason"] for _, fields in connection.xrange(redis_keys.dead_letters(stream))]
+    assert b"max_prompt_tokens" in reasons[0]
+    assert b"not a PromptGroup" in reasons[1]
     assert {group.request.group_id for group in rollouts(connection)[before:]} == {
         f"group-{n}" for n in range(100, 130)
     }
@@ -330,5 +333,37 @@ def test_an_idle_replica_is_ready_and_a_model_that_runs_code_is_refused(
         assert not rpc.is_healthy(address)
         replica.terminate()
         assert replica.wait(WAIT_SECONDS) == 0, platform.log_of(replica)
+    finally:
+        platform.close()
+
+
+def test_a_replica_keeps_its_engine_for_runs_of_one_model_and_ends_for_another(
+    folder: Path, redis_server: str, redis_client: redis.Redis
+) -> None:
+    write_random_llama(folder / "other", seed=9)
+    write_run(redis_client, RUN, folder / "model")
+    write_run(redis_client, "job_02", folder / "model")
+    write_run(redis_client, "job_03", folder / "other")
+    platform = Platform(folder, redis_server)
+    try:
+        platform.assign(RUN)
+        replica = platform.start_replica()
+        eventually("the first run", lambda: platform.beat(replica).run_id == RUN)
+        announce(redis_client, write_version(platform.store, 7))
+        eventually("version 7 of the first run", lambda: platform.beat(replica).policy_version == 7)
+
+        platform.assign("job_02")
+        eventually("the second run", lambda: platform.beat(replica).run_id == "job_02")
+        group = prompt_group(1)
+        group.run_id = "job_02"
+        answer = platform.client(replica).call("Generate", inference.GenerateRequest(group=group), WAIT_SECONDS).group
+        assert {trajectory.policy_version_first for trajectory in answer.trajectories} == {0}
+        assert platform.log_of(replica).count("building the engine") == 1
+
+        platform.assign("")
+        eventually("the replica to be idle", lambda: platform.beat(replica).run_id == "")
+        platform.assign("job_03", folder / "other")
+        assert replica.wait(WAIT_SECONDS) == 0, platform.log_of(replica)
+        assert "another model is wanted" in platform.log_of(replica)
     finally:
         platform.close()
