@@ -73,7 +73,7 @@ def _close(right: bytes, found: bytes, absolute: Decimal, relative: Decimal) -> 
         return wanted.is_nan() and got.is_nan()
     if wanted.is_infinite() or got.is_infinite():
         return wanted == got
-    tolerance = _ARITHMETIC.add(absolute, _ARITHMETIC.multiply(relative, abs(wanted)))
+    tolerance = _ARITHMETIC.add(absolute, _ARITHMETIC.multiply(relative, wanted.copy_abs()))
     return _ARITHMETIC.subtract(wanted, got).copy_abs() <= tolerance
 
 

@@ -114,7 +114,10 @@ def _open_pipes(stdin: bytes) -> tuple[_Exchange, list[int]]:
     stderr, stderr_writer = os.pipe()
     exchange = _Exchange(memoryview(stdin), writer, {stdout: bytearray(), stderr: bytearray()})
     os.set_blocking(writer, False)
-    return exchange, [stdin_reader, stdout_writer, stderr_writer]
+    theirs = [stdin_reader, stdout_writer, stderr_writer]
+    for descriptor in theirs:
+        os.fchmod(descriptor, 0o666)  # the program, another user, may open /dev/stdin
+    return exchange, theirs
 
 
 def _converse(exchange: _Exchange, channel: socket.socket, limits: RunLimits) -> None:
@@ -144,8 +147,8 @@ def _converse(exchange: _Exchange, channel: socket.socket, limits: RunLimits) ->
 
 def _take_result(exchange: _Exchange, channel: socket.socket) -> None:
     exchange.result = channel.recv(256)
-    if not exchange.result:
-        raise JudgeFault("the jail died")
+    if not exchange.result.startswith(b"="):
+        raise JudgeFault(f"the jail failed: {exchange.result[1:].decode(errors='replace') or 'it died'}")
     exchange.poller.unregister(channel)
 
 
@@ -203,4 +206,4 @@ def _classify(exchange: _Exchange, limits: RunLimits, stdout: bytes, stderr: byt
 def _out_of_memory(stderr: bytes) -> bool:
     """Whether a failed program says that an allocation was refused; lying gains nothing: it failed either way."""
     last_line = stderr.rstrip().rsplit(b"\n", 1)[-1]
-    return last_line.startswith(b"MemoryError") or b"bad_alloc" in last_line
+    return last_line.startswith(b"MemoryError") or b"bad_alloc" in last_line or b"Cannot allocate memory" in last_line

@@ -70,6 +70,7 @@ class Zygote:
                 )
             except OSError as error:
                 raise JudgeFault(f"zygote cannot be started: {error}") from error
+        self.pid = self._process.pid
         self.landlock_abi = self._greet(launch.setting)
 
     def _greet(self, setting: dict[str, Any]) -> int:

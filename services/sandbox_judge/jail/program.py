@@ -178,14 +178,22 @@ def empty_folder(folder: str) -> None:
     while names := os.listdir(folder):
         for name in names:
             path = os.path.join(folder, name)
-            if not os.path.isdir(path) or os.path.islink(path):
+            if not _open_folder(path):
                 os.unlink(path)
                 continue
-            os.chmod(path, 0o700)
             for inner in os.listdir(path):
                 moved += 1
+                _open_folder(os.path.join(path, inner))
                 os.rename(os.path.join(path, inner), os.path.join(folder, f"moved {moved}"))
             os.rmdir(path)
+
+
+def _open_folder(path: str) -> bool:
+    """Whether path is a folder; if so it can be emptied and moved afterwards."""
+    if os.path.islink(path) or not os.path.isdir(path):
+        return False
+    os.chmod(path, 0o700)
+    return True
 
 
 def _become_child(jail: Jail, pipes: list[int]) -> NoReturn:

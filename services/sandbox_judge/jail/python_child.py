@@ -12,6 +12,7 @@ from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
 FILE_NAME = "program.py"
+_exit = os._exit  # the program may have replaced it by the time it is needed
 
 
 def compile_program(source: bytes) -> CodeType:
@@ -38,7 +39,7 @@ def run(code: CodeType, namespace: dict[str, Any]) -> NoReturn:
         status = _execute(code, namespace)
         status = _shut_down(status, namespace)
     finally:
-        os._exit(status)
+        _exit(status)
 
 
 def _execute(code: CodeType, namespace: dict[str, Any]) -> int:
