@@ -55,6 +55,13 @@ class OneJob(OrchestratorServiceServicer):
         target = self.renewals + count
         self.wait_until(lambda: self.renewals >= target, 30, f"{count} renewals")
 
+    def reset(self, spec: JobSpec, run_id: str) -> None:
+        """Offer another job, with nothing recorded."""
+        with self.changed:
+            for records in (self.metrics, self.published, self.checkpoints, self.finished):
+                records.clear()
+            self.spec, self.run_id, self.leased = spec, run_id, False
+
     def lapse(self) -> None:
         """The lease ran out: its holder is refused from now on and the job can be leased again."""
         with self.changed:

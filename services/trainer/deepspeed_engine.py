@@ -6,6 +6,7 @@ import gc
 import logging
 import math
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ def prepare_deepspeed(state_path: Path) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str((state_path / "trainer" / "torch_extensions").absolute()))
     os.environ.setdefault("LOCAL_RANK", "0")
+    # DeepSpeed 0.19 calls what torch 2.13 deprecates, at every step.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     deepspeed.init_distributed(auto_mpi_discovery=False)
 
@@ -139,8 +142,8 @@ class DeepSpeedEngine:
     def close(self) -> None:
         """Free the model and its optimiser; the process goes on to the next job."""
         self.model.destroy()
-        # ZeRO-3 leaves modules on a global stack and objects behind hooks held in C++, where no gc looks: what they hold
-        # is freed here, their empty shells stay.
+        # ZeRO-3 leaves modules on a global stack and objects behind hooks held in C++, where no gc looks: what those
+        # hold is freed here, their empty shells stay.
         FWD_MODULE_STACK.clear()
         self._adam.state.clear()
         self._adam.param_groups.clear()

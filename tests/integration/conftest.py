@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,14 @@ import pytest
 
 if TYPE_CHECKING:
     from services.trainer.ranks import Ranks
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port on which nothing listened a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

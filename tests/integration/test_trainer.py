@@ -57,12 +57,6 @@ class Bench:
         stop.set()
         return self.job.finished[-1]
 
-    def reset_job(self, spec: JobSpec, run_id: str) -> None:
-        """Another job at the same orchestrator, nothing recorded."""
-        for records in (self.job.metrics, self.job.published, self.job.checkpoints, self.job.finished):
-            records.clear()
-        self.job.spec, self.job.run_id, self.job.leased = spec, run_id, False
-
     def stop_at_step(self, last: int) -> None:
         """Train, stop the process's work while it has step `last` in hand, and wait for its last checkpoint."""
         stop = threading.Event()
@@ -137,7 +131,7 @@ def test_a_resumed_run_ends_with_the_same_weights_as_an_uninterrupted_one(
     bench.train_until_finished()
     straight = final_weights(bench)
 
-    bench.reset_job(job_spec(tiny_model_path, zero_stage=stage), "job_interrupted")
+    bench.job.reset(job_spec(tiny_model_path, zero_stage=stage), "job_interrupted")
     bench.stop_at_step(7)
     bench.job.lapse()
     asked = len(bench.pool.asked)
@@ -247,7 +241,7 @@ def test_an_unusable_batch_is_quarantined_and_changes_no_weights(bench: Bench, f
     bench.train_until_finished()
     clean = final_weights(bench)
     # The step after the last of the run above: had its batch been applied, the weights would differ.
-    bench.reset_job(
+    bench.job.reset(
         bench.job.spec.model_copy(update={"trainer": bench.job.spec.trainer.model_copy(update={"steps": 6})}), "job_b"
     )
     bench.pool.spoil = lambda step, batch: fault(batch.batch[5].trajectory) if step == 6 else None
@@ -338,8 +332,13 @@ def test_a_reference_held_by_the_trainer_gives_the_same_losses_as_cached_logprob
 ) -> None:
     bench.train_until_finished()
     cached = [bench.job.metrics[step]["loss"] for step in range(1, 11)]
-    bench.reset_job(job_spec(tiny_model_path, reference="in_trainer"), "job_in_trainer")
-    bench.pool.spoil = lambda step, batch: [each.trajectory.ClearField("reference_logprobs") for each in batch.batch]
+    bench.job.reset(job_spec(tiny_model_path, reference="in_trainer"), "job_in_trainer")
+
+    def clear(step: int, batch: Any) -> None:
+        for each in batch.batch:
+            each.trajectory.ClearField("reference_logprobs")
+
+    bench.pool.spoil = clear
 
     finish = bench.train_until_finished()
 
