@@ -143,12 +143,17 @@ class Pool(ReplayServiceServicer):
         return batch
 
 
-def sampled_trajectories(model_path: Path, count: int, *, qhat_0: float = -0.3, seed: int = 0) -> list[Any]:
-    """Trajectories of random tokens with true reference log-probs; those with an even first token are right."""
+def sampled_trajectories(
+    model_path: Path, count: int, *, qhat_0: float = -0.3, seed: int = 0, longest: int = 12
+) -> list[Any]:
+    """Trajectories of random tokens with true reference log-probs; those with an even first token are right.
+
+    Prompts and responses have up to `longest` tokens each.
+    """
     draw = random.Random(seed)
     model = load_policy(model_path, "float32")
-    prompts = [[draw.randrange(4, 20) for _ in range(draw.randrange(3, 9))] for _ in range(count)]
-    responses = [[draw.randrange(4, 20) for _ in range(draw.randrange(2, 12))] for _ in range(count)]
+    prompts = [[draw.randrange(4, 20) for _ in range(draw.randrange(longest // 4, longest))] for _ in range(count)]
+    responses = [[draw.randrange(4, 20) for _ in range(draw.randrange(longest // 4, longest))] for _ in range(count)]
     references = response_logprobs(model, prompts, responses, max_tokens_per_batch=4096)
     return [
         replay_wire.SampledTrajectory(
