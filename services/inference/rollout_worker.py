@@ -69,6 +69,8 @@ class RolloutWorker:
                 entries = consumer.read(room, BLOCK_SECONDS)
             except redis.RedisError as error:
                 log.warning("cannot read prompts; trying again", reason=str(error))
+                # A server that came back empty has no consumer group: a new consumer makes it.
+                consumer = None
                 stop.wait(BLOCK_SECONDS)
                 continue
             for entry in entries:
