@@ -155,22 +155,37 @@ def replay_ids(run_id: str) -> str:
 
 
 def replay_source(run_id: str, source: str) -> str:
-    """Sorted set: trajectory ids of a source that may be sampled, by insertion number. Replay."""
+    """Sorted set: trajectory ids of a source by insertion number; only ever grows. Replay."""
     return f"spo:{run_id}:replay-buffer:source:{source}"
 
 
+def replay_facts(run_id: str) -> str:
+    """Hash: trajectory id -> `correct:policy version:prompt id`, what sampling must know of it. Replay."""
+    return f"spo:{run_id}:replay-buffer:facts"
+
+
+def replay_prompts(run_id: str) -> str:
+    """Sorted set, all scores 0: `prompt id:insertion number, 16 digits:trajectory id`, to list by prompt. Replay."""
+    return f"spo:{run_id}:replay-buffer:prompts"
+
+
+def replay_duplicates(run_id: str) -> str:
+    """Hash: id of an acknowledged trajectory whose content was there already -> id that stands for it. Replay."""
+    return f"spo:{run_id}:replay-buffer:duplicates"
+
+
 def replay_content(run_id: str) -> str:
-    """Hash: digest of (prompt, normalised content, source class) -> trajectory id, for deduplication. Replay."""
+    """Hash: digest of (prompt, source, reward, normalised content) -> trajectory id, for deduplication. Replay."""
     return f"spo:{run_id}:replay-buffer:content"
 
 
 def replay_counters(run_id: str) -> str:
-    """Hash: inserted, duplicates, sampled, correct by source. Replay."""
+    """Hash: number (last insertion), policy_version (newest named), inserted, correct, sampled by source. Replay."""
     return f"spo:{run_id}:replay-buffer:counters"
 
 
 def replay_batch(run_id: str, step: int) -> str:
-    """String: ids of the batch served for a step, so that a repeated request gets the same batch. Replay."""
+    """String: ids of the batch served for a step, so that a repeated request gets the same batch; a week. Replay."""
     return f"spo:{run_id}:replay-buffer:batch:{step}"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from concurrent import futures
 from typing import Any
@@ -20,6 +22,8 @@ log = get_logger("rpc")
 
 DEFAULT_DEADLINE_SECONDS = 30.0
 MAX_MESSAGE_BYTES = 64 << 20
+PAUSE_SECONDS = 0.5
+SAY_SECONDS = 10.0
 
 _CODES: tuple[tuple[type[errors.SpoError], int], ...] = (
     (errors.InvalidInput, code_pb2.INVALID_ARGUMENT),
@@ -171,6 +175,37 @@ class Client:
             if not self._closed:
                 raise
             raise errors.Unreachable(f"the connection to {self.service} is closed: the process is stopping") from None
+
+    def call_patiently(
+        self,
+        method: str,
+        request: Any,
+        deadline_seconds: float,
+        *,
+        patience_seconds: float,
+        stop: threading.Event,
+        wanted: Callable[[], bool] = lambda: True,
+        passing: frozenset[str] = frozenset(),
+    ) -> Any:
+        """Like `call`, repeated while the error is retryable or its code is one of `passing`, for callers with time.
+
+        Each try has the deadline. The last error is raised after patience_seconds or when the result is no longer
+        wanted, NotReady once stop is set. What is waited for is logged every SAY_SECONDS.
+        """
+        began = said = time.monotonic()
+        while True:
+            try:
+                return self.call(method, request, deadline_seconds)
+            except errors.SpoError as error:
+                now = time.monotonic()
+                passes = error.retryable or error.code in passing
+                if not passes or now - began > patience_seconds or not wanted():
+                    raise
+                if now - said > SAY_SECONDS:
+                    said = now
+                    log.warning("waiting for a service", waits_for=self.service, method=method, reason=error.message)
+                if stop.wait(PAUSE_SECONDS):
+                    raise errors.NotReady(f"stopped while waiting for {self.service}: {error.message}") from None
 
     def close(self) -> None:
         """End the connection; calls under way fail with Unreachable."""

@@ -9,7 +9,6 @@ from services.replay_buffer.ingest_worker import IngestWorker
 from services.replay_buffer.service import ReplayService
 from services.replay_buffer.settings import Settings
 from services.replay_buffer.store import ReplayStore
-from services.replay_buffer.values import PromptValues
 from spo import redis_keys
 from spo.redis_client import connect
 from spo.rpc import Client
@@ -24,7 +23,7 @@ def main() -> int:
     process = ServiceProcess("replay-buffer", settings)
     client = connect(settings.redis_url, settings.redis_wait_seconds)
     store = ReplayStore(client)
-    drawer = BatchDrawer(store, PromptValues(client))
+    drawer = BatchDrawer(store)
     add_ReplayServiceServicer_to_server(ReplayService(store, drawer), process.server.server)
     consumer = Consumer(
         client, redis_keys.verdicts(), redis_keys.INGEST_GROUP, process.replica_id, settings.reclaim_seconds

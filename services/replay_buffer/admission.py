@@ -4,57 +4,100 @@ from __future__ import annotations
 
 import ast
 import math
+import re
+import threading
+import warnings
+from collections.abc import Iterable
 
 from spo import redis_keys
 from spo.errors import FieldViolation, InvalidInput
-from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_UNSPECIFIED
+from spo.job_spec import JobSpec
+from spo.tasks.problem import extract_program
+from spo.v1.prompt_pb2 import SOURCE_ONLINE, Source
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_INTERNAL_ERROR, OUTCOME_UNSPECIFIED
 
+# Longer texts are compared as they stand: deep nesting costs the parser more than the comparison is worth.
+MAX_PARSED_CHARACTERS = 20_000
+# Ids are parts of Redis keys and of members joined by colons.
+_ID = re.compile(r"[\w.-]{1,200}")
+# `warnings.catch_warnings` changes the whole process.
+_PARSER = threading.Lock()
 
-def check_trajectory(trajectory: Trajectory) -> None:
-    """Raise InvalidInput naming every field that makes the trajectory unusable (NaN, lengths, no verdict)."""
+
+def check_judged(run_id: str, spec: JobSpec, trajectory: Trajectory) -> None:
+    """Raise InvalidInput naming every field that is wrong before reference log-probs are asked for."""
     tokens = len(trajectory.response_token_ids)
+    sampled = len(trajectory.sampling_logprobs)
+    reward = trajectory.reward
     faults = [
-        ("/trajectory_id", "is missing", not trajectory.trajectory_id),
-        ("/prompt_id", "is missing", not trajectory.prompt_id),
-        ("/source", "is missing", trajectory.source == SOURCE_UNSPECIFIED),
+        ("/trajectory_id", "is not an id", not _ID.fullmatch(trajectory.trajectory_id)),
+        ("/run_id", f"is not {run_id}", trajectory.run_id != run_id),
+        ("/prompt_id", "is not an id", not _ID.fullmatch(trajectory.prompt_id)),
+        ("/source", "is missing or unknown", trajectory.source not in Source.values()[1:]),
         ("/prompt_token_ids", "are missing", not trajectory.prompt_token_ids),
+        ("/prompt_token_ids", "are too many", len(trajectory.prompt_token_ids) > spec.model.max_prompt_tokens),
         ("/response_token_ids", "are missing", tokens == 0),
+        ("/response_token_ids", "are too many", tokens > spec.model.max_response_tokens),
         ("/verdict", "is missing", trajectory.verdict.outcome == OUTCOME_UNSPECIFIED),
         ("/verdict", "is a fault of the judge", trajectory.verdict.outcome == OUTCOME_INTERNAL_ERROR),
-        ("/reward", "must be finite", not (trajectory.HasField("reward") and math.isfinite(trajectory.reward))),
-        ("/sampling_logprobs", "do not match the tokens", len(trajectory.sampling_logprobs) not in (0, tokens)),
+        ("/reward", "is missing", not trajectory.HasField("reward")),
+        # The theory needs r <= 0: exp(r / beta) is a probability.
+        ("/reward", "must be finite and at most 0", not (math.isfinite(reward) and reward <= 0)),
+        ("/sampling_logprobs", "do not match the tokens", sampled not in (0, tokens)),
+        ("/sampling_logprobs", "are missing", trajectory.source == SOURCE_ONLINE and sampled == 0),
         ("/sampling_logprobs", "must be finite", not _finite(trajectory.sampling_logprobs)),
-        ("/reference_logprobs", "do not match the tokens", len(trajectory.reference_logprobs) != tokens),
+    ]
+    _refuse(trajectory, faults)
+
+
+def check_scored(spec: JobSpec, trajectory: Trajectory) -> None:
+    """Raise InvalidInput when the reference log-probs are wrong; a trainer with its own reference needs none."""
+    scored = len(trajectory.reference_logprobs)
+    lengths = {len(trajectory.response_token_ids)} | ({0} if spec.trainer.reference == "in_trainer" else set())
+    faults = [
+        ("/reference_logprobs", "do not match the tokens", scored not in lengths),
         ("/reference_logprobs", "must be finite", not _finite(trajectory.reference_logprobs)),
     ]
+    _refuse(trajectory, faults)
+
+
+def content_digest(trajectory: Trajectory) -> str:
+    """Digest under which trajectories of a prompt count as the same; '' for online ones, which never do.
+
+    Two online samples with the same text are two draws of the policy, and both count. Offline ones are only compared
+    within a source, so that no source can empty another's share, and within a reward, so that a flaky failure never
+    hides a success.
+    """
+    if trajectory.source == SOURCE_ONLINE:
+        return ""
+    content = normalised_program(trajectory.response_text)
+    return redis_keys.digest(trajectory.prompt_id, str(trajectory.source), repr(trajectory.reward), content)
+
+
+def normalised_program(response_text: str) -> str:
+    """The program as its syntax tree says it, so that spacing and comments do not matter; else the stripped text."""
+    for text in dict.fromkeys((response_text, extract_program(response_text, "fenced"))):
+        if len(text) <= MAX_PARSED_CHARACTERS:
+            try:
+                # Programs with odd escapes warn on stderr, which belongs to the log.
+                with _PARSER, warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    return ast.unparse(ast.parse(text))
+            except (SyntaxError, ValueError, RecursionError, MemoryError):
+                continue
+    return response_text.strip()
+
+
+def _refuse(trajectory: Trajectory, faults: Iterable[tuple[str, str, bool]]) -> None:
     violations = tuple(FieldViolation(pointer, message) for pointer, message, at_fault in faults if at_fault)
     if violations:
         raise InvalidInput(
-            f"trajectory {trajectory.trajectory_id or '(no id)'} cannot be learnt from",
+            f"trajectory {trajectory.trajectory_id[:200] or '(no id)'} cannot be learnt from",
             code="unusable_trajectory",
             violations=violations,
         )
 
 
-def content_digest(trajectory: Trajectory) -> str:
-    """Digest under which offline trajectories of a prompt and source count as the same; '' for online ones.
-
-    Two online samples with the same text are two draws of the policy, and both count.
-    """
-    if trajectory.source == SOURCE_ONLINE:
-        return ""
-    return redis_keys.digest(trajectory.prompt_id, str(trajectory.source), normalised_program(trajectory.response_text))
-
-
-def normalised_program(text: str) -> str:
-    """The program as its syntax tree says it, so that spacing and comments do not matter; else the stripped text."""
-    try:
-        return ast.unparse(ast.parse(text))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return text.strip()
-
-
-def _finite(numbers: object) -> bool:
-    return all(math.isfinite(number) for number in numbers)  # type: ignore[attr-defined]
+def _finite(numbers: Iterable[float]) -> bool:
+    return all(map(math.isfinite, numbers))

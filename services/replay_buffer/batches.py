@@ -9,18 +9,20 @@ from typing import Any
 
 import numpy as np
 
+from services.replay_buffer.candidates import Candidates
 from services.replay_buffer.limiter import Limiter
-from services.replay_buffer.store import ReplayStore, source_name
-from services.replay_buffer.values import PromptValues
+from services.replay_buffer.store import SOURCE_CODES, ReplayStore, source_name
 from spo import metrics, redis_keys
 from spo.algorithm.replay_sampling import draw_ranks, exact_counts
-from spo.errors import FieldViolation, IntegrityError, InvalidInput, NotReady
+from spo.errors import Conflict, FieldViolation, IntegrityError, InvalidInput, NotReady, PreconditionFailed
 from spo.job_spec import JobSpec
+from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.replay_service_pb2 import SampleBatchRequest, SampledTrajectory
-from spo.v1.trajectory_pb2 import Trajectory
 
 POLL_SECONDS = 0.1
 MAX_WAIT_SECONDS = 60.0
+# By then every training prompt has its value and its offline trajectories: an empty offline source stays empty.
+OFFLINE_COMPLETE_STATES = (b"running", b"pausing", b"paused")
 
 
 @dataclass(frozen=True)
@@ -31,117 +33,107 @@ class Portion:
     count: int
     correct_only: bool
 
-    @property
-    def window(self) -> str:
-        """Name of the source's candidate set."""
-        return f"{self.source}:correct" if self.correct_only else self.source
-
 
 class BatchDrawer:
     """Serves SampleBatch for all runs."""
 
-    def __init__(self, store: ReplayStore, values: PromptValues) -> None:
+    def __init__(self, store: ReplayStore) -> None:
         self.store = store
-        self.values = values
 
     def sample(self, request: SampleBatchRequest) -> list[SampledTrajectory]:
         """Return the step's batch, waiting at most wait_seconds for experience.
 
-        Raises NotReady (names the source and its counts), InvalidInput on an impossible mix, NotFound.
+        Raises NotReady (names the source and its counts), PreconditionFailed when a source will never have anything,
+        InvalidInput on an impossible mix, Conflict when the step already got a batch of another size, NotFound.
         """
-        spec = self.store.spec(request.run_id)
-        if request.batch_size < 1:
-            raise InvalidInput(
-                "a batch holds at least one trajectory", violations=_fault("/batch_size", "must be >= 1")
-            )
-        ids = self.store.recorded_batch(request.run_id, request.step)
-        if not ids:
-            portions = _portions(request, spec)
-            self._await(request, spec, portions)
-            ids = self._draw(request, spec, portions)
-        return self._with_values(request, spec, ids)
-
-    def _await(self, request: SampleBatchRequest, spec: JobSpec, portions: Sequence[Portion]) -> None:
+        candidates = self.store.candidates(request.run_id)
+        portions = portions_of(request, candidates.spec)
         deadline = time.monotonic() + min(request.wait_seconds, MAX_WAIT_SECONDS)
-        limiter = Limiter.of(spec)
-        while reason := self._not_ready(request, spec, limiter, portions):
-            if time.monotonic() >= deadline:
-                raise NotReady(reason)
-            time.sleep(POLL_SECONDS)
-
-    def _not_ready(
-        self, request: SampleBatchRequest, spec: JobSpec, limiter: Limiter, portions: Sequence[Portion]
-    ) -> str:
-        """Why no batch can be served now, '' when one can."""
-        counts = self.store.counts(request.run_id)
-        inserted, sampled = counts.inserted["online"], counts.sampled["online"]
-        for portion in portions:
-            if portion.source == "online":
-                self._drop_stale(request, spec)
-                if not limiter.may_sample(inserted, sampled, portion.count):
-                    return (
-                        f"waiting for online trajectories: {inserted} inserted, {sampled} sampled,"
-                        f" {portion.count} wanted ({limiter})"
-                    )
-            if not self.store.client.zcard(redis_keys.replay_source(request.run_id, portion.window)):
-                return (
-                    f"source {portion.source} has nothing to serve: {counts.inserted[portion.source]} inserted,"
-                    f" {counts.correct[portion.source]} correct, 0 in its window"
+        while True:
+            try:
+                ids = self.store.recorded_batch(request.run_id, request.step) or self._draw(
+                    request, candidates, portions
                 )
-        return ""
+                break
+            except NotReady:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(POLL_SECONDS)
+        if len(ids) != request.batch_size:
+            raise Conflict(f"step {request.step} was given {len(ids)} trajectories before, not {request.batch_size}")
+        return self._with_values(request, candidates, ids)
 
-    def _drop_stale(self, request: SampleBatchRequest, spec: JobSpec) -> None:
-        """Take online trajectories older than max_staleness versions out of the window; the ledger keeps them."""
-        oldest = request.policy_version - spec.replay.max_staleness
-        for window in ("online", "online:correct"):
-            key = redis_keys.replay_source(request.run_id, window)
-            # Versions only grow with insertion (but for late groups), so stale ones are at the head.
-            while head := self._head(request.run_id, key):
-                if head.policy_version_first >= oldest:
-                    break
-                self.store.client.zrem(key, head.trajectory_id)
-
-    def _head(self, run_id: str, key: str) -> Trajectory | None:
-        first: Any = self.store.client.zrange(key, 0, 0)
-        return self.store.get(run_id, [first[0].decode()])[0] if first else None
-
-    def _draw(self, request: SampleBatchRequest, spec: JobSpec, portions: Sequence[Portion]) -> list[str]:
-        rng = np.random.default_rng([spec.seed, request.seed, request.step])
+    def _draw(self, request: SampleBatchRequest, candidates: Candidates, portions: Sequence[Portion]) -> list[str]:
+        rng = np.random.default_rng([candidates.spec.seed, request.seed, request.step])
+        limiter = Limiter.of(candidates.spec)
         ids: list[str] = []
-        for portion in portions:
-            key = redis_keys.replay_source(request.run_id, portion.window)
-            window: Any = self.store.client.zrange(key, 0, -1)
-            ids += [window[rank].decode() for rank in draw_ranks(rng, len(window), portion.count)]
+        with candidates.lock:
+            candidates.refresh([portion.source for portion in portions])
+            if candidates.counters.get("policy_version", 0) != request.policy_version:
+                self.store.note_policy_version(request.run_id, request.policy_version)
+                candidates.counters["policy_version"] = request.policy_version
+            for portion in portions:
+                self._check(candidates, limiter, portion)
+                window = candidates.servable(portion.source, portion.correct_only)
+                ids += [window[rank].trajectory_id for rank in draw_ranks(rng, len(window), portion.count)]
         drawn = {portion.source: portion.count for portion in portions}
         return self.store.record_batch(request.run_id, request.step, ids, drawn)
 
-    def _with_values(self, request: SampleBatchRequest, spec: JobSpec, ids: Sequence[str]) -> list[SampledTrajectory]:
-        trajectories = self.store.get(request.run_id, ids)
-        lost = [each for each, found in zip(ids, trajectories, strict=True) if found is None]
-        if lost:
-            raise IntegrityError(
-                f"{len(lost)} trajectories of step {request.step} are gone from the buffer: {lost[:3]}"
-            )
-        batch = [each for each in trajectories if each is not None]
-        qhat_0 = self.values.qhat_0(request.run_id, spec, [each.prompt_id for each in batch])
-        for each in batch:
-            if source_name(each.source) == "online":
-                metrics.REPLAY_SAMPLE_AGE.observe(max(0, request.policy_version - each.policy_version_first))
-        return [SampledTrajectory(trajectory=each, qhat_0=q) for each, q in zip(batch, qhat_0, strict=True)]
+    def _check(self, candidates: Candidates, limiter: Limiter, portion: Portion) -> None:
+        """Raise NotReady, or PreconditionFailed where waiting is in vain, when a portion cannot be served now."""
+        if portion.source == "online":
+            online = candidates.online(portion.correct_only)
+            if not limiter.may_sample(online, portion.count):
+                reason = _reason(candidates, portion)
+                raise NotReady(f"{reason}; {online.available} fresh enough, {online.sampled} served; {limiter}")
+        elif not candidates.servable(portion.source, portion.correct_only):
+            state: Any = self.store.client.get(redis_keys.run_state(candidates.run_id))
+            if state in OFFLINE_COMPLETE_STATES:
+                reason = _reason(candidates, portion)
+                raise PreconditionFailed(f"{reason}; nothing more will come", code="source_empty")
+            raise NotReady(_reason(candidates, portion))
+
+    def _with_values(
+        self, request: SampleBatchRequest, candidates: Candidates, ids: Sequence[str]
+    ) -> list[SampledTrajectory]:
+        batch = []
+        with candidates.lock:
+            # A repeated batch may be the first thing this process serves.
+            candidates.refresh([])
+        for trajectory_id, trajectory in zip(ids, self.store.get(request.run_id, ids), strict=True):
+            if trajectory is None:
+                raise IntegrityError(f"step {request.step}: trajectory {trajectory_id} is gone from the buffer")
+            batch.append(SampledTrajectory(trajectory=trajectory, qhat_0=candidates.qhat_0(trajectory.prompt_id)))
+            if trajectory.source == SOURCE_ONLINE:
+                metrics.REPLAY_SAMPLE_AGE.observe(max(0, request.policy_version - trajectory.policy_version_first))
+        return batch
 
 
-def _portions(request: SampleBatchRequest, spec: JobSpec) -> list[Portion]:
+def portions_of(request: SampleBatchRequest, spec: JobSpec) -> list[Portion]:
+    """The batch's portions, from the request's mix or else the spec's. Raises InvalidInput by field."""
+    if request.batch_size < 1:
+        raise InvalidInput("a batch holds at least one trajectory", violations=_fault("/batch_size", "must be >= 1"))
+    if any(part.source not in SOURCE_CODES for part in request.mix):
+        raise InvalidInput("a mix names known sources", violations=_fault("/mix", "names an unknown source"))
     mix = [(source_name(part.source), part.share, part.correct_only) for part in request.mix]
     mix = mix or [(part.source, part.share, part.correct_only) for part in spec.replay.mix]
     shares = [share for _, share, _ in mix]
-    if any(share < 0 for share in shares) or abs(sum(shares) - 1) > 1e-6:
+    if not all(share >= 0 for share in shares) or abs(sum(shares) - 1) > 1e-6:
         raise InvalidInput("the shares of a mix sum to 1", violations=_fault("/mix", f"sums to {sum(shares):g}"))
+    names = [source for source, _, _ in mix]
+    if len(set(names)) < len(names):
+        raise InvalidInput("a mix names each source once", violations=_fault("/mix", f"names {', '.join(names)}"))
     counts = exact_counts(shares, request.batch_size)
     return [
         Portion(source, count, correct_only)
         for (source, _, correct_only), count in zip(mix, counts, strict=True)
         if count
     ]
+
+
+def _reason(candidates: Candidates, portion: Portion) -> str:
+    wanted = f"{portion.count} {'correct ' if portion.correct_only else ''}wanted per batch"
+    return f"source {portion.source}: {candidates.describe(portion.source)}, {wanted}"
 
 
 def _fault(pointer: str, message: str) -> tuple[FieldViolation, ...]:

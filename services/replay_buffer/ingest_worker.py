@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
+from services.replay_buffer.admission import check_judged, check_scored
 from services.replay_buffer.store import ReplayStore
+from spo import metrics
 from spo.errors import InvalidInput
 from spo.rpc import Client
 from spo.service import keep_alive_while
@@ -32,26 +35,48 @@ class IngestWorker:
     values: Client
     groups_per_read: int
     deadline_seconds: float
+    _stop: threading.Event = field(default_factory=threading.Event, init=False)
 
     def run(self, stop: threading.Event) -> None:
         """Ingest until stop is set; whatever fails stays pending and is tried again."""
+        self._stop = stop
         consume(self.consumer, self.ingest, stop, count=self.groups_per_read)
 
     def ingest(self, entries: list[Entry]) -> None:
-        """Enter the groups of these entries. Raises InvalidInput when one of them is poison, NotReady to try again."""
+        """Enter the groups of these entries and acknowledge them.
+
+        Raises InvalidInput when some are poison, after the sound trajectories of all are entered: `consume` then offers
+        the entries one by one, and each poisonous one goes to the dead letters with its reason.
+        """
         with keep_alive_while(lambda: self.consumer.keep_alive(entries), self.consumer.reclaim_after_seconds / 4):
             by_run: dict[str, list[Trajectory]] = defaultdict(list)
             for entry in entries:
                 group = _decode(entry.payload)
                 by_run[group.request.run_id] += group.trajectories
-            for run_id, trajectories in by_run.items():
-                self.add_reference_logprobs(run_id, trajectories)
-                self.store.append(run_id, trajectories)
+            refusals = [
+                refusal for run_id, trajectories in by_run.items() for refusal in self._enter(run_id, trajectories)
+            ]
+            if refusals:
+                raise refusals[0]
             self.consumer.finish(entries)
 
-    def add_reference_logprobs(self, run_id: str, trajectories: Sequence[Trajectory]) -> None:
-        """Ask value-estimation for log pi0 of every response token, all trajectories in one call."""
-        self.store.spec(run_id)
+    def _enter(self, run_id: str, trajectories: Sequence[Trajectory]) -> list[InvalidInput]:
+        """Score and store what is sound; returns why the rest is refused."""
+        spec = self.store.spec(run_id)
+        judged, refusals = _sort_out(trajectories, lambda each: check_judged(run_id, spec, each))
+        if spec.trainer.reference == "cached" and judged:
+            self._add_reference_logprobs(run_id, judged)
+        scored, more_refusals = _sort_out(judged, lambda each: check_scored(spec, each))
+        self.store.append(run_id, scored)
+        metrics.REPLAY_INSERTS.labels(result="refused").inc(len(refusals + more_refusals))
+        return refusals + more_refusals
+
+    def _add_reference_logprobs(self, run_id: str, trajectories: Sequence[Trajectory]) -> None:
+        """Ask value-estimation for log pi0 of every response token, all trajectories in one call.
+
+        There is nothing else to do while it is away: the entries are kept alive and the belt fills up behind them, so
+        the feeder stops. Leaving them for redelivery instead would use up their deliveries.
+        """
         request = ComputeReferenceLogprobsRequest(
             run_id=run_id,
             sequences=[
@@ -59,14 +84,28 @@ class IngestWorker:
                 for each in trajectories
             ],
         )
-        response: ComputeReferenceLogprobsResponse = self.values.call(
-            "ComputeReferenceLogprobs", request, deadline_seconds=self.deadline_seconds
+        response: ComputeReferenceLogprobsResponse = self.values.call_patiently(
+            "ComputeReferenceLogprobs", request, self.deadline_seconds, patience_seconds=math.inf, stop=self._stop
         )
         now = int(time.time() * 1000)
         for trajectory, scored in zip(trajectories, response.sequences, strict=True):
             trajectory.reference_logprobs[:] = scored.logprobs
             trajectory.reference_hash = response.reference_hash
             trajectory.hops.append(Hop(service="replay-buffer", at_unix_ms=now))
+
+
+def _sort_out(
+    trajectories: Sequence[Trajectory], check: Callable[[Trajectory], None]
+) -> tuple[list[Trajectory], list[InvalidInput]]:
+    sound: list[Trajectory] = []
+    refusals: list[InvalidInput] = []
+    for trajectory in trajectories:
+        try:
+            check(trajectory)
+            sound.append(trajectory)
+        except InvalidInput as refusal:
+            refusals.append(refusal)
+    return sound, refusals
 
 
 def _decode(payload: bytes) -> RolloutGroup:

@@ -1,39 +1,32 @@
--- Enter trajectories into a run's ledger and sampling windows, each at most once. Payloads are SET by the caller before.
--- KEYS[1] ids       sorted set: trajectory id by insertion number (the ledger)
--- KEYS[2] content   hash: content digest -> trajectory id (first with that content)
--- KEYS[3] counters  hash: number, duplicates, inserted:<source>, correct:<source>, kept:<source>:<prompt>
--- KEYS[4..]         per source two sorted sets of sampling candidates by insertion number: all, correct
--- ARGV[1] online window; ARGV[2] candidates kept per prompt of an offline source; then per trajectory 6 values:
---   id, index of its source's first key, source, 1 if correct, prompt id, content digest ('' for online)
--- Returns one number per trajectory: 1 entered, 0 same id already there, -1 same content already there.
+-- Enter trajectories of one run into its ledger and indices, each once. Payloads are SET by the caller before: ids only.
+-- KEYS[1] ids         sorted set: trajectory id by insertion number (the ledger)
+-- KEYS[2] duplicates  hash: id of an offline trajectory whose content was there before -> id that stands for it
+-- KEYS[3] content     hash: content digest -> id of the first trajectory with that content
+-- KEYS[4] facts       hash: trajectory id -> `correct:policy version:prompt id`, what sampling must know
+-- KEYS[5] prompts     sorted set, all scores 0: `prompt id:insertion number, 16 digits:trajectory id`
+-- KEYS[6] counters    hash: number (the last insertion number), inserted:<source>, correct:<source>
+-- KEYS[7..]           per source a sorted set: trajectory id by insertion number
+-- ARGV, per trajectory 7 values: id, index of its source's key, source, content digest ('' for online), 1 if correct,
+--   policy version, prompt id
+-- Returns one number per trajectory: 1 entered, 0 same id already there, -1 another id with the same content is there.
 local results = {}
-local window, per_prompt = tonumber(ARGV[1]), tonumber(ARGV[2])
-for at = 3, #ARGV, 6 do
-  local id, key, source, correct = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2], ARGV[at + 3] == '1'
-  local prompt, content = ARGV[at + 4], ARGV[at + 5]
+for at = 1, #ARGV, 7 do
+  local id, key, source, content = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2], ARGV[at + 3]
+  local correct, version, prompt = ARGV[at + 4], ARGV[at + 5], ARGV[at + 6]
   local result = 1
   if redis.call('ZSCORE', KEYS[1], id) then
     result = 0
-  elseif content ~= '' and redis.call('HSETNX', KEYS[2], content, id) == 0 then
-    result = redis.call('HGET', KEYS[2], content) == id and 0 or -1
-    redis.call('HINCRBY', KEYS[3], 'duplicates', 1)
+  elseif content ~= '' and redis.call('HSETNX', KEYS[3], content, id) == 0 then
+    redis.call('HSET', KEYS[2], id, redis.call('HGET', KEYS[3], content))
+    result = -1
   else
-    local number = redis.call('HINCRBY', KEYS[3], 'number', 1)
+    local number = redis.call('HINCRBY', KEYS[6], 'number', 1)
     redis.call('ZADD', KEYS[1], number, id)
-    redis.call('HINCRBY', KEYS[3], 'inserted:' .. source, 1)
-    if correct then redis.call('HINCRBY', KEYS[3], 'correct:' .. source, 1) end
-    if content == '' then
-      redis.call('ZADD', KEYS[key], number, id)
-      if correct then redis.call('ZADD', KEYS[key + 1], number, id) end
-      redis.call('ZREMRANGEBYRANK', KEYS[key], 0, -window - 1)
-      redis.call('ZREMRANGEBYRANK', KEYS[key + 1], 0, -window - 1)
-    else
-      local kind = correct and 'right:' or 'wrong:'
-      if redis.call('HINCRBY', KEYS[3], 'kept:' .. kind .. source .. ':' .. prompt, 1) <= per_prompt then
-        redis.call('ZADD', KEYS[key], number, id)
-        if correct then redis.call('ZADD', KEYS[key + 1], number, id) end
-      end
-    end
+    redis.call('HSET', KEYS[4], id, correct .. ':' .. version .. ':' .. prompt)
+    redis.call('ZADD', KEYS[5], 0, prompt .. ':' .. string.format('%016d', number) .. ':' .. id)
+    redis.call('ZADD', KEYS[key], number, id)
+    redis.call('HINCRBY', KEYS[6], 'inserted:' .. source, 1)
+    if correct == '1' then redis.call('HINCRBY', KEYS[6], 'correct:' .. source, 1) end
   end
   results[#results + 1] = result
 end

@@ -1,9 +1,13 @@
 """How fast online experience may come in and be served, in Reverb's terms; pure numbers.
 
-With inserted and sampled counted in online trajectories, diff = inserted * samples_per_insert - sampled:
-- an insert is admissible while diff + samples_per_insert <= error_buffer, or while inserted < min_online;
-- a batch with n online trajectories is admissible when inserted >= min_online and diff - n >= -error_buffer.
-The buffer is widened to one batch plus one insert, so at least one of the two is always admissible (no deadlock).
+Counted in online trajectories, with diff = inserted * samples_per_insert - sampled:
+- a batch with n of them is admissible when inserted >= min_online, n different ones can be served (as far as the window
+  holds n), and diff - n >= -error_buffer;
+- m inserts are admissible while diff + m * samples_per_insert <= error_buffer, and also, whatever diff says, while one
+  of the first two conditions of the batch lacks m: min_online is not reached, or what is there is too stale, or not
+  correct, to fill a batch.
+The buffer is widened to one batch plus one group of inserts, so that always at least one of the two is admissible:
+where diff blocks the batch, diff < n - error_buffer <= error_buffer - group * samples_per_insert admits a group.
 """
 
 from __future__ import annotations
@@ -11,40 +15,64 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from spo.algorithm.replay_sampling import exact_counts
 from spo.job_spec import JobSpec
+
+# More than any feeder asks for; keeps tiny samples_per_insert out of the infinities.
+MAX_ADMISSIBLE = 1_000_000
+
+
+@dataclass(frozen=True)
+class OnlineCounts:
+    """Online trajectories inserted and served since the run's start, and how many may be served now."""
+
+    inserted: int
+    sampled: int
+    available: int
 
 
 @dataclass(frozen=True)
 class Limiter:
-    """Limits of one run; counts are online trajectories since its start."""
+    """Limits of one run."""
 
     min_online: int
     samples_per_insert: float
     error_buffer: float
+    capacity: int
+    per_batch: int
     group: int
 
     @staticmethod
     def of(spec: JobSpec) -> Limiter:
         """The limiter a spec asks for, widened so that it cannot block both sides."""
-        per_batch = math.ceil(spec.replay.online_share * spec.trainer.batch_size)
+        counts = exact_counts([part.share for part in spec.replay.mix], spec.trainer.batch_size)
+        per_batch = sum(count for part, count in zip(spec.replay.mix, counts, strict=True) if part.source == "online")
         group = spec.rollout.samples_per_prompt
         return Limiter(
             min_online=spec.replay.min_online,
             samples_per_insert=spec.replay.samples_per_insert,
-            # Prompts come in whole groups: the slack must hold one besides the batch.
             error_buffer=max(float(spec.replay.error_buffer), per_batch + group * spec.replay.samples_per_insert),
+            capacity=spec.replay.online_capacity,
+            per_batch=per_batch,
             group=group,
         )
 
-    def admissible_inserts(self, inserted: int, sampled: int) -> int:
+    def admissible_inserts(self, online: OnlineCounts) -> int:
         """Online trajectories that may still come in, >= 0."""
-        diff = inserted * self.samples_per_insert - sampled
-        room = math.floor((self.error_buffer - diff) / self.samples_per_insert)
-        # The last missing few must still let a whole group in.
-        missing = max(self.min_online - inserted, self.group) if inserted < self.min_online else 0
-        return max(0, room, missing)
+        if self.per_batch == 0:
+            return 0
+        diff = online.inserted * self.samples_per_insert - online.sampled
+        room = (self.error_buffer - diff) / self.samples_per_insert
+        missing = max(self.min_online - online.inserted, self._needed(self.per_batch) - online.available, 0)
+        # Prompts come in whole groups: the last missing few must let one in.
+        missing = math.ceil(missing / self.group) * self.group
+        return max(0, missing, math.floor(min(room, MAX_ADMISSIBLE)))
 
-    def may_sample(self, inserted: int, sampled: int, count: int) -> bool:
+    def may_sample(self, online: OnlineCounts, count: int) -> bool:
         """Whether a batch with `count` online trajectories may be served now."""
-        diff = inserted * self.samples_per_insert - sampled
-        return inserted >= self.min_online and diff - count >= -self.error_buffer
+        diff = online.inserted * self.samples_per_insert - online.sampled
+        filled = online.inserted >= self.min_online and online.available >= self._needed(count)
+        return filled and diff - count >= -self.error_buffer
+
+    def _needed(self, count: int) -> int:
+        return min(count, self.capacity)

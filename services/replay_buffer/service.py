@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, cast
 
 from services.replay_buffer.batches import BatchDrawer
+from services.replay_buffer.candidates import Candidates
 from services.replay_buffer.limiter import Limiter
-from services.replay_buffer.store import ReplayStore
-from spo.errors import NotFound
+from services.replay_buffer.store import SOURCE_CODES, ReplayStore, source_name
+from spo.errors import FieldViolation, InvalidInput
+from spo.job_spec import SourceName
 from spo.v1 import replay_service_pb2 as replay
-from spo.v1.prompt_pb2 import SOURCE_UNSPECIFIED
+from spo.v1.prompt_pb2 import SOURCE_UNSPECIFIED, Source
 from spo.v1.replay_service_pb2_grpc import ReplayServiceServicer
 from spo.v1.trajectory_pb2 import Trajectory
 
@@ -34,35 +37,43 @@ class ReplayService(ReplayServiceServicer):
         return replay.SampleBatchResponse(batch=self.drawer.sample(request))
 
     def GetReplayStatus(self, request: replay.GetReplayStatusRequest, context: Any) -> replay.GetReplayStatusResponse:
-        counts = self.store.counts(request.run_id)
-        limiter = Limiter.of(self.store.spec(request.run_id))
+        candidates = self.store.candidates(request.run_id)
+        correct_only = {part.source: part.correct_only for part in candidates.spec.replay.mix}
+        with candidates.lock:
+            candidates.refresh([source_name(code) for code in SOURCE_CODES])
+            online = candidates.online(correct_only.get("online", False))
+            counts = [_count(candidates, code, correct_only) for code in SOURCE_CODES]
         return replay.GetReplayStatusResponse(
-            counts=self.store.source_counts(request.run_id),
-            admissible_inserts=limiter.admissible_inserts(counts.inserted["online"], counts.sampled["online"]),
-            duplicates=counts.duplicates,
+            counts=[count for count in counts if count.inserted],
+            admissible_inserts=Limiter.of(candidates.spec).admissible_inserts(online),
+            duplicates=self.store.duplicates(request.run_id),
         )
 
     def ListTrajectories(
         self, request: replay.ListTrajectoriesRequest, context: Any
     ) -> replay.ListTrajectoriesResponse:
-        limit = min(request.limit or DEFAULT_PAGE, MAX_PAGE)
+        if not re.fullmatch(r"\d{0,16}", request.cursor, re.ASCII):
+            raise InvalidInput("the cursor is not one of ours", violations=(FieldViolation("/cursor", "is no number"),))
+        self.store.spec(request.run_id)
+        limit = max(1, min(request.limit or DEFAULT_PAGE, MAX_PAGE))
         found: list[Trajectory] = []
         cursor, scanned = request.cursor, 0
         while len(found) < limit and scanned < MAX_SCANNED:
-            page, cursor = self.store.newest_first(request.run_id, cursor, limit - len(found))
-            found += [each for each in page if _matches(each, request)]
+            page, cursor = self.store.newest_first(request.run_id, request.prompt_id, cursor, limit - len(found))
+            found += [each for each in page if request.source in (SOURCE_UNSPECIFIED, each.source)]
             scanned += len(page)
             if not cursor:
                 break
         return replay.ListTrajectoriesResponse(trajectories=found, next_cursor=cursor)
 
     def GetTrajectory(self, request: replay.GetTrajectoryRequest, context: Any) -> replay.GetTrajectoryResponse:
-        (found,) = self.store.get(request.run_id, [request.trajectory_id])
-        if found is None:
-            raise NotFound(f"run {request.run_id} has no trajectory {request.trajectory_id}")
-        return replay.GetTrajectoryResponse(trajectory=found)
+        return replay.GetTrajectoryResponse(trajectory=self.store.one(request.run_id, request.trajectory_id))
 
 
-def _matches(trajectory: Trajectory, request: replay.ListTrajectoriesRequest) -> bool:
-    right_prompt = request.prompt_id in ("", trajectory.prompt_id)
-    return right_prompt and request.source in (SOURCE_UNSPECIFIED, trajectory.source)
+def _count(candidates: Candidates, code: Source.ValueType, correct_only: dict[SourceName, bool]) -> replay.SourceCount:
+    name = cast(SourceName, source_name(code))
+    return replay.SourceCount(
+        source=code,
+        available=len(candidates.servable(name, correct_only.get(name, False))),
+        **{count: candidates.counters.get(f"{count}:{name}", 0) for count in ("inserted", "sampled", "correct")},
+    )

@@ -1,40 +1,32 @@
-"""The buffer in Redis: a ledger of everything acknowledged, and per source the window that batches are drawn from."""
+"""The buffer in Redis: a ledger of everything acknowledged, with the indices that sampling and listing need.
+
+Nothing is ever evicted: payloads outside the online window stay listed, and a repeated batch may still name them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import redis
 
-from services.replay_buffer.admission import check_trajectory, content_digest
+from services.replay_buffer.admission import check_judged, check_scored, content_digest
+from services.replay_buffer.candidates import Candidates
 from spo import metrics, redis_keys
 from spo.errors import NotFound
 from spo.job_spec import JobSpec, spec_from_json
-from spo.v1.prompt_pb2 import Source
-from spo.v1.replay_service_pb2 import SourceCount
+from spo.v1.prompt_pb2 import SOURCE_UNSPECIFIED, Source
 from spo.v1.trajectory_pb2 import Trajectory
 
 BATCH_MEMORY_SECONDS = 7 * 24 * 3600
-BEST_REWARD = 0.0
-SOURCES = tuple(name.removeprefix("SOURCE_").lower() for name in Source.keys() if name != "SOURCE_UNSPECIFIED")  # noqa: SIM118
+MIRRORED_RUNS = 32
+SOURCE_CODES = tuple(code for code in Source.values() if code != SOURCE_UNSPECIFIED)
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Inserted, correct and sampled trajectories by source name since the run's start."""
-
-    inserted: dict[str, int]
-    correct: dict[str, int]
-    sampled: dict[str, int]
-    duplicates: int
-
-
-def source_name(source: int) -> str:
+def source_name(source: Source.ValueType) -> str:
     """`online` for SOURCE_ONLINE: the names a JobSpec uses."""
-    return Source.Name(source).removeprefix("SOURCE_").lower()  # type: ignore[arg-type]
+    return Source.Name(source).removeprefix("SOURCE_").lower()
 
 
 class ReplayStore:
@@ -43,6 +35,7 @@ class ReplayStore:
     def __init__(self, client: redis.Redis) -> None:
         self.client = client
         self._specs: dict[str, JobSpec] = {}
+        self._candidates: dict[str, Candidates] = {}
         here = Path(__file__).parent
         self._insert = client.register_script((here / "insert.lua").read_text())
         self._record = client.register_script((here / "record_batch.lua").read_text())
@@ -56,6 +49,16 @@ class ReplayStore:
             self._specs[run_id] = spec_from_json(stored)
         return self._specs[run_id]
 
+    def candidates(self, run_id: str) -> Candidates:
+        """The mirror of the run's candidates; the one longest out of use is given up for a new one."""
+        spec = self.spec(run_id)
+        found = self._candidates.pop(run_id, None) or Candidates(self.client, run_id, spec)
+        # setdefault: of two threads that made one, both must use the same.
+        found = self._candidates.setdefault(run_id, found)
+        for oldest in list(self._candidates)[:-MIRRORED_RUNS]:
+            self._candidates.pop(oldest, None)
+        return found
+
     def append(self, run_id: str, trajectories: Sequence[Trajectory]) -> tuple[int, int]:
         """Enter trajectories, each at most once by id (offline ones also by content); returns (inserted, duplicates).
 
@@ -63,13 +66,12 @@ class ReplayStore:
         """
         spec = self.spec(run_id)
         for trajectory in trajectories:
-            check_trajectory(trajectory)
+            check_judged(run_id, spec, trajectory)
+            check_scored(spec, trajectory)
         if not trajectories:
             return 0, 0
         self._write_payloads(run_id, trajectories)
-        results: list[Any] = self._insert(
-            keys=self._keys(run_id), args=[*self._window(spec), *_arguments(trajectories)]
-        )
+        results: list[Any] = self._insert(keys=_keys(run_id), args=_arguments(trajectories))
         orphans = [each.trajectory_id for each, result in zip(trajectories, results, strict=True) if result == -1]
         if orphans:
             self.client.unlink(*[redis_keys.replay_trajectory(run_id, orphan) for orphan in orphans])
@@ -78,29 +80,9 @@ class ReplayStore:
         metrics.REPLAY_INSERTS.labels(result="duplicate").inc(len(results) - inserted)
         return inserted, len(results) - inserted
 
-    def counts(self, run_id: str) -> Counts:
-        """Counts by source; zeros for a run without experience."""
-        stored: Any = self.client.hgetall(redis_keys.replay_counters(run_id))
-
-        def of(prefix: str) -> dict[str, int]:
-            return {source: int(stored.get(f"{prefix}:{source}".encode(), 0)) for source in SOURCES}
-
-        return Counts(of("inserted"), of("correct"), of("sampled"), int(stored.get(b"duplicates", 0)))
-
-    def source_counts(self, run_id: str) -> list[SourceCount]:
-        """Counts as the wire shows them; sources without experience are left out."""
-        counts = self.counts(run_id)
-        return [
-            SourceCount(
-                source=Source.Value(f"SOURCE_{source.upper()}"),
-                inserted=counts.inserted[source],
-                available=int(self.client.zcard(redis_keys.replay_source(run_id, source))),
-                sampled=counts.sampled[source],
-                correct=counts.correct[source],
-            )
-            for source in SOURCES
-            if counts.inserted[source]
-        ]
+    def duplicates(self, run_id: str) -> int:
+        """Acknowledged offline trajectories whose content was there before."""
+        return int(self.client.hlen(redis_keys.replay_duplicates(run_id)))
 
     def get(self, run_id: str, trajectory_ids: Sequence[str]) -> list[Trajectory | None]:
         """Trajectories by id, None where absent."""
@@ -110,14 +92,22 @@ class ReplayStore:
         payloads: Any = self.client.mget(keys)
         return [Trajectory.FromString(payload) if payload else None for payload in payloads]
 
-    def newest_first(self, run_id: str, after: str, count: int) -> tuple[list[Trajectory], str]:
-        """A page of the ledger, newest first; `after` is the cursor of the page before ('' starts)."""
-        highest = f"({int(after)}" if after else "+inf"
-        page: Any = self.client.zrevrangebyscore(
-            redis_keys.replay_ids(run_id), highest, "-inf", start=0, num=count, withscores=True
-        )
-        found = self.get(run_id, [trajectory_id.decode() for trajectory_id, _ in page])
-        cursor = str(int(page[-1][1])) if len(page) == count else ""
+    def one(self, run_id: str, trajectory_id: str) -> Trajectory:
+        """A trajectory by id; a duplicate is answered by the one that stands for it. Raises NotFound."""
+        stands: Any = self.client.hget(redis_keys.replay_duplicates(run_id), trajectory_id)
+        (found,) = self.get(run_id, [stands.decode() if stands else trajectory_id])
+        if found is None:
+            raise NotFound(f"run {run_id} has no trajectory {trajectory_id}")
+        return found
+
+    def newest_first(self, run_id: str, prompt_id: str, after: str, count: int) -> tuple[list[Trajectory], str]:
+        """A page of the ledger, newest first; `after` is the cursor of the page before ('' starts).
+
+        prompt_id '' means all prompts.
+        """
+        page = self._of_prompt(run_id, prompt_id, after, count) if prompt_id else self._of_all(run_id, after, count)
+        found = self.get(run_id, [trajectory_id for trajectory_id, _ in page])
+        cursor = str(page[-1][1]) if len(page) == count else ""
         return [each for each in found if each is not None], cursor
 
     def recorded_batch(self, run_id: str, step: int) -> list[str]:
@@ -134,6 +124,26 @@ class ReplayStore:
         )
         return held.decode().split()  # type: ignore[no-any-return]
 
+    def note_policy_version(self, run_id: str, policy_version: int) -> None:
+        """Remember the newest version a trainer has named: what is too stale for it is no supply for the limiter."""
+        self.client.hset(redis_keys.replay_counters(run_id), "policy_version", policy_version)
+
+    def _of_all(self, run_id: str, after: str, count: int) -> list[tuple[str, int]]:
+        highest = f"({int(after)}" if after else "+inf"
+        page: Any = self.client.zrevrangebyscore(
+            redis_keys.replay_ids(run_id), highest, "-inf", start=0, num=count, withscores=True
+        )
+        return [(trajectory_id.decode(), int(number)) for trajectory_id, number in page]
+
+    def _of_prompt(self, run_id: str, prompt_id: str, after: str, count: int) -> list[tuple[str, int]]:
+        # ';' follows ':' and bounds the prompt's members; the number in them is padded, so bytes order as numbers.
+        highest = f"({prompt_id}:{int(after):016d}:" if after else f"({prompt_id};"
+        page: Any = self.client.zrevrangebylex(
+            redis_keys.replay_prompts(run_id), highest, f"[{prompt_id}:", start=0, num=count
+        )
+        members = (member.decode().rsplit(":", 2) for member in page)
+        return [(trajectory_id, int(number)) for _, number, trajectory_id in members]
+
     def _write_payloads(self, run_id: str, trajectories: Sequence[Trajectory]) -> None:
         with self.client.pipeline(transaction=False) as pipe:
             for trajectory in trajectories:
@@ -142,35 +152,30 @@ class ReplayStore:
                 pipe.set(key, trajectory.SerializeToString(), nx=True)
             pipe.execute()
 
-    @staticmethod
-    def _keys(run_id: str) -> list[str]:
-        sources = [
-            key
-            for source in SOURCES
-            for key in (redis_keys.replay_source(run_id, source), redis_keys.replay_source(run_id, f"{source}:correct"))
-        ]
-        return [
-            redis_keys.replay_ids(run_id),
-            redis_keys.replay_content(run_id),
-            redis_keys.replay_counters(run_id),
-            *sources,
-        ]
 
-    @staticmethod
-    def _window(spec: JobSpec) -> tuple[int, int]:
-        return spec.replay.online_capacity, spec.replay.offline_per_prompt
+def _keys(run_id: str) -> list[str]:
+    return [
+        redis_keys.replay_ids(run_id),
+        redis_keys.replay_duplicates(run_id),
+        redis_keys.replay_content(run_id),
+        redis_keys.replay_facts(run_id),
+        redis_keys.replay_prompts(run_id),
+        redis_keys.replay_counters(run_id),
+        *(redis_keys.replay_source(run_id, source) for source in map(source_name, SOURCE_CODES)),
+    ]
 
 
 def _arguments(trajectories: Sequence[Trajectory]) -> list[str | int]:
     arguments: list[str | int] = []
     for trajectory in trajectories:
-        source = source_name(trajectory.source)
         arguments += [
             trajectory.trajectory_id,
-            4 + 2 * SOURCES.index(source),
-            source,
-            int(trajectory.reward >= BEST_REWARD),
-            trajectory.prompt_id,
+            7 + SOURCE_CODES.index(trajectory.source),
+            source_name(trajectory.source),
             content_digest(trajectory),
+            # Rewards are at most 0, the best there is.
+            int(trajectory.reward == 0),
+            trajectory.policy_version_first,
+            trajectory.prompt_id,
         ]
     return arguments

@@ -2,48 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable
 
-import redis
-
-from spo import redis_keys
 from spo.algorithm.monte_carlo import q_from_rewards, q_from_success_rate
-from spo.errors import NotReady
-from spo.job_spec import JobSpec
+from spo.job_spec import AlgorithmSpec, ValueSpec
 from spo.v1.value_pb2 import PromptValue
 
 
-class PromptValues:
-    """Reads values once per run and prompt: they do not change within a run."""
+def servable_values(values: Iterable[PromptValue], algorithm: AlgorithmSpec, policy: ValueSpec) -> dict[str, float]:
+    """Qhat_0 in reward units by prompt id; prompts that are dropped, or have no samples, are left out.
 
-    def __init__(self, client: redis.Redis) -> None:
-        self.client = client
-        self._known: dict[tuple[str, str], float] = {}
-
-    def qhat_0(self, run_id: str, spec: JobSpec, prompt_ids: Sequence[str]) -> list[float]:
-        """Qhat_0 per prompt, reward units; 0 where the spec estimates no values. Raises NotReady for absent ones."""
-        if spec.value is None:
-            return [0.0] * len(prompt_ids)
-        missing = sorted({prompt_id for prompt_id in prompt_ids if (run_id, prompt_id) not in self._known})
-        if missing:
-            stored: Any = self.client.hmget(redis_keys.run_values(run_id), missing)
-            for prompt_id, payload in zip(missing, stored, strict=True):
-                if payload is None:
-                    raise NotReady(f"prompt {prompt_id} of run {run_id} has no value yet")
-                self._known[run_id, prompt_id] = derive_qhat_0(PromptValue.FromString(payload), spec)
-        return [self._known[run_id, prompt_id] for prompt_id in prompt_ids]
-
-
-def derive_qhat_0(value: PromptValue, spec: JobSpec) -> float:
-    """Qhat_0 in reward units; a prompt no sample solved follows the spec's `unsolved` policy.
-
-    keep: at the posterior mean of the success rate, (0 + 1/2) / (N + 1) under the Jeffreys prior, since the plain
-    estimate, -1, is the lowest of all values the data allow. floor and drop: -1 (dropped prompts are not fed).
+    A prompt that no sample solved follows policy.unsolved. keep: at the posterior mean of the success rate,
+    (0 + 1/2) / (N + 1) under the Jeffreys prior, since the plain estimate, -1, is the lowest of all values the data
+    allow. floor: -1. drop: not served from any source.
     """
-    beta = spec.algorithm.beta
+    served = (each for each in values if each.samples and not (policy.unsolved == "drop" and _unsolved(each)))
+    return {each.prompt_id: _qhat_0(each, algorithm.beta, policy) for each in served}
+
+
+def _qhat_0(value: PromptValue, beta: float, policy: ValueSpec) -> float:
     if value.rewards:
         return q_from_rewards(list(value.rewards), beta)
-    if value.successes == 0 and spec.value is not None and spec.value.unsolved == "keep":
+    if policy.unsolved == "keep" and _unsolved(value):
         return q_from_success_rate(0.5 / (value.samples + 1), beta)
     return q_from_success_rate(value.successes / value.samples, beta)
+
+
+def _unsolved(value: PromptValue) -> bool:
+    return value.successes == 0 and not any(reward >= 0 for reward in value.rewards)

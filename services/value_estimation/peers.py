@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from services.value_estimation.settings import Settings
-from spo.errors import NotReady, SpoError
-from spo.logs import get_logger
+from spo.errors import NotReady
 from spo.rpc import Client
 from spo.v1.inference_service_pb2 import GenerateRequest, GenerateResponse
 from spo.v1.judge_service_pb2 import (
@@ -23,24 +21,23 @@ from spo.v1.judge_service_pb2 import (
 from spo.v1.prompt_pb2 import Prompt, PromptGroup
 from spo.v1.replay_service_pb2 import AppendRequest
 from spo.v1.trajectory_pb2 import Trajectory
-from spo.v1.verdict_pb2 import Verdict
+from spo.v1.verdict_pb2 import OUTCOME_INTERNAL_ERROR, Verdict
 
-log = get_logger("peers")
-
-PAUSE_SECONDS = 1.0
-SAY_EVERY_SECONDS = 10.0
 SHORT_DEADLINE_SECONDS = 30.0
+# The replicas still serve another run: one of them will be assigned to ours.
+PASSING_CODES = frozenset({"other_run"})
 
 
 @dataclass(frozen=True)
 class Peers:
-    """Inference, judge and replay buffer."""
+    """Inference, judge and replay buffer; `wanted` says whether what is waited for is still of use."""
 
     inference: Client
     judge: Client
     replay: Client
     settings: Settings
     stop: threading.Event
+    wanted: Callable[[], bool] = lambda: True
 
     def generate(self, group: PromptGroup) -> list[Trajectory]:
         """Sample a group. Raises NotReady when inference stays away for patience_seconds."""
@@ -57,6 +54,9 @@ class Peers:
         )
         response: JudgeResponse = self._ask(self.judge, "Judge", request, self.settings.judge_deadline_seconds)
         by_program = dict(zip(unique, response.verdicts, strict=True))
+        if any(verdict.outcome == OUTCOME_INTERNAL_ERROR for verdict in response.verdicts):
+            # Never a reward: the prompt is taken up again.
+            raise NotReady("the judge could not decide on a program", code="judge_fault")
         return [by_program[program] for program in programs]
 
     def judge_version(self) -> str:
@@ -72,16 +72,12 @@ class Peers:
         self._ask(self.replay, "Append", request, SHORT_DEADLINE_SECONDS)
 
     def _ask(self, client: Client, method: str, request: Any, deadline_seconds: float) -> Any:
-        give_up = time.monotonic() + self.settings.patience_seconds
-        say_next = time.monotonic() + SAY_EVERY_SECONDS
-        while True:
-            try:
-                return client.call(method, request, deadline_seconds)
-            except SpoError as error:
-                if not error.retryable or time.monotonic() > give_up:
-                    raise
-                if time.monotonic() > say_next:
-                    say_next += SAY_EVERY_SECONDS
-                    log.info("waiting for a peer", peer=client.service, method=method, reason=error.message)
-                if self.stop.wait(PAUSE_SECONDS):
-                    raise NotReady(f"stopping while waiting for {client.service}") from None
+        return client.call_patiently(
+            method,
+            request,
+            deadline_seconds,
+            patience_seconds=self.settings.patience_seconds,
+            stop=self.stop,
+            wanted=self.wanted,
+            passing=PASSING_CODES,
+        )

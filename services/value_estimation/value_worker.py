@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import redis
@@ -19,7 +19,7 @@ from services.value_estimation.reference import References
 from services.value_estimation.samples import SampleMaker
 from services.value_estimation.settings import Settings
 from spo import metrics, redis_keys
-from spo.errors import InvalidInput
+from spo.errors import InvalidInput, NotReady
 from spo.job_spec import JobSpec
 from spo.service import keep_alive_while
 from spo.streams import Consumer, Entry, consume
@@ -78,15 +78,25 @@ class ValueWorker:
         consume(consumer, estimate, stop, count=1)
 
     def estimate(self, request: EstimateRequest) -> None:
-        """Make the prompt's offline trajectories and write its value; does nothing when that is done already."""
-        run_id, prompt = request.run_id, request.prompt
-        state: Any = self.client.get(redis_keys.run_state(run_id))
-        known = self.client.hexists(redis_keys.run_values(run_id), prompt.prompt_id)
-        if known or state not in WANTED_STATES:
+        """Make the prompt's offline trajectories and write its value; nothing when that is done or unwanted already.
+
+        Raises NotReady when a peer stayed away too long.
+        """
+        known = self.client.hexists(redis_keys.run_values(request.run_id), request.prompt.prompt_id)
+        if known or not self._wanted(request.run_id):
             return
+        try:
+            self._estimate(request)
+        except NotReady:
+            # The replicas of a cancelled run serve another one: what it waited for will not come.
+            if self._wanted(request.run_id):
+                raise
+
+    def _estimate(self, request: EstimateRequest) -> None:
+        run_id, prompt = request.run_id, request.prompt
         spec = self.references.spec(run_id)
         reference = self.references.of(run_id)
-        maker = SampleMaker(run_id, reference, self.peers)
+        maker = SampleMaker(run_id, reference, replace(self.peers, wanted=lambda: self._wanted(run_id)))
         self._import_human(maker, request, spec)
         value_key = redis_keys.value_key(
             reference.model_hash, prompt.prompt_id, prompt.tests_digest, _sampler(request), self.peers.judge_version()
@@ -100,12 +110,16 @@ class ValueWorker:
         )
         self.client.hset(redis_keys.run_values(run_id), prompt.prompt_id, value.SerializeToString())
 
+    def _wanted(self, run_id: str) -> bool:
+        state: Any = self.client.get(redis_keys.run_state(run_id))
+        return state in WANTED_STATES
+
     def _import_human(self, maker: SampleMaker, request: EstimateRequest, spec: JobSpec) -> None:
         if request.human_solutions:
             limit = spec.model.max_response_tokens
             human = maker.import_human(request.prompt, request.human_solutions, limit)
             if human:
-                self.peers.append(request.run_id, human)
+                maker.peers.append(request.run_id, human)
 
     def _stored_counts(self, value_key: str, request: EstimateRequest, spec: JobSpec) -> list[tuple[int, int]]:
         """Counts of an earlier run, when this run needs only the value and not the samples; else none."""
@@ -122,7 +136,7 @@ class ValueWorker:
             stored = done.get(chunk.name.encode())
             if stored is None:
                 found = maker.sample_reference(request.prompt, chunk.sampling, chunk.name)
-                self.peers.append(request.run_id, found)
+                maker.peers.append(request.run_id, found)
                 stored = f"{len(found)}:{_successes(found)}".encode()
                 self.client.hset(progress, chunk.name, stored)
                 metrics.VALUE_SAMPLES.inc(len(found))

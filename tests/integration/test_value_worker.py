@@ -17,14 +17,13 @@ from services.replay_buffer.batches import BatchDrawer
 from services.replay_buffer.ingest_worker import IngestWorker
 from services.replay_buffer.service import ReplayService
 from services.replay_buffer.store import ReplayStore
-from services.replay_buffer.values import PromptValues
 from services.value_estimation.peers import Peers
 from services.value_estimation.reference import References
 from services.value_estimation.service import ValueService
 from services.value_estimation.settings import Settings
 from services.value_estimation.value_worker import ValueWorker
 from spo import redis_keys
-from spo.errors import InvalidInput, NotReady
+from spo.errors import InvalidInput, NotReady, PreconditionFailed
 from spo.job_spec import parse_job_spec, spec_to_json
 from spo.policy_model import load_tokenizer
 from spo.rpc import Client, RpcServer
@@ -58,12 +57,18 @@ class Engine(InferenceServiceServicer):
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.unready = 0
+        self.serves_others = 0
+        self.refused = threading.Event()
         self.calls: list[PromptGroup] = []
 
     def Generate(self, request: inference.GenerateRequest, context: Any) -> inference.GenerateResponse:
         if self.unready:
             self.unready -= 1
+            self.refused.set()
             raise NotReady("the model still loads")
+        if self.serves_others:
+            self.serves_others -= 1
+            raise PreconditionFailed("this replica serves run job_BEFORE", code="other_run")
         self.calls.append(request.group)
         samples = [self._sample(request.group, index) for index in range(request.group.sampling.samples)]
         return inference.GenerateResponse(group=RolloutGroup(request=request.group, trajectories=samples))
@@ -114,6 +119,10 @@ class Stage:
         sampling = Sampling(samples=40, temperature_min=1, temperature_max=1, top_p=1, max_tokens=44, seed=5)
         return EstimateRequest(run_id=RUN, prompt=PROMPT, sampling=sampling, **fields)
 
+    def inserted(self, source: str) -> int:
+        stored: Any = self.client.hget(redis_keys.replay_counters(RUN), f"inserted:{source}")
+        return int(stored or 0)
+
     def value(self) -> PromptValue:
         stored: Any = self.client.hget(redis_keys.run_values(RUN), PROMPT.prompt_id)
         return PromptValue.FromString(stored)
@@ -138,7 +147,7 @@ def stage(redis_client: redis.Redis, model_path: Path) -> Iterator[Stage]:
     server = RpcServer("127.0.0.1", 0)
     add_InferenceServiceServicer_to_server(engine, server.server)
     add_JudgeServiceServicer_to_server(referee, server.server)
-    drawer = BatchDrawer(store, PromptValues(redis_client))
+    drawer = BatchDrawer(store)
     add_ReplayServiceServicer_to_server(ReplayService(store, drawer), server.server)
     add_ValueServiceServicer_to_server(ValueService(redis_client, references), server.server)
     server.start()
@@ -163,9 +172,8 @@ def test_a_prompts_value_is_its_success_count_and_its_samples_become_offline_dat
     assert [group.sampling.samples for group in stage.engine.calls] == [16, 16, 8]
     assert len({group.sampling.seed for group in stage.engine.calls}) == 3
     assert all(group.policy_version == 0 and group.HasField("policy_version") for group in stage.engine.calls)
-    counts = stage.store.counts(RUN)
-    assert counts.inserted["reference"] == 2, "forty samples, two different programs"
-    assert counts.duplicates == 38
+    assert stage.inserted("reference") == 2, "forty samples, two different programs"
+    assert stage.store.duplicates(RUN) == 38
 
 
 def test_extra_samples_become_data_but_do_not_count(stage: Stage) -> None:
@@ -180,7 +188,7 @@ def test_extra_samples_become_data_but_do_not_count(stage: Stage) -> None:
 def test_reference_logprobs_are_those_of_the_reference_model(stage: Stage) -> None:
     stage.worker.estimate(stage.request())
 
-    stored, _ = stage.store.newest_first(RUN, "", 10)
+    stored, _ = stage.store.newest_first(RUN, "", "", 10)
     for trajectory in stored:
         assert len(trajectory.reference_logprobs) == len(trajectory.response_token_ids)
         assert all(logprob < 0 for logprob in trajectory.reference_logprobs)
@@ -188,30 +196,17 @@ def test_reference_logprobs_are_those_of_the_reference_model(stage: Stage) -> No
 
 
 def test_a_killed_estimate_resumes_at_its_chunk(stage: Stage) -> None:
-    stage.engine.unready = 0
-    original = stage.worker.peers.append
-    appended: list[int] = []
-
-    class Killed(BaseException):
-        """Stands for SIGKILL: no handler of ours sees it."""
-
-    def append_then_die(run_id: str, trajectories: Any) -> None:
-        original(run_id, trajectories)
-        appended.append(len(trajectories))
-        if len(appended) == 2:
-            raise Killed
-
-    object.__setattr__(stage.worker.peers, "append", append_then_die)
-    with pytest.raises(Killed):
-        stage.worker.estimate(stage.request())
-    object.__setattr__(stage.worker.peers, "append", original)
+    stage.worker.estimate(stage.request())
+    # As a kill after the second chunk's append leaves it: only the first chunk's count was written.
+    stage.client.delete(redis_keys.run_values(RUN))
+    stage.client.hdel(redis_keys.value_progress(RUN, PROMPT.prompt_id), "value-1", "value-2")
     before = len(stage.engine.calls)
 
     stage.worker.estimate(stage.request())
 
     assert len(stage.engine.calls) - before == 2, "the first chunk was done; the second is repeated under the same ids"
     assert stage.value().samples == 40
-    assert stage.store.counts(RUN).inserted["reference"] == 2
+    assert stage.inserted("reference") == 2
 
 
 def test_an_estimated_prompt_is_not_estimated_again(stage: Stage) -> None:
@@ -231,13 +226,34 @@ def test_a_cancelled_run_costs_no_samples(stage: Stage) -> None:
     assert stage.engine.calls == []
 
 
+def test_an_engine_that_still_serves_another_run_is_waited_for(stage: Stage) -> None:
+    stage.engine.serves_others = 2
+
+    stage.worker.estimate(stage.request())
+
+    assert stage.value().samples == 40
+
+
+def test_a_run_cancelled_while_its_engine_is_away_does_not_hold_up_the_next(stage: Stage) -> None:
+    stage.engine.unready = 10**6
+    thread = threading.Thread(target=stage.worker.estimate, args=(stage.request(),))
+    thread.start()
+    assert stage.engine.refused.wait(20)
+
+    stage.client.set(redis_keys.run_state(RUN), "cancelled")
+
+    thread.join(10)
+    assert not thread.is_alive()
+    assert stage.client.hlen(redis_keys.run_values(RUN)) == 0
+
+
 def test_only_accepted_human_solutions_that_fit_are_imported(stage: Stage) -> None:
     too_long = RIGHT * 60
 
     stage.worker.estimate(stage.request(human_solutions=[RIGHT, WRONG, too_long]))
 
-    assert stage.store.counts(RUN).inserted["human"] == 1
-    human = [each for each in stage.store.newest_first(RUN, "", 50)[0] if each.source == SOURCE_HUMAN]
+    assert stage.inserted("human") == 1
+    human = [each for each in stage.store.newest_first(RUN, "", "", 50)[0] if each.source == SOURCE_HUMAN]
     assert human[0].response_text == RIGHT
     assert not human[0].sampling_logprobs
 
@@ -322,7 +338,7 @@ def test_judged_groups_enter_with_their_reference_logprobs(stage: Stage, ingest:
 
     ingest.ingest(ingest.consumer.read(64, 0.5))
 
-    stored, _ = stage.store.newest_first(RUN, "", 50)
+    stored, _ = stage.store.newest_first(RUN, "", "", 50)
     assert len(stored) == 20
     assert all(math.isfinite(sum(each.reference_logprobs)) and len(each.reference_logprobs) == 3 for each in stored)
     assert stage.client.xlen(redis_keys.verdicts()) == 0
@@ -345,7 +361,7 @@ def test_a_poison_group_is_buried_and_its_neighbours_enter(stage: Stage, ingest:
     stop.set()
     thread.join(20)
 
-    assert stage.client.zcard(redis_keys.replay_ids(RUN)) == 8
+    assert stage.client.zcard(redis_keys.replay_ids(RUN)) == 8 + 3, "only the one broken trajectory is missing"
     assert stage.client.xlen(redis_keys.dead_letters(redis_keys.verdicts())) == 2
-    assert stage.store.counts(RUN).inserted["online"] == 8
-    assert SOURCE_REFERENCE not in {each.source for each in stage.store.newest_first(RUN, "", 50)[0]}
+    assert stage.inserted("online") == 8 + 3
+    assert SOURCE_REFERENCE not in {each.source for each in stage.store.newest_first(RUN, "", "", 50)[0]}

@@ -1,0 +1,141 @@
+"""The buffer on a real server against a dictionary: whatever is delivered, however often and in whatever order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import redis
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from services.replay_buffer.batches import BatchDrawer
+from services.replay_buffer.store import ReplayStore
+from spo import redis_keys
+from spo.errors import NotReady
+from spo.testing_replay import RUN, start_run, trajectory
+from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_ONLINE, SOURCE_REFERENCE
+from spo.v1.replay_service_pb2 import SampleBatchRequest
+from spo.v1.trajectory_pb2 import Trajectory
+
+PER_PROMPT = 2
+CAPACITY = 12
+MAX_STALENESS = 1
+# Few numbers, so that deliveries repeat; two spellings of each program, so that contents do.
+NUMBERS = st.integers(0, 39)
+DELIVERIES = st.lists(
+    st.tuples(NUMBERS, st.sampled_from([SOURCE_ONLINE, SOURCE_REFERENCE, SOURCE_HUMAN])), min_size=1, max_size=30
+)
+
+
+def delivered(number: int, source: Any) -> Trajectory:
+    # Numbers 20 to 39 spell the programs of 0 to 19 differently.
+    text = f"print({number % 20})" if number < 20 else f"print( {number % 20} ) # again"
+    return trajectory(number, source, text=text, right=number % 3 > 0, version=number // 8)
+
+
+def content(each: Trajectory) -> tuple[Any, ...]:
+    return each.prompt_id, each.source, each.reward, each.response_text.replace(" ", "").removesuffix("#again")
+
+
+class Buffer(RuleBasedStateMachine):
+    """`entered` is what the ledger should hold, in order; `stands_for` the duplicates by content."""
+
+    client: redis.Redis
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.client.flushall()
+        replay = {"min_online": 4, "offline_per_prompt": PER_PROMPT, "online_capacity": CAPACITY}
+        start_run(self.client, replay=replay | {"max_staleness": MAX_STALENESS}, trainer={"batch_size": 8})
+        self.store = ReplayStore(self.client)
+        self.entered: dict[str, Trajectory] = {}
+        self.stands_for: dict[str, str] = {}
+        self.batches: dict[int, list[str]] = {}
+        self.newest = 0
+
+    @rule(deliveries=DELIVERIES)
+    def append(self, deliveries: list[tuple[int, Any]]) -> None:
+        sent = [delivered(number, source) for number, source in deliveries]
+        before = len(self.entered)
+        for each in sent:
+            if each.trajectory_id in self.entered:
+                continue
+            first = self._with_content(each)
+            if first:
+                self.stands_for[each.trajectory_id] = first
+            else:
+                self.entered[each.trajectory_id] = each
+        inserted = len(self.entered) - before
+        assert self.store.append(RUN, sent) == (inserted, len(sent) - inserted)
+
+    @rule(step=st.integers(0, 5), published=st.sampled_from([0, 0, 0, 1]))
+    def sample(self, step: int, published: int) -> None:
+        self.newest += published
+        request = SampleBatchRequest(run_id=RUN, batch_size=8, step=step, policy_version=self.newest)
+        try:
+            batch = [each.trajectory for each in BatchDrawer(self.store).sample(request)]
+        except NotReady:
+            assert step not in self.batches
+            return
+        ids = [each.trajectory_id for each in batch]
+        if step in self.batches:
+            assert ids == self.batches[step]
+            return
+        self.batches[step] = ids
+        assert Counter(each.source for each in batch) == {SOURCE_ONLINE: 4, SOURCE_REFERENCE: 2, SOURCE_HUMAN: 2}
+        online = [each for each in self.entered.values() if each.source == SOURCE_ONLINE]
+        window = {each.trajectory_id for each in online[-CAPACITY:]}
+        for each in batch:
+            assert each == self.entered[each.trajectory_id]
+            if each.source == SOURCE_ONLINE:
+                assert each.trajectory_id in window
+                assert each.policy_version_first >= self.newest - MAX_STALENESS
+            elif each.source == SOURCE_REFERENCE:
+                assert each.reward == 0
+
+    @rule()
+    def restart(self) -> None:
+        self.store = ReplayStore(self.client)
+
+    @invariant()
+    def the_ledger_is_what_was_acknowledged(self) -> None:
+        ids: Any = self.client.zrange(redis_keys.replay_ids(RUN), 0, -1)
+        assert [each.decode() for each in ids] == list(self.entered)
+        assert self.store.duplicates(RUN) == len(self.stands_for)
+        counters: Any = self.client.hgetall(redis_keys.replay_counters(RUN))
+        by_source = Counter(each.source for each in self.entered.values())
+        assert int(counters.get(b"inserted:online", 0)) == by_source[SOURCE_ONLINE]
+        assert int(counters.get(b"inserted:human", 0)) == by_source[SOURCE_HUMAN]
+
+    @invariant()
+    def no_prompt_is_served_from_more_than_its_share(self) -> None:
+        candidates = self.store.candidates(RUN)
+        candidates.refresh(["human"])
+        human = Counter(each.prompt_id for each in self.entered.values() if each.source == SOURCE_HUMAN)
+        served = Counter(each.prompt_id for each in candidates.servable("human", False))
+        assert served == Counter({prompt: min(count, PER_PROMPT) for prompt, count in human.items()})
+
+    @invariant()
+    def a_duplicate_is_answered_by_the_one_that_stands_for_it(self) -> None:
+        for duplicate, first in self.stands_for.items():
+            assert self.store.one(RUN, duplicate) == self.entered[first]
+
+    def _with_content(self, sought: Trajectory) -> str:
+        if sought.source == SOURCE_ONLINE:
+            return ""
+        same = (id_ for id_, each in self.entered.items() if content(each) == content(sought))
+        return next(same, "")
+
+
+def test_the_buffer_agrees_with_a_dictionary_under_any_deliveries(redis_client: redis.Redis) -> None:
+    Buffer.client = redis_client
+    run_state_machine_as_test(Buffer, settings=settings(max_examples=40, stateful_step_count=25, deadline=None))
+
+
+@pytest.mark.slow
+def test_the_buffer_agrees_with_a_dictionary_for_ten_thousand_steps(redis_client: redis.Redis) -> None:
+    Buffer.client = redis_client
+    run_state_machine_as_test(Buffer, settings=settings(max_examples=200, stateful_step_count=50, deadline=None))

@@ -1,0 +1,93 @@
+"""The limiter can slow a run down but never stop it."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.replay_buffer.limiter import Limiter, OnlineCounts
+from spo.job_spec import parse_job_spec
+
+SPECS = st.builds(
+    lambda share, **fields: parse_job_spec(
+        {
+            "model": {"path": "/pi0"},
+            "trainer": {"batch_size": fields["batch_size"]},
+            "rollout": {"samples_per_prompt": fields["group"]},
+            "replay": {
+                "mix": [{"source": "online", "share": share}, {"source": "human", "share": 1 - share}],
+                **{name: fields[name] for name in ("samples_per_insert", "error_buffer", "min_online")},
+                **{name: fields[name] for name in ("online_capacity", "max_staleness")},
+            },
+        }
+    ),
+    share=st.sampled_from([0.25, 0.5, 1.0]),
+    batch_size=st.integers(1, 100),
+    group=st.integers(1, 40),
+    samples_per_insert=st.sampled_from([0.01, 0.5, 1.0, 2.5, 30.0]),
+    error_buffer=st.integers(1, 400),
+    min_online=st.integers(0, 200),
+    online_capacity=st.integers(1, 300),
+    max_staleness=st.integers(0, 3),
+)
+
+
+@given(spec=SPECS, steps_per_version=st.integers(1, 5), eager=st.booleans(), seed=st.integers(0, 2**32))
+def test_a_run_under_any_spec_can_always_go_on(spec: Any, steps_per_version: int, eager: bool, seed: int) -> None:
+    luck = random.Random(seed)
+    limiter, group = Limiter.of(spec), spec.rollout.samples_per_prompt
+    window: deque[tuple[int, bool]] = deque(maxlen=spec.replay.online_capacity)
+    inserted = sampled = steps = version = 0
+    correct_only = luck.random() < 0.3
+    for _ in range(80):
+        available = sum(
+            born >= version - spec.replay.max_staleness and (right or not correct_only) for born, right in window
+        )
+        online = OnlineCounts(inserted, sampled, available)
+        may_sample = limiter.may_sample(online, limiter.per_batch)
+        may_insert = limiter.admissible_inserts(online) >= group
+        assert may_sample or may_insert or limiter.per_batch == 0, online
+        if may_sample and (eager or not may_insert):
+            steps += 1
+            sampled += limiter.per_batch
+            version = steps // steps_per_version
+        elif may_insert:
+            inserted += group
+            # Some groups were begun under older weights.
+            window.extend((version - luck.choice([0, 0, 1]), luck.random() < 0.2) for _ in range(group))
+
+
+@given(spec=SPECS, inserted=st.integers(0, 10_000), sampled=st.integers(0, 10_000))
+def test_what_is_admissible_keeps_both_inequalities(spec: Any, inserted: int, sampled: int) -> None:
+    limiter = Limiter.of(spec)
+    online = OnlineCounts(inserted, sampled, available=10_000)
+    admissible = limiter.admissible_inserts(online)
+    ahead = (inserted + admissible) * limiter.samples_per_insert - sampled
+
+    missing = limiter.min_online - inserted
+    assert ahead <= limiter.error_buffer + 1e-6 or admissible <= max(0, missing + limiter.group - 1)
+    if limiter.may_sample(online, limiter.per_batch):
+        assert inserted >= limiter.min_online
+        assert inserted * limiter.samples_per_insert - sampled - limiter.per_batch >= -limiter.error_buffer
+
+
+def test_online_experience_that_is_too_stale_is_replaced_whatever_the_ratio_says() -> None:
+    spec = parse_job_spec({"model": {"path": "/pi0"}, "replay": {"samples_per_insert": 8}})
+    limiter = Limiter.of(spec)
+    full = OnlineCounts(inserted=200, sampled=0, available=200)
+    stale = OnlineCounts(inserted=200, sampled=0, available=0)
+
+    assert limiter.admissible_inserts(full) == 0
+    assert limiter.admissible_inserts(stale) == limiter.per_batch == 32
+    assert limiter.may_sample(full, 32)
+    assert not limiter.may_sample(stale, 32)
+
+
+def test_a_run_without_online_share_asks_for_no_online_trajectories() -> None:
+    spec = parse_job_spec({"model": {"path": "/pi0"}, "replay": {"mix": [{"source": "human", "share": 1}]}})
+
+    assert Limiter.of(spec).admissible_inserts(OnlineCounts(0, 0, 0)) == 0
