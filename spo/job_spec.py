@@ -11,9 +11,9 @@ import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
 
-from spo.errors import FieldViolation, InvalidInput
+from spo.errors import InvalidInput
+from spo.spec_violations import impossible, violations_of
 
 SourceName = Literal["online", "reference", "human", "other_run", "annotated"]
 Objective = Literal[
@@ -71,11 +71,11 @@ class TasksSpec(Section):
     @model_validator(mode="after")
     def files_are_named(self) -> Self:
         if self.kind != "toy" and not self.path:
-            raise _violation("path", f"tasks of kind {self.kind} need the path of a local file")
+            raise impossible(("path", f"tasks of kind {self.kind} need the path of a local file"))
         if self.kind == "toy" and self.difficulties:
-            raise _violation("difficulties", "the toy contest is not filtered by difficulty")
+            raise impossible(("difficulties", "the toy contest is not filtered by difficulty"))
         if self.evaluation_kind and not self.evaluation_path:
-            raise _violation("evaluation_kind", "there is no evaluation_path that it would describe")
+            raise impossible(("evaluation_kind", "there is no evaluation_path that it would describe"))
         return self
 
 
@@ -124,7 +124,7 @@ class RolloutSpec(Section):
     @model_validator(mode="after")
     def range_is_ordered(self) -> Self:
         if self.temperature_range[0] > self.temperature_range[1]:
-            raise _violation("temperature", "the range must be [low, high]")
+            raise impossible(("temperature", "the range must be [low, high]"))
         return self
 
 
@@ -158,11 +158,11 @@ class ReplaySpec(Section):
     @model_validator(mode="after")
     def shares_sum_to_one(self) -> Self:
         if not self.mix:
-            raise _violation("mix", "the mix must name at least one source")
+            raise impossible(("mix", "the mix must name at least one source"))
         if abs(sum(part.share for part in self.mix) - 1) > 1e-6:
-            raise _violation("mix", "the shares must sum to 1")
+            raise impossible(("mix", "the shares must sum to 1"))
         if len({part.source for part in self.mix}) < len(self.mix):
-            raise _violation("mix", "each source may appear once")
+            raise impossible(("mix", "each source may appear once"))
         return self
 
 
@@ -203,7 +203,7 @@ class EvaluationSpec(Section):
     @model_validator(mode="after")
     def enough_samples(self) -> Self:
         if max(self.ks) > self.samples:
-            raise _violation("ks", f"pass@{max(self.ks)} needs at least {max(self.ks)} samples, not {self.samples}")
+            raise impossible(("ks", f"pass@{max(self.ks)} needs at least {max(self.ks)} samples, not {self.samples}"))
         return self
 
 
@@ -229,7 +229,7 @@ class JobSpec(Section):
         if self.trainer.checkpoint_interval % self.trainer.update_interval:
             violations.append(("trainer/checkpoint_interval", "must be a multiple of update_interval"))
         if violations:
-            raise PydanticCustomError("impossible_combination", "{violations}", {"violations": violations})
+            raise impossible(*violations)
         return self
 
     def _value_violations(self) -> list[tuple[str, str]]:
@@ -263,10 +263,6 @@ class JobSpec(Section):
         return violations
 
 
-def _violation(field: str, message: str) -> PydanticCustomError:
-    return PydanticCustomError("impossible_combination", "{violations}", {"violations": [(field, message)]})
-
-
 def parse_job_spec(document: Any) -> JobSpec:
     """Check a decoded JSON/YAML document and return the spec with every default filled in.
 
@@ -278,22 +274,6 @@ def parse_job_spec(document: Any) -> JobSpec:
         raise InvalidInput(
             "the job spec is not valid", code="invalid_job_spec", violations=violations_of(error)
         ) from None
-
-
-def violations_of(error: ValidationError) -> tuple[FieldViolation, ...]:
-    """Translate pydantic's findings to JSON pointers; messages never repeat the input."""
-    found: list[FieldViolation] = []
-    for entry in error.errors(include_url=False, include_input=False):
-        at = "".join(f"/{_escape(part)}" for part in entry["loc"])
-        if entry["type"] == "impossible_combination":
-            found += [FieldViolation(f"{at}/{field}", message) for field, message in entry["ctx"]["violations"]]
-        else:
-            found.append(FieldViolation(at or "/", entry["msg"]))
-    return tuple(found)
-
-
-def _escape(part: object) -> str:
-    return str(part).replace("~", "~0").replace("/", "~1")
 
 
 def spec_to_json(spec: JobSpec) -> str:

@@ -27,4 +27,4 @@ class Settings(ServiceSettings, service="inference"):
     turn_seconds: float = Field(
         default=1.0, gt=0, description="How long one weight version may be served while another is waited for."
     )
-    reclaim_after_seconds: float = Field(default=60.0, gt=0, description="A silent replica's groups go to another.")
+    reclaim_after_seconds: float = Field(default=20.0, gt=0, description="A silent replica's groups go to another.")
