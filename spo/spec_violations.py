@@ -1,4 +1,4 @@
-"""What is wrong with a spec, as JSON pointers (RFC 6901): how validators say it and how pydantic's findings are read."""
+"""What is wrong with a spec, as JSON pointers (RFC 6901): said by validators, read from pydantic."""
 
 from __future__ import annotations
 
