@@ -12,10 +12,10 @@ from typing import Literal
 
 from services.trainer.batches import Replay, Row, faults
 from services.trainer.checkpoints import Progress
-from services.trainer.lease import Lease
+from services.trainer.lease import TRANSIENT, Lease
 from services.trainer.settings import Settings
 from services.trainer.step_metrics import batch_metrics
-from spo.errors import Conflict, LeaseLost, NotReady, SpoError
+from spo.errors import Conflict, InternalError, LeaseLost, SpoError
 from spo.job_spec import JobSpec
 from spo.logs import get_logger
 from spo.metrics import POLICY_VERSION, TRAINER_STEP_SECONDS, TRAINER_WAIT_SECONDS
@@ -115,11 +115,14 @@ class Conductor:
         step = progress.step + 1
         try:
             rows = self._replay.sample(step, progress.weight_version, self._settings.batch_wait_seconds)
-        except NotReady as error:
+        except TRANSIENT as error:
+            waited_seconds = time.monotonic() - self._wanted_since
+            if isinstance(error, InternalError) and waited_seconds > self._settings.patience_seconds:
+                return self._end(Ending("no batch", True, error.code, f"step {step}: {error.message}"))
             self._stop.wait(WAIT_SECONDS)
             if time.monotonic() - self._said > SAY_SECONDS:
                 self._said = time.monotonic()
-                waited = round(self._said - self._wanted_since, 1)
+                waited = round(waited_seconds, 1)
                 log.info("waiting for a batch", step=step, waited_seconds=waited, reason=error.message)
             return Order("wait")
         except SpoError as error:
@@ -166,12 +169,14 @@ class Conductor:
 
     @contextmanager
     def owning(self) -> Iterator[None]:
-        """Around what only the owner of the job may do: being refused, or not heard, ends the work on the run."""
+        """Around what only the owner of the job may do: whatever refuses it ends the work on the run, on all ranks."""
         try:
             yield
-        except (LeaseLost, Conflict, NotReady) as error:
+        except (LeaseLost, Conflict, *TRANSIENT) as error:
             log.warning("gave up on the run", reason=str(error))
             self.ending = self.ending or Ending(error.message)
+        except SpoError as error:
+            self.fail(error.code, error.message)
 
     def published(self, written: WeightVersion, progress: Progress) -> None:
         """Announce a stored version."""

@@ -109,8 +109,6 @@ class Learner:
             beta = self._spec.algorithm.beta
             loss, parts = spo_loss(logprobs_BL, batch, self._terms, beta)
         except InvalidInput as error:
-            if error.code not in ("not_finite", "token_out_of_range"):
-                raise
             return None, str(error)
         diagnostics = batch_diagnostics(logprobs_BL.detach(), batch, beta)
         means.add({"loss": loss.item(), **parts, **_named(diagnostics)}, len(piece))

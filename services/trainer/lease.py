@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spo.errors import LeaseLost, NotReady, SpoError
+from spo.errors import InternalError, LeaseLost, NotReady, SpoError
 from spo.logs import get_logger
 from spo.rpc import Client
 from spo.v1 import orchestrator_service_pb2 as wire
@@ -19,6 +19,8 @@ RENEW_SECONDS = 1.0
 CALL_DEADLINE_SECONDS = 10.0
 SAY_SECONDS = 10.0
 REPORTS_PER_RENEWAL = 1000
+# A service whose Redis is just restarting answers INTERNAL: worth asking again, like one that is away.
+TRANSIENT = (NotReady, InternalError)
 
 
 def take_lease(
@@ -28,8 +30,8 @@ def take_lease(
     request = wire.LeaseJobRequest(trainer_id=trainer_id, wait_seconds=wait_seconds)
     try:
         grant: wire.LeaseJobResponse = orchestrator.call("LeaseJob", request, deadline_seconds=wait_seconds + 10)
-    except NotReady as error:
-        log.warning("waiting for a job, but the orchestrator does not answer", reason=error.message)
+    except TRANSIENT as error:
+        log.warning("waiting for a job, but the orchestrator gives none", reason=error.message)
         stop.wait(1.0)
         return None
     return grant if grant.run_id else None
@@ -115,13 +117,13 @@ class Lease:
         return wire.RenewLeaseRequest(**self._owner, reports=reports)
 
     def _insist(self, method: str, make: Callable[[], Any]) -> None:
-        """Call until the orchestrator answers; raises its error, or Unreachable when patience or the process ends."""
+        """Call until the orchestrator answers; raises its error (a transient one once patience or the process ends)."""
         deadline = time.monotonic() + self._patience_seconds
         said = 0.0
         while True:
             try:
                 return self._call(method, make)
-            except NotReady as error:
+            except TRANSIENT as error:
                 if time.monotonic() > deadline or self._stop.is_set():
                     raise
                 if time.monotonic() - said > SAY_SECONDS:

@@ -20,6 +20,9 @@ class Settings(ServiceSettings, service="trainer"):
         description="Reward units by which Q_t may depart from Qhat_0 on the first batch; float32 rounding over a "
         "thousand tokens stays below it, another engine's or precision's log-probs do not.",
     )
+    reference_tolerance_bfloat16: float = Field(
+        default=0.1, gt=0, description="The same for bfloat16 models, whose log-probs change with the batch's shape."
+    )
     max_quarantined: int = Field(default=5, ge=1, description="Unusable batches in a row after which a run fails.")
     checkpoints_kept: int = Field(default=2, ge=1, description="Newest checkpoints kept per run.")
     checkpoint_share: float = Field(

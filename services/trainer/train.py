@@ -150,7 +150,9 @@ class TrainingRun:
 
     def _train(self, learner: Learner, order: Order) -> None:
         if self.progress.updates == 0:
-            learner.check_reference(order.rows, self._settings.reference_tolerance)
+            half = self._spec.model.dtype == "bfloat16"
+            tolerance = self._settings.reference_tolerance_bfloat16 if half else self._settings.reference_tolerance
+            learner.check_reference(order.rows, tolerance)
         step = self.progress.step + 1
         learned = learner.learn(order.rows, learning_rate_at(step, self._spec.trainer))
         applied = not learned.refused

@@ -313,18 +313,27 @@ def test_an_asked_checkpoint_is_made_once(bench: Bench) -> None:
 
 
 def test_the_trainer_waits_for_experience_and_for_an_absent_orchestrator(bench: Bench) -> None:
+    broken: list[int] = []
+
+    def break_once(step: int, batch: Any) -> None:
+        if step == 2 and not broken:
+            broken.append(step)
+            raise ConnectionError("Redis is restarting")
+
     bench.pool.ready, bench.job.away = False, True
     bench.start()
 
     bench.job.away = False
     bench.job.wait_until(lambda: bench.job.leased, LIMIT_SECONDS, "the job is leased")
     bench.pool.ready = True
+    bench.pool.spoil = break_once
     bench.job.wait_until(lambda: bool(bench.job.published), LIMIT_SECONDS, "the first weights")
     bench.job.away = True
     bench.job.away = False
     bench.job.wait_until(lambda: bool(bench.job.finished), LIMIT_SECONDS, "the run finishes")
 
     assert sorted(bench.job.metrics) == list(range(1, 11))
+    assert broken == [2]
 
 
 def test_a_reference_held_by_the_trainer_gives_the_same_losses_as_cached_logprobs(
