@@ -110,14 +110,14 @@ def events(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
 def pause(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
     """Let a running job checkpoint and wait."""
     with api() as client:
-        _print_jobs([client.pause(job_id)], output)
+        _print_job(client.pause(job_id), output)
 
 
 @jobs.command()
 def resume(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
     """Let a paused job go on."""
     with api() as client:
-        _print_jobs([client.resume(job_id)], output)
+        _print_job(client.resume(job_id), output)
 
 
 @jobs.command()
@@ -127,7 +127,7 @@ def cancel(
     """Stop a job for good."""
     with api() as client:
         job = client.cancel(job_id)
-        _print_jobs([client.wait(job_id, timeout) if wait else job], output)
+        _print_job(client.wait(job_id, timeout) if wait else job, output)
 
 
 @trajectories.command("ls")
@@ -161,7 +161,7 @@ def list_weights(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
 
 def _finish(client: Client, job: Job, wait: bool, timeout_seconds: float, output: Output) -> None:
     ended = client.wait(job.id, timeout_seconds) if wait else job
-    _print_jobs([ended], output)
+    _print_job(ended, output)
     if wait:
         _exit_as(ended)
 
@@ -176,6 +176,14 @@ def _print_jobs(found: list[Job], output: Output) -> None:
     print_rows(rows, ("id", "name", "state", "created_at"), output)
 
 
+def _print_job(job: Job, output: Output) -> None:
+    if output is Output.TABLE:
+        _print_jobs([job], output)
+    else:
+        print_document(job.model_dump(mode="json"), output)
+
+
 def _print_event(event: Event) -> None:
     facts = " ".join(f"{name}={value}" for name, value in event.body.items())
-    console.print(f"{event.seq:>5} {event.at} {event.kind:<12} {facts}", markup=False, highlight=False)
+    line = f"{event.seq:>5} {event.at} {event.kind:<16} {facts}"
+    console.print(line, markup=False, highlight=False, soft_wrap=True)

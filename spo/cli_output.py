@@ -51,6 +51,7 @@ _NEXT_STEP = {
     ExitCode.UNREACHABLE: "`spo doctor` looks for the cause",
     ExitCode.FAILURE: "the service's log has the details (runs/<name>/logs)",
 }
+_NEXT_STEP_BY_CODE = {"platform_not_found": "`spo up` starts one", "already_running": "`spo down` stops it"}
 
 
 def exit_code_of(error: errors.SpoError) -> int:
@@ -62,7 +63,8 @@ def print_error(error: errors.SpoError) -> None:
     error_console.print(f"[bold red]error[/] {escape(error.message)} [dim]({escape(error.code)})[/]", highlight=False)
     for violation in error.violations:
         error_console.print(f"  [yellow]{escape(violation.pointer)}[/] {escape(violation.message)}", highlight=False)
-    error_console.print(f"[dim]{_NEXT_STEP[exit_code_of(error)]}[/]", highlight=False)
+    next_step = _NEXT_STEP_BY_CODE.get(error.code) or _NEXT_STEP[exit_code_of(error)]
+    error_console.print(f"[dim]{next_step}[/]", highlight=False)
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], output: Output) -> None:
@@ -71,8 +73,9 @@ def print_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], output
         print_document([dict(row) for row in rows], output)
         return
     table = Table(box=None, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    for position, column in enumerate(columns):
+        # The first column names the row: whole, so that it can be copied.
+        table.add_column(column, overflow="fold", no_wrap=position == 0)
     for row in rows:
         table.add_row(*(escape(_cell(row.get(column))) for column in columns))
     console.print(table)

@@ -65,7 +65,7 @@ def stop_platforms(name: str | None) -> None:
     running = running_platforms(LauncherSettings().runs_path)
     chosen = [state for state in running if name is None or state["name"] == name]
     if not chosen:
-        raise NotFound(f"no platform {name or ''} runs here", code="platform_not_found")
+        raise NotFound(f"no platform {f'{name!r} ' if name else ''}runs here", code="platform_not_found")
     for state in chosen:
         launcher = psutil.Process(state["pid"])
         launcher.terminate()

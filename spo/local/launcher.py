@@ -89,8 +89,7 @@ class LocalPlatform:
         running = read_state(self.state_file)
         if running:
             raise Conflict(
-                f"the platform {self.name!r} is already running (pid {running['pid']}, {running['http_url']}); "
-                "`spo down` stops it",
+                f"the platform {self.name!r} is already running (pid {running['pid']}, {running['http_url']})",
                 code="already_running",
             )
         self.children = self._plan()
