@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup system-deps proto format check test demo up down bench clean
+.PHONY: help setup system-deps proto format check test chart-test chart-files compose-test demo up down bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -49,6 +49,15 @@ check: $(STAMP)  ## Lint, types, import contracts, freshness of generated code
 
 test: setup system-deps check  ## Check, then every test; pytest's count is the last line
 	@python -m pytest $(PYTEST_ARGUMENTS)
+
+chart-test:  ## The Helm chart against an emulated cluster, by the real Helm engine (needs Python 3.12 or newer)
+	@bash scripts/chart_test.sh $(PYTEST_ARGUMENTS)
+
+chart-files: $(STAMP)  ## Write the chart's README table and the settings its schema knows
+	@PYTHONPATH=. python tests/chart/derived.py
+
+compose-test:  ## Build the images, run the demo job in docker compose, kill and scale inference on the way
+	@bash scripts/compose_test.sh
 
 demo: setup system-deps  ## Run a whole job on the toy contest and write runs/demo/report.{json,png}
 	@spo demo

@@ -1,0 +1,49 @@
+{{/* Variables of a service; every SPO_ name is a field of its settings class, which tests/chart holds. */}}
+{{- define "spo.environment" -}}
+{{- $full := include "spo.fullname" .root -}}
+{{- $prefix := printf "SPO_%s" (.component | replace "-" "_" | upper) -}}
+- {name: SPO_LOG_LEVEL, value: {{ .root.Values.logLevel }}}
+- {name: SPO_LOG_FORMAT, value: json}
+- {name: SPO_STATE_PATH, value: {{ ternary "/var/lib/spo" "/tmp/spo" (ne .state "") }}}
+- {name: SPO_ORCHESTRATOR_ADDRESS, value: "{{ $full }}-orchestrator:7070"}
+# Headless services: dns:/// spreads calls over all ready pods.
+{{- range list "inference" "sandbox-judge" "replay-buffer" "value-estimation" }}
+- {name: SPO_{{ . | replace "-" "_" | upper }}_ADDRESS, value: "dns:///{{ $full }}-{{ . }}:7070"}
+{{- end }}
+{{- if .redis }}
+{{ include "spo.redisVariables" .root }}
+- {name: SPO_REDIS_WAIT_SECONDS, value: "120"}
+{{- end }}
+- {name: {{ $prefix }}_HOST, value: "0.0.0.0"}
+- {name: {{ $prefix }}_PORT, value: "7070"}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- {name: {{ $prefix }}_ADVERTISE_ADDRESS, value: "$(POD_IP):7070"}
+{{- if eq .component "orchestrator" }}
+- {name: {{ $prefix }}_HTTP_PORT, value: "8080"}
+- name: {{ $prefix }}_API_KEY
+  valueFrom: {secretKeyRef: {name: {{ include "spo.secret" .root }}, key: api-key}}
+{{- else }}
+- {name: {{ $prefix }}_METRICS_PORT, value: "9090"}
+{{- end }}
+{{- range $field, $value := .values.settings }}
+{{- /* Large whole numbers come as floats, which would print with an exponent; JSON has none. */}}
+- {name: {{ $prefix }}_{{ upper $field }}, value: {{ ternary $value ($value | toJson) (kindIs "string" $value) | quote }}}
+{{- end }}
+{{- with .values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "spo.redisVariables" -}}
+{{- if .Values.redis.enabled -}}
+- name: REDIS_PASSWORD
+  valueFrom: {secretKeyRef: {name: {{ include "spo.secret" . }}, key: redis-password}}
+- {name: SPO_REDIS_URL, value: "redis://:$(REDIS_PASSWORD)@{{ include "spo.fullname" . }}-redis:6379/0"}
+{{- else if .Values.externalRedis.existingSecret -}}
+- name: SPO_REDIS_URL
+  valueFrom: {secretKeyRef: {name: {{ .Values.externalRedis.existingSecret }}, key: {{ .Values.externalRedis.urlKey }}}}
+{{- else -}}
+- {name: SPO_REDIS_URL, value: {{ .Values.externalRedis.url | quote }}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,71 @@
+{{- define "spo.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains .Chart.Name .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Labels of every object; (dict "root" $ "component" "inference") */}}
+{{- define "spo.labels" -}}
+{{ include "spo.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+app.kubernetes.io/part-of: spo
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* What never changes, because selectors may not; same argument */}}
+{{- define "spo.selector" -}}
+app.kubernetes.io/name: {{ .root.Chart.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{- define "spo.image" -}}
+{{- $images := .root.Values.images -}}
+{{- printf "%s%s:%s" $images.registry (get $images .image) ($images.tag | default .root.Chart.AppVersion) -}}
+{{- end -}}
+
+{{- define "spo.serviceAccount" -}}
+{{- .Values.serviceAccount.name | default (include "spo.fullname" .) -}}
+{{- end -}}
+
+{{- define "spo.secret" -}}
+{{- .Values.existingSecret | default (include "spo.fullname" .) -}}
+{{- end -}}
+
+{{- define "spo.stateClaim" -}}
+{{- .Values.state.existingClaim | default (printf "%s-state" (include "spo.fullname" .)) -}}
+{{- end -}}
+
+{{/* Combinations that cannot work are refused here, once, in words. */}}
+{{- define "spo.refuse" -}}
+{{- $external := .Values.externalRedis -}}
+{{- if and .Values.redis.enabled (or $external.url $external.existingSecret) -}}
+{{- fail "redis.enabled and externalRedis are both set: switch redis.enabled off to use your own server" -}}
+{{- end -}}
+{{- if and (not .Values.redis.enabled) (not $external.url) (not $external.existingSecret) -}}
+{{- fail "redis.enabled is off: set externalRedis.existingSecret (a whole URL) or externalRedis.url" -}}
+{{- end -}}
+{{- if and $external.url $external.existingSecret -}}
+{{- fail "externalRedis.url and externalRedis.existingSecret are both set: one of them" -}}
+{{- end -}}
+{{- if contains "@" $external.url -}}
+{{- fail "externalRedis.url holds a password: put the whole URL into a Secret and name it in externalRedis.existingSecret" -}}
+{{- end -}}
+{{- range $name := list "inference" "sandboxJudge" -}}
+{{- $scaling := (get $.Values $name).autoscaling -}}
+{{- if and $scaling.enabled (gt (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}
+{{- fail (printf "%s.autoscaling: minReplicas is above maxReplicas" $name) -}}
+{{- end -}}
+{{- if and $scaling.enabled (eq $scaling.engine "hpa") (not (dig "requests" "cpu" "" (get $.Values $name).resources)) -}}
+{{- fail (printf "%s.autoscaling: hpa goes by the share of resources.requests.cpu, which is not set" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,91 @@
+{{/* PodDisruptionBudget of a service; argument as for spo.podTemplate */}}
+{{- define "spo.disruptionBudget" -}}
+{{- if .values.podDisruptionBudget.enabled }}
+---
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  name: {{ include "spo.fullname" .root }}-{{ .component }}
+  labels:
+    {{- include "spo.labels" . | nindent 4 }}
+spec:
+  maxUnavailable: {{ .values.podDisruptionBudget.maxUnavailable }}
+  selector:
+    matchLabels:
+      {{- include "spo.selector" . | nindent 6 }}
+{{- end }}
+{{- end -}}
+
+{{/* Headless Service, so that a client sees every pod */}}
+{{- define "spo.headlessService" -}}
+apiVersion: v1
+kind: Service
+metadata:
+  name: {{ include "spo.fullname" .root }}-{{ .component }}
+  labels:
+    {{- include "spo.labels" . | nindent 4 }}
+spec:
+  clusterIP: None
+  selector:
+    {{- include "spo.selector" . | nindent 4 }}
+  ports:
+    - {name: grpc, port: 7070, targetPort: grpc}
+    - {name: metrics, port: 9090, targetPort: metrics}
+{{- end -}}
+
+{{/* Autoscaling by CPU or by a stream's depth; as spo.podTemplate, with stream (a label of spo_stream_lag_entries) */}}
+{{- define "spo.autoscaling" -}}
+{{- $scaling := .values.autoscaling -}}
+{{- $name := printf "%s-%s" (include "spo.fullname" .root) .component -}}
+{{- if and $scaling.enabled (eq $scaling.engine "hpa") }}
+---
+apiVersion: autoscaling/v2
+kind: HorizontalPodAutoscaler
+metadata:
+  name: {{ $name }}
+  labels:
+    {{- include "spo.labels" . | nindent 4 }}
+spec:
+  scaleTargetRef: {apiVersion: apps/v1, kind: Deployment, name: {{ $name }}}
+  minReplicas: {{ $scaling.minReplicas }}
+  maxReplicas: {{ $scaling.maxReplicas }}
+  metrics:
+    - type: Resource
+      resource:
+        name: cpu
+        target: {type: Utilization, averageUtilization: {{ $scaling.targetCPUUtilization }}}
+  behavior:
+    {{- toYaml $scaling.behavior | nindent 4 }}
+{{- else if $scaling.enabled }}
+---
+apiVersion: keda.sh/v1alpha1
+kind: ScaledObject
+metadata:
+  name: {{ $name }}
+  labels:
+    {{- include "spo.labels" . | nindent 4 }}
+spec:
+  scaleTargetRef: {name: {{ $name }}}
+  minReplicaCount: {{ $scaling.minReplicas }}
+  maxReplicaCount: {{ $scaling.maxReplicas }}
+  pollingInterval: 15
+  # When the orchestrator does not answer, the pool stays as it is at its smallest rather than growing blindly.
+  fallback: {failureThreshold: 4, replicas: {{ $scaling.minReplicas }}}
+  advanced:
+    horizontalPodAutoscalerConfig:
+      behavior:
+        {{- toYaml $scaling.behavior | nindent 8 }}
+  triggers:
+    # Waiting and in hand; the larger wish wins.
+    {{- range list "lag" "pending" }}
+    - type: metrics-api
+      metadata:
+        url: http://{{ include "spo.fullname" $.root }}-orchestrator.{{ $.root.Release.Namespace }}.svc:8080/metrics
+        format: prometheus
+        valueLocation: spo_stream_{{ . }}_entries{stream="{{ $.stream }}"}
+        targetValue: {{ $scaling.entriesPerReplica | quote }}
+        authMode: bearer
+      authenticationRef: {name: {{ include "spo.fullname" $.root }}-orchestrator}
+    {{- end }}
+{{- end }}
+{{- end -}}

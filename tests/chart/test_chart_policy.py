@@ -1,0 +1,254 @@
+"""What every rendered object must keep to: restricted pods, matching selectors, probes, the edges of the network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import SETS, rendered
+
+Object = dict[str, Any]
+
+WORKLOADS = ("Deployment", "StatefulSet", "Pod")
+SERVICES = ("orchestrator", "inference", "sandbox-judge", "replay-buffer", "value-estimation", "trainer")
+# Who opens a connection to whom, and where: the drawing in docs/life_of_a_trajectory.md.
+EDGES = {
+    ("inference", "orchestrator", 7070),
+    ("inference", "redis", 6379),
+    ("orchestrator", "inference", 7070),
+    ("orchestrator", "redis", 6379),
+    ("orchestrator", "replay-buffer", 7070),
+    ("orchestrator", "sandbox-judge", 7070),
+    ("replay-buffer", "orchestrator", 7070),
+    ("replay-buffer", "redis", 6379),
+    ("replay-buffer", "value-estimation", 7070),
+    ("sandbox-judge", "orchestrator", 7070),
+    ("sandbox-judge", "redis", 6379),
+    ("test", "orchestrator", 8080),
+    ("trainer", "orchestrator", 7070),
+    ("trainer", "replay-buffer", 7070),
+    ("value-estimation", "inference", 7070),
+    ("value-estimation", "orchestrator", 7070),
+    ("value-estimation", "redis", 6379),
+    ("value-estimation", "replay-buffer", 7070),
+    ("value-estimation", "sandbox-judge", 7070),
+}
+
+
+def of_kind(objects: list[Object], *kinds: str) -> list[Object]:
+    return [each for each in objects if each["kind"] in kinds]
+
+
+def component(labels: dict[str, str]) -> str:
+    return labels["app.kubernetes.io/component"]
+
+
+def pods(objects: list[Object]) -> dict[str, Object]:
+    """Pod specifications by component."""
+    templates = [each if each["kind"] == "Pod" else each["spec"]["template"] for each in of_kind(objects, *WORKLOADS)]
+    return {component(template["metadata"]["labels"]): template["spec"] for template in templates}
+
+
+def workload(objects: list[Object], name: str) -> Object:
+    return next(each for each in of_kind(objects, *WORKLOADS) if component(each["metadata"]["labels"]) == name)
+
+
+def test_every_service_is_there(objects: list[Object]) -> None:
+    assert set(SERVICES) <= set(pods(objects))
+
+
+def test_every_pod_passes_the_restricted_pod_security_standard(objects: list[Object]) -> None:
+    for name, pod in pods(objects).items():
+        context = pod["securityContext"]
+        assert (name, context["runAsNonRoot"], context["runAsUser"] > 0) == (name, True, True)
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+        kinds = {kind for volume in pod.get("volumes", []) for kind in volume if kind != "name"}
+        assert kinds <= {"emptyDir", "persistentVolumeClaim"}
+        for container in pod["containers"] + pod.get("initContainers", []):
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+
+
+def test_no_pod_has_a_token_or_variables_that_services_leave_behind(objects: list[Object]) -> None:
+    for pod in pods(objects).values():
+        assert pod["automountServiceAccountToken"] is False
+        # A Service called spo-inference would set SPO_INFERENCE_PORT=tcp://..., which is one of our settings.
+        assert pod["enableServiceLinks"] is False
+    assert not of_kind(objects, "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")
+
+
+def test_every_service_is_probed_and_says_what_it_needs(objects: list[Object]) -> None:
+    for name, pod in pods(objects).items():
+        for container in pod["containers"]:
+            assert "memory" in container["resources"]["limits"], name
+            assert {"cpu", "memory"} <= set(container["resources"]["requests"]), name
+            if name != "test":
+                assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(container), name
+                # Five minutes at least for the imports of a model-bearing service on a slow disk.
+                start = container["startupProbe"]
+                assert start["periodSeconds"] * start["failureThreshold"] >= 300, name
+
+
+def test_readiness_is_what_the_service_says_of_itself(objects: list[Object]) -> None:
+    for name in SERVICES:
+        probe = pods(objects)[name]["containers"][0]["readinessProbe"]
+        assert ("httpGet" if name == "orchestrator" else "grpc") in probe
+
+
+def test_pods_outlive_their_own_drain(objects: list[Object]) -> None:
+    for name in SERVICES:
+        pod = pods(objects)[name]
+        variables = {each["name"]: each.get("value") for each in pod["containers"][0]["env"]}
+        drain = float(variables.get(f"SPO_{name.replace('-', '_').upper()}_DRAIN_SECONDS") or 20)
+        assert pod["terminationGracePeriodSeconds"] >= drain + 10
+
+
+def test_every_selector_finds_exactly_its_own_pods(objects: list[Object]) -> None:
+    labels = {
+        component(template["metadata"]["labels"]): template["metadata"]["labels"]
+        for template in (each["spec"]["template"] for each in of_kind(objects, "Deployment", "StatefulSet"))
+    }
+    for each in of_kind(objects, "Deployment", "StatefulSet", "Service", "PodDisruptionBudget"):
+        selector = each["spec"]["selector"]
+        selector = selector.get("matchLabels", selector)
+        found = [name for name, own in labels.items() if selector.items() <= own.items()]
+        assert found == [component(each["metadata"]["labels"])], each["metadata"]["name"]
+
+
+def test_every_port_that_is_named_is_opened(objects: list[Object]) -> None:
+    for service in of_kind(objects, "Service"):
+        pod = pods(objects)[component(service["spec"]["selector"])]
+        opened = {port["name"]: port["containerPort"] for port in pod["containers"][0]["ports"]}
+        for port in service["spec"]["ports"]:
+            assert opened[port["targetPort"]] == port["port"]
+
+
+def test_every_address_a_pod_is_told_is_a_service_with_that_port(objects: list[Object]) -> None:
+    ports = {
+        each["metadata"]["name"]: {p["port"] for p in each["spec"]["ports"]} for each in of_kind(objects, "Service")
+    }
+    for pod in pods(objects).values():
+        for variable in pod["containers"][0].get("env", []):
+            if variable["name"].endswith("_ADDRESS") and "$(" not in variable["value"]:
+                host, port = variable["value"].removeprefix("dns:///").split(":")
+                assert int(port) in ports[host]
+
+
+def test_everything_mounted_is_a_volume_and_every_volume_is_mounted(objects: list[Object]) -> None:
+    for name, pod in pods(objects).items():
+        volumes = {volume["name"] for volume in pod.get("volumes", [])}
+        if name == "redis":
+            templates = workload(objects, "redis")["spec"].get("volumeClaimTemplates", [])
+            volumes |= {template["metadata"]["name"] for template in templates}
+        mounts = [mount["name"] for each in pod["containers"] for mount in each.get("volumeMounts", [])]
+        assert set(mounts) == volumes, name
+        paths = [mount["mountPath"] for each in pod["containers"] for mount in each.get("volumeMounts", [])]
+        assert len(set(paths)) == len(paths), name
+
+
+def test_only_the_trainer_may_write_weights_and_the_judge_has_no_files_at_all(objects: list[Object]) -> None:
+    writers = set()
+    for name, pod in pods(objects).items():
+        mounts = [mount for each in pod["containers"] for mount in each.get("volumeMounts", [])]
+        writers |= {name for mount in mounts if mount["name"] == "state" and not mount.get("readOnly")}
+        if name == "sandbox-judge":
+            assert {mount["name"] for mount in mounts} == {"tmp"}
+    assert writers == {"trainer"}
+
+
+def edges_of(objects: list[Object], direction: str) -> set[tuple[str, str, int]]:
+    """(client, server, port) of all peers that are pods of this release."""
+    found = set()
+    for policy in of_kind(objects, "NetworkPolicy"):
+        own = policy["spec"]["podSelector"]["matchLabels"].get("app.kubernetes.io/component")
+        for rule in policy["spec"].get(direction, []):
+            for peer in rule.get("from" if direction == "ingress" else "to", []):
+                labels = peer.get("podSelector", {}).get("matchLabels", {})
+                if "app.kubernetes.io/instance" in labels:
+                    pair = (component(labels), own) if direction == "ingress" else (own, component(labels))
+                    found |= {(*pair, port["port"]) for port in rule["ports"]}
+    return found
+
+
+@pytest.mark.parametrize("values", SETS)
+def test_the_network_allows_exactly_the_edges_of_the_architecture(values: str) -> None:
+    objects = rendered(values)
+    wanted = EDGES if values != "external" else {edge for edge in EDGES if edge[1] != "redis"}
+    assert edges_of(objects, "egress") == wanted
+    # The API is open to everyone, so nobody is named there unless apiFrom is.
+    named = edges_of(objects, "ingress") | {edge for edge in wanted if edge[2] == 8080}
+    assert named == wanted
+
+
+def test_everything_else_is_denied(objects: list[Object]) -> None:
+    for policy in of_kind(objects, "NetworkPolicy"):
+        assert sorted(policy["spec"]["policyTypes"]) == ["Egress", "Ingress"]
+    denials = [
+        policy["spec"]
+        for policy in of_kind(objects, "NetworkPolicy")
+        if "app.kubernetes.io/component" not in policy["spec"]["podSelector"]["matchLabels"]
+    ]
+    assert len(denials) == 1
+    assert sorted(denials[0]["policyTypes"]) == ["Egress", "Ingress"]
+    assert not {"ingress", "egress"} & set(denials[0])
+    for policy in of_kind(objects, "NetworkPolicy"):
+        for rule in policy["spec"].get("egress", []):
+            assert rule.get("ports"), "a rule without ports allows all of them"
+
+
+def test_programs_under_judgement_reach_nothing_but_redis_the_orchestrator_and_names() -> None:
+    policy = next(
+        each
+        for each in rendered("default")
+        if each["metadata"]["name"] == "spo-sandbox-judge" and each["kind"] == "NetworkPolicy"
+    )
+    ports = [{port["port"] for port in rule["ports"]} for rule in policy["spec"]["egress"]]
+    assert sorted(map(sorted, ports)) == [[53], [6379], [7070]]
+    assert all(rule["to"] for rule in policy["spec"]["egress"])
+
+
+def test_no_secret_is_written_outside_secrets(objects: list[Object]) -> None:
+    for pod in pods(objects).values():
+        for variable in pod["containers"][0].get("env", []):
+            if "PASSWORD" in variable["name"] or "KEY" in variable["name"]:
+                assert set(variable) == {"name", "valueFrom"}
+            elif variable["name"] == "SPO_REDIS_URL" and "value" in variable:
+                assert "://:$(REDIS_PASSWORD)@" in variable["value"]
+
+
+def test_a_pool_with_automatic_scaling_has_no_fixed_size() -> None:
+    objects = rendered("everything")
+    for name in ("inference", "sandbox-judge"):
+        assert "replicas" not in workload(objects, name)["spec"]
+    targets = {
+        each["spec"]["scaleTargetRef"]["name"] for each in of_kind(objects, "ScaledObject", "HorizontalPodAutoscaler")
+    }
+    assert targets == {"spo-inference", "spo-sandbox-judge"}
+
+
+def test_pools_scale_by_what_waits_in_their_own_stream() -> None:
+    queries = {
+        each["metadata"]["name"]: [trigger["metadata"]["valueLocation"] for trigger in each["spec"]["triggers"]]
+        for each in of_kind(rendered("gpu"), "ScaledObject")
+    }
+    assert queries == {
+        "spo-inference": [f'spo_stream_{what}_entries{{stream="prompts"}}' for what in ("lag", "pending")],
+        "spo-sandbox-judge": [f'spo_stream_{what}_entries{{stream="rollouts"}}' for what in ("lag", "pending")],
+    }
+
+
+def test_several_ranks_are_started_by_torchrun() -> None:
+    arguments = pods(rendered("gpu"))["trainer"]["containers"][0]["args"]
+    assert arguments[:3] == ["torch.distributed.run", "--nproc-per-node", "2"]
+    assert pods(rendered("default"))["trainer"]["containers"][0]["args"] == ["services.trainer"]
+
+
+def test_large_numbers_reach_the_process_as_they_were_written() -> None:
+    variables = {
+        each["name"]: each.get("value") for each in pods(rendered("everything"))["orchestrator"]["containers"][0]["env"]
+    }
+    assert variables["SPO_ORCHESTRATOR_MAX_BODY_BYTES"] == "268435456"

@@ -1,0 +1,51 @@
+"""Values that cannot work are refused at install, by the schema or in words; the README lists them all."""
+
+from __future__ import annotations
+
+import helm_sdkpy
+import pytest
+from conftest import CHART, Helm
+from derived import with_table
+
+REFUSED = {
+    "replicas as a word": ({"inference": {"replicas": "three"}}, "replicas"),
+    "no trainer": ({"trainer": {"replicas": 0}}, "replicas"),
+    "no rank": ({"trainer": {"ranks": 0}}, "ranks"),
+    "a misspelt section": ({"inferrence": {"replicas": 2}}, "inferrence"),
+    "a misspelt setting": ({"inference": {"settings": {"max_sequence": 8}}}, "max_sequence"),
+    "a setting the chart sets": ({"inference": {"settings": {"port": 1234}}}, "port"),
+    "a setting without a value": ({"inference": {"settings": {"max_sequences": None}}}, "max_sequences"),
+    "several orchestrators": ({"orchestrator": {"replicas": 2}}, "replicas"),
+    "a size that is none": ({"state": {"size": "large"}}, "size"),
+    "an unknown log level": ({"logLevel": "loud"}, "logLevel"),
+    "an unknown scaler": ({"inference": {"autoscaling": {"enabled": True, "engine": "magic"}}}, "engine"),
+    "an ingress without a host": ({"orchestrator": {"ingress": {"enabled": True}}}, "hosts"),
+    "minimum above maximum": (
+        {"inference": {"autoscaling": {"enabled": True, "minReplicas": 9, "maxReplicas": 3}}},
+        "minReplicas is above maxReplicas",
+    ),
+    "hpa without a request": (
+        {"sandboxJudge": {"autoscaling": {"enabled": True}, "resources": {"requests": {"cpu": None}}}},
+        "resources.requests.cpu",
+    ),
+    "no Redis": ({"redis": {"enabled": False}}, "externalRedis"),
+    "two Redis": ({"externalRedis": {"url": "redis://there:6379/0"}}, "both set"),
+    "a password in the values": (
+        {"redis": {"enabled": False}, "externalRedis": {"url": "rediss://:secret@there:6379/0"}},
+        "holds a password",
+    ),
+    "a URL of something else": ({"redis": {"enabled": False}, "externalRedis": {"url": "http://there"}}, "url"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_and_named(helm: Helm, case: str) -> None:
+    values, named = REFUSED[case]
+    with pytest.raises(helm_sdkpy.InstallError, match=named):
+        helm.install(values)
+    assert not helm.cluster.of_kind("Deployment")
+
+
+def test_the_readme_lists_the_values_as_they_are() -> None:
+    readme = (CHART / "README.md").read_text()
+    assert with_table(readme, (CHART / "values.yaml").read_text()) == readme, "run: make chart-files"
