@@ -27,7 +27,7 @@ def main() -> int:
     docket = Docket(client, settings, tier, settings.lanes or os.cpu_count() or 1)
     add_JudgeServiceServicer_to_server(JudgeService(docket), process.server.server)
     for number in range(2):  # two, so that lanes are busy while the other waits for its slowest program
-        process.workers.append(JudgeWorker(client, docket, f"{process.replica_id}-{number}", settings.stream_groups))
+        process.workers.append(JudgeWorker(client, docket, f"{process.replica_id}-{number}", settings))
     process.report = lambda beat: setattr(beat, "load", docket.load)
     status = process.run()
     docket.close()

@@ -16,21 +16,20 @@ from dataclasses import dataclass, field
 
 import redis
 
-from services.sandbox_judge.backends.zygote import Zygote
-from services.sandbox_judge.isolation import launch
+from services.sandbox_judge.lanes import Lane
+from services.sandbox_judge.languages import language_of, version_of
 from services.sandbox_judge.sandbox import JudgeFault
 from services.sandbox_judge.settings import IsolationTier, Settings
 from services.sandbox_judge.test_sets import TestSets
-from services.sandbox_judge.verdict import judge_program
+from services.sandbox_judge.verdict import Court
 from spo import metrics, redis_keys
-from spo.errors import InvalidInput, NotReady, ResourceExhausted
+from spo.errors import NotReady, ResourceExhausted
 from spo.logs import get_logger
 from spo.v1.judge_service_pb2 import Priority
 from spo.v1.verdict_pb2 import Outcome, TestSet, Verdict
 
 log = get_logger("docket")
 
-LANGUAGES = ("python",)
 ATTEMPTS = 3
 # Raise it when a change of the judge could change a verdict: cached verdicts and stored values then no longer apply.
 REVISION = 1
@@ -42,6 +41,7 @@ class Case:
     """One program waiting for its verdict."""
 
     program: str
+    language: str
     test_set: TestSet
     want_details: bool
     verdict: Future[Verdict] = field(default_factory=Future)
@@ -76,6 +76,7 @@ class Docket:
         # (urgency, arrival, case); a lane ends at None, which sorts after every case.
         self._queue: queue.PriorityQueue[tuple[int, int, Case | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()
+        self._court = Court(settings.max_source_bytes)
         self._busy = 0
         self._lanes = [
             threading.Thread(target=self._work, args=(lane,), name=f"lane-{lane}", daemon=True) for lane in range(lanes)
@@ -97,8 +98,7 @@ class Docket:
         want_details: bool,
     ) -> Batch:
         """Queue what the cache does not know. Raises InvalidInput, NotFound, ResourceExhausted."""
-        if language not in LANGUAGES:
-            raise InvalidInput(f"unknown language {language!r}; known: {', '.join(LANGUAGES)}", code="unknown_language")
+        language_of(language)
         test_set = self.test_sets.get(tests_digest)
         keys = {program: self._key(program, language, tests_digest) for program in dict.fromkeys(programs)}
         futures = {} if want_details else self._cached(keys)
@@ -107,7 +107,7 @@ class Docket:
             raise ResourceExhausted(f"{self._queue.qsize()} programs are waiting; try again later")
         urgency = 0 if priority == Priority.PRIORITY_EVALUATION else 1
         for program in missing:
-            case = Case(program, test_set, want_details)
+            case = Case(program, language, test_set, want_details)
             if not want_details:
                 case.verdict.add_done_callback(self._remember(keys[program]))
             futures[program] = case.verdict
@@ -122,7 +122,9 @@ class Docket:
             thread.join(self._settings.drain_seconds)
 
     def _key(self, program: str, language: str, tests_digest: str) -> str:
-        return redis_keys.verdict(redis_keys.digest(program, tests_digest, language, self.judge_version))
+        return redis_keys.verdict(
+            redis_keys.digest(program, tests_digest, language, version_of(language), self.judge_version)
+        )
 
     def _cached(self, keys: dict[str, str]) -> dict[str, Future[Verdict]]:
         if not keys or not self._settings.cache_seconds:
@@ -151,47 +153,37 @@ class Docket:
 
         return store
 
-    def _work(self, lane: int) -> None:
-        zygote: Zygote | None = None
+    def _work(self, index: int) -> None:
+        lane = Lane(self.isolation, index, self._settings.programs_per_zygote)
         while (case := self._queue.get()[2]) is not None:
             if not case.verdict.set_running_or_notify_cancel():
                 continue
             self._busy += 1
             try:
-                zygote, verdict = self._try(case, lane, zygote)
-                case.verdict.set_result(verdict)
+                case.verdict.set_result(self._try(case, lane))
             except Exception as error:
                 if not isinstance(error, NotReady):
                     log.exception("judging failed")
-                zygote = None
                 case.verdict.set_exception(error)
             finally:
                 self._busy -= 1
-        if zygote:
-            zygote.close()
+        lane.close()
 
-    def _try(self, case: Case, lane: int, zygote: Zygote | None) -> tuple[Zygote | None, Verdict]:
-        """Judge a case, with a new zygote after each fault. Raises NotReady after ATTEMPTS faults."""
+    def _try(self, case: Case, lane: Lane) -> Verdict:
+        """Judge a case, with new zygotes after each fault. Raises NotReady after ATTEMPTS faults."""
         fault = ""
         for _ in range(ATTEMPTS):
             try:
-                zygote = zygote or Zygote(launch(self.isolation, lane))
-                verdict = judge_program(
-                    zygote, case.program, case.test_set, self._settings.max_source_bytes, case.want_details
-                )
+                verdict = self._court.judge(lane, case.program, case.language, case.test_set, case.want_details)
+                lane.retire_old()
             except JudgeFault as error:
                 fault = str(error)
-                log.warning("judge fault; starting a new zygote", lane=lane, reason=fault)
-                if zygote:
-                    zygote.close()
-                zygote = None
+                log.warning("judge fault; starting new zygotes", lane=lane.index, reason=fault)
+                lane.close()
                 continue
-            if zygote.programs >= self._settings.programs_per_zygote:
-                zygote.close()
-                zygote = None
             verdict.judge_version = self.judge_version
             verdict.isolation = self.isolation
             metrics.JUDGE_VERDICTS.labels(outcome=Outcome.Name(verdict.outcome)).inc()
             metrics.JUDGE_PROGRAM_SECONDS.observe(verdict.cpu_seconds)
-            return zygote, verdict
+            return verdict
         raise NotReady(f"the judge failed {ATTEMPTS} times on this program: {fault}", code="judge_fault")

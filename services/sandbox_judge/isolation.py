@@ -40,8 +40,16 @@ class Launch:
     setting: dict[str, Any]
 
 
-def launch(tier: IsolationTier, lane: int) -> Launch:
-    """The way to start the zygote of a lane. Raises NotReady when seccomp filters cannot be built."""
+def program_uid(lane: int) -> int | None:
+    """The user that programs of a lane run as; None: the judge's own, because it is not root."""
+    return FIRST_PROGRAM_UID + lane if os.geteuid() == 0 else None
+
+
+def launch(tier: IsolationTier, lane: int, scratch: str | None = None) -> Launch:
+    """The way to start a zygote of a lane; tiers with namespaces bring their own scratch.
+
+    Raises NotReady when seccomp filters cannot be built.
+    """
     namespaces = tier.startswith("namespaces")
     source_root = _JUDGE_SIDE if namespaces else str(_source_root())
     boot = "import sys; sys.path.insert(0, sys.argv[1]); from services.sandbox_judge.jail import zygote; zygote.main()"
@@ -53,10 +61,10 @@ def launch(tier: IsolationTier, lane: int) -> Launch:
         setting={
             "namespaces": namespaces,
             "landlock": tier.endswith("landlock"),
-            "uid": FIRST_PROGRAM_UID + lane if root else None,
+            "uid": program_uid(lane),
             "capabilities": 0 if namespaces or not root or _open_to_all(_prefix()) else _CAP_DAC_READ_SEARCH,
             "readable": ["/usr", *_SYSTEM_FOLDERS, "/etc/ld.so.cache", "/etc/alternatives", str(_prefix())],
-            "scratch": "/tmp" if namespaces else None,
+            "scratch": "/tmp" if namespaces else scratch,
             "base_filter": base_filter(),
             "filters": {freedom.value: narrowing_filter(freedom) for freedom in Freedom},
             "own_pid_marker": struct.pack("=I", OWN_PID),

@@ -9,6 +9,7 @@ import redis
 from google.protobuf.message import DecodeError
 
 from services.sandbox_judge.docket import Batch, Docket
+from services.sandbox_judge.settings import Settings
 from spo import redis_keys
 from spo.errors import InvalidInput
 from spo.service import keep_alive_while
@@ -19,25 +20,23 @@ from spo.v1.trajectory_pb2 import RolloutGroup
 from spo.v1.verdict_pb2 import Outcome
 
 SERVICE = "sandbox-judge"
-RECLAIM_SECONDS = 60.0
-KEEP_ALIVE_SECONDS = 15.0
 
 
 class JudgeWorker:
     """Judges rollout groups from the stream; call it with a stop event."""
 
-    def __init__(self, client: redis.Redis, docket: Docket, consumer_name: str, groups: int) -> None:
+    def __init__(self, client: redis.Redis, docket: Docket, consumer_name: str, settings: Settings) -> None:
         self.docket = docket
-        self.groups = groups
+        self.settings = settings
         self.consumer = Consumer(
-            client, redis_keys.rollouts(), redis_keys.JUDGE_GROUP, consumer_name, reclaim_after_seconds=RECLAIM_SECONDS
+            client, redis_keys.rollouts(), redis_keys.JUDGE_GROUP, consumer_name, settings.reclaim_seconds
         )
 
     def __call__(self, stop: threading.Event) -> None:
-        consume(self.consumer, self._judge, stop, count=self.groups)
+        consume(self.consumer, self._judge, stop, count=self.settings.stream_groups)
 
     def _judge(self, entries: list[Entry]) -> None:
-        with keep_alive_while(lambda: self.consumer.keep_alive(entries), KEEP_ALIVE_SECONDS):
+        with keep_alive_while(lambda: self.consumer.keep_alive(entries), self.settings.reclaim_seconds / 4):
             groups = [_decode(entry) for entry in entries]
             batches = [self._submit(group) for group in groups]
             for entry, group, batch in zip(entries, groups, batches, strict=True):

@@ -13,6 +13,7 @@ from spo.logs import get_logger
 
 log = get_logger("isolation")
 
+PROBES = 3
 _HONEST = b"print(int(input()) + 1)"
 # Each of them prints "escaped" when the tier does not hold.
 _FORBIDDEN = (
@@ -45,7 +46,19 @@ def choose_tier(settings: Settings) -> IsolationTier:
 
 
 def why_not(tier: IsolationTier) -> str | None:
-    """None when the tier starts, runs an honest program and stops the forbidden ones; otherwise the reason."""
+    """None when the tier starts, runs an honest program and stops the forbidden ones; otherwise the reason.
+
+    A tier is given up only when it fails again and again: bad luck at the start must not lower it.
+    """
+    problem = None
+    for _ in range(PROBES):
+        problem = _probe(tier)
+        if problem is None:
+            break
+    return problem
+
+
+def _probe(tier: IsolationTier) -> str | None:
     try:
         zygote = Zygote(launch(tier, 0))
     except (JudgeFault, NotReady) as fault:

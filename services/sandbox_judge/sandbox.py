@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import fcntl
 import os
 import select
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.sandbox_judge.jail.program import BUSY_SHARE, CPU_LIMIT, RESULT, SETUP_FAILED, WALL_LIMIT
+from services.sandbox_judge.jail.program import CPU_LIMIT, RESULT, SETUP_FAILED, STARVATION, WALL_LIMIT
 from spo.v1 import verdict_pb2
 
 STDERR_KEPT_BYTES = 16 << 10
@@ -18,6 +20,7 @@ _CHUNK_BYTES = 1 << 16
 # The jail enforces the limits; this much later the judge stops believing in the jail.
 _PATIENCE_SECONDS = 5.0
 _SIGXCPU, _SIGSYS = 24, 31
+_ALL_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class JudgeFault(Exception):
@@ -88,11 +91,15 @@ class _Exchange:
     result: bytes = b""
 
 
-def run_test(channel: socket.socket, stdin: bytes, limits: RunLimits) -> Run:
-    """Run the program behind the channel once. Raises JudgeFault when its jail fails."""
+def run_test(channel: socket.socket, stdin: bytes, limits: RunLimits, files: Sequence[bytes] = ()) -> Run:
+    """Run the program behind the channel once; it finds the files at descriptors 3, 4 and so on.
+
+    Raises JudgeFault when its jail fails.
+    """
     exchange, theirs = _open_pipes(stdin)
     try:
         try:
+            theirs += [memory_file("file", content) for content in files]
             socket.send_fds(channel, [b"test"], theirs)
         finally:
             for descriptor in theirs:
@@ -122,7 +129,7 @@ def _open_pipes(stdin: bytes) -> tuple[_Exchange, list[int]]:
 
 def _converse(exchange: _Exchange, channel: socket.socket, limits: RunLimits) -> None:
     """Feed stdin and collect outputs until the jail has reported and both outputs have ended."""
-    deadline = time.monotonic() + limits.wall_seconds + limits.cpu_seconds / BUSY_SHARE + _PATIENCE_SECONDS
+    deadline = time.monotonic() + limits.wall_seconds + limits.cpu_seconds * STARVATION + _PATIENCE_SECONDS
     open_readers = set(exchange.readers)
     poller = exchange.poller
     for reader in open_readers:
@@ -207,3 +214,13 @@ def _out_of_memory(stderr: bytes) -> bool:
     """Whether a failed program says that an allocation was refused; lying gains nothing: it failed either way."""
     last_line = stderr.rstrip().rsplit(b"\n", 1)[-1]
     return last_line.startswith(b"MemoryError") or b"bad_alloc" in last_line or b"Cannot allocate memory" in last_line
+
+
+def memory_file(name: str, content: bytes) -> int:
+    """A descriptor of an anonymous file that nobody can change; the caller closes it."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _ALL_SEALS)
+    return descriptor

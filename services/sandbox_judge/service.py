@@ -6,7 +6,8 @@ from concurrent.futures import CancelledError
 
 import grpc
 
-from services.sandbox_judge.docket import LANGUAGES, Docket
+from services.sandbox_judge.docket import Docket
+from services.sandbox_judge.languages import languages
 from spo.errors import NotReady
 from spo.rpc import DEFAULT_DEADLINE_SECONDS
 from spo.v1 import judge_service_pb2 as judge
@@ -42,5 +43,5 @@ class JudgeService(JudgeServiceServicer):
     ) -> judge.DescribeJudgeResponse:
         """What this judge is: part of every value key."""
         return judge.DescribeJudgeResponse(
-            judge_version=self.docket.judge_version, isolation=self.docket.isolation, languages=LANGUAGES
+            judge_version=self.docket.judge_version, isolation=self.docket.isolation, languages=languages()
         )

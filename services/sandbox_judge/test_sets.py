@@ -9,6 +9,7 @@ from collections import OrderedDict
 import redis
 from blake3 import blake3
 
+from services.sandbox_judge.languages import languages
 from spo import redis_keys
 from spo.errors import FieldViolation, IntegrityError, InvalidInput, NotFound
 from spo.v1.verdict_pb2 import Checker, TestSet
@@ -68,6 +69,7 @@ class TestSets:
 def require_usable(test_set: TestSet) -> None:
     """Raises InvalidInput naming each field that cannot be judged by."""
     limits = test_set.limits
+    special = test_set.checker == Checker.CHECKER_SPECIAL
     rules = {
         "/tests": (0 < len(test_set.tests) <= MAX_TESTS, f"between 1 and {MAX_TESTS} tests"),
         "/checker": (test_set.checker in Checker.values(), "a checker that this judge knows"),
@@ -78,7 +80,8 @@ def require_usable(test_set: TestSet) -> None:
         "/limits/processes": (_within(limits.processes, 256), "not negative, at most 256"),
         "/absolute_tolerance": (_within(test_set.absolute_tolerance, math.inf), "finite and not negative"),
         "/relative_tolerance": (_within(test_set.relative_tolerance, math.inf), "finite and not negative"),
-        "/checker_program": (test_set.checker != Checker.CHECKER_SPECIAL, "special judges are not offered yet"),
+        "/checker_program": (special == bool(test_set.checker_program), "there exactly for CHECKER_SPECIAL"),
+        "/checker_language": ((test_set.checker_language or "python") in languages(), "a language of this judge"),
     }
     violations = tuple(
         FieldViolation(pointer, f"must be {rule}") for pointer, (holds, rule) in rules.items() if not holds

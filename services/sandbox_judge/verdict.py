@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable
 
-from services.sandbox_judge.backends.zygote import Executable, OpenProgram, Zygote
+from services.sandbox_judge.backends.exec import Binaries
+from services.sandbox_judge.backends.zygote import Executable
 from services.sandbox_judge.compare import first_difference
-from services.sandbox_judge.sandbox import CompileFailed, Ending, Run, limits_of
-from spo.v1.verdict_pb2 import Outcome, TestCase, TestResult, TestSet, Verdict
+from services.sandbox_judge.lanes import Lane, Role
+from services.sandbox_judge.languages import language_of
+from services.sandbox_judge.sandbox import CompileFailed, Ending, JudgeFault, Run, RunLimits, limits_of
+from spo.v1.verdict_pb2 import Checker, Outcome, TestCase, TestResult, TestSet, Verdict
 
 DETAIL_CHARACTERS = 500
+CHECKER_LIMITS = RunLimits(cpu_seconds=10, wall_seconds=20)
+# What testlib's checkers exit with.
+_CHECKER_ACCEPTS, _CHECKER_REFUSES = 0, (1, 2)
 
 _OUTCOMES = {
     Ending.SIGNALLED: Outcome.OUTCOME_RUNTIME_ERROR,
@@ -20,34 +27,75 @@ _OUTCOMES = {
     Ending.SECURITY_VIOLATION: Outcome.OUTCOME_SECURITY_VIOLATION,
 }
 
-
-def judge_program(
-    zygote: Zygote, program: str, test_set: TestSet, max_source_bytes: int, want_details: bool
-) -> Verdict:
-    """The verdict on one program. Raises JudgeFault when the judge, not the program, failed."""
-    source = program.encode()
-    if len(source) > max_source_bytes:
-        return _refused(test_set, f"the program has {len(source)} bytes; at most {max_source_bytes} are judged")
-    try:
-        with zygote.open(Executable(source=source), limits_of(test_set.limits)) as opened:
-            return summary_of(_results(opened, test_set, want_details), len(test_set.tests), want_details)
-    except CompileFailed as failure:
-        return _refused(test_set, str(failure))
+# Where an output first goes wrong, None when it is right.
+Check = Callable[[TestCase, bytes], str | None]
 
 
-def _results(opened: OpenProgram, test_set: TestSet, want_details: bool) -> Iterable[TestResult]:
+class Court:
+    """Judges programs in a lane; shared by all lanes."""
+
+    def __init__(self, max_source_bytes: int) -> None:
+        self.max_source_bytes = max_source_bytes
+        self.binaries = Binaries()
+
+    def judge(self, lane: Lane, program: str, language: str, test_set: TestSet, want_details: bool) -> Verdict:
+        """The verdict on one program. Raises JudgeFault when the judge, not the program, failed."""
+        size_bytes = len(program.encode())
+        if size_bytes > self.max_source_bytes:
+            return _refused(test_set, f"the program has {size_bytes} bytes; at most {self.max_source_bytes} are judged")
+        try:
+            executable = self._executable(lane, program, language)
+            with contextlib.ExitStack() as stack:
+                check = self._checker(lane, test_set, stack)
+                opened = stack.enter_context(lane.zygote(Role.PROGRAM).open(executable, limits_of(test_set.limits)))
+                results = _results(opened.run, check, test_set, want_details)
+                return summary_of(results, len(test_set.tests), want_details)
+        except CompileFailed as failure:
+            return _refused(test_set, str(failure))
+
+    def _executable(self, lane: Lane, source: str, language: str) -> Executable:
+        known = language_of(language)
+        if not known.build:
+            return Executable(source=source.encode())
+        return self.binaries.executable(known, source, lane.zygote(Role.COMPILER))
+
+    def _checker(self, lane: Lane, test_set: TestSet, stack: contextlib.ExitStack) -> Check:
+        """The comparison of a test set; a special judge runs in a jail of its own and gets the three files by path."""
+        if test_set.checker != Checker.CHECKER_SPECIAL:
+            return lambda test, output: first_difference(test_set, test.stdout, output)
+        paths = ("checker", "/dev/fd/3", "/dev/fd/4", "/dev/fd/5")
+        try:
+            source = test_set.checker_program.decode()
+            executable = self._executable(lane, source, test_set.checker_language or "python")
+            named = Executable(executable.source, executable.binary, paths, freedom=executable.freedom)
+            opened = stack.enter_context(lane.zygote(Role.CHECKER).open(named, CHECKER_LIMITS))
+        except CompileFailed as failure:
+            raise JudgeFault(f"the special judge does not compile: {failure}") from failure
+
+        def check(test: TestCase, output: bytes) -> str | None:
+            run = opened.run(b"", (test.stdin, output, test.stdout))
+            if run.ending is Ending.EXITED and run.code == _CHECKER_ACCEPTS:
+                return None
+            if run.ending is Ending.EXITED and run.code in _CHECKER_REFUSES:
+                return f"special judge: {_tail(run.stderr + run.stdout)}"
+            raise JudgeFault(f"the special judge failed: {run.ending.value} ({run.code}) {_tail(run.stderr)}")
+
+        return check
+
+
+def _results(run: Callable[[bytes], Run], check: Check, test_set: TestSet, want_details: bool) -> Iterable[TestResult]:
     for test in test_set.tests:
-        result = result_of(opened.run(test.stdin), test_set, test)
+        result = result_of(run(test.stdin), lambda output, test=test: check(test, output))  # type: ignore[misc]
         yield result
         if result.outcome != Outcome.OUTCOME_ACCEPTED and not want_details:
             return
 
 
-def result_of(run: Run, test_set: TestSet, test: TestCase) -> TestResult:
-    """What a run means for its test; only a clean exit is compared."""
+def result_of(run: Run, difference_in: Callable[[bytes], str | None]) -> TestResult:
+    """What a run means for its test; only the output of a clean exit is looked at."""
     detail = ""
     if run.ending is Ending.EXITED and run.code == 0:
-        difference = first_difference(test_set, test.stdout, run.stdout)
+        difference = difference_in(run.stdout)
         outcome = Outcome.OUTCOME_ACCEPTED if difference is None else Outcome.OUTCOME_WRONG_ANSWER
         detail = difference or ""
     elif run.ending is Ending.EXITED:

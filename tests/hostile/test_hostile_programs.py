@@ -20,17 +20,17 @@ import psutil
 import pytest
 import yaml
 
-from services.sandbox_judge.backends.zygote import Zygote
-from services.sandbox_judge.isolation import TIERS, launch
+from services.sandbox_judge.isolation import TIERS
+from services.sandbox_judge.lanes import Lane, Role
 from services.sandbox_judge.probe import why_not
-from services.sandbox_judge.verdict import judge_program
+from services.sandbox_judge.verdict import Court
 from spo.v1 import verdict_pb2
 
 FOLDER = Path(__file__).parent / "programs"
 SECRET = {"stdin": "21\n", "stdout": "7391745528"}
 TIGHT = verdict_pb2.Limits(cpu_seconds=0.3, wall_seconds=0.6, memory_bytes=64 << 20, output_bytes=64 << 10)
 PATIENT = verdict_pb2.Limits(cpu_seconds=3, wall_seconds=3, memory_bytes=64 << 20, output_bytes=64 << 10)
-MAX_SOURCE_BYTES = 64 << 10
+COURT = Court(max_source_bytes=64 << 10)
 AS_NOBODY = "SPO_TEST_AS_NOBODY"
 
 # Runs after every program, in the same zygote: is anything of it still there?
@@ -90,46 +90,46 @@ def tier(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def zygote(tier: str) -> Iterator[Zygote]:
-    zygote = Zygote(launch(tier, 0))
-    yield zygote
-    zygote.close()
+def lane(tier: str) -> Iterator[Lane]:
+    lane = Lane(tier, 0)
+    yield lane
+    lane.close()
 
 
-def outcome_of(zygote: Zygote, source: str, tests: verdict_pb2.TestSet) -> tuple[str, str]:
-    verdict = judge_program(zygote, source, tests, MAX_SOURCE_BYTES, want_details=False)
+def outcome_of(lane: Lane, source: str, tests: verdict_pb2.TestSet) -> tuple[str, str]:
+    verdict = COURT.judge(lane, source, "python", tests, want_details=False)
     return verdict_pb2.Outcome.Name(verdict.outcome).removeprefix("OUTCOME_").lower(), verdict.detail
 
 
-def assert_nothing_is_left(zygote: Zygote, descriptors: int) -> None:
+def assert_nothing_is_left(lane: Lane, descriptors: int) -> None:
     tests = verdict_pb2.TestSet(tests=[verdict_pb2.TestCase(stdout=CLEAN.encode())])
-    assert outcome_of(zygote, CANARY, tests) == ("accepted", "")
+    assert outcome_of(lane, CANARY, tests) == ("accepted", "")
     assert len(os.listdir("/proc/self/fd")) == descriptors
-    below = psutil.Process(zygote.pid).children(recursive=True)
+    below = psutil.Process(lane.zygote(Role.PROGRAM).pid).children(recursive=True)
     assert [child for child in below if child.children() == [] and "zygote" not in " ".join(child.cmdline())] == []
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_program_meets_its_end(zygote: Zygote, case: dict[str, Any]) -> None:
+def test_a_hostile_program_meets_its_end(lane: Lane, case: dict[str, Any]) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     expected = [case["outcome"]] if isinstance(case["outcome"], str) else case["outcome"]
 
     # Touching memory takes CPU time too, on a busy machine a lot.
     limits = PATIENT if "memory_limit" in expected else TIGHT
-    outcome, detail = outcome_of(zygote, source_of(case), case_tests(case, limits))
+    outcome, detail = outcome_of(lane, source_of(case), case_tests(case, limits))
 
     assert outcome in expected, detail
-    assert_nothing_is_left(zygote, descriptors)
+    assert_nothing_is_left(lane, descriptors)
 
 
 @pytest.mark.parametrize("case", HONEST)
-def test_an_honest_program_is_accepted(zygote: Zygote, tier: str, case: dict[str, Any]) -> None:
+def test_an_honest_program_is_accepted(lane: Lane, tier: str, case: dict[str, Any]) -> None:
     if case.get("needs", "") not in tier:
         pytest.skip(f"needs {case['needs']}")
     descriptors = len(os.listdir("/proc/self/fd"))
 
-    assert outcome_of(zygote, source_of(case), case_tests(case, verdict_pb2.Limits())) == ("accepted", "")
-    assert_nothing_is_left(zygote, descriptors)
+    assert outcome_of(lane, source_of(case), case_tests(case, verdict_pb2.Limits())) == ("accepted", "")
+    assert_nothing_is_left(lane, descriptors)
 
 
 def test_there_are_at_least_sixty_hostile_programs_and_thirty_honest_ones() -> None:

@@ -202,7 +202,9 @@ def test_groups_travel_the_belt_with_verdicts_and_rewards(redis_client: redis.Re
     poison = rollout_group("poison", [RIGHT], digest, language="cobol")
     streams.publish(redis_client, redis_keys.rollouts(), [each.SerializeToString() for each in [*groups, poison]])
     stop = threading.Event()
-    workers = [threading.Thread(target=JudgeWorker(redis_client, docket, f"w{n}", 8), args=(stop,)) for n in range(2)]
+    workers = [
+        threading.Thread(target=JudgeWorker(redis_client, docket, f"w{n}", Settings()), args=(stop,)) for n in range(2)
+    ]
     for worker in workers:
         worker.start()
     try:

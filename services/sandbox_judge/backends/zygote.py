@@ -11,11 +11,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from services.sandbox_judge.isolation import Launch
-from services.sandbox_judge.sandbox import CompileFailed, JudgeFault, Run, RunLimits, run_test
+from services.sandbox_judge.sandbox import CompileFailed, JudgeFault, Run, RunLimits, memory_file, run_test
 from services.sandbox_judge.seccomp_filter import Freedom
 
 START_SECONDS = 30.0
@@ -28,10 +28,12 @@ _MARSHAL_VERSION = 2  # read by every Python 3
 
 @dataclass(frozen=True)
 class Executable:
-    """What runs in a jail: a Python source, or a command that finds its program at a descriptor."""
+    """What runs in a jail: a Python source, a binary, or a command of the system."""
 
     source: bytes = b""
+    binary: bytes = b""
     command: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
     freedom: Freedom = Freedom.INTERPRETED
 
 
@@ -42,9 +44,9 @@ class OpenProgram:
     channel: socket.socket
     limits: RunLimits
 
-    def run(self, stdin: bytes) -> Run:
+    def run(self, stdin: bytes, files: Sequence[bytes] = ()) -> Run:
         """One run from the program's pristine state. Raises JudgeFault."""
-        return run_test(self.channel, stdin, self.limits)
+        return run_test(self.channel, stdin, self.limits, files)
 
 
 class Zygote:
@@ -92,7 +94,7 @@ class Zygote:
         channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with channel:
             with theirs:
-                self._request(executable, limits, [theirs.fileno()])
+                self._request(executable, limits, theirs.fileno())
             try:
                 _expect_ready(channel)
                 yield OpenProgram(channel, limits)
@@ -101,12 +103,12 @@ class Zygote:
                 channel.close()
                 self._wait_until_gone()
 
-    def _request(self, executable: Executable, limits: RunLimits, descriptors: Sequence[int]) -> None:
+    def _request(self, executable: Executable, limits: RunLimits, channel: int) -> None:
         request = {
-            "python": not executable.command,
+            "python": executable.freedom is Freedom.INTERPRETED,
             "command": executable.command,
             "freedom": executable.freedom.value,
-            "environment": {},
+            "environment": executable.environment,
             "cpu_seconds": limits.cpu_seconds,
             "wall_seconds": limits.wall_seconds,
             "memory_bytes": limits.memory_bytes,
@@ -114,10 +116,16 @@ class Zygote:
             "source": executable.source,
             "cores": os.cpu_count() or 1,
         }
+        descriptors = [channel]
         try:
+            if executable.binary:
+                descriptors.append(memory_file("program", executable.binary))
             socket.send_fds(self._control, [marshal.dumps(request, _MARSHAL_VERSION)], descriptors)
         except OSError as error:
             raise JudgeFault(f"zygote gone: {error} {self._last_words()}") from error
+        finally:
+            for descriptor in descriptors[1:]:
+                os.close(descriptor)
 
     def _wait_until_gone(self) -> None:
         try:

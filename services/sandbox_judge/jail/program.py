@@ -22,13 +22,17 @@ from services.sandbox_judge.jail import kernel, python_child
 # Address space counts what is reserved, not what is used; the verdict goes by what was used.
 ADDRESS_SPACE_FACTOR = 2
 ADDRESS_SPACE_ALLOWANCE = 128 << 20
-# A program that gets at least this share of a core is waiting for the machine, not for time to pass.
-BUSY_SHARE = 1 / 8
+# A program that gets at least this share of a core is waiting for the machine, not for time to pass; it may need up to
+# STARVATION times its CPU limit.
+BUSY_SHARE = 0.01
+STARVATION = 20
+LOOK_SECONDS = 0.25
 
 ENDED, CPU_LIMIT, WALL_LIMIT, STOPPED = range(4)
 # How it ended, wait status, CPU seconds, wall seconds, peak memory in bytes.
 RESULT = struct.Struct("=iiddq")
 SETUP_FAILED = 111
+BINARY = 63  # the highest descriptor that programs may have
 
 Receive = Callable[..., "tuple[bytes, list[int]]"]
 
@@ -51,6 +55,7 @@ class Jail(NamedTuple):
     channel: socket.socket
     code: Any
     namespace: dict[str, Any]
+    binary: int | None
 
 
 def live(setting: Setting, request: dict[str, Any], descriptors: list[int], receive: Receive) -> NoReturn:
@@ -59,9 +64,10 @@ def live(setting: Setting, request: dict[str, Any], descriptors: list[int], rece
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, descriptors[0])
     try:
         _lock_up(setting, request)
-        namespace = python_child.prepare()
+        namespace = python_child.prepare(request["command"])
         code = _compile(request["source"], channel) if request["python"] else None
-        jail = Jail(setting, request, channel, code, namespace)
+        binary = descriptors[1] if len(descriptors) > 1 else None
+        jail = Jail(setting, request, channel, code, namespace, binary)
         channel.send(b"+")
         while True:
             order, pipes = receive(channel, 16)
@@ -120,34 +126,55 @@ def _supervise(jail: Jail, pid: int, started: float) -> tuple[int, int, Any]:
     poller = select.poll()
     poller.register(ended, select.POLLIN)
     poller.register(jail.channel, select.POLLIN)
+    watch = _Watch(jail.request, pid, started)
     ending = ENDED
     while True:
-        cpu_left, wall_left = _time_left(jail.request, pid, started)
-        if ending == ENDED and min(cpu_left, wall_left) <= 0:
-            ending = CPU_LIMIT if cpu_left <= 0 else WALL_LIMIT
-            os.kill(pid, signal.SIGKILL)
-        # Threads can use CPU faster than the wall clock runs.
-        pause = max(0.005, min(cpu_left / jail.request["cores"], wall_left))
-        ready = [descriptor for descriptor, _ in poller.poll(None if ending else pause * 1000)]
+        ready = [descriptor for descriptor, _ in poller.poll(None if ending else watch.pause_seconds * 1000)]
         if ended in ready:
             break
         if ready:
             poller.unregister(jail.channel)
             ending = STOPPED
+        elif not ending:
+            ending = watch.verdict()
+        if ending:
             os.kill(pid, signal.SIGKILL)
     os.close(ended)
     _, status, usage = os.wait4(pid, 0)
     return ending, status, usage
 
 
-def _time_left(request: dict[str, Any], pid: int, started: float) -> tuple[float, float]:
-    """CPU seconds left, and wall seconds left not counting those in which a loaded machine kept the program waiting."""
-    try:
-        cpu_seconds = time.clock_gettime((~pid << 3) | 2)  # the kernel's clock id for another process's CPU time
-    except OSError:
-        cpu_seconds = 0.0  # it has just ended
-    wall_seconds = time.monotonic() - started
-    return request["cpu_seconds"] - cpu_seconds, request["wall_seconds"] - (wall_seconds - cpu_seconds / BUSY_SHARE)
+class _Watch:
+    """A child's use of time. Time counts against the wall limit while the child sleeps, not while it has to wait for a
+    loaded machine; only a multiple of its CPU limit bounds that."""
+
+    def __init__(self, request: dict[str, float], pid: int, started: float) -> None:
+        self.clock = (~pid << 3) | 2  # the kernel's clock id for another process's CPU time
+        self.cpu_limit, self.wall_limit = request["cpu_seconds"], request["wall_seconds"]
+        self.cores = request["cores"]
+        self.started = self.seen_at = started
+        self.cpu_seconds = self.idle_seconds = 0.0
+
+    @property
+    def pause_seconds(self) -> float:
+        """When to look again; threads can use CPU faster than the wall clock runs."""
+        cpu_left = self.cpu_limit - self.cpu_seconds
+        return max(0.005, min(cpu_left / self.cores, self.wall_limit - self.idle_seconds, LOOK_SECONDS))
+
+    def verdict(self) -> int:
+        """ENDED while the child is within its limits, otherwise which one it has passed."""
+        now = time.monotonic()
+        try:
+            cpu_seconds = time.clock_gettime(self.clock)
+        except OSError:
+            return ENDED  # it has just ended
+        if cpu_seconds - self.cpu_seconds < BUSY_SHARE * (now - self.seen_at):
+            self.idle_seconds += now - self.seen_at
+        self.cpu_seconds, self.seen_at = cpu_seconds, now
+        if cpu_seconds >= self.cpu_limit:
+            return CPU_LIMIT
+        longest = self.wall_limit + STARVATION * self.cpu_limit
+        return WALL_LIMIT if self.idle_seconds >= self.wall_limit or now - self.started >= longest else ENDED
 
 
 def reap_descendants() -> None:
@@ -201,9 +228,7 @@ def _become_child(jail: Jail, pipes: list[int]) -> NoReturn:
         os.setpgid(0, 0)
         if not jail.setting.namespaces:
             kernel.die_with_parent()
-        for target, descriptor in enumerate(pipes):
-            os.dup2(descriptor, target)
-        os.closerange(3, 1024)
+        _take_descriptors(jail.binary, pipes)
         cpu_backstop = int(jail.request["cpu_seconds"]) + 2
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_backstop, cpu_backstop + 1))
         narrowing = jail.setting.filters[jail.request["freedom"]]
@@ -213,4 +238,15 @@ def _become_child(jail: Jail, pipes: list[int]) -> NoReturn:
         os._exit(SETUP_FAILED)
     if jail.code is not None:
         python_child.run(jail.code, jail.namespace)
-    os.execve(jail.request["command"][0], jail.request["command"], jail.request["environment"])
+    command = jail.request["command"]
+    os.execve(command[0] if jail.binary is None else BINARY, command, jail.request["environment"])
+
+
+def _take_descriptors(binary: int | None, pipes: list[int]) -> None:
+    """Standard streams, then the test's files from 3 on; a binary to execute lies at BINARY."""
+    if binary is not None:
+        os.dup2(binary, BINARY, inheritable=False)
+    # All targets lie below what was received, so no step overwrites what a later one needs.
+    for target, descriptor in enumerate(pipes):
+        os.dup2(descriptor, target)
+    os.closerange(len(pipes), BINARY if binary is not None else 1024)

@@ -8,6 +8,7 @@ import gc
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
@@ -20,12 +21,12 @@ def compile_program(source: bytes) -> CodeType:
     return compile(source, FILE_NAME, "exec", dont_inherit=True)
 
 
-def prepare() -> dict[str, Any]:
+def prepare(arguments: Sequence[str]) -> dict[str, Any]:
     """Make this process look like a fresh interpreter about to run a program; returns the program's namespace."""
     main = ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __file__=FILE_NAME, __annotations__={}, __cached__=None)
     sys.modules["__main__"] = main
-    sys.argv[:] = [FILE_NAME]
+    sys.argv[:] = arguments or [FILE_NAME]
     # The frames below the program must not shorten the recursion it may count on.
     sys.setrecursionlimit(1000 + 12)
     return main.__dict__

@@ -27,7 +27,7 @@ OPEN_FILES = 64
 STACK_BYTES = 64 << 20
 SCRATCH_BYTES = 64 << 20
 SCRATCH_INODES = 4096
-MOST_DESCRIPTORS = 4
+MOST_DESCRIPTORS = 8
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 # What contest programs import most. More would make every fork dearer (0.02-0.1 ms each); the rest is imported by those
 # programs that need it.

@@ -1,0 +1,54 @@
+"""Compiled languages: build in a jail, keep the binary, run it in a jail of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from services.sandbox_judge.backends.zygote import Executable, Zygote
+from services.sandbox_judge.languages import BUILD_LIMITS, Language
+from services.sandbox_judge.sandbox import CompileFailed, Ending, JudgeFault
+from services.sandbox_judge.seccomp_filter import Freedom
+from spo.redis_keys import digest
+
+_KEPT_BYTES = 256 << 20
+
+
+class Binaries:
+    """Built programs by digest of their source; the oldest go when they need too much memory."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._kept_bytes = 0
+
+    def executable(self, language: Language, source: str, compiler: Zygote) -> Executable:
+        """What runs the program. Raises CompileFailed, or JudgeFault when the compiler could not run."""
+        key = digest(*language.build, source)
+        with self._lock:
+            binary = self._kept.get(key)
+        if binary is None:
+            binary = build(language, source, compiler)
+            self._keep(key, binary)
+        return Executable(binary=binary, command=("program",), freedom=Freedom.COMMAND)
+
+    def _keep(self, key: str, binary: bytes) -> None:
+        with self._lock:
+            self._kept_bytes += len(binary) - len(self._kept.pop(key, b""))
+            self._kept[key] = binary
+            while self._kept_bytes > _KEPT_BYTES:
+                self._kept_bytes -= len(self._kept.popitem(last=False)[1])
+
+
+def build(language: Language, source: str, compiler: Zygote) -> bytes:
+    """The binary of a program, built inside a jail. Raises CompileFailed or JudgeFault."""
+    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "TMPDIR": ".", "LC_ALL": "C.UTF-8"}
+    executable = Executable(command=language.command, environment=environment, freedom=Freedom.TOOLCHAIN)
+    with compiler.open(executable, BUILD_LIMITS) as opened:
+        run = opened.run(source.encode())
+    if run.ending is Ending.EXITED and run.code == 0 and run.stdout:
+        return run.stdout
+    if run.ending is Ending.EXITED and run.code == 127:
+        raise JudgeFault(f"{language.build[0]} cannot be run in the jail: {run.stderr.decode(errors='replace')}")
+    reason = "" if run.ending is Ending.EXITED else f"{run.ending.value} of the compiler: "
+    raise CompileFailed(reason + run.stderr.decode(errors="replace"))
