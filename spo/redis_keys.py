@@ -139,6 +139,11 @@ def value_counts(value_key_digest: str) -> str:
     return f"spo:value-estimation:counts:{value_key_digest}"
 
 
+def value_origin(value_key_digest: str, extra_sampler: str) -> str:
+    """String: id of a run whose replay buffer holds the counted and the extra samples. Value-estimation."""
+    return f"spo:value-estimation:origin:{digest(value_key_digest, extra_sampler)}"
+
+
 def value_progress(run_id: str, prompt_id: str) -> str:
     """Hash: chunk name -> `samples:successes` of what this run has sampled and stored. Value-estimation."""
     return f"spo:{run_id}:value-estimation:progress:{prompt_id}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.value_estimation.settings import Settings
-from spo.errors import NotReady
+from spo.errors import NotFound, NotReady
 from spo.rpc import Client
 from spo.v1.inference_service_pb2 import GenerateRequest, GenerateResponse
 from spo.v1.judge_service_pb2 import (
@@ -18,12 +18,13 @@ from spo.v1.judge_service_pb2 import (
     JudgeRequest,
     JudgeResponse,
 )
-from spo.v1.prompt_pb2 import Prompt, PromptGroup
-from spo.v1.replay_service_pb2 import AppendRequest
+from spo.v1.prompt_pb2 import SOURCE_REFERENCE, Prompt, PromptGroup
+from spo.v1.replay_service_pb2 import AppendRequest, ListTrajectoriesRequest, ListTrajectoriesResponse
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_INTERNAL_ERROR, Verdict
 
 SHORT_DEADLINE_SECONDS = 30.0
+PAGE = 500
 # The replicas still serve another run: one of them will be assigned to ours.
 PASSING_CODES = frozenset({"other_run"})
 
@@ -70,6 +71,22 @@ class Peers:
         """Store judged and scored trajectories; repeating it changes nothing."""
         request = AppendRequest(run_id=run_id, trajectories=trajectories)
         self._ask(self.replay, "Append", request, SHORT_DEADLINE_SECONDS)
+
+    def stored_samples(self, run_id: str, prompt_id: str) -> list[Trajectory]:
+        """The reference samples of a prompt in another run's buffer, oldest first; none when the run is gone."""
+        request = ListTrajectoriesRequest(run_id=run_id, prompt_id=prompt_id, source=SOURCE_REFERENCE, limit=PAGE)
+        found: list[Trajectory] = []
+        try:
+            while True:
+                page: ListTrajectoriesResponse = self._ask(
+                    self.replay, "ListTrajectories", request, SHORT_DEADLINE_SECONDS
+                )
+                found += page.trajectories
+                request.cursor = page.next_cursor
+                if not page.next_cursor:
+                    return found[::-1]
+        except NotFound:
+            return []
 
     def _ask(self, client: Client, method: str, request: Any, deadline_seconds: float) -> Any:
         return client.call_patiently(

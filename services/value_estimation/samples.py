@@ -44,6 +44,17 @@ class SampleMaker:
         self._score(trajectories)
         return trajectories
 
+    def recall_reference(self, prompt: Prompt, origin: str) -> list[Trajectory]:
+        """Samples of pi0 that an earlier run has stored, as this run's own; scored anew, since precision may differ."""
+        trajectories = self.peers.stored_samples(origin, prompt.prompt_id)
+        for trajectory in trajectories:
+            trajectory.run_id = self.run_id
+            trajectory.trajectory_id = redis_keys.trajectory_id(
+                self.run_id, f"{origin}/{trajectory.trajectory_id}", trajectory.sample_index, 0, REFERENCE_VERSION
+            )
+        self._score(trajectories)
+        return trajectories
+
     def import_human(self, prompt: Prompt, programs: Sequence[str], max_response_tokens: int) -> list[Trajectory]:
         """People's programs as trajectories, those the judge accepts; longer ones than the run's limit are left out."""
         candidates = [self._human(prompt, program, index) for index, program in enumerate(programs)]

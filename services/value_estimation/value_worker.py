@@ -99,9 +99,14 @@ class ValueWorker:
         maker = SampleMaker(run_id, reference, replace(self.peers, wanted=lambda: self._wanted(run_id)))
         self._import_human(maker, request, spec)
         value_key = redis_keys.value_key(
-            reference.model_hash, prompt.prompt_id, prompt.tests_digest, _sampler(request), self.peers.judge_version()
+            reference.model_hash,
+            prompt.prompt_id,
+            prompt.tests_digest,
+            _sampler(request.sampling),
+            maker.peers.judge_version(),
         )
-        counts = self._stored_counts(value_key, request, spec) or self._sample(maker, request, value_key)
+        keep = spec.offline.keep_reference_samples
+        counts = self._recall(maker, request, value_key, keep) or self._sample(maker, request, value_key, keep)
         value = PromptValue(
             prompt_id=prompt.prompt_id,
             value_key=value_key,
@@ -109,6 +114,9 @@ class ValueWorker:
             successes=sum(successes for _, successes in counts),
         )
         self.client.hset(redis_keys.run_values(run_id), prompt.prompt_id, value.SerializeToString())
+        if keep:
+            # Last: a run that is resumed must not take itself for an earlier one.
+            self.client.set(_origin(request, value_key), run_id)
 
     def _wanted(self, run_id: str) -> bool:
         state: Any = self.client.get(redis_keys.run_state(run_id))
@@ -121,29 +129,52 @@ class ValueWorker:
             if human:
                 maker.peers.append(request.run_id, human)
 
-    def _stored_counts(self, value_key: str, request: EstimateRequest, spec: JobSpec) -> list[tuple[int, int]]:
-        """Counts of an earlier run, when this run needs only the value and not the samples; else none."""
-        wants_samples = any(part.source == "reference" and part.share > 0 for part in spec.replay.mix)
-        stored: Any = {} if wants_samples else self.client.hgetall(redis_keys.value_counts(value_key))
+    def _recall(
+        self, maker: SampleMaker, request: EstimateRequest, value_key: str, keep: bool
+    ) -> list[tuple[int, int]]:
+        """Counts of an earlier run with the same key, its samples taken over where they are kept; else none."""
+        stored: Any = self.client.hgetall(redis_keys.value_counts(value_key))
         counts = [_parse(text) for text in stored.values()]
-        return counts if sum(samples for samples, _ in counts) >= request.sampling.samples else []
+        if not counts or sum(samples for samples, _ in counts) < request.sampling.samples:
+            return []
+        if keep:
+            origin: Any = self.client.get(_origin(request, value_key))
+            found = maker.recall_reference(request.prompt, origin.decode()) if origin else []
+            if not found:
+                return []
+            maker.peers.append(request.run_id, found)
+        return counts
 
-    def _sample(self, maker: SampleMaker, request: EstimateRequest, value_key: str) -> list[tuple[int, int]]:
+    def _sample(
+        self, maker: SampleMaker, request: EstimateRequest, value_key: str, keep: bool
+    ) -> list[tuple[int, int]]:
         progress = redis_keys.value_progress(request.run_id, request.prompt.prompt_id)
         done: Any = self.client.hgetall(progress)
         counts = []
         for chunk in _chunks(request, self.settings.chunk_samples):
+            if not (chunk.counts or keep):
+                continue
             stored = done.get(chunk.name.encode())
             if stored is None:
                 found = maker.sample_reference(request.prompt, chunk.sampling, chunk.name)
-                maker.peers.append(request.run_id, found)
+                if keep:
+                    maker.peers.append(request.run_id, found)
                 stored = f"{len(found)}:{_successes(found)}".encode()
                 self.client.hset(progress, chunk.name, stored)
                 metrics.VALUE_SAMPLES.inc(len(found))
             if chunk.counts:
                 counts.append(_parse(stored))
-                self.client.hset(redis_keys.value_counts(value_key), chunk.name, stored)
+        self._remember(value_key, counts)
         return counts
+
+    def _remember(self, value_key: str, counts: Sequence[tuple[int, int]]) -> None:
+        """Keep the counts for later runs, all chunks of one estimate together."""
+        key = redis_keys.value_counts(value_key)
+        with self.client.pipeline(transaction=True) as pipe:
+            pipe.delete(key)
+            for index, (samples, successes) in enumerate(counts):
+                pipe.hset(key, str(index), f"{samples}:{successes}")
+            pipe.execute()
 
 
 def _chunks(request: EstimateRequest, size: int) -> Iterator[Chunk]:
@@ -157,9 +188,14 @@ def _chunks(request: EstimateRequest, size: int) -> Iterator[Chunk]:
             yield Chunk(f"{kind}-{index}", part, counts=kind == "value")
 
 
-def _sampler(request: EstimateRequest) -> str:
+def _origin(request: EstimateRequest, value_key: str) -> str:
+    """Key of the run that stored the samples; those with other extra samples are another set."""
+    extra = request.extra_sampling
+    return redis_keys.value_origin(value_key, f"{extra.samples} {_sampler(extra)}")
+
+
+def _sampler(sampling: Sampling) -> str:
     """The settings that a value depends on."""
-    sampling = request.sampling
     return f"T={sampling.temperature_min:g}..{sampling.temperature_max:g} p={sampling.top_p:g} n={sampling.max_tokens}"
 
 

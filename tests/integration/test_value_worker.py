@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,84 +23,26 @@ from services.value_estimation.service import ValueService
 from services.value_estimation.settings import Settings
 from services.value_estimation.value_worker import ValueWorker
 from spo import redis_keys
-from spo.errors import InvalidInput, NotReady, PreconditionFailed
+from spo.errors import InvalidInput
 from spo.job_spec import parse_job_spec, spec_to_json
 from spo.policy_model import load_tokenizer
 from spo.rpc import Client, RpcServer
 from spo.streams import Consumer, depth, publish
 from spo.testing_models import write_random_llama
-from spo.v1 import inference_service_pb2 as inference
-from spo.v1 import judge_service_pb2 as judge
-from spo.v1.inference_service_pb2_grpc import (
-    InferenceServiceServicer,
-    InferenceServiceStub,
-    add_InferenceServiceServicer_to_server,
-)
-from spo.v1.judge_service_pb2_grpc import JudgeServiceServicer, JudgeServiceStub, add_JudgeServiceServicer_to_server
-from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_ONLINE, SOURCE_REFERENCE, Prompt, PromptGroup, Sampling
+from spo.testing_value import RIGHT, WRONG, Engine, Judge
+from spo.v1.inference_service_pb2_grpc import InferenceServiceStub, add_InferenceServiceServicer_to_server
+from spo.v1.judge_service_pb2_grpc import JudgeServiceStub, add_JudgeServiceServicer_to_server
+from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_ONLINE, Prompt, PromptGroup, Sampling
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub, add_ReplayServiceServicer_to_server
 from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
 from spo.v1.value_pb2 import EstimateRequest, PromptValue
 from spo.v1.value_service_pb2_grpc import ValueServiceStub, add_ValueServiceServicer_to_server
-from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict
+from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, Verdict
 
 RUN = "job_TEST"
 PROMPT = Prompt(
     prompt_id="p" * 64, text="sum of the even numbers", tests_digest="t", language="python", response_format="raw"
 )
-RIGHT, WRONG = "b=[", "print("
-
-
-class Engine(InferenceServiceServicer):
-    """Every fourth sample is right; refuses the first `unready` calls."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.unready = 0
-        self.serves_others = 0
-        self.refused = threading.Event()
-        self.calls: list[PromptGroup] = []
-
-    def Generate(self, request: inference.GenerateRequest, context: Any) -> inference.GenerateResponse:
-        if self.unready:
-            self.unready -= 1
-            self.refused.set()
-            raise NotReady("the model still loads")
-        if self.serves_others:
-            self.serves_others -= 1
-            raise PreconditionFailed("this replica serves run job_BEFORE", code="other_run")
-        self.calls.append(request.group)
-        samples = [self._sample(request.group, index) for index in range(request.group.sampling.samples)]
-        return inference.GenerateResponse(group=RolloutGroup(request=request.group, trajectories=samples))
-
-    def _sample(self, group: PromptGroup, index: int) -> Trajectory:
-        text = RIGHT if index % 4 == 0 else WRONG
-        tokens = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
-        return Trajectory(
-            trajectory_id=redis_keys.trajectory_id(RUN, group.group_id, index, 0, 0),
-            run_id=RUN,
-            prompt_id=group.prompt.prompt_id,
-            source=group.source,
-            prompt_token_ids=[1, 2, 3],
-            response_token_ids=tokens,
-            sampling_logprobs=[-1.0] * len(tokens),
-            response_text=text,
-        )
-
-
-class Judge(JudgeServiceServicer):
-    """Accepts RIGHT; remembers how many programs it was sent."""
-
-    def __init__(self) -> None:
-        self.programs = 0
-
-    def Judge(self, request: judge.JudgeRequest, context: Any) -> judge.JudgeResponse:
-        self.programs += len(request.programs)
-        outcomes = [OUTCOME_ACCEPTED if program == RIGHT else OUTCOME_WRONG_ANSWER for program in request.programs]
-        return judge.JudgeResponse(verdicts=[Verdict(outcome=outcome) for outcome in outcomes])
-
-    def DescribeJudge(self, request: judge.DescribeJudgeRequest, context: Any) -> judge.DescribeJudgeResponse:
-        return judge.DescribeJudgeResponse(judge_version="test")
 
 
 @dataclass
@@ -114,6 +56,7 @@ class Stage:
     store: ReplayStore
     references: References
     address: str
+    model_path: Path
 
     def request(self, **fields: Any) -> EstimateRequest:
         sampling = Sampling(samples=40, temperature_min=1, temperature_max=1, top_p=1, max_tokens=44, seed=5)
@@ -123,8 +66,13 @@ class Stage:
         stored: Any = self.client.hget(redis_keys.replay_counters(RUN), f"inserted:{source}")
         return int(stored or 0)
 
-    def value(self) -> PromptValue:
-        stored: Any = self.client.hget(redis_keys.run_values(RUN), PROMPT.prompt_id)
+    def start(self, run_id: str, **sections: Any) -> None:
+        spec = parse_job_spec({"model": {"path": str(self.model_path)}, **sections})
+        self.client.set(redis_keys.run_spec(run_id), spec_to_json(spec))
+        self.client.set(redis_keys.run_state(run_id), "estimating")
+
+    def value(self, run_id: str = RUN) -> PromptValue:
+        stored: Any = self.client.hget(redis_keys.run_values(run_id), PROMPT.prompt_id)
         return PromptValue.FromString(stored)
 
 
@@ -138,9 +86,6 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def stage(redis_client: redis.Redis, model_path: Path) -> Iterator[Stage]:
     torch.set_num_threads(1)
-    spec = parse_job_spec({"model": {"path": str(model_path)}})
-    redis_client.set(redis_keys.run_spec(RUN), spec_to_json(spec))
-    redis_client.set(redis_keys.run_state(RUN), "estimating")
     store = ReplayStore(redis_client)
     references = References(redis_client, 4096, "cpu")
     engine, referee = Engine(load_tokenizer(model_path)), Judge()  # type: ignore[abstract]
@@ -160,7 +105,9 @@ def stage(redis_client: redis.Redis, model_path: Path) -> Iterator[Stage]:
         threading.Event(),
     )
     worker = ValueWorker(redis_client, references, peers, settings, "worker")
-    yield Stage(redis_client, worker, engine, referee, store, references, server.address)
+    made = Stage(redis_client, worker, engine, referee, store, references, server.address, model_path)
+    made.start(RUN)
+    yield made
     server.stop(1)
 
 
@@ -198,7 +145,7 @@ def test_reference_logprobs_are_those_of_the_reference_model(stage: Stage) -> No
 def test_a_killed_estimate_resumes_at_its_chunk(stage: Stage) -> None:
     stage.worker.estimate(stage.request())
     # As a kill after the second chunk's append leaves it: only the first chunk's count was written.
-    stage.client.delete(redis_keys.run_values(RUN))
+    stage.client.delete(redis_keys.run_values(RUN), redis_keys.value_counts(stage.value().value_key))
     stage.client.hdel(redis_keys.value_progress(RUN, PROMPT.prompt_id), "value-1", "value-2")
     before = len(stage.engine.calls)
 
@@ -262,6 +209,65 @@ def test_equal_programs_are_judged_once_per_call(stage: Stage) -> None:
     stage.worker.estimate(stage.request())
 
     assert stage.judge.programs == 3 * 2
+
+
+def test_a_second_run_on_the_same_model_starts_with_values_and_samples(stage: Stage) -> None:
+    extra = Sampling(samples=8, temperature_min=0.1, temperature_max=0.8, top_p=0.95, max_tokens=44, seed=6)
+    stage.worker.estimate(stage.request(extra_sampling=extra))
+    first = stage.store.newest_first(RUN, "", "", 50)[0]
+    stage.start("job_SECOND")
+    again = stage.request(extra_sampling=extra)
+    again.run_id = "job_SECOND"
+    calls = len(stage.engine.calls)
+
+    stage.worker.estimate(again)
+    stage.client.delete(redis_keys.run_values("job_SECOND"))  # as after a kill before the value was written
+    stage.worker.estimate(again)
+
+    assert len(stage.engine.calls) == calls
+    assert stage.value("job_SECOND") == stage.value()
+    second = stage.store.newest_first("job_SECOND", "", "", 50)[0]
+    assert [each.response_text for each in second] == [each.response_text for each in first]
+    assert {each.run_id for each in second} == {"job_SECOND"}
+    assert not {each.trajectory_id for each in second} & {each.trajectory_id for each in first}
+    assert [each.reference_logprobs for each in second] == [each.reference_logprobs for each in first]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda request: setattr(request.sampling, "samples", 41),
+        lambda request: setattr(request.sampling, "top_p", 0.9),
+        lambda request: setattr(request.prompt, "tests_digest", "other"),
+        lambda request: setattr(request.extra_sampling, "samples", 8),
+    ],
+    ids=["more samples", "another sampler", "other tests", "other extra samples"],
+)
+def test_a_second_run_that_asks_for_something_else_samples_anew(
+    stage: Stage, change: Callable[[EstimateRequest], None]
+) -> None:
+    extra = Sampling(samples=4, temperature_min=0.1, temperature_max=0.8, top_p=0.95, max_tokens=44)
+    stage.worker.estimate(stage.request(extra_sampling=extra))
+    stage.start("job_SECOND")
+    again = stage.request(extra_sampling=extra)
+    again.run_id = "job_SECOND"
+    change(again)
+    calls = len(stage.engine.calls)
+
+    stage.worker.estimate(again)
+
+    assert len(stage.engine.calls) > calls
+    assert stage.value("job_SECOND").samples == again.sampling.samples
+
+
+def test_a_run_that_keeps_no_samples_stores_only_values(stage: Stage) -> None:
+    stage.start(RUN, offline={"keep_reference_samples": False}, replay={"mix": [{"source": "online", "share": 1}]})
+
+    stage.worker.estimate(stage.request(extra_sampling=Sampling(samples=8)))
+
+    assert stage.value().samples == 40
+    assert len(stage.engine.calls) == 3, "extra samples are only offline data"
+    assert stage.inserted("reference") == 0
 
 
 def test_an_engine_that_still_loads_is_waited_for(stage: Stage) -> None:
@@ -342,26 +348,3 @@ def test_judged_groups_enter_with_their_reference_logprobs(stage: Stage, ingest:
     assert len(stored) == 20
     assert all(math.isfinite(sum(each.reference_logprobs)) and len(each.reference_logprobs) == 3 for each in stored)
     assert stage.client.xlen(redis_keys.verdicts()) == 0
-
-
-def test_a_poison_group_is_buried_and_its_neighbours_enter(stage: Stage, ingest: IngestWorker) -> None:
-    poison = online_group(1)
-    poison.trajectories[0].reward = math.nan
-    unknown = online_group(2)
-    unknown.request.run_id = "job_NOBODY"
-    groups = [online_group(0), poison, unknown, online_group(3)]
-    publish(stage.client, redis_keys.verdicts(), [group.SerializeToString() for group in groups])
-    stop = threading.Event()
-    thread = threading.Thread(target=ingest.run, args=(stop,))
-    thread.start()
-    for _ in range(200):
-        if stage.client.xlen(redis_keys.verdicts()) == 0:
-            break
-        stop.wait(0.1)
-    stop.set()
-    thread.join(20)
-
-    assert stage.client.zcard(redis_keys.replay_ids(RUN)) == 8 + 3, "only the one broken trajectory is missing"
-    assert stage.client.xlen(redis_keys.dead_letters(redis_keys.verdicts())) == 2
-    assert stage.inserted("online") == 8 + 3
-    assert SOURCE_REFERENCE not in {each.source for each in stage.store.newest_first(RUN, "", "", 50)[0]}

@@ -1,0 +1,73 @@
+"""Doubles of the engine and the judge that value-estimation asks: every fourth sample is right."""
+
+# ruff: noqa: N802  (gRPC method names come from the proto)
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from spo import redis_keys
+from spo.errors import NotReady, PreconditionFailed
+from spo.v1 import inference_service_pb2 as inference
+from spo.v1 import judge_service_pb2 as judge
+from spo.v1.inference_service_pb2_grpc import InferenceServiceServicer
+from spo.v1.judge_service_pb2_grpc import JudgeServiceServicer
+from spo.v1.prompt_pb2 import PromptGroup
+from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
+from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict
+
+# Texts that the toy contest's tokenizer keeps as they are.
+RIGHT, WRONG = "b=[", "print("
+
+
+class Engine(InferenceServiceServicer):
+    """Every fourth sample is right; refuses the first `unready` calls."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.unready = 0
+        self.serves_others = 0
+        self.refused = threading.Event()
+        self.calls: list[PromptGroup] = []
+
+    def Generate(self, request: inference.GenerateRequest, context: Any) -> inference.GenerateResponse:
+        if self.unready:
+            self.unready -= 1
+            self.refused.set()
+            raise NotReady("the model still loads")
+        if self.serves_others:
+            self.serves_others -= 1
+            raise PreconditionFailed("this replica serves run job_BEFORE", code="other_run")
+        self.calls.append(request.group)
+        samples = [self._sample(request.group, index) for index in range(request.group.sampling.samples)]
+        return inference.GenerateResponse(group=RolloutGroup(request=request.group, trajectories=samples))
+
+    def _sample(self, group: PromptGroup, index: int) -> Trajectory:
+        text = RIGHT if index % 4 == 0 else WRONG
+        tokens = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+        return Trajectory(
+            trajectory_id=redis_keys.trajectory_id(group.run_id, group.group_id, index, 0, 0),
+            run_id=group.run_id,
+            prompt_id=group.prompt.prompt_id,
+            source=group.source,
+            prompt_token_ids=[1, 2, 3],
+            response_token_ids=tokens,
+            sampling_logprobs=[-1.0] * len(tokens),
+            response_text=text,
+        )
+
+
+class Judge(JudgeServiceServicer):
+    """Accepts RIGHT; remembers how many programs it was sent."""
+
+    def __init__(self) -> None:
+        self.programs = 0
+
+    def Judge(self, request: judge.JudgeRequest, context: Any) -> judge.JudgeResponse:
+        self.programs += len(request.programs)
+        outcomes = [OUTCOME_ACCEPTED if program == RIGHT else OUTCOME_WRONG_ANSWER for program in request.programs]
+        return judge.JudgeResponse(verdicts=[Verdict(outcome=outcome) for outcome in outcomes])
+
+    def DescribeJudge(self, request: judge.DescribeJudgeRequest, context: Any) -> judge.DescribeJudgeResponse:
+        return judge.DescribeJudgeResponse(judge_version="test")
