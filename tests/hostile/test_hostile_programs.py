@@ -92,6 +92,7 @@ def tier(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def lane(tier: str) -> Iterator[Lane]:
     lane = Lane(tier, 0)
+    lane.zygote(Role.PROGRAM)
     yield lane
     lane.close()
 

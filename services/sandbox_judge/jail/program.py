@@ -25,7 +25,7 @@ ADDRESS_SPACE_ALLOWANCE = 128 << 20
 # A program that gets at least this share of a core is waiting for the machine, not for time to pass; it may need up to
 # STARVATION times its CPU limit.
 BUSY_SHARE = 0.01
-STARVATION = 20
+STARVATION = 60
 LOOK_SECONDS = 0.25
 
 ENDED, CPU_LIMIT, WALL_LIMIT, STOPPED = range(4)

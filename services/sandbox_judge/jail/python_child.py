@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import builtins
 import gc
@@ -67,7 +68,8 @@ def _exit_status(code: object) -> int:
 
 def _shut_down(status: int, namespace: dict[str, Any]) -> int:
     """What the interpreter does at its end that a program can see: threads, atexit, flushes, destructors of globals."""
-    threading._shutdown()  # type: ignore[attr-defined]
+    if _thread._count() or threading._threading_atexits:  # type: ignore[attr-defined]
+        threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     status = _flush(sys.stdout, status)
     _flush(sys.stderr, status)
