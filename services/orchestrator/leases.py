@@ -20,7 +20,7 @@ from spo.v1 import orchestrator_service_pb2 as wire
 
 log = get_logger("leases")
 
-POLL_SECONDS = 0.25
+POLL_SECONDS = 1.0
 MAX_WAIT_SECONDS = 25.0
 PROGRESS_SECONDS = 2.0
 LEASABLE = (JobState.RUNNING, JobState.PAUSING, JobState.PAUSED)

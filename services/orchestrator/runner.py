@@ -34,7 +34,7 @@ from spo.v1.judge_service_pb2 import UploadTestsRequest
 
 log = get_logger("runner")
 
-TICK_SECONDS = 0.5
+TICK_SECONDS = 1.0
 UPLOAD_CHUNK = 64
 PROGRESS_SECONDS = 2.0
 HOUSEKEEPING_SECONDS = 2.0
