@@ -67,6 +67,8 @@ def _settle(setting: dict[str, Any]) -> int:
     """Enter the state that all programs inherit; returns the Landlock version in force, 0 for none."""
     if setting["uid"] is not None:
         kernel.become(setting["uid"], setting["uid"], setting["capabilities"])
+    # A judge started in the background of a shell inherits an ignored interrupt; programs expect the usual one.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     kernel.forbid_new_privileges()
     kernel.adopt_orphans()
     sys.path[:] = [path for path in sys.path if path.startswith(sys.base_prefix)]
