@@ -73,13 +73,13 @@ def test_a_stream_cut_again_and_again_misses_and_repeats_nothing(
 
 def test_a_stream_ends_with_the_job(desk: Desk, api: httpx.Client, document: dict[str, Any]) -> None:
     job_id = submitted(desk, document)
-    threading.Timer(0.3, desk.jobs.act, (job_id, CANCEL)).start()
+    threading.Timer(2.0, desk.jobs.act, (job_id, CANCEL)).start()
 
     assert follow(api, job_id, 0, at_most=1000) == [1, 2]
 
 
 def test_a_drained_orchestrator_ends_its_streams(desk: Desk, api: httpx.Client, document: dict[str, Any]) -> None:
     job_id = submitted(desk, document)
-    threading.Timer(0.3, desk.stop.set).start()
+    threading.Timer(2.0, desk.stop.set).start()
 
     assert follow(api, job_id, 0, at_most=1000) == [1]
