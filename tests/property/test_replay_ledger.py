@@ -136,6 +136,7 @@ def test_the_buffer_agrees_with_a_dictionary_under_any_deliveries(redis_client: 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_buffer_agrees_with_a_dictionary_for_ten_thousand_steps(redis_client: redis.Redis) -> None:
     Buffer.client = redis_client
     run_state_machine_as_test(Buffer, settings=settings(max_examples=200, stateful_step_count=50, deadline=None))
