@@ -14,7 +14,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import yaml
-from cluster import Cluster, Kind, Object, Place, Refused, decoded, merged, selected
+from cluster import Cluster, Kind, Object, Place, Refused, merged, selected
+from request_body import decoded
 
 PATH = re.compile(
     r"^/(?:api/(v1)|apis/([^/]+/[^/]+))(?:/namespaces/([^/]+)(?=/))?(?:/([^/]+))?(?:/([^/]+))?(?:/([^/]+))?$"
