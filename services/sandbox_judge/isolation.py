@@ -66,7 +66,7 @@ def launch(tier: IsolationTier, lane: int, scratch: str | None = None) -> Launch
             "readable": ["/usr", *_SYSTEM_FOLDERS, "/etc/ld.so.cache", "/etc/alternatives", str(_prefix())],
             "scratch": "/tmp" if namespaces else scratch,
             "base_filter": base_filter(),
-            "filters": {freedom.value: narrowing_filter(freedom) for freedom in Freedom},
+            "filters": {freedom.value: narrowing_filter(freedom, namespaces) for freedom in Freedom},
             "own_pid_marker": struct.pack("=I", OWN_PID),
         },
     )

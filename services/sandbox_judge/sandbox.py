@@ -12,7 +12,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.sandbox_judge.jail.program import CPU_LIMIT, RESULT, SETUP_FAILED, STARVATION, WALL_LIMIT
+from services.sandbox_judge.jail.program import RESULT, SETUP_FAILED
+from services.sandbox_judge.jail.watch import CPU_LIMIT, STARVATION, WALL_LIMIT
 from spo.v1 import verdict_pb2
 
 STDERR_KEPT_BYTES = 16 << 10

@@ -79,8 +79,8 @@ def base_filter() -> bytes:
 
 
 @cache
-def narrowing_filter(freedom: Freedom) -> bytes:
-    """BPF of the small filter that every run gets on top, with OWN_PID left to fill in.
+def narrowing_filter(freedom: Freedom, namespaces: bool) -> bytes:
+    """BPF of the small filter that every run gets on top; without namespaces OWN_PID is left to fill in.
 
     It is installed for every test, so it only says what the program may not do of what the jail may. Raises NotReady.
     """
@@ -88,7 +88,9 @@ def narrowing_filter(freedom: Freedom) -> bytes:
     rules.refuse("prctl", errno.EPERM, (0, rules.library.EQ, _PR_SET_PDEATHSIG))
     rules.refuse("setpgid", errno.EPERM)
     for name in ("kill", "tgkill"):
-        rules.refuse(name, errno.EPERM, (0, rules.library.NE, OWN_PID))
+        # In a pid namespace only the jail, which is pid 1, has to be kept from signals.
+        whom = (0, rules.library.EQ, 1) if namespaces else (0, rules.library.NE, OWN_PID)
+        rules.refuse(name, errno.EPERM, whom)
     if freedom is Freedom.TOOLCHAIN:
         return rules.export()
     rules.refuse("clone", errno.EPERM, (0, rules.library.MASKED_EQ, _CLONE_THREAD, 0))

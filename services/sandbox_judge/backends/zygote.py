@@ -108,6 +108,7 @@ class Zygote:
             "python": executable.freedom is Freedom.INTERPRETED,
             "command": executable.command,
             "freedom": executable.freedom.value,
+            "processes": executable.freedom is Freedom.TOOLCHAIN,
             "environment": executable.environment,
             "cpu_seconds": limits.cpu_seconds,
             "wall_seconds": limits.wall_seconds,

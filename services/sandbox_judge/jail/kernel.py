@@ -6,6 +6,7 @@ import ctypes
 import os
 import platform
 import struct
+from collections.abc import Callable
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWIPC = 0x08000000
@@ -25,7 +26,7 @@ _PR_SET_SECCOMP = 22
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 _SECCOMP_MODE_FILTER = 2
-_CAPABILITY_VERSION_3 = 0x20080522
+_CAPABILITY_HEADER = struct.pack("=Ii", 0x20080522, 0)
 
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}[platform.machine()]
 _SYS_LANDLOCK_CREATE_RULESET = 444
@@ -113,9 +114,7 @@ def forbid_new_privileges() -> None:
 
 def set_capabilities(mask: int) -> None:
     """Keep exactly these capabilities, permitted and effective."""
-    header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
-    low = struct.pack("=III", mask, mask, 0)
-    _check(_libc.capset(header, low + struct.pack("=III", 0, 0, 0)), "capset")
+    _check(_libc.capset(_CAPABILITY_HEADER, struct.pack("=6I", mask, mask, 0, 0, 0, 0)), "capset")
 
 
 def become(uid: int, gid: int, keep_capabilities: int) -> None:
@@ -158,11 +157,13 @@ def landlock(abi: int, allowed: list[tuple[str, bool]]) -> None:
     os.close(ruleset)
 
 
-def install_filter(program: bytes) -> None:
-    """Put a seccomp filter (array of sock_filter) on this process; no_new_privs must be set."""
+def prepared_filter(program: bytes) -> Callable[[], None]:
+    """What puts a seccomp filter (array of sock_filter) on this process when called; no_new_privs must be set."""
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
-    _check(
-        _libc.prctl(ctypes.c_int(_PR_SET_SECCOMP), ctypes.c_ulong(_SECCOMP_MODE_FILTER), header, None, None),
-        "PR_SET_SECCOMP",
-    )
+    arguments = (ctypes.c_int(_PR_SET_SECCOMP), ctypes.c_ulong(_SECCOMP_MODE_FILTER), header, None, None)
+
+    def install(keep_alive: object = buffer) -> None:
+        _check(_libc.prctl(*arguments), "PR_SET_SECCOMP")
+
+    return install

@@ -1,7 +1,8 @@
 """One program in its inner jail: compile once, then fork a child from the pristine compiled state for every test.
 
 The jail process is pid 1 of its namespace; the children are what runs the program. Tests reach the children as pipes
-held by the judge; expected outputs never come here.
+held by the judge; expected outputs never come here. Every object touched between two forks costs both sides a page
+fault, so what can be done once is done before the first one.
 """
 
 from __future__ import annotations
@@ -9,26 +10,19 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import select
 import signal
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
-from services.sandbox_judge.jail import kernel, python_child
+from services.sandbox_judge.jail import kernel, python_child, watch
 
 # Address space counts what is reserved, not what is used; the verdict goes by what was used.
 ADDRESS_SPACE_FACTOR = 2
 ADDRESS_SPACE_ALLOWANCE = 128 << 20
-# A program that gets at least this share of a core is waiting for the machine, not for time to pass; it may need up to
-# STARVATION times its CPU limit.
-BUSY_SHARE = 0.01
-STARVATION = 60
-LOOK_SECONDS = 0.25
-
-ENDED, CPU_LIMIT, WALL_LIMIT, STOPPED = range(4)
 # How it ended, wait status, CPU seconds, wall seconds, peak memory in bytes.
 RESULT = struct.Struct("=iiddq")
 SETUP_FAILED = 111
@@ -45,6 +39,9 @@ class Setting(NamedTuple):
     scratch: str | None
     filters: dict[str, bytes]
     own_pid_marker: bytes
+    # In its own pid namespace a program's pid does not matter, so one prepared filter does for all; otherwise empty.
+    prepared: dict[str, Callable[[], None]]
+    main: dict[str, Any]
 
 
 class Jail(NamedTuple):
@@ -54,7 +51,6 @@ class Jail(NamedTuple):
     request: dict[str, Any]
     channel: socket.socket
     code: Any
-    namespace: dict[str, Any]
     binary: int | None
 
 
@@ -64,10 +60,11 @@ def live(setting: Setting, request: dict[str, Any], descriptors: list[int], rece
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, descriptors[0])
     try:
         _lock_up(setting, request)
-        namespace = python_child.prepare(request["command"])
+        if request["command"]:
+            sys.argv[:] = request["command"]
         code = _compile(request["source"], channel) if request["python"] else None
-        binary = descriptors[1] if len(descriptors) > 1 else None
-        jail = Jail(setting, request, channel, code, namespace, binary)
+        jail = Jail(setting, request, channel, code, descriptors[1] if len(descriptors) > 1 else None)
+        nothing = os.open(os.devnull, os.O_RDWR)
         channel.send(b"+")
         while True:
             order, pipes = receive(channel, 16)
@@ -75,7 +72,7 @@ def live(setting: Setting, request: dict[str, Any], descriptors: list[int], rece
                 continue  # it was meant for a test that has ended meanwhile
             if not order:
                 break
-            channel.send(b"=" + _run_test(jail, pipes))
+            channel.send(b"=" + _run_test(jail, pipes, nothing))
         status = 0
     except BaseException as error:
         channel.send(b"!" + repr(error).encode(errors="replace")[:2000])
@@ -89,10 +86,17 @@ def _lock_up(setting: Setting, request: dict[str, Any]) -> None:
         # Counted per user namespace, so exactly this program's threads; outside it would count the user's others.
         threads = request["threads"] + 1
         resource.setrlimit(resource.RLIMIT_NPROC, (threads, threads))
+        _limit_cpu(request)  # pid 1 itself is not subject to it
     else:
         kernel.adopt_orphans()
     address_space = request["memory_bytes"] * ADDRESS_SPACE_FACTOR + ADDRESS_SPACE_ALLOWANCE
     resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
+
+
+def _limit_cpu(request: dict[str, Any]) -> None:
+    """A backstop in whole seconds; the limit itself is watched from outside."""
+    seconds = int(request["cpu_seconds"]) + 2
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
 
 
 def _compile(source: bytes, channel: socket.socket) -> Any:
@@ -104,77 +108,25 @@ def _compile(source: bytes, channel: socket.socket) -> Any:
         os._exit(0)
 
 
-def _run_test(jail: Jail, pipes: list[int]) -> bytes:
+def _run_test(jail: Jail, pipes: list[int], nothing: int) -> bytes:
     started = time.monotonic()
+    for target in (0, 1, 2):
+        os.dup2(pipes[target], target)
     pid = kernel.fork_bare()
     if pid == 0:
-        _become_child(jail, pipes)
+        _become_child(jail, pipes[3:])
+    for target in (0, 1, 2):
+        os.dup2(nothing, target)
     for descriptor in pipes:
         os.close(descriptor)
-    ending, status, usage = _supervise(jail, pid, started)
-    _kill_group(pid)
-    reap_descendants()
+    ending, status, usage = watch.supervise(jail.request, jail.channel, pid, started)
+    if jail.request["processes"]:
+        _kill_group(pid)
+        reap_descendants()
     if jail.setting.scratch:
         empty_folder(jail.setting.scratch)
     cpu_seconds = usage.ru_utime + usage.ru_stime
     return RESULT.pack(ending, status, cpu_seconds, time.monotonic() - started, usage.ru_maxrss * 1024)
-
-
-def _supervise(jail: Jail, pid: int, started: float) -> tuple[int, int, Any]:
-    """Wait for the child; kill it at its CPU or wall limit or when the judge says stop."""
-    ended = os.pidfd_open(pid)
-    poller = select.poll()
-    poller.register(ended, select.POLLIN)
-    poller.register(jail.channel, select.POLLIN)
-    watch = _Watch(jail.request, pid, started)
-    ending = ENDED
-    while True:
-        ready = [descriptor for descriptor, _ in poller.poll(None if ending else watch.pause_seconds * 1000)]
-        if ended in ready:
-            break
-        if ready:
-            poller.unregister(jail.channel)
-            ending = STOPPED
-        elif not ending:
-            ending = watch.verdict()
-        if ending:
-            os.kill(pid, signal.SIGKILL)
-    os.close(ended)
-    _, status, usage = os.wait4(pid, 0)
-    return ending, status, usage
-
-
-class _Watch:
-    """A child's use of time. Time counts against the wall limit while the child sleeps, not while it has to wait for a
-    loaded machine; only a multiple of its CPU limit bounds that."""
-
-    def __init__(self, request: dict[str, float], pid: int, started: float) -> None:
-        self.clock = (~pid << 3) | 2  # the kernel's clock id for another process's CPU time
-        self.cpu_limit, self.wall_limit = request["cpu_seconds"], request["wall_seconds"]
-        self.cores = request["cores"]
-        self.started = self.seen_at = started
-        self.cpu_seconds = self.idle_seconds = 0.0
-
-    @property
-    def pause_seconds(self) -> float:
-        """When to look again; threads can use CPU faster than the wall clock runs."""
-        cpu_left = self.cpu_limit - self.cpu_seconds
-        return max(0.005, min(cpu_left / self.cores, self.wall_limit - self.idle_seconds, LOOK_SECONDS))
-
-    def verdict(self) -> int:
-        """ENDED while the child is within its limits, otherwise which one it has passed."""
-        now = time.monotonic()
-        try:
-            cpu_seconds = time.clock_gettime(self.clock)
-        except OSError:
-            return ENDED  # it has just ended
-        if cpu_seconds - self.cpu_seconds < BUSY_SHARE * (now - self.seen_at):
-            self.idle_seconds += now - self.seen_at
-        self.cpu_seconds, self.seen_at = cpu_seconds, now
-        if cpu_seconds >= self.cpu_limit:
-            return CPU_LIMIT
-        longest = self.wall_limit + STARVATION * self.cpu_limit
-        return WALL_LIMIT if self.idle_seconds >= self.wall_limit or now - self.started >= longest else ENDED
 
 
 def reap_descendants() -> None:
@@ -223,30 +175,41 @@ def _open_folder(path: str) -> bool:
     return True
 
 
-def _become_child(jail: Jail, pipes: list[int]) -> NoReturn:
+def _become_child(jail: Jail, files: list[int]) -> NoReturn:
     try:
         os.setpgid(0, 0)
-        if not jail.setting.namespaces:
-            kernel.die_with_parent()
-        _take_descriptors(jail.binary, pipes)
-        cpu_backstop = int(jail.request["cpu_seconds"]) + 2
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu_backstop, cpu_backstop + 1))
-        narrowing = jail.setting.filters[jail.request["freedom"]]
-        kernel.install_filter(narrowing.replace(jail.setting.own_pid_marker, struct.pack("=I", os.getpid())))
+        if files or jail.binary is not None:
+            _take_files(jail.binary, files)
+        else:
+            os.closerange(3, BINARY + 1)
+        install = jail.setting.prepared.get(jail.request["freedom"])
+        if install is not None:
+            install()
+        else:
+            _guard_alone(jail)
     except BaseException as error:
         os.write(2, f"jail failed: {error!r}".encode())
         os._exit(SETUP_FAILED)
     if jail.code is not None:
-        python_child.run(jail.code, jail.namespace)
+        python_child.run(jail.code, jail.setting.main)
     command = jail.request["command"]
     os.execve(command[0] if jail.binary is None else BINARY, command, jail.request["environment"])
 
 
-def _take_descriptors(binary: int | None, pipes: list[int]) -> None:
-    """Standard streams, then the test's files from 3 on; a binary to execute lies at BINARY."""
+def _guard_alone(jail: Jail) -> None:
+    """Without namespaces the child dies with its jail, and may signal nobody but itself."""
+    kernel.die_with_parent()
+    _limit_cpu(jail.request)
+    own_pid = struct.pack("=I", os.getpid())
+    narrowing = jail.setting.filters[jail.request["freedom"]].replace(jail.setting.own_pid_marker, own_pid)
+    kernel.prepared_filter(narrowing)()
+
+
+def _take_files(binary: int | None, files: list[int]) -> None:
+    """The test's files lie from descriptor 3 on, a binary to execute at BINARY; nothing else is open."""
     if binary is not None:
         os.dup2(binary, BINARY, inheritable=False)
-    # All targets lie below what was received, so no step overwrites what a later one needs.
-    for target, descriptor in enumerate(pipes):
+    # What was received lies above its target and in the same order, so no step overwrites what a later one needs.
+    for target, descriptor in enumerate(files, start=3):
         os.dup2(descriptor, target)
-    os.closerange(len(pipes), BINARY if binary is not None else 1024)
+    os.closerange(3 + len(files), BINARY if binary is not None else BINARY + 1)

@@ -20,7 +20,7 @@ import struct
 import sys
 from typing import Any
 
-from services.sandbox_judge.jail import kernel, program
+from services.sandbox_judge.jail import kernel, program, python_child
 
 FILE_BYTES = 64 << 20
 OPEN_FILES = 64
@@ -52,6 +52,10 @@ def main() -> None:
         scratch=setting["scratch"],
         filters=setting["filters"],
         own_pid_marker=setting["own_pid_marker"],
+        prepared={name: kernel.prepared_filter(each) for name, each in setting["filters"].items()}
+        if setting["namespaces"]
+        else {},
+        main=python_child.prepare(),
     )
     # The jail's own modules are none of the programs' business.
     for name in [name for name in sys.modules if name.split(".")[0] == "services"]:
@@ -86,7 +90,7 @@ def _settle(setting: dict[str, Any]) -> int:
     kernel.set_dumpable(False)
     kernel.set_capabilities(setting["capabilities"])
     _limit_resources()
-    kernel.install_filter(setting["base_filter"])
+    kernel.prepared_filter(setting["base_filter"])()
     return landlock_abi
 
 
