@@ -18,7 +18,7 @@ from spo.v1 import orchestrator_service_pb2 as wire
 log = get_logger("replicas")
 
 POOLS = ("inference", "sandbox-judge", "replay-buffer", "value-estimation", "trainer", "orchestrator")
-HEARTBEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 2.0
 _TIME_BYTES = 8
 
 
