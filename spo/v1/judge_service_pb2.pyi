@@ -86,13 +86,21 @@ class JudgeRequest(_message.Message):
     TESTS_DIGEST_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     WANT_DETAILS_FIELD_NUMBER: _builtins.int
+    STOP_EARLY_FIELD_NUMBER: _builtins.int
+    RAW_PROGRAMS_FIELD_NUMBER: _builtins.int
     language: _builtins.str
     tests_digest: _builtins.str
     priority: Global___Priority.ValueType
     want_details: _builtins.bool
     """Run all tests and return one TestResult each, instead of stopping at the first failure."""
+    stop_early: _builtins.bool
+    """With want_details: stop at the first failure all the same; what was not run is OUTCOME_SKIPPED."""
     @_builtins.property
     def programs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def raw_programs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Further programs, after `programs`: sources that are not UTF-8."""
+
     def __init__(
         self,
         *,
@@ -101,10 +109,12 @@ class JudgeRequest(_message.Message):
         tests_digest: _builtins.str = ...,
         priority: Global___Priority.ValueType = ...,
         want_details: _builtins.bool = ...,
+        stop_early: _builtins.bool = ...,
+        raw_programs: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["language", b"language", "priority", b"priority", "programs", b"programs", "tests_digest", b"tests_digest", "want_details", b"want_details"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["language", b"language", "priority", b"priority", "programs", b"programs", "raw_programs", b"raw_programs", "stop_early", b"stop_early", "tests_digest", b"tests_digest", "want_details", b"want_details"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -149,23 +159,55 @@ Global___DescribeJudgeRequest: _TypeAlias = DescribeJudgeRequest  # noqa: Y015
 class DescribeJudgeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LanguageVersionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     JUDGE_VERSION_FIELD_NUMBER: _builtins.int
     ISOLATION_FIELD_NUMBER: _builtins.int
     LANGUAGES_FIELD_NUMBER: _builtins.int
+    LANGUAGE_VERSIONS_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     judge_version: _builtins.str
     isolation: _builtins.str
     @_builtins.property
     def languages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def language_versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """What decides how programs of a language behave (compiler, options, version), by language."""
+
+    @_builtins.property
+    def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What the judge enforces beyond its tier, for example "memory-cgroup"."""
+
     def __init__(
         self,
         *,
         judge_version: _builtins.str = ...,
         isolation: _builtins.str = ...,
         languages: _abc.Iterable[_builtins.str] | None = ...,
+        language_versions: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        features: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["isolation", b"isolation", "judge_version", b"judge_version", "languages", b"languages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "isolation", b"isolation", "judge_version", b"judge_version", "language_versions", b"language_versions", "languages", b"languages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

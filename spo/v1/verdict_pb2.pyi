@@ -36,7 +36,7 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     OUTCOME_COMPILE_ERROR: _Outcome.ValueType  # 8
     OUTCOME_SECURITY_VIOLATION: _Outcome.ValueType  # 9
     OUTCOME_SKIPPED: _Outcome.ValueType  # 10
-    """Not run because an earlier test had already decided."""
+    """Not run because something earlier had already decided: a failed test, a program that does not compile."""
     OUTCOME_INTERNAL_ERROR: _Outcome.ValueType  # 11
     """The judge broke. Retried; never a reward."""
 
@@ -53,7 +53,7 @@ OUTCOME_RUNTIME_ERROR: Outcome.ValueType  # 7
 OUTCOME_COMPILE_ERROR: Outcome.ValueType  # 8
 OUTCOME_SECURITY_VIOLATION: Outcome.ValueType  # 9
 OUTCOME_SKIPPED: Outcome.ValueType  # 10
-"""Not run because an earlier test had already decided."""
+"""Not run because something earlier had already decided: a failed test, a program that does not compile."""
 OUTCOME_INTERNAL_ERROR: Outcome.ValueType  # 11
 """The judge broke. Retried; never a reward."""
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
@@ -230,6 +230,11 @@ class Verdict(_message.Message):
     ISOLATION_FIELD_NUMBER: _builtins.int
     CACHED_FIELD_NUMBER: _builtins.int
     TESTS_FIELD_NUMBER: _builtins.int
+    PUBLIC_TESTS_PASSED_FIELD_NUMBER: _builtins.int
+    PUBLIC_TESTS_TOTAL_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    DIFFERING_RUNS_FIELD_NUMBER: _builtins.int
+    SUSPECTED_HARD_CODED_FIELD_NUMBER: _builtins.int
     outcome: Global___Outcome.ValueType
     tests_passed: _builtins.int
     tests_total: _builtins.int
@@ -241,6 +246,15 @@ class Verdict(_message.Message):
     isolation: _builtins.str
     """Isolation tier that ran it, for example "namespaces+seccomp+landlock"."""
     cached: _builtins.bool
+    public_tests_passed: _builtins.int
+    """Of tests_passed and tests_total, those that may be shown to the policy; the rest are hidden."""
+    public_tests_total: _builtins.int
+    runs: _builtins.int
+    """How often the program was judged on these tests: above 1 where it was sampled for a second look."""
+    differing_runs: _builtins.int
+    """Of runs, those that ended differently from this verdict: above 0 for a flaky program. The noise is their share."""
+    suspected_hard_coded: _builtins.bool
+    """Right on the public tests, wrong on hidden ones, and seemingly for the reason that it prints remembered answers."""
     @_builtins.property
     def tests(self) -> _containers.RepeatedCompositeFieldContainer[Global___TestResult]:
         """Only when details were asked for."""
@@ -259,10 +273,15 @@ class Verdict(_message.Message):
         isolation: _builtins.str = ...,
         cached: _builtins.bool = ...,
         tests: _abc.Iterable[Global___TestResult] | None = ...,
+        public_tests_passed: _builtins.int = ...,
+        public_tests_total: _builtins.int = ...,
+        runs: _builtins.int = ...,
+        differing_runs: _builtins.int = ...,
+        suspected_hard_coded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "cpu_seconds", b"cpu_seconds", "detail", b"detail", "isolation", b"isolation", "judge_version", b"judge_version", "memory_bytes", b"memory_bytes", "outcome", b"outcome", "tests", b"tests", "tests_passed", b"tests_passed", "tests_total", b"tests_total", "wall_seconds", b"wall_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "cpu_seconds", b"cpu_seconds", "detail", b"detail", "differing_runs", b"differing_runs", "isolation", b"isolation", "judge_version", b"judge_version", "memory_bytes", b"memory_bytes", "outcome", b"outcome", "public_tests_passed", b"public_tests_passed", "public_tests_total", b"public_tests_total", "runs", b"runs", "suspected_hard_coded", b"suspected_hard_coded", "tests", b"tests", "tests_passed", b"tests_passed", "tests_total", b"tests_total", "wall_seconds", b"wall_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
