@@ -5,15 +5,14 @@ Axes: B trajectory, L padded position.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import assert_never
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from spo.algorithm import objectives
+from spo.algorithm import objectives, policy_gradient
 from spo.algorithm.q_values import check_usable
-from spo.algorithm.types import LossTerm, TokenBatch
+from spo.algorithm.types import LossTerm, ObjectiveName, TokenBatch
 from spo.errors import InvalidInput
 
 
@@ -50,23 +49,54 @@ def spo_loss(
 
 def trajectory_losses(logprobs_BL: Tensor, batch: TokenBatch, term: LossTerm, beta: float) -> Tensor:
     """The loss of each trajectory under one term, before its coefficient; (B,). Sources are not looked at."""
-    scale = objectives.gradient_scale(beta)
-    match term.objective:
-        case "terminal_squared":
-            return objectives.terminal_squared(logprobs_BL, batch, beta, scale=scale)
-        case "terminal_cross_entropy":
-            return objectives.terminal_cross_entropy(logprobs_BL, batch, beta, epsilon=term.epsilon)
-        case "reverse_q_squared":
-            return objectives.reverse_q_squared(logprobs_BL, batch, beta, scale=scale)
-        case "reverse_q_cross_entropy":
-            return objectives.reverse_q_cross_entropy(logprobs_BL, batch, beta, epsilon=term.epsilon)
-        case "advantage_sigmoid":
-            return objectives.advantage_sigmoid(logprobs_BL, batch, beta, sigmoid_scale=term.sigmoid_scale)
-        case "monte_carlo_squared":
-            return objectives.monte_carlo_squared(logprobs_BL, batch, beta, scale=scale)
-        case "monte_carlo_cross_entropy":
-            return objectives.monte_carlo_cross_entropy(logprobs_BL, batch, beta, epsilon=term.epsilon)
-        case "group_centred_squared":
-            return objectives.group_centred_squared(logprobs_BL, batch, beta, scale=scale)
-        case _:
-            assert_never(term.objective)
+    return LOSSES[term.objective](logprobs_BL, batch, term, beta)
+
+
+def _sigmoid_scale(term: LossTerm, beta: float) -> float:
+    """A factor s on reward units is s * beta on log-prob units."""
+    return term.sigmoid_scale * (beta if term.sigmoid_unit == "q" else 1.0)
+
+
+def _grpo(logprobs_BL: Tensor, batch: TokenBatch, term: LossTerm, beta: float) -> Tensor:
+    advantage_B = policy_gradient.group_relative_advantages(batch, normalise=term.normalise)
+    return policy_gradient.grpo_loss(logprobs_BL, batch, advantage_B, clip=term.clip, kl_coefficient=beta)
+
+
+def _ppo(logprobs_BL: Tensor, batch: TokenBatch, term: LossTerm, beta: float) -> Tensor:
+    if batch.critic_advantage_BL is None:
+        raise InvalidInput("ppo needs the critic's advantages", code="no_critic")
+    return policy_gradient.clipped_surrogate(logprobs_BL, batch, batch.critic_advantage_BL, clip=term.clip).sum(dim=1)
+
+
+LOSSES: dict[ObjectiveName, Callable[[Tensor, TokenBatch, LossTerm, float], Tensor]] = {
+    "terminal_squared": lambda logprobs, batch, term, beta: objectives.terminal_squared(
+        logprobs, batch, beta, scale=objectives.gradient_scale(beta)
+    ),
+    "terminal_cross_entropy": lambda logprobs, batch, term, beta: objectives.terminal_cross_entropy(
+        logprobs, batch, beta, epsilon=term.epsilon
+    ),
+    "reverse_q_squared": lambda logprobs, batch, term, beta: objectives.reverse_q_squared(
+        logprobs, batch, beta, scale=objectives.gradient_scale(beta)
+    ),
+    "reverse_q_cross_entropy": lambda logprobs, batch, term, beta: objectives.reverse_q_cross_entropy(
+        logprobs, batch, beta, epsilon=term.epsilon
+    ),
+    "advantage_sigmoid": lambda logprobs, batch, term, beta: objectives.advantage_sigmoid(
+        logprobs, batch, beta, sigmoid_scale=_sigmoid_scale(term, beta)
+    ),
+    "monte_carlo_squared": lambda logprobs, batch, term, beta: objectives.monte_carlo_squared(
+        logprobs, batch, beta, scale=objectives.gradient_scale(beta)
+    ),
+    "monte_carlo_cross_entropy": lambda logprobs, batch, term, beta: objectives.monte_carlo_cross_entropy(
+        logprobs, batch, beta, epsilon=term.epsilon
+    ),
+    "group_centred_squared": lambda logprobs, batch, term, beta: objectives.group_centred_squared(
+        logprobs, batch, beta, scale=objectives.gradient_scale(beta)
+    ),
+    "policy_gradient": lambda logprobs, batch, term, beta: policy_gradient.soft_policy_gradient(
+        logprobs, batch, beta, clip=term.clip
+    ),
+    "supervised": lambda logprobs, batch, term, beta: policy_gradient.supervised_nll(logprobs, batch),
+    "ppo": _ppo,
+    "grpo": _grpo,
+}

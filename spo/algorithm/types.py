@@ -22,6 +22,10 @@ ObjectiveName = Literal[
     "monte_carlo_squared",
     "monte_carlo_cross_entropy",
     "group_centred_squared",
+    "policy_gradient",
+    "supervised",
+    "ppo",
+    "grpo",
 ]
 
 # The values of spo.v1.Source, by the names a JobSpec uses; a unit test holds them together.
@@ -33,8 +37,8 @@ class LossTerm:
     """One objective on some sources; same field names as `spo.job_spec.LossTerm`.
 
     epsilon: clip of the cross-entropy forms, log-prob units, > 0.
-    sigmoid_scale: factor inside the sigmoid of the advantage regression, on log-prob units (a factor s on reward units
-    is s * beta here).
+    sigmoid_scale: factor inside the sigmoid of the advantage regression, on log-probs or on Q (reward units).
+    clip: of the importance weight of policy gradients. normalise: of group-relative advantages.
     """
 
     objective: ObjectiveName
@@ -42,6 +46,9 @@ class LossTerm:
     sources: tuple[str, ...] | None = None
     epsilon: float = 1e-3
     sigmoid_scale: float = 1.0
+    sigmoid_unit: Literal["log_prob", "q"] = "log_prob"
+    clip: float = 0.2
+    normalise: Literal["deviation", "none"] = "deviation"
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ class TokenBatch:
     reward_B, qhat_0_B: terminal reward (<= 0) and estimated soft value of the prompt, reward units.
     source_B: SOURCE_CODES. group_B: index of the trajectory's prompt within the batch, >= 0.
     annotated_q_BL: where `annotated_mask_BL`, the Monte-Carlo estimate of Q_t after token l, reward units.
+    critic_advantage_BL: generalised advantage of each response token by PPO's critic, reward units.
     """
 
     input_ids_BL: Tensor
@@ -70,6 +78,7 @@ class TokenBatch:
     group_B: Tensor
     annotated_q_BL: Tensor | None = None
     annotated_mask_BL: Tensor | None = None
+    critic_advantage_BL: Tensor | None = None
 
     @property
     def size(self) -> int:

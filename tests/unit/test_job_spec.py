@@ -42,8 +42,8 @@ def test_a_model_path_is_enough() -> None:
         ({**MODEL, "rollout": {"temperature": [0.8, 0.1]}}, ["/rollout/temperature"]),
         ({**MODEL, "evaluation": {"samples": 5}}, ["/evaluation/ks"]),
         ({**MODEL, "trainer": {"update_interval": 7}}, ["/trainer/checkpoint_interval"]),
-        ({**MODEL, "algorithm": {"losses": [{"objective": "monte_carlo_squared"}]}}, ["/algorithm/losses"]),
-        ({**MODEL, "algorithm": {"losses": [{"objective": "group_centred_squared"}]}}, ["/algorithm/losses"]),
+        ({**MODEL, "algorithm": {"losses": [{"objective": "monte_carlo_squared"}]}}, ["/algorithm/losses/0/objective"]),
+        ({**MODEL, "algorithm": {"critic": {}}}, ["/algorithm/critic"]),
         ([], ["/"]),
     ],
 )

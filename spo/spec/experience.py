@@ -1,0 +1,99 @@
+"""Where trajectories come from and how they are served."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from spo.spec.section import Section, Share, SourceName, Temperature
+from spo.spec_violations import impossible
+
+
+class RolloutSpec(Section):
+    """How online trajectories are sampled; temperatures are drawn per sample from U(a, b)."""
+
+    samples_per_prompt: int = Field(default=4, ge=1, le=4096)
+    temperature: Temperature | tuple[Temperature, Temperature] = (0.1, 0.8)
+    top_p: float = Field(default=0.95, gt=0, le=1)
+
+    @property
+    def temperature_range(self) -> tuple[float, float]:
+        return self.temperature if isinstance(self.temperature, tuple) else (self.temperature, self.temperature)
+
+    @model_validator(mode="after")
+    def range_is_ordered(self) -> Self:
+        if self.temperature_range[0] > self.temperature_range[1]:
+            raise impossible(("temperature", "the range must be [low, high]"))
+        return self
+
+
+class SourceMix(Section):
+    """One source's share of each batch."""
+
+    source: SourceName
+    share: Share
+    correct_only: bool = Field(default=False, description="Serve only trajectories with the best reward.")
+    sampler: Literal["uniform_fifo", "uniform", "prioritised", "per_prompt", "outcome_balanced"] = "uniform_fifo"
+    min_value_spread: float = Field(
+        default=0.0,
+        ge=0,
+        le=0.5,
+        description="Serve only prompts with sqrt(p(1-p)) >= this, p their success rate under pi0.",
+    )
+    max_age_versions: int | None = Field(default=None, ge=0, description="Oldest served, in weight versions.")
+
+
+class ReplaySpec(Section):
+    """What the buffer keeps and serves; the limiter is in Reverb's terms."""
+
+    mix: tuple[SourceMix, ...] = (
+        SourceMix(source="online", share=0.5),
+        SourceMix(source="reference", share=0.25, correct_only=True),
+        SourceMix(source="human", share=0.25),
+    )
+    online_capacity: int = Field(default=2048, ge=1, description="Newest online trajectories kept for sampling.")
+    offline_per_prompt: int = Field(default=12, ge=1, description="Kept per prompt and offline source.")
+    min_online: int = Field(default=64, ge=0, description="Online trajectories needed before the first batch.")
+    samples_per_insert: float = Field(default=2.0, gt=0, le=1e6, description="Times an online trajectory is served.")
+    error_buffer: int = Field(default=256, ge=1, description="Slack of the limiter, online samples.")
+    unit: Literal["trajectory", "group"] = Field(
+        default="trajectory", description="`group`: online trajectories are drawn with all samples of their group."
+    )
+    max_times_sampled: int | None = Field(
+        default=None, ge=1, description="An online trajectory is served at most so often."
+    )
+    max_staleness: int = Field(default=50, ge=0, description="Oldest policy version served, in versions behind.")
+
+    @property
+    def online_share(self) -> float:
+        return sum(part.share for part in self.mix if part.source == "online")
+
+    @model_validator(mode="after")
+    def shares_sum_to_one(self) -> Self:
+        if not self.mix:
+            raise impossible(("mix", "the mix must name at least one source"))
+        if abs(sum(part.share for part in self.mix) - 1) > 1e-6:
+            raise impossible(("mix", "the shares must sum to 1"))
+        if len({part.source for part in self.mix}) < len(self.mix):
+            raise impossible(("mix", "each source may appear once"))
+        return self
+
+
+class StoredExperience(Section):
+    """Trajectories of the experience store, served as source `other_run`, or `annotated` where they carry labels."""
+
+    run: str | None = Field(default=None, max_length=200, description="A run's id or an import's name; default: all.")
+    correct_only: bool = False
+    per_prompt: int = Field(default=12, ge=1, le=100_000, description="Most trajectories taken per prompt.")
+
+
+class OfflineSpec(Section):
+    """Experience from before the run."""
+
+    human_solutions: bool = Field(default=True, description="Import the tasks' human solutions as trajectories.")
+    human_solutions_per_problem: int = Field(default=3, ge=1, le=1000)
+    keep_reference_samples: bool = Field(default=True, description="Samples that estimated Qhat_0 become offline data.")
+    wrong_human_solutions: bool = Field(default=False, description="Import published wrong solutions too.")
+    experience: tuple[StoredExperience, ...] = Field(default=(), max_length=64)
+    decontaminate: bool = Field(default=True, description="Leave out stored experience on held-out problems.")

@@ -1,0 +1,162 @@
+"""Combinations of sections that cannot work together: each rule names the field at fault.
+
+A rule takes the whole spec and yields (JSON pointer without its first slash, message).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from spo.spec.algorithm import NEEDS_ANNOTATIONS, NEEDS_BEHAVIOUR, NEEDS_GROUPS, NEEDS_VALUE
+from spo.spec.tasks import RewardSpec
+
+if TYPE_CHECKING:
+    from spo.job_spec import JobSpec
+
+Violation = tuple[str, str]
+
+
+def violations(spec: JobSpec) -> list[Violation]:
+    """Every broken rule of a spec whose sections are each valid."""
+    return [violation for rule in RULES for violation in rule(spec)]
+
+
+def values_are_there(spec: JobSpec) -> Iterator[Violation]:
+    """Objectives that read Qhat_0 need it."""
+    if spec.value is None and any(term.objective in NEEDS_VALUE for term in spec.algorithm.losses):
+        yield "value", "the objectives need Qhat_0, which `value` estimates"
+
+
+def sources_exist(spec: JobSpec) -> Iterator[Violation]:
+    """Each source with a share has somewhere to come from."""
+    shares = {part.source: part.share for part in spec.replay.mix if part.share > 0}
+    if "reference" in shares and not (spec.value and spec.offline.keep_reference_samples):
+        yield "replay/mix", "a share of reference samples needs `value` and keep_reference_samples"
+    if "human" in shares and not spec.offline.human_solutions:
+        yield "replay/mix", "a share of human solutions needs offline.human_solutions"
+    if "other_run" in shares and not spec.offline.experience:
+        yield "replay/mix", "a share of other_run needs offline.experience"
+    if "annotated" in shares and not (spec.value and spec.value.pivotal) and not spec.offline.experience:
+        yield "replay/mix", "a share of annotated trajectories needs value.pivotal or offline.experience"
+
+
+def terms_can_use_their_sources(spec: JobSpec) -> Iterator[Violation]:
+    """A term only meets trajectories that carry what it reads."""
+    shares = {part.source for part in spec.replay.mix if part.share > 0}
+    for index, term in enumerate(spec.algorithm.losses):
+        at = f"algorithm/losses/{index}"
+        met = shares if term.sources is None else shares & set(term.sources)
+        if term.objective in NEEDS_ANNOTATIONS and "annotated" not in met:
+            yield f"{at}/objective", f"{term.objective} needs a share of annotated trajectories"
+        if term.objective in NEEDS_BEHAVIOUR and met - {"online"}:
+            others = ", ".join(sorted(met - {"online"}))
+            yield (
+                f"{at}/sources",
+                f"{term.objective} needs the sampler's log-probs; not every trajectory of {others} has them",
+            )
+        if term.objective in NEEDS_GROUPS and "online" in met:
+            if spec.rollout.samples_per_prompt < 2:
+                yield "rollout/samples_per_prompt", f"{term.objective} compares a prompt's samples: at least 2"
+            if spec.replay.unit != "group":
+                yield "replay/unit", f"{term.objective} needs whole groups in a batch: unit group"
+
+
+def groups_fit(spec: JobSpec) -> Iterator[Violation]:
+    """Whole groups fill the online part of a batch exactly."""
+    if spec.replay.unit != "group":
+        return
+    online = spec.replay.online_share * spec.trainer.batch_size
+    if abs(online / spec.rollout.samples_per_prompt - round(online / spec.rollout.samples_per_prompt)) > 1e-6:
+        yield (
+            "trainer/batch_size",
+            f"{online:g} online trajectories per batch are no whole number of groups of "
+            f"{spec.rollout.samples_per_prompt}",
+        )
+
+
+def critic_belongs_to_ppo(spec: JobSpec) -> Iterator[Violation]:
+    """PPO and only PPO has a critic."""
+    has_ppo = any(term.objective == "ppo" for term in spec.algorithm.losses)
+    if has_ppo and spec.algorithm.critic is None:
+        yield "algorithm/critic", "ppo needs a critic"
+    if not has_ppo and spec.algorithm.critic is not None:
+        yield "algorithm/critic", "only ppo has a critic"
+
+
+def schedule_fits(spec: JobSpec) -> Iterator[Violation]:
+    """Checkpoints name the weights of their step; minibatches divide the batch."""
+    if spec.trainer.checkpoint_interval % spec.trainer.update_interval:
+        yield "trainer/checkpoint_interval", "must be a multiple of update_interval"
+    if spec.trainer.batch_size % spec.trainer.minibatches:
+        yield "trainer/minibatches", "must divide batch_size"
+
+
+def unbuilt_algorithm(spec: JobSpec) -> Iterator[Violation]:
+    """What the trainer cannot do yet is refused, rather than ignored."""
+    for index, term in enumerate(spec.algorithm.losses):
+        if term.objective in {"group_centred_squared", "policy_gradient", "supervised", "ppo", "grpo"}:
+            yield f"algorithm/losses/{index}/objective", f"{term.objective} is not built yet"
+        if term.sigmoid_unit != "log_prob":
+            yield f"algorithm/losses/{index}/sigmoid_unit", "only log_prob is built yet"
+    if spec.algorithm.reference_refresh:
+        yield "algorithm/reference_refresh", "is not built yet"
+    if spec.trainer.epochs * spec.trainer.minibatches > 1:
+        yield "trainer/epochs", "several optimiser steps per batch are not built yet"
+    if spec.collapse_guard.policy == "pause":
+        yield "collapse_guard/policy", "pause is not built yet"
+
+
+def unbuilt_reward(spec: JobSpec) -> Iterator[Violation]:
+    """Rewards other than 0 and -1."""
+    if spec.tasks.reward != RewardSpec():
+        yield "tasks/reward", "only the default reward is built yet"
+
+
+def unbuilt_value(spec: JobSpec) -> Iterator[Violation]:
+    """Budgets of value-estimation."""
+    if spec.value and spec.value.sequential:
+        yield "value/sequential", "is not built yet"
+    if spec.value and spec.value.unsolved == "retry_hotter":
+        yield "value/unsolved", "retry_hotter is not built yet"
+
+
+def unbuilt_pivotal(spec: JobSpec) -> Iterator[Violation]:
+    """Pivotal Token Search."""
+    if spec.value and spec.value.pivotal:
+        yield "value/pivotal", "is not built yet"
+
+
+def unbuilt_offline(spec: JobSpec) -> Iterator[Violation]:
+    """Experience from before the run."""
+    if spec.offline.experience:
+        yield "offline/experience", "is not built yet"
+    if spec.offline.wrong_human_solutions:
+        yield "offline/wrong_human_solutions", "is not built yet"
+
+
+def unbuilt_replay(spec: JobSpec) -> Iterator[Violation]:
+    """Samplers and filters."""
+    if spec.replay.unit != "trajectory":
+        yield "replay/unit", "group is not built yet"
+    if spec.replay.max_times_sampled is not None:
+        yield "replay/max_times_sampled", "is not built yet"
+    for index, part in enumerate(spec.replay.mix):
+        if part.sampler != "uniform_fifo" or part.min_value_spread or part.max_age_versions is not None:
+            yield f"replay/mix/{index}", "samplers and filters by spread or age are not built yet"
+
+
+RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
+    values_are_there,
+    sources_exist,
+    terms_can_use_their_sources,
+    groups_fit,
+    critic_belongs_to_ppo,
+    schedule_fits,
+    unbuilt_algorithm,
+    unbuilt_reward,
+    unbuilt_value,
+    unbuilt_pivotal,
+    unbuilt_offline,
+    unbuilt_replay,
+)

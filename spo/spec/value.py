@@ -1,0 +1,49 @@
+"""How pi0 is examined: Qhat_0 of each prompt, and pivotal tokens."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from spo.spec.section import Section, SourceName, Temperature
+
+
+class SequentialSpec(Section):
+    """Sample in rounds and stop where the interval of Qhat_0 is narrow enough; `samples` stays the most."""
+
+    interval_width: float = Field(default=0.15, gt=0, le=100, description="Target width of the interval, reward units.")
+    first_samples: int = Field(default=16, ge=1, le=100_000, description="Samples every prompt gets.")
+    round_samples: int = Field(default=16, ge=1, le=100_000, description="Samples of each further round.")
+
+
+class PivotalSpec(Section):
+    """Pivotal Token Search (3.1.3): bisect correct trajectories by rollouts of pi0 from their prefixes."""
+
+    rollouts: int = Field(default=8, ge=2, le=10_000, description="Rollouts of pi0 from each visited prefix.")
+    threshold: float = Field(default=0.2, gt=0, le=1, description="Change of the success rate that is bisected.")
+    trajectories_per_prompt: int = Field(default=2, ge=1, le=10_000)
+    positions_per_trajectory: int = Field(default=8, ge=2, le=10_000, description="Most prefixes per trajectory.")
+    budget_rollouts: int = Field(default=100_000, ge=1, description="Most rollouts of the whole job.")
+    when: Literal["before_training", "idle"] = "before_training"
+    sources: tuple[SourceName, ...] = Field(default=("reference", "human"), min_length=1)
+
+
+class ValueSpec(Section):
+    """How Qhat_0 is found for each training prompt (paper 3.1.3: 800 samples of pi0)."""
+
+    samples: int = Field(default=128, ge=1, le=100_000, description="Samples of pi0 per prompt that count.")
+    temperature: Temperature = 1.0
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    extra_samples: int = Field(default=0, ge=0, le=100_000, description="Further samples, offline data only.")
+    extra_temperature: tuple[Temperature, Temperature] = (0.1, 0.8)
+    extra_top_p: float = Field(default=0.95, gt=0, le=1)
+    sequential: SequentialSpec | None = Field(default=None, description="Stop early where enough is known.")
+    unsolved: Literal["keep", "floor", "drop", "retry_hotter"] = Field(
+        default="keep",
+        description="Prompts with no success: keep at the posterior mean, floor at -1, drop from training, or sample "
+        "again hotter (offline data only; the value stays that of pi0).",
+    )
+    retry_temperature: Temperature = Field(default=1.4, description="Temperature of retry_hotter.")
+    retry_samples: int = Field(default=64, ge=1, le=100_000)
+    pivotal: PivotalSpec | None = Field(default=None, description="Search pivotal tokens in correct trajectories.")
