@@ -3,8 +3,10 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -130,6 +132,7 @@ class PromptGroup(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     DISPATCHED_UNIX_MS_FIELD_NUMBER: _builtins.int
+    RESPONSE_PREFIX_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     run_id: _builtins.str
     policy_version: _builtins.int
@@ -142,6 +145,10 @@ class PromptGroup(_message.Message):
     def prompt(self) -> Global___Prompt: ...
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
+    @_builtins.property
+    def response_prefix_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The samples go on from these response tokens; they are part of each response, and sampling.max_tokens counts them."""
+
     def __init__(
         self,
         *,
@@ -153,10 +160,11 @@ class PromptGroup(_message.Message):
         source: Global___Source.ValueType = ...,
         attempt: _builtins.int = ...,
         dispatched_unix_ms: _builtins.int = ...,
+        response_prefix_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "attempt", b"attempt", "dispatched_unix_ms", b"dispatched_unix_ms", "group_id", b"group_id", "policy_version", b"policy_version", "prompt", b"prompt", "run_id", b"run_id", "sampling", b"sampling", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "attempt", b"attempt", "dispatched_unix_ms", b"dispatched_unix_ms", "group_id", b"group_id", "policy_version", b"policy_version", "prompt", b"prompt", "response_prefix_token_ids", b"response_prefix_token_ids", "run_id", b"run_id", "sampling", b"sampling", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015

@@ -98,3 +98,28 @@ class PromptValue(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PromptValue: _TypeAlias = PromptValue  # noqa: Y015
+
+@_typing.final
+class PivotalRequest(_message.Message):
+    """One entry of the stream `pivotal`: search the pivotal tokens of this prompt's correct trajectories."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    @_builtins.property
+    def prompt(self) -> _prompt_pb2.Prompt: ...
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        prompt: _prompt_pb2.Prompt | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PivotalRequest: _TypeAlias = PivotalRequest  # noqa: Y015
