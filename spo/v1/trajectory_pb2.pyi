@@ -120,6 +120,9 @@ class Trajectory(_message.Message):
     REFERENCE_LOGPROBS_FIELD_NUMBER: _builtins.int
     REFERENCE_HASH_FIELD_NUMBER: _builtins.int
     ANNOTATIONS_FIELD_NUMBER: _builtins.int
+    PARENTS_FIELD_NUMBER: _builtins.int
+    ORIGIN_RUN_ID_FIELD_NUMBER: _builtins.int
+    LICENCE_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """hash(run, prompt, sample index, attempt, policy version): see spo.trajectory_ids."""
     group_id: _builtins.str
@@ -140,6 +143,10 @@ class Trajectory(_message.Message):
     created_unix_ms: _builtins.int
     reward: _builtins.float
     reference_hash: _builtins.str
+    origin_run_id: _builtins.str
+    """Set on a copy from the experience store: the run that made it. Copies are not stored again."""
+    licence: _builtins.str
+    """Under which terms the response may be used, as its import said; empty: made here."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -162,6 +169,10 @@ class Trajectory(_message.Message):
 
     @_builtins.property
     def annotations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Annotation]: ...
+    @_builtins.property
+    def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of the trajectories it was made from: what was judged again, annotated or copied."""
+
     def __init__(
         self,
         *,
@@ -190,10 +201,13 @@ class Trajectory(_message.Message):
         reference_logprobs: _abc.Iterable[_builtins.float] | None = ...,
         reference_hash: _builtins.str = ...,
         annotations: _abc.Iterable[Global___Annotation] | None = ...,
+        parents: _abc.Iterable[_builtins.str] | None = ...,
+        origin_run_id: _builtins.str = ...,
+        licence: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "annotations", b"annotations", "attempt", b"attempt", "created_unix_ms", b"created_unix_ms", "finish_reason", b"finish_reason", "group_id", b"group_id", "hops", b"hops", "policy_version_first", b"policy_version_first", "policy_version_last", b"policy_version_last", "prompt_id", b"prompt_id", "prompt_token_ids", b"prompt_token_ids", "reference_hash", b"reference_hash", "reference_logprobs", b"reference_logprobs", "response_text", b"response_text", "response_token_ids", b"response_token_ids", "reward", b"reward", "run_id", b"run_id", "sample_index", b"sample_index", "sampler", b"sampler", "sampling_logprobs", b"sampling_logprobs", "seed", b"seed", "source", b"source", "temperature", b"temperature", "top_p", b"top_p", "trajectory_id", b"trajectory_id", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "annotations", b"annotations", "attempt", b"attempt", "created_unix_ms", b"created_unix_ms", "finish_reason", b"finish_reason", "group_id", b"group_id", "hops", b"hops", "licence", b"licence", "origin_run_id", b"origin_run_id", "parents", b"parents", "policy_version_first", b"policy_version_first", "policy_version_last", b"policy_version_last", "prompt_id", b"prompt_id", "prompt_token_ids", b"prompt_token_ids", "reference_hash", b"reference_hash", "reference_logprobs", b"reference_logprobs", "response_text", b"response_text", "response_token_ids", b"response_token_ids", "reward", b"reward", "run_id", b"run_id", "sample_index", b"sample_index", "sampler", b"sampler", "sampling_logprobs", b"sampling_logprobs", "seed", b"seed", "source", b"source", "temperature", b"temperature", "top_p", b"top_p", "trajectory_id", b"trajectory_id", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

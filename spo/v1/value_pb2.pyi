@@ -30,7 +30,11 @@ class EstimateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     EXTRA_SAMPLING_FIELD_NUMBER: _builtins.int
     HUMAN_SOLUTIONS_FIELD_NUMBER: _builtins.int
+    WRONG_SOLUTIONS_FIELD_NUMBER: _builtins.int
+    IMPORT_EXPERIENCE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
+    import_experience: _builtins.bool
+    """Take stored experience on this prompt as the job's spec says; false for copies of held-out problems."""
     @_builtins.property
     def prompt(self) -> _prompt_pb2.Prompt: ...
     @_builtins.property
@@ -45,6 +49,10 @@ class EstimateRequest(_message.Message):
     def human_solutions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Human solutions to import as offline trajectories of source HUMAN, program text."""
 
+    @_builtins.property
+    def wrong_solutions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Published wrong solutions: imported likewise where the judge rejects them."""
+
     def __init__(
         self,
         *,
@@ -53,10 +61,12 @@ class EstimateRequest(_message.Message):
         sampling: _prompt_pb2.Sampling | None = ...,
         extra_sampling: _prompt_pb2.Sampling | None = ...,
         human_solutions: _abc.Iterable[_builtins.str] | None = ...,
+        wrong_solutions: _abc.Iterable[_builtins.str] | None = ...,
+        import_experience: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["extra_sampling", b"extra_sampling", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["extra_sampling", b"extra_sampling", "human_solutions", b"human_solutions", "prompt", b"prompt", "run_id", b"run_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extra_sampling", b"extra_sampling", "human_solutions", b"human_solutions", "import_experience", b"import_experience", "prompt", b"prompt", "run_id", b"run_id", "sampling", b"sampling", "wrong_solutions", b"wrong_solutions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
