@@ -16,6 +16,9 @@ from spo.algorithm.q_values import terminal_q
 from spo.algorithm.types import TokenBatch
 from spo.errors import InvalidInput
 
+# Nats. Beyond e^20 a ratio says nothing any more, but its square leaves float32; its gradient there is 0.
+RATIO_LIMIT = 20.0
+
 
 def clipped_surrogate(logprobs_BL: Tensor, batch: TokenBatch, advantage_BL: Tensor, *, clip: float) -> Tensor:
     """-min(w A, clip(w, 1 - clip, 1 + clip) A) with w = pi_theta / pi_behaviour; (B, L), 0 outside the response.
@@ -24,7 +27,8 @@ def clipped_surrogate(logprobs_BL: Tensor, batch: TokenBatch, advantage_BL: Tens
     advantage carries no gradient.
     """
     mask_BL = batch.response_mask_BL
-    ratio_BL = torch.where(mask_BL, logprobs_BL - batch.sampling_logprobs_BL, 0.0).exp()
+    log_ratio_BL = torch.where(mask_BL, logprobs_BL - batch.sampling_logprobs_BL, 0.0)
+    ratio_BL = log_ratio_BL.clamp(-RATIO_LIMIT, RATIO_LIMIT).exp()
     advantage_BL = torch.where(mask_BL, advantage_BL.detach(), 0.0)
     return -torch.minimum(ratio_BL * advantage_BL, ratio_BL.clamp(1 - clip, 1 + clip) * advantage_BL)
 
@@ -98,7 +102,8 @@ def grpo_loss(
     mask_BL = batch.response_mask_BL
     surrogate_BL = clipped_surrogate(logprobs_BL, batch, advantage_B[:, None].expand_as(logprobs_BL), clip=clip)
     log_ratio_BL = torch.where(mask_BL, batch.reference_logprobs_BL - logprobs_BL, 0.0)
-    kl_BL = torch.expm1(log_ratio_BL) - log_ratio_BL
+    # Above the limit the KL goes on as a straight line: still pulling back, never infinite.
+    kl_BL = torch.expm1(log_ratio_BL.clamp(max=RATIO_LIMIT)) - log_ratio_BL
     return (surrogate_BL + kl_coefficient * kl_BL).sum(dim=1) / batch.response_lengths.clamp(min=1)
 
 

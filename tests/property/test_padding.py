@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from spo.algorithm.losses import spo_loss
 from spo.algorithm.types import LossTerm, ObjectiveName, TokenBatch
 
-rows_and_widths = st.tuples(st.integers(1, 6), st.integers(1, 8))
+rows_and_widths = st.tuples(st.integers(2, 6), st.integers(1, 8))
 
 
 def draw_batch(rows: int, width: int, seed: int) -> tuple[torch.Tensor, TokenBatch]:
+    """Groups of two or three rows, each of one source: GRPO refuses rows that are alone."""
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(*shape: int) -> torch.Tensor:
@@ -25,6 +26,7 @@ def draw_batch(rows: int, width: int, seed: int) -> tuple[torch.Tensor, TokenBat
     length_B = (uniform(rows) * (width + 1)).long()
     position_BL = torch.arange(width)[None, :].expand(rows, width)
     response_mask_BL = position_BL >= width - length_B[:, None]
+    group_B = (torch.arange(rows) // 2).clamp(max=rows // 2 - 1)
     batch = TokenBatch(
         input_ids_BL=torch.ones(rows, width, dtype=torch.long),
         attention_mask_BL=torch.ones(rows, width, dtype=torch.bool),
@@ -33,10 +35,11 @@ def draw_batch(rows: int, width: int, seed: int) -> tuple[torch.Tensor, TokenBat
         sampling_logprobs_BL=-3 * uniform(rows, width),
         reward_B=-uniform(rows),
         qhat_0_B=-uniform(rows),
-        source_B=1 + (uniform(rows) * 5).long(),
-        group_B=(uniform(rows) * 3).long(),
+        source_B=1 + (uniform(rows) * 5).long()[group_B],
+        group_B=group_B,
         annotated_q_BL=-uniform(rows, width),
         annotated_mask_BL=response_mask_BL & (uniform(rows, width) < 0.5),
+        critic_advantage_BL=uniform(rows, width) - 0.5,
     )
     return -3 * uniform(rows, width), batch
 

@@ -1,4 +1,4 @@
-"""Every objective against an independent float64 reading of the paper, written with loops and math.log.
+"""Every objective of the paper's 3.1 against an independent float64 reading of the paper, written with loops and math.log.
 
 The reading takes the policy's log-probs twice: `live` ones, which the gradient sees, and `frozen` ones, which it does
 not (inside detach, and for where the straight-through clip sits). Finite differences move only the live ones.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Literal, get_args
 
 import pytest
 import torch
@@ -91,8 +91,9 @@ def read_advantage_sigmoid(tr: PlainTrajectory, live: list[float], term: LossTer
     def sigmoid(u: float) -> float:
         return 1 / (1 + math.exp(-u))
 
-    u = term.sigmoid_scale * sum(p - p0 for p, p0 in zip(live, tr.reference, strict=True))
-    target = sigmoid(term.sigmoid_scale * (tr.reward - tr.qhat_0) / beta)
+    unit = 1.0 if term.sigmoid_unit == "q" else beta
+    u = term.sigmoid_scale * sum(beta * (p - p0) for p, p0 in zip(live, tr.reference, strict=True)) / unit
+    target = sigmoid(term.sigmoid_scale * (tr.reward - tr.qhat_0) / unit)
     return -target * math.log(sigmoid(u)) - (1 - target) * math.log(sigmoid(-u))
 
 
@@ -193,8 +194,24 @@ def to_tensors(trajectories: list[PlainTrajectory], dtype: torch.dtype) -> tuple
     return logprobs_BL.requires_grad_(), batch
 
 
-every_objective = pytest.mark.parametrize("objective", get_args(ObjectiveName))
+every_objective = pytest.mark.parametrize("objective", READINGS)
 every_beta = pytest.mark.parametrize("beta", [PAPER_BETA, 1 / math.log(100), 1.0])
+
+
+def test_every_objective_has_a_reading_here_or_among_the_baselines() -> None:
+    baselines = {"policy_gradient", "supervised", "ppo", "grpo"}
+    assert set(READINGS) == set(get_args(ObjectiveName)) - baselines
+
+
+@every_beta
+@pytest.mark.parametrize("unit", ["q", "log_prob"])
+def test_the_sigmoid_is_scaled_in_the_unit_that_the_term_names(beta: float, unit: Literal["q", "log_prob"]) -> None:
+    trajectories = draw_trajectories(11, beta)
+    term = LossTerm("advantage_sigmoid", sigmoid_scale=1.7, sigmoid_unit=unit)
+    logprobs_BL, batch = to_tensors(trajectories, torch.float64)
+    read = [read_advantage_sigmoid(t, t.logprobs, term, beta, None) for t in trajectories]
+    found_B = trajectory_losses(logprobs_BL, batch, term, beta)
+    torch.testing.assert_close(found_B, torch.tensor(read, dtype=torch.float64))
 
 
 @every_objective

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
+from spo.algorithm.losses import spo_loss, trajectory_losses
 from spo.algorithm.objectives import terminal_squared
 from spo.algorithm.policy_gradient import (
     clipped_surrogate,
@@ -20,7 +22,7 @@ from spo.algorithm.policy_gradient import (
     supervised_nll,
     value_loss,
 )
-from spo.algorithm.types import TokenBatch
+from spo.algorithm.types import LossTerm, ObjectiveName, TokenBatch
 from spo.errors import InvalidInput
 
 BETA = 0.3
@@ -55,6 +57,7 @@ def make_batch() -> TokenBatch:
         qhat_0_B=torch.tensor([-0.3, -0.3, -0.7, -0.7], dtype=torch.float64),
         source_B=torch.ones(rows, dtype=torch.long),
         group_B=torch.tensor([5, 5, 2, 2]),
+        critic_advantage_BL=draw(4, -1, 1),
     )
 
 
@@ -181,6 +184,16 @@ def test_the_grpo_loss_equals_its_reading() -> None:
     assert loss_B.tolist() == pytest.approx(read)
 
 
+def test_the_kl_of_grpo_pulls_back_a_policy_that_left_pi0_by_any_distance() -> None:
+    batch = make_batch()
+    for distance in (0.5, 100.0, 1e5):
+        logprobs_BL = (batch.reference_logprobs_BL - distance).requires_grad_()
+        grpo_loss(logprobs_BL, batch, torch.zeros(batch.size), clip=0.2, kl_coefficient=1.0).sum().backward()
+        assert logprobs_BL.grad is not None
+        assert (logprobs_BL.grad[response_mask()] < -0.1).all()
+        assert torch.isfinite(logprobs_BL.grad).all()
+
+
 def test_on_policy_the_soft_policy_gradient_is_the_gradient_of_the_terminal_squared_loss() -> None:
     batch = make_batch()
     gradients = []
@@ -225,3 +238,79 @@ def test_the_supervised_loss_is_the_negative_log_likelihood_of_the_response() ->
     assert supervised_nll(logprobs_BL, make_batch()).tolist() == pytest.approx(
         [-sum(r) for r in responses(logprobs_BL)]
     )
+
+
+def read_policy_gradient(live: list[float], frozen: list[float], row: int, batch: TokenBatch) -> float:
+    """`frozen` log-probs make the advantage, which carries no gradient."""
+    behaviour, reference = (responses(b)[row] for b in (batch.sampling_logprobs_BL, batch.reference_logprobs_BL))
+    q_terminal = batch.qhat_0_B[row].item() + BETA * (sum(frozen) - sum(reference))
+    return sum(read_surrogate(live, behaviour, [batch.reward_B[row].item() - q_terminal] * len(live), 0.3))
+
+
+def read_supervised(live: list[float], frozen: list[float], row: int, batch: TokenBatch) -> float:
+    return -sum(live)
+
+
+def read_ppo(live: list[float], frozen: list[float], row: int, batch: TokenBatch) -> float:
+    assert batch.critic_advantage_BL is not None
+    return sum(
+        read_surrogate(live, responses(batch.sampling_logprobs_BL)[row], responses(batch.critic_advantage_BL)[row], 0.3)
+    )
+
+
+def read_grpo(live: list[float], frozen: list[float], row: int, batch: TokenBatch) -> float:
+    behaviour, reference = (responses(b)[row] for b in (batch.sampling_logprobs_BL, batch.reference_logprobs_BL))
+    group = [r for r, g in zip(batch.reward_B.tolist(), batch.group_B.tolist(), strict=True) if g == batch.group_B[row]]
+    advantage = (batch.reward_B[row].item() - statistics.mean(group)) / statistics.stdev(group)
+    kl = [math.exp(p0 - p) - (p0 - p) - 1 for p, p0 in zip(live, reference, strict=True)]
+    return (sum(read_surrogate(live, behaviour, [advantage] * len(live), 0.3)) + BETA * sum(kl)) / len(live)
+
+
+READINGS: dict[ObjectiveName, Callable[[list[float], list[float], int, TokenBatch], float]] = {
+    "policy_gradient": read_policy_gradient,
+    "supervised": read_supervised,
+    "ppo": read_ppo,
+    "grpo": read_grpo,
+}
+
+
+@pytest.mark.parametrize("objective", READINGS)
+def test_a_baseline_as_a_term_of_the_loss_equals_its_reading_in_float32(objective: ObjectiveName) -> None:
+    batch, logprobs_BL = make_batch(), draw(3, -3, 0)
+    read = [READINGS[objective](lp, lp, row, batch) for row, lp in enumerate(responses(logprobs_BL))]
+    assert batch.critic_advantage_BL is not None
+    coarse = replace(
+        batch,
+        reference_logprobs_BL=batch.reference_logprobs_BL.float(),
+        sampling_logprobs_BL=batch.sampling_logprobs_BL.float(),
+        critic_advantage_BL=batch.critic_advantage_BL.float(),
+        reward_B=batch.reward_B.float(),
+        qhat_0_B=batch.qhat_0_B.float(),
+    )
+    loss_B = trajectory_losses(logprobs_BL.float(), coarse, LossTerm(objective, clip=0.3), BETA)
+    torch.testing.assert_close(loss_B, torch.tensor(read), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("objective", READINGS)
+def test_the_gradient_of_a_baseline_equals_a_finite_difference_of_its_reading(objective: ObjectiveName) -> None:
+    batch, logprobs_BL = make_batch(), draw(3, -3, 0).requires_grad_()
+    spo_loss(logprobs_BL, batch, [LossTerm(objective, clip=0.3)], BETA)[0].backward()
+    assert logprobs_BL.grad is not None
+    slopes = []
+    for row, logprobs in enumerate(responses(logprobs_BL.detach())):
+        moved = [
+            [lp + step * (index == t) for index, lp in enumerate(logprobs)]
+            for t in range(len(logprobs))
+            for step in (1e-6, -1e-6)
+        ]
+        values = [READINGS[objective](each, logprobs, row, batch) for each in moved]
+        slopes.append([(up - down) / 2e-6 / batch.size for up, down in zip(values[::2], values[1::2], strict=True)])
+    for found, expected in zip(responses(logprobs_BL.grad), slopes, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    assert not logprobs_BL.grad[~response_mask()].any()
+
+
+def test_ppo_without_a_critics_advantages_is_refused() -> None:
+    with pytest.raises(InvalidInput) as refused:
+        spo_loss(draw(3, -3, 0), replace(make_batch(), critic_advantage_BL=None), [LossTerm("ppo")], BETA)
+    assert refused.value.code == "no_critic"

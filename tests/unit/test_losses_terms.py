@@ -20,7 +20,7 @@ from spo.v1.prompt_pb2 import Source
 BETA = 0.2
 
 
-def make_batch(rows: int = 6, width: int = 5, seed: int = 0) -> tuple[torch.Tensor, TokenBatch]:
+def make_batch(rows: int = 8, width: int = 5, seed: int = 0) -> tuple[torch.Tensor, TokenBatch]:
     """Online rows first, then human ones; groups of two; every second position annotated."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -42,6 +42,7 @@ def make_batch(rows: int = 6, width: int = 5, seed: int = 0) -> tuple[torch.Tens
         group_B=torch.arange(rows) // 2,
         annotated_q_BL=-torch.rand(rows, width, generator=generator),
         annotated_mask_BL=annotated_mask_BL,
+        critic_advantage_BL=torch.rand(rows, width, generator=generator) - 0.5,
     )
     return logprobs_BL().requires_grad_(), batch
 
@@ -62,8 +63,8 @@ def test_terms_add_up_with_their_coefficients_and_only_on_their_sources() -> Non
 
     online_B = trajectory_losses(logprobs_BL, batch, online, BETA)
     both_B = trajectory_losses(logprobs_BL, batch, both, BETA)
-    torch.testing.assert_close(loss, (2.0 * online_B[:3].sum() + 0.5 * both_B.sum()) / 6)
-    assert diagnostics["loss/terminal_cross_entropy"] == pytest.approx(2.0 * online_B[:3].sum().item() / 6)
+    torch.testing.assert_close(loss, (2.0 * online_B[:4].sum() + 0.5 * both_B.sum()) / 8)
+    assert diagnostics["loss/terminal_cross_entropy"] == pytest.approx(2.0 * online_B[:4].sum().item() / 8)
     assert sum(diagnostics.values()) == pytest.approx(loss.item())
 
 
@@ -75,10 +76,10 @@ def test_equal_micro_batches_average_to_the_whole_batch(objective: ObjectiveName
     whole, _ = spo_loss(logprobs_BL, batch, terms, BETA)
     parts = [
         spo_loss(logprobs_BL[rows], batch.select(rows), terms, BETA)[0]
-        for rows in (slice(0, 2), slice(2, 4), slice(4, 6))
+        for rows in (slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8))
     ]
 
-    torch.testing.assert_close(sum(parts) / 3, whole)
+    torch.testing.assert_close(sum(parts) / 4, whole)
 
 
 def test_sources_that_are_absent_still_give_a_loss_with_a_zero_gradient() -> None:
@@ -96,7 +97,7 @@ def test_the_squared_loss_pulls_each_log_prob_by_the_residual_whatever_beta_is()
         trajectory_losses(logprobs_BL, batch, LossTerm("terminal_squared"), beta).sum().backward()
         log_ratio_B = (logprobs_BL - batch.reference_logprobs_BL).sum(dim=1)
         residual_B = batch.qhat_0_B + beta * log_ratio_B - batch.reward_B
-        torch.testing.assert_close(logprobs_BL.grad, residual_B.detach()[:, None].expand(6, 5))
+        torch.testing.assert_close(logprobs_BL.grad, residual_B.detach()[:, None].expand(8, 5))
 
 
 def test_a_scale_of_one_is_the_papers_plain_squared_error() -> None:
@@ -144,16 +145,16 @@ def test_reverse_q_gives_earlier_tokens_larger_gradients() -> None:
 
 def test_a_trajectory_alone_in_its_group_teaches_the_centred_form_nothing() -> None:
     logprobs_BL, batch = make_batch()
-    batch = replace(batch, group_B=torch.tensor([0, 0, 7, 9, 9, 9]))
+    batch = replace(batch, group_B=torch.tensor([0, 0, 7, 9, 9, 9, 4, 4]))
     loss_B = trajectory_losses(logprobs_BL, batch, LossTerm("group_centred_squared"), BETA)
     assert loss_B[2] == 0
-    assert (loss_B[[0, 1, 3, 4, 5]] > 0).all()
+    assert (loss_B[[0, 1, 3, 4, 5, 6, 7]] > 0).all()
 
 
 def test_the_centred_form_does_not_see_qhat_0() -> None:
     logprobs_BL, batch = make_batch()
     shifted = replace(batch, qhat_0_B=batch.qhat_0_B.mean() + batch.group_B.float())
-    even = replace(batch, qhat_0_B=torch.zeros(6))
+    even = replace(batch, qhat_0_B=torch.zeros(8))
     term = LossTerm("group_centred_squared")
     torch.testing.assert_close(
         trajectory_losses(logprobs_BL, shifted, term, BETA), trajectory_losses(logprobs_BL, even, term, BETA)
