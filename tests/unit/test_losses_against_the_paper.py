@@ -1,4 +1,4 @@
-"""Every objective of the paper's 3.1 against an independent float64 reading of the paper, written with loops and math.log.
+"""Every objective of 3.1 against an independent float64 reading of the paper, written with loops and math.log.
 
 The reading takes the policy's log-probs twice: `live` ones, which the gradient sees, and `frozen` ones, which it does
 not (inside detach, and for where the straight-through clip sits). Finite differences move only the live ones.

@@ -190,7 +190,7 @@ def test_the_kl_of_grpo_pulls_back_a_policy_that_left_pi0_by_any_distance() -> N
         logprobs_BL = (batch.reference_logprobs_BL - distance).requires_grad_()
         grpo_loss(logprobs_BL, batch, torch.zeros(batch.size), clip=0.2, kl_coefficient=1.0).sum().backward()
         assert logprobs_BL.grad is not None
-        assert (logprobs_BL.grad[response_mask()] < -0.1).all()
+        assert (logprobs_BL.grad[response_mask()] < -0.01).all()
         assert torch.isfinite(logprobs_BL.grad).all()
 
 
