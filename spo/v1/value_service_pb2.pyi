@@ -118,7 +118,10 @@ class GetPromptValuesRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     PROMPT_IDS_FIELD_NUMBER: _builtins.int
+    BETA_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
+    beta: _builtins.float
+    """Temperature to derive Q with, reward units; unset: the job's. No new samples either way."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Empty: all prompts of the run."""
@@ -128,31 +131,273 @@ class GetPromptValuesRequest(_message.Message):
         *,
         run_id: _builtins.str = ...,
         prompt_ids: _abc.Iterable[_builtins.str] | None = ...,
+        beta: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_beta", b"_beta", "beta", b"beta"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta", b"_beta", "beta", b"beta", "prompt_ids", b"prompt_ids", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__beta: _TypeAlias = _typing.Literal["beta"]  # noqa: Y015
+    _WhichOneofArgType__beta: _TypeAlias = _typing.Literal["_beta", b"_beta"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__beta) -> _WhichOneofReturnType__beta | None: ...
+
+Global___GetPromptValuesRequest: _TypeAlias = GetPromptValuesRequest  # noqa: Y015
+
+@_typing.final
+class PromptEstimate(_message.Message):
+    """Qhat_0 with its interval, derived from a PromptValue; reward units."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_ID_FIELD_NUMBER: _builtins.int
+    Q_FIELD_NUMBER: _builtins.int
+    LOW_FIELD_NUMBER: _builtins.int
+    HIGH_FIELD_NUMBER: _builtins.int
+    prompt_id: _builtins.str
+    q: _builtins.float
+    low: _builtins.float
+    """Ends of the 95 % interval."""
+    high: _builtins.float
+    def __init__(
+        self,
+        *,
+        prompt_id: _builtins.str = ...,
+        q: _builtins.float = ...,
+        low: _builtins.float = ...,
+        high: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_ids", b"prompt_ids", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["high", b"high", "low", b"low", "prompt_id", b"prompt_id", "q", b"q"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetPromptValuesRequest: _TypeAlias = GetPromptValuesRequest  # noqa: Y015
+Global___PromptEstimate: _TypeAlias = PromptEstimate  # noqa: Y015
 
 @_typing.final
 class GetPromptValuesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VALUES_FIELD_NUMBER: _builtins.int
+    ESTIMATES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def values(self) -> _containers.RepeatedCompositeFieldContainer[_value_pb2.PromptValue]: ...
+    @_builtins.property
+    def estimates(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptEstimate]:
+        """Of the values that have samples."""
+
     def __init__(
         self,
         *,
         values: _abc.Iterable[_value_pb2.PromptValue] | None = ...,
+        estimates: _abc.Iterable[Global___PromptEstimate] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["estimates", b"estimates", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetPromptValuesResponse: _TypeAlias = GetPromptValuesResponse  # noqa: Y015
+
+@_typing.final
+class GetTokenValuesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    TRAJECTORY_IDS_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    policy_version: _builtins.int
+    """The policy that serves as value; unset: the newest in the weight store. 0: pi0, under which every Q_t is Qhat_0."""
+    @_builtins.property
+    def trajectory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """In the run's replay buffer."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        trajectory_ids: _abc.Iterable[_builtins.str] | None = ...,
+        policy_version: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version", "run_id", b"run_id", "trajectory_ids", b"trajectory_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
+    _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
+
+Global___GetTokenValuesRequest: _TypeAlias = GetTokenValuesRequest  # noqa: Y015
+
+@_typing.final
+class TokenValues(_message.Message):
+    """The policy as value (Eq. 11, 12), one entry per response token, reward units."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
+    QHAT_0_FIELD_NUMBER: _builtins.int
+    Q_FIELD_NUMBER: _builtins.int
+    ADVANTAGES_FIELD_NUMBER: _builtins.int
+    trajectory_id: _builtins.str
+    qhat_0: _builtins.float
+    @_builtins.property
+    def q(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Q_t after each token."""
+
+    @_builtins.property
+    def advantages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """A_t = beta (ln pi - ln pi0); Q_t is Qhat_0 plus their sum so far."""
+
+    def __init__(
+        self,
+        *,
+        trajectory_id: _builtins.str = ...,
+        qhat_0: _builtins.float = ...,
+        q: _abc.Iterable[_builtins.float] | None = ...,
+        advantages: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "q", b"q", "qhat_0", b"qhat_0", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenValues: _TypeAlias = TokenValues  # noqa: Y015
+
+@_typing.final
+class GetTokenValuesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    @_builtins.property
+    def trajectories(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenValues]: ...
+    def __init__(
+        self,
+        *,
+        trajectories: _abc.Iterable[Global___TokenValues] | None = ...,
+        policy_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "trajectories", b"trajectories"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTokenValuesResponse: _TypeAlias = GetTokenValuesResponse  # noqa: Y015
+
+@_typing.final
+class GetCalibrationRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    CONTINUATIONS_FIELD_NUMBER: _builtins.int
+    BINS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    policy_version: _builtins.int
+    trajectories: _builtins.int
+    """Trajectories looked at, drawn over the prompts in turn; 0: 256."""
+    positions: _builtins.int
+    """Prefixes of each; 0: 4."""
+    continuations: _builtins.int
+    """Fresh continuations of pi0 from each prefix. 0: none; each sample of pi0 is itself one continuation of its prefixes."""
+    bins: _builtins.int
+    """Bins of equal count; 0: 10."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        policy_version: _builtins.int | None = ...,
+        trajectories: _builtins.int = ...,
+        positions: _builtins.int = ...,
+        continuations: _builtins.int = ...,
+        bins: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "bins", b"bins", "continuations", b"continuations", "policy_version", b"policy_version", "positions", b"positions", "run_id", b"run_id", "trajectories", b"trajectories"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
+    _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
+
+Global___GetCalibrationRequest: _TypeAlias = GetCalibrationRequest  # noqa: Y015
+
+@_typing.final
+class CalibrationBin(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREDICTED_FIELD_NUMBER: _builtins.int
+    OBSERVED_FIELD_NUMBER: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    LOW_FIELD_NUMBER: _builtins.int
+    HIGH_FIELD_NUMBER: _builtins.int
+    predicted: _builtins.float
+    observed: _builtins.float
+    outcomes: _builtins.int
+    """Continuations in the bin."""
+    low: _builtins.float
+    """Ends of the 95 % interval of `observed`."""
+    high: _builtins.float
+    def __init__(
+        self,
+        *,
+        predicted: _builtins.float = ...,
+        observed: _builtins.float = ...,
+        outcomes: _builtins.int = ...,
+        low: _builtins.float = ...,
+        high: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["high", b"high", "low", b"low", "observed", b"observed", "outcomes", b"outcomes", "predicted", b"predicted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CalibrationBin: _TypeAlias = CalibrationBin  # noqa: Y015
+
+@_typing.final
+class GetCalibrationResponse(_message.Message):
+    """Success of pi0 going on from prefixes: as Q_t predicts it, and as it came."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    BINS_FIELD_NUMBER: _builtins.int
+    EXPECTED_CALIBRATION_ERROR_FIELD_NUMBER: _builtins.int
+    BRIER_SCORE_FIELD_NUMBER: _builtins.int
+    BRIER_SCORE_OF_QHAT_0_FIELD_NUMBER: _builtins.int
+    PREFIXES_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    expected_calibration_error: _builtins.float
+    """Mean over outcomes of |predicted - observed| by bin."""
+    brier_score: _builtins.float
+    """Mean squared error of the predicted probability, and that of predicting Qhat_0 for every prefix."""
+    brier_score_of_qhat_0: _builtins.float
+    prefixes: _builtins.int
+    @_builtins.property
+    def bins(self) -> _containers.RepeatedCompositeFieldContainer[Global___CalibrationBin]: ...
+    def __init__(
+        self,
+        *,
+        policy_version: _builtins.int = ...,
+        bins: _abc.Iterable[Global___CalibrationBin] | None = ...,
+        expected_calibration_error: _builtins.float = ...,
+        brier_score: _builtins.float = ...,
+        brier_score_of_qhat_0: _builtins.float = ...,
+        prefixes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bins", b"bins", "brier_score", b"brier_score", "brier_score_of_qhat_0", b"brier_score_of_qhat_0", "expected_calibration_error", b"expected_calibration_error", "policy_version", b"policy_version", "prefixes", b"prefixes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetCalibrationResponse: _TypeAlias = GetCalibrationResponse  # noqa: Y015

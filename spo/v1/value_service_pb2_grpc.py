@@ -44,6 +44,16 @@ class ValueServiceStub:
                 request_serializer=spo_dot_v1_dot_value__service__pb2.GetPromptValuesRequest.SerializeToString,
                 response_deserializer=spo_dot_v1_dot_value__service__pb2.GetPromptValuesResponse.FromString,
                 _registered_method=True)
+        self.GetTokenValues = channel.unary_unary(
+                '/spo.v1.ValueService/GetTokenValues',
+                request_serializer=spo_dot_v1_dot_value__service__pb2.GetTokenValuesRequest.SerializeToString,
+                response_deserializer=spo_dot_v1_dot_value__service__pb2.GetTokenValuesResponse.FromString,
+                _registered_method=True)
+        self.GetCalibration = channel.unary_unary(
+                '/spo.v1.ValueService/GetCalibration',
+                request_serializer=spo_dot_v1_dot_value__service__pb2.GetCalibrationRequest.SerializeToString,
+                response_deserializer=spo_dot_v1_dot_value__service__pb2.GetCalibrationResponse.FromString,
+                _registered_method=True)
 
 
 class ValueServiceServicer:
@@ -61,6 +71,18 @@ class ValueServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTokenValues(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetCalibration(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ValueServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -73,6 +95,16 @@ def add_ValueServiceServicer_to_server(servicer, server):
                     servicer.GetPromptValues,
                     request_deserializer=spo_dot_v1_dot_value__service__pb2.GetPromptValuesRequest.FromString,
                     response_serializer=spo_dot_v1_dot_value__service__pb2.GetPromptValuesResponse.SerializeToString,
+            ),
+            'GetTokenValues': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTokenValues,
+                    request_deserializer=spo_dot_v1_dot_value__service__pb2.GetTokenValuesRequest.FromString,
+                    response_serializer=spo_dot_v1_dot_value__service__pb2.GetTokenValuesResponse.SerializeToString,
+            ),
+            'GetCalibration': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCalibration,
+                    request_deserializer=spo_dot_v1_dot_value__service__pb2.GetCalibrationRequest.FromString,
+                    response_serializer=spo_dot_v1_dot_value__service__pb2.GetCalibrationResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -129,6 +161,60 @@ class ValueService:
             '/spo.v1.ValueService/GetPromptValues',
             spo_dot_v1_dot_value__service__pb2.GetPromptValuesRequest.SerializeToString,
             spo_dot_v1_dot_value__service__pb2.GetPromptValuesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenValues(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/spo.v1.ValueService/GetTokenValues',
+            spo_dot_v1_dot_value__service__pb2.GetTokenValuesRequest.SerializeToString,
+            spo_dot_v1_dot_value__service__pb2.GetTokenValuesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCalibration(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/spo.v1.ValueService/GetCalibration',
+            spo_dot_v1_dot_value__service__pb2.GetCalibrationRequest.SerializeToString,
+            spo_dot_v1_dot_value__service__pb2.GetCalibrationResponse.FromString,
             options,
             channel_credentials,
             insecure,

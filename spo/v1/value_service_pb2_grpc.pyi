@@ -33,12 +33,16 @@ class ValueServiceStub:
     def __new__(cls, channel: _aio.Channel) -> ValueServiceAsyncStub: ...
     ComputeReferenceLogprobs: _grpc.UnaryUnaryMultiCallable[_value_service_pb2.ComputeReferenceLogprobsRequest, _value_service_pb2.ComputeReferenceLogprobsResponse]
     GetPromptValues: _grpc.UnaryUnaryMultiCallable[_value_service_pb2.GetPromptValuesRequest, _value_service_pb2.GetPromptValuesResponse]
+    GetTokenValues: _grpc.UnaryUnaryMultiCallable[_value_service_pb2.GetTokenValuesRequest, _value_service_pb2.GetTokenValuesResponse]
+    GetCalibration: _grpc.UnaryUnaryMultiCallable[_value_service_pb2.GetCalibrationRequest, _value_service_pb2.GetCalibrationResponse]
 
 @_typing.type_check_only
 class ValueServiceAsyncStub(ValueServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     ComputeReferenceLogprobs: _aio.UnaryUnaryMultiCallable[_value_service_pb2.ComputeReferenceLogprobsRequest, _value_service_pb2.ComputeReferenceLogprobsResponse]  # type: ignore[assignment]
     GetPromptValues: _aio.UnaryUnaryMultiCallable[_value_service_pb2.GetPromptValuesRequest, _value_service_pb2.GetPromptValuesResponse]  # type: ignore[assignment]
+    GetTokenValues: _aio.UnaryUnaryMultiCallable[_value_service_pb2.GetTokenValuesRequest, _value_service_pb2.GetTokenValuesResponse]  # type: ignore[assignment]
+    GetCalibration: _aio.UnaryUnaryMultiCallable[_value_service_pb2.GetCalibrationRequest, _value_service_pb2.GetCalibrationResponse]  # type: ignore[assignment]
 
 class ValueServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -54,5 +58,19 @@ class ValueServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _value_service_pb2.GetPromptValuesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_value_service_pb2.GetPromptValuesResponse, _abc.Awaitable[_value_service_pb2.GetPromptValuesResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def GetTokenValues(
+        self,
+        request: _value_service_pb2.GetTokenValuesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_value_service_pb2.GetTokenValuesResponse, _abc.Awaitable[_value_service_pb2.GetTokenValuesResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def GetCalibration(
+        self,
+        request: _value_service_pb2.GetCalibrationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_value_service_pb2.GetCalibrationResponse, _abc.Awaitable[_value_service_pb2.GetCalibrationResponse]]: ...
 
 def add_ValueServiceServicer_to_server(servicer: ValueServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
