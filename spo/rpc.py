@@ -23,6 +23,8 @@ log = get_logger("rpc")
 DEFAULT_DEADLINE_SECONDS = 30.0
 MAX_MESSAGE_BYTES = 64 << 20
 PAUSE_SECONDS = 0.5
+# Servers end connections of this age (calls under way go on), so that clients ask DNS again and find new replicas.
+CONNECTION_AGE_SECONDS = 60
 SAY_SECONDS = 10.0
 
 _CODES: tuple[tuple[type[errors.SpoError], int], ...] = (
@@ -116,7 +118,11 @@ class RpcServer:
         self.server = grpc.server(
             futures.ThreadPoolExecutor(max_workers=max_workers, thread_name_prefix="rpc"),
             interceptors=[_TypedErrors()],
-            options=[*_OPTIONS, ("grpc.so_reuseport", 0)],
+            options=[
+                *_OPTIONS,
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_connection_age_ms", CONNECTION_AGE_SECONDS * 1000),
+            ],
         )
         self.health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
@@ -164,10 +170,29 @@ class Client:
         self._closed = False
         self._stub = stub(self._channel)
 
-    def call(self, method: str, request: Any, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> Any:
-        """Return the response. Raises the SpoError the server raised, or Unreachable after deadline_seconds."""
+    def call(
+        self,
+        method: str,
+        request: Any,
+        deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
+        *,
+        stop: threading.Event | None = None,
+    ) -> Any:
+        """Return the response. Raises the SpoError the server raised, or Unreachable after deadline_seconds.
+
+        With `stop`, for long polls: the call is given up, Unreachable, soon after the event is set.
+        """
         try:
-            return getattr(self._stub, method)(request, timeout=deadline_seconds)
+            if stop is None:
+                return getattr(self._stub, method)(request, timeout=deadline_seconds)
+            reply = getattr(self._stub, method).future(request, timeout=deadline_seconds)
+            arrived = threading.Event()
+            reply.add_done_callback(lambda _: arrived.set())
+            while not arrived.wait(PAUSE_SECONDS):
+                if stop.is_set():
+                    reply.cancel()
+                    raise errors.Unreachable(f"gave up on {self.service}: the process is stopping")
+            return reply.result()
         except grpc.RpcError as failure:
             raise error_of(failure, self.service, self.address) from None
         except ValueError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,16 +59,22 @@ class Leases:
             int(fields.get(b"expires_unix_ms", 0)),
         )
 
-    def wait_for_job(self, trainer_id: str, wait_seconds: float) -> wire.LeaseJobResponse:
-        """Lease the oldest job in want of a trainer; an empty answer when none came within wait_seconds."""
+    def wait_for_job(
+        self, trainer_id: str, wait_seconds: float, wanted: Callable[[], bool] = lambda: True
+    ) -> wire.LeaseJobResponse:
+        """Lease the oldest job in want of a trainer; an empty answer when none came within wait_seconds.
+
+        wanted: false once the trainer has gone, so that no job waits out the lease of one that never heard of it.
+        """
         deadline = time.monotonic() + min(wait_seconds, MAX_WAIT_SECONDS)
-        while True:
+        while wanted():
             for job_id in self.jobs.in_states(LEASABLE):
                 granted = self._grant(job_id, trainer_id)
                 if granted is not None:
                     return granted
             if time.monotonic() >= deadline or self.stop.wait(POLL_SECONDS):
-                return wire.LeaseJobResponse()
+                break
+        return wire.LeaseJobResponse()
 
     def _grant(self, job_id: str, trainer_id: str) -> wire.LeaseJobResponse | None:
         held = self.lease(job_id)

@@ -29,7 +29,7 @@ class OrchestratorService(OrchestratorServiceServicer):
         return response
 
     def LeaseJob(self, request: wire.LeaseJobRequest, context: grpc.ServicerContext) -> wire.LeaseJobResponse:
-        return self.desk.leases.wait_for_job(request.trainer_id, request.wait_seconds)
+        return self.desk.leases.wait_for_job(request.trainer_id, request.wait_seconds, wanted=context.is_active)
 
     def RenewLease(self, request: wire.RenewLeaseRequest, context: grpc.ServicerContext) -> wire.RenewLeaseResponse:
         return wire.RenewLeaseResponse(directive=self.desk.leases.renew(request))

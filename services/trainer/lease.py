@@ -29,7 +29,9 @@ def take_lease(
     """Wait up to wait_seconds for a job; None when there is none, or the orchestrator is away (logged)."""
     request = wire.LeaseJobRequest(trainer_id=trainer_id, wait_seconds=wait_seconds)
     try:
-        grant: wire.LeaseJobResponse = orchestrator.call("LeaseJob", request, deadline_seconds=wait_seconds + 10)
+        grant: wire.LeaseJobResponse = orchestrator.call(
+            "LeaseJob", request, deadline_seconds=wait_seconds + 10, stop=stop
+        )
     except TRANSIENT as error:
         log.warning("waiting for a job, but the orchestrator gives none", reason=error.message)
         stop.wait(1.0)

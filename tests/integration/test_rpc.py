@@ -88,3 +88,28 @@ def test_health_follows_readiness(scripted: tuple[Scripted, RpcServer]) -> None:
     server.set_serving(True)
 
     assert is_healthy(server.address)
+
+
+def test_a_long_poll_is_given_up_soon_after_the_process_is_told_to_stop(scripted: tuple[Scripted, RpcServer]) -> None:
+    scripted[0].release.clear()
+    client = Client("replay-buffer", scripted[1].address, ReplayServiceStub)
+    stop = threading.Event()
+    threading.Timer(0.3, stop.set).start()
+
+    with pytest.raises(Unreachable, match="the process is stopping"):
+        client.call("GetReplayStatus", replay.GetReplayStatusRequest(), 60, stop=stop)
+
+    assert not scripted[0].release.is_set(), "the call must end before its answer"
+    client.close()
+
+
+def test_a_call_that_can_be_given_up_returns_its_answer_and_its_errors(scripted: tuple[Scripted, RpcServer]) -> None:
+    client = Client("replay-buffer", scripted[1].address, ReplayServiceStub)
+    answer = client.call("GetReplayStatus", replay.GetReplayStatusRequest(), 10, stop=threading.Event())
+    scripted[0].fault = LeaseLost("no")
+
+    with pytest.raises(LeaseLost):
+        client.call("GetReplayStatus", replay.GetReplayStatusRequest(), 10, stop=threading.Event())
+
+    assert answer.duplicates == 3
+    client.close()
