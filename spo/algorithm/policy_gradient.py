@@ -102,8 +102,9 @@ def grpo_loss(
     mask_BL = batch.response_mask_BL
     surrogate_BL = clipped_surrogate(logprobs_BL, batch, advantage_B[:, None].expand_as(logprobs_BL), clip=clip)
     log_ratio_BL = torch.where(mask_BL, batch.reference_logprobs_BL - logprobs_BL, 0.0)
-    # Above the limit the KL goes on as a straight line: still pulling back, never infinite.
-    kl_BL = torch.expm1(log_ratio_BL.clamp(max=RATIO_LIMIT)) - log_ratio_BL
+    # Beyond the limit the value and the gradient are those at the limit: it still pulls back and is never infinite.
+    near_BL = log_ratio_BL.clamp(max=RATIO_LIMIT).detach() + (log_ratio_BL - log_ratio_BL.detach())
+    kl_BL = torch.expm1(near_BL) - near_BL
     return (surrogate_BL + kl_coefficient * kl_BL).sum(dim=1) / batch.response_lengths.clamp(min=1)
 
 
