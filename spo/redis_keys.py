@@ -34,6 +34,11 @@ def estimates() -> str:
     return "spo:estimates"
 
 
+def pivotal() -> str:
+    """Stream: PivotalRequest. Orchestrator -> value-estimation, all runs."""
+    return "spo:pivotal"
+
+
 def weights(run_id: str) -> str:
     """Stream: WeightAnnouncement, append only. Orchestrator -> inference replicas (read from the newest, no group)."""
     return f"spo:{run_id}:weights"
@@ -149,6 +154,27 @@ def value_progress(run_id: str, prompt_id: str) -> str:
     return f"spo:{run_id}:value-estimation:progress:{prompt_id}"
 
 
+def run_pivotal(run_id: str) -> str:
+    """Hash: prompt id -> number of trajectories annotated; a prompt is here when its search is over. Value-estimation.
+
+    Read by the orchestrator.
+    """
+    return f"spo:{run_id}:value-estimation:pivotal"
+
+
+def pivotal_visits(run_id: str) -> str:
+    """Set: `labels digest:position` of every prefix this run has rolled out or is rolling out. Value-estimation."""
+    return f"spo:{run_id}:value-estimation:pivotal_visits"
+
+
+def pivotal_labels(labels_digest: str) -> str:
+    """Hash: position -> `rollouts:successes` of pi0 from that prefix, outlives runs. Value-estimation.
+
+    The digest is of (reference hash, prompt, tests, sampler, judge version, response tokens).
+    """
+    return f"spo:value-estimation:labels:{labels_digest}"
+
+
 def replay_trajectory(run_id: str, trajectory_id: str) -> str:
     """String: serialized Trajectory (judged, with reference log-probs). Replay."""
     return f"spo:{run_id}:replay-buffer:trajectory:{trajectory_id}"
@@ -165,7 +191,7 @@ def replay_source(run_id: str, source: str) -> str:
 
 
 def replay_facts(run_id: str) -> str:
-    """Hash: trajectory id -> `correct:policy version:prompt id`, what sampling must know of it. Replay."""
+    """Hash: trajectory id -> `correct:policy version:reward:group:prompt id`, what sampling must know of it. Replay."""
     return f"spo:{run_id}:replay-buffer:facts"
 
 

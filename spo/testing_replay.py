@@ -46,12 +46,19 @@ def trajectory(
     text: str = "",
     version: int = 0,
     scored: bool = True,
+    group_size: int = 1,
 ) -> Trajectory:
-    """A judged trajectory of PROMPTS[number % 4]; equal numbers and sources are the same trajectory."""
+    """A judged trajectory of group number // group_size, each group of the next of PROMPTS.
+
+    Equal numbers and sources are the same trajectory.
+    """
+    group = number // group_size
     return Trajectory(
         trajectory_id=f"traj_{Source.Name(source)}_{number}",
         run_id=run_id,
-        prompt_id=PROMPTS[number % len(PROMPTS)],
+        group_id=f"group-{group}",
+        sample_index=number % group_size,
+        prompt_id=PROMPTS[group % len(PROMPTS)],
         source=source,
         prompt_token_ids=[1, 2],
         response_token_ids=[3, 4, 5],

@@ -30,6 +30,7 @@ def check_judged(run_id: str, spec: JobSpec, trajectory: Trajectory) -> None:
     tokens = len(trajectory.response_token_ids)
     sampled = len(trajectory.sampling_logprobs)
     reward = trajectory.reward
+    grouped = spec.replay.unit == "group" and trajectory.source == SOURCE_ONLINE
     faults = [
         ("/trajectory_id", "is not an id", not _ID.fullmatch(trajectory.trajectory_id)),
         ("/run_id", f"is not {run_id}", trajectory.run_id != run_id),
@@ -47,6 +48,7 @@ def check_judged(run_id: str, spec: JobSpec, trajectory: Trajectory) -> None:
         ("/sampling_logprobs", "do not match the tokens", sampled not in (0, tokens)),
         ("/sampling_logprobs", "are missing", trajectory.source == SOURCE_ONLINE and sampled == 0),
         ("/sampling_logprobs", "must be finite", not _finite(trajectory.sampling_logprobs)),
+        ("/group_id", "is not an id", grouped and not _ID.fullmatch(trajectory.group_id)),
     ]
     _refuse(trajectory, faults)
 

@@ -15,7 +15,6 @@ from services.replay_buffer.store import SOURCE_CODES, ReplayStore, source_name
 from spo import metrics, redis_keys
 from spo.algorithm.replay_sampling import draw_ranks, exact_counts
 from spo.errors import Conflict, FieldViolation, IntegrityError, InvalidInput, NotReady, PreconditionFailed
-from spo.job_spec import JobSpec
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.replay_service_pb2 import SampleBatchRequest, SampledTrajectory
 
@@ -47,7 +46,7 @@ class BatchDrawer:
         InvalidInput on an impossible mix, Conflict when the step already got a batch of another size, NotFound.
         """
         candidates = self.store.candidates(request.run_id)
-        portions = portions_of(request, candidates.spec)
+        portions = portions_of(request, candidates)
         deadline = time.monotonic() + min(request.wait_seconds, MAX_WAIT_SECONDS)
         while True:
             try:
@@ -75,7 +74,9 @@ class BatchDrawer:
             for portion in portions:
                 self._check(candidates, limiter, portion)
                 window = candidates.servable(portion.source, portion.correct_only)
-                ids += [window[rank].trajectory_id for rank in draw_ranks(rng, len(window), portion.count)]
+                units = portion.count // candidates.unit_size(portion.source)
+                for rank in draw_ranks(rng, len(window), units):
+                    ids += window[rank].trajectory_ids
         drawn = {portion.source: portion.count for portion in portions}
         return self.store.record_batch(request.run_id, request.step, ids, drawn)
 
@@ -109,14 +110,14 @@ class BatchDrawer:
         return batch
 
 
-def portions_of(request: SampleBatchRequest, spec: JobSpec) -> list[Portion]:
+def portions_of(request: SampleBatchRequest, candidates: Candidates) -> list[Portion]:
     """The batch's portions, from the request's mix or else the spec's. Raises InvalidInput by field."""
     if request.batch_size < 1:
         raise InvalidInput("a batch holds at least one trajectory", violations=_fault("/batch_size", "must be >= 1"))
     if any(part.source not in SOURCE_CODES for part in request.mix):
         raise InvalidInput("a mix names known sources", violations=_fault("/mix", "names an unknown source"))
     mix = [(source_name(part.source), part.share, part.correct_only) for part in request.mix]
-    mix = mix or [(part.source, part.share, part.correct_only) for part in spec.replay.mix]
+    mix = mix or [(part.source, part.share, part.correct_only) for part in candidates.spec.replay.mix]
     shares = [share for _, share, _ in mix]
     if not all(share >= 0 for share in shares) or abs(sum(shares) - 1) > 1e-6:
         raise InvalidInput("the shares of a mix sum to 1", violations=_fault("/mix", f"sums to {sum(shares):g}"))
@@ -124,6 +125,10 @@ def portions_of(request: SampleBatchRequest, spec: JobSpec) -> list[Portion]:
     if len(set(names)) < len(names):
         raise InvalidInput("a mix names each source once", violations=_fault("/mix", f"names {', '.join(names)}"))
     counts = exact_counts(shares, request.batch_size)
+    for name, count in zip(names, counts, strict=True):
+        if count % candidates.unit_size(name):
+            fault = f"gives {count} {name} trajectories, no whole number of groups of {candidates.unit_size(name)}"
+            raise InvalidInput("a batch holds whole groups", violations=_fault("/batch_size", fault))
     return [
         Portion(source, count, correct_only)
         for (source, _, correct_only), count in zip(mix, counts, strict=True)

@@ -7,29 +7,20 @@ at any time; its truth is the ledger.
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import redis
 
 from services.replay_buffer.limiter import OnlineCounts
 from services.replay_buffer.values import servable_values
+from services.replay_buffer.windows import Candidate, OfflineWindow, OnlineWindow, read_fact
 from spo import redis_keys
 from spo.errors import IntegrityError
 from spo.job_spec import JobSpec
 from spo.v1.value_pb2 import PromptValue
 
 FACTS_PER_READ = 5000
-
-
-class Candidate(NamedTuple):
-    """What the choice of a trajectory depends on; version is the weight version of its first token."""
-
-    trajectory_id: str
-    prompt_id: str
-    version: int
-    correct: bool
 
 
 class Candidates:
@@ -78,13 +69,24 @@ class Candidates:
         return OnlineCounts(
             inserted=self.counters.get("inserted:online", 0),
             sampled=self.counters.get("sampled:online", 0),
-            available=len(self.servable("online", correct_only)),
+            available=self.available("online", correct_only),
         )
+
+    def available(self, source: str, correct_only: bool) -> int:
+        """Trajectories of a source that may be drawn now."""
+        return len(self.servable(source, correct_only)) * self.unit_size(source)
+
+    def unit_size(self, source: str) -> int:
+        """Trajectories of a source that are drawn together."""
+        return self._online.unit_size if source == "online" else 1
 
     def describe(self, source: str) -> str:
         """A source's counts in words, for messages."""
         inserted, correct = (self.counters.get(f"{count}:{source}", 0) for count in ("inserted", "correct"))
-        return f"{inserted} inserted, {correct} correct, {len(self.servable(source, False))} servable"
+        said = f"{inserted} inserted, {correct} correct, {self.available(source, False)} servable"
+        if self.unit_size(source) == 1:
+            return said
+        return f"{said} in groups of {self.unit_size(source)}, {self._online.incomplete()} in incomplete groups"
 
     def qhat_0(self, prompt_id: str) -> float:
         """Qhat_0 in reward units, 0 where the spec estimates no values. Raises IntegrityError when it has no value."""
@@ -97,9 +99,9 @@ class Candidates:
     def _filter(self, source: str, correct_only: bool, oldest: int) -> list[Candidate]:
         values = self._values if self.spec.value else None
         if source == "online":
-            found = [each for each in self._online if each.version >= oldest and (each.correct or not correct_only)]
+            found = self._online.candidates(correct_only, oldest)
         else:
-            found = self._offline.get((source, correct_only), [])
+            found = self._offline[source].candidates(correct_only) if source in self._offline else []
         return [each for each in found if values is None or each.prompt_id in values]
 
     def _forget(self) -> None:
@@ -109,13 +111,13 @@ class Candidates:
         self._values_read = 0
         self._filtered: dict[tuple[str, bool], tuple[tuple[int, ...], list[Candidate]]] = {}
         # The payloads of older ones stay in Redis: they are listed, and a repeated batch may name them.
-        self._online: deque[Candidate] = deque(maxlen=self.spec.replay.online_capacity)
-        self._offline: dict[tuple[str, bool], list[Candidate]] = {}
-        self._kept: Counter[tuple[str, bool, str]] = Counter()
+        self._online = OnlineWindow(self.spec)
+        self._offline: dict[str, OfflineWindow] = {}
 
     def _ask_new(self, pipe: Any, source: str) -> None:
         key = redis_keys.replay_source(self.run_id, source)
-        if source == "online" and source not in self._seen:
+        # Which groups are whole is only known of those that were read from their first member on.
+        if source == "online" and source not in self._seen and self.spec.replay.unit == "trajectory":
             pipe.zrange(key, -self.spec.replay.online_capacity, -1, withscores=True)
         else:
             pipe.zrangebyscore(key, f"({self._seen.get(source, 0)}", "+inf", withscores=True)
@@ -125,20 +127,13 @@ class Candidates:
             ids = [trajectory_id for trajectory_id, _ in entries[start : start + FACTS_PER_READ]]
             facts: Any = self.client.hmget(redis_keys.replay_facts(self.run_id), ids)
             for trajectory_id, fact in zip(ids, facts, strict=True):
-                correct, version, prompt_id = fact.decode().split(":", 2)
-                self._add(source, Candidate(trajectory_id.decode(), prompt_id, int(version), correct == "1"))
+                candidate, group = read_fact(trajectory_id.decode(), fact.decode())
+                if source == "online":
+                    self._online.add(candidate, group)
+                else:
+                    self._offline.setdefault(source, OfflineWindow(self.spec)).add(candidate)
         if entries:
             self._seen[source] = int(entries[-1][1])
-
-    def _add(self, source: str, candidate: Candidate) -> None:
-        if source == "online":
-            self._online.append(candidate)
-            return
-        for correct_only in (False, True) if candidate.correct else (False,):
-            place = (source, correct_only, candidate.prompt_id)
-            if self._kept[place] < self.spec.replay.offline_per_prompt:
-                self._kept[place] += 1
-                self._offline.setdefault((source, correct_only), []).append(candidate)
 
     def _read_values(self, count: int) -> None:
         if self.spec.value is not None:

@@ -2,17 +2,17 @@
 -- KEYS[1] ids         sorted set: trajectory id by insertion number (the ledger)
 -- KEYS[2] duplicates  hash: id of an offline trajectory whose content was there before -> id that stands for it
 -- KEYS[3] content     hash: content digest -> id of the first trajectory with that content
--- KEYS[4] facts       hash: trajectory id -> `correct:policy version:prompt id`, what sampling must know
+-- KEYS[4] facts       hash: trajectory id -> what sampling must know, as the caller words it
 -- KEYS[5] prompts     sorted set, all scores 0: `prompt id:insertion number, 16 digits:trajectory id`
 -- KEYS[6] counters    hash: number (the last insertion number), inserted:<source>, correct:<source>
 -- KEYS[7..]           per source a sorted set: trajectory id by insertion number
 -- ARGV, per trajectory 7 values: id, index of its source's key, source, content digest ('' for online), 1 if correct,
---   policy version, prompt id
+--   facts, prompt id
 -- Returns one number per trajectory: 1 entered, 0 same id already there, -1 another id with the same content is there.
 local results = {}
 for at = 1, #ARGV, 7 do
   local id, key, source, content = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2], ARGV[at + 3]
-  local correct, version, prompt = ARGV[at + 4], ARGV[at + 5], ARGV[at + 6]
+  local correct, facts, prompt = ARGV[at + 4], ARGV[at + 5], ARGV[at + 6]
   local result = 1
   if redis.call('ZSCORE', KEYS[1], id) then
     result = 0
@@ -22,7 +22,7 @@ for at = 1, #ARGV, 7 do
   else
     local number = redis.call('HINCRBY', KEYS[6], 'number', 1)
     redis.call('ZADD', KEYS[1], number, id)
-    redis.call('HSET', KEYS[4], id, correct .. ':' .. version .. ':' .. prompt)
+    redis.call('HSET', KEYS[4], id, facts)
     redis.call('ZADD', KEYS[5], 0, prompt .. ':' .. string.format('%016d', number) .. ':' .. id)
     redis.call('ZADD', KEYS[key], number, id)
     redis.call('HINCRBY', KEYS[6], 'inserted:' .. source, 1)

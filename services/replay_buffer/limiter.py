@@ -8,6 +8,7 @@ Counted in online trajectories, with diff = inserted * samples_per_insert - samp
   correct, to fill a batch.
 The buffer is widened to one batch plus one group of inserts, so that always at least one of the two is admissible:
 where diff blocks the batch, diff < n - error_buffer <= error_buffer - group * samples_per_insert admits a group.
+Where whole groups are drawn the same counts hold: the window then keeps as many whole groups as fit, at least one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ from spo.job_spec import JobSpec
 
 # More than any feeder asks for; keeps tiny samples_per_insert out of the infinities.
 MAX_ADMISSIBLE = 1_000_000
+
+
+def groups_kept(spec: JobSpec) -> int:
+    """Whole groups that the online window holds, at least one."""
+    return max(1, spec.replay.online_capacity // spec.rollout.samples_per_prompt)
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,14 @@ class Limiter:
         counts = exact_counts([part.share for part in spec.replay.mix], spec.trainer.batch_size)
         per_batch = sum(count for part, count in zip(spec.replay.mix, counts, strict=True) if part.source == "online")
         group = spec.rollout.samples_per_prompt
+        capacity = spec.replay.online_capacity
+        if spec.replay.unit == "group":
+            capacity = groups_kept(spec) * group
         return Limiter(
             min_online=spec.replay.min_online,
             samples_per_insert=spec.replay.samples_per_insert,
             error_buffer=max(float(spec.replay.error_buffer), per_batch + group * spec.replay.samples_per_insert),
-            capacity=spec.replay.online_capacity,
+            capacity=capacity,
             per_batch=per_batch,
             group=group,
         )

@@ -74,6 +74,6 @@ def _count(candidates: Candidates, code: Source.ValueType, correct_only: dict[So
     name = cast(SourceName, source_name(code))
     return replay.SourceCount(
         source=code,
-        available=len(candidates.servable(name, correct_only.get(name, False))),
+        available=candidates.available(name, correct_only.get(name, False)),
         **{count: candidates.counters.get(f"{count}:{name}", 0) for count in ("inserted", "sampled", "correct")},
     )

@@ -13,6 +13,7 @@ import redis
 
 from services.replay_buffer.admission import check_judged, check_scored, content_digest
 from services.replay_buffer.candidates import Candidates
+from services.replay_buffer.windows import fact_of, is_correct
 from spo import metrics, redis_keys
 from spo.errors import NotFound
 from spo.job_spec import JobSpec, spec_from_json
@@ -71,7 +72,7 @@ class ReplayStore:
         if not trajectories:
             return 0, 0
         self._write_payloads(run_id, trajectories)
-        results: list[Any] = self._insert(keys=_keys(run_id), args=_arguments(trajectories))
+        results: list[Any] = self._insert(keys=_keys(run_id), args=_arguments(spec, trajectories))
         orphans = [each.trajectory_id for each, result in zip(trajectories, results, strict=True) if result == -1]
         if orphans:
             self.client.unlink(*[redis_keys.replay_trajectory(run_id, orphan) for orphan in orphans])
@@ -165,7 +166,7 @@ def _keys(run_id: str) -> list[str]:
     ]
 
 
-def _arguments(trajectories: Sequence[Trajectory]) -> list[str | int]:
+def _arguments(spec: JobSpec, trajectories: Sequence[Trajectory]) -> list[str | int]:
     arguments: list[str | int] = []
     for trajectory in trajectories:
         arguments += [
@@ -173,9 +174,8 @@ def _arguments(trajectories: Sequence[Trajectory]) -> list[str | int]:
             7 + SOURCE_CODES.index(trajectory.source),
             source_name(trajectory.source),
             content_digest(trajectory),
-            # Rewards are at most 0, the best there is.
-            int(trajectory.reward == 0),
-            trajectory.policy_version_first,
+            int(is_correct(spec, trajectory)),
+            fact_of(spec, trajectory),
             trajectory.prompt_id,
         ]
     return arguments

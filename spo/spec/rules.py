@@ -31,13 +31,15 @@ def values_are_there(spec: JobSpec) -> Iterator[Violation]:
 def sources_exist(spec: JobSpec) -> Iterator[Violation]:
     """Each source with a share has somewhere to come from."""
     shares = {part.source: part.share for part in spec.replay.mix if part.share > 0}
-    if "reference" in shares and not (spec.value and spec.offline.keep_reference_samples):
+    pivotal = spec.value.pivotal if spec.value else None
+    keeps = spec.offline.keep_reference_samples or (pivotal is not None and pivotal.keep_rollouts)
+    if "reference" in shares and not (spec.value and keeps):
         yield "replay/mix", "a share of reference samples needs `value` and keep_reference_samples"
     if "human" in shares and not spec.offline.human_solutions:
         yield "replay/mix", "a share of human solutions needs offline.human_solutions"
     if "other_run" in shares and not spec.offline.experience:
         yield "replay/mix", "a share of other_run needs offline.experience"
-    if "annotated" in shares and not (spec.value and spec.value.pivotal) and not spec.offline.experience:
+    if "annotated" in shares and not pivotal and not spec.offline.experience:
         yield "replay/mix", "a share of annotated trajectories needs value.pivotal or offline.experience"
 
 
@@ -66,6 +68,9 @@ def groups_fit(spec: JobSpec) -> Iterator[Violation]:
     """Whole groups fill the online part of a batch exactly."""
     if spec.replay.unit != "group":
         return
+    for index, part in enumerate(spec.replay.mix):
+        if part.source == "online" and part.correct_only:
+            yield f"replay/mix/{index}/correct_only", "whole groups hold right and wrong samples: not with unit group"
     online = spec.replay.online_share * spec.trainer.batch_size
     if abs(online / spec.rollout.samples_per_prompt - round(online / spec.rollout.samples_per_prompt)) > 1e-6:
         yield (
@@ -73,6 +78,21 @@ def groups_fit(spec: JobSpec) -> Iterator[Violation]:
             f"{online:g} online trajectories per batch are no whole number of groups of "
             f"{spec.rollout.samples_per_prompt}",
         )
+
+
+def pivotal_search_can_work(spec: JobSpec) -> Iterator[Violation]:
+    """The search needs correct trajectories, a yes or no for each rollout, and time before labels are served."""
+    pivotal = spec.value.pivotal if spec.value else None
+    if pivotal is None:
+        return
+    there = {"human": spec.offline.human_solutions, "reference": spec.offline.keep_reference_samples}
+    if not any(there[source] for source in pivotal.sources):
+        yield "value/pivotal/sources", "no trajectory of these sources is kept"
+    if spec.tasks.reward.score != "all_tests":
+        yield "value/pivotal", "success rates need rewards that say yes or no: score all_tests"
+    served = any(part.source == "annotated" and part.share > 0 for part in spec.replay.mix)
+    if pivotal.when == "idle" and served and not spec.offline.experience:
+        yield "value/pivotal/when", "a share of annotated trajectories needs them before_training"
 
 
 def critic_belongs_to_ppo(spec: JobSpec) -> Iterator[Violation]:
@@ -121,12 +141,6 @@ def unbuilt_value(spec: JobSpec) -> Iterator[Violation]:
         yield "value/unsolved", "retry_hotter is not built yet"
 
 
-def unbuilt_pivotal(spec: JobSpec) -> Iterator[Violation]:
-    """Pivotal Token Search."""
-    if spec.value and spec.value.pivotal:
-        yield "value/pivotal", "is not built yet"
-
-
 def unbuilt_offline(spec: JobSpec) -> Iterator[Violation]:
     """Experience from before the run."""
     if spec.offline.experience:
@@ -137,8 +151,6 @@ def unbuilt_offline(spec: JobSpec) -> Iterator[Violation]:
 
 def unbuilt_replay(spec: JobSpec) -> Iterator[Violation]:
     """Samplers and filters."""
-    if spec.replay.unit != "trajectory":
-        yield "replay/unit", "group is not built yet"
     if spec.replay.max_times_sampled is not None:
         yield "replay/max_times_sampled", "is not built yet"
     for index, part in enumerate(spec.replay.mix):
@@ -151,12 +163,12 @@ RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
     sources_exist,
     terms_can_use_their_sources,
     groups_fit,
+    pivotal_search_can_work,
     critic_belongs_to_ppo,
     schedule_fits,
     unbuilt_algorithm,
     unbuilt_reward,
     unbuilt_value,
-    unbuilt_pivotal,
     unbuilt_offline,
     unbuilt_replay,
 )

@@ -30,10 +30,11 @@ DELIVERIES = st.lists(
 )
 
 
-def delivered(number: int, source: Any) -> Trajectory:
+def delivered(number: int, source: Any, group_size: int) -> Trajectory:
     # Numbers 20 to 39 spell the programs of 0 to 19 differently.
     text = f"print({number % 20})" if number < 20 else f"print( {number % 20} ) # again"
-    return trajectory(number, source, text=text, right=number % 3 > 0, version=number // 8)
+    size = group_size if source == SOURCE_ONLINE else 1
+    return trajectory(number, source, text=text, right=number % 3 > 0, version=number // 8, group_size=size)
 
 
 def content(each: Trajectory) -> tuple[Any, ...]:
@@ -44,12 +45,18 @@ class Buffer(RuleBasedStateMachine):
     """`entered` is what the ledger should hold, in order; `stands_for` the duplicates by content."""
 
     client: redis.Redis
+    group_size = 1
 
     def __init__(self) -> None:
         super().__init__()
         self.client.flushall()
         replay = {"min_online": 4, "offline_per_prompt": PER_PROMPT, "online_capacity": CAPACITY}
-        start_run(self.client, replay=replay | {"max_staleness": MAX_STALENESS}, trainer={"batch_size": 8})
+        start_run(
+            self.client,
+            replay=replay | {"max_staleness": MAX_STALENESS, "unit": "group" if self.group_size > 1 else "trajectory"},
+            trainer={"batch_size": 8},
+            rollout={"samples_per_prompt": self.group_size},
+        )
         self.store = ReplayStore(self.client)
         self.entered: dict[str, Trajectory] = {}
         self.stands_for: dict[str, str] = {}
@@ -58,7 +65,7 @@ class Buffer(RuleBasedStateMachine):
 
     @rule(deliveries=DELIVERIES)
     def append(self, deliveries: list[tuple[int, Any]]) -> None:
-        sent = [delivered(number, source) for number, source in deliveries]
+        sent = [delivered(number, source, self.group_size) for number, source in deliveries]
         before = len(self.entered)
         for each in sent:
             if each.trajectory_id in self.entered:
@@ -86,8 +93,9 @@ class Buffer(RuleBasedStateMachine):
             return
         self.batches[step] = ids
         assert Counter(each.source for each in batch) == {SOURCE_ONLINE: 4, SOURCE_REFERENCE: 2, SOURCE_HUMAN: 2}
-        online = [each for each in self.entered.values() if each.source == SOURCE_ONLINE]
-        window = {each.trajectory_id for each in online[-CAPACITY:]}
+        window = self._window()
+        drawn = Counter(each.group_id for each in batch if each.source == SOURCE_ONLINE)
+        assert all(count % self.group_size == 0 for count in drawn.values())
         for each in batch:
             assert each == self.entered[each.trajectory_id]
             if each.source == SOURCE_ONLINE:
@@ -123,6 +131,18 @@ class Buffer(RuleBasedStateMachine):
         for duplicate, first in self.stands_for.items():
             assert self.store.one(RUN, duplicate) == self.entered[first]
 
+    def _window(self) -> set[str]:
+        """Ids of the newest whole groups."""
+        groups: dict[str, list[str]] = {}
+        whole: list[list[str]] = []
+        for each in self.entered.values():
+            if each.source == SOURCE_ONLINE:
+                members = groups.setdefault(each.group_id, [])
+                members.append(each.trajectory_id)
+                if len(members) == self.group_size:
+                    whole.append(members)
+        return {member for members in whole[-CAPACITY // self.group_size :] for member in members}
+
     def _with_content(self, sought: Trajectory) -> str:
         if sought.source == SOURCE_ONLINE:
             return ""
@@ -130,13 +150,23 @@ class Buffer(RuleBasedStateMachine):
         return next(same, "")
 
 
-def test_the_buffer_agrees_with_a_dictionary_under_any_deliveries(redis_client: redis.Redis) -> None:
+class BufferOfGroups(Buffer):
+    """The same, where online trajectories are drawn in whole groups of two."""
+
+    group_size = 2
+
+
+@pytest.mark.parametrize("machine", [Buffer, BufferOfGroups])
+def test_the_buffer_agrees_with_a_dictionary_under_any_deliveries(
+    redis_client: redis.Redis, machine: type[Buffer]
+) -> None:
     Buffer.client = redis_client
-    run_state_machine_as_test(Buffer, settings=settings(max_examples=40, stateful_step_count=25, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=30, stateful_step_count=25, deadline=None))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_buffer_agrees_with_a_dictionary_for_ten_thousand_steps(redis_client: redis.Redis) -> None:
     Buffer.client = redis_client
-    run_state_machine_as_test(Buffer, settings=settings(max_examples=200, stateful_step_count=50, deadline=None))
+    for machine in (Buffer, BufferOfGroups):
+        run_state_machine_as_test(machine, settings=settings(max_examples=100, stateful_step_count=50, deadline=None))

@@ -9,19 +9,20 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.replay_buffer.limiter import Limiter, OnlineCounts
+from services.replay_buffer.limiter import Limiter, OnlineCounts, groups_kept
 from spo.job_spec import parse_job_spec
 
 SPECS = st.builds(
     lambda share, **fields: parse_job_spec(
         {
             "model": {"path": "/pi0"},
-            "trainer": {"batch_size": fields["batch_size"]},
+            # Four groups' worth keeps the online part of every share a whole number of groups.
+            "trainer": {"batch_size": fields["batch_size"] * (4 * fields["group"] if fields["unit"] == "group" else 1)},
             "rollout": {"samples_per_prompt": fields["group"]},
             "replay": {
                 "mix": [{"source": "online", "share": share}, {"source": "human", "share": 1 - share}],
                 **{name: fields[name] for name in ("samples_per_insert", "error_buffer", "min_online")},
-                **{name: fields[name] for name in ("online_capacity", "max_staleness")},
+                **{name: fields[name] for name in ("online_capacity", "max_staleness", "unit")},
             },
         }
     ),
@@ -33,6 +34,7 @@ SPECS = st.builds(
     min_online=st.integers(0, 200),
     online_capacity=st.integers(1, 300),
     max_staleness=st.integers(0, 3),
+    unit=st.sampled_from(["trajectory", "group"]),
 )
 
 
@@ -40,9 +42,10 @@ SPECS = st.builds(
 def test_a_run_under_any_spec_can_always_go_on(spec: Any, steps_per_version: int, eager: bool, seed: int) -> None:
     luck = random.Random(seed)
     limiter, group = Limiter.of(spec), spec.rollout.samples_per_prompt
-    window: deque[tuple[int, bool]] = deque(maxlen=spec.replay.online_capacity)
+    whole = spec.replay.unit == "group"
+    window: deque[tuple[int, bool]] = deque(maxlen=groups_kept(spec) * group if whole else spec.replay.online_capacity)
     inserted = sampled = steps = version = 0
-    correct_only = luck.random() < 0.3
+    correct_only = luck.random() < 0.3 and not whole
     for _ in range(80):
         available = sum(
             born >= version - spec.replay.max_staleness and (right or not correct_only) for born, right in window
@@ -57,8 +60,11 @@ def test_a_run_under_any_spec_can_always_go_on(spec: Any, steps_per_version: int
             version = steps // steps_per_version
         elif may_insert:
             inserted += group
-            # Some groups were begun under older weights.
-            window.extend((version - luck.choice([0, 0, 1]), luck.random() < 0.2) for _ in range(group))
+            # Some groups were begun under older weights; a group with a poisonous sample never gets whole.
+            if whole and luck.random() < 0.8:
+                window.extend([(version - luck.choice([0, 0, 1]), False)] * group)
+            elif not whole:
+                window.extend((version - luck.choice([0, 0, 1]), luck.random() < 0.2) for _ in range(group))
 
 
 @given(spec=SPECS, inserted=st.integers(0, 10_000), sampled=st.integers(0, 10_000))
