@@ -9,6 +9,14 @@ INFERENCE_RUNNING = Gauge("spo_inference_running_sequences", "Sequences being de
 JUDGE_VERDICTS = Counter("spo_judge_verdicts_total", "Verdicts given", ["outcome"])
 JUDGE_CACHE_HITS = Counter("spo_judge_cache_hits_total", "Verdicts answered from the cache")
 JUDGE_PROGRAM_SECONDS = Histogram("spo_judge_program_seconds", "CPU seconds per judged program")
+JUDGE_RECHECKED_PROGRAMS = Counter(
+    "spo_judge_rechecked_programs_total", "Programs judged again to see whether it differs"
+)
+JUDGE_FLAKY_PROGRAMS = Counter("spo_judge_flaky_programs_total", "Of those, programs whose verdict differed")
+JUDGE_SUSPECTED_HARD_CODED = Counter(
+    "spo_judge_suspected_hard_coded_total", "Programs that seem to print remembered answers of public tests"
+)
+JUDGE_ISOLATION = Gauge("spo_judge_isolation", "1 for the isolation tier in force", ["tier"])
 REPLAY_INSERTS = Counter("spo_replay_inserts_total", "Trajectories offered to the buffer", ["result"])
 REPLAY_SAMPLE_AGE = Histogram(
     "spo_replay_sample_age_versions",
@@ -24,6 +32,7 @@ WEIGHTS_BYTES = Counter("spo_weights_bytes_total", "Bytes of weights moved")
 TRAINER_STEP_SECONDS = Histogram("spo_trainer_step_seconds", "Seconds per optimiser step")
 TRAINER_WAIT_SECONDS = Histogram("spo_trainer_wait_batch_seconds", "Seconds the trainer waited for a batch")
 VALUE_SAMPLES = Counter("spo_value_samples_total", "Samples of pi0 spent on value estimation")
+PIVOTAL_ROLLOUTS = Counter("spo_pivotal_rollouts_total", "Rollouts of pi0 from prefixes, in search of pivotal tokens")
 JOBS = Gauge("spo_jobs", "Jobs by state", ["state"])
 REPLICAS = Gauge("spo_replicas", "Live registered replicas", ["pool"])
 

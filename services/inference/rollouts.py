@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,7 @@ class StartedGroup:
     request: PromptGroup
     sampler: str
     samples: SampleGroup
+    tokenizer: Any
 
     @property
     def future(self) -> Future[list[Sample]]:
@@ -58,6 +60,7 @@ class StartedGroup:
 
     def _trajectory(self, index: int, drawn: SampleRequest, sample: Sample, now: int) -> Trajectory:
         group = self.request
+        prefix = group.response_prefix_token_ids
         return Trajectory(
             trajectory_id=redis_keys.trajectory_id(
                 group.run_id, group.group_id, index, group.attempt, sample.version_first
@@ -68,10 +71,11 @@ class StartedGroup:
             sample_index=index,
             attempt=group.attempt,
             source=group.source,
-            prompt_token_ids=drawn.prompt_token_ids,
-            response_token_ids=sample.token_ids,
-            sampling_logprobs=sample.logprobs,
-            response_text=sample.text,
+            prompt_token_ids=drawn.prompt_token_ids[: len(drawn.prompt_token_ids) - len(prefix)],
+            response_token_ids=[*prefix, *sample.token_ids],
+            # Of the prefix nobody knows them: it was given.
+            sampling_logprobs=[] if prefix else sample.logprobs,
+            response_text=self._text([*prefix, *sample.token_ids]) if prefix else sample.text,
             policy_version_first=sample.version_first,
             policy_version_last=sample.version_last,
             temperature=drawn.temperature,
@@ -82,6 +86,10 @@ class StartedGroup:
             created_unix_ms=now,
             hops=[Hop(service="inference", at_unix_ms=now)],
         )
+
+    def _text(self, token_ids: list[int]) -> str:
+        with _TOKENIZER:
+            return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 def start_group(replica: Replica, group: PromptGroup) -> StartedGroup:
@@ -95,20 +103,28 @@ def start_group(replica: Replica, group: PromptGroup) -> StartedGroup:
     if group.HasField("policy_version"):
         wanted = assignment.versions.resolve(group.run_id, group.policy_version)
     prompt_token_ids = _prompt_tokens(assignment, group)
-    requests = draw_samples(prompt_token_ids, group.sampling)
+    requests = draw_samples(prompt_token_ids, group.sampling, tuple(group.response_prefix_token_ids))
     samples = SampleGroup(group.run_id, requests, wanted)
     assignment.engine.submit(samples)
-    return StartedGroup(group, assignment.sampler, samples)
+    return StartedGroup(group, assignment.sampler, samples, assignment.tokenizer)
 
 
-def draw_samples(prompt_token_ids: tuple[int, ...], sampling: Sampling) -> list[SampleRequest]:
-    """One request per sample: its temperature from U(min, max) and its own seed, both decided by the group's seed."""
+def draw_samples(
+    prompt_token_ids: tuple[int, ...], sampling: Sampling, prefix: tuple[int, ...] = ()
+) -> list[SampleRequest]:
+    """One request per sample: its temperature from U(min, max) and its own seed, both decided by the group's seed.
+
+    The engine takes the response's given prefix for a part of the prompt.
+    """
     _check_sampling(sampling)
+    room = sampling.max_tokens - len(prefix)
+    if room < 1:
+        raise InvalidInput(f"a prefix of {len(prefix)} tokens leaves no room in a response of {sampling.max_tokens}")
     generator = np.random.default_rng(sampling.seed)
     temperatures = generator.uniform(sampling.temperature_min, sampling.temperature_max, sampling.samples)
     seeds = generator.integers(0, 2**63 - 1, sampling.samples)
     return [
-        SampleRequest(prompt_token_ids, float(temperature), sampling.top_p, sampling.max_tokens, int(seed))
+        SampleRequest((*prompt_token_ids, *prefix), float(temperature), sampling.top_p, room, int(seed))
         for temperature, seed in zip(temperatures, seeds, strict=True)
     ]
 

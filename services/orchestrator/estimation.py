@@ -1,8 +1,11 @@
-"""Asking for Qhat_0: one EstimateRequest per training prompt, published once whatever restarts in between."""
+"""Asking about pi0: an EstimateRequest per training prompt, then a PivotalRequest where the spec wants pivotal tokens.
+
+Each is published once, whatever restarts in between.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from services.orchestrator.commit import Commit, Guard, Write
 from services.orchestrator.jobs import JobStore
@@ -14,33 +17,60 @@ from spo.job_spec import JobSpec
 from spo.streams import append_words
 from spo.tasks.problem import Problem
 from spo.v1.prompt_pb2 import Sampling
-from spo.v1.value_pb2 import EstimateRequest
+from spo.v1.value_pb2 import EstimateRequest, PivotalRequest
 
 CHUNK = 128
-_POSITION = "estimates_published"
 
 
 def publish_estimates(jobs: JobStore, job_id: str, problems: Sequence[Problem]) -> None:
-    """Put the prompts without a value on the stream `estimates`, continuing where an earlier process stopped.
+    """Put the prompts without a value on the stream `estimates`."""
+    spec = jobs.spec(job_id)
+    _publish(
+        jobs,
+        job_id,
+        problems,
+        position_field="estimates_published",
+        done_key=redis_keys.run_values(job_id),
+        entry=lambda problem: append_words(redis_keys.estimates(), _request(job_id, spec, problem).SerializeToString()),
+    )
+
+
+def publish_pivotal(jobs: JobStore, job_id: str, problems: Sequence[Problem]) -> None:
+    """Put the prompts whose correct trajectories are not yet searched for pivotal tokens on the stream `pivotal`."""
+    spec = jobs.spec(job_id)
+
+    def entry(problem: Problem) -> Write:
+        request = PivotalRequest(run_id=job_id, prompt=prompt_of(problem, spec))
+        return append_words(redis_keys.pivotal(), request.SerializeToString())
+
+    done_key = redis_keys.run_pivotal(job_id)
+    _publish(jobs, job_id, problems, position_field="pivotal_published", done_key=done_key, entry=entry)
+
+
+def _publish(
+    jobs: JobStore,
+    job_id: str,
+    problems: Sequence[Problem],
+    *,
+    position_field: str,
+    done_key: str,
+    entry: Callable[[Problem], Write],
+) -> None:
+    """Continue where an earlier process stopped.
 
     The position moves in the same atomic step as the entries, so no prompt is asked for twice or forgotten.
     """
-    spec = jobs.spec(job_id)
-    stored = jobs.client.hget(redis_keys.job_record(job_id), _POSITION)
+    stored = jobs.client.hget(redis_keys.job_record(job_id), position_field)
     position = int(stored or 0)
     while position < len(problems):
         chunk = problems[position : position + CHUNK]
-        known = jobs.client.hmget(redis_keys.run_values(job_id), [problem.problem_id for problem in chunk])
-        wanted = [problem for problem, value in zip(chunk, known, strict=True) if value is None]
-        writes: list[Write] = [
-            append_words(redis_keys.estimates(), _request(job_id, spec, problem).SerializeToString())
-            for problem in wanted
-        ]
+        known = jobs.client.hmget(done_key, [problem.problem_id for problem in chunk])
+        writes = [entry(problem) for problem, done in zip(chunk, known, strict=True) if done is None]
         outcome = Commit(
             job_id,
             (JobState.ESTIMATING,),
-            guard=Guard(redis_keys.job_record(job_id), _POSITION, str(position) if position else ""),
-            writes=[*writes, ("HSET", redis_keys.job_record(job_id), _POSITION, position + len(chunk))],
+            guard=Guard(redis_keys.job_record(job_id), position_field, str(position) if position else ""),
+            writes=[*writes, ("HSET", redis_keys.job_record(job_id), position_field, position + len(chunk))],
         ).run(jobs.client, jobs.durable)
         if not outcome.done:
             # Cancelled meanwhile, or another orchestrator is at it: its position decides.

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import redis
 
 from services.orchestrator.commit import Write
-from services.orchestrator.estimation import publish_estimates
+from services.orchestrator.estimation import publish_estimates, publish_pivotal
 from services.orchestrator.evaluation import Evaluator
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import Leases
@@ -25,11 +26,13 @@ from services.orchestrator.series import latest_step
 from services.orchestrator.settings import Settings
 from services.orchestrator.states import ACTIVE, JobState
 from services.orchestrator.task_sets import TaskLibrary
-from services.orchestrator.watch import MIN_DEAD_LETTERS, Watch, dead_estimates, dead_letters
+from services.orchestrator.watch import MIN_DEAD_LETTERS, Watch, dead_letters, dead_requests
 from spo import redis_keys
 from spo.errors import PreconditionFailed, SpoError
+from spo.job_spec import JobSpec
 from spo.logs import get_logger
 from spo.rpc import Client
+from spo.tasks.problem import Problem
 from spo.v1.judge_service_pb2 import UploadTestsRequest
 
 log = get_logger("runner")
@@ -61,7 +64,7 @@ class JobRunner:
         self.judge = judge
         self.settings = settings
         self.watch = Watch(jobs, replicas, leases, settings.stall_seconds)
-        self._told: dict[str, tuple[int, float]] = {}
+        self._told: dict[tuple[str, str], tuple[int, float]] = {}
         self._pausing_since: dict[str, float] = {}
         self._kept_house_at = 0.0
 
@@ -154,16 +157,29 @@ class JobRunner:
         publish_estimates(self.jobs, job_id, problems)
         done = int(self.jobs.client.hlen(redis_keys.run_values(job_id)))
         self._tell_progress(job_id, done, len(problems))
-        given_up = len(dead_estimates(self.jobs.client, job_id)) if done < len(problems) else 0
+        given_up = len(dead_requests(self.jobs.client, job_id, redis_keys.estimates())) if done < len(problems) else 0
         self._refuse_dead_letters(given_up, len(problems), "estimates")
-        if done + given_up >= len(problems):
+        if done + given_up >= len(problems) and self._pivotal_is_over(job_id, spec, problems):
             self.jobs.transition(job_id, JobState.RUNNING, f"{done} of {len(problems)} prompts have a value")
 
-    def _tell_progress(self, job_id: str, done: int, total: int) -> None:
-        told, at = self._told.get(job_id, (-1, 0.0))
+    def _pivotal_is_over(self, job_id: str, spec: JobSpec, problems: Sequence[Problem]) -> bool:
+        """Ask for pivotal tokens where the spec wants them; whether training may begin."""
+        if spec.value is None or spec.value.pivotal is None:
+            return True
+        publish_pivotal(self.jobs, job_id, problems)
+        if spec.value.pivotal.when == "idle":
+            return True
+        done = int(self.jobs.client.hlen(redis_keys.run_pivotal(job_id)))
+        self._tell_progress(job_id, done, len(problems), "pivotal")
+        given_up = len(dead_requests(self.jobs.client, job_id, redis_keys.pivotal())) if done < len(problems) else 0
+        self._refuse_dead_letters(given_up, len(problems), "pivotal")
+        return done + given_up >= len(problems)
+
+    def _tell_progress(self, job_id: str, done: int, total: int, stage: str = "estimating") -> None:
+        told, at = self._told.get((job_id, stage), (-1, 0.0))
         if done != told and (done == total or time.monotonic() - at > PROGRESS_SECONDS):
-            self._told[job_id] = (done, time.monotonic())
-            self.jobs.append(job_id, "progress", {"stage": "estimating", "done": done, "total": total})
+            self._told[job_id, stage] = (done, time.monotonic())
+            self.jobs.append(job_id, "progress", {"stage": stage, "done": done, "total": total})
 
     def _check_dead_letters(self, job_id: str) -> None:
         if time.monotonic() - self._kept_house_at <= HOUSEKEEPING_SECONDS:

@@ -27,9 +27,10 @@ MAX_DEAD_READ = 10_000
 
 @dataclass(frozen=True)
 class Belt:
-    """How much waits at each stage; rollouts, verdicts and estimates are shared by all runs."""
+    """How much waits at each stage; all but prompts are shared by all runs."""
 
     estimates: StreamDepth
+    pivotal: StreamDepth
     prompts: StreamDepth
     rollouts: StreamDepth
     verdicts: StreamDepth
@@ -40,9 +41,10 @@ class Belt:
 
 
 def belt(client: redis.Redis, run_id: str) -> Belt:
-    """The depths of the four streams a run passes through."""
+    """The depths of the streams a run passes through."""
     return Belt(
         estimates=depth(client, redis_keys.estimates(), redis_keys.VALUE_GROUP),
+        pivotal=depth(client, redis_keys.pivotal(), redis_keys.VALUE_GROUP),
         prompts=depth(client, redis_keys.prompts(run_id), redis_keys.INFERENCE_GROUP),
         rollouts=depth(client, redis_keys.rollouts(), redis_keys.JUDGE_GROUP),
         verdicts=depth(client, redis_keys.verdicts(), redis_keys.INGEST_GROUP),
@@ -55,13 +57,14 @@ def dead_letters(client: redis.Redis, run_id: str) -> dict[str, int]:
     for name, stream in (("rollouts", redis_keys.rollouts()), ("verdicts", redis_keys.verdicts())):
         payloads = _dead_payloads(client, stream)
         counts[name] = sum(RolloutGroup.FromString(raw).request.run_id == run_id for raw in payloads)
-    counts["estimates"] = len(dead_estimates(client, run_id))
+    counts["estimates"] = len(dead_requests(client, run_id, redis_keys.estimates()))
     return counts
 
 
-def dead_estimates(client: redis.Redis, run_id: str) -> set[str]:
-    """Prompts of the run whose value was given up on."""
-    requests = map(EstimateRequest.FromString, _dead_payloads(client, redis_keys.estimates()))
+def dead_requests(client: redis.Redis, run_id: str, stream: str) -> set[str]:
+    """Prompts of the run that value-estimation gave up on, on the stream `estimates` or `pivotal`."""
+    # A PivotalRequest has the first two fields of an EstimateRequest, and no others.
+    requests = map(EstimateRequest.FromString, _dead_payloads(client, stream))
     return {request.prompt.prompt_id for request in requests if request.run_id == run_id}
 
 
@@ -80,7 +83,8 @@ def waits(jobs: JobStore, replicas: Replicas, leases: Leases, job_id: str) -> li
         found.append("the job waits for the running one to end")
     if state is JobState.ESTIMATING:
         found += _missing(pools, "inference", "sandbox-judge", "value-estimation")
-        found.append(f"training waits for {depths['estimates']} prompts at value-estimation")
+        waiting = depths["estimates"] or depths["pivotal"]
+        found.append(f"training waits for {waiting} prompts at value-estimation")
     if state is JobState.RUNNING:
         found += _missing(pools, "inference", "sandbox-judge", "replay-buffer", "value-estimation")
         if not leases.lease(job_id).live and "trained_steps" not in jobs.record(job_id):
@@ -141,6 +145,7 @@ class Watch:
         return (
             self.jobs.state(job_id),
             client.hlen(redis_keys.run_values(job_id)),
+            client.hlen(redis_keys.run_pivotal(job_id)),
             latest_step(client, job_id),
             len(evaluation_results(client, job_id)),
             client.zcard(redis_keys.replay_ids(job_id)),

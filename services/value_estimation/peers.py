@@ -11,6 +11,7 @@ from services.value_estimation.settings import Settings
 from spo.errors import NotFound, NotReady
 from spo.rpc import Client
 from spo.v1.inference_service_pb2 import GenerateRequest, GenerateResponse
+from spo.v1.inference_service_pb2_grpc import InferenceServiceStub
 from spo.v1.judge_service_pb2 import (
     PRIORITY_TRAINING,
     DescribeJudgeRequest,
@@ -18,8 +19,10 @@ from spo.v1.judge_service_pb2 import (
     JudgeRequest,
     JudgeResponse,
 )
-from spo.v1.prompt_pb2 import SOURCE_REFERENCE, Prompt, PromptGroup
+from spo.v1.judge_service_pb2_grpc import JudgeServiceStub
+from spo.v1.prompt_pb2 import SOURCE_REFERENCE, Prompt, PromptGroup, Source
 from spo.v1.replay_service_pb2 import AppendRequest, ListTrajectoriesRequest, ListTrajectoriesResponse
+from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_INTERNAL_ERROR, Verdict
 
@@ -72,9 +75,11 @@ class Peers:
         request = AppendRequest(run_id=run_id, trajectories=trajectories)
         self._ask(self.replay, "Append", request, SHORT_DEADLINE_SECONDS)
 
-    def stored_samples(self, run_id: str, prompt_id: str) -> list[Trajectory]:
-        """The reference samples of a prompt in another run's buffer, oldest first; none when the run is gone."""
-        request = ListTrajectoriesRequest(run_id=run_id, prompt_id=prompt_id, source=SOURCE_REFERENCE, limit=PAGE)
+    def stored_samples(
+        self, run_id: str, prompt_id: str, source: Source.ValueType = SOURCE_REFERENCE
+    ) -> list[Trajectory]:
+        """The samples of a prompt in a run's buffer, oldest first; none when the run is gone."""
+        request = ListTrajectoriesRequest(run_id=run_id, prompt_id=prompt_id, source=source, limit=PAGE)
         found: list[Trajectory] = []
         try:
             while True:
@@ -98,3 +103,14 @@ class Peers:
             wanted=self.wanted,
             passing=PASSING_CODES,
         )
+
+
+def connect_peers(settings: Settings, stop: threading.Event) -> Peers:
+    """Clients at the addresses of the settings."""
+    return Peers(
+        Client("inference", settings.inference_address, InferenceServiceStub),
+        Client("sandbox-judge", settings.sandbox_judge_address, JudgeServiceStub),
+        Client("replay-buffer", settings.replay_buffer_address, ReplayServiceStub),
+        settings,
+        stop,
+    )

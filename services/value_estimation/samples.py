@@ -28,8 +28,13 @@ class SampleMaker:
     reference: Reference
     peers: Peers
 
-    def sample_reference(self, prompt: Prompt, sampling: Sampling, name: str) -> list[Trajectory]:
-        """Samples of pi0, judged and scored; `name` makes their ids, so a repeated chunk is the same chunk."""
+    def sample_reference(
+        self, prompt: Prompt, sampling: Sampling, name: str, prefix: Sequence[int] = ()
+    ) -> list[Trajectory]:
+        """Samples of pi0, judged and scored; `name` makes their ids, so a repeated chunk is the same chunk.
+
+        They go on from the response tokens of `prefix`.
+        """
         group = PromptGroup(
             group_id=f"{name}-{prompt.prompt_id[:24]}",
             run_id=self.run_id,
@@ -38,6 +43,7 @@ class SampleMaker:
             policy_version=REFERENCE_VERSION,
             source=SOURCE_REFERENCE,
             dispatched_unix_ms=int(time.time() * 1000),
+            response_prefix_token_ids=prefix,
         )
         trajectories = self.peers.generate(group)
         self._judge(prompt, trajectories)

@@ -14,6 +14,7 @@ from typing import Any
 import redis
 from google.protobuf.message import DecodeError
 
+from services.value_estimation.hands import work_through
 from services.value_estimation.peers import Peers
 from services.value_estimation.reference import References
 from services.value_estimation.samples import SampleMaker
@@ -21,8 +22,6 @@ from services.value_estimation.settings import Settings
 from spo import metrics, redis_keys
 from spo.errors import InvalidInput, NotReady
 from spo.job_spec import JobSpec
-from spo.service import keep_alive_while
-from spo.streams import Consumer, Entry, consume
 from spo.v1.prompt_pb2 import Sampling
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.value_pb2 import EstimateRequest, PromptValue
@@ -51,31 +50,8 @@ class ValueWorker:
 
     def run(self, stop: threading.Event) -> None:
         """Work until stop is set."""
-        threads = [
-            threading.Thread(target=self._hand, args=(number, stop), name=f"estimate-{number}", daemon=True)
-            for number in range(self.settings.prompts_in_hand)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    def _hand(self, number: int, stop: threading.Event) -> None:
-        consumer = Consumer(
-            self.client,
-            redis_keys.estimates(),
-            redis_keys.VALUE_GROUP,
-            f"{self.name}-{number}",
-            self.settings.reclaim_seconds,
-        )
-
-        def estimate(entries: list[Entry]) -> None:
-            with keep_alive_while(lambda: consumer.keep_alive(entries), self.settings.reclaim_seconds / 4):
-                for entry in entries:
-                    self.estimate(_decode(entry.payload))
-                consumer.finish(entries)
-
-        consume(consumer, estimate, stop, count=1)
+        estimates = redis_keys.estimates()
+        work_through(self.client, estimates, self.name, self.settings, lambda raw: self.estimate(_decode(raw)), stop)
 
     def estimate(self, request: EstimateRequest) -> None:
         """Make the prompt's offline trajectories and write its value; nothing when that is done or unwanted already.

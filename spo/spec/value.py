@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from spo.spec.section import Section, SourceName, Temperature
+from spo.spec.section import Section, Temperature
 
 
 class SequentialSpec(Section):
@@ -26,7 +26,10 @@ class PivotalSpec(Section):
     positions_per_trajectory: int = Field(default=8, ge=2, le=10_000, description="Most prefixes per trajectory.")
     budget_rollouts: int = Field(default=100_000, ge=1, description="Most rollouts of the whole job.")
     when: Literal["before_training", "idle"] = "before_training"
-    sources: tuple[SourceName, ...] = Field(default=("reference", "human"), min_length=1)
+    sources: tuple[Literal["reference", "human"], ...] = Field(default=("reference", "human"), min_length=1)
+    keep_rollouts: bool = Field(
+        default=False, description="Keep the rollouts too, as trajectories of source `reference`; rolls all out anew."
+    )
 
 
 class ValueSpec(Section):

@@ -1,0 +1,234 @@
+"""Pivotal Token Search as a service (paper 3.1.3): where along a response does pi0's chance of success change?
+
+    stream `pivotal` -> a prompt's stored correct trajectories -> bisect by rollouts of pi0 from their prefixes
+                     -> the same trajectories with annotations, into the replay buffer as source `annotated`
+
+The ends of a search cost nothing: S_0 is the prompt's value, and a finished correct response succeeds for certain.
+Resumable by prefix: labels are kept under a digest that outlives the run, so a killed worker's successor, or a later
+run with the same reference, repeats no rollout that was counted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import redis
+from google.protobuf.message import DecodeError
+
+from services.value_estimation.hands import work_through
+from services.value_estimation.peers import Peers
+from services.value_estimation.reference import Reference, References
+from services.value_estimation.samples import SampleMaker
+from services.value_estimation.settings import Settings
+from spo import metrics, redis_keys
+from spo.algorithm.pivotal_tokens import next_positions
+from spo.errors import InvalidInput, NotReady
+from spo.job_spec import JobSpec, PivotalSpec, ValueSpec
+from spo.streams import depth
+from spo.v1.prompt_pb2 import SOURCE_ANNOTATED, Prompt, Sampling, Source
+from spo.v1.trajectory_pb2 import FINISH_REASON_STOP, Annotation, Hop, Trajectory
+from spo.v1.value_pb2 import PivotalRequest, PromptValue
+
+WANTED_STATES = (b"estimating", b"running", b"pausing", b"paused")
+IDLE_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Count:
+    """`successes` of `rollouts` from a prefix."""
+
+    rollouts: int
+    successes: int
+
+    @property
+    def rate(self) -> float:
+        return self.successes / self.rollouts
+
+
+@dataclass(frozen=True)
+class Search:
+    """What the searches in one prompt's trajectories share."""
+
+    prompt: Prompt
+    spec: JobSpec
+    value: ValueSpec
+    pivotal: PivotalSpec
+    maker: SampleMaker
+    judge_version: str
+    start: Count | None
+
+    def labels_digest(self, trajectory: Trajectory) -> str:
+        """The name of a trajectory's labels: everything that they depend on."""
+        value = self.value
+        return redis_keys.digest(
+            self.maker.reference.model_hash,
+            self.prompt.prompt_id,
+            self.prompt.tests_digest,
+            self.spec.tasks.reward.model_dump_json(),
+            f"T={value.temperature:g} p={value.top_p:g} n={self.spec.model.max_response_tokens}",
+            self.judge_version,
+            str(list(trajectory.response_token_ids)),
+        )
+
+
+@dataclass
+class PivotalWorker:
+    """Searches prompts_in_hand prompts at once."""
+
+    client: redis.Redis
+    references: References
+    peers: Peers
+    settings: Settings
+    name: str
+
+    def run(self, stop: threading.Event) -> None:
+        """Work until stop is set."""
+        stream, name = redis_keys.pivotal(), f"{self.name}-pivotal"
+        work_through(self.client, stream, name, self.settings, lambda raw: self.annotate(_decode(raw), stop), stop)
+
+    def annotate(self, request: PivotalRequest, stop: threading.Event) -> None:
+        """Annotate a prompt's trajectories and note that it is done; nothing when it is, or when nobody wants it.
+
+        Raises NotReady when a peer stayed away too long, or when stop came first.
+        """
+        run_id, prompt = request.run_id, request.prompt
+        if not self._wanted(run_id) or self.client.hexists(redis_keys.run_pivotal(run_id), prompt.prompt_id):
+            return
+        spec = self.references.spec(run_id)
+        if spec.value is None or spec.value.pivotal is None:
+            raise InvalidInput(f"run {run_id} asks for no pivotal tokens", code="not_asked_for")
+        try:
+            if spec.value.pivotal.when == "idle":
+                self._await_idle(run_id, stop)
+            search = self._search(run_id, prompt, spec, spec.value, spec.value.pivotal, self.references.of(run_id))
+            done = [self._annotated(search, each) for each in self._trajectories(search)]
+        except NotReady:
+            # The replicas of an ended run serve another one: what it waited for will not come.
+            if self._wanted(run_id):
+                raise
+            return
+        self.client.hset(redis_keys.run_pivotal(run_id), prompt.prompt_id, sum(done))
+
+    def _search(
+        self, run_id: str, prompt: Prompt, spec: JobSpec, value: ValueSpec, pivotal: PivotalSpec, reference: Reference
+    ) -> Search:
+        maker = SampleMaker(run_id, reference, replace(self.peers, wanted=lambda: self._wanted(run_id)))
+        stored: Any = self.client.hget(redis_keys.run_values(run_id), prompt.prompt_id)
+        known = PromptValue.FromString(stored or b"")
+        start = Count(known.samples, known.successes) if known.samples else None
+        return Search(prompt, spec, value, pivotal, maker, maker.peers.judge_version(), start)
+
+    def _trajectories(self, search: Search) -> list[Trajectory]:
+        """The finished correct trajectories to search, in an order that only their tokens decide."""
+        found: dict[str, Trajectory] = {}
+        for source in search.pivotal.sources:
+            code = Source.Value(f"SOURCE_{source.upper()}")
+            for each in search.maker.peers.stored_samples(search.maker.run_id, search.prompt.prompt_id, code):
+                # Rollouts of a search are no ground for another one.
+                if _succeeded(search.spec, each) and not each.group_id.startswith("pivotal-"):
+                    found.setdefault(search.labels_digest(each), each)
+        finished = {digest: each for digest, each in found.items() if each.finish_reason == FINISH_REASON_STOP}
+        return [finished[digest] for digest in sorted(finished)[: search.pivotal.trajectories_per_prompt]]
+
+    def _annotated(self, search: Search, trajectory: Trajectory) -> bool:
+        """Search one trajectory and store it with its labels; False when the budget left none."""
+        labels = search.labels_digest(trajectory)
+        length = len(trajectory.response_token_ids)
+        counts = {length: Count(1, 1)} | ({0: search.start} if search.start else {})
+        counts |= {} if search.pivotal.keep_rollouts else self._known(labels)
+        visited = sum(0 < position < length for position in counts)
+        while visited < search.pivotal.positions_per_trajectory:
+            rates = {position: count.rate for position, count in counts.items()}
+            room = search.pivotal.positions_per_trajectory - visited
+            positions = next_positions(length, rates, threshold=search.pivotal.threshold, limit=room)
+            affordable = [each for each in positions if self._reserve(search, labels, each)]
+            for position in affordable:
+                counts[position] = self._roll_out(search, trajectory, labels, position)
+            visited += len(affordable)
+            if len(affordable) < len(positions) or not positions:
+                break
+        inner = {position: count for position, count in counts.items() if 0 < position < length}
+        if not inner:
+            return False
+        search.maker.peers.append(search.maker.run_id, [_with_annotations(search.maker.run_id, trajectory, counts)])
+        return True
+
+    def _known(self, labels: str) -> dict[int, Count]:
+        stored: Any = self.client.hgetall(redis_keys.pivotal_labels(labels))
+        pairs = {int(position): text.split(b":") for position, text in stored.items()}
+        return {position: Count(int(rollouts), int(successes)) for position, (rollouts, successes) in pairs.items()}
+
+    def _reserve(self, search: Search, labels: str, position: int) -> bool:
+        """Whether the budget allows this prefix; asking again for the same prefix costs nothing."""
+        key, member = redis_keys.pivotal_visits(search.maker.run_id), f"{labels}:{position}"
+        if self.client.sadd(key, member) and (
+            int(self.client.scard(key)) * search.pivotal.rollouts > search.pivotal.budget_rollouts
+        ):
+            self.client.srem(key, member)
+            return False
+        return True
+
+    def _roll_out(self, search: Search, trajectory: Trajectory, labels: str, position: int) -> Count:
+        value, rollouts = search.value, search.pivotal.rollouts
+        sampling = Sampling(
+            samples=rollouts,
+            temperature_min=value.temperature,
+            temperature_max=value.temperature,
+            top_p=value.top_p,
+            max_tokens=search.spec.model.max_response_tokens,
+            seed=int(redis_keys.digest(labels, str(position))[:15], 16),
+        )
+        prefix = trajectory.response_token_ids[:position]
+        found = search.maker.sample_reference(
+            search.prompt, sampling, f"pivotal-{labels[:16]}-{position}", prefix=prefix
+        )
+        metrics.PIVOTAL_ROLLOUTS.inc(len(found))
+        if search.pivotal.keep_rollouts:
+            search.maker.peers.append(search.maker.run_id, found)
+        count = Count(len(found), sum(_succeeded(search.spec, each) for each in found))
+        self.client.hset(redis_keys.pivotal_labels(labels), str(position), f"{count.rollouts}:{count.successes}")
+        return count
+
+    def _await_idle(self, run_id: str, stop: threading.Event) -> None:
+        """Return when no prompt group waits for the engines; a run that nobody wants any more raises NotReady."""
+        while True:
+            waiting = depth(self.client, redis_keys.prompts(run_id), redis_keys.INFERENCE_GROUP)
+            if not self._wanted(run_id) or stop.is_set():
+                raise NotReady(f"run {run_id} had no idle moment left")
+            if waiting.lag + waiting.pending == 0:
+                return
+            stop.wait(IDLE_POLL_SECONDS)
+
+    def _wanted(self, run_id: str) -> bool:
+        state: Any = self.client.get(redis_keys.run_state(run_id))
+        return state in WANTED_STATES
+
+
+def _succeeded(spec: JobSpec, trajectory: Trajectory) -> bool:
+    best = spec.tasks.reward.scale + spec.tasks.reward.shift
+    return trajectory.reward >= best - 1e-9
+
+
+def _with_annotations(run_id: str, trajectory: Trajectory, counts: Mapping[int, Count]) -> Trajectory:
+    annotated = Trajectory()
+    annotated.CopyFrom(trajectory)
+    annotated.source = SOURCE_ANNOTATED
+    annotated.trajectory_id = redis_keys.trajectory_id(run_id, f"annotated/{trajectory.trajectory_id}", 0, 0, 0)
+    del annotated.annotations[:]
+    annotated.annotations.extend(
+        Annotation(position=position, rollouts=counts[position].rollouts, successes=counts[position].successes)
+        for position in sorted(counts)
+    )
+    annotated.hops.append(Hop(service="value-estimation", at_unix_ms=int(time.time() * 1000)))
+    return annotated
+
+
+def _decode(payload: bytes) -> PivotalRequest:
+    try:
+        return PivotalRequest.FromString(payload)
+    except DecodeError as error:
+        raise InvalidInput(f"not a PivotalRequest: {error}", code="malformed_entry") from None
