@@ -51,7 +51,13 @@ _NEXT_STEP = {
     ExitCode.UNREACHABLE: "`spo doctor` looks for the cause",
     ExitCode.FAILURE: "the service's log has the details (runs/<name>/logs)",
 }
-_NEXT_STEP_BY_CODE = {"platform_not_found": "`spo up` starts one", "already_running": "`spo down` stops it"}
+_NEXT_STEP_BY_CODE = {
+    "platform_not_found": "`spo up` starts one",
+    "already_running": "`spo down` stops it",
+    "file_not_found": "check the path",
+    "unknown_language": "say --language, or install what it needs: `spo doctor`",
+    "no_isolation": "`make system-deps` installs bubblewrap and libseccomp; `spo doctor` says what works here",
+}
 
 
 def exit_code_of(error: errors.SpoError) -> int:

@@ -18,6 +18,7 @@ JUDGE_SUSPECTED_HARD_CODED = Counter(
 )
 JUDGE_ISOLATION = Gauge("spo_judge_isolation", "1 for the isolation tier in force", ["tier"])
 REPLAY_INSERTS = Counter("spo_replay_inserts_total", "Trajectories offered to the buffer", ["result"])
+REPLAY_STORED = Counter("spo_replay_stored_total", "Trajectories written to the experience store")
 REPLAY_SAMPLE_AGE = Histogram(
     "spo_replay_sample_age_versions",
     "Weight versions behind, per sample",

@@ -15,15 +15,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import redis
+from blake3 import blake3
 
 from services.sandbox_judge.lanes import Lane
 from services.sandbox_judge.languages import language_of, version_of
 from services.sandbox_judge.sandbox import JudgeFault
 from services.sandbox_judge.settings import IsolationTier, Settings
-from services.sandbox_judge.test_sets import TestSets
-from services.sandbox_judge.verdict import Court
+from services.sandbox_judge.test_sets import Store, TestSets
+from services.sandbox_judge.verdict import Abandoned, Court, encoded
 from spo import metrics, redis_keys
-from spo.errors import NotReady, ResourceExhausted
+from spo.errors import InvalidInput, NotReady, ResourceExhausted
 from spo.logs import get_logger
 from spo.v1.judge_service_pb2 import Priority
 from spo.v1.verdict_pb2 import Outcome, TestSet, Verdict
@@ -31,8 +32,12 @@ from spo.v1.verdict_pb2 import Outcome, TestSet, Verdict
 log = get_logger("docket")
 
 ATTEMPTS = 3
+# A program whose second look differs gets so many looks in all.
+MOST_RUNS = 4
 # Raise it when a change of the judge could change a verdict: cached verdicts and stored values then no longer apply.
-REVISION = 1
+REVISION = 2
+# One answer must stay well below what gRPC carries.
+MOST_DETAILS = 50_000
 _LAST = 1 << 30
 
 
@@ -44,6 +49,9 @@ class Case:
     language: str
     test_set: TestSet
     want_details: bool
+    stop_early: bool
+    recheck: bool
+    abandoned: threading.Event
     verdict: Future[Verdict] = field(default_factory=Future)
 
 
@@ -53,13 +61,15 @@ class Batch:
 
     programs: Sequence[str]
     futures: dict[str, Future[Verdict]]
+    abandoned: threading.Event
 
     def verdicts(self, timeout_seconds: float | None = None) -> list[Verdict]:
         """The verdicts in the order of the programs. Raises what judging raised, TimeoutError, CancelledError."""
         return [self.futures[program].result(timeout_seconds) for program in self.programs]
 
     def cancel(self) -> None:
-        """Give up what has not started."""
+        """Give up what has not started, and what has started before its next test."""
+        self.abandoned.set()
         for future in self.futures.values():
             future.cancel()
 
@@ -67,11 +77,11 @@ class Batch:
 class Docket:
     """All programs this judge has been asked about and the lanes that work them off."""
 
-    def __init__(self, client: redis.Redis, settings: Settings, tier: IsolationTier, lanes: int) -> None:
+    def __init__(self, store: Store, settings: Settings, tier: IsolationTier, lanes: int) -> None:
         self.judge_version = f"{REVISION}+cpython{platform.python_version()}"
         self.isolation = tier
-        self.test_sets = TestSets(client)
-        self._client = client
+        self.test_sets = TestSets(store)
+        self._store = store
         self._settings = settings
         # (urgency, arrival, case); a lane ends at None, which sorts after every case.
         self._queue: queue.PriorityQueue[tuple[int, int, Case | None]] = queue.PriorityQueue()
@@ -96,23 +106,28 @@ class Docket:
         tests_digest: str,
         priority: Priority.ValueType,
         want_details: bool,
+        stop_early: bool = False,
     ) -> Batch:
         """Queue what the cache does not know. Raises InvalidInput, NotFound, ResourceExhausted."""
         language_of(language)
         test_set = self.test_sets.get(tests_digest)
+        if want_details and len(programs) * len(test_set.tests) > MOST_DETAILS:
+            raise InvalidInput(f"details are told of at most {MOST_DETAILS} runs at once; send fewer programs")
         keys = {program: self._key(program, language, tests_digest) for program in dict.fromkeys(programs)}
         futures = {} if want_details else self._cached(keys)
         missing = [program for program in keys if program not in futures]
         if self._queue.qsize() + len(missing) > self._settings.max_queued_programs:
             raise ResourceExhausted(f"{self._queue.qsize()} programs are waiting; try again later")
         urgency = 0 if priority == Priority.PRIORITY_EVALUATION else 1
+        abandoned = threading.Event()
         for program in missing:
-            case = Case(program, language, test_set, want_details)
+            recheck = not want_details and self._sampled(keys[program])
+            case = Case(program, language, test_set, want_details, stop_early, recheck, abandoned)
             if not want_details:
                 case.verdict.add_done_callback(self._remember(keys[program]))
             futures[program] = case.verdict
             self._queue.put((urgency, next(self._numbers), case))
-        return Batch(programs, futures)
+        return Batch(programs, futures, abandoned)
 
     def close(self) -> None:
         """Finish what is queued, then end the lanes."""
@@ -122,15 +137,21 @@ class Docket:
             thread.join(self._settings.drain_seconds)
 
     def _key(self, program: str, language: str, tests_digest: str) -> str:
+        # Hashed first: a program need not be UTF-8.
+        source = blake3(encoded(program)).hexdigest()
         return redis_keys.verdict(
-            redis_keys.digest(program, tests_digest, language, version_of(language), self.judge_version)
+            redis_keys.digest(source, tests_digest, language, version_of(language), self.judge_version)
         )
+
+    def _sampled(self, key: str) -> bool:
+        """Whether a program gets a second look; its key decides, so that the same ones do on every judge."""
+        return int(key[-8:], 16) < self._settings.recheck_rate * (1 << 32)
 
     def _cached(self, keys: dict[str, str]) -> dict[str, Future[Verdict]]:
         if not keys or not self._settings.cache_seconds:
             return {}
         found: dict[str, Future[Verdict]] = {}
-        stored: list[bytes | None] = self._client.mget(list(keys.values()))  # type: ignore[assignment]
+        stored: list[bytes | None] = self._store.mget(list(keys.values()))
         for program, serialized in zip(keys, stored, strict=True):
             if serialized is not None:
                 verdict = Verdict.FromString(serialized)
@@ -147,7 +168,7 @@ class Docket:
             # A wall-clock limit says as much about the machine's load as about the program.
             if future.result().outcome != Outcome.OUTCOME_WALL_TIME_LIMIT:
                 try:
-                    self._client.set(key, future.result().SerializeToString(), ex=self._settings.cache_seconds)
+                    self._store.set(key, future.result().SerializeToString(), ex=self._settings.cache_seconds)
                 except redis.RedisError as error:
                     log.warning("verdict not cached", reason=str(error))
 
@@ -160,30 +181,59 @@ class Docket:
                 continue
             self._busy += 1
             try:
-                case.verdict.set_result(self._try(case, lane))
+                case.verdict.set_result(self._decide(case, lane))
             except Exception as error:
-                if not isinstance(error, NotReady):
+                if not isinstance(error, NotReady | Abandoned):
                     log.exception("judging failed")
                 case.verdict.set_exception(error)
             finally:
                 self._busy -= 1
         lane.close()
 
+    def _decide(self, case: Case, lane: Lane) -> Verdict:
+        """The verdict of a case, after a second look where it is sampled for one. Raises NotReady, Abandoned."""
+        verdict = self._try(case, lane)
+        if case.recheck:
+            verdict = self._look_again(verdict, case, lane)
+        verdict.judge_version = self.judge_version
+        verdict.isolation = self.isolation
+        metrics.JUDGE_VERDICTS.labels(outcome=Outcome.Name(verdict.outcome)).inc()
+        metrics.JUDGE_PROGRAM_SECONDS.observe(verdict.cpu_seconds)
+        if verdict.suspected_hard_coded:
+            metrics.JUDGE_SUSPECTED_HARD_CODED.inc()
+        return verdict
+
+    def _look_again(self, first: Verdict, case: Case, lane: Lane) -> Verdict:
+        """How noisy the verdict is; of differing ones a failure stands: what is right only sometimes is not right."""
+        seen = [first, self._try(case, lane)]
+        if seen[0].outcome != seen[1].outcome:
+            seen += [self._try(case, lane) for _ in range(MOST_RUNS - len(seen))]
+            log.warning("flaky program", outcomes=[Outcome.Name(each.outcome) for each in seen])
+            metrics.JUDGE_FLAKY_PROGRAMS.inc()
+        metrics.JUDGE_RECHECKED_PROGRAMS.inc()
+        verdict = next((each for each in seen if each.outcome != Outcome.OUTCOME_ACCEPTED), first)
+        verdict.runs = len(seen)
+        verdict.differing_runs = sum(each.outcome != verdict.outcome for each in seen)
+        return verdict
+
     def _try(self, case: Case, lane: Lane) -> Verdict:
-        """Judge a case, with new zygotes after each fault. Raises NotReady after ATTEMPTS faults."""
+        """Judge a case, with new zygotes after each fault. Raises NotReady after ATTEMPTS faults, Abandoned."""
         fault = ""
         for _ in range(ATTEMPTS):
             try:
-                verdict = self._court.judge(lane, case.program, case.language, case.test_set, case.want_details)
+                verdict = self._court.judge(
+                    lane,
+                    case.program,
+                    case.language,
+                    case.test_set,
+                    case.want_details,
+                    case.stop_early,
+                    wanted=lambda: not case.abandoned.is_set(),
+                )
                 lane.retire_old()
+                return verdict
             except JudgeFault as error:
                 fault = str(error)
                 log.warning("judge fault; starting new zygotes", lane=lane.index, reason=fault)
                 lane.close()
-                continue
-            verdict.judge_version = self.judge_version
-            verdict.isolation = self.isolation
-            metrics.JUDGE_VERDICTS.labels(outcome=Outcome.Name(verdict.outcome)).inc()
-            metrics.JUDGE_PROGRAM_SECONDS.observe(verdict.cpu_seconds)
-            return verdict
         raise NotReady(f"the judge failed {ATTEMPTS} times on this program: {fault}", code="judge_fault")

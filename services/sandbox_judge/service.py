@@ -7,7 +7,8 @@ from concurrent.futures import CancelledError
 import grpc
 
 from services.sandbox_judge.docket import Docket
-from services.sandbox_judge.languages import languages
+from services.sandbox_judge.languages import languages, version_of
+from services.sandbox_judge.verdict import Abandoned
 from spo.errors import NotReady
 from spo.rpc import DEFAULT_DEADLINE_SECONDS
 from spo.v1 import judge_service_pb2 as judge
@@ -26,14 +27,20 @@ class JudgeService(JudgeServiceServicer):
 
     def Judge(self, request: judge.JudgeRequest, context: grpc.ServicerContext) -> judge.JudgeResponse:
         """One verdict per program; a caller that vanishes takes its waiting programs along."""
+        raw = [program.decode("utf-8", "surrogateescape") for program in request.raw_programs]
         batch = self.docket.submit(
-            request.programs, request.language, request.tests_digest, request.priority, request.want_details
+            [*request.programs, *raw],
+            request.language,
+            request.tests_digest,
+            request.priority,
+            request.want_details,
+            request.stop_early,
         )
         if not context.add_callback(batch.cancel):
             batch.cancel()
         try:
             verdicts = batch.verdicts(context.time_remaining() or DEFAULT_DEADLINE_SECONDS)
-        except (CancelledError, TimeoutError):
+        except (Abandoned, CancelledError, TimeoutError):
             batch.cancel()
             raise NotReady("the caller's deadline passed before all programs were judged") from None
         return judge.JudgeResponse(verdicts=verdicts)
@@ -43,5 +50,8 @@ class JudgeService(JudgeServiceServicer):
     ) -> judge.DescribeJudgeResponse:
         """What this judge is: part of every value key."""
         return judge.DescribeJudgeResponse(
-            judge_version=self.docket.judge_version, isolation=self.docket.isolation, languages=languages()
+            judge_version=self.docket.judge_version,
+            isolation=self.docket.isolation,
+            languages=languages(),
+            language_versions={name: version_of(name) for name in languages()},
         )

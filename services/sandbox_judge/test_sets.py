@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
+from typing import Any, Protocol
 
-import redis
 from blake3 import blake3
 
 from services.sandbox_judge.languages import languages
@@ -20,13 +20,23 @@ MAX_SECONDS = 600.0
 _KEPT_BYTES = 64 << 20
 
 
+class Store(Protocol):
+    """Where test sets and verdicts are kept by key: Redis, or memory in a judge that serves one command."""
+
+    def get(self, name: str, /) -> Any: ...
+
+    def mget(self, keys: list[str], /) -> Any: ...
+
+    def set(self, name: str, value: bytes, /, *, ex: int | None = None) -> Any: ...
+
+
 class TestSets:
     """The uploaded test sets; at most _KEPT_BYTES of them stay in memory."""
 
     __test__ = False  # not a pytest class
 
-    def __init__(self, client: redis.Redis) -> None:
-        self._client = client
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, tuple[int, TestSet]] = OrderedDict()
         self._kept_bytes = 0
@@ -36,7 +46,7 @@ class TestSets:
         require_usable(test_set)
         serialized = test_set.SerializeToString(deterministic=True)
         digest = blake3(serialized).hexdigest()
-        self._client.set(redis_keys.tests(digest), serialized)
+        self._store.set(redis_keys.tests(digest), serialized)
         return digest
 
     def get(self, digest: str) -> TestSet:
@@ -45,7 +55,7 @@ class TestSets:
             if digest in self._kept:
                 self._kept.move_to_end(digest)
                 return self._kept[digest][1]
-        serialized: bytes | None = self._client.get(redis_keys.tests(digest))  # type: ignore[assignment]
+        serialized: bytes | None = self._store.get(redis_keys.tests(digest))
         if serialized is None:
             raise NotFound(f"no test set {digest!r}; upload it first", code="tests_not_found")
         if blake3(serialized).hexdigest() != digest:

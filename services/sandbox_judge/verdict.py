@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from services.sandbox_judge.backends.exec import Binaries
 from services.sandbox_judge.backends.zygote import Executable
 from services.sandbox_judge.compare import first_difference
+from services.sandbox_judge.hard_coding import suspects
 from services.sandbox_judge.lanes import Lane, Role
 from services.sandbox_judge.languages import language_of
 from services.sandbox_judge.sandbox import CompileFailed, Ending, JudgeFault, Run, RunLimits, limits_of
@@ -27,8 +29,25 @@ _OUTCOMES = {
     Ending.SECURITY_VIOLATION: Outcome.OUTCOME_SECURITY_VIOLATION,
 }
 
+_TIME_LIMITS = (Outcome.OUTCOME_CPU_TIME_LIMIT, Outcome.OUTCOME_WALL_TIME_LIMIT)
+# A program that has met its time limit so often will not be right any more; its remaining tests are skipped.
+MOST_TIME_LIMITS = 20
+
 # Where an output first goes wrong, None when it is right.
 Check = Callable[[TestCase, bytes], str | None]
+
+
+class Abandoned(Exception):
+    """Nobody waits for this verdict any more."""
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How to go about a verdict: which tests to run and to report, and whether anybody still waits for it."""
+
+    want_details: bool
+    stop_early: bool
+    wanted: Callable[[], bool]
 
 
 class Court:
@@ -38,25 +57,38 @@ class Court:
         self.max_source_bytes = max_source_bytes
         self.binaries = Binaries()
 
-    def judge(self, lane: Lane, program: str, language: str, test_set: TestSet, want_details: bool) -> Verdict:
-        """The verdict on one program. Raises JudgeFault when the judge, not the program, failed."""
-        size_bytes = len(program.encode())
-        if size_bytes > self.max_source_bytes:
-            return _refused(test_set, f"the program has {size_bytes} bytes; at most {self.max_source_bytes} are judged")
+    def judge(
+        self,
+        lane: Lane,
+        program: str,
+        language: str,
+        test_set: TestSet,
+        want_details: bool = False,
+        stop_early: bool = False,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> Verdict:
+        """The verdict on one program. Raises JudgeFault when the judge, not the program, failed, and Abandoned."""
+        manner = Manner(want_details, stop_early or not want_details, wanted)
+        source = encoded(program)
+        if len(source) > self.max_source_bytes:
+            reason = f"the program has {len(source)} bytes; at most {self.max_source_bytes} are judged"
+            return _refused(test_set, reason, manner)
         try:
-            executable = self._executable(lane, program, language)
+            executable = self._executable(lane, source, language)
             with contextlib.ExitStack() as stack:
                 check = self._checker(lane, test_set, stack)
                 opened = stack.enter_context(lane.zygote(Role.PROGRAM).open(executable, limits_of(test_set.limits)))
-                results = _results(opened.run, check, test_set, want_details)
-                return summary_of(results, len(test_set.tests), want_details)
+                results = list(_results(opened.run, check, test_set, manner))
+                verdict = summary_of(results, test_set, manner.want_details)
+                verdict.suspected_hard_coded = suspects(program, language, test_set, results, opened.run, check)
+                return verdict
         except CompileFailed as failure:
-            return _refused(test_set, str(failure))
+            return _refused(test_set, str(failure), manner)
 
-    def _executable(self, lane: Lane, source: str, language: str) -> Executable:
+    def _executable(self, lane: Lane, source: bytes, language: str) -> Executable:
         known = language_of(language)
         if not known.build:
-            return Executable(source=source.encode())
+            return Executable(source=source)
         return self.binaries.executable(known, source, lane.zygote(Role.COMPILER))
 
     def _checker(self, lane: Lane, test_set: TestSet, stack: contextlib.ExitStack) -> Check:
@@ -65,8 +97,7 @@ class Court:
             return lambda test, output: first_difference(test_set, test.stdout, output)
         paths = ("checker", "/dev/fd/3", "/dev/fd/4", "/dev/fd/5")
         try:
-            source = test_set.checker_program.decode()
-            executable = self._executable(lane, source, test_set.checker_language or "python")
+            executable = self._executable(lane, test_set.checker_program, test_set.checker_language or "python")
             named = Executable(executable.source, executable.binary, paths, freedom=executable.freedom)
             opened = stack.enter_context(lane.zygote(Role.CHECKER).open(named, CHECKER_LIMITS))
         except CompileFailed as failure:
@@ -83,11 +114,28 @@ class Court:
         return check
 
 
-def _results(run: Callable[[bytes], Run], check: Check, test_set: TestSet, want_details: bool) -> Iterable[TestResult]:
-    for test in test_set.tests:
+def encoded(program: str) -> bytes:
+    """The program's bytes; those that are not UTF-8 have come as surrogates."""
+    return program.encode("utf-8", "surrogateescape")
+
+
+def _results(run: Callable[[bytes], Run], check: Check, test_set: TestSet, manner: Manner) -> Iterator[TestResult]:
+    """The results of the tests in order; those that are left out are told only where details are wanted."""
+    time_limits, skipped = 0, ""
+    for position, test in enumerate(test_set.tests):
+        if skipped:
+            yield TestResult(outcome=Outcome.OUTCOME_SKIPPED, detail=skipped)
+            continue
+        if not manner.wanted():
+            raise Abandoned
         result = result_of(run(test.stdin), lambda output, test=test: check(test, output))  # type: ignore[misc]
         yield result
-        if result.outcome != Outcome.OUTCOME_ACCEPTED and not want_details:
+        time_limits += result.outcome in _TIME_LIMITS
+        if result.outcome != Outcome.OUTCOME_ACCEPTED and manner.stop_early:
+            skipped = f"not run: test {position + 1} had already failed"
+        elif time_limits >= MOST_TIME_LIMITS:
+            skipped = f"not run: the program had already met its time limit {time_limits} times"
+        if skipped and not manner.want_details:
             return
 
 
@@ -109,33 +157,38 @@ def result_of(run: Run, difference_in: Callable[[bytes], str | None]) -> TestRes
         cpu_seconds=run.cpu_seconds,
         wall_seconds=run.wall_seconds,
         memory_bytes=run.memory_bytes,
-        detail=detail[:DETAIL_CHARACTERS],
+        detail=detail.removesuffix(": ")[:DETAIL_CHARACTERS],
     )
 
 
-def summary_of(results: Iterable[TestResult], tests_total: int, want_details: bool) -> Verdict:
+def summary_of(results: Sequence[TestResult], test_set: TestSet, want_details: bool) -> Verdict:
     """One verdict from the results of the tests that were run: the first failure decides."""
-    verdict = Verdict(outcome=Outcome.OUTCOME_ACCEPTED, tests_total=tests_total)
+    verdict = Verdict(outcome=Outcome.OUTCOME_ACCEPTED, tests_total=len(test_set.tests), runs=1)
+    verdict.public_tests_total = sum(test.public for test in test_set.tests)
     for position, result in enumerate(results):
         verdict.cpu_seconds += result.cpu_seconds
         verdict.wall_seconds += result.wall_seconds
         verdict.memory_bytes = max(verdict.memory_bytes, result.memory_bytes)
         if result.outcome == Outcome.OUTCOME_ACCEPTED:
             verdict.tests_passed += 1
+            verdict.public_tests_passed += test_set.tests[position].public
         elif verdict.outcome == Outcome.OUTCOME_ACCEPTED:
             verdict.outcome = result.outcome
             verdict.detail = f"test {position + 1}: {result.detail}"[:DETAIL_CHARACTERS]
-        if want_details:
-            verdict.tests.append(result)
+    if want_details:
+        verdict.tests.extend(results)
     return verdict
 
 
-def _refused(test_set: TestSet, reason: str) -> Verdict:
-    return Verdict(
-        outcome=Outcome.OUTCOME_COMPILE_ERROR,
-        tests_total=len(test_set.tests),
-        detail=reason.encode(errors="replace").decode(errors="replace")[:DETAIL_CHARACTERS],
-    )
+def _refused(test_set: TestSet, reason: str, manner: Manner) -> Verdict:
+    """The verdict on what is no program; none of its tests was run."""
+    verdict = summary_of((), test_set, want_details=False)
+    verdict.outcome = Outcome.OUTCOME_COMPILE_ERROR
+    verdict.detail = reason.encode(errors="replace").decode(errors="replace")[:DETAIL_CHARACTERS]
+    if manner.want_details:
+        skipped = TestResult(outcome=Outcome.OUTCOME_SKIPPED, detail="not run: the program does not compile")
+        verdict.tests.extend([skipped] * len(test_set.tests))
+    return verdict
 
 
 def _tail(stderr: bytes) -> str:

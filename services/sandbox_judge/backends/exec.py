@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
+from blake3 import blake3
+
 from services.sandbox_judge.backends.zygote import Executable, Zygote
 from services.sandbox_judge.languages import BUILD_LIMITS, Language
 from services.sandbox_judge.sandbox import CompileFailed, Ending, JudgeFault
@@ -22,9 +24,9 @@ class Binaries:
         self._kept: OrderedDict[str, bytes] = OrderedDict()
         self._kept_bytes = 0
 
-    def executable(self, language: Language, source: str, compiler: Zygote) -> Executable:
+    def executable(self, language: Language, source: bytes, compiler: Zygote) -> Executable:
         """What runs the program. Raises CompileFailed, or JudgeFault when the compiler could not run."""
-        key = digest(*language.build, source)
+        key = digest(*language.build, blake3(source).hexdigest())
         with self._lock:
             binary = self._kept.get(key)
         if binary is None:
@@ -40,12 +42,12 @@ class Binaries:
                 self._kept_bytes -= len(self._kept.popitem(last=False)[1])
 
 
-def build(language: Language, source: str, compiler: Zygote) -> bytes:
+def build(language: Language, source: bytes, compiler: Zygote) -> bytes:
     """The binary of a program, built inside a jail. Raises CompileFailed or JudgeFault."""
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "TMPDIR": ".", "LC_ALL": "C.UTF-8"}
     executable = Executable(command=language.command, environment=environment, freedom=Freedom.TOOLCHAIN)
     with compiler.open(executable, BUILD_LIMITS) as opened:
-        run = opened.run(source.encode())
+        run = opened.run(source)
     if run.ending is Ending.EXITED and run.code == 0 and run.stdout:
         return run.stdout
     if run.ending is Ending.EXITED and run.code == 127:

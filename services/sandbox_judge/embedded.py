@@ -1,0 +1,62 @@
+"""`python -m services.sandbox_judge.embedded`: a judge for one command, without Redis, until its standard input ends.
+
+`spo judge` starts it where no judge runs. The only line on standard output is where it listens, or why it does not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from services.sandbox_judge.docket import Docket
+from services.sandbox_judge.probe import choose_tier
+from services.sandbox_judge.service import JudgeService
+from services.sandbox_judge.settings import Settings
+from spo.errors import SpoError
+from spo.logs import configure_logs
+from spo.rpc import RpcServer
+from spo.v1.judge_service_pb2_grpc import add_JudgeServiceServicer_to_server
+
+
+class MemoryStore:
+    """The three commands of Redis that a judge needs; what it holds ends with the process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def get(self, key: str) -> bytes | None:
+        return self._values.get(key)
+
+    def mget(self, keys: list[str]) -> list[bytes | None]:
+        return [self._values.get(key) for key in keys]
+
+    def set(self, key: str, value: bytes, *, ex: int | None = None) -> None:
+        """Keep the value; ex (seconds) is for stores that outlive the command."""
+        self._values[key] = value
+
+
+def main() -> int:
+    configure_logs("embedded-judge", "warning")
+    # Nobody asks this judge twice, so it keeps no verdicts.
+    settings = Settings().model_copy(update={"cache_seconds": 0, "recheck_rate": 0.0})
+    try:
+        tier = choose_tier(settings)
+    except SpoError as error:
+        print(json.dumps({"code": error.code, "message": error.message}), flush=True)
+        return 1
+    lanes = settings.lanes or len(os.sched_getaffinity(0))
+    docket = Docket(MemoryStore(), settings, tier, lanes)
+    server = RpcServer("127.0.0.1", 0, max_workers=4 * lanes + 2)
+    add_JudgeServiceServicer_to_server(JudgeService(docket), server.server)
+    server.start()
+    server.set_serving(True)
+    print(json.dumps({"address": server.address, "lanes": lanes}), flush=True)
+    sys.stdin.read()
+    server.stop(0)  # calls under way are cancelled and take their programs along
+    docket.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
