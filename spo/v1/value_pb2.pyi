@@ -83,11 +83,18 @@ class PromptValue(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     SUCCESSES_FIELD_NUMBER: _builtins.int
     REWARDS_FIELD_NUMBER: _builtins.int
+    PRIOR_SUCCESSES_FIELD_NUMBER: _builtins.int
+    PRIOR_FAILURES_FIELD_NUMBER: _builtins.int
     prompt_id: _builtins.str
     value_key: _builtins.str
     """(reference hash, prompt, sampler settings, judge version): see spo.redis_keys.value_key."""
     samples: _builtins.int
     successes: _builtins.int
+    prior_successes: _builtins.float
+    """Pseudo counts of the Beta prior under which the value is a posterior mean, as sequential stopping needs; both 0: the
+    value is the plain frequency of a fixed number of samples.
+    """
+    prior_failures: _builtins.float
     @_builtins.property
     def rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Rewards of the samples when they are not only 0 and -1."""
@@ -100,10 +107,12 @@ class PromptValue(_message.Message):
         samples: _builtins.int = ...,
         successes: _builtins.int = ...,
         rewards: _abc.Iterable[_builtins.float] | None = ...,
+        prior_successes: _builtins.float = ...,
+        prior_failures: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_id", b"prompt_id", "rewards", b"rewards", "samples", b"samples", "successes", b"successes", "value_key", b"value_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prior_failures", b"prior_failures", "prior_successes", b"prior_successes", "prompt_id", b"prompt_id", "rewards", b"rewards", "samples", b"samples", "successes", b"successes", "value_key", b"value_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
