@@ -4,19 +4,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from services.trainer.deepspeed_engine import DeepSpeedEngine
 from services.trainer.ranks import Ranks
 from spo.errors import IntegrityError, PreconditionFailed
 from spo.logs import get_logger
 from spo.sealed_folder import SealedFolder, folder_aside, numbered_folders, open_folder, prune_folders, seal_folder
 
 log = get_logger("checkpoints")
+
+
+class TrainingState(Protocol):
+    """What a checkpoint holds of each rank."""
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage that the tensors are laid out for."""
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """This rank's part, by name."""
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """The inverse, on the same rank of as many. Raises IntegrityError on another model's."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +46,7 @@ _Found = tuple[Path, Progress] | PreconditionFailed | None
 
 
 def save_checkpoint(
-    ranks: Ranks, engine: DeepSpeedEngine, root: Path, progress: Progress, *, epoch: int, keep: int
+    ranks: Ranks, training: TrainingState, root: Path, progress: Progress, *, epoch: int, keep: int
 ) -> SealedFolder | None:
     """All ranks write their part, rank 0 seals the folder and prunes older ones; rank 0 gets it.
 
@@ -42,36 +55,36 @@ def save_checkpoint(
     """
     destination = root / f"{progress.step:010d}"
     if not ranks.leads:
-        _save_part(ranks, engine, ranks.share(None))
+        _save_part(ranks, training, ranks.share(None))
         return None
     with folder_aside(destination) as writing:
-        problems = _save_part(ranks, engine, ranks.share(writing))
+        problems = _save_part(ranks, training, ranks.share(writing))
         if problems:
             log.error("the checkpoint was not written; training goes on without it", step=progress.step, why=problems)
             return None
-        head = {**vars(progress), "epoch": epoch, "world_size": ranks.world_size, "zero_stage": engine.stage}
+        head = {**vars(progress), "epoch": epoch, "world_size": ranks.world_size, "zero_stage": training.stage}
         sealed = seal_folder(writing, destination, head)
     prune_folders(root, keep)
     return sealed
 
 
-def _save_part(ranks: Ranks, engine: DeepSpeedEngine, writing: Path) -> list[str]:
+def _save_part(ranks: Ranks, training: TrainingState, writing: Path) -> list[str]:
     """What went wrong on any rank, after all have written."""
     problem = ""
     try:
-        save_file(engine.state_tensors() | _random_state(ranks), writing / _part_name(ranks.rank))
+        save_file(training.state_tensors() | _random_state(ranks), writing / _part_name(ranks.rank))
     except (OSError, RuntimeError) as error:
         problem = f"rank {ranks.rank}: {error}"
     return [each for each in ranks.gather(problem) if each]
 
 
-def load_checkpoint(ranks: Ranks, engine: DeepSpeedEngine, root: Path) -> Progress | None:
+def load_checkpoint(ranks: Ranks, training: TrainingState, root: Path) -> Progress | None:
     """Bring every rank to the newest intact checkpoint of the run; None when there is none.
 
     A damaged one is named in the log and passed over. Raises PreconditionFailed when it was written by another number
     of ranks or at another ZeRO stage.
     """
-    found: _Found = ranks.share(_newest_intact(ranks, engine, root) if ranks.leads else None)
+    found: _Found = ranks.share(_newest_intact(ranks, training, root) if ranks.leads else None)
     if isinstance(found, PreconditionFailed):
         raise found
     if found is None:
@@ -81,11 +94,11 @@ def load_checkpoint(ranks: Ranks, engine: DeepSpeedEngine, root: Path) -> Progre
     torch.set_rng_state(tensors.pop("random.cpu"))
     if ranks.device.type == "cuda":
         torch.cuda.set_rng_state(tensors.pop("random.cuda"), ranks.device)
-    engine.load_state_tensors(tensors)
+    training.load_state_tensors(tensors)
     return progress
 
 
-def _newest_intact(ranks: Ranks, engine: DeepSpeedEngine, root: Path) -> _Found:
+def _newest_intact(ranks: Ranks, training: TrainingState, root: Path) -> _Found:
     for step, path in reversed(numbered_folders(root)):
         try:
             manifest = open_folder(path).manifest
@@ -93,10 +106,10 @@ def _newest_intact(ranks: Ranks, engine: DeepSpeedEngine, root: Path) -> _Found:
             log.warning("a damaged checkpoint is passed over", step=step, reason=error.message)
             continue
         written = (manifest["world_size"], manifest["zero_stage"])
-        if written != (ranks.world_size, engine.stage):
+        if written != (ranks.world_size, training.stage):
             return PreconditionFailed(
                 f"checkpoint {path.name} was written by {written[0]} ranks at ZeRO stage {written[1]}; "
-                f"resume it so, not with {ranks.world_size} ranks at stage {engine.stage}",
+                f"resume it so, not with {ranks.world_size} ranks at stage {training.stage}",
                 code="checkpoint_layout",
             )
         log.info("resuming", step=step)

@@ -1,0 +1,100 @@
+"""PPO's critic (3.1.4): a value model with an engine of its own, what it says about a batch and how it learns from it.
+
+Axes: B trajectory, L padded position. Values, returns and advantages in reward units.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from services.trainer.deepspeed_engine import DeepSpeedEngine
+from spo.algorithm.policy_gradient import generalised_advantages, kl_regularised_rewards, value_loss
+from spo.algorithm.types import TokenBatch
+from spo.errors import InvalidInput
+from spo.job_spec import CriticSpec, TrainerSpec
+
+
+class ValueModel(nn.Module):
+    """A language model's body with a scalar head that starts at 0."""
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__()
+        self.body = policy.base_model
+        # The width of the hidden states; that of the embedding differs in some models.
+        width = policy.get_output_embeddings().weight.shape[1]
+        self.head = nn.Linear(width, 1, dtype=policy.dtype)
+        # At 0 the first advantages are plain returns, and no random state is drawn from.
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, input_ids_BL: Tensor, attention_mask_BL: Tensor) -> Tensor:
+        """value_BL, float32: at l the value of the prompt and the tokens before l; 0 at first positions."""
+        mask_BL = attention_mask_BL.long()
+        position_ids_BL = (mask_BL.cumsum(dim=-1) - 1).clamp(min=0)
+        hidden_BLD = self.body(
+            input_ids=input_ids_BL, attention_mask=mask_BL, position_ids=position_ids_BL, use_cache=False
+        ).last_hidden_state
+        value_BL = self.head(hidden_BLD[:, :-1]).squeeze(-1).float()
+        return nn.functional.pad(value_BL, (1, 0))
+
+
+@dataclass(frozen=True)
+class Appraisal:
+    """Advantage of each response token, and the return that its value is regressed on; 0 outside the response."""
+
+    advantage_BL: Tensor
+    return_BL: Tensor
+
+
+class Critic:
+    """The value model of one run on this rank. Every rank calls every method alike."""
+
+    def __init__(self, policy: Any, critic: CriticSpec, trainer: TrainerSpec, micro_batches: int) -> None:
+        """policy: a model that the critic takes apart, keeping its body; a critic shares no weights with the policy."""
+        self._spec = critic
+        own = trainer.model_copy(update={"learning_rate": critic.learning_rate})
+        device = next(policy.parameters()).device
+        self.engine = DeepSpeedEngine(ValueModel(policy).to(device), own, micro_batches)
+
+    @torch.no_grad()
+    def appraise(self, logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> Appraisal:
+        """Advantages and returns under the policy and values of this moment (GAE on the KL-regularised reward).
+
+        Raises InvalidInput when a value is not finite.
+        """
+        value_BL = self.values(batch)
+        if not torch.isfinite(value_BL[batch.response_mask_BL]).all():
+            raise InvalidInput("a value of the critic is not finite", code="not_finite")
+        advantage_BL, return_BL = generalised_advantages(
+            kl_regularised_rewards(logprobs_BL, batch, beta),
+            value_BL,
+            batch.response_mask_BL,
+            discount=self._spec.discount,
+            trace=self._spec.trace,
+        )
+        return Appraisal(advantage_BL, return_BL)
+
+    def loss(self, batch: TokenBatch, appraisal: Appraisal) -> Tensor:
+        """(V - return)^2 / 2, meaned over each trajectory's tokens, then over trajectories. Raises InvalidInput."""
+        loss_BL = value_loss(self.values(batch), appraisal.return_BL, batch.response_mask_BL)
+        loss = (loss_BL.sum(dim=1) / batch.response_lengths.clamp(min=1)).mean()
+        if not torch.isfinite(loss):
+            raise InvalidInput("the critic's loss is not finite", code="not_finite")
+        return loss
+
+    def values(self, batch: TokenBatch) -> Tensor:
+        """V before each token; (B, L)."""
+        value_BL: Tensor = self.engine.model(batch.input_ids_BL, batch.attention_mask_BL)
+        return value_BL
+
+    def step(self, warm_up: float) -> float | None:
+        """Update at warm_up (0..1) times the critic's learning rate; the gradient norm, None when nothing was done."""
+        return self.engine.step(self._spec.learning_rate * warm_up)
+
+    def close(self) -> None:
+        """Free the value model and its optimiser."""
+        self.engine.close()
