@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from services.trainer.deepspeed_engine import DeepSpeedEngine
 from spo.algorithm.policy_gradient import generalised_advantages, kl_regularised_rewards, value_loss
-from spo.algorithm.types import TokenBatch
+from spo.algorithm.types import LossTerm, TokenBatch
 from spo.errors import InvalidInput
-from spo.job_spec import CriticSpec, TrainerSpec
+from spo.job_spec import AlgorithmSpec, TrainerSpec
 
 
 class ValueModel(nn.Module):
@@ -53,15 +53,20 @@ class Appraisal:
 class Critic:
     """The value model of one run on this rank. Every rank calls every method alike."""
 
-    def __init__(self, policy: Any, critic: CriticSpec, trainer: TrainerSpec, micro_batches: int) -> None:
-        """policy: a model that the critic takes apart, keeping its body; a critic shares no weights with the policy."""
-        self._spec = critic
-        own = trainer.model_copy(update={"learning_rate": critic.learning_rate})
+    def __init__(self, policy: Any, algorithm: AlgorithmSpec, trainer: TrainerSpec, micro_batches: int) -> None:
+        """policy: another copy of pi0, which the critic takes apart. Raises InvalidInput without `algorithm.critic`."""
+        if algorithm.critic is None:
+            raise InvalidInput("the job has no critic", code="no_critic")
+        self._spec = algorithm.critic
+        self._beta = algorithm.beta
+        # Off-policy returns would mislead it: it learns from the trajectories that PPO learns from.
+        self._terms = [LossTerm(**term.model_dump()) for term in algorithm.losses if term.objective == "ppo"]
+        own = trainer.model_copy(update={"learning_rate": self._spec.learning_rate})
         device = next(policy.parameters()).device
         self.engine = DeepSpeedEngine(ValueModel(policy).to(device), own, micro_batches)
 
     @torch.no_grad()
-    def appraise(self, logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> Appraisal:
+    def appraise(self, logprobs_BL: Tensor, batch: TokenBatch) -> Appraisal:
         """Advantages and returns under the policy and values of this moment (GAE on the KL-regularised reward).
 
         Raises InvalidInput when a value is not finite.
@@ -70,7 +75,7 @@ class Critic:
         if not torch.isfinite(value_BL[batch.response_mask_BL]).all():
             raise InvalidInput("a value of the critic is not finite", code="not_finite")
         advantage_BL, return_BL = generalised_advantages(
-            kl_regularised_rewards(logprobs_BL, batch, beta),
+            kl_regularised_rewards(logprobs_BL, batch, self._beta),
             value_BL,
             batch.response_mask_BL,
             discount=self._spec.discount,
@@ -79,9 +84,14 @@ class Critic:
         return Appraisal(advantage_BL, return_BL)
 
     def loss(self, batch: TokenBatch, appraisal: Appraisal) -> Tensor:
-        """(V - return)^2 / 2, meaned over each trajectory's tokens, then over trajectories. Raises InvalidInput."""
+        """Half the squared error of V: its mean over a trajectory's tokens, summed over PPO's trajectories, over B.
+
+        Raises InvalidInput when it is not finite.
+        """
         loss_BL = value_loss(self.values(batch), appraisal.return_BL, batch.response_mask_BL)
-        loss = (loss_BL.sum(dim=1) / batch.response_lengths.clamp(min=1)).mean()
+        rows_B = torch.stack([batch.rows_from(term.sources) for term in self._terms]).any(dim=0)
+        loss_B = loss_BL.sum(dim=1) / batch.response_lengths.clamp(min=1)
+        loss = torch.where(rows_B, loss_B, 0.0).mean()
         if not torch.isfinite(loss):
             raise InvalidInput("the critic's loss is not finite", code="not_finite")
         return loss
