@@ -200,6 +200,24 @@ def test_generate_answers_with_whole_trajectories(platform: Platform) -> None:
     assert [t.response_token_ids for t in again.trajectories] == [t.response_token_ids for t in group.trajectories]
 
 
+def test_a_response_goes_on_from_the_tokens_it_was_given(platform: Platform) -> None:
+    call = platform.client(platform.replicas[0])
+    request = inference.GenerateRequest(group=prompt_group(1, samples=1, version=0))
+    # Greedy, so that both must say the same.
+    request.group.sampling.temperature_min = request.group.sampling.temperature_max = 0
+    (whole,) = call.call("Generate", request, deadline_seconds=WAIT_SECONDS).group.trajectories
+    request.group.response_prefix_token_ids.extend(whole.response_token_ids[:7])
+    (continued,) = call.call("Generate", request, deadline_seconds=WAIT_SECONDS).group.trajectories
+
+    assert continued.response_token_ids == whole.response_token_ids
+    assert continued.prompt_token_ids == whole.prompt_token_ids
+    assert continued.response_text == whole.response_text
+    assert not continued.sampling_logprobs
+    request.group.response_prefix_token_ids.extend([5] * 40)
+    with pytest.raises(InvalidInput, match="leaves no room"):
+        call.call("Generate", request)
+
+
 def test_a_replica_describes_itself_and_is_healthy(platform: Platform) -> None:
     replica = platform.replicas[0]
     answer = platform.client(replica).call("DescribeReplica", inference.DescribeReplicaRequest())

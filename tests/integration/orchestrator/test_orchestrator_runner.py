@@ -17,7 +17,7 @@ from spo import redis_keys, streams
 from spo.job_spec import parse_job_spec
 from spo.testing_peers import Peers
 from spo.v1 import orchestrator_service_pb2 as wire
-from spo.v1.value_pb2 import EstimateRequest, PromptValue
+from spo.v1.value_pb2 import EstimateRequest, PivotalRequest, PromptValue
 
 Until = Callable[[Callable[[], Any], str], Any]
 
@@ -193,6 +193,25 @@ def test_estimates_given_up_on_fail_the_job_loudly(desk: Desk, document: dict[st
 
     assert desk.jobs.record(job_id)["failure_code"] == "too_many_dead_letters"
     assert dead_letters(desk.redis, job_id)["estimates"] == 4
+
+
+def test_training_begins_only_when_the_pivotal_tokens_are_searched(
+    desk: Desk, document: dict[str, Any], until: Until
+) -> None:
+    job_id = submitted(desk, {**document, "value": {"pivotal": {}}})
+    with at_work(desk):
+        until(lambda: len(requests(desk)) == 6, "all prompts are asked for")
+        prompts = estimate_everything(desk, job_id)
+        until(lambda: desk.redis.xlen(redis_keys.pivotal()) == 6, "all searches are asked for")
+        assert state(desk, job_id) is JobState.ESTIMATING
+        found: Any = desk.redis.xrange(redis_keys.pivotal())
+        asked = [PivotalRequest.FromString(fields[b"payload"]) for _, fields in found]
+        assert [(each.run_id, each.prompt.prompt_id) for each in asked] == [(job_id, prompt) for prompt in prompts]
+
+        for prompt_id in prompts:
+            desk.redis.hset(redis_keys.run_pivotal(job_id), prompt_id, 1)
+
+        until(lambda: state(desk, job_id) is JobState.RUNNING, "the job runs")
 
 
 def test_a_standstill_becomes_one_event_that_says_who_is_missing(
