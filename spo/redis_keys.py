@@ -54,6 +54,11 @@ def run_spec(run_id: str) -> str:
     return f"spo:{run_id}:orchestrator:spec"
 
 
+def run_prompts(run_id: str) -> str:
+    """Hash: prompt id -> serialized Prompt of each training problem. Orchestrator; read by replay."""
+    return f"spo:{run_id}:orchestrator:prompts"
+
+
 def run_state(run_id: str) -> str:
     """String: the job's state, for services that must know whether a run is still wanted. Orchestrator."""
     return f"spo:{run_id}:orchestrator:state"
@@ -119,6 +124,26 @@ def idempotency(key_digest: str) -> str:
     return f"spo:orchestrator:idempotency:{key_digest}"
 
 
+def tenant_jobs(tenant: str) -> str:
+    """Sorted set: the tenant's job ids by creation time (unix ms). Orchestrator."""
+    return f"spo:orchestrator:tenant:{tenant}:jobs"
+
+
+def tenant_jobs_in_state(tenant: str, state: str) -> str:
+    """Sorted set: the tenant's job ids in one state, made for a listing and soon gone. Orchestrator."""
+    return f"spo:orchestrator:tenant:{tenant}:jobs:{state}"
+
+
+def api_keys() -> str:
+    """Hash: key id -> JSON of the API key with its digest. Orchestrator."""
+    return "spo:orchestrator:api_keys"
+
+
+def audit_log() -> str:
+    """Stream: at, caller, tenant, method, path, status, request_id of changes and refusals. Orchestrator."""
+    return "spo:orchestrator:audit"
+
+
 def replicas() -> str:
     """Hash: replica id -> serialized HeartbeatRequest plus time. Orchestrator."""
     return "spo:orchestrator:replicas"
@@ -140,8 +165,16 @@ def run_values(run_id: str) -> str:
 
 
 def value_counts(value_key_digest: str) -> str:
-    """Hash: chunk index -> `samples:successes`, outlives runs. Value-estimation."""
+    """Hash: part -> `samples:successes`, with rewards where they are shares; outlives runs. Value-estimation."""
     return f"spo:value-estimation:counts:{value_key_digest}"
+
+
+def value_population(population_digest: str) -> str:
+    """Hash: prompt id -> JSON {samples, successes, features} of prompts sampled alike, outlives runs. Value-estimation.
+
+    The digest is of (reference hash, sampler, judge version, reward).
+    """
+    return f"spo:value-estimation:population:{population_digest}"
 
 
 def value_origin(value_key_digest: str, extra_sampler: str) -> str:
@@ -150,7 +183,7 @@ def value_origin(value_key_digest: str, extra_sampler: str) -> str:
 
 
 def value_progress(run_id: str, prompt_id: str) -> str:
-    """Hash: chunk name -> `samples:successes` of what this run has sampled and stored. Value-estimation."""
+    """Hash: what this run has done for a prompt, chunk -> `samples:successes`. Value-estimation (prompt_estimate.py)."""
     return f"spo:{run_id}:value-estimation:progress:{prompt_id}"
 
 
@@ -211,13 +244,29 @@ def replay_content(run_id: str) -> str:
 
 
 def replay_counters(run_id: str) -> str:
-    """Hash: number (last insertion), policy_version (newest named), inserted, correct, sampled by source. Replay."""
+    """Hash: number (last insertion), drawn (last draw), policy_version (newest named), inserted, correct, sampled by
+    source. Replay."""
     return f"spo:{run_id}:replay-buffer:counters"
 
 
 def replay_batch(run_id: str, step: int) -> str:
-    """String: ids of the batch served for a step, so that a repeated request gets the same batch; a week. Replay."""
+    """String: ids of the batch drawn for a step, joined by spaces: a repeated request gets the same batch. Replay."""
     return f"spo:{run_id}:replay-buffer:batch:{step}"
+
+
+def replay_stored(run_id: str) -> str:
+    """Hash: written (last insertion number in the experience store), planned (last of the file under way). Replay."""
+    return f"spo:{run_id}:replay-buffer:stored"
+
+
+def replay_draws(run_id: str) -> str:
+    """Sorted set: step by the number of its draw; the log of all batches. Replay."""
+    return f"spo:{run_id}:replay-buffer:draws"
+
+
+def replay_uses(run_id: str, trajectory_id: str) -> str:
+    """String: the steps whose batches hold a trajectory, 4 bytes each, big-endian, in the order of draws. Replay."""
+    return f"spo:{run_id}:replay-buffer:uses:{trajectory_id}"
 
 
 def value_key(reference_hash: str, prompt_id: str, tests_digest: str, sampler: str, judge_version: str) -> str:

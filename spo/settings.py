@@ -38,8 +38,16 @@ class PlatformSettings(BaseSettings):
     value_estimation_address: str = "127.0.0.1:7074"
     trainer_address: str = "127.0.0.1:7075"
     state_path: Path = Field(default=Path(".spo"), description="Weights, checkpoints and caches live below it.")
+    experience_url: str = Field(
+        default="", description="Folder or fsspec URL of the experience store; default: experience/ in the state path."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
+
+    @property
+    def experience_place(self) -> str:
+        """Where the experience store is."""
+        return self.experience_url or str(self.state_path.absolute() / "experience")
 
 
 class ServiceSettings(PlatformSettings):

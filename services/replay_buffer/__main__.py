@@ -8,6 +8,7 @@ from services.replay_buffer.batches import BatchDrawer
 from services.replay_buffer.ingest_worker import IngestWorker
 from services.replay_buffer.service import ReplayService
 from services.replay_buffer.settings import Settings
+from services.replay_buffer.spill import Spiller
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.redis_client import connect
@@ -23,14 +24,15 @@ def main() -> int:
     process = ServiceProcess("replay-buffer", settings)
     client = connect(settings.redis_url, settings.redis_wait_seconds)
     store = ReplayStore(client)
-    drawer = BatchDrawer(store)
-    add_ReplayServiceServicer_to_server(ReplayService(store, drawer), process.server.server)
+    add_ReplayServiceServicer_to_server(ReplayService(store, BatchDrawer(store)), process.server.server)
     consumer = Consumer(
         client, redis_keys.verdicts(), redis_keys.INGEST_GROUP, process.replica_id, settings.reclaim_seconds
     )
     values = Client("value-estimation", settings.value_estimation_address, ValueServiceStub)
     worker = IngestWorker(store, consumer, values, settings.groups_per_read, settings.logprobs_deadline_seconds)
     process.workers.append(worker.run)
+    if settings.store_experience:
+        process.workers.append(Spiller.of(store, settings).run)
     return process.run()
 
 

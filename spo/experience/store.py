@@ -1,0 +1,238 @@
+"""The experience store: judged trajectories that outlive their run, as Parquet files below one folder or bucket.
+
+    <root>/task_set=toy/reference=1f3a.../run=job_01.../part-000000000001-000000002048.parquet
+
+A file is whole or absent, its name says what it holds, and writing it twice is writing it once. Nothing in a file is
+trusted before its columns, types and sizes are checked: the folder may have been filled by others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import fsspec
+import pyarrow
+from fsspec.implementations.local import LocalFileSystem
+from pyarrow import parquet
+from ulid import ULID
+
+from spo.errors import IntegrityError, InvalidInput, Unreachable
+from spo.experience.columns import FORMAT, SCHEMA, StoredTrajectory, rows_of, table_of
+from spo.logs import get_logger
+
+log = get_logger("experience")
+
+ROW_GROUP_ROWS = 256
+FILE_BYTES_MAXIMUM = 1 << 30
+UNPACKED_BYTES_MAXIMUM = 8 << 30
+FILE_ROWS_MAXIMUM = 4_000_000
+UNKNOWN_REFERENCE = "none"
+RUN_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,199}", re.ASCII)
+_PATH = re.compile(r"task_set=(?P<task_set>[^/]+)/reference=(?P<reference>[^/]+)/run=(?P<run>[^/]+)/[^/]+\.parquet")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a file's rows have together; kind is "run", "import" or "rejudge", parents name the runs it came from."""
+
+    run: str
+    kind: str
+    task_set: str
+    reference_hash: str = ""
+    licence: str = ""
+    parents: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """One file as its place and its footer describe it."""
+
+    path: str
+    origin: Origin
+    rows: int
+    size_bytes: int
+
+
+class ExperienceStore:
+    """All stored experience below a folder or an fsspec URL; safe to use from many threads and processes.
+
+    Raises InvalidInput when nothing that is installed can open the URL.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise InvalidInput(f"SPO_EXPERIENCE_URL={url} cannot be opened: {error}", code="experience_url") from None
+
+    def write(self, origin: Origin, name: str, rows: Sequence[StoredTrajectory]) -> str:
+        """Store rows as the file `name` of their origin, replacing one of that name; returns its path.
+
+        Raises InvalidInput on names that are no plain names, Unreachable when the place cannot be written.
+        """
+        if not (RUN_NAME.fullmatch(origin.run) and RUN_NAME.fullmatch(name)):
+            raise InvalidInput(f"{origin.run!r}, {name!r}: not the names of a run and a file")
+        path = f"{self._folder(origin)}/{name}.parquet"
+        with self._reaching():
+            self._write_whole(path, _encode(origin, rows))
+        return path
+
+    def files(self, run: str | None = None, task_set: str | None = None) -> list[StoredFile]:
+        """The readable files, of one run or task set, in order of path; foreign ones are logged and left out.
+
+        Raises Unreachable.
+        """
+        found = []
+        for path, facts in self._listed(run, task_set):
+            try:
+                with self._open(path) as file:
+                    found.append(_described(path, int(facts["size"]), file))
+            except IntegrityError as error:
+                log.warning("a file of the experience store is left out", path=path, reason=error.message)
+        return found
+
+    def table(self, file: StoredFile, columns: Sequence[str]) -> pyarrow.Table:
+        """Some columns of a file, all rows. Raises IntegrityError, Unreachable."""
+        return self._read(file.path, lambda opened: opened.read(columns=list(columns)))
+
+    def rows(self, file: StoredFile, numbers: Sequence[int]) -> list[StoredTrajectory]:
+        """Rows of a file by number, in that order. Raises IntegrityError, Unreachable."""
+
+        def pick(opened: parquet.ParquetFile) -> list[StoredTrajectory]:
+            groups = sorted({number // ROW_GROUP_ROWS for number in numbers})
+            place = {group: index * ROW_GROUP_ROWS for index, group in enumerate(groups)}
+            table = opened.read_row_groups(groups)
+            return rows_of(table.take([place[n // ROW_GROUP_ROWS] + n % ROW_GROUP_ROWS for n in numbers]))
+
+        return self._read(file.path, pick) if numbers else []
+
+    def batches(self, file: StoredFile) -> Iterator[list[StoredTrajectory]]:
+        """All rows of a file, ROW_GROUP_ROWS at a time. Raises IntegrityError, Unreachable."""
+        for start in range(0, file.rows, ROW_GROUP_ROWS):
+            yield self.rows(file, range(start, min(start + ROW_GROUP_ROWS, file.rows)))
+
+    def remove(self, file: StoredFile) -> None:
+        """Take a file away; one that is gone already is no fault. Raises Unreachable."""
+        with self._reaching(), contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(file.path)
+
+    def _folder(self, origin: Origin) -> str:
+        reference = origin.reference_hash[:16] or UNKNOWN_REFERENCE
+        parts = {"task_set": origin.task_set or UNKNOWN_REFERENCE, "reference": reference, "run": origin.run}
+        return "/".join([self._root, *(f"{name}={quote(value, safe='')}" for name, value in parts.items())])
+
+    def _listed(self, run: str | None, task_set: str | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        with self._reaching():
+            self._fs.invalidate_cache()
+            found: dict[str, Any] = self._fs.find(self._root, detail=True) if self._fs.exists(self._root) else {}
+        for path, facts in sorted(found.items()):
+            place = _PATH.fullmatch(path.removeprefix(self._root).lstrip("/"))
+            if place and run in (None, unquote(place["run"])) and task_set in (None, unquote(place["task_set"])):
+                yield path, facts
+
+    def _write_whole(self, path: str, payload: bytes) -> None:
+        if not isinstance(self._fs, LocalFileSystem):
+            # Object stores show an object when it is complete, and not before.
+            self._fs.pipe_file(path, payload)
+            return
+        folder = Path(path).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        writing = folder / f".writing-{ULID()}"
+        try:
+            with writing.open("xb") as stream:
+                stream.write(payload)
+                stream.flush()
+                os.fsync(stream.fileno())
+            writing.replace(path)
+        finally:
+            writing.unlink(missing_ok=True)
+
+    def _read(self, path: str, read: Callable[[parquet.ParquetFile], Any]) -> Any:
+        with self._open(path) as file:
+            return read(file)
+
+    @contextlib.contextmanager
+    def _open(self, path: str) -> Iterator[parquet.ParquetFile]:
+        """A checked file; whatever its bytes do to the reader is an IntegrityError that names it."""
+        try:
+            with self._reaching(), self._fs.open(path, "rb") as stream, parquet.ParquetFile(stream) as file:
+                _check(file, path)
+                yield file
+        except (pyarrow.ArrowException, ValueError, TypeError, KeyError) as error:
+            raise IntegrityError(f"{path} is no file of an experience store: {error}", code="bad_experience") from None
+
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except pyarrow.ArrowException:
+            raise
+        except OSError as error:
+            raise Unreachable(
+                f"the experience store at {self.url} cannot be used: {error}", code="experience_store"
+            ) from error
+
+
+def _encode(origin: Origin, rows: Iterable[StoredTrajectory]) -> bytes:
+    described = {
+        "spo_format": FORMAT,
+        "spo_kind": origin.kind,
+        "spo_reference_hash": origin.reference_hash,
+        "spo_licence": origin.licence,
+        "spo_parents": " ".join(origin.parents),
+    }
+    target = io.BytesIO()
+    table = table_of(rows).replace_schema_metadata(described)
+    parquet.write_table(table, target, compression="zstd", row_group_size=ROW_GROUP_ROWS)
+    return target.getvalue()
+
+
+def _described(path: str, size_bytes: int, file: parquet.ParquetFile) -> StoredFile:
+    place = _PATH.search(path)
+    said = {name.decode(): value.decode("utf-8", "replace") for name, value in (file.metadata.metadata or {}).items()}
+    if place is None:
+        raise IntegrityError(f"{path} is not in its place", code="bad_experience")
+    origin = Origin(
+        run=unquote(place["run"]),
+        kind=said.get("spo_kind", ""),
+        task_set=unquote(place["task_set"]),
+        reference_hash=said.get("spo_reference_hash", ""),
+        licence=said.get("spo_licence", ""),
+        parents=tuple(said.get("spo_parents", "").split()),
+    )
+    return StoredFile(path, origin, file.metadata.num_rows, size_bytes)
+
+
+def _check(file: parquet.ParquetFile, path: str) -> None:
+    """Raise IntegrityError unless the file's footer promises our columns in our types, within the limits."""
+    footer = file.metadata
+    unpacked = sum(footer.row_group(index).total_byte_size for index in range(footer.num_row_groups))
+    types = {field.name: field.type for field in file.schema_arrow}
+    # Names of list elements differ between writers; the types are what counts.
+    wrong = [field.name for field in SCHEMA if not _same(types.get(field.name), field.type)]
+    sizes = [footer.row_group(index).num_rows for index in range(footer.num_row_groups)]
+    faults = [
+        ("is of another format", (footer.metadata or {}).get(b"spo_format") != FORMAT.encode()),
+        ("has too many rows", footer.num_rows > FILE_ROWS_MAXIMUM),
+        ("unpacks to too much", unpacked > UNPACKED_BYTES_MAXIMUM),
+        ("is cut into other row groups", any(size != ROW_GROUP_ROWS for size in sizes[:-1])),
+        (f"has no or other columns {', '.join(wrong)}", bool(wrong)),
+    ]
+    reasons = [reason for reason, holds in faults if holds]
+    if reasons:
+        raise IntegrityError(f"{path} {'; '.join(reasons)}", code="bad_experience")
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    if found is None or not pyarrow.types.is_list(wanted):
+        return bool(found == wanted)
+    return bool(pyarrow.types.is_list(found) and found.value_type == wanted.value_type)
