@@ -13,6 +13,7 @@ from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import Leases
 from services.orchestrator.replicas import Replicas
 from services.orchestrator.runner import JobRunner
+from services.orchestrator.scoring import Scorer
 from services.orchestrator.settings import Settings
 from services.orchestrator.task_sets import TaskLibrary
 from services.orchestrator.weights import WeightVersions
@@ -41,9 +42,8 @@ class Desk:
         self.replicas = Replicas(self.jobs, settings.replica_silence_seconds)
         self.weights = WeightVersions(self.jobs)
         self.feeder = Feeder(self.jobs, self.library, self.replay)
-        self.evaluator = Evaluator(
-            self.jobs, self.library, self.weights, self.inference, self.judge, settings.evaluation_requests
-        )
+        scorer = Scorer(self.inference, self.judge, settings.evaluation_requests)
+        self.evaluator = Evaluator(self.jobs, self.library, self.weights, scorer)
         self.runner = JobRunner(
             self.jobs, self.library, self.evaluator, self.leases, self.replicas, self.judge, settings
         )

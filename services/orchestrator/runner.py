@@ -22,6 +22,7 @@ from services.orchestrator.evaluation import Evaluator
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import Leases
 from services.orchestrator.replicas import Replicas
+from services.orchestrator.scoring import upload_tests
 from services.orchestrator.series import latest_step
 from services.orchestrator.settings import Settings
 from services.orchestrator.states import ACTIVE, JobState
@@ -33,12 +34,10 @@ from spo.job_spec import JobSpec
 from spo.logs import get_logger
 from spo.rpc import Client
 from spo.tasks.problem import Problem
-from spo.v1.judge_service_pb2 import UploadTestsRequest
 
 log = get_logger("runner")
 
 TICK_SECONDS = 1.0
-UPLOAD_CHUNK = 64
 PROGRESS_SECONDS = 2.0
 HOUSEKEEPING_SECONDS = 2.0
 
@@ -139,11 +138,7 @@ class JobRunner:
         """Give the judges every test set of the job; content-addressed, so doing it twice changes nothing."""
         tasks = self.library.load(self.jobs.spec(job_id).tasks)
         problems = [*tasks.train, *tasks.evaluation]
-        for start in range(0, len(problems), UPLOAD_CHUNK):
-            chunk = problems[start : start + UPLOAD_CHUNK]
-            reply = self.judge.call("UploadTests", UploadTestsRequest(test_sets=[each.tests for each in chunk]))
-            if list(reply.digests) != [each.tests_digest for each in chunk]:
-                raise PreconditionFailed("the judge digests tests differently", code="digest_mismatch")
+        upload_tests(self.judge, problems)
         record = redis_keys.job_record(job_id)
         totals = ("HSET", record, "prompts_total", len(tasks.train), "evaluation_total", len(tasks.evaluation))
         self.jobs.transition(job_id, JobState.ESTIMATING, f"{len(problems)} problems ready", writes=[totals])
