@@ -95,14 +95,17 @@ def _rows(files: list[ProgramFile], link: JudgeLink, test_set: TestSet, stop_ear
     slow_tests = min(tests, MOST_TIME_LIMITS)
     worst = START_SECONDS + tests * limits.cpu_seconds + slow_tests * (limits.cpu_seconds + limits.wall_seconds)
     deadline_seconds = min(LONGEST_SECONDS, worst * in_flight)
-    with ThreadPoolExecutor(in_flight, thread_name_prefix="judge") as threads:
-        try:
-            yield from threads.map(lambda file: _row(file, link, stop_early, deadline_seconds, tests), files)
-        finally:
-            threads.shutdown(wait=False, cancel_futures=True)
+    threads = ThreadPoolExecutor(in_flight, thread_name_prefix="judge")
+    try:
+        yield from threads.map(lambda file: _row(file, link, stop_early, deadline_seconds), files)
+    except BaseException:
+        link.close()  # otherwise the threads would wait for what is still being judged
+        raise
+    finally:
+        threads.shutdown(cancel_futures=True)
 
 
-def _row(file: ProgramFile, link: JudgeLink, stop_early: bool, deadline_seconds: float, tests: int) -> Row:
+def _row(file: ProgramFile, link: JudgeLink, stop_early: bool, deadline_seconds: float) -> Row:
     try:
         verdict = link.judge(file.read(), file.language, stop_early, deadline_seconds)
     except SpoError as error:

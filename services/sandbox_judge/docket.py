@@ -19,6 +19,7 @@ from blake3 import blake3
 
 from services.sandbox_judge.lanes import Lane
 from services.sandbox_judge.languages import language_of, version_of
+from services.sandbox_judge.memory_cgroup import memory_parent
 from services.sandbox_judge.sandbox import JudgeFault
 from services.sandbox_judge.settings import IsolationTier, Settings
 from services.sandbox_judge.test_sets import Store, TestSets
@@ -82,6 +83,8 @@ class Docket:
         self.isolation = tier
         self.test_sets = TestSets(store)
         self._store = store
+        self._cgroups = memory_parent(settings.memory_cgroup)
+        self.features = ["memory-cgroup"] if self._cgroups else []
         self._settings = settings
         # (urgency, arrival, case); a lane ends at None, which sorts after every case.
         self._queue: queue.PriorityQueue[tuple[int, int, Case | None]] = queue.PriorityQueue()
@@ -175,7 +178,7 @@ class Docket:
         return store
 
     def _work(self, index: int) -> None:
-        lane = Lane(self.isolation, index, self._settings.programs_per_zygote)
+        lane = Lane(self.isolation, index, self._settings.programs_per_zygote, self._cgroups)
         while (case := self._queue.get()[2]) is not None:
             if not case.verdict.set_running_or_notify_cancel():
                 continue

@@ -38,8 +38,8 @@ class MemoryStore:
 
 def main() -> int:
     configure_logs("embedded-judge", "warning")
-    # Nobody asks this judge twice, so it keeps no verdicts.
-    settings = Settings().model_copy(update={"cache_seconds": 0, "recheck_rate": 0.0})
+    # Nobody asks this judge twice, so it keeps no verdicts; nobody waits for it at its end either.
+    settings = Settings().model_copy(update={"cache_seconds": 0, "recheck_rate": 0.0, "drain_seconds": 1.0})
     try:
         tier = choose_tier(settings)
     except SpoError as error:

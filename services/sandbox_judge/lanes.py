@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import enum
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from services.sandbox_judge.backends.zygote import Zygote
+from services.sandbox_judge.backends.zygote import Executable, OpenProgram, Zygote
 from services.sandbox_judge.isolation import launch, program_uid
+from services.sandbox_judge.memory_cgroup import MemoryCgroup, child_name
+from services.sandbox_judge.sandbox import Ending, JudgeFault, Run, RunLimits
 from services.sandbox_judge.settings import IsolationTier
 
 
@@ -23,12 +29,14 @@ class Role(enum.Enum):
 
 @dataclass
 class Lane:
-    """The zygotes of one worker thread, started when first needed."""
+    """The zygotes of one worker thread, started when first needed; cgroups: where theirs can be made."""
 
     tier: IsolationTier
     index: int
     programs_per_zygote: int = 2000
+    cgroups: Path | None = None
     _zygotes: dict[Role, Zygote] = field(default_factory=dict, init=False)
+    _cgroups: dict[Role, MemoryCgroup] = field(default_factory=dict, init=False)
     _scratch: str | None = field(default=None, init=False)
 
     def zygote(self, role: Role) -> Zygote:
@@ -36,22 +44,42 @@ class Lane:
         zygote = self._zygotes.get(role)
         if zygote is None:
             scratch = self._private_folder() if role is Role.COMPILER else None
-            zygote = self._zygotes[role] = Zygote(launch(self.tier, self.index, scratch))
+            started = launch(self.tier, self.index, scratch)
+            if self.cgroups:
+                cgroup = self._cgroups[role] = _cgroup(self.cgroups / child_name(self.index, role.value))
+                started = dataclasses.replace(started, command=cgroup.enter(started.command))
+            zygote = self._zygotes[role] = Zygote(started)
         return zygote
+
+    @contextlib.contextmanager
+    def open(self, role: Role, executable: Executable, limits: RunLimits) -> Iterator[OpenProgram]:
+        """A jail with the program in it, its tree held to the memory limit. Raises CompileFailed or JudgeFault."""
+        zygote = self.zygote(role)
+        cgroup = self._cgroups.get(role)
+        if cgroup:
+            with _faults():
+                cgroup.limit(limits.memory_bytes)
+        with zygote.open(executable, limits) as opened:
+            yield _TreeLimited(opened.channel, limits, cgroup) if cgroup else opened
 
     def retire_old(self) -> None:
         """End zygotes that have served long enough."""
         for role, zygote in list(self._zygotes.items()):
             if zygote.programs >= self.programs_per_zygote:
-                self._zygotes.pop(role).close()
+                self._end(role)
 
     def close(self) -> None:
         """End everything the lane has started; it can be used again."""
-        while self._zygotes:
-            self._zygotes.popitem()[1].close()
+        for role in list(self._zygotes):
+            self._end(role)
         if self._scratch:
             shutil.rmtree(self._scratch, ignore_errors=True)
             self._scratch = None
+
+    def _end(self, role: Role) -> None:
+        self._zygotes.pop(role).close()
+        if cgroup := self._cgroups.pop(role, None):
+            cgroup.remove()
 
     def _private_folder(self) -> str | None:
         """Where compilers write in tiers without a file system of their own."""
@@ -62,3 +90,28 @@ class Lane:
             if (uid := program_uid(self.index)) is not None:
                 os.chown(self._scratch, uid, uid)
         return self._scratch
+
+
+@dataclass
+class _TreeLimited(OpenProgram):
+    """A program whose tree shares a memory limit: who is killed for it has met it."""
+
+    cgroup: MemoryCgroup
+
+    def run(self, stdin: bytes, files: Sequence[bytes] = ()) -> Run:
+        run = super().run(stdin, files)
+        killed = run.code != 0 and self.cgroup.has_killed()
+        return dataclasses.replace(run, ending=Ending.MEMORY_LIMIT) if killed else run
+
+
+def _cgroup(folder: Path) -> MemoryCgroup:
+    with _faults():
+        return MemoryCgroup(folder)
+
+
+@contextlib.contextmanager
+def _faults() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, StopIteration) as error:
+        raise JudgeFault(f"memory cgroup: {error}") from error

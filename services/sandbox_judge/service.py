@@ -53,5 +53,6 @@ class JudgeService(JudgeServiceServicer):
             judge_version=self.docket.judge_version,
             isolation=self.docket.isolation,
             languages=languages(),
+            features=self.docket.features,
             language_versions={name: version_of(name) for name in languages()},
         )

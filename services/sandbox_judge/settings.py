@@ -29,3 +29,7 @@ class Settings(ServiceSettings, service="sandbox_judge"):
     recheck_rate: float = Field(
         default=0.01, ge=0, le=1, description="Share of programs judged twice to measure how noisy verdicts are."
     )
+    memory_cgroup: str = Field(
+        default="auto",
+        description='Where memory of whole trees is limited: "auto" (the judge\'s own cgroup), "off" or a folder.',
+    )

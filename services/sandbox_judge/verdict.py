@@ -77,7 +77,7 @@ class Court:
             executable = self._executable(lane, source, language)
             with contextlib.ExitStack() as stack:
                 check = self._checker(lane, test_set, stack)
-                opened = stack.enter_context(lane.zygote(Role.PROGRAM).open(executable, limits_of(test_set.limits)))
+                opened = stack.enter_context(lane.open(Role.PROGRAM, executable, limits_of(test_set.limits)))
                 results = list(_results(opened.run, check, test_set, manner))
                 verdict = summary_of(results, test_set, manner.want_details)
                 verdict.suspected_hard_coded = suspects(program, language, test_set, results, opened.run, check)
@@ -89,7 +89,7 @@ class Court:
         known = language_of(language)
         if not known.build:
             return Executable(source=source)
-        return self.binaries.executable(known, source, lane.zygote(Role.COMPILER))
+        return self.binaries.executable(known, source, lane)
 
     def _checker(self, lane: Lane, test_set: TestSet, stack: contextlib.ExitStack) -> Check:
         """The comparison of a test set; a special judge runs in a jail of its own and gets the three files by path."""
@@ -99,7 +99,7 @@ class Court:
         try:
             executable = self._executable(lane, test_set.checker_program, test_set.checker_language or "python")
             named = Executable(executable.source, executable.binary, paths, freedom=executable.freedom)
-            opened = stack.enter_context(lane.zygote(Role.CHECKER).open(named, CHECKER_LIMITS))
+            opened = stack.enter_context(lane.open(Role.CHECKER, named, CHECKER_LIMITS))
         except CompileFailed as failure:
             raise JudgeFault(f"the special judge does not compile: {failure}") from failure
 

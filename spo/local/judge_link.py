@@ -123,15 +123,21 @@ class JudgeLink:
         try:
             self._connect(address)
         except SpoError:
-            self.__exit__()
+            self.close()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._client:
-            self._client.close()
-        if self._embedded:
-            self._embedded.stop()
+        self.close()
+
+    def close(self) -> None:
+        """End the connection, calls under way, and an embedded judge with all that it runs."""
+        with self._lock:
+            client, self._client = self._client, None
+            if client:
+                client.close()
+            if self._embedded:
+                self._embedded.stop()
 
     def describe(self) -> DescribeJudgeResponse:
         """What the judge is. Raises SpoError."""

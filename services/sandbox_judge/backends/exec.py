@@ -7,7 +7,8 @@ from collections import OrderedDict
 
 from blake3 import blake3
 
-from services.sandbox_judge.backends.zygote import Executable, Zygote
+from services.sandbox_judge.backends.zygote import Executable
+from services.sandbox_judge.lanes import Lane, Role
 from services.sandbox_judge.languages import BUILD_LIMITS, Language
 from services.sandbox_judge.sandbox import CompileFailed, Ending, JudgeFault
 from services.sandbox_judge.seccomp_filter import Freedom
@@ -24,13 +25,13 @@ class Binaries:
         self._kept: OrderedDict[str, bytes] = OrderedDict()
         self._kept_bytes = 0
 
-    def executable(self, language: Language, source: bytes, compiler: Zygote) -> Executable:
+    def executable(self, language: Language, source: bytes, lane: Lane) -> Executable:
         """What runs the program. Raises CompileFailed, or JudgeFault when the compiler could not run."""
         key = digest(*language.build, blake3(source).hexdigest())
         with self._lock:
             binary = self._kept.get(key)
         if binary is None:
-            binary = build(language, source, compiler)
+            binary = build(language, source, lane)
             self._keep(key, binary)
         return Executable(binary=binary, command=("program",), freedom=Freedom.COMMAND)
 
@@ -42,11 +43,11 @@ class Binaries:
                 self._kept_bytes -= len(self._kept.popitem(last=False)[1])
 
 
-def build(language: Language, source: bytes, compiler: Zygote) -> bytes:
+def build(language: Language, source: bytes, lane: Lane) -> bytes:
     """The binary of a program, built inside a jail. Raises CompileFailed or JudgeFault."""
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "TMPDIR": ".", "LC_ALL": "C.UTF-8"}
     executable = Executable(command=language.command, environment=environment, freedom=Freedom.TOOLCHAIN)
-    with compiler.open(executable, BUILD_LIMITS) as opened:
+    with lane.open(Role.COMPILER, executable, BUILD_LIMITS) as opened:
         run = opened.run(source)
     if run.ending is Ending.EXITED and run.code == 0 and run.stdout:
         return run.stdout
