@@ -126,8 +126,9 @@ class Spiller:
         by_reference: dict[str, list[StoredTrajectory]] = defaultdict(list)
         for row in self._rows(run_id, spec, kept):
             by_reference[row.trajectory.reference_hash].append(row)
+        tenant: Any = self.client.hget(redis_keys.job_record(run_id), "tenant")
         for reference_hash, rows in by_reference.items():
-            origin = Origin(run_id, "run", spec.tasks.kind, reference_hash)
+            origin = Origin(run_id, "run", spec.tasks.kind, reference_hash, tenant=(tenant or b"").decode())
             self.experience.write(origin, f"part-{written + 1:012d}-{planned:012d}", rows)
         metrics.REPLAY_STORED.inc(len(kept))
         return len(kept)

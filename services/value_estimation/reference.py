@@ -41,7 +41,7 @@ class Reference:
         pairs = [(tuple(prompt), tuple(response)) for prompt, response in zip(prompts, responses, strict=True)]
         unique = list(dict.fromkeys(pairs))
         for prompt, response in unique:
-            self._check(prompt, response)
+            self.check(prompt, response)
         with self.lock:
             found = response_logprobs(
                 self.model, [pair[0] for pair in unique], [pair[1] for pair in unique], self.tokens_per_forward
@@ -49,7 +49,14 @@ class Reference:
         by_pair = dict(zip(unique, found, strict=True))
         return [by_pair[pair] for pair in pairs]
 
-    def _check(self, prompt: Tokens, response: Tokens) -> None:
+    def reads(self, response: Sequence[int], text: str) -> bool:
+        """Whether the response's tokens say what the text says. Raises InvalidInput on a foreign token."""
+        self.check((0,), response)
+        said = self.tokenizer.decode(list(response), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return bool(said == text)
+
+    def check(self, prompt: Sequence[int], response: Sequence[int]) -> None:
+        """Raise InvalidInput on an empty sequence, a token outside the vocabulary, or more tokens than positions."""
         if not prompt or not response:
             raise InvalidInput("a sequence needs a prompt and a response", code="empty_sequence")
         vocabulary = int(self.model.config.vocab_size)

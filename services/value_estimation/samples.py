@@ -46,8 +46,8 @@ class SampleMaker:
             response_prefix_token_ids=prefix,
         )
         trajectories = self.peers.generate(group)
-        self._judge(prompt, trajectories)
-        self._score(trajectories)
+        self.judge(prompt, trajectories)
+        self.score(trajectories)
         return trajectories
 
     def recall_reference(self, prompt: Prompt, origin: str) -> list[Trajectory]:
@@ -58,26 +58,33 @@ class SampleMaker:
             trajectory.trajectory_id = redis_keys.trajectory_id(
                 self.run_id, f"{origin}/{trajectory.trajectory_id}", trajectory.sample_index, 0, REFERENCE_VERSION
             )
-        self._score(trajectories)
+            trajectory.origin_run_id = trajectory.origin_run_id or origin
+        self.score(trajectories)
         return trajectories
 
-    def import_human(self, prompt: Prompt, programs: Sequence[str], max_response_tokens: int) -> list[Trajectory]:
-        """People's programs as trajectories, those the judge accepts; longer ones than the run's limit are left out."""
-        candidates = [self._human(prompt, program, index) for index, program in enumerate(programs)]
+    def import_human(
+        self, prompt: Prompt, programs: Sequence[str], max_response_tokens: int, right: bool = True
+    ) -> list[Trajectory]:
+        """People's programs as trajectories: those the judge accepts, or of published wrong ones those it rejects.
+
+        Longer ones than the run's limit are left out.
+        """
+        kind = "human" if right else "wrong"
+        candidates = [self._human(prompt, program, kind, index) for index, program in enumerate(programs)]
         fitting = [each for each in candidates if len(each.response_token_ids) <= max_response_tokens]
         if not fitting:
             return []
-        self._judge(prompt, fitting)
-        accepted = [each for each in fitting if each.verdict.outcome == OUTCOME_ACCEPTED]
-        if len(accepted) < len(programs):
-            log.info("human solutions left out", prompt=prompt.prompt_id[:12], given=len(programs), kept=len(accepted))
-        self._score(accepted)
-        return accepted
+        self.judge(prompt, fitting)
+        kept = [each for each in fitting if (each.verdict.outcome == OUTCOME_ACCEPTED) == right]
+        if len(kept) < len(programs):
+            log.info(f"{kind} solutions left out", prompt=prompt.prompt_id[:12], given=len(programs), kept=len(kept))
+        self.score(kept)
+        return kept
 
-    def _human(self, prompt: Prompt, program: str, index: int) -> Trajectory:
+    def _human(self, prompt: Prompt, program: str, kind: str, index: int) -> Trajectory:
         text = write_response(program, "fenced" if prompt.response_format == "fenced" else "raw")
         prompt_tokens, response_tokens = self.reference.encode(prompt.text, text)
-        group_id = f"human-{prompt.prompt_id[:24]}"
+        group_id = f"{kind}-{prompt.prompt_id[:24]}"
         return Trajectory(
             trajectory_id=redis_keys.trajectory_id(self.run_id, group_id, index, 0, REFERENCE_VERSION),
             group_id=group_id,
@@ -93,15 +100,21 @@ class SampleMaker:
             created_unix_ms=int(time.time() * 1000),
         )
 
-    def _judge(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
+    def judge(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
+        """Set verdicts and rewards. Raises NotReady when the judge stayed away."""
         programs = [extract_program(each.response_text, prompt.response_format) for each in trajectories]
         verdicts = self.peers.judge_programs(prompt, programs)
         for trajectory, verdict in zip(trajectories, verdicts, strict=True):
             trajectory.verdict.CopyFrom(verdict)
-            trajectory.reward = 0.0 if verdict.outcome == OUTCOME_ACCEPTED else -1.0
+            self.reward(trajectory)
             trajectory.hops.append(Hop(service="sandbox-judge", at_unix_ms=int(time.time() * 1000)))
 
-    def _score(self, trajectories: Sequence[Trajectory]) -> None:
+    def reward(self, trajectory: Trajectory) -> None:
+        """Set the reward that its verdict earns in this run."""
+        trajectory.reward = 0.0 if trajectory.verdict.outcome == OUTCOME_ACCEPTED else -1.0
+
+    def score(self, trajectories: Sequence[Trajectory]) -> None:
+        """Set the log-probs of pi0."""
         scored = self.reference.logprobs(
             [each.prompt_token_ids for each in trajectories], [each.response_token_ids for each in trajectories]
         )

@@ -41,7 +41,7 @@ _PATH = re.compile(r"task_set=(?P<task_set>[^/]+)/reference=(?P<reference>[^/]+)
 
 @dataclass(frozen=True)
 class Origin:
-    """What a file's rows have together; kind is "run", "import" or "rejudge", parents name the runs it came from."""
+    """What a file's rows have together: kind is "run", "import" or "rejudge", parents name the runs they came from."""
 
     run: str
     kind: str
@@ -49,6 +49,7 @@ class Origin:
     reference_hash: str = ""
     licence: str = ""
     parents: tuple[str, ...] = ()
+    tenant: str = ""
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,7 @@ def _encode(origin: Origin, rows: Iterable[StoredTrajectory]) -> bytes:
         "spo_reference_hash": origin.reference_hash,
         "spo_licence": origin.licence,
         "spo_parents": " ".join(origin.parents),
+        "spo_tenant": origin.tenant,
     }
     target = io.BytesIO()
     table = table_of(rows).replace_schema_metadata(described)
@@ -208,6 +210,7 @@ def _described(path: str, size_bytes: int, file: parquet.ParquetFile) -> StoredF
         reference_hash=said.get("spo_reference_hash", ""),
         licence=said.get("spo_licence", ""),
         parents=tuple(said.get("spo_parents", "").split()),
+        tenant=said.get("spo_tenant", ""),
     )
     return StoredFile(path, origin, file.metadata.num_rows, size_bytes)
 

@@ -1,0 +1,90 @@
+"""Which stored trajectories a new job takes for a prompt."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import chain, zip_longest
+from typing import Any
+
+import pyarrow
+from pyarrow import compute
+
+from spo.experience.columns import SCHEMA, StoredTrajectory, statement_digest
+from spo.experience.store import ExperienceStore, StoredFile
+from spo.spec.experience import StoredExperience
+from spo.v1.prompt_pb2 import Prompt
+
+# What the choice depends on; all else is read for the chosen rows only.
+NARROW = ("trajectory_id", "prompt_id", "statement_digest", "content_digest", "reward", "outcome", "created_unix_ms")
+_PLACE = [("file", pyarrow.int32()), ("row", pyarrow.int32())]
+_EMPTY = pyarrow.schema([*(SCHEMA.field(name) for name in NARROW), *_PLACE]).empty_table()
+
+
+class Selection:
+    """The stored experience that a job names, looked through once and then asked prompt by prompt.
+
+    `tenant` keeps to what one tenant stored; `job_id` leaves out what the job itself has stored meanwhile.
+    """
+
+    def __init__(
+        self, store: ExperienceStore, wanted: Sequence[StoredExperience], *, job_id: str = "", tenant: str = ""
+    ) -> None:
+        self.store = store
+        self.wanted = wanted
+        self.job_id = job_id
+        self.tenant = tenant
+        self._files: list[StoredFile] = []
+        self._index: pyarrow.Table | None = None
+        self._lock = threading.Lock()
+
+    def of(self, prompt: Prompt) -> list[StoredTrajectory]:
+        """At most `per_prompt` trajectories for each source named: successes and failures in turn, newest first.
+
+        Those on this very prompt, and those on the same statement with other tests, whose verdicts do not count here.
+        None twice by id, nor by content and outcome. Raises Unreachable, IntegrityError.
+        """
+        with self._lock:
+            index = self._index = self._read_index() if self._index is None else self._index
+        # pyarrow's compute functions are made at import, unseen by type checkers.
+        functions: Any = compute
+        same = functions.or_(
+            functions.equal(index["prompt_id"], prompt.prompt_id),
+            functions.equal(index["statement_digest"], statement_digest(prompt.text)),
+        )
+        found: list[dict[str, Any]] = index.filter(same).to_pylist()
+        found.sort(key=lambda row: (row["created_unix_ms"], row["trajectory_id"]), reverse=True)
+        chosen = {row["trajectory_id"]: row for wanted in self.wanted for row in self._choose(found, wanted)}
+        numbers: dict[int, list[int]] = defaultdict(list)
+        for row in chosen.values():
+            numbers[row["file"]].append(row["row"])
+        return [stored for file, rows in numbers.items() for stored in self.store.rows(self._files[file], rows)]
+
+    def _choose(self, found: Sequence[Mapping[str, Any]], wanted: StoredExperience) -> list[Mapping[str, Any]]:
+        of_run = [row for row in found if wanted.run in (None, self._files[row["file"]].origin.run)]
+        distinct: dict[tuple[str, bool], Mapping[str, Any]] = {}
+        for row in of_run:
+            distinct.setdefault((row["content_digest"], _is_right(row)), row)
+        right = [row for row in distinct.values() if _is_right(row)]
+        wrong = [row for row in distinct.values() if not _is_right(row) and not wanted.correct_only]
+        in_turn = chain.from_iterable(zip_longest(right, wrong))
+        return [row for row in in_turn if row is not None][: wanted.per_prompt]
+
+    def _read_index(self) -> pyarrow.Table:
+        runs = {wanted.run for wanted in self.wanted}
+        found = [file for run in sorted(runs, key=str) for file in self.store.files(None if None in runs else run)]
+        mine = (file for file in found if file.origin.run != self.job_id and file.origin.tenant == self.tenant)
+        self._files = list({file.path: file for file in mine}.values())
+        tables = []
+        for number, file in enumerate(self._files):
+            table = self.store.table(file, NARROW)
+            place = ([number] * len(table), range(len(table)))
+            for (name, kind), values in zip(_PLACE, place, strict=True):
+                table = table.append_column(name, pyarrow.array(values, kind))
+            tables.append(table.replace_schema_metadata())
+        return pyarrow.concat_tables([_EMPTY, *tables])
+
+
+def _is_right(row: Mapping[str, Any]) -> bool:
+    return bool(row["outcome"] == "accepted") if row["outcome"] else row["reward"] == 0
