@@ -17,6 +17,7 @@ from services.orchestrator.seeds import seed_of
 from services.orchestrator.states import JobState
 from services.orchestrator.task_sets import TaskLibrary, prompt_of
 from spo import redis_keys
+from spo.algorithm.replay_sampling import value_spread
 from spo.errors import PreconditionFailed, SpoError
 from spo.job_spec import JobSpec
 from spo.logs import get_logger
@@ -117,20 +118,29 @@ class Feeder:
             if spec.value is not None:
                 problems = self._with_value(job_id, spec, problems)
             if not problems:
-                raise PreconditionFailed("no training prompt has a value; nothing can be fed", code="no_prompts")
+                raise PreconditionFailed(
+                    "no training prompt has a value that the mix takes; nothing can be fed", code="no_prompts"
+                )
             self._courses[job_id] = Course(problems, spec.seed)
         return self._courses[job_id]
 
     def _with_value(self, job_id: str, spec: JobSpec, problems: Sequence[Problem]) -> tuple[Problem, ...]:
-        """Problems that can be learnt from: those with a value, and unsolved ones only where the spec keeps them."""
+        """Problems that can be learnt from: with a value, neither unsolved nor too certain where these are left out."""
         found: Any = self.jobs.client.hgetall(redis_keys.run_values(job_id))
         values = {prompt_id.decode(): PromptValue.FromString(raw) for prompt_id, raw in found.items()}
         drops = spec.value is not None and spec.value.unsolved == "drop"
+        least_spread = max((part.min_value_spread for part in spec.replay.mix if part.source == "online"), default=0.0)
         return tuple(
             problem
             for problem in problems
-            if problem.problem_id in values and not (drops and values[problem.problem_id].successes == 0)
+            if problem.problem_id in values
+            and not (drops and values[problem.problem_id].successes == 0)
+            and _spread(values[problem.problem_id]) >= least_spread
         )
+
+
+def _spread(value: PromptValue) -> float:
+    return value_spread(value.successes / value.samples) if value.samples else 0.0
 
 
 def groups_on_belt(client: redis.Redis, run_id: str) -> int:

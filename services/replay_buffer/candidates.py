@@ -7,17 +7,18 @@ at any time; its truth is the ledger.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import redis
 
 from services.replay_buffer.limiter import OnlineCounts
-from services.replay_buffer.values import servable_values
-from services.replay_buffer.windows import Candidate, OfflineWindow, OnlineWindow, read_fact
+from services.replay_buffer.values import PromptFacts, facts_of_prompts
+from services.replay_buffer.windows import Candidate, OfflineWindow, OnlineWindow, read_fact, rule_of
 from spo import redis_keys
 from spo.errors import IntegrityError
-from spo.job_spec import JobSpec
+from spo.job_spec import JobSpec, SourceMix
 from spo.v1.value_pb2 import PromptValue
 
 FACTS_PER_READ = 5000
@@ -51,42 +52,48 @@ class Candidates:
             self._read_values(values)
         for source, entries in zip(sources, news, strict=True):
             self._take_in(source, entries)
+        if self.spec.replay.max_times_sampled is not None:
+            self._count_draws()
         return None
 
-    def servable(self, source: str, correct_only: bool) -> Sequence[Candidate]:
-        """What may be drawn of a source now: with a value, not too stale, correct if wanted, capped per prompt."""
-        oldest = self.counters.get("policy_version", 0) - self.spec.replay.max_staleness if source == "online" else 0
-        # Most draws find what the one before found: only news, values or a higher version change it.
-        stamp = (self._seen.get(source, 0), self._values_read, oldest)
-        known, found = self._filtered.get((source, correct_only), ((), []))
+    def servable(self, rule: SourceMix) -> Sequence[Candidate]:
+        """What may be drawn now by a source's rule: with a value, fresh enough, not drawn too often, in the window."""
+        oldest = self._oldest(rule)
+        # Most draws find what the one before found: only news, values, a higher version or a count change it.
+        stamp = (self._seen.get(rule.source, 0), self._values_read, oldest, self._draws_seen)
+        known, found = self._filtered.get(rule, ((), []))
         if known != stamp:
-            found = self._filter(source, correct_only, oldest)
-            self._filtered[source, correct_only] = (stamp, found)
+            found = self._filter(rule, oldest)
+            self._filtered[rule] = (stamp, found)
         return found
 
-    def online(self, correct_only: bool) -> OnlineCounts:
+    def rule(self, source: str) -> SourceMix:
+        """How the spec draws from a source."""
+        return rule_of(self.spec, source)
+
+    def online(self, rule: SourceMix) -> OnlineCounts:
         """The counts that the limiter weighs."""
         return OnlineCounts(
             inserted=self.counters.get("inserted:online", 0),
             sampled=self.counters.get("sampled:online", 0),
-            available=self.available("online", correct_only),
+            available=self.available(rule),
         )
 
-    def available(self, source: str, correct_only: bool) -> int:
+    def available(self, rule: SourceMix) -> int:
         """Trajectories of a source that may be drawn now."""
-        return len(self.servable(source, correct_only)) * self.unit_size(source)
+        return len(self.servable(rule)) * self.unit_size(rule.source)
 
     def unit_size(self, source: str) -> int:
         """Trajectories of a source that are drawn together."""
         return self._online.unit_size if source == "online" else 1
 
-    def describe(self, source: str) -> str:
+    def describe(self, rule: SourceMix) -> str:
         """A source's counts in words, for messages."""
-        inserted, correct = (self.counters.get(f"{count}:{source}", 0) for count in ("inserted", "correct"))
-        said = f"{inserted} inserted, {correct} correct, {self.available(source, False)} servable"
-        if self.unit_size(source) == 1:
+        inserted, correct = (self.counters.get(f"{count}:{rule.source}", 0) for count in ("inserted", "correct"))
+        said = f"{inserted} inserted, {correct} correct, {self.available(rule)} servable"
+        if self.unit_size(rule.source) == 1:
             return said
-        return f"{said} in groups of {self.unit_size(source)}, {self._online.incomplete()} in incomplete groups"
+        return f"{said} in groups of {self.unit_size(rule.source)}, {self._online.incomplete()} in incomplete groups"
 
     def qhat_0(self, prompt_id: str) -> float:
         """Qhat_0 in reward units, 0 where the spec estimates no values. Raises IntegrityError when it has no value."""
@@ -94,30 +101,47 @@ class Candidates:
             return 0.0
         if prompt_id not in self._values:
             raise IntegrityError(f"run {self.run_id} has no value for prompt {prompt_id}")
-        return self._values[prompt_id]
+        return self._values[prompt_id].qhat_0
 
-    def _filter(self, source: str, correct_only: bool, oldest: int) -> list[Candidate]:
-        values = self._values if self.spec.value else None
-        if source == "online":
-            found = self._online.candidates(correct_only, oldest)
+    def value_spread(self, prompt_id: str) -> float:
+        """sqrt(p (1 - p)), p the success rate of pi0 on the prompt; 0 where the spec estimates no values."""
+        return self._values[prompt_id].value_spread if prompt_id in self._values else 0.0
+
+    def _oldest(self, rule: SourceMix) -> int:
+        if rule.source != "online":
+            return 0
+        ages = (self.spec.replay.max_staleness, rule.max_age_versions)
+        return self.counters.get("policy_version", 0) - min(age for age in ages if age is not None)
+
+    def _filter(self, rule: SourceMix, oldest: int) -> list[Candidate]:
+        if rule.source == "online":
+            found = self._online.candidates(rule, oldest)
         else:
-            found = self._offline[source].candidates(correct_only) if source in self._offline else []
-        return [each for each in found if values is None or each.prompt_id in values]
+            found = self._offline[rule.source].candidates(rule) if rule.source in self._offline else []
+        if self.spec.value is not None:
+            found = [each for each in found if each.prompt_id in self._values]
+        if rule.min_value_spread:
+            found = [each for each in found if self.value_spread(each.prompt_id) >= rule.min_value_spread]
+        limit = self.spec.replay.max_times_sampled
+        if limit is not None and rule.source == "online":
+            found = [each for each in found if all(self._times[member] < limit for member in each.trajectory_ids)]
+        return found
 
     def _forget(self) -> None:
         self.counters = {}
         self._seen: dict[str, int] = {}
-        self._values: dict[str, float] = {}
+        self._values: dict[str, PromptFacts] = {}
         self._values_read = 0
-        self._filtered: dict[tuple[str, bool], tuple[tuple[int, ...], list[Candidate]]] = {}
+        self._draws_seen = 0
+        self._times: Counter[str] = Counter()
+        self._filtered: dict[SourceMix, tuple[tuple[int, ...], list[Candidate]]] = {}
         # The payloads of older ones stay in Redis: they are listed, and a repeated batch may name them.
         self._online = OnlineWindow(self.spec)
         self._offline: dict[str, OfflineWindow] = {}
 
     def _ask_new(self, pipe: Any, source: str) -> None:
         key = redis_keys.replay_source(self.run_id, source)
-        # Which groups are whole is only known of those that were read from their first member on.
-        if source == "online" and source not in self._seen and self.spec.replay.unit == "trajectory":
+        if source == "online" and source not in self._seen and not self._online.needs_all:
             pipe.zrange(key, -self.spec.replay.online_capacity, -1, withscores=True)
         else:
             pipe.zrangebyscore(key, f"({self._seen.get(source, 0)}", "+inf", withscores=True)
@@ -131,13 +155,23 @@ class Candidates:
                 if source == "online":
                     self._online.add(candidate, group)
                 else:
-                    self._offline.setdefault(source, OfflineWindow(self.spec)).add(candidate)
+                    self._offline.setdefault(source, OfflineWindow(self.spec, source)).add(candidate)
         if entries:
             self._seen[source] = int(entries[-1][1])
+
+    def _count_draws(self) -> None:
+        """Count what has been drawn since the last look, by whichever process."""
+        draws = redis_keys.replay_draws(self.run_id)
+        steps: Any = self.client.zrangebyscore(draws, f"({self._draws_seen}", "+inf")
+        if steps:
+            batches: Any = self.client.mget([redis_keys.replay_batch(self.run_id, int(step)) for step in steps])
+            for ids in batches:
+                self._times.update(ids.decode().split())
+        self._draws_seen += len(steps)
 
     def _read_values(self, count: int) -> None:
         if self.spec.value is not None:
             stored: Any = self.client.hvals(redis_keys.run_values(self.run_id))
             found = map(PromptValue.FromString, stored)
-            self._values = servable_values(found, self.spec.algorithm, self.spec.value)
+            self._values = facts_of_prompts(found, self.spec.algorithm, self.spec.value)
         self._values_read = count

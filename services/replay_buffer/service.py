@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any, cast
+from typing import Any
 
 from services.replay_buffer.batches import BatchDrawer
 from services.replay_buffer.candidates import Candidates
 from services.replay_buffer.limiter import Limiter
 from services.replay_buffer.store import SOURCE_CODES, ReplayStore, source_name
 from spo.errors import FieldViolation, InvalidInput
-from spo.job_spec import SourceName
 from spo.v1 import replay_service_pb2 as replay
 from spo.v1.prompt_pb2 import SOURCE_UNSPECIFIED, Source
 from spo.v1.replay_service_pb2_grpc import ReplayServiceServicer
@@ -38,11 +37,10 @@ class ReplayService(ReplayServiceServicer):
 
     def GetReplayStatus(self, request: replay.GetReplayStatusRequest, context: Any) -> replay.GetReplayStatusResponse:
         candidates = self.store.candidates(request.run_id)
-        correct_only = {part.source: part.correct_only for part in candidates.spec.replay.mix}
         with candidates.lock:
             candidates.refresh([source_name(code) for code in SOURCE_CODES])
-            online = candidates.online(correct_only.get("online", False))
-            counts = [_count(candidates, code, correct_only) for code in SOURCE_CODES]
+            online = candidates.online(candidates.rule("online"))
+            counts = [_count(candidates, code) for code in SOURCE_CODES]
         return replay.GetReplayStatusResponse(
             counts=[count for count in counts if count.inserted],
             admissible_inserts=Limiter.of(candidates.spec).admissible_inserts(online),
@@ -70,10 +68,10 @@ class ReplayService(ReplayServiceServicer):
         return replay.GetTrajectoryResponse(trajectory=self.store.one(request.run_id, request.trajectory_id))
 
 
-def _count(candidates: Candidates, code: Source.ValueType, correct_only: dict[SourceName, bool]) -> replay.SourceCount:
-    name = cast(SourceName, source_name(code))
+def _count(candidates: Candidates, code: Source.ValueType) -> replay.SourceCount:
+    name = source_name(code)
     return replay.SourceCount(
         source=code,
-        available=candidates.available(name, correct_only.get(name, False)),
+        available=candidates.available(candidates.rule(name)),
         **{count: candidates.counters.get(f"{count}:{name}", 0) for count in ("inserted", "sampled", "correct")},
     )

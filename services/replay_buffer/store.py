@@ -20,7 +20,6 @@ from spo.job_spec import JobSpec, spec_from_json
 from spo.v1.prompt_pb2 import SOURCE_UNSPECIFIED, Source
 from spo.v1.trajectory_pb2 import Trajectory
 
-BATCH_MEMORY_SECONDS = 7 * 24 * 3600
 MIRRORED_RUNS = 32
 SOURCE_CODES = tuple(code for code in Source.values() if code != SOURCE_UNSPECIFIED)
 
@@ -37,9 +36,7 @@ class ReplayStore:
         self.client = client
         self._specs: dict[str, JobSpec] = {}
         self._candidates: dict[str, Candidates] = {}
-        here = Path(__file__).parent
-        self._insert = client.register_script((here / "insert.lua").read_text())
-        self._record = client.register_script((here / "record_batch.lua").read_text())
+        self._insert = client.register_script((Path(__file__).parent / "insert.lua").read_text())
 
     def spec(self, run_id: str) -> JobSpec:
         """The run's spec. Raises NotFound for a run nobody started."""
@@ -110,20 +107,6 @@ class ReplayStore:
         found = self.get(run_id, [trajectory_id for trajectory_id, _ in page])
         cursor = str(page[-1][1]) if len(page) == count else ""
         return [each for each in found if each is not None], cursor
-
-    def recorded_batch(self, run_id: str, step: int) -> list[str]:
-        """Ids already fixed for a step, [] when none are."""
-        known: Any = self.client.get(redis_keys.replay_batch(run_id, step))
-        return known.decode().split() if known else []
-
-    def record_batch(self, run_id: str, step: int, trajectory_ids: Sequence[str], drawn: dict[str, int]) -> list[str]:
-        """Fix the ids of a step unless another request did so before; returns the ids that hold."""
-        pairs = [part for source, count in drawn.items() for part in (source, count)]
-        held: Any = self._record(
-            keys=[redis_keys.replay_batch(run_id, step), redis_keys.replay_counters(run_id)],
-            args=[" ".join(trajectory_ids), BATCH_MEMORY_SECONDS, *pairs],
-        )
-        return held.decode().split()  # type: ignore[no-any-return]
 
     def note_policy_version(self, run_id: str, policy_version: int) -> None:
         """Remember the newest version a trainer has named: what is too stale for it is no supply for the limiter."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from services.replay_buffer.limiter import groups_kept
-from spo.job_spec import JobSpec
+from spo.job_spec import JobSpec, SourceMix
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.trajectory_pb2 import Trajectory
 
@@ -42,13 +42,23 @@ def is_correct(spec: JobSpec, trajectory: Trajectory) -> bool:
     return trajectory.reward >= spec.tasks.reward.scale + spec.tasks.reward.shift - 1e-9
 
 
+def rule_of(spec: JobSpec, source: str) -> SourceMix:
+    """How a source is drawn from by the spec, plainly where its mix leaves the source out."""
+    named = (part for part in spec.replay.mix if part.source == source)
+    return next(named, SourceMix.model_validate({"source": source, "share": 0}))
+
+
 class OnlineWindow:
     """The newest trajectories, or the newest groups of which every member has come; others are kept in the ledger."""
 
     def __init__(self, spec: JobSpec) -> None:
         grouped = spec.replay.unit == "group"
+        capacity = groups_kept(spec) if grouped else spec.replay.online_capacity
+        keeps_all = rule_of(spec, "online").sampler == "uniform"
         self.unit_size = spec.rollout.samples_per_prompt if grouped else 1
-        self._kept: deque[Candidate] = deque(maxlen=groups_kept(spec) if grouped else spec.replay.online_capacity)
+        # Which groups are whole is only known of those that were read from their first member on.
+        self.needs_all = keeps_all or grouped
+        self._kept: deque[Candidate] = deque(maxlen=None if keeps_all else capacity)
         self._incomplete: dict[str, list[Candidate]] = {}
 
     def add(self, candidate: Candidate, group: str) -> None:
@@ -62,9 +72,9 @@ class OnlineWindow:
             del self._incomplete[group]
             self._kept.append(_whole(members))
 
-    def candidates(self, correct_only: bool, oldest: int) -> list[Candidate]:
-        """Those of version `oldest` or newer."""
-        return [each for each in self._kept if each.version >= oldest and (each.correct or not correct_only)]
+    def candidates(self, rule: SourceMix, oldest: int) -> list[Candidate]:
+        """Those of version `oldest` or newer that the rule takes."""
+        return [each for each in self._kept if each.version >= oldest and (each.correct or not rule.correct_only)]
 
     def incomplete(self) -> int:
         """Trajectories whose group still lacks members."""
@@ -72,24 +82,29 @@ class OnlineWindow:
 
 
 class OfflineWindow:
-    """The first trajectories of each prompt, counted apart with and without wrong ones."""
+    """The first trajectories of each prompt; the right ones, and the wrong ones beside them, have their own count."""
 
-    def __init__(self, spec: JobSpec) -> None:
+    def __init__(self, spec: JobSpec, source: str) -> None:
         self._per_prompt = spec.replay.offline_per_prompt
-        self._kept: dict[bool, list[Candidate]] = {False: [], True: []}
-        self._counts: Counter[tuple[bool, str]] = Counter()
+        self._keeps_all = rule_of(spec, source).sampler == "uniform"
+        self._kept: dict[str, list[Candidate]] = {"first": [], "right": [], "wrong": []}
+        self._counts: Counter[tuple[str, str]] = Counter()
 
     def add(self, candidate: Candidate) -> None:
         """Take in the next trajectory of the ledger."""
-        for correct_only in (False, True) if candidate.correct else (False,):
-            place = (correct_only, candidate.prompt_id)
-            if self._counts[place] < self._per_prompt:
+        for shelf in ("first", "right" if candidate.correct else "wrong"):
+            place = (shelf, candidate.prompt_id)
+            if self._keeps_all or self._counts[place] < self._per_prompt:
                 self._counts[place] += 1
-                self._kept[correct_only].append(candidate)
+                self._kept[shelf].append(candidate)
 
-    def candidates(self, correct_only: bool) -> list[Candidate]:
-        """All that are kept."""
-        return self._kept[correct_only]
+    def candidates(self, rule: SourceMix) -> list[Candidate]:
+        """Those that the rule takes."""
+        if rule.correct_only:
+            return self._kept["right"]
+        if rule.sampler == "outcome_balanced":
+            return self._kept["right"] + self._kept["wrong"]
+        return self._kept["first"]
 
 
 def _whole(members: Sequence[Candidate]) -> Candidate:

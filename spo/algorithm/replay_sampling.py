@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -26,3 +27,53 @@ def draw_ranks(rng: np.random.Generator, window: int, count: int) -> list[int]:
     while len(ranks) < count:
         ranks += rng.permutation(window)[: count - len(ranks)].tolist()
     return ranks
+
+
+def draw_weighted(rng: np.random.Generator, weights: Sequence[float], count: int) -> list[int]:
+    """Ranks drawn one after the other in proportion to the weights (>= 0) of those left; none repeats while any is.
+
+    What has no weight keeps a millionth of the largest, so that it comes last and not never. Gumbel-top-k: the order
+    of log w + Gumbel noise is that of draws without replacement (Efraimidis & Spirakis 2006; Vieira 2014).
+    """
+    if not weights:
+        raise ValueError("there is nothing to draw from")
+    weight_N = np.asarray(weights, dtype=np.float64)
+    largest = float(weight_N.max())
+    log_weight_N = np.log(np.maximum(weight_N, 1e-6 * largest)) if largest > 0 else np.zeros(len(weights))
+    ranks: list[int] = []
+    while len(ranks) < count:
+        order_N = np.argsort(-(log_weight_N + rng.gumbel(size=len(weights))), kind="stable")
+        ranks += order_N[: count - len(ranks)].tolist()
+    return ranks
+
+
+def draw_balanced(rng: np.random.Generator, keys: Sequence[Hashable], count: int) -> list[int]:
+    """Ranks with each key as often as each other, as far as its ranks last; none repeats while any is left.
+
+    Turn by turn every key gives one of its ranks at random, in an order that is drawn anew each turn.
+    """
+    if not keys:
+        raise ValueError("there is nothing to draw from")
+    ranks: list[int] = []
+    while len(ranks) < count:
+        given: Counter[Hashable] = Counter()
+        turns: list[tuple[int, float, int]] = []
+        luck_N = rng.random(len(keys))
+        for rank in rng.permutation(len(keys)).tolist():
+            turns.append((given[keys[rank]], float(luck_N[rank]), rank))
+            given[keys[rank]] += 1
+        ranks += [rank for _, _, rank in sorted(turns)[: count - len(ranks)]]
+    return ranks
+
+
+def value_spread(success_rate: float) -> float:
+    """sqrt(p (1 - p)), the standard deviation of a prompt's outcome: 0 where every sample ends alike, at most 1/2."""
+    return math.sqrt(max(0.0, success_rate * (1 - success_rate)))
+
+
+def aged_priority(advantages: Sequence[float], age: int, half_life: float) -> float:
+    """Mean |advantage| of what is drawn together, halved with every half_life weight versions of age.
+
+    Without the decay old surprises crowd out what the present policy does (prioritised replay alone is known to hurt).
+    """
+    return math.fsum(map(abs, advantages)) / len(advantages) * math.pow(0.5, max(0, age) / half_life)

@@ -95,6 +95,30 @@ def pivotal_search_can_work(spec: JobSpec) -> Iterator[Violation]:
         yield "value/pivotal/when", "a share of annotated trajectories needs them before_training"
 
 
+def samplers_can_draw(spec: JobSpec) -> Iterator[Violation]:
+    """A sampler or filter only meets trajectories and values that it can weigh."""
+    for index, part in enumerate(spec.replay.mix):
+        at = f"replay/mix/{index}"
+        if part.sampler == "outcome_balanced" and part.correct_only:
+            yield f"{at}/sampler", "outcome_balanced draws right and wrong ones: not with correct_only"
+        if part.sampler == "outcome_balanced" and part.source == "online" and spec.replay.unit == "group":
+            yield f"{at}/sampler", "whole groups hold right and wrong samples: outcome_balanced draws single ones"
+        if (part.sampler == "prioritised" or part.min_value_spread) and spec.value is None:
+            yield at, "priorities and min_value_spread need the values that `value` estimates"
+        if part.max_age_versions is not None and part.source != "online":
+            yield f"{at}/max_age_versions", "only online trajectories have an age in this run's versions"
+
+
+def turns_suffice(spec: JobSpec) -> Iterator[Violation]:
+    """Where turns are counted, no trajectory is in a batch twice: the window fills a batch."""
+    online = spec.replay.online_share * spec.trainer.batch_size
+    if spec.replay.max_times_sampled is not None and spec.replay.online_capacity < online:
+        yield (
+            "replay/online_capacity",
+            f"max_times_sampled needs a window of at least the {online:g} online trajectories of a batch",
+        )
+
+
 def critic_belongs_to_ppo(spec: JobSpec) -> Iterator[Violation]:
     """PPO and only PPO has a critic."""
     has_ppo = any(term.objective == "ppo" for term in spec.algorithm.losses)
@@ -149,26 +173,18 @@ def unbuilt_offline(spec: JobSpec) -> Iterator[Violation]:
         yield "offline/wrong_human_solutions", "is not built yet"
 
 
-def unbuilt_replay(spec: JobSpec) -> Iterator[Violation]:
-    """Samplers and filters."""
-    if spec.replay.max_times_sampled is not None:
-        yield "replay/max_times_sampled", "is not built yet"
-    for index, part in enumerate(spec.replay.mix):
-        if part.sampler != "uniform_fifo" or part.min_value_spread or part.max_age_versions is not None:
-            yield f"replay/mix/{index}", "samplers and filters by spread or age are not built yet"
-
-
 RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
     values_are_there,
     sources_exist,
     terms_can_use_their_sources,
     groups_fit,
     pivotal_search_can_work,
+    samplers_can_draw,
+    turns_suffice,
     critic_belongs_to_ppo,
     schedule_fits,
     unbuilt_algorithm,
     unbuilt_reward,
     unbuilt_value,
     unbuilt_offline,
-    unbuilt_replay,
 )

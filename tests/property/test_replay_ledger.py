@@ -46,6 +46,8 @@ class Buffer(RuleBasedStateMachine):
 
     client: redis.Redis
     group_size = 1
+    max_times: int | None = None
+    sampler = "uniform_fifo"
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +55,17 @@ class Buffer(RuleBasedStateMachine):
         replay = {"min_online": 4, "offline_per_prompt": PER_PROMPT, "online_capacity": CAPACITY}
         start_run(
             self.client,
-            replay=replay | {"max_staleness": MAX_STALENESS, "unit": "group" if self.group_size > 1 else "trajectory"},
+            replay=replay
+            | {
+                "mix": [
+                    {"source": "online", "share": 0.5, "sampler": self.sampler},
+                    {"source": "reference", "share": 0.25, "correct_only": True},
+                    {"source": "human", "share": 0.25},
+                ],
+                "max_staleness": MAX_STALENESS,
+                "max_times_sampled": self.max_times,
+                "unit": "group" if self.group_size > 1 else "trajectory",
+            },
             trainer={"batch_size": 8},
             rollout={"samples_per_prompt": self.group_size},
         )
@@ -92,6 +104,8 @@ class Buffer(RuleBasedStateMachine):
             assert ids == self.batches[step]
             return
         self.batches[step] = ids
+        times = Counter(each for batch in self.batches.values() for each in batch if "ONLINE" in each)
+        assert self.max_times is None or max(times.values()) <= self.max_times
         assert Counter(each.source for each in batch) == {SOURCE_ONLINE: 4, SOURCE_REFERENCE: 2, SOURCE_HUMAN: 2}
         window = self._window()
         drawn = Counter(each.group_id for each in batch if each.source == SOURCE_ONLINE)
@@ -123,7 +137,7 @@ class Buffer(RuleBasedStateMachine):
         candidates = self.store.candidates(RUN)
         candidates.refresh(["human"])
         human = Counter(each.prompt_id for each in self.entered.values() if each.source == SOURCE_HUMAN)
-        served = Counter(each.prompt_id for each in candidates.servable("human", False))
+        served = Counter(each.prompt_id for each in candidates.servable(candidates.rule("human")))
         assert served == Counter({prompt: min(count, PER_PROMPT) for prompt, count in human.items()})
 
     @invariant()
@@ -156,17 +170,24 @@ class BufferOfGroups(Buffer):
     group_size = 2
 
 
-@pytest.mark.parametrize("machine", [Buffer, BufferOfGroups])
+class BufferOfTurns(Buffer):
+    """The same, where each online trajectory is served twice at most, every prompt as often as the others."""
+
+    max_times = 2
+    sampler = "per_prompt"
+
+
+@pytest.mark.parametrize("machine", [Buffer, BufferOfGroups, BufferOfTurns])
 def test_the_buffer_agrees_with_a_dictionary_under_any_deliveries(
     redis_client: redis.Redis, machine: type[Buffer]
 ) -> None:
     Buffer.client = redis_client
-    run_state_machine_as_test(machine, settings=settings(max_examples=30, stateful_step_count=25, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=25, deadline=None))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_buffer_agrees_with_a_dictionary_for_ten_thousand_steps(redis_client: redis.Redis) -> None:
     Buffer.client = redis_client
-    for machine in (Buffer, BufferOfGroups):
-        run_state_machine_as_test(machine, settings=settings(max_examples=100, stateful_step_count=50, deadline=None))
+    for machine in (Buffer, BufferOfGroups, BufferOfTurns):
+        run_state_machine_as_test(machine, settings=settings(max_examples=70, stateful_step_count=50, deadline=None))

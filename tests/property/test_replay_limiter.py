@@ -22,7 +22,10 @@ SPECS = st.builds(
             "replay": {
                 "mix": [{"source": "online", "share": share}, {"source": "human", "share": 1 - share}],
                 **{name: fields[name] for name in ("samples_per_insert", "error_buffer", "min_online")},
-                **{name: fields[name] for name in ("online_capacity", "max_staleness", "unit")},
+                **{name: fields[name] for name in ("max_staleness", "unit", "max_times_sampled")},
+                # Where turns are counted the window must fill a batch.
+                "online_capacity": fields["online_capacity"]
+                + (4 * fields["group"] * fields["batch_size"] if fields["max_times_sampled"] else 0),
             },
         }
     ),
@@ -35,6 +38,7 @@ SPECS = st.builds(
     online_capacity=st.integers(1, 300),
     max_staleness=st.integers(0, 3),
     unit=st.sampled_from(["trajectory", "group"]),
+    max_times_sampled=st.sampled_from([None, None, 1, 3]),
 )
 
 
@@ -43,28 +47,32 @@ def test_a_run_under_any_spec_can_always_go_on(spec: Any, steps_per_version: int
     luck = random.Random(seed)
     limiter, group = Limiter.of(spec), spec.rollout.samples_per_prompt
     whole = spec.replay.unit == "group"
-    window: deque[tuple[int, bool]] = deque(maxlen=groups_kept(spec) * group if whole else spec.replay.online_capacity)
+    # Version, whether right, turns left.
+    window: deque[list[int]] = deque(maxlen=groups_kept(spec) * group if whole else spec.replay.online_capacity)
+    turns = spec.replay.max_times_sampled or 10**6
     inserted = sampled = steps = version = 0
     correct_only = luck.random() < 0.3 and not whole
     for _ in range(80):
-        available = sum(
-            born >= version - spec.replay.max_staleness and (right or not correct_only) for born, right in window
-        )
-        online = OnlineCounts(inserted, sampled, available)
+        oldest = version - spec.replay.max_staleness
+        available = [each for each in window if each[0] >= oldest and (each[1] or not correct_only) and each[2]]
+        online = OnlineCounts(inserted, sampled, len(available))
         may_sample = limiter.may_sample(online, limiter.per_batch)
         may_insert = limiter.admissible_inserts(online) >= group
         assert may_sample or may_insert or limiter.per_batch == 0, online
         if may_sample and (eager or not may_insert):
             steps += 1
             sampled += limiter.per_batch
+            for each in available[: limiter.per_batch]:
+                each[2] -= 1
             version = steps // steps_per_version
         elif may_insert:
             inserted += group
             # Some groups were begun under older weights; a group with a poisonous sample never gets whole.
             if whole and luck.random() < 0.8:
-                window.extend([(version - luck.choice([0, 0, 1]), False)] * group)
+                born = version - luck.choice([0, 0, 1])
+                window.extend([born, False, turns] for _ in range(group))
             elif not whole:
-                window.extend((version - luck.choice([0, 0, 1]), luck.random() < 0.2) for _ in range(group))
+                window.extend([version - luck.choice([0, 0, 1]), luck.random() < 0.2, turns] for _ in range(group))
 
 
 @given(spec=SPECS, inserted=st.integers(0, 10_000), sampled=st.integers(0, 10_000))

@@ -12,6 +12,12 @@ from spo.job_spec import JobSpec, parse_job_spec, spec_from_json, spec_to_json
 MODEL = {"model": {"path": "/models/pi0"}}
 
 
+def replay(fields: Any = None, **part: Any) -> Any:
+    """A spec whose batches come from one source."""
+    mix = [{"source": "human", "share": 1, **part}]
+    return {**MODEL, "replay": {"mix": mix, **(fields or {})}}
+
+
 def pointers(document: Any) -> list[str]:
     with pytest.raises(InvalidInput) as caught:
         parse_job_spec(document)
@@ -44,6 +50,17 @@ def test_a_model_path_is_enough() -> None:
         ({**MODEL, "trainer": {"update_interval": 7}}, ["/trainer/checkpoint_interval"]),
         ({**MODEL, "algorithm": {"losses": [{"objective": "monte_carlo_squared"}]}}, ["/algorithm/losses/0/objective"]),
         ({**MODEL, "algorithm": {"critic": {}}}, ["/algorithm/critic"]),
+        (
+            replay(sampler="outcome_balanced", correct_only=True, max_age_versions=1, min_value_spread=0.1)
+            | {"value": None},
+            ["/value", "/replay/mix/0/sampler", "/replay/mix/0", "/replay/mix/0/max_age_versions"],
+        ),
+        (replay({"unit": "group"}, source="online", correct_only=True), ["/replay/mix/0/correct_only"]),
+        (replay({"unit": "group"}, source="online", sampler="outcome_balanced"), ["/replay/mix/0/sampler"]),
+        (
+            replay({"max_times_sampled": 3, "online_capacity": 63}, source="online") | {"trainer": {"batch_size": 64}},
+            ["/replay/online_capacity"],
+        ),
         ([], ["/"]),
     ],
 )

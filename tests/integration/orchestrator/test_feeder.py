@@ -140,6 +140,17 @@ def test_unsolved_prompts_are_left_out_where_the_spec_drops_them(
     assert len({group.prompt.prompt_id for group in groups(desk, job_id)}) == PROMPTS // 2
 
 
+def test_prompts_that_the_buffer_would_never_serve_are_not_fed(
+    desk: Desk, peers: Peers, document: dict[str, Any]
+) -> None:
+    document["replay"] = {"mix": [{"source": "online", "share": 1, "min_value_spread": 0.2}]}
+    job_id = running(desk, document, successes=lambda index: index % 2)
+    peers.replay.admissible = PROMPTS * SAMPLES
+    desk.feeder.feed(job_id)
+
+    assert len({group.prompt.prompt_id for group in groups(desk, job_id)}) == PROMPTS // 2
+
+
 def test_a_job_with_nothing_to_feed_fails_and_says_so(
     desk: Desk, peers: Peers, document: dict[str, Any], until: Callable[[Callable[[], Any], str], Any]
 ) -> None:
