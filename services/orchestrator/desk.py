@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import redis
 
+from services.orchestrator.access.audit import AuditLog
+from services.orchestrator.access.doorkeeper import Doorkeeper
 from services.orchestrator.evaluation import Evaluator
 from services.orchestrator.feeder import Feeder
 from services.orchestrator.jobs import JobStore
@@ -37,6 +39,8 @@ class Desk:
         self.inference = Client("inference", settings.inference_address, InferenceServiceStub)
         self.judge = Client("sandbox-judge", settings.sandbox_judge_address, JudgeServiceStub)
         self.replay = Client("replay-buffer", settings.replay_buffer_address, ReplayServiceStub)
+        self.doorkeeper = Doorkeeper(settings, self.redis)
+        self.audit = AuditLog(self.redis)
         self.jobs = JobStore(self.redis, settings.durable_writes)
         self.leases = Leases(self.jobs, settings.state_path, settings.lease_seconds, self.stop)
         self.replicas = Replicas(self.jobs, settings.replica_silence_seconds)

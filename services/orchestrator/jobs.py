@@ -13,7 +13,7 @@ import redis
 from ulid import ULID
 
 from services.orchestrator.commit import Commit, Fence, Guard, Outcome, Write, timestamp
-from services.orchestrator.states import TRANSITIONS, JobState, Verb, fold, may_become, refuse
+from services.orchestrator.states import TERMINAL, TRANSITIONS, JobState, Verb, fold, may_become, refuse
 from spo import redis_keys
 from spo.errors import InvalidInput, LeaseLost, NotFound
 from spo.job_spec import JobSpec, spec_from_json, spec_to_json
@@ -22,6 +22,7 @@ from spo.logs import get_logger
 log = get_logger("jobs")
 
 IDEMPOTENCY_SECONDS = 86_400
+INDEX_SECONDS = 30
 FIRST_EVENT = "0-0"
 
 
@@ -52,8 +53,8 @@ class JobStore:
         self.durable = durable
         self._parse_spec = lru_cache(maxsize=64)(spec_from_json)
 
-    def submit(self, spec: JobSpec, idempotency_key: str | None = None, actor: str = "api") -> str:
-        """Create a queued job and return its id; the same key and spec return the same job.
+    def submit(self, spec: JobSpec, idempotency_key: str | None = None, actor: str = "api", tenant: str = "") -> str:
+        """Create a queued job and return its id; the same key and spec of a tenant return the same job.
 
         Raises InvalidInput (code "idempotency_mismatch") when the key was used for another spec.
         """
@@ -64,11 +65,12 @@ class JobStore:
         writes: list[Write] = [
             ("SET", redis_keys.run_spec(job_id), document),
             ("ZADD", redis_keys.job_index(), created_unix_ms, job_id),
-            *_record_writes(job_id, spec, created_unix_ms),
+            ("ZADD", redis_keys.tenant_jobs(tenant), created_unix_ms, job_id),
+            *_record_writes(job_id, spec, created_unix_ms, tenant),
         ]
         guard = None
         if idempotency_key is not None:
-            key = redis_keys.idempotency(redis_keys.digest(idempotency_key))
+            key = redis_keys.idempotency(redis_keys.digest(tenant, idempotency_key))
             guard = Guard(key, "job_id")
             writes += [
                 ("HSET", key, "job_id", job_id, "body_digest", body_digest),
@@ -116,9 +118,24 @@ class JobStore:
         entries: Any = self.client.xrange(redis_keys.job_events(job_id), min=f"({after_seq}-0", count=limit)
         return [event_of(entry) for entry in entries]
 
-    def page(self, states: Sequence[JobState], cursor: str | None, limit: int) -> Page:
+    def tenant(self, job_id: str) -> str:
+        """Whose job it is; the operator's own have the tenant "". Raises NotFound."""
+        tenant: Any = self.client.hget(redis_keys.job_record(job_id), "tenant")
+        if tenant is None:
+            # Before there were tenants all jobs were the operator's.
+            self.state(job_id)
+            return ""
+        return str(tenant.decode())
+
+    def active_of(self, tenant: str) -> int:
+        """How many of a tenant's jobs have not ended."""
+        ended = [redis_keys.jobs_in_state(state) for state in TERMINAL]
+        left: Any = self.client.zdiff([redis_keys.tenant_jobs(tenant), *ended])
+        return len(left)
+
+    def page(self, states: Sequence[JobState], cursor: str | None, limit: int, tenant: str | None = None) -> Page:
         """Jobs newest first; the cursor is a created time, so pages stay stable while jobs are submitted."""
-        key = redis_keys.job_index() if not states else redis_keys.jobs_in_state(states[0])
+        key = self._index(states, tenant)
         before = f"({cursor}" if cursor else "+inf"
         found: Any = self.client.zrevrangebyscore(key, before, "-inf", start=0, num=limit + 1, withscores=True)
         jobs = [(raw.decode(), int(score)) for raw, score in found]
@@ -127,6 +144,20 @@ class JobStore:
             # Jobs of one millisecond stay on one page: the cursor cannot point between them.
             shown += [job for job in self._created_at(key, shown[-1][1]) if job not in shown]
         return Page([job for job, _ in shown], str(shown[-1][1]) if len(jobs) > limit else None)
+
+    def _index(self, states: Sequence[JobState], tenant: str | None) -> str:
+        """The sorted set that holds the wanted jobs; one tenant's in one state are intersected for a moment."""
+        in_state = redis_keys.jobs_in_state(states[0]) if states else redis_keys.job_index()
+        if tenant is None:
+            return in_state
+        if not states:
+            return redis_keys.tenant_jobs(tenant)
+        key = redis_keys.tenant_jobs_in_state(tenant, states[0])
+        with self.client.pipeline(transaction=True) as pipe:
+            pipe.zinterstore(key, [in_state, redis_keys.tenant_jobs(tenant)], aggregate="MIN")
+            pipe.expire(key, INDEX_SECONDS)
+            pipe.execute()
+        return key
 
     def _created_at(self, key: str, unix_ms: int) -> list[tuple[str, int]]:
         found: Any = self.client.zrangebyscore(key, unix_ms, unix_ms)
@@ -230,7 +261,7 @@ def event_of(entry: tuple[bytes, dict[bytes, bytes]]) -> Event:
     )
 
 
-def _record_writes(job_id: str, spec: JobSpec, created_unix_ms: int) -> list[Write]:
+def _record_writes(job_id: str, spec: JobSpec, created_unix_ms: int, tenant: str) -> list[Write]:
     created: Write = ("created_at", timestamp(), "created_unix_ms", created_unix_ms)
-    named: Write = ("name", spec.name, "labels", json.dumps(spec.labels))
+    named: Write = ("name", spec.name, "labels", json.dumps(spec.labels), "tenant", tenant)
     return [("HSET", redis_keys.job_record(job_id), *created, *named)]

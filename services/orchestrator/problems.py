@@ -31,6 +31,7 @@ _BY_CODE = {
     "malformed_json": 400,
     "unauthorized": 401,
     "cross_site": 403,
+    "forbidden": 403,
     "method_not_allowed": 405,
     "body_too_large": 413,
     "unsupported_media_type": 415,

@@ -15,6 +15,14 @@ class Settings(ServiceSettings, service="orchestrator"):
     http_port: int = Field(default=8080, ge=0, le=65535, description="REST and web page; 0 takes a free one.")
     api_key: SecretStr | None = Field(default=None, description="Bearer key of the API; without it loopback only.")
     max_body_bytes: int = Field(default=1 << 20, ge=1024, description="Largest request body.")
+    rate_limit: str = Field(
+        default="3000/minute",
+        pattern=r"^\d{1,9}/(second|minute|hour|day)$",
+        description="Requests of one caller; health checks and open event streams do not count.",
+    )
+    oidc_issuer: str = Field(default="", description="OpenID Connect provider whose bearer tokens are accepted.")
+    oidc_audience: str = Field(default="", description="Audience the provider's tokens must name.")
+    oidc_tenant_claim: str = Field(default="tenant", description="Claim that names the tenant.")
     durable_writes: bool = Field(default=True, description="Control-plane writes wait for Redis' append-only file.")
     max_running_jobs: int = Field(default=1, ge=1, description="Jobs past `queued` at one time.")
     lease_seconds: float = Field(default=15, gt=0, description="A trainer silent for this long loses its job.")
@@ -28,4 +36,6 @@ class Settings(ServiceSettings, service="orchestrator"):
     def open_only_on_loopback(self) -> Self:
         if self.api_key is None and self.host not in LOOPBACK:
             raise ValueError(f"listening on {self.host} needs SPO_ORCHESTRATOR_API_KEY; without a key only loopback is")
+        if self.oidc_issuer and (self.api_key is None or not self.oidc_audience):
+            raise ValueError("SPO_ORCHESTRATOR_OIDC_ISSUER needs SPO_ORCHESTRATOR_OIDC_AUDIENCE and _API_KEY")
         return self

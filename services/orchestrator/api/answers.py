@@ -8,7 +8,9 @@ from blake3 import blake3
 from fastapi import Depends, Path, Query, Request, Response
 from pydantic import BaseModel
 
+from services.orchestrator.access.callers import Caller
 from services.orchestrator.desk import Desk
+from spo.errors import NotFound
 
 
 def _desk(request: Request) -> Desk:
@@ -16,8 +18,27 @@ def _desk(request: Request) -> Desk:
     return desk
 
 
+def _caller(request: Request) -> Caller:
+    caller: Caller = request.state.caller
+    return caller
+
+
 DeskOf = Annotated[Desk, Depends(_desk)]
-JobId = Annotated[str, Path(pattern=r"^job_[0-9A-HJKMNP-TV-Z]{26}$", description="Id of a job.")]
+CallerOf = Annotated[Caller, Depends(_caller)]
+
+
+def _own_job(
+    desk: DeskOf,
+    caller: CallerOf,
+    job_id: Annotated[str, Path(pattern=r"^job_[0-9A-HJKMNP-TV-Z]{26}$", description="Id of a job.")],
+) -> str:
+    """Another tenant's job is as absent as one that never was."""
+    if not caller.is_admin and desk.jobs.tenant(job_id) != caller.tenant:
+        raise NotFound(f"there is no job {job_id}", code="job_not_found")
+    return job_id
+
+
+JobId = Annotated[str, Depends(_own_job)]
 Limit = Annotated[int, Query(ge=1, le=1000)]
 
 

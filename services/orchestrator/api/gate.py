@@ -1,18 +1,24 @@
-"""What every request passes first: key, size of its body, origin; and the headers every answer carries."""
+"""What every request passes first: who asks, what they may, how often; size of its body, origin; headers of answers."""
 
 from __future__ import annotations
 
-import base64
-import binascii
-import secrets
 from urllib.parse import urlsplit
 
+import redis
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from ulid import ULID
 
+from services.orchestrator.access.audit import AuditLog
+from services.orchestrator.access.callers import READING, Caller
+from services.orchestrator.access.doorkeeper import Doorkeeper, RateLimit
 from services.orchestrator.problems import problem
 from services.orchestrator.settings import LOOPBACK, Settings
-from spo.errors import InvalidInput, SpoError
+from spo.errors import InvalidInput, ResourceExhausted, SpoError, Unreachable
+from spo.logs import get_logger
+
+log = get_logger("gate")
 
 OPEN_PATHS = ("/healthz", "/readyz")
 CONTENT_SECURITY_POLICY = (
@@ -24,52 +30,100 @@ _ANSWER_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
+NOBODY = Caller("nobody")
+
+
+class RateLimited(ResourceExhausted):
+    """Too many requests of one caller."""
+
+    def __init__(self, seconds: int) -> None:
+        super().__init__(f"too many requests; the next may come in {seconds} s", code="rate_limited")
+        self.seconds = seconds
 
 
 class Gate:
     """ASGI middleware. Refuses before anything is parsed; a body is counted as it arrives, whatever its length says."""
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, doorkeeper: Doorkeeper, audit: AuditLog) -> None:
         self.app = app
         self.max_body_bytes = settings.max_body_bytes
-        self.api_key = settings.api_key.get_secret_value() if settings.api_key else None
+        self.has_key = settings.api_key is not None
+        self.doorkeeper = doorkeeper
+        self.audit = audit
+        self.rate = RateLimit(settings.rate_limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        refusal = self._refusal(scope, headers)
-        if refusal is not None:
-            await problem(refusal)(scope, receive, send)
-            return
+        visit = _Visit(scope, send)
         try:
-            body = await self._body(receive)
-        except InvalidInput as error:
-            await problem(error)(scope, receive, send)
-            return
-        await self.app(scope, _replay(body, receive), _with_headers(send))
+            self._check_origin(scope, Headers(scope=scope))
+            if scope["path"] not in OPEN_PATHS:
+                await self._admit(visit, scope)
+            body = await self._body(receive, Headers(scope=scope))
+        except SpoError as error:
+            response = problem(error)
+            if isinstance(error, RateLimited):
+                response.headers["Retry-After"] = str(error.seconds)
+            await response(scope, receive, visit.send)
+        else:
+            await self.app(scope, _replay(body, receive), visit.send)
+        if visit.worth_noting:
+            await self._note(visit)
 
-    def _refusal(self, scope: Scope, headers: Headers) -> SpoError | None:
-        if int(headers.get("content-length") or 0) > self.max_body_bytes:
-            return self._too_large()
-        if scope["path"] not in OPEN_PATHS and not self._has_key(headers):
-            return InvalidInput("an API key is needed: Authorization: Bearer <key>", code="unauthorized")
-        if self.api_key is None and not _names_loopback(headers.get("host", "")):
-            return InvalidInput("without an API key only requests to localhost are taken", code="cross_site")
-        if scope["method"] not in ("GET", "HEAD") and _cross_site(headers):
-            return InvalidInput("requests of other sites are refused", code="cross_site")
-        return None
+    async def _admit(self, visit: _Visit, scope: Scope) -> None:
+        client = scope.get("client") or ("unknown", 0)
+        try:
+            visit.caller = await run_in_threadpool(
+                self.doorkeeper.caller, Headers(scope=scope).get("authorization", "")
+            )
+        except InvalidInput:
+            # Guessing is limited by address, so that it cannot be used against a caller's own rate.
+            await self._count(f"address:{client[0]}")
+            raise
+        except redis.RedisError:
+            raise Unreachable("Redis does not answer; try again", code="redis_unreachable") from None
+        scope.setdefault("state", {})["caller"] = visit.caller
+        await self._count(visit.caller.name)
+        visit.caller.check(visit.method, visit.path)
 
-    def _has_key(self, headers: Headers) -> bool:
-        if self.api_key is None:
-            return True
-        scheme, _, credentials = headers.get("authorization", "").partition(" ")
-        # Browsers can only be asked for Basic: the key is then its password.
-        given = _basic_password(credentials) if scheme.lower() == "basic" else credentials
-        return secrets.compare_digest(given.encode(), self.api_key.encode())
+    async def _count(self, name: str) -> None:
+        seconds = await self.rate.seconds_to_wait(name)
+        if seconds:
+            raise RateLimited(seconds)
 
-    async def _body(self, receive: Receive) -> bytes:
+    async def _note(self, visit: _Visit) -> None:
+        try:
+            await run_in_threadpool(
+                self.audit.record,
+                visit.caller.name,
+                visit.caller.tenant,
+                visit.method,
+                visit.path,
+                visit.status,
+                visit.request_id,
+            )
+        except redis.RedisError as error:
+            log.error(
+                "the audit log could not be written",
+                reason=str(error),
+                caller=visit.caller.name,
+                method=visit.method,
+                path=visit.path,
+                status=visit.status,
+            )
+
+    def _check_origin(self, scope: Scope, headers: Headers) -> None:
+        if not self.has_key and not _names_loopback(headers.get("host", "")):
+            raise InvalidInput("without an API key only requests to localhost are taken", code="cross_site")
+        if scope["method"] not in READING and _cross_site(headers):
+            raise InvalidInput("requests of other sites are refused", code="cross_site")
+
+    async def _body(self, receive: Receive, headers: Headers) -> bytes:
+        declared = headers.get("content-length", "0")
+        if not declared.isdecimal() or int(declared) > self.max_body_bytes:
+            raise self._too_large()
         parts: list[bytes] = []
         size = 0
         while True:
@@ -88,11 +142,31 @@ class Gate:
         return InvalidInput(f"the body is larger than {self.max_body_bytes} bytes", code="body_too_large")
 
 
-def _basic_password(credentials: str) -> str:
-    try:
-        return base64.b64decode(credentials, validate=True).decode().partition(":")[2]
-    except (binascii.Error, UnicodeDecodeError):
-        return ""
+class _Visit:
+    """One request on its way through: who, what, and how it ended."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.request_id = str(ULID())
+        self.caller = NOBODY
+        self.status = 0
+        self._send = send
+
+    @property
+    def worth_noting(self) -> bool:
+        """Changes and refusals; a flood of what the rate limit stops is not written down."""
+        return self.status in (401, 403) or (self.method not in READING and self.status != 429)
+
+    async def send(self, message: Message) -> None:
+        """Pass an answer on with the headers that every answer has."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = MutableHeaders(scope=message)
+            for name, value in _ANSWER_HEADERS.items():
+                headers.setdefault(name, value)
+            headers["X-Request-Id"] = self.request_id
+        await self._send(message)
 
 
 def _names_loopback(host: str) -> bool:
@@ -116,14 +190,3 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return await receive()
 
     return replay
-
-
-def _with_headers(send: Send) -> Send:
-    async def send_with_headers(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            headers = MutableHeaders(scope=message)
-            for name, value in _ANSWER_HEADERS.items():
-                headers.setdefault(name, value)
-        await send(message)
-
-    return send_with_headers

@@ -9,12 +9,13 @@ from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
 from services.orchestrator import schemas, views
-from services.orchestrator.api.answers import DeskOf, JobId, Limit, with_etag
+from services.orchestrator.access.callers import Caller
+from services.orchestrator.api.answers import CallerOf, DeskOf, JobId, Limit, with_etag
 from services.orchestrator.desk import Desk
 from services.orchestrator.intake import accept
 from services.orchestrator.states import CANCEL, PAUSE, RESUME, JobState, Verb, refuse
 from spo import redis_keys
-from spo.errors import InvalidInput
+from spo.errors import InvalidInput, ResourceExhausted
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
@@ -30,6 +31,7 @@ _SPEC_BODY: dict[str, Any] = {
 async def submit(
     request: Request,
     desk: DeskOf,
+    caller: CallerOf,
     validate_only: bool = False,
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
 ) -> Response:
@@ -37,26 +39,33 @@ async def submit(
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise InvalidInput("send the job spec as application/json", code="unsupported_media_type")
     body = await request.body()
-    return await run_in_threadpool(_submit, request, desk, body, validate_only, idempotency_key)
+    return await run_in_threadpool(_submit, request, desk, caller, body, validate_only, idempotency_key)
 
 
-def _submit(request: Request, desk: Desk, body: bytes, validate_only: bool, key: str | None) -> Response:
+def _submit(
+    request: Request, desk: Desk, caller: Caller, body: bytes, validate_only: bool, key: str | None
+) -> Response:
     spec = accept(body, desk.library)
     if validate_only:
         return JSONResponse(spec.model_dump(mode="json"))
-    job_id = desk.jobs.submit(spec, key)
+    if caller.max_active_jobs is not None and desk.jobs.active_of(caller.tenant) >= caller.max_active_jobs:
+        raise ResourceExhausted(
+            f"this key may have {caller.max_active_jobs} jobs that have not ended", code="quota_exceeded"
+        )
+    job_id = desk.jobs.submit(spec, key, actor=caller.name, tenant=caller.tenant)
     return with_etag(request, views.job(desk, job_id), 202, f"/v1/jobs/{job_id}")
 
 
 @router.get("")
 def list_jobs(
     desk: DeskOf,
+    caller: CallerOf,
     status: JobState | None = None,
     limit: Limit = 50,
     cursor: Annotated[str | None, Query(pattern=r"^\d{1,15}$")] = None,
 ) -> schemas.JobPage:
     """Jobs, newest first."""
-    page = desk.jobs.page([status] if status else [], cursor, limit)
+    page = desk.jobs.page([status] if status else [], cursor, limit, caller.sees_tenant)
     return schemas.JobPage(
         items=[views.job_summary(desk, job_id) for job_id in page.job_ids], next_cursor=page.next_cursor
     )

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.templating import Jinja2Templates
 
 from services.orchestrator import views
-from services.orchestrator.api.answers import DeskOf, JobId
+from services.orchestrator.api.answers import CallerOf, DeskOf, JobId
 from services.orchestrator.states import VERBS, JobState
 from spo.errors import SpoError
 
@@ -26,11 +26,12 @@ templates = Jinja2Templates(FOLDER / "templates")
 def show_jobs(
     request: Request,
     desk: DeskOf,
+    caller: CallerOf,
     status: JobState | None = None,
     cursor: Annotated[str | None, Query(pattern=r"^\d{1,15}$")] = None,
 ) -> Response:
     """The jobs, newest first."""
-    page = desk.jobs.page([status] if status else [], cursor, PAGE_LENGTH)
+    page = desk.jobs.page([status] if status else [], cursor, PAGE_LENGTH, caller.sees_tenant)
     facts = {
         "jobs": [views.job_summary(desk, job_id) for job_id in page.job_ids],
         "next_cursor": page.next_cursor,

@@ -1,0 +1,60 @@
+"""The audit log: who changed what and when, and who was refused. Paths and statuses only, never bodies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from services.orchestrator.commit import timestamp
+from spo import redis_keys
+
+# About a year of a busy desk; older entries are trimmed, as /v1/audit says.
+KEPT_ENTRIES = 1_000_000
+
+
+@dataclass(frozen=True)
+class AuditEntry:
+    """One request that changed something or was refused."""
+
+    entry_id: str
+    at: str
+    caller: str
+    tenant: str
+    method: str
+    path: str
+    status: int
+    request_id: str
+
+
+class AuditLog:
+    """Append-only stream in Redis."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self.client = client
+
+    def record(self, caller: str, tenant: str, method: str, path: str, status: int, request_id: str) -> None:
+        """Append one entry."""
+        fields: dict[Any, Any] = {
+            "at": timestamp(),
+            "caller": caller,
+            "tenant": tenant,
+            "method": method,
+            "path": path[:500],
+            "status": status,
+            "request_id": request_id,
+        }
+        self.client.xadd(redis_keys.audit_log(), fields, maxlen=KEPT_ENTRIES, approximate=True)
+
+    def page(self, cursor: str, limit: int) -> tuple[list[AuditEntry], str | None]:
+        """Entries, newest first, and where the next page begins."""
+        newest = f"({cursor}" if cursor else "+"
+        found: Any = self.client.xrevrange(redis_keys.audit_log(), max=newest, count=limit)
+        entries = [_entry(entry_id.decode(), fields) for entry_id, fields in found]
+        return entries, entries[-1].entry_id if len(entries) == limit else None
+
+
+def _entry(entry_id: str, fields: dict[bytes, bytes]) -> AuditEntry:
+    words = {name.decode(): value.decode() for name, value in fields.items()}
+    return AuditEntry(entry_id=entry_id, **{**words, "status": int(words["status"])})  # type: ignore[arg-type]

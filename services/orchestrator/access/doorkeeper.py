@@ -1,0 +1,79 @@
+"""From an Authorization header to a caller, at a bounded rate."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import secrets
+import time
+
+import redis
+from limits import parse
+from limits.aio.storage import MemoryStorage
+from limits.aio.strategies import MovingWindowRateLimiter
+
+from services.orchestrator.access.callers import OPERATOR, Caller
+from services.orchestrator.access.keys import PREFIX, KeyStore
+from services.orchestrator.access.tokens import TokenChecker
+from services.orchestrator.settings import Settings
+from spo.errors import InvalidInput
+
+
+class Doorkeeper:
+    """Knows the configured key, the stored keys, and the identity provider if there is one."""
+
+    def __init__(self, settings: Settings, client: redis.Redis) -> None:
+        self.keys = KeyStore(client)
+        self._operator_key = settings.api_key.get_secret_value() if settings.api_key else None
+        self._tokens = (
+            TokenChecker(settings.oidc_issuer, settings.oidc_audience, settings.oidc_tenant_claim)
+            if settings.oidc_issuer
+            else None
+        )
+
+    def caller(self, authorization: str) -> Caller:
+        """Who asks. Raises InvalidInput (code "unauthorized") when the header proves nothing; may ask Redis."""
+        if self._operator_key is None:
+            return OPERATOR
+        token = _token(authorization)
+        if token and secrets.compare_digest(token.encode(), self._operator_key.encode()):
+            return OPERATOR
+        found = None
+        if token.startswith(PREFIX):
+            found = self.keys.caller(token)
+        elif token and self._tokens:
+            found = self._tokens.caller(token)
+        if found is None:
+            raise InvalidInput("an API key is needed: Authorization: Bearer <key>", code="unauthorized")
+        return found
+
+
+class RateLimit:
+    """So many requests of one caller in a moving window, counted in this process (there is one orchestrator)."""
+
+    def __init__(self, limit: str) -> None:
+        self._limit = parse(limit)
+        self._limiter = MovingWindowRateLimiter(MemoryStorage())
+
+    async def seconds_to_wait(self, caller: str) -> int:
+        """0 when the request may pass, else after how many seconds the next may."""
+        if await self._limiter.hit(self._limit, caller):
+            return 0
+        window = await self._limiter.get_window_stats(self._limit, caller)
+        return max(1, math.ceil(window.reset_time - time.time()))
+
+
+def _token(authorization: str) -> str:
+    scheme, _, credentials = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return credentials.strip()
+    # Browsers can only be asked for Basic: the key is then its password.
+    return _basic_password(credentials) if scheme.lower() == "basic" else ""
+
+
+def _basic_password(credentials: str) -> str:
+    try:
+        return base64.b64decode(credentials, validate=True).decode().partition(":")[2]
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
