@@ -21,9 +21,10 @@ from services.trainer.batches import token_batch
 from services.trainer.deepspeed_engine import leave_deepspeed, prepare_deepspeed
 from services.trainer.learner import Learner
 from services.trainer.ranks import Ranks, join_ranks
+from services.trainer.shares import Piece
 from spo.algorithm.losses import spo_loss
 from spo.algorithm.types import LossTerm
-from spo.job_spec import JobSpec, parse_job_spec
+from spo.job_spec import JobSpec, RewardSpec, parse_job_spec
 from spo.policy_model import load_policy, token_logprobs
 from spo.testing_models import write_random_llama
 from spo.testing_trainer import sampled_trajectories
@@ -58,7 +59,7 @@ def step_cost(ranks: Ranks, model_path: Path, rows: Sequence[Sampled]) -> Row:
         "step, ZeRO-0",
         "CPU s per step",
         "plain torch loop",
-        lambda: _cpu_per_step(lambda: learner.learn(rows, 1e-4)),
+        lambda: _cpu_per_step(lambda: learner.learn([Piece(rows)], 1e-4)),
         lambda: _cpu_per_step(lambda: plain.step(rows)),
         goal=1 / 1.10,
         lower_is_better=True,
@@ -78,8 +79,8 @@ def reference_costs(ranks: Ranks, model_path: Path, rows: Sequence[Sampled]) -> 
         "step, cached reference",
         "CPU s per step",
         "reference in the trainer",
-        lambda: _cpu_per_step(lambda: cached.learn(rows, 1e-4)),
-        lambda: _cpu_per_step(lambda: in_trainer.learn(rows, 1e-4)),
+        lambda: _cpu_per_step(lambda: cached.learn([Piece(rows)], 1e-4)),
+        lambda: _cpu_per_step(lambda: in_trainer.learn([Piece(rows)], 1e-4)),
         goal=1.2,
         lower_is_better=True,
     )
@@ -107,7 +108,7 @@ class PlainLoop:
         self._beta = _spec(model_path).algorithm.beta
 
     def step(self, rows: Sequence[Sampled]) -> None:
-        batch = token_batch(rows)
+        batch = token_batch(rows, self._beta, RewardSpec())
         logprobs_BL = token_logprobs(self._model, batch.input_ids_BL, batch.attention_mask_BL)
         loss, _ = spo_loss(logprobs_BL, batch, [LossTerm("terminal_squared")], self._beta)
         loss.backward()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Experience into tensors: ask the replay buffer, refuse what cannot be learned from, split over ranks, pad.
+"""Experience into tensors: ask the replay buffer, refuse what cannot be learned from, pad.
 
 Axes: B trajectory, L padded position.
 """
@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
+from spo.algorithm.monte_carlo import q_of_two_rewards
 from spo.algorithm.types import TokenBatch
 from spo.errors import IntegrityError
+from spo.job_spec import RewardSpec
 from spo.rpc import Client
 from spo.v1 import replay_service_pb2 as wire
-from spo.v1.trajectory_pb2 import Trajectory
+from spo.v1.trajectory_pb2 import Annotation, Trajectory
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ def _fault(row: Row, cached_reference: bool) -> str:
         return "the reward is missing or not finite"
     if not math.isfinite(row.qhat_0):
         return "Qhat_0 is not finite"
+    if not all(_is_possible(each, length) for each in trajectory.annotations):
+        return "an annotation is impossible"
     if cached_reference and len(trajectory.reference_logprobs) != length:
         return f"{len(trajectory.reference_logprobs)} reference log-probs for {length} tokens"
     if cached_reference and not all(map(math.isfinite, trajectory.reference_logprobs)):
@@ -80,28 +84,26 @@ def _fault(row: Row, cached_reference: bool) -> str:
     return ""
 
 
-def split_over_ranks(rows: Sequence[Row], world_size: int) -> list[list[Row]]:
-    """Equal shares of similar total length, each sorted by length so that its micro-batches need little padding."""
-    by_length = sorted(rows, key=_length)
-    return [list(by_length[rank::world_size]) for rank in range(world_size)]
+def _is_possible(annotation: Annotation, length: int) -> bool:
+    return 0 <= annotation.position <= length and 0 <= annotation.successes <= annotation.rollouts > 0
 
 
-def micro_batches(rows: Sequence[Row], size: int) -> list[list[Row]]:
-    """Consecutive pieces of at most `size` rows."""
-    return [list(rows[start : start + size]) for start in range(0, len(rows), size)]
+def token_batch(rows: Sequence[Row], beta: float, reward: RewardSpec) -> TokenBatch:
+    """Right-padded tensors of the rows, on the CPU; reference log-probs are 0 where a trajectory brings none.
 
-
-def token_batch(rows: Sequence[Row]) -> TokenBatch:
-    """Right-padded tensors of the rows, on the CPU; reference log-probs are 0 where a trajectory brings none."""
-    shape = (len(rows), max(map(_length, rows)))
+    An annotation speaks of the prefix of `position` tokens: its target, found with beta, stands at the last of them.
+    """
+    shape = (len(rows), max(map(length_of, rows)))
     input_ids_BL = torch.zeros(shape, dtype=torch.long)
     attention_mask_BL = torch.zeros(shape, dtype=torch.long)
     response_mask_BL = torch.zeros(shape, dtype=torch.bool)
     reference_logprobs_BL = torch.zeros(shape)
     sampling_logprobs_BL = torch.zeros(shape)
+    annotated_q_BL = torch.zeros(shape)
+    annotated_mask_BL = torch.zeros(shape, dtype=torch.bool)
     for index, row in enumerate(rows):
         trajectory = row.trajectory
-        start, end = len(trajectory.prompt_token_ids), _length(row)
+        start, end = len(trajectory.prompt_token_ids), length_of(row)
         input_ids_BL[index, :start] = torch.tensor(list(trajectory.prompt_token_ids))
         input_ids_BL[index, start:end] = torch.tensor(list(trajectory.response_token_ids))
         attention_mask_BL[index, :end] = 1
@@ -110,6 +112,9 @@ def token_batch(rows: Sequence[Row]) -> TokenBatch:
             reference_logprobs_BL[index, start:end] = torch.tensor(list(trajectory.reference_logprobs))
         if len(trajectory.sampling_logprobs) == end - start:
             sampling_logprobs_BL[index, start:end] = torch.tensor(list(trajectory.sampling_logprobs))
+        for position, target in annotated_targets(trajectory, beta, reward).items():
+            annotated_q_BL[index, start + position - 1] = target
+            annotated_mask_BL[index, start + position - 1] = True
     return TokenBatch(
         input_ids_BL=input_ids_BL,
         attention_mask_BL=attention_mask_BL,
@@ -120,8 +125,27 @@ def token_batch(rows: Sequence[Row]) -> TokenBatch:
         qhat_0_B=torch.tensor([row.qhat_0 for row in rows]),
         source_B=torch.tensor([row.trajectory.source for row in rows]),
         group_B=torch.tensor([row.group for row in rows]),
+        annotated_q_BL=annotated_q_BL,
+        annotated_mask_BL=annotated_mask_BL,
     )
 
 
-def _length(row: Row) -> int:
+def annotated_targets(trajectory: Trajectory, beta: float, reward: RewardSpec) -> dict[int, float]:
+    """Qhat_t by number t >= 1 of response tokens, reward units; position 0 is the prompt's own value, not a target.
+
+    Rollouts from the same prefix are counted together.
+    """
+    counts: dict[int, tuple[int, int]] = {}
+    for each in trajectory.annotations:
+        successes, rollouts = counts.get(each.position, (0, 0))
+        counts[each.position] = (successes + each.successes, rollouts + each.rollouts)
+    return {
+        position: q_of_two_rewards(successes / rollouts, beta, best=reward.best, worst=reward.shift)
+        for position, (successes, rollouts) in counts.items()
+        if position >= 1
+    }
+
+
+def length_of(row: Row) -> int:
+    """Tokens of prompt and response."""
     return len(row.trajectory.prompt_token_ids) + len(row.trajectory.response_token_ids)

@@ -14,6 +14,7 @@ from services.trainer.batches import Replay, Row, faults
 from services.trainer.checkpoints import Progress
 from services.trainer.lease import TRANSIENT, Lease
 from services.trainer.settings import Settings
+from services.trainer.shares import Piece
 from services.trainer.step_metrics import batch_metrics
 from spo.errors import Conflict, InternalError, LeaseLost, SpoError
 from spo.job_spec import JobSpec
@@ -32,10 +33,14 @@ MIN_CHECKPOINT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Order:
-    """`train` on `rows`; `skip` counts a quarantined batch as a step; `wait` only keeps the ranks in touch."""
+    """`train` on a batch; `skip` counts a quarantined batch as a step; `wait` only keeps the ranks in touch.
+
+    rows: the whole batch, before it is cut. pieces: what one rank gets of it.
+    """
 
     kind: Literal["train", "skip", "publish", "checkpoint", "wait", "end"]
     rows: Sequence[Row] = ()
+    pieces: Sequence[Piece] = ()
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.trainer.batches import Row, micro_batches, token_batch
+from services.trainer.batches import Row, token_batch
 from services.trainer.deepspeed_engine import DeepSpeedEngine
 from services.trainer.ranks import Ranks
+from services.trainer.shares import Piece
 from services.trainer.step_metrics import WeightedMeans
 from spo.algorithm.diagnostics import batch_diagnostics
 from spo.algorithm.losses import spo_loss
@@ -61,15 +62,15 @@ class Learner:
                 f"the model at {self._spec.model.path} cannot be loaded: {error}", code="model_not_loadable"
             ) from error
 
-    def check_reference(self, rows: Sequence[Row], tolerance: float) -> None:
+    def check_reference(self, pieces: Sequence[Piece], tolerance: float) -> None:
         """Raise InvalidInput (code "reference_mismatch") unless Q_t = Qhat_0 for every t, as it must before any step.
 
         Raised on every rank when it holds on any.
         """
         problem: SpoError | None = None
         try:
-            for piece in self._pieces(rows):
-                batch = self._batch(piece)
+            for piece in pieces:
+                batch = self._batch(piece.rows)
                 with torch.no_grad():
                     logprobs_BL = self._logprobs(batch)
                 check_starts_at_reference(logprobs_BL, batch, self._spec.algorithm.beta, tolerance)
@@ -79,13 +80,12 @@ class Learner:
             if found:
                 raise found
 
-    def learn(self, rows: Sequence[Row], learning_rate: float) -> Learned:
-        """One optimiser step on this rank's rows of the batch; the loss is the mean over the whole batch.
+    def learn(self, pieces: Sequence[Piece], learning_rate: float) -> Learned:
+        """One optimiser step on this rank's pieces of the batch; the loss is the mean over the whole batch.
 
         Refused, without a trace in weights or optimiser, when any rank meets a number that is not finite.
         """
         means = WeightedMeans()
-        pieces = self._pieces(rows)
         # DeepSpeed averages gradients over ranks, so a rank's losses add up to world_size times its part of the mean.
         scale = self._ranks.world_size / self._spec.trainer.batch_size
         for number, piece in enumerate(pieces, start=1):
@@ -94,24 +94,26 @@ class Learner:
             if problems or loss is None:
                 self.engine.discard_gradients()
                 return Learned(refused="; ".join(problems))
-            self.engine.backward(loss * (len(piece) * scale), last=number == len(pieces))
+            self.engine.backward(loss * (piece.weight * scale), last=number == len(pieces))
         grad_norm = self.engine.step(learning_rate)
         if grad_norm is None:
             return Learned(refused="the gradient is not finite")
         metrics = means.means(self._ranks.gather(means))
         return Learned({**metrics, "grad_norm": grad_norm, "learning_rate": learning_rate})
 
-    def _loss(self, piece: Sequence[Row], means: WeightedMeans) -> tuple[Tensor | None, str]:
+    def _loss(self, piece: Piece, means: WeightedMeans) -> tuple[Tensor | None, str]:
         """The mean loss of a micro-batch, or why there is none."""
         try:
-            batch = self._batch(piece)
+            batch = self._batch(piece.rows)
             logprobs_BL = self._logprobs(batch)
             beta = self._spec.algorithm.beta
             loss, parts = spo_loss(logprobs_BL, batch, self._terms, beta)
         except InvalidInput as error:
             return None, str(error)
+        if piece.idle:
+            return loss, ""
         diagnostics = batch_diagnostics(logprobs_BL.detach(), batch, beta)
-        means.add({"loss": loss.item(), **parts, **_named(diagnostics)}, len(piece))
+        means.add({"loss": loss.item(), **parts, **_named(diagnostics)}, piece.weight)
         online_B = batch.source_B == SOURCE_ONLINE
         if online_B.any():
             # On samples of (nearly) the current policy the mean of -ln pi estimates its entropy per token.
@@ -119,14 +121,11 @@ class Learner:
             means.add({"entropy": online["token_nll_nats"]}, int(online_B.sum()))
         return loss, ""
 
-    def _pieces(self, rows: Sequence[Row]) -> list[list[Row]]:
-        return micro_batches(rows, self._spec.trainer.micro_batch_size)
-
     def _logprobs(self, batch: TokenBatch) -> Tensor:
         return token_logprobs(self.engine.model, batch.input_ids_BL, batch.attention_mask_BL)
 
-    def _batch(self, piece: Sequence[Row]) -> TokenBatch:
-        batch = token_batch(piece).to(self._ranks.device)
+    def _batch(self, rows: Sequence[Row]) -> TokenBatch:
+        batch = token_batch(rows, self._spec.algorithm.beta, self._spec.tasks.reward).to(self._ranks.device)
         if not 0 <= int(batch.input_ids_BL.min()) <= int(batch.input_ids_BL.max()) < self._vocabulary_size:
             raise InvalidInput(
                 f"a token id is outside the vocabulary of {self._vocabulary_size}", code="token_out_of_range"

@@ -11,13 +11,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from services.trainer.batches import Replay, Row, split_over_ranks
+from services.trainer.batches import Replay, Row
 from services.trainer.checkpoints import Progress, load_checkpoint, save_checkpoint
 from services.trainer.conductor import Conductor, Order
 from services.trainer.learner import Learner
 from services.trainer.lease import Lease, take_lease
 from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
+from services.trainer.shares import cut
 from services.trainer.weights import run_store, store_weights
 from spo.errors import SpoError
 from spo.job_spec import JobSpec, TrainerSpec, spec_from_json
@@ -145,16 +146,21 @@ class TrainingRun:
             self._desk.weight_version = self.progress.weight_version
         order = self._conductor.next_order(self.progress)
         self._whole_batch = order.rows
-        shares = split_over_ranks(order.rows, self._ranks.world_size)
-        return self._ranks.scatter([replace(order, rows=share) for share in shares])
+        shares = cut(
+            order.rows,
+            self._ranks.world_size,
+            self._spec.trainer.micro_batch_size,
+            whole_groups=self._spec.algorithm.needs_groups,
+        )
+        return self._ranks.scatter([replace(order, rows=(), pieces=share) for share in shares])
 
     def _train(self, learner: Learner, order: Order) -> None:
         if self.progress.updates == 0:
             half = self._spec.model.dtype == "bfloat16"
             tolerance = self._settings.reference_tolerance_bfloat16 if half else self._settings.reference_tolerance
-            learner.check_reference(order.rows, tolerance)
+            learner.check_reference(order.pieces, tolerance)
         step = self.progress.step + 1
-        learned = learner.learn(order.rows, learning_rate_at(step, self._spec.trainer))
+        learned = learner.learn(order.pieces, learning_rate_at(step, self._spec.trainer))
         applied = not learned.refused
         self.progress = replace(self.progress, step=step, updates=self.progress.updates + applied)
         if self._conductor and applied:

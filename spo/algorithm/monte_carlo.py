@@ -41,6 +41,17 @@ def q_from_success_rate(success_rate: float, beta: float) -> float:
     return float(beta * np.logaddexp(math.log(success_rate), math.log1p(-success_rate) - 1 / beta))
 
 
+def q_of_two_rewards(success_rate: float, beta: float, *, best: float, worst: float) -> float:
+    """As `q_from_success_rate` where a success is worth `best` and a failure `worst` < best, both finite.
+
+    Raises as `q_from_success_rate`, and InvalidInput unless worst < best.
+    """
+    span = best - worst
+    if not 0 < span < math.inf:
+        raise InvalidInput(f"a success must be worth more than a failure, not {best} and {worst}")
+    return best + span * q_from_success_rate(success_rate, beta / span)
+
+
 def q_from_successes(successes: int, samples: int, beta: float) -> float:
     """Qhat from `successes` of `samples` rollouts of pi0, reward units. Raises InvalidInput on impossible counts."""
     _check_counts(successes, samples)

@@ -80,3 +80,8 @@ class AlgorithmSpec(Section):
     losses: tuple[LossTerm, ...] = Field(default=(LossTerm(),), min_length=1, max_length=16)
     critic: CriticSpec | None = Field(default=None, description="PPO needs one; nothing else has one.")
     reference_refresh: ReferenceRefreshSpec | None = None
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether a term compares the trajectories of a prompt with each other."""
+        return any(term.objective in NEEDS_GROUPS for term in self.losses)

@@ -32,6 +32,11 @@ class RewardSpec(Section):
     scale: float = Field(default=1.0, gt=0, le=1000)
     shift: float = Field(default=-1.0, le=0, ge=-1000)
 
+    @property
+    def best(self) -> float:
+        """The reward of a right program; never above 0."""
+        return min(0.0, self.scale + self.shift)
+
     @model_validator(mode="after")
     def rewards_are_at_most_zero(self) -> Self:
         if self.scale + self.shift > 1e-9:
