@@ -43,6 +43,12 @@ def sources_exist(spec: JobSpec) -> Iterator[Violation]:
         yield "replay/mix", "a share of annotated trajectories needs value.pivotal or offline.experience"
 
 
+def retried_samples_are_kept(spec: JobSpec) -> Iterator[Violation]:
+    """Hotter samples of unsolved prompts are offline data and nothing else."""
+    if spec.value and spec.value.unsolved == "retry_hotter" and not spec.offline.keep_reference_samples:
+        yield "value/unsolved", "retry_hotter needs offline.keep_reference_samples"
+
+
 def terms_can_use_their_sources(spec: JobSpec) -> Iterator[Violation]:
     """A term only meets trajectories that carry what it reads."""
     shares = {part.source for part in spec.replay.mix if part.share > 0}
@@ -51,6 +57,8 @@ def terms_can_use_their_sources(spec: JobSpec) -> Iterator[Violation]:
         met = shares if term.sources is None else shares & set(term.sources)
         if term.objective in NEEDS_ANNOTATIONS and "annotated" not in met:
             yield f"{at}/objective", f"{term.objective} needs a share of annotated trajectories"
+        if term.objective in NEEDS_ANNOTATIONS and spec.tasks.reward.score != "all_tests":
+            yield "tasks/reward/score", f"{term.objective} knows rollouts as right or wrong: score all_tests"
         if term.objective in NEEDS_BEHAVIOUR and met - {"online"}:
             others = ", ".join(sorted(met - {"online"}))
             yield (
@@ -62,6 +70,11 @@ def terms_can_use_their_sources(spec: JobSpec) -> Iterator[Violation]:
                 yield "rollout/samples_per_prompt", f"{term.objective} compares a prompt's samples: at least 2"
             if spec.replay.unit != "group":
                 yield "replay/unit", f"{term.objective} needs whole groups in a batch: unit group"
+            if spec.trainer.micro_batch_size < spec.rollout.samples_per_prompt:
+                yield (
+                    "trainer/micro_batch_size",
+                    f"{term.objective} needs whole groups in a forward: at least rollout.samples_per_prompt",
+                )
 
 
 def groups_fit(spec: JobSpec) -> Iterator[Violation]:
@@ -139,10 +152,8 @@ def schedule_fits(spec: JobSpec) -> Iterator[Violation]:
 def unbuilt_algorithm(spec: JobSpec) -> Iterator[Violation]:
     """What the trainer cannot do yet is refused, rather than ignored."""
     for index, term in enumerate(spec.algorithm.losses):
-        if term.objective in {"group_centred_squared", "policy_gradient", "supervised", "ppo", "grpo"}:
+        if term.objective == "ppo":
             yield f"algorithm/losses/{index}/objective", f"{term.objective} is not built yet"
-        if term.sigmoid_unit != "log_prob":
-            yield f"algorithm/losses/{index}/sigmoid_unit", "only log_prob is built yet"
     if spec.algorithm.reference_refresh:
         yield "algorithm/reference_refresh", "is not built yet"
     if spec.trainer.epochs * spec.trainer.minibatches > 1:
@@ -155,14 +166,6 @@ def unbuilt_reward(spec: JobSpec) -> Iterator[Violation]:
     """Rewards other than 0 and -1."""
     if spec.tasks.reward != RewardSpec():
         yield "tasks/reward", "only the default reward is built yet"
-
-
-def unbuilt_value(spec: JobSpec) -> Iterator[Violation]:
-    """Budgets of value-estimation."""
-    if spec.value and spec.value.sequential:
-        yield "value/sequential", "is not built yet"
-    if spec.value and spec.value.unsolved == "retry_hotter":
-        yield "value/unsolved", "retry_hotter is not built yet"
 
 
 def unbuilt_offline(spec: JobSpec) -> Iterator[Violation]:
@@ -185,6 +188,6 @@ RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
     schedule_fits,
     unbuilt_algorithm,
     unbuilt_reward,
-    unbuilt_value,
+    retried_samples_are_kept,
     unbuilt_offline,
 )

@@ -18,6 +18,20 @@ def replay(fields: Any = None, **part: Any) -> Any:
     return {**MODEL, "replay": {"mix": mix, **(fields or {})}}
 
 
+ONLINE_AND_HUMAN = [{"source": "online", "share": 0.5}, {"source": "human", "share": 0.5}]
+
+
+def groups(objective: str, fields: Any = None, **rollout: Any) -> Any:
+    """A spec whose loss compares the online samples of a prompt."""
+    online = {"unit": "group", "mix": [{"source": "online", "share": 1}]}
+    return {
+        **MODEL,
+        "algorithm": {"losses": [{"objective": objective}]},
+        "replay": {**online, **(fields or {})},
+        "rollout": {"samples_per_prompt": 4, **rollout},
+    }
+
+
 def pointers(document: Any) -> list[str]:
     with pytest.raises(InvalidInput) as caught:
         parse_job_spec(document)
@@ -61,11 +75,20 @@ def test_a_model_path_is_enough() -> None:
             replay({"max_times_sampled": 3, "online_capacity": 63}, source="online") | {"trainer": {"batch_size": 64}},
             ["/replay/online_capacity"],
         ),
+        (groups("grpo", samples_per_prompt=1), ["/rollout/samples_per_prompt"]),
+        (groups("group_centred_squared", {"unit": "trajectory"}), ["/replay/unit"]),
+        (groups("grpo") | {"trainer": {"micro_batch_size": 3}}, ["/trainer/micro_batch_size"]),
+        (groups("grpo", {"mix": ONLINE_AND_HUMAN}), ["/algorithm/losses/0/sources"]),
         ([], ["/"]),
     ],
 )
 def test_an_impossible_spec_is_refused_with_the_pointer_of_the_field(document: Any, expected: list[str]) -> None:
     assert pointers(document) == expected
+
+
+@pytest.mark.parametrize("objective", ["grpo", "group_centred_squared"])
+def test_a_loss_that_compares_samples_takes_whole_groups(objective: str) -> None:
+    assert parse_job_spec(groups(objective)).algorithm.needs_groups
 
 
 def test_every_fault_is_reported_at_once() -> None:
