@@ -19,6 +19,7 @@ from services.orchestrator.scoring import Scorer
 from services.orchestrator.settings import Settings
 from services.orchestrator.task_sets import TaskLibrary
 from services.orchestrator.weights import WeightVersions
+from spo.experience.store import ExperienceStore
 from spo.rpc import Client
 from spo.v1.inference_service_pb2_grpc import InferenceServiceStub
 from spo.v1.judge_service_pb2_grpc import JudgeServiceStub
@@ -39,6 +40,7 @@ class Desk:
         self.inference = Client("inference", settings.inference_address, InferenceServiceStub)
         self.judge = Client("sandbox-judge", settings.sandbox_judge_address, JudgeServiceStub)
         self.replay = Client("replay-buffer", settings.replay_buffer_address, ReplayServiceStub)
+        self.experience = ExperienceStore(settings.experience_place)
         self.doorkeeper = Doorkeeper(settings, self.redis)
         self.audit = AuditLog(self.redis)
         self.jobs = JobStore(self.redis, settings.durable_writes)

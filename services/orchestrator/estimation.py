@@ -9,30 +9,35 @@ from collections.abc import Callable, Sequence
 
 from services.orchestrator.commit import Commit, Guard, Write
 from services.orchestrator.jobs import JobStore
+from services.orchestrator.offline import Decontamination
 from services.orchestrator.seeds import seed_of
 from services.orchestrator.states import JobState
 from services.orchestrator.task_sets import prompt_of
 from spo import redis_keys
 from spo.job_spec import JobSpec
 from spo.streams import append_words
-from spo.tasks.problem import Problem
+from spo.tasks.problem import Problem, TaskSets
 from spo.v1.prompt_pb2 import Sampling
 from spo.v1.value_pb2 import EstimateRequest, PivotalRequest
 
 CHUNK = 128
 
 
-def publish_estimates(jobs: JobStore, job_id: str, problems: Sequence[Problem]) -> None:
+def publish_estimates(jobs: JobStore, job_id: str, tasks: TaskSets) -> None:
     """Put the prompts without a value on the stream `estimates`."""
     spec = jobs.spec(job_id)
-    _publish(
-        jobs,
-        job_id,
-        problems,
-        position_field="estimates_published",
-        done_key=redis_keys.run_values(job_id),
-        entry=lambda problem: append_words(redis_keys.estimates(), _request(job_id, spec, problem).SerializeToString()),
-    )
+    clean = Decontamination(tasks, spec)
+
+    def entry(problem: Problem) -> Write:
+        request = _request(job_id, spec, problem)
+        request.import_experience = clean.may_import(problem)
+        return append_words(redis_keys.estimates(), request.SerializeToString())
+
+    done_key = redis_keys.run_values(job_id)
+    _publish(jobs, job_id, tasks.train, position_field="estimates_published", done_key=done_key, entry=entry)
+    if clean.left_out:
+        told = {"prompts_left_out": clean.left_out, "reason": "they copy held-out problems"}
+        jobs.append(job_id, "experience", told)
 
 
 def publish_pivotal(jobs: JobStore, job_id: str, problems: Sequence[Problem]) -> None:
@@ -82,6 +87,8 @@ def _request(job_id: str, spec: JobSpec, problem: Problem) -> EstimateRequest:
     request = EstimateRequest(run_id=job_id, prompt=prompt_of(problem, spec))
     if spec.offline.human_solutions:
         request.human_solutions.extend(problem.human_solutions[: spec.offline.human_solutions_per_problem])
+    if spec.offline.wrong_human_solutions:
+        request.wrong_solutions.extend(problem.wrong_solutions[: spec.offline.human_solutions_per_problem])
     if spec.value is not None:
         value = spec.value
         limit = spec.model.max_response_tokens

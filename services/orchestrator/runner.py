@@ -21,6 +21,7 @@ from services.orchestrator.estimation import publish_estimates, publish_pivotal
 from services.orchestrator.evaluation import Evaluator
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import Leases
+from services.orchestrator.offline import await_stored, needs_estimates, write_prompts
 from services.orchestrator.replicas import Replicas
 from services.orchestrator.scoring import upload_tests
 from services.orchestrator.series import latest_step
@@ -136,7 +137,10 @@ class JobRunner:
 
     def _validate(self, job_id: str) -> None:
         """Give the judges every test set of the job; content-addressed, so doing it twice changes nothing."""
-        tasks = self.library.load(self.jobs.spec(job_id).tasks)
+        spec = self.jobs.spec(job_id)
+        await_stored(self.jobs.client, spec)
+        tasks = self.library.load(spec.tasks)
+        write_prompts(self.jobs.client, job_id, tasks.train, spec)
         problems = [*tasks.train, *tasks.evaluation]
         upload_tests(self.judge, problems)
         record = redis_keys.job_record(job_id)
@@ -145,11 +149,12 @@ class JobRunner:
 
     def _estimate(self, job_id: str) -> None:
         spec = self.jobs.spec(job_id)
-        problems = self.library.load(spec.tasks).train
-        if spec.value is None and not spec.offline.human_solutions:
+        tasks = self.library.load(spec.tasks)
+        problems = tasks.train
+        if not needs_estimates(spec):
             self.jobs.transition(job_id, JobState.RUNNING, "the objectives need no values")
             return
-        publish_estimates(self.jobs, job_id, problems)
+        publish_estimates(self.jobs, job_id, tasks)
         done = int(self.jobs.client.hlen(redis_keys.run_values(job_id)))
         self._tell_progress(job_id, done, len(problems))
         given_up = len(dead_requests(self.jobs.client, job_id, redis_keys.estimates())) if done < len(problems) else 0

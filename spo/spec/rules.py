@@ -35,7 +35,7 @@ def sources_exist(spec: JobSpec) -> Iterator[Violation]:
     keeps = spec.offline.keep_reference_samples or (pivotal is not None and pivotal.keep_rollouts)
     if "reference" in shares and not (spec.value and keeps):
         yield "replay/mix", "a share of reference samples needs `value` and keep_reference_samples"
-    if "human" in shares and not spec.offline.human_solutions:
+    if "human" in shares and not (spec.offline.human_solutions or spec.offline.wrong_human_solutions):
         yield "replay/mix", "a share of human solutions needs offline.human_solutions"
     if "other_run" in shares and not spec.offline.experience:
         yield "replay/mix", "a share of other_run needs offline.experience"
@@ -168,14 +168,6 @@ def unbuilt_reward(spec: JobSpec) -> Iterator[Violation]:
         yield "tasks/reward", "only the default reward is built yet"
 
 
-def unbuilt_offline(spec: JobSpec) -> Iterator[Violation]:
-    """Experience from before the run."""
-    if spec.offline.experience:
-        yield "offline/experience", "is not built yet"
-    if spec.offline.wrong_human_solutions:
-        yield "offline/wrong_human_solutions", "is not built yet"
-
-
 RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
     values_are_there,
     sources_exist,
@@ -189,5 +181,4 @@ RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
     unbuilt_algorithm,
     unbuilt_reward,
     retried_samples_are_kept,
-    unbuilt_offline,
 )

@@ -13,6 +13,7 @@ from services.orchestrator.access.callers import Caller
 from services.orchestrator.api.answers import CallerOf, DeskOf, JobId, Limit, with_etag
 from services.orchestrator.desk import Desk
 from services.orchestrator.intake import accept
+from services.orchestrator.offline import require_stored
 from services.orchestrator.states import CANCEL, PAUSE, RESUME, JobState, Verb, refuse
 from spo import redis_keys
 from spo.errors import InvalidInput, ResourceExhausted
@@ -46,6 +47,7 @@ def _submit(
     request: Request, desk: Desk, caller: Caller, body: bytes, validate_only: bool, key: str | None
 ) -> Response:
     spec = accept(body, desk.library)
+    require_stored(desk.redis, desk.experience, spec, caller.tenant)
     if validate_only:
         return JSONResponse(spec.model_dump(mode="json"))
     if caller.max_active_jobs is not None and desk.jobs.active_of(caller.tenant) >= caller.max_active_jobs:
