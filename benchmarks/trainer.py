@@ -21,7 +21,7 @@ from services.trainer.batches import token_batch
 from services.trainer.deepspeed_engine import leave_deepspeed, prepare_deepspeed
 from services.trainer.learner import Learner
 from services.trainer.ranks import Ranks, join_ranks
-from services.trainer.shares import Piece
+from services.trainer.shares import Minibatch, Piece
 from spo.algorithm.losses import spo_loss
 from spo.algorithm.types import LossTerm
 from spo.job_spec import JobSpec, RewardSpec, parse_job_spec
@@ -59,7 +59,7 @@ def step_cost(ranks: Ranks, model_path: Path, rows: Sequence[Sampled]) -> Row:
         "step, ZeRO-0",
         "CPU s per step",
         "plain torch loop",
-        lambda: _cpu_per_step(lambda: learner.learn([Piece(rows)], 1e-4)),
+        lambda: _cpu_per_step(lambda: learner.learn(_whole(rows), 1e-4)),
         lambda: _cpu_per_step(lambda: plain.step(rows)),
         goal=1 / 1.10,
         lower_is_better=True,
@@ -79,8 +79,8 @@ def reference_costs(ranks: Ranks, model_path: Path, rows: Sequence[Sampled]) -> 
         "step, cached reference",
         "CPU s per step",
         "reference in the trainer",
-        lambda: _cpu_per_step(lambda: cached.learn([Piece(rows)], 1e-4)),
-        lambda: _cpu_per_step(lambda: in_trainer.learn([Piece(rows)], 1e-4)),
+        lambda: _cpu_per_step(lambda: cached.learn(_whole(rows), 1e-4)),
+        lambda: _cpu_per_step(lambda: in_trainer.learn(_whole(rows), 1e-4)),
         goal=1.2,
         lower_is_better=True,
     )
@@ -120,6 +120,11 @@ class PlainLoop:
 def _spec(model_path: Path, **trainer: Any) -> JobSpec:
     defaults = {"batch_size": BATCH, "micro_batch_size": BATCH, "zero_stage": 0}
     return parse_job_spec({"model": {"path": str(model_path)}, "trainer": {**defaults, **trainer}})
+
+
+def _whole(rows: Sequence[Sampled]) -> list[Minibatch]:
+    """The batch as one piece."""
+    return [Minibatch([Piece(rows)], len(rows))]
 
 
 def _cpu_per_step(step: Any) -> float:

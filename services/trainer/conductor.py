@@ -14,7 +14,7 @@ from services.trainer.batches import Replay, Row, faults
 from services.trainer.checkpoints import Progress
 from services.trainer.lease import TRANSIENT, Lease
 from services.trainer.settings import Settings
-from services.trainer.shares import Piece
+from services.trainer.shares import Minibatch
 from services.trainer.step_metrics import batch_metrics
 from spo.errors import Conflict, InternalError, LeaseLost, SpoError
 from spo.job_spec import JobSpec
@@ -35,12 +35,12 @@ MIN_CHECKPOINT_SECONDS = 10.0
 class Order:
     """`train` on a batch; `skip` counts a quarantined batch as a step; `wait` only keeps the ranks in touch.
 
-    rows: the whole batch, before it is cut. pieces: what one rank gets of it.
+    rows: the whole batch, before it is cut. minibatches: what one rank gets of it.
     """
 
     kind: Literal["train", "skip", "publish", "checkpoint", "wait", "end"]
     rows: Sequence[Row] = ()
-    pieces: Sequence[Piece] = ()
+    minibatches: Sequence[Minibatch] = ()
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Axes: B trajectory, L padded position.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from services.trainer.batches import Row, token_batch
+from services.trainer.critic import Appraisal, Critic
 from services.trainer.deepspeed_engine import DeepSpeedEngine
 from services.trainer.ranks import Ranks
-from services.trainer.shares import Piece
+from services.trainer.shares import Minibatch, Piece
 from services.trainer.step_metrics import WeightedMeans
 from spo.algorithm.diagnostics import batch_diagnostics
 from spo.algorithm.losses import spo_loss
@@ -29,10 +30,17 @@ from spo.v1.prompt_pb2 import SOURCE_ONLINE
 
 @dataclass(frozen=True)
 class Learned:
-    """What a step did: its metrics, or why it changed nothing (the same on every rank)."""
+    """What a step did: its metrics, or why it changed nothing (the same on every rank); the updates it made."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     refused: str = ""
+    updates: int = 0
+
+
+# What the critic said about each piece before the batch's first update; empty without a critic.
+Appraisals = dict[int, Appraisal]
+# Prefix of the critic's tensors in a checkpoint.
+CRITIC = "critic."
 
 
 class Learner:
@@ -42,16 +50,20 @@ class Learner:
         self._ranks = ranks
         self._spec = spec
         self._terms = [LossTerm(**term.model_dump()) for term in spec.algorithm.losses]
-        share, rest = divmod(spec.trainer.batch_size, ranks.world_size)
+        trainer = spec.trainer
+        share, rest = divmod(trainer.batch_size, ranks.world_size * trainer.minibatches)
         if rest:
             raise InvalidInput(
-                f"a batch of {spec.trainer.batch_size} cannot be split evenly over {ranks.world_size} ranks",
+                f"a batch of {trainer.batch_size} cannot be split evenly over {ranks.world_size} ranks "
+                f"in {trainer.minibatches} minibatches",
                 code="batch_not_divisible",
             )
+        passes = -(-share // trainer.micro_batch_size)
         policy = self._load()
         self._vocabulary_size = policy.get_input_embeddings().num_embeddings
-        self._reference = self._load().requires_grad_(False) if spec.trainer.reference == "in_trainer" else None
-        self.engine = DeepSpeedEngine(policy, spec.trainer, micro_batches=-(-share // spec.trainer.micro_batch_size))
+        self._reference = self._load().requires_grad_(False) if trainer.reference == "in_trainer" else None
+        self.engine = DeepSpeedEngine(policy, trainer, passes)
+        self._critic = Critic(self._load(), spec.algorithm, trainer, passes) if spec.algorithm.critic else None
 
     def _load(self) -> Any:
         try:
@@ -80,31 +92,98 @@ class Learner:
             if found:
                 raise found
 
-    def learn(self, pieces: Sequence[Piece], learning_rate: float) -> Learned:
-        """One optimiser step on this rank's pieces of the batch; the loss is the mean over the whole batch.
+    def learn(self, minibatches: Sequence[Minibatch], learning_rate: float) -> Learned:
+        """An optimiser step on each minibatch in turn, `trainer.epochs` times; a loss is the mean over the minibatch.
 
-        Refused, without a trace in weights or optimiser, when any rank meets a number that is not finite.
+        Refused when any rank meets a number that is not finite. What the trajectories bring is looked at before the
+        first update, so a bad one leaves no trace in weights or optimiser; should the model itself overflow in a later
+        minibatch, the updates before stay.
         """
-        means = WeightedMeans()
+        means, norms = WeightedMeans(), WeightedMeans()
+        appraisals, refused = self._look_through(minibatches)
+        updates = 0
+        for minibatch in list(minibatches) * self._spec.trainer.epochs:
+            refused = refused or self._update(minibatch, appraisals, learning_rate, means, norms)
+            if refused:
+                return Learned(refused=refused, updates=updates)
+            updates += 1
+        metrics = means.means(self._ranks.gather(means))
+        return Learned({**metrics, **norms.means([norms]), "learning_rate": learning_rate}, updates=updates)
+
+    def _look_through(self, minibatches: Sequence[Minibatch]) -> tuple[Appraisals, str]:
+        """The critic's opinion of every piece under the policy before the batch; why there can be none, or ""."""
+        appraisals: Appraisals = {}
+        if not self._critic and len(minibatches) * self._spec.trainer.epochs == 1:
+            return appraisals, ""
+        problem = ""
+        try:
+            for piece in (piece for minibatch in minibatches for piece in minibatch.pieces):
+                batch = self._batch(piece.rows)
+                if self._critic:
+                    with torch.no_grad():
+                        appraisals[id(piece)] = self._critic.appraise(self._logprobs(batch), batch)
+        except InvalidInput as error:
+            problem = str(error)
+        return appraisals, "; ".join(each for each in self._ranks.gather(problem) if each)
+
+    def _update(
+        self,
+        minibatch: Minibatch,
+        appraisals: Appraisals,
+        learning_rate: float,
+        means: WeightedMeans,
+        norms: WeightedMeans,
+    ) -> str:
+        """One step of the policy, and of the critic if there is one; why nothing was updated, or ""."""
+        critic = self._critic
+        refused = self._accumulate(self.engine, minibatch, lambda piece: self._loss(piece, appraisals, means))
+        if critic and not refused:
+            refused = self._accumulate(
+                critic.engine, minibatch, lambda piece: self._value_loss(critic, piece, appraisals[id(piece)], means)
+            )
+        if refused:
+            self._discard_gradients()
+            return refused
+        if critic:
+            value_norm = critic.step(learning_rate / self._spec.trainer.learning_rate)
+            if value_norm is None:
+                self._discard_gradients()
+                return "the critic's gradient is not finite"
+            norms.add({"value_grad_norm": value_norm}, 1)
+        norm = self.engine.step(learning_rate)
+        if norm is None:
+            return "the gradient is not finite"
+        norms.add({"grad_norm": norm}, 1)
+        return ""
+
+    def _accumulate(
+        self,
+        engine: DeepSpeedEngine,
+        minibatch: Minibatch,
+        loss_of: Callable[[Piece], tuple[Tensor | None, str]],
+    ) -> str:
+        """Add up the gradients of all pieces; why a piece has no loss on some rank, or ""."""
         # DeepSpeed averages gradients over ranks, so a rank's losses add up to world_size times its part of the mean.
-        scale = self._ranks.world_size / self._spec.trainer.batch_size
-        for number, piece in enumerate(pieces, start=1):
-            loss, problem = self._loss(piece, means)
+        scale = self._ranks.world_size / minibatch.size
+        for number, piece in enumerate(minibatch.pieces, start=1):
+            loss, problem = loss_of(piece)
             problems = [each for each in self._ranks.gather(problem) if each]
             if problems or loss is None:
-                self.engine.discard_gradients()
-                return Learned(refused="; ".join(problems))
-            self.engine.backward(loss * (piece.weight * scale), last=number == len(pieces))
-        grad_norm = self.engine.step(learning_rate)
-        if grad_norm is None:
-            return Learned(refused="the gradient is not finite")
-        metrics = means.means(self._ranks.gather(means))
-        return Learned({**metrics, "grad_norm": grad_norm, "learning_rate": learning_rate})
+                return "; ".join(problems)
+            engine.backward(loss * (piece.weight * scale), last=number == len(minibatch.pieces))
+        return ""
 
-    def _loss(self, piece: Piece, means: WeightedMeans) -> tuple[Tensor | None, str]:
+    def _discard_gradients(self) -> None:
+        self.engine.discard_gradients()
+        if self._critic:
+            self._critic.engine.discard_gradients()
+
+    def _loss(self, piece: Piece, appraisals: Appraisals, means: WeightedMeans) -> tuple[Tensor | None, str]:
         """The mean loss of a micro-batch, or why there is none."""
         try:
             batch = self._batch(piece.rows)
+            if id(piece) in appraisals:
+                batch = replace(batch, critic_advantage_BL=appraisals[id(piece)].advantage_BL)
             logprobs_BL = self._logprobs(batch)
             beta = self._spec.algorithm.beta
             loss, parts = spo_loss(logprobs_BL, batch, self._terms, beta)
@@ -119,6 +198,17 @@ class Learner:
             # On samples of (nearly) the current policy the mean of -ln pi estimates its entropy per token.
             online = batch_diagnostics(logprobs_BL.detach()[online_B], batch.select(online_B), beta)
             means.add({"entropy": online["token_nll_nats"]}, int(online_B.sum()))
+        return loss, ""
+
+    def _value_loss(
+        self, critic: Critic, piece: Piece, appraisal: Appraisal, means: WeightedMeans
+    ) -> tuple[Tensor | None, str]:
+        """The critic's mean loss on a micro-batch, or why there is none."""
+        try:
+            loss = critic.loss(self._batch(piece.rows), appraisal)
+        except InvalidInput as error:
+            return None, str(error)
+        means.add({"value_loss": loss.item()}, piece.weight)
         return loss, ""
 
     def _logprobs(self, batch: TokenBatch) -> Tensor:
@@ -136,9 +226,30 @@ class Learner:
             batch = replace(batch, reference_logprobs_BL=reference_BL)
         return batch
 
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage; the critic's is the same."""
+        return self.engine.stage
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """This rank's part of the training state, the critic's included."""
+        tensors = self.engine.state_tensors()
+        if self._critic:
+            tensors |= {CRITIC + name: tensor for name, tensor in self._critic.engine.state_tensors().items()}
+        return tensors
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """The inverse of `state_tensors`. Raises IntegrityError on another model's."""
+        critics = {name.removeprefix(CRITIC): each for name, each in tensors.items() if name.startswith(CRITIC)}
+        self.engine.load_state_tensors({name: each for name, each in tensors.items() if not name.startswith(CRITIC)})
+        if self._critic:
+            self._critic.engine.load_state_tensors(critics)
+
     def close(self) -> None:
         """Free the models; the process goes on to the next job."""
         self._reference = None
+        if self._critic:
+            self._critic.close()
         self.engine.close()
 
 

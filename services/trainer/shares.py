@@ -27,6 +27,33 @@ class Piece:
         return 0 if self.idle else len(self.rows)
 
 
+@dataclass(frozen=True)
+class Minibatch:
+    """What one rank gets of the trajectories of an optimiser step; size counts them over all ranks."""
+
+    pieces: Sequence[Piece]
+    size: int
+
+
+def cut_into_minibatches(
+    rows: Sequence[Row], count: int, world_size: int, size: int, *, whole_groups: bool
+) -> list[list[Minibatch]]:
+    """Each rank's minibatches, of similar length and equal size (nearly so with `whole_groups`), each `cut`.
+
+    Fewer than `count` where there are fewer groups.
+    """
+    if whole_groups:
+        parts = [[row for group in share for row in group] for share in _balanced(_groups(rows), count)]
+    else:
+        by_length = sorted(rows, key=length_of)
+        parts = [by_length[part::count] for part in range(count)]
+    shares: list[list[Minibatch]] = [[] for _ in range(world_size)]
+    for part in filter(None, parts):
+        for share, pieces in zip(shares, cut(part, world_size, size, whole_groups=whole_groups), strict=True):
+            share.append(Minibatch(pieces, len(part)))
+    return shares
+
+
 def cut(rows: Sequence[Row], world_size: int, size: int, *, whole_groups: bool) -> list[list[Piece]]:
     """Each rank's pieces of at most `size` rows, sorted by length so that they need little padding.
 

@@ -18,7 +18,7 @@ from services.trainer.learner import Learner
 from services.trainer.lease import Lease, take_lease
 from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
-from services.trainer.shares import cut
+from services.trainer.shares import cut_into_minibatches
 from services.trainer.weights import run_store, store_weights
 from spo.errors import SpoError
 from spo.job_spec import JobSpec, TrainerSpec, spec_from_json
@@ -115,7 +115,7 @@ class TrainingRun:
     def go(self) -> None:
         """Load, resume, and carry out orders until rank 0 ends the run."""
         self._learner = learner = Learner(self._ranks, self._spec)
-        self.progress = load_checkpoint(self._ranks, learner.engine, Path(self._grant.checkpoint_path)) or Progress()
+        self.progress = load_checkpoint(self._ranks, learner, Path(self._grant.checkpoint_path)) or Progress()
         # Versions count up over leases, whatever the checkpoint knew of them.
         self.progress = replace(self.progress, weight_version=self._grant.next_weight_version - 1)
         while True:
@@ -146,23 +146,25 @@ class TrainingRun:
             self._desk.weight_version = self.progress.weight_version
         order = self._conductor.next_order(self.progress)
         self._whole_batch = order.rows
-        shares = cut(
+        shares = cut_into_minibatches(
             order.rows,
+            self._spec.trainer.minibatches,
             self._ranks.world_size,
             self._spec.trainer.micro_batch_size,
             whole_groups=self._spec.algorithm.needs_groups,
         )
-        return self._ranks.scatter([replace(order, rows=(), pieces=share) for share in shares])
+        return self._ranks.scatter([replace(order, rows=(), minibatches=share) for share in shares])
 
     def _train(self, learner: Learner, order: Order) -> None:
         if self.progress.updates == 0:
             half = self._spec.model.dtype == "bfloat16"
             tolerance = self._settings.reference_tolerance_bfloat16 if half else self._settings.reference_tolerance
-            learner.check_reference(order.pieces, tolerance)
+            pieces = [piece for minibatch in order.minibatches for piece in minibatch.pieces]
+            learner.check_reference(pieces, tolerance)
         step = self.progress.step + 1
-        learned = learner.learn(order.pieces, learning_rate_at(step, self._spec.trainer))
+        learned = learner.learn(order.minibatches, learning_rate_at(step, self._spec.trainer))
         applied = not learned.refused
-        self.progress = replace(self.progress, step=step, updates=self.progress.updates + applied)
+        self.progress = replace(self.progress, step=step, updates=self.progress.updates + learned.updates)
         if self._conductor and applied:
             self._conductor.step_done(self.progress, self._whole_batch, learned.metrics)
         elif self._conductor:
@@ -190,7 +192,7 @@ class TrainingRun:
         with self._conductor.owning() if self._conductor else nullcontext():
             sealed = save_checkpoint(
                 self._ranks,
-                learner.engine,
+                learner,
                 Path(self._grant.checkpoint_path),
                 self.progress,
                 epoch=self._grant.epoch,
