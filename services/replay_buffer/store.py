@@ -16,7 +16,8 @@ from services.replay_buffer.candidates import Candidates
 from services.replay_buffer.windows import fact_of, is_correct
 from spo import metrics, redis_keys
 from spo.errors import NotFound
-from spo.job_spec import JobSpec, spec_from_json
+from spo.job_spec import JobSpec
+from spo.run_specs import RunSpecs
 from spo.v1.prompt_pb2 import SOURCE_UNSPECIFIED, Source
 from spo.v1.trajectory_pb2 import Trajectory
 
@@ -34,18 +35,13 @@ class ReplayStore:
 
     def __init__(self, client: redis.Redis) -> None:
         self.client = client
-        self._specs: dict[str, JobSpec] = {}
+        self.specs = RunSpecs(client)
         self._candidates: dict[str, Candidates] = {}
         self._insert = client.register_script((Path(__file__).parent / "insert.lua").read_text())
 
     def spec(self, run_id: str) -> JobSpec:
         """The run's spec. Raises NotFound for a run nobody started."""
-        if run_id not in self._specs:
-            stored: Any = self.client.get(redis_keys.run_spec(run_id))
-            if stored is None:
-                raise NotFound(f"there is no run {run_id}", code="unknown_run")
-            self._specs[run_id] = spec_from_json(stored)
-        return self._specs[run_id]
+        return self.specs.of(run_id)
 
     def candidates(self, run_id: str) -> Candidates:
         """The mirror of the run's candidates; the one longest out of use is given up for a new one."""

@@ -10,11 +10,11 @@ from typing import Any
 import redis
 import torch
 
-from spo import redis_keys
-from spo.errors import InvalidInput, NotFound
-from spo.job_spec import JobSpec, ModelSpec, spec_from_json
+from spo.errors import InvalidInput
+from spo.job_spec import JobSpec, ModelSpec
 from spo.model_folder import inspect_model_folder
 from spo.policy_model import encode_prompt, encode_response, load_policy, load_tokenizer, response_logprobs
+from spo.run_specs import RunSpecs
 
 Tokens = tuple[int, ...]
 
@@ -71,21 +71,15 @@ class References:
     """Loads each run's pi0 once and keeps the last one used; runs with the same model share it."""
 
     def __init__(self, client: redis.Redis, tokens_per_forward: int, device: str) -> None:
-        self.client = client
         self.tokens_per_forward = tokens_per_forward
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self._specs: dict[str, JobSpec] = {}
+        self.specs = RunSpecs(client)
         self._loaded: dict[tuple[str, str], Reference] = {}
         self._lock = threading.Lock()
 
     def spec(self, run_id: str) -> JobSpec:
         """The run's spec. Raises NotFound for a run nobody started."""
-        if run_id not in self._specs:
-            stored: Any = self.client.get(redis_keys.run_spec(run_id))
-            if stored is None:
-                raise NotFound(f"there is no run {run_id}", code="unknown_run")
-            self._specs[run_id] = spec_from_json(stored)
-        return self._specs[run_id]
+        return self.specs.of(run_id)
 
     def of(self, run_id: str) -> Reference:
         """The run's pi0, loaded. Raises NotFound, or InvalidInput when its folder may not be loaded."""

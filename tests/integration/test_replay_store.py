@@ -284,7 +284,9 @@ def test_at_most_the_allowed_number_of_offline_trajectories_per_prompt_is_served
     candidates = store.candidates(RUN)
     candidates.refresh(["human"])
 
-    assert Counter(each.prompt_id for each in candidates.servable(candidates.rule("human"))) == dict.fromkeys(PROMPTS, 3)
+    assert Counter(each.prompt_id for each in candidates.servable(candidates.rule("human"))) == dict.fromkeys(
+        PROMPTS, 3
+    )
     assert store.client.zcard(redis_keys.replay_ids(RUN)) == 40, "the ledger keeps all of them"
 
 
