@@ -22,12 +22,13 @@ RIGHT, WRONG = "b=[", "print("
 
 
 class Engine(InferenceServiceServicer):
-    """Every fourth sample is right; refuses the first `unready` calls."""
+    """Every fourth sample is right where it is hot enough; refuses the first `unready` calls."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.unready = 0
         self.serves_others = 0
+        self.right_from_temperature = 0.0
         self.refused = threading.Event()
         self.calls: list[PromptGroup] = []
 
@@ -44,7 +45,8 @@ class Engine(InferenceServiceServicer):
         return inference.GenerateResponse(group=RolloutGroup(request=request.group, trajectories=samples))
 
     def _sample(self, group: PromptGroup, index: int) -> Trajectory:
-        text = RIGHT if index % 4 == 0 else WRONG
+        is_hot = group.sampling.temperature_min >= self.right_from_temperature
+        text = RIGHT if is_hot and index % 4 == 0 else WRONG
         tokens = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
         return Trajectory(
             trajectory_id=redis_keys.trajectory_id(group.run_id, group.group_id, index, 0, 0),

@@ -18,10 +18,13 @@ def work_through(
     stream: str,
     name: str,
     settings: Settings,
-    do: Callable[[bytes], None],
+    do: Callable[[bytes], bytes | None],
     stop: threading.Event,
 ) -> None:
-    """Do what the stream's entries ask until stop; an entry is finished when `do` returns, kept alive until then."""
+    """Do what the stream's entries ask until stop; an entry is kept alive until `do` returns.
+
+    Then it is finished, or, where `do` returns what is left to do, that goes to the end of the stream in its place.
+    """
     threads = [
         threading.Thread(
             target=_work, args=(client, stream, f"{name}-{number}", settings, do, stop), name=f"{name}-{number}"
@@ -36,14 +39,22 @@ def work_through(
 
 
 def _work(
-    client: redis.Redis, stream: str, name: str, settings: Settings, do: Callable[[bytes], None], stop: threading.Event
+    client: redis.Redis,
+    stream: str,
+    name: str,
+    settings: Settings,
+    do: Callable[[bytes], bytes | None],
+    stop: threading.Event,
 ) -> None:
     consumer = Consumer(client, stream, redis_keys.VALUE_GROUP, name, settings.reclaim_seconds)
 
     def finish(entries: list[Entry]) -> None:
         with keep_alive_while(lambda: consumer.keep_alive(entries), settings.reclaim_seconds / 4):
             for entry in entries:
-                do(entry.payload)
-            consumer.finish(entries)
+                rest = do(entry.payload)
+                if rest is None:
+                    consumer.finish([entry])
+                else:
+                    consumer.hand_on(entry, stream, rest)
 
     consume(consumer, finish, stop, count=1)

@@ -1,41 +1,38 @@
 """Estimates Qhat_0: takes prompts off the stream `estimates`, samples pi0, has the samples judged, counts successes.
 
-Resumable by chunk: a chunk's counts are written after its trajectories are in the replay buffer, so a killed worker's
-successor repeats at most one chunk per prompt, under the same trajectory ids.
+A fixed number of samples is taken at once. With `value.sequential` a prompt gets one round and goes to the end of the
+stream until its interval is narrow enough, so that all prompts' first rounds are there to learn a prior from before any
+gets a second. `prompt_estimate.py` says how a killed worker's successor goes on.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import redis
 from google.protobuf.message import DecodeError
 
+from services.value_estimation.experience import StoredImport, StoredSelections
 from services.value_estimation.hands import work_through
 from services.value_estimation.peers import Peers
+from services.value_estimation.population import Population
+from services.value_estimation.prompt_estimate import PromptEstimate, sampler
 from services.value_estimation.reference import References
 from services.value_estimation.samples import SampleMaker
 from services.value_estimation.settings import Settings
-from spo import metrics, redis_keys
+from spo import redis_keys
+from spo.algorithm.value_posterior import soft_value_estimate
+from spo.algorithm.value_prior import JEFFREYS, BetaPrior
 from spo.errors import InvalidInput, NotReady
-from spo.job_spec import JobSpec
-from spo.v1.prompt_pb2 import Sampling
+from spo.job_spec import JobSpec, RewardSpec, SequentialSpec, ValueSpec
+from spo.prompt_values import evidence_of
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.value_pb2 import EstimateRequest, PromptValue
 
+NO_PRIOR = BetaPrior(0.0, 0.0)
 WANTED_STATES = (b"validating", b"estimating", b"running", b"pausing", b"paused")
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Part of the samples of a prompt that is asked for, judged and stored at once."""
-
-    name: str
-    sampling: Sampling
-    counts: bool
 
 
 @dataclass
@@ -47,141 +44,148 @@ class ValueWorker:
     peers: Peers
     settings: Settings
     name: str
+    population: Population = field(init=False)
+    selections: StoredSelections = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.population = Population(self.client)
+        self.selections = StoredSelections(self.client, self.settings.experience_place)
 
     def run(self, stop: threading.Event) -> None:
         """Work until stop is set."""
-        estimates = redis_keys.estimates()
-        work_through(self.client, estimates, self.name, self.settings, lambda raw: self.estimate(_decode(raw)), stop)
 
-    def estimate(self, request: EstimateRequest) -> None:
+        def do(raw: bytes) -> bytes | None:
+            return None if self.estimate(_decode(raw)) else raw
+
+        work_through(self.client, redis_keys.estimates(), self.name, self.settings, do, stop)
+
+    def estimate(self, request: EstimateRequest) -> bool:
         """Make the prompt's offline trajectories and write its value; nothing when that is done or unwanted already.
 
-        Raises NotReady when a peer stayed away too long.
+        False when the prompt wants another round after the others'. Raises NotReady when a peer stayed away too long.
         """
         known = self.client.hexists(redis_keys.run_values(request.run_id), request.prompt.prompt_id)
         if known or not self._wanted(request.run_id):
-            return
+            return True
         try:
-            self._estimate(request)
+            return self._estimate(request)
         except NotReady:
             # The replicas of a cancelled run serve another one: what it waited for will not come.
             if self._wanted(request.run_id):
                 raise
+            return True
 
-    def _estimate(self, request: EstimateRequest) -> None:
-        run_id, prompt = request.run_id, request.prompt
-        spec = self.references.spec(run_id)
-        reference = self.references.of(run_id)
-        maker = SampleMaker(run_id, reference, replace(self.peers, wanted=lambda: self._wanted(run_id)))
-        self._import_human(maker, request, spec)
-        value_key = redis_keys.value_key(
-            reference.model_hash,
-            prompt.prompt_id,
-            prompt.tests_digest,
-            _sampler(request.sampling),
-            maker.peers.judge_version(),
+    def _estimate(self, request: EstimateRequest) -> bool:
+        run_id, spec = request.run_id, self.references.spec(request.run_id)
+        peers = replace(self.peers, wanted=lambda: self._wanted(run_id))
+        maker = SampleMaker(run_id, self.references.of(run_id), peers, spec.tasks.reward)
+        estimate = self._open(request, spec, maker)
+        if not estimate.imports_are_noted:
+            human = self._import_human(maker, request, spec)
+            self._import_stored(maker, request, spec)
+            estimate.note_imports(_features(human))
+        estimate.recall()
+        prior = self._sample(estimate)
+        if prior is None:
+            return False
+        estimate.sample_offline_only()
+        estimate.remember()
+        self.client.hset(
+            redis_keys.run_values(run_id),
+            request.prompt.prompt_id,
+            _value(estimate, prior).SerializeToString(),
         )
-        keep = spec.offline.keep_reference_samples
-        counts = self._recall(maker, request, value_key, keep) or self._sample(maker, request, value_key, keep)
-        value = PromptValue(
-            prompt_id=prompt.prompt_id,
-            value_key=value_key,
-            samples=sum(samples for samples, _ in counts),
-            successes=sum(successes for _, successes in counts),
+        return True
+
+    def _open(self, request: EstimateRequest, spec: JobSpec, maker: SampleMaker) -> PromptEstimate:
+        prompt, reward = request.prompt, spec.tasks.reward
+        sampled_how = sampler(request.sampling) + ("" if reward == RewardSpec() else f" r={reward.model_dump_json()}")
+        model_hash, judge_version = maker.reference.model_hash, maker.peers.judge_version()
+        return PromptEstimate(
+            self.client,
+            request,
+            spec,
+            spec.value or ValueSpec(),
+            maker,
+            redis_keys.value_key(model_hash, prompt.prompt_id, prompt.tests_digest, sampled_how, judge_version),
+            redis_keys.digest(model_hash, sampled_how, judge_version),
+            self.settings.chunk_samples,
         )
-        self.client.hset(redis_keys.run_values(run_id), prompt.prompt_id, value.SerializeToString())
-        if keep:
-            # Last: a run that is resumed must not take itself for an earlier one.
-            self.client.set(_origin(request, value_key), run_id)
 
     def _wanted(self, run_id: str) -> bool:
         state: Any = self.client.get(redis_keys.run_state(run_id))
         return state in WANTED_STATES
 
-    def _import_human(self, maker: SampleMaker, request: EstimateRequest, spec: JobSpec) -> None:
-        if request.human_solutions:
-            limit = spec.model.max_response_tokens
-            human = maker.import_human(request.prompt, request.human_solutions, limit)
-            if human:
-                maker.peers.append(request.run_id, human)
-
-    def _recall(
-        self, maker: SampleMaker, request: EstimateRequest, value_key: str, keep: bool
-    ) -> list[tuple[int, int]]:
-        """Counts of an earlier run with the same key, its samples taken over where they are kept; else none."""
-        stored: Any = self.client.hgetall(redis_keys.value_counts(value_key))
-        counts = [_parse(text) for text in stored.values()]
-        if not counts or sum(samples for samples, _ in counts) < request.sampling.samples:
+    def _import_human(self, maker: SampleMaker, request: EstimateRequest, spec: JobSpec) -> list[Trajectory]:
+        if not request.human_solutions:
             return []
-        if keep:
-            origin: Any = self.client.get(_origin(request, value_key))
-            found = maker.recall_reference(request.prompt, origin.decode()) if origin else []
-            if not found:
-                return []
+        human = maker.import_human(request.prompt, request.human_solutions, spec.model.max_response_tokens)
+        if human:
+            maker.peers.append(request.run_id, human)
+        return human
+
+    def _import_stored(self, maker: SampleMaker, request: EstimateRequest, spec: JobSpec) -> None:
+        """Published wrong solutions, and what earlier runs and imports have on the prompt."""
+        prompt, limit = request.prompt, spec.model.max_response_tokens
+        found = maker.import_human(prompt, request.wrong_solutions, limit, right=False)
+        if request.import_experience:
+            stored = self.selections.of(request.run_id, spec).of(prompt)
+            found += StoredImport(maker, spec, maker.peers.judge_version()).trajectories(prompt, stored)
+        if found:
             maker.peers.append(request.run_id, found)
-        return counts
 
-    def _sample(
-        self, maker: SampleMaker, request: EstimateRequest, value_key: str, keep: bool
-    ) -> list[tuple[int, int]]:
-        progress = redis_keys.value_progress(request.run_id, request.prompt.prompt_id)
-        done: Any = self.client.hgetall(progress)
-        counts = []
-        for chunk in _chunks(request, self.settings.chunk_samples):
-            if not (chunk.counts or keep):
-                continue
-            stored = done.get(chunk.name.encode())
-            if stored is None:
-                found = maker.sample_reference(request.prompt, chunk.sampling, chunk.name)
-                if keep:
-                    maker.peers.append(request.run_id, found)
-                stored = f"{len(found)}:{_successes(found)}".encode()
-                self.client.hset(progress, chunk.name, stored)
-                metrics.VALUE_SAMPLES.inc(len(found))
-            if chunk.counts:
-                counts.append(_parse(stored))
-        self._remember(value_key, counts)
-        return counts
+    def _sample(self, estimate: PromptEstimate) -> BetaPrior | None:
+        """Sample as the budget says; the prior of the finished value, or None when more is wanted later.
 
-    def _remember(self, value_key: str, counts: Sequence[tuple[int, int]]) -> None:
-        """Keep the counts for later runs, all chunks of one estimate together."""
-        key = redis_keys.value_counts(value_key)
-        with self.client.pipeline(transaction=True) as pipe:
-            pipe.delete(key)
-            for index, (samples, successes) in enumerate(counts):
-                pipe.hset(key, str(index), f"{samples}:{successes}")
-            pipe.execute()
+        A fixed budget knows no prior: its value is the plain frequency, the paper's estimate.
+        """
+        sequential, most = estimate.value.sequential, estimate.request.sampling.samples
+        if sequential is None:
+            estimate.sample_until(most)
+            self._record(estimate)
+            return NO_PRIOR
+        known = estimate.counted().samples
+        first = min(sequential.first_samples, most)
+        prior = self._prior(estimate, sequential)
+        if known >= most or (known >= first and self._is_narrow(estimate, prior, sequential)):
+            return prior
+        estimate.sample_until(first if known < first else min(known + sequential.round_samples, most))
+        self._record(estimate)
+        return None
 
+    def _is_narrow(self, estimate: PromptEstimate, prior: BetaPrior, sequential: SequentialSpec) -> bool:
+        evidence = evidence_of(_value(estimate, prior), estimate.spec)
+        found = soft_value_estimate(evidence, estimate.spec.algorithm.beta)
+        return found.high - found.low <= sequential.interval_width
 
-def _chunks(request: EstimateRequest, size: int) -> Iterator[Chunk]:
-    """The samples of a request in chunks, each with its own seed: first those that count, then the extra ones."""
-    for kind, sampling in (("value", request.sampling), ("extra", request.extra_sampling)):
-        for index, start in enumerate(range(0, sampling.samples, size)):
-            part = Sampling()
-            part.CopyFrom(sampling)
-            part.samples = min(size, sampling.samples - start)
-            part.seed = (sampling.seed + index) % 2**63
-            yield Chunk(f"{kind}-{index}", part, counts=kind == "value")
+    def _record(self, estimate: PromptEstimate) -> None:
+        prompt_id, counts = estimate.request.prompt.prompt_id, estimate.counted()
+        if counts.samples:
+            self.population.record(estimate.population_key, prompt_id, counts, estimate.features())
+
+    def _prior(self, estimate: PromptEstimate, sequential: SequentialSpec) -> BetaPrior:
+        if sequential.prior == "jeffreys" or estimate.counted().rewards:
+            return JEFFREYS
+        return self.population.prior_of(estimate.population_key, estimate.features())
 
 
-def _origin(request: EstimateRequest, value_key: str) -> str:
-    """Key of the run that stored the samples; those with other extra samples are another set."""
-    extra = request.extra_sampling
-    return redis_keys.value_origin(value_key, f"{extra.samples} {_sampler(extra)}")
+def _value(estimate: PromptEstimate, prior: BetaPrior) -> PromptValue:
+    counts = estimate.counted()
+    return PromptValue(
+        prompt_id=estimate.request.prompt.prompt_id,
+        value_key=estimate.value_key,
+        samples=counts.samples,
+        successes=counts.successes,
+        rewards=counts.rewards,
+        prior_successes=prior.successes,
+        prior_failures=prior.failures,
+    )
 
 
-def _sampler(sampling: Sampling) -> str:
-    """The settings that a value depends on."""
-    return f"T={sampling.temperature_min:g}..{sampling.temperature_max:g} p={sampling.top_p:g} n={sampling.max_tokens}"
-
-
-def _successes(trajectories: Sequence[Trajectory]) -> int:
-    return sum(each.reward >= 0 for each in trajectories)
-
-
-def _parse(text: bytes) -> tuple[int, int]:
-    samples, successes = text.split(b":")
-    return int(samples), int(successes)
+def _features(human: list[Trajectory]) -> list[float]:
+    """What pi0 thinks of people's right programs: it predicts how often pi0 writes one itself."""
+    sums = [sum(each.reference_logprobs) for each in human]
+    return [1.0, max(sums), sum(sums) / len(sums)] if sums else [0.0, 0.0, 0.0]
 
 
 def _decode(payload: bytes) -> EstimateRequest:

@@ -10,9 +10,17 @@ from spo.spec.section import Section, Temperature
 
 
 class SequentialSpec(Section):
-    """Sample in rounds and stop where the interval of Qhat_0 is narrow enough; `samples` stays the most."""
+    """Sample in rounds and stop where the 95 % interval of Qhat_0 is narrow enough; `samples` stays the most.
 
-    interval_width: float = Field(default=0.15, gt=0, le=100, description="Target width of the interval, reward units.")
+    Qhat_0 is then a posterior mean: where the data decides when to stop, no frequency is unbiased.
+    """
+
+    interval_width: float = Field(default=0.3, gt=0, le=100, description="Target width of the interval, reward units.")
+    prior: Literal["prompts", "jeffreys"] = Field(
+        default="prompts",
+        description="What is expected of a prompt before its samples: what the other prompts and pi0's likelihood of "
+        "human solutions tell (empirical Bayes), or nothing.",
+    )
     first_samples: int = Field(default=16, ge=1, le=100_000, description="Samples every prompt gets.")
     round_samples: int = Field(default=16, ge=1, le=100_000, description="Samples of each further round.")
 

@@ -146,7 +146,7 @@ def test_a_killed_estimate_resumes_at_its_chunk(stage: Stage) -> None:
     stage.worker.estimate(stage.request())
     # As a kill after the second chunk's append leaves it: only the first chunk's count was written.
     stage.client.delete(redis_keys.run_values(RUN), redis_keys.value_counts(stage.value().value_key))
-    stage.client.hdel(redis_keys.value_progress(RUN, PROMPT.prompt_id), "value-1", "value-2")
+    stage.client.hdel(redis_keys.value_progress(RUN, PROMPT.prompt_id), "value-16", "value-32")
     before = len(stage.engine.calls)
 
     stage.worker.estimate(stage.request())

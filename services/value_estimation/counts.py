@@ -1,0 +1,44 @@
+"""What samples of pi0 came to, as it is kept in Redis: `samples:successes`, and the rewards where there are others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from spo.job_spec import RewardSpec
+from spo.v1.trajectory_pb2 import Trajectory
+
+
+@dataclass(frozen=True)
+class Counts:
+    """`successes` of `samples`; every reward too, when a failure can be worth more than the worst."""
+
+    samples: int = 0
+    successes: int = 0
+    rewards: tuple[float, ...] = ()
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(self.samples + other.samples, self.successes + other.successes, self.rewards + other.rewards)
+
+    def encode(self) -> str:
+        """The text that `decode` reads."""
+        rewards = ",".join(f"{reward:.9g}" for reward in self.rewards)
+        return f"{self.samples}:{self.successes}" + (f":{rewards}" if rewards else "")
+
+    @classmethod
+    def decode(cls, text: bytes) -> Counts:
+        """The inverse of `encode`."""
+        samples, successes, *rewards = text.decode().split(":")
+        return cls(int(samples), int(successes), tuple(map(float, rewards[0].split(","))) if rewards else ())
+
+
+def count(trajectories: Sequence[Trajectory], reward: RewardSpec) -> Counts:
+    """The counts of judged trajectories."""
+    rewards = [each.reward for each in trajectories]
+    shared = tuple(rewards) if reward.score == "share_of_tests" else ()
+    return Counts(len(rewards), sum(each >= reward.best - 1e-9 for each in rewards), shared)
+
+
+def total(parts: Iterable[Counts]) -> Counts:
+    """The sum."""
+    return sum(parts, Counts())
