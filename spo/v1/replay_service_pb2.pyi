@@ -237,9 +237,12 @@ class GetReplayStatusResponse(_message.Message):
     COUNTS_FIELD_NUMBER: _builtins.int
     ADMISSIBLE_INSERTS_FIELD_NUMBER: _builtins.int
     DUPLICATES_FIELD_NUMBER: _builtins.int
+    BACKPRESSURE_FIELD_NUMBER: _builtins.int
     admissible_inserts: _builtins.int
     """How many further online trajectories the limiter admits now; the feeder stops at 0."""
     duplicates: _builtins.int
+    backpressure: _builtins.str
+    """Why nothing is admitted although the limiter would: Redis is nearly full. Empty otherwise."""
     @_builtins.property
     def counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceCount]: ...
     def __init__(
@@ -248,10 +251,11 @@ class GetReplayStatusResponse(_message.Message):
         counts: _abc.Iterable[Global___SourceCount] | None = ...,
         admissible_inserts: _builtins.int = ...,
         duplicates: _builtins.int = ...,
+        backpressure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissible_inserts", b"admissible_inserts", "counts", b"counts", "duplicates", b"duplicates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissible_inserts", b"admissible_inserts", "backpressure", b"backpressure", "counts", b"counts", "duplicates", b"duplicates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -317,17 +321,24 @@ class GetTrajectoryRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
+    STEPS_FROM_FIELD_NUMBER: _builtins.int
+    STEPS_LIMIT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     trajectory_id: _builtins.str
+    steps_from: _builtins.int
+    """Of the steps that got it, answer at most so many (0: 100, at most 1000) after the first steps_from ones."""
+    steps_limit: _builtins.int
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         trajectory_id: _builtins.str = ...,
+        steps_from: _builtins.int = ...,
+        steps_limit: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "steps_from", b"steps_from", "steps_limit", b"steps_limit", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -338,17 +349,75 @@ class GetTrajectoryResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TRAJECTORY_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    TIMES_SAMPLED_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
+    times_sampled: _builtins.int
+    """All of them; a batch may hold a trajectory twice."""
+    copies: _builtins.int
+    """Further acknowledged trajectories with the same normalised content, for which it stands."""
     @_builtins.property
     def trajectory(self) -> _trajectory_pb2.Trajectory: ...
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Training steps whose batches hold it, in the order of draws; one page."""
+
     def __init__(
         self,
         *,
         trajectory: _trajectory_pb2.Trajectory | None = ...,
+        steps: _abc.Iterable[_builtins.int] | None = ...,
+        times_sampled: _builtins.int = ...,
+        copies: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["trajectory", b"trajectory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["trajectory", b"trajectory"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "steps", b"steps", "times_sampled", b"times_sampled", "trajectory", b"trajectory"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetTrajectoryResponse: _TypeAlias = GetTrajectoryResponse  # noqa: Y015
+
+@_typing.final
+class GetBatchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    step: _builtins.int
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetBatchRequest: _TypeAlias = GetBatchRequest  # noqa: Y015
+
+@_typing.final
+class GetBatchResponse(_message.Message):
+    """What SampleBatch answered for the step. NOT_FOUND where nothing was drawn yet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRAJECTORY_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def trajectory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        trajectory_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["trajectory_ids", b"trajectory_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetBatchResponse: _TypeAlias = GetBatchResponse  # noqa: Y015

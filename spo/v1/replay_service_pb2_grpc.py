@@ -59,6 +59,11 @@ class ReplayServiceStub:
                 request_serializer=spo_dot_v1_dot_replay__service__pb2.GetTrajectoryRequest.SerializeToString,
                 response_deserializer=spo_dot_v1_dot_replay__service__pb2.GetTrajectoryResponse.FromString,
                 _registered_method=True)
+        self.GetBatch = channel.unary_unary(
+                '/spo.v1.ReplayService/GetBatch',
+                request_serializer=spo_dot_v1_dot_replay__service__pb2.GetBatchRequest.SerializeToString,
+                response_deserializer=spo_dot_v1_dot_replay__service__pb2.GetBatchResponse.FromString,
+                _registered_method=True)
 
 
 class ReplayServiceServicer:
@@ -94,6 +99,12 @@ class ReplayServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetBatch(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ReplayServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -121,6 +132,11 @@ def add_ReplayServiceServicer_to_server(servicer, server):
                     servicer.GetTrajectory,
                     request_deserializer=spo_dot_v1_dot_replay__service__pb2.GetTrajectoryRequest.FromString,
                     response_serializer=spo_dot_v1_dot_replay__service__pb2.GetTrajectoryResponse.SerializeToString,
+            ),
+            'GetBatch': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetBatch,
+                    request_deserializer=spo_dot_v1_dot_replay__service__pb2.GetBatchRequest.FromString,
+                    response_serializer=spo_dot_v1_dot_replay__service__pb2.GetBatchResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -258,6 +274,33 @@ class ReplayService:
             '/spo.v1.ReplayService/GetTrajectory',
             spo_dot_v1_dot_replay__service__pb2.GetTrajectoryRequest.SerializeToString,
             spo_dot_v1_dot_replay__service__pb2.GetTrajectoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/spo.v1.ReplayService/GetBatch',
+            spo_dot_v1_dot_replay__service__pb2.GetBatchRequest.SerializeToString,
+            spo_dot_v1_dot_replay__service__pb2.GetBatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,6 +36,7 @@ class ReplayServiceStub:
     GetReplayStatus: _grpc.UnaryUnaryMultiCallable[_replay_service_pb2.GetReplayStatusRequest, _replay_service_pb2.GetReplayStatusResponse]
     ListTrajectories: _grpc.UnaryUnaryMultiCallable[_replay_service_pb2.ListTrajectoriesRequest, _replay_service_pb2.ListTrajectoriesResponse]
     GetTrajectory: _grpc.UnaryUnaryMultiCallable[_replay_service_pb2.GetTrajectoryRequest, _replay_service_pb2.GetTrajectoryResponse]
+    GetBatch: _grpc.UnaryUnaryMultiCallable[_replay_service_pb2.GetBatchRequest, _replay_service_pb2.GetBatchResponse]
 
 @_typing.type_check_only
 class ReplayServiceAsyncStub(ReplayServiceStub):
@@ -45,6 +46,7 @@ class ReplayServiceAsyncStub(ReplayServiceStub):
     GetReplayStatus: _aio.UnaryUnaryMultiCallable[_replay_service_pb2.GetReplayStatusRequest, _replay_service_pb2.GetReplayStatusResponse]  # type: ignore[assignment]
     ListTrajectories: _aio.UnaryUnaryMultiCallable[_replay_service_pb2.ListTrajectoriesRequest, _replay_service_pb2.ListTrajectoriesResponse]  # type: ignore[assignment]
     GetTrajectory: _aio.UnaryUnaryMultiCallable[_replay_service_pb2.GetTrajectoryRequest, _replay_service_pb2.GetTrajectoryResponse]  # type: ignore[assignment]
+    GetBatch: _aio.UnaryUnaryMultiCallable[_replay_service_pb2.GetBatchRequest, _replay_service_pb2.GetBatchResponse]  # type: ignore[assignment]
 
 class ReplayServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -81,5 +83,12 @@ class ReplayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _replay_service_pb2.GetTrajectoryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replay_service_pb2.GetTrajectoryResponse, _abc.Awaitable[_replay_service_pb2.GetTrajectoryResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def GetBatch(
+        self,
+        request: _replay_service_pb2.GetBatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replay_service_pb2.GetBatchResponse, _abc.Awaitable[_replay_service_pb2.GetBatchResponse]]: ...
 
 def add_ReplayServiceServicer_to_server(servicer: ReplayServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
