@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from spo.spec.algorithm import NEEDS_ANNOTATIONS, NEEDS_BEHAVIOUR, NEEDS_GROUPS, NEEDS_VALUE
-from spo.spec.tasks import RewardSpec
 
 if TYPE_CHECKING:
     from spo.job_spec import JobSpec
@@ -151,21 +150,10 @@ def schedule_fits(spec: JobSpec) -> Iterator[Violation]:
 
 def unbuilt_algorithm(spec: JobSpec) -> Iterator[Violation]:
     """What the trainer cannot do yet is refused, rather than ignored."""
-    for index, term in enumerate(spec.algorithm.losses):
-        if term.objective == "ppo":
-            yield f"algorithm/losses/{index}/objective", f"{term.objective} is not built yet"
     if spec.algorithm.reference_refresh:
         yield "algorithm/reference_refresh", "is not built yet"
-    if spec.trainer.epochs * spec.trainer.minibatches > 1:
-        yield "trainer/epochs", "several optimiser steps per batch are not built yet"
     if spec.collapse_guard.policy == "pause":
         yield "collapse_guard/policy", "pause is not built yet"
-
-
-def unbuilt_reward(spec: JobSpec) -> Iterator[Violation]:
-    """Rewards other than 0 and -1."""
-    if spec.tasks.reward != RewardSpec():
-        yield "tasks/reward", "only the default reward is built yet"
 
 
 RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
@@ -179,6 +167,5 @@ RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
     critic_belongs_to_ppo,
     schedule_fits,
     unbuilt_algorithm,
-    unbuilt_reward,
     retried_samples_are_kept,
 )
