@@ -12,12 +12,14 @@ from services.sandbox_judge.docket import Batch, Docket
 from services.sandbox_judge.settings import Settings
 from spo import redis_keys
 from spo.errors import InvalidInput
+from spo.job_spec import RewardSpec
+from spo.reward import needs_all_tests, reward_of
+from spo.run_specs import RunSpecs
 from spo.service import keep_alive_while
 from spo.streams import Consumer, Entry, consume
 from spo.tasks.problem import extract_program
 from spo.v1.judge_service_pb2 import Priority
 from spo.v1.trajectory_pb2 import RolloutGroup
-from spo.v1.verdict_pb2 import Outcome
 
 SERVICE = "sandbox-judge"
 
@@ -28,6 +30,7 @@ class JudgeWorker:
     def __init__(self, client: redis.Redis, docket: Docket, consumer_name: str, settings: Settings) -> None:
         self.docket = docket
         self.settings = settings
+        self.specs = RunSpecs(client)
         self.consumer = Consumer(
             client, redis_keys.rollouts(), redis_keys.JUDGE_GROUP, consumer_name, settings.reclaim_seconds
         )
@@ -40,13 +43,22 @@ class JudgeWorker:
             groups = [_decode(entry) for entry in entries]
             batches = [self._submit(group) for group in groups]
             for entry, group, batch in zip(entries, groups, batches, strict=True):
-                _set_verdicts(group, batch)
+                _set_verdicts(group, batch, self._reward(group))
                 self.consumer.hand_on(entry, redis_keys.verdicts(), group.SerializeToString())
 
     def _submit(self, group: RolloutGroup) -> Batch:
         prompt = group.request.prompt
         programs = [extract_program(each.response_text, prompt.response_format) for each in group.trajectories]
-        return self.docket.submit(programs, prompt.language, prompt.tests_digest, Priority.PRIORITY_TRAINING, False)
+        return self.docket.submit(
+            programs,
+            prompt.language,
+            prompt.tests_digest,
+            Priority.PRIORITY_TRAINING,
+            needs_all_tests(self._reward(group)),
+        )
+
+    def _reward(self, group: RolloutGroup) -> RewardSpec:
+        return self.specs.of(group.request.run_id).tasks.reward
 
 
 def _decode(entry: Entry) -> RolloutGroup:
@@ -56,8 +68,10 @@ def _decode(entry: Entry) -> RolloutGroup:
         raise InvalidInput(f"not a RolloutGroup: {error}") from error
 
 
-def _set_verdicts(group: RolloutGroup, batch: Batch) -> None:
+def _set_verdicts(group: RolloutGroup, batch: Batch, reward: RewardSpec) -> None:
     for trajectory, verdict in zip(group.trajectories, batch.verdicts(), strict=True):
         trajectory.verdict.CopyFrom(verdict)
-        trajectory.reward = 0.0 if verdict.outcome == Outcome.OUTCOME_ACCEPTED else -1.0
+        # The counts say enough; a trajectory stays small.
+        del trajectory.verdict.tests[:]
+        trajectory.reward = reward_of(verdict, reward)
         trajectory.hops.add(service=SERVICE, at_unix_ms=int(time.time() * 1000))

@@ -22,6 +22,7 @@ from spo.experience.selection import Selection
 from spo.experience.store import ExperienceStore
 from spo.job_spec import JobSpec
 from spo.logs import get_logger
+from spo.reward import needs_all_tests
 from spo.v1.prompt_pb2 import SOURCE_ANNOTATED, SOURCE_OTHER_RUN, Prompt
 from spo.v1.trajectory_pb2 import FINISH_REASON_LENGTH, Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict
@@ -149,6 +150,9 @@ class StoredImport:
             return False
         if not row.trajectory.HasField("verdict"):
             return row.trajectory.HasField("reward")
+        if needs_all_tests(self.spec.tasks.reward) and verdict.outcome != OUTCOME_ACCEPTED:
+            # It may have been judged only to its first failure.
+            return False
         return verdict.judge_version == self.judge_version
 
     def _scored_alike(self, row: StoredTrajectory, trajectory: Trajectory) -> bool:

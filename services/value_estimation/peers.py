@@ -50,11 +50,15 @@ class Peers:
         )
         return list(response.group.trajectories)
 
-    def judge_programs(self, prompt: Prompt, programs: Sequence[str]) -> list[Verdict]:
-        """A verdict per program; equal programs are sent once."""
+    def judge_programs(self, prompt: Prompt, programs: Sequence[str], all_tests: bool = False) -> list[Verdict]:
+        """A verdict per program; equal programs are sent once. all_tests: go on after the first failure."""
         unique = list(dict.fromkeys(programs))
         request = JudgeRequest(
-            programs=unique, language=prompt.language, tests_digest=prompt.tests_digest, priority=PRIORITY_TRAINING
+            programs=unique,
+            language=prompt.language,
+            tests_digest=prompt.tests_digest,
+            priority=PRIORITY_TRAINING,
+            want_details=all_tests,
         )
         response: JudgeResponse = self._ask(self.judge, "Judge", request, self.settings.judge_deadline_seconds)
         by_program = dict(zip(unique, response.verdicts, strict=True))

@@ -28,6 +28,7 @@ from spo import metrics, redis_keys
 from spo.algorithm.pivotal_tokens import next_positions
 from spo.errors import InvalidInput, NotReady
 from spo.job_spec import JobSpec, PivotalSpec, ValueSpec
+from spo.reward import is_best
 from spo.streams import depth
 from spo.v1.prompt_pb2 import SOURCE_ANNOTATED, Prompt, Sampling, Source
 from spo.v1.trajectory_pb2 import FINISH_REASON_STOP, Annotation, Hop, Trajectory
@@ -116,7 +117,8 @@ class PivotalWorker:
     def _search(
         self, run_id: str, prompt: Prompt, spec: JobSpec, value: ValueSpec, pivotal: PivotalSpec, reference: Reference
     ) -> Search:
-        maker = SampleMaker(run_id, reference, replace(self.peers, wanted=lambda: self._wanted(run_id)))
+        peers = replace(self.peers, wanted=lambda: self._wanted(run_id))
+        maker = SampleMaker(run_id, reference, peers, spec.tasks.reward)
         stored: Any = self.client.hget(redis_keys.run_values(run_id), prompt.prompt_id)
         known = PromptValue.FromString(stored or b"")
         start = Count(known.samples, known.successes) if known.samples else None
@@ -209,8 +211,7 @@ class PivotalWorker:
 
 
 def _succeeded(spec: JobSpec, trajectory: Trajectory) -> bool:
-    best = spec.tasks.reward.scale + spec.tasks.reward.shift
-    return trajectory.reward >= best - 1e-9
+    return is_best(trajectory.reward, spec.tasks.reward)
 
 
 def _with_annotations(run_id: str, trajectory: Trajectory, counts: Mapping[int, Count]) -> Trajectory:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from services.value_estimation.peers import Peers
 from services.value_estimation.reference import Reference
 from spo import redis_keys
+from spo.job_spec import RewardSpec
 from spo.logs import get_logger
+from spo.reward import needs_all_tests, reward_of
 from spo.tasks.problem import extract_program, write_response
 from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_REFERENCE, Prompt, PromptGroup, Sampling
 from spo.v1.trajectory_pb2 import FINISH_REASON_STOP, Hop, Trajectory
@@ -27,6 +29,7 @@ class SampleMaker:
     run_id: str
     reference: Reference
     peers: Peers
+    reward_spec: RewardSpec
 
     def sample_reference(
         self, prompt: Prompt, sampling: Sampling, name: str, prefix: Sequence[int] = ()
@@ -103,15 +106,17 @@ class SampleMaker:
     def judge(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
         """Set verdicts and rewards. Raises NotReady when the judge stayed away."""
         programs = [extract_program(each.response_text, prompt.response_format) for each in trajectories]
-        verdicts = self.peers.judge_programs(prompt, programs)
+        verdicts = self.peers.judge_programs(prompt, programs, all_tests=needs_all_tests(self.reward_spec))
         for trajectory, verdict in zip(trajectories, verdicts, strict=True):
             trajectory.verdict.CopyFrom(verdict)
+            # The counts say enough; a trajectory stays small.
+            del trajectory.verdict.tests[:]
             self.reward(trajectory)
             trajectory.hops.append(Hop(service="sandbox-judge", at_unix_ms=int(time.time() * 1000)))
 
     def reward(self, trajectory: Trajectory) -> None:
         """Set the reward that its verdict earns in this run."""
-        trajectory.reward = 0.0 if trajectory.verdict.outcome == OUTCOME_ACCEPTED else -1.0
+        trajectory.reward = reward_of(trajectory.verdict, self.reward_spec)
 
     def score(self, trajectories: Sequence[Trajectory]) -> None:
         """Set the log-probs of pi0."""

@@ -1,20 +1,41 @@
 """From the task section of a JobSpec to its problems."""
 
+from dataclasses import replace
+
+from spo.errors import InvalidInput
 from spo.job_spec import TasksSpec
+from spo.logs import get_logger
 from spo.tasks.code_contests import read_code_contests
 from spo.tasks.jsonl import read_jsonl
-from spo.tasks.problem import TaskSets
+from spo.tasks.problem import Problem, TaskSets
 from spo.tasks.splits import split_problems
 from spo.tasks.taco import read_taco
 from spo.tasks.toy import toy_tasks
+
+log = get_logger("tasks")
 
 READERS = {"code_contests": read_code_contests, "taco": read_taco, "jsonl": read_jsonl}
 
 
 def load_tasks(spec: TasksSpec) -> TaskSets:
     """Return the training and held-out problems a job names; InvalidInput names the file, line and reason."""
+    tasks = _read(spec)
+    return tasks if spec.reward.tests == "all" else replace(tasks, train=_decided_by_public_tests(tasks.train))
+
+
+def _read(spec: TasksSpec) -> TaskSets:
     match spec.kind:
         case "toy":
             return toy_tasks(spec.train_problems, spec.evaluation_problems, spec.seed)
         case "code_contests" | "taco" | "jsonl":
             return split_problems(spec, READERS[spec.kind], READERS[spec.evaluation_kind or spec.kind])
+
+
+def _decided_by_public_tests(problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
+    """The problems with only the tests that the policy may see; those without such tests have nothing to decide by."""
+    decided = tuple(replace(each, tests=each.public_tests) for each in problems if each.public_tests.tests)
+    if not decided:
+        raise InvalidInput("no training problem has public tests to decide the reward", code="no_public_tests")
+    if len(decided) < len(problems):
+        log.warning("training problems without public tests are left out", left_out=len(problems) - len(decided))
+    return decided

@@ -20,7 +20,7 @@ from services.value_estimation.settings import Settings
 from spo import redis_keys
 from spo.experience.columns import StoredTrajectory
 from spo.experience.store import ExperienceStore, Origin
-from spo.job_spec import JobSpec, parse_job_spec, spec_to_json
+from spo.job_spec import JobSpec, RewardSpec, parse_job_spec, spec_to_json
 from spo.rpc import Client, RpcServer
 from spo.testing_models import write_random_llama
 from spo.testing_value import RIGHT, WRONG, Judge
@@ -83,7 +83,7 @@ class Stage:
         spec = parse_job_spec({**self.spec.model_dump(), "offline": {"experience": [wanted]}})
         self.client.set(redis_keys.run_spec(RUN), spec_to_json(spec))
         selection = StoredSelections(self.client, self.store.url).of(RUN, spec)
-        maker = SampleMaker(RUN, self.reference, self.peers)
+        maker = SampleMaker(RUN, self.reference, self.peers, RewardSpec())
         return StoredImport(maker, spec, self.peers.judge_version()).trajectories(prompt, selection.of(prompt))
 
 

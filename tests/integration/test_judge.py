@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import redis
@@ -17,6 +18,7 @@ from services.sandbox_judge.service import JudgeService
 from services.sandbox_judge.settings import Settings
 from spo import redis_keys, streams
 from spo.errors import InvalidInput, NotFound, ResourceExhausted
+from spo.job_spec import parse_job_spec, spec_to_json
 from spo.rpc import Client, RpcServer
 from spo.v1 import verdict_pb2
 from spo.v1.judge_service_pb2 import DescribeJudgeRequest, JudgeRequest, Priority, UploadTestsRequest
@@ -196,7 +198,15 @@ def rollout_group(group_id: str, responses: list[str], digest: str, language: st
     )
 
 
-def test_groups_travel_the_belt_with_verdicts_and_rewards(redis_client: redis.Redis, docket: Docket) -> None:
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [({}, [0.0, -1.0, -1.0]), ({"score": "share_of_tests", "scale": 2, "shift": -3}, [-1.0, 2 / 12 - 3, -3.0])],
+)
+def test_groups_travel_the_belt_with_verdicts_and_rewards(
+    redis_client: redis.Redis, docket: Docket, reward: dict[str, Any], expected: list[float]
+) -> None:
+    spec = parse_job_spec({"model": {"path": "pi0"}, "tasks": {"reward": reward}})
+    redis_client.set(redis_keys.run_spec("job_1"), spec_to_json(spec))
     digest = docket.test_sets.upload(DOUBLES)
     groups = [rollout_group(f"g{n}", [RIGHT, WRONG, "print("], digest) for n in range(20)]
     poison = rollout_group("poison", [RIGHT], digest, language="cobol")
@@ -217,7 +227,7 @@ def test_groups_travel_the_belt_with_verdicts_and_rewards(redis_client: redis.Re
     judged = [RolloutGroup.FromString(fields[b"payload"]) for _, fields in redis_client.xrange(redis_keys.verdicts())]
     assert {each.request.group_id for each in judged} == {f"g{n}" for n in range(20)}
     for group in judged:
-        assert [each.reward for each in group.trajectories] == [0.0, -1.0, -1.0]
+        assert [each.reward for each in group.trajectories] == pytest.approx(expected)
         assert all(each.hops[-1].service == "sandbox-judge" for each in group.trajectories)
     assert redis_client.xlen(redis_keys.rollouts()) == 0
 

@@ -15,6 +15,7 @@ import redis
 
 from services.sandbox_judge.test_sets import TestSets
 from spo import redis_keys, streams
+from spo.job_spec import parse_job_spec, spec_to_json
 from spo.v1 import verdict_pb2
 from spo.v1.prompt_pb2 import Prompt, PromptGroup
 from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
@@ -72,6 +73,7 @@ def test_every_verdict_of_two_thousand_arrives_once_whoever_is_killed(
 ) -> None:
     cases = [verdict_pb2.TestCase(stdin=b"%d\n" % n, stdout=b"%d\n" % (2 * n)) for n in range(1, 3)]
     digest = TestSets(redis_client).upload(verdict_pb2.TestSet(tests=cases))
+    redis_client.set(redis_keys.run_spec("job_1"), spec_to_json(parse_job_spec({"model": {"path": "pi0"}})))
     streams.publish(redis_client, redis_keys.rollouts(), [group(n, digest).SerializeToString() for n in range(GROUPS)])
     log = tmp_path / "judge.log"
     judge = start_judge(redis_server, log)

@@ -22,7 +22,7 @@ from services.value_estimation.samples import SampleMaker
 from services.value_estimation.settings import Settings
 from spo import redis_keys
 from spo.errors import InvalidInput
-from spo.job_spec import parse_job_spec, spec_to_json
+from spo.job_spec import RewardSpec, parse_job_spec, spec_to_json
 from spo.policy_model import load_tokenizer
 from spo.rpc import Client, RpcServer
 from spo.streams import depth, publish
@@ -103,7 +103,7 @@ class Stage:
         self.client.set(redis_keys.run_state(run_id), state)
         value = PromptValue(prompt_id=PROMPT.prompt_id, samples=40, successes=10)
         self.client.hset(redis_keys.run_values(run_id), PROMPT.prompt_id, value.SerializeToString())
-        maker = SampleMaker(run_id, self.worker.references.of(run_id), self.worker.peers)
+        maker = SampleMaker(run_id, self.worker.references.of(run_id), self.worker.peers, RewardSpec())
         maker.peers.append(run_id, maker.import_human(PROMPT, [PROGRAM], 44))
         return PivotalRequest(run_id=run_id, prompt=PROMPT)
 
