@@ -144,6 +144,11 @@ def audit_log() -> str:
     return "spo:orchestrator:audit"
 
 
+def scale() -> str:
+    """Hash: pool -> replicas wished for. Orchestrator; the launcher of a local platform follows it."""
+    return "spo:orchestrator:scale"
+
+
 def replicas() -> str:
     """Hash: replica id -> serialized HeartbeatRequest plus time. Orchestrator."""
     return "spo:orchestrator:replicas"
@@ -236,6 +241,11 @@ def replay_prompts(run_id: str) -> str:
 def replay_duplicates(run_id: str) -> str:
     """Hash: id of an acknowledged trajectory whose content was there already -> id that stands for it. Replay."""
     return f"spo:{run_id}:replay-buffer:duplicates"
+
+
+def replay_copies(run_id: str) -> str:
+    """Hash: trajectory id -> how many acknowledged duplicates it stands for. Replay."""
+    return f"spo:{run_id}:replay-buffer:copies"
 
 
 def replay_content(run_id: str) -> str:

@@ -15,6 +15,7 @@ from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import Leases
 from services.orchestrator.replicas import Replicas
 from services.orchestrator.runner import JobRunner
+from services.orchestrator.scale import Scale
 from services.orchestrator.scoring import Scorer
 from services.orchestrator.settings import Settings
 from services.orchestrator.task_sets import TaskLibrary
@@ -47,6 +48,7 @@ class Desk:
         self.leases = Leases(self.jobs, settings.state_path, settings.lease_seconds, self.stop)
         self.replicas = Replicas(self.jobs, settings.replica_silence_seconds)
         self.weights = WeightVersions(self.jobs)
+        self.scale = Scale(settings, self.redis)
         self.feeder = Feeder(self.jobs, self.library, self.replay)
         scorer = Scorer(self.inference, self.judge, settings.evaluation_requests)
         self.evaluator = Evaluator(self.jobs, self.library, self.weights, scorer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
@@ -23,6 +23,14 @@ class Settings(ServiceSettings, service="orchestrator"):
     oidc_issuer: str = Field(default="", description="OpenID Connect provider whose bearer tokens are accepted.")
     oidc_audience: str = Field(default="", description="Audience the provider's tokens must name.")
     oidc_tenant_claim: str = Field(default="tenant", description="Claim that names the tenant.")
+    scaler: Literal["none", "local", "kubernetes"] = Field(
+        default="none", description="Who starts and stops replicas when PUT /v1/scale asks for it."
+    )
+    min_replicas: int = Field(default=1, ge=0, description="Fewest replicas of a pool that may be asked for.")
+    max_replicas: int = Field(default=8, ge=1, description="Most replicas of a pool that may be asked for.")
+    scale_prefix: str = Field(default="", description="Kubernetes: what precedes the pool in a Deployment's name.")
+    scale_keda: bool = Field(default=False, description="Kubernetes: move the bound of KEDA's ScaledObject instead.")
+    kubernetes_url: str = Field(default="https://kubernetes.default.svc", description="Kubernetes API.")
     durable_writes: bool = Field(default=True, description="Control-plane writes wait for Redis' append-only file.")
     max_running_jobs: int = Field(default=1, ge=1, description="Jobs past `queued` at one time.")
     lease_seconds: float = Field(default=15, gt=0, description="A trainer silent for this long loses its job.")

@@ -28,6 +28,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from spo.errors import Conflict, NotReady
 from spo.local.child import Child
+from spo.local.local_replicas import LocalReplicas
 from spo.local.redis_server import server_command
 from spo.local.state import read_state, write_state
 from spo.logs import get_logger
@@ -71,6 +72,7 @@ class LocalPlatform:
     _stopping: threading.Event = field(default_factory=threading.Event, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
     _ready: bool = field(default=False, init=False)
+    _replicas: LocalReplicas = field(init=False)
 
     @property
     def folder(self) -> Path:
@@ -160,8 +162,16 @@ class LocalPlatform:
             connect(own_redis, PlatformSettings().redis_wait_seconds).close()
         self.redis_url = own_redis or f"redis://127.0.0.1:{ports[REDIS]}/0"
         shared = self._shared_environment(ports)
-        children = [self._service(name, ports, shared) for name in SERVICES]
-        return children if own_redis else [self._redis(ports[REDIS]), *children]
+        children = [self._service(name, name, f"127.0.0.1:{ports[name]}", ports, shared) for name in SERVICES]
+        if not own_redis:
+            children.insert(0, self._redis(ports[REDIS]))
+        self._replicas = LocalReplicas(
+            children,
+            lambda name, pool: self._service(name, pool, f"127.0.0.1:{free_ports([name], {})[name]}", ports, shared),
+            self.redis_url,
+            self.settings.drain_seconds + 10,
+        )
+        return children
 
     def _redis(self, port: int) -> Child:
         def answers() -> bool:
@@ -174,24 +184,23 @@ class LocalPlatform:
         command = server_command(port, self.state_path / "redis")
         return Child(REDIS, command, os.environ, self._log_path(REDIS), f"127.0.0.1:{port}", answers)
 
-    def _service(self, name: str, ports: dict[str, int], shared: dict[str, str]) -> Child:
-        address = f"127.0.0.1:{ports[name]}"
-        prefix = f"SPO_{_underscored(name).upper()}"
+    def _service(self, name: str, service: str, address: str, ports: dict[str, int], shared: dict[str, str]) -> Child:
+        prefix = f"SPO_{_underscored(service).upper()}"
         environment = {
             **shared,
             f"{prefix}_HOST": "127.0.0.1",
-            f"{prefix}_PORT": str(ports[name]),
+            f"{prefix}_PORT": address.rpartition(":")[2],
             f"{prefix}_DRAIN_SECONDS": str(self.settings.drain_seconds),
             # Per service: a build that was killed leaves a lock that the next one would wait for.
             "TORCH_EXTENSIONS_DIR": str(self.state_path.absolute() / "torch_extensions" / name),
         }
-        module = ["-m", f"services.{_underscored(name)}"]
-        if name == "trainer" and self.settings.trainer_ranks > 1:
+        module = ["-m", f"services.{_underscored(service)}"]
+        if service == "trainer" and self.settings.trainer_ranks > 1:
             ranks = ("--nproc-per-node", str(self.settings.trainer_ranks), "--master-port", str(ports["torchrun"]))
             module = ["-m", "torch.distributed.run", "--master-addr", "127.0.0.1", *ranks, *module]
 
         def answers() -> bool:
-            if name == "orchestrator" and not _http_ready(self.http_url):
+            if service == "orchestrator" and not _http_ready(self.http_url):
                 return False
             return is_healthy(address)
 
@@ -206,6 +215,7 @@ class LocalPlatform:
             "SPO_REDIS_URL": self.redis_url,
             "SPO_STATE_PATH": str(self.state_path.absolute()),
             "SPO_ORCHESTRATOR_HTTP_PORT": str(ports["http"]),
+            "SPO_ORCHESTRATOR_SCALER": "local",
             "OMP_NUM_THREADS": threads,
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -226,6 +236,7 @@ class LocalPlatform:
                 for child in self.children:
                     if child.revive():
                         log.warning("restarted", child=child.name, restarts=child.restarts, status=child.exit_status)
+                self._replicas.follow()
                 if (state := self._state()) != written:
                     write_state(self.state_file, state)
                     written = state
@@ -236,6 +247,7 @@ class LocalPlatform:
 
     def _stop_children(self) -> None:
         """Services first and all at once, so that they can still write what they hold; Redis last."""
+        self.children += self._replicas.leaving
         services = [child for child in self.children if child.name != REDIS]
         servers = [child for child in self.children if child.name == REDIS]
         for group in (services, servers):

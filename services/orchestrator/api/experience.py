@@ -9,7 +9,12 @@ from fastapi import APIRouter, Path, Query
 from services.orchestrator import schemas, views
 from services.orchestrator.api.answers import DeskOf, JobId, Limit
 from spo.job_spec import SourceName
-from spo.v1.replay_service_pb2 import GetTrajectoryRequest, GetTrajectoryResponse
+from spo.v1.replay_service_pb2 import (
+    GetBatchRequest,
+    GetBatchResponse,
+    GetTrajectoryRequest,
+    GetTrajectoryResponse,
+)
 
 router = APIRouter(prefix="/v1/jobs", tags=["experience"])
 
@@ -40,12 +45,29 @@ def list_trajectories(
 
 
 @router.get("/{job_id}/trajectories/{trajectory_id}")
-def get_trajectory(desk: DeskOf, job_id: JobId, trajectory_id: TrajectoryId) -> schemas.TrajectoryDetail:
-    """One trajectory with its tokens, log-probs and every hop."""
+def get_trajectory(
+    desk: DeskOf,
+    job_id: JobId,
+    trajectory_id: TrajectoryId,
+    steps_from: Annotated[int, Query(ge=0, le=2**32)] = 0,
+    steps_limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> schemas.TrajectoryDetail:
+    """One trajectory with its tokens, log-probs, every hop, and the training steps that used it (a page of them)."""
     desk.jobs.state(job_id)
-    request = GetTrajectoryRequest(run_id=job_id, trajectory_id=trajectory_id)
+    request = GetTrajectoryRequest(
+        run_id=job_id, trajectory_id=trajectory_id, steps_from=steps_from, steps_limit=steps_limit
+    )
     reply: GetTrajectoryResponse = desk.replay.call("GetTrajectory", request, views.REPLAY_SECONDS)
-    return views.trajectory_detail(reply.trajectory)
+    return views.trajectory_detail(reply)
+
+
+@router.get("/{job_id}/batches/{step}")
+def get_batch(desk: DeskOf, job_id: JobId, step: Annotated[int, Path(ge=0, lt=2**32)]) -> schemas.BatchView:
+    """The trajectories that a training step got."""
+    desk.jobs.state(job_id)
+    request = GetBatchRequest(run_id=job_id, step=step)
+    reply: GetBatchResponse = desk.replay.call("GetBatch", request, views.REPLAY_SECONDS)
+    return schemas.BatchView(step=step, trajectory_ids=list(reply.trajectory_ids))
 
 
 @router.get("/{job_id}/prompts/{prompt_id}")
