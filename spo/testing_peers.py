@@ -84,7 +84,11 @@ class Replay(ReplayServiceServicer):
 
     def GetTrajectory(self, request: replay.GetTrajectoryRequest, context: Any) -> replay.GetTrajectoryResponse:
         found = next(each for each in self.trajectories if each.trajectory_id == request.trajectory_id)
-        return replay.GetTrajectoryResponse(trajectory=found)
+        steps = range(request.steps_from, 7)[: request.steps_limit]
+        return replay.GetTrajectoryResponse(trajectory=found, steps=steps, times_sampled=7)
+
+    def GetBatch(self, request: replay.GetBatchRequest, context: Any) -> replay.GetBatchResponse:
+        return replay.GetBatchResponse(trajectory_ids=[each.trajectory_id for each in self.trajectories])
 
 
 class Peers:

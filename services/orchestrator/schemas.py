@@ -160,6 +160,18 @@ class TrajectoryDetail(Trajectory):
     sampling_logprobs: list[float]
     reference_logprobs: list[float]
     reference_hash: str
+    # Training steps whose batches held it, in the order of draws; one page, of times_sampled in all.
+    steps: list[int]
+    times_sampled: int
+    # Further trajectories with the same normalised content, which it stands for.
+    copies: int
+
+
+class BatchView(BaseModel):
+    """What the replay buffer drew for a training step."""
+
+    step: int
+    trajectory_ids: list[str]
 
 
 class TrajectoryPage(BaseModel):

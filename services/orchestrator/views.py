@@ -17,7 +17,7 @@ from spo.algorithm.monte_carlo import q_from_successes
 from spo.errors import NotFound
 from spo.job_spec import JobSpec
 from spo.v1.prompt_pb2 import Source
-from spo.v1.replay_service_pb2 import ListTrajectoriesRequest, ListTrajectoriesResponse
+from spo.v1.replay_service_pb2 import GetTrajectoryResponse, ListTrajectoriesRequest, ListTrajectoriesResponse
 from spo.v1.trajectory_pb2 import FinishReason, Trajectory
 from spo.v1.value_pb2 import PromptValue
 from spo.v1.verdict_pb2 import Outcome
@@ -126,8 +126,9 @@ def trajectory(found: Trajectory) -> schemas.Trajectory:
     return schemas.Trajectory(**_trajectory_fields(found))
 
 
-def trajectory_detail(found: Trajectory) -> schemas.TrajectoryDetail:
-    """One trajectory with tokens and log-probs."""
+def trajectory_detail(reply: GetTrajectoryResponse) -> schemas.TrajectoryDetail:
+    """One trajectory with tokens, log-probs and the steps that used it."""
+    found = reply.trajectory
     return schemas.TrajectoryDetail(
         **_trajectory_fields(found),
         prompt_token_ids=list(found.prompt_token_ids),
@@ -135,6 +136,9 @@ def trajectory_detail(found: Trajectory) -> schemas.TrajectoryDetail:
         sampling_logprobs=list(found.sampling_logprobs),
         reference_logprobs=list(found.reference_logprobs),
         reference_hash=found.reference_hash,
+        steps=list(reply.steps),
+        times_sampled=reply.times_sampled,
+        copies=reply.copies,
     )
 
 

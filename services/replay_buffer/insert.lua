@@ -5,7 +5,8 @@
 -- KEYS[4] facts       hash: trajectory id -> what sampling must know, as the caller words it
 -- KEYS[5] prompts     sorted set, all scores 0: `prompt id:insertion number, 16 digits:trajectory id`
 -- KEYS[6] counters    hash: number (the last insertion number), inserted:<source>, correct:<source>
--- KEYS[7..]           per source a sorted set: trajectory id by insertion number
+-- KEYS[7] copies      hash: id that stands for others -> how many
+-- KEYS[8..]           per source a sorted set: trajectory id by insertion number
 -- ARGV, per trajectory 7 values: id, index of its source's key, source, content digest ('' for online), 1 if correct,
 --   facts, prompt id
 -- Returns one number per trajectory: 1 entered, 0 same id already there, -1 another id with the same content is there.
@@ -17,7 +18,8 @@ for at = 1, #ARGV, 7 do
   if redis.call('ZSCORE', KEYS[1], id) then
     result = 0
   elseif content ~= '' and redis.call('HSETNX', KEYS[3], content, id) == 0 then
-    redis.call('HSET', KEYS[2], id, redis.call('HGET', KEYS[3], content))
+    local stands = redis.call('HGET', KEYS[3], content)
+    if redis.call('HSET', KEYS[2], id, stands) == 1 then redis.call('HINCRBY', KEYS[7], stands, 1) end
     result = -1
   else
     local number = redis.call('HINCRBY', KEYS[6], 'number', 1)

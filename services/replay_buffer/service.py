@@ -7,9 +7,10 @@ from typing import Any
 
 from services.replay_buffer.batches import BatchDrawer
 from services.replay_buffer.candidates import Candidates
+from services.replay_buffer.draws import MAX_STEP
 from services.replay_buffer.limiter import Limiter
 from services.replay_buffer.store import SOURCE_CODES, ReplayStore, source_name
-from spo.errors import FieldViolation, InvalidInput
+from spo.errors import FieldViolation, InvalidInput, NotFound
 from spo.v1 import replay_service_pb2 as replay
 from spo.v1.prompt_pb2 import SOURCE_UNSPECIFIED, Source
 from spo.v1.replay_service_pb2_grpc import ReplayServiceServicer
@@ -17,6 +18,8 @@ from spo.v1.trajectory_pb2 import Trajectory
 
 DEFAULT_PAGE = 50
 MAX_PAGE = 500
+DEFAULT_STEPS = 100
+MAX_STEPS = 1000
 # A filtered page looks at most at this many trajectories, so that no question reads the whole ledger.
 MAX_SCANNED = 5000
 
@@ -65,7 +68,24 @@ class ReplayService(ReplayServiceServicer):
         return replay.ListTrajectoriesResponse(trajectories=found, next_cursor=cursor)
 
     def GetTrajectory(self, request: replay.GetTrajectoryRequest, context: Any) -> replay.GetTrajectoryResponse:
-        return replay.GetTrajectoryResponse(trajectory=self.store.one(request.run_id, request.trajectory_id))
+        found = self.store.one(request.run_id, request.trajectory_id)
+        limit = max(1, min(request.steps_limit or DEFAULT_STEPS, MAX_STEPS))
+        steps, times = self.drawer.draws.uses(
+            request.run_id, found.trajectory_id, max(0, min(request.steps_from, MAX_STEP)), limit
+        )
+        return replay.GetTrajectoryResponse(
+            trajectory=found,
+            steps=steps,
+            times_sampled=times,
+            copies=self.store.copies(request.run_id, found.trajectory_id),
+        )
+
+    def GetBatch(self, request: replay.GetBatchRequest, context: Any) -> replay.GetBatchResponse:
+        self.store.spec(request.run_id)
+        ids = self.drawer.draws.recorded(request.run_id, request.step)
+        if not ids:
+            raise NotFound(f"run {request.run_id} has drawn no batch for step {request.step}", code="unknown_batch")
+        return replay.GetBatchResponse(trajectory_ids=ids)
 
 
 def _count(candidates: Candidates, code: Source.ValueType) -> replay.SourceCount:

@@ -78,6 +78,11 @@ class ReplayStore:
         """Acknowledged offline trajectories whose content was there before."""
         return int(self.client.hlen(redis_keys.replay_duplicates(run_id)))
 
+    def copies(self, run_id: str, trajectory_id: str) -> int:
+        """Acknowledged trajectories with the same content, for which this one stands."""
+        found: Any = self.client.hget(redis_keys.replay_copies(run_id), trajectory_id)
+        return int(found or 0)
+
     def get(self, run_id: str, trajectory_ids: Sequence[str]) -> list[Trajectory | None]:
         """Trajectories by id, None where absent."""
         if not trajectory_ids:
@@ -141,6 +146,7 @@ def _keys(run_id: str) -> list[str]:
         redis_keys.replay_facts(run_id),
         redis_keys.replay_prompts(run_id),
         redis_keys.replay_counters(run_id),
+        redis_keys.replay_copies(run_id),
         *(redis_keys.replay_source(run_id, source) for source in map(source_name, SOURCE_CODES)),
     ]
 
@@ -150,7 +156,7 @@ def _arguments(spec: JobSpec, trajectories: Sequence[Trajectory]) -> list[str | 
     for trajectory in trajectories:
         arguments += [
             trajectory.trajectory_id,
-            7 + SOURCE_CODES.index(trajectory.source),
+            8 + SOURCE_CODES.index(trajectory.source),
             source_name(trajectory.source),
             content_digest(trajectory),
             int(is_correct(spec, trajectory)),

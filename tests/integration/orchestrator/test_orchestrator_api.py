@@ -286,7 +286,10 @@ def test_trajectories_are_found_by_verdict_and_weights(api: httpx.Client, peers:
     assert found(verdict="accepted") == ["traj_1", "traj_3"]
     assert found(policy_version=2) == ["traj_2"]
     assert len(found()) == 4
-    assert api.get(f"/v1/jobs/{job_id}/trajectories/traj_3").json()["verdict"]["outcome"] == "accepted"
+    detail = api.get(f"/v1/jobs/{job_id}/trajectories/traj_3?steps_from=2&steps_limit=3").json()
+    assert detail["verdict"]["outcome"] == "accepted"
+    assert (detail["steps"], detail["times_sampled"]) == ([2, 3, 4], 7)
+    assert len(api.get(f"/v1/jobs/{job_id}/batches/2").json()["trajectory_ids"]) == 4
 
 
 def test_the_contract_describes_the_spec_and_the_legal_transitions(api: httpx.Client) -> None:
