@@ -60,6 +60,7 @@ class HeartbeatRequest(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
+    LOGS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """First heartbeat registers; there is no other registration."""
     pool: _builtins.str
@@ -74,6 +75,10 @@ class HeartbeatRequest(_message.Message):
     draining: _builtins.bool
     problem: _builtins.str
     """Why the announced version could not be applied, if so."""
+    @_builtins.property
+    def logs(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogLine]:
+        """Lines about runs since the last heartbeat, redacted when written; a full buffer drops the oldest."""
+
     def __init__(
         self,
         *,
@@ -86,14 +91,44 @@ class HeartbeatRequest(_message.Message):
         load: _builtins.float = ...,
         draining: _builtins.bool = ...,
         problem: _builtins.str = ...,
+        logs: _abc.Iterable[Global___LogLine] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "load", b"load", "pid", b"pid", "policy_version", b"policy_version", "pool", b"pool", "problem", b"problem", "replica_id", b"replica_id", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "load", b"load", "logs", b"logs", "pid", b"pid", "policy_version", b"policy_version", "pool", b"pool", "problem", b"problem", "replica_id", b"replica_id", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeartbeatRequest: _TypeAlias = HeartbeatRequest  # noqa: Y015
+
+@_typing.final
+class LogLine(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    AT_UNIX_MS_FIELD_NUMBER: _builtins.int
+    LINE_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    level: _builtins.str
+    at_unix_ms: _builtins.int
+    line: _builtins.str
+    """One JSON object, as on stderr."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        level: _builtins.str = ...,
+        at_unix_ms: _builtins.int = ...,
+        line: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_unix_ms", b"at_unix_ms", "level", b"level", "line", b"line", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogLine: _TypeAlias = LogLine  # noqa: Y015
 
 @_typing.final
 class HeartbeatResponse(_message.Message):
