@@ -25,7 +25,7 @@ from services.sandbox_judge.settings import IsolationTier, Settings
 from services.sandbox_judge.test_sets import Store, TestSets
 from services.sandbox_judge.verdict import Abandoned, Court, encoded
 from spo import metrics, redis_keys
-from spo.errors import InvalidInput, NotReady, ResourceExhausted
+from spo.errors import NotReady, ResourceExhausted
 from spo.logs import get_logger
 from spo.v1.judge_service_pb2 import Priority
 from spo.v1.verdict_pb2 import Outcome, TestSet, Verdict
@@ -37,8 +37,6 @@ ATTEMPTS = 3
 MOST_RUNS = 4
 # Raise it when a change of the judge could change a verdict: cached verdicts and stored values then no longer apply.
 REVISION = 2
-# One answer must stay well below what gRPC carries.
-MOST_DETAILS = 50_000
 _LAST = 1 << 30
 
 
@@ -81,6 +79,7 @@ class Docket:
     def __init__(self, store: Store, settings: Settings, tier: IsolationTier, lanes: int) -> None:
         self.judge_version = f"{REVISION}+cpython{platform.python_version()}"
         self.isolation = tier
+        metrics.JUDGE_ISOLATION.labels(tier=tier).set(1)
         self.test_sets = TestSets(store)
         self._store = store
         self._cgroups = memory_parent(settings.memory_cgroup)
@@ -114,8 +113,6 @@ class Docket:
         """Queue what the cache does not know. Raises InvalidInput, NotFound, ResourceExhausted."""
         language_of(language)
         test_set = self.test_sets.get(tests_digest)
-        if want_details and len(programs) * len(test_set.tests) > MOST_DETAILS:
-            raise InvalidInput(f"details are told of at most {MOST_DETAILS} runs at once; send fewer programs")
         keys = {program: self._key(program, language, tests_digest) for program in dict.fromkeys(programs)}
         futures = {} if want_details else self._cached(keys)
         missing = [program for program in keys if program not in futures]
@@ -178,7 +175,7 @@ class Docket:
         return store
 
     def _work(self, index: int) -> None:
-        lane = Lane(self.isolation, index, self._settings.programs_per_zygote, self._cgroups)
+        lane = Lane(self.isolation, index, self._settings, self._cgroups)
         while (case := self._queue.get()[2]) is not None:
             if not case.verdict.set_running_or_notify_cancel():
                 continue

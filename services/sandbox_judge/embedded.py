@@ -59,4 +59,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    # Threads may still wait for a run that nobody wants; its zygote ends with this process.
+    os._exit(status)

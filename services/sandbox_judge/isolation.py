@@ -9,18 +9,21 @@ import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import services.sandbox_judge
 from services.sandbox_judge.seccomp_filter import OWN_PID, Freedom, base_filter, narrowing_filter
 from services.sandbox_judge.settings import IsolationTier
 
-TIERS: tuple[IsolationTier, ...] = ("namespaces+seccomp+landlock", "namespaces+seccomp", "seccomp+landlock")
+TIERS: tuple[IsolationTier, ...] = get_args(IsolationTier)
 
 # Programs of lane n run as this user id plus n when the judge is root.
 FIRST_PROGRAM_UID = 61000
 _CAP_DAC_READ_SEARCH = 1 << 2
 _JUDGE_SIDE = "/judge"
+_JAIL = Path("services", "sandbox_judge", "jail")
+_OPTIONS = ("-s", "-S", "-B", "-c")
+_BOOT = "sys.path.insert(0, sys.argv[1]); from services.sandbox_judge.jail import zygote; zygote.main()"
 _SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -46,30 +49,56 @@ def program_uid(lane: int) -> int | None:
 
 
 def launch(tier: IsolationTier, lane: int, scratch: str | None = None) -> Launch:
-    """The way to start a zygote of a lane; tiers with namespaces bring their own scratch.
+    """The way to start a zygote of a lane on this machine; tiers with namespaces bring their own scratch.
 
     Raises NotReady when seccomp filters cannot be built.
     """
     namespaces = tier.startswith("namespaces")
     source_root = _JUDGE_SIDE if namespaces else str(_source_root())
-    boot = "import sys; sys.path.insert(0, sys.argv[1]); from services.sandbox_judge.jail import zygote; zygote.main()"
-    python = (_interpreter(), "-s", "-S", "-B", "-c", boot, source_root)
+    python = (_interpreter(), *_OPTIONS, f"import sys; {_BOOT}", source_root)
     root = os.geteuid() == 0
     return Launch(
         command=(*_bubblewrap(root), *python) if namespaces else python,
         environment=_ENVIRONMENT,
-        setting={
-            "namespaces": namespaces,
-            "landlock": tier.endswith("landlock"),
+        setting=_setting(namespaces, tier.endswith("landlock"), "/tmp" if namespaces else scratch)
+        | {
             "uid": program_uid(lane),
             "capabilities": 0 if namespaces or not root or _open_to_all(_prefix()) else _CAP_DAC_READ_SEARCH,
-            "readable": ["/usr", *_SYSTEM_FOLDERS, "/etc/ld.so.cache", "/etc/alternatives", str(_prefix())],
-            "scratch": "/tmp" if namespaces else scratch,
-            "base_filter": base_filter(),
-            "filters": {freedom.value: narrowing_filter(freedom, namespaces) for freedom in Freedom},
-            "own_pid_marker": struct.pack("=I", OWN_PID),
         },
     )
+
+
+def container_launch(python: str) -> Launch:
+    """The way to start a zygote in a container that has the folder of the control socket at /judge.
+
+    Raises NotReady when seccomp filters cannot be built.
+    """
+    connect = (
+        "import socket, sys; link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); "
+        f"link.connect({_JUDGE_SIDE + '/control'!r}); sys.argv.append(str(link.detach())); "
+    )
+    return Launch(
+        command=(python, *_OPTIONS, connect + _BOOT, _JUDGE_SIDE),
+        environment=_ENVIRONMENT,
+        setting=_setting(namespaces=False, landlock=True, scratch="/tmp") | {"uid": None, "capabilities": 0},
+    )
+
+
+def jail_sources() -> Path:
+    """The folder of the modules that run inside."""
+    return _source_root() / _JAIL
+
+
+def _setting(namespaces: bool, landlock: bool, scratch: str | None) -> dict[str, Any]:
+    return {
+        "namespaces": namespaces,
+        "landlock": landlock,
+        "readable": ["/usr", *_SYSTEM_FOLDERS, "/etc/ld.so.cache", "/etc/alternatives", str(_prefix())],
+        "scratch": scratch,
+        "base_filter": base_filter(),
+        "filters": {freedom.value: narrowing_filter(freedom, namespaces) for freedom in Freedom},
+        "own_pid_marker": struct.pack("=I", OWN_PID),
+    }
 
 
 def _bubblewrap(root: bool) -> tuple[str, ...]:
@@ -92,8 +121,7 @@ def _bubblewrap(root: bool) -> tuple[str, ...]:
             arguments += ["--ro-bind", name, name]
     for name in ("/etc/ld.so.cache", "/etc/alternatives"):
         arguments += ["--ro-bind-try", name, name]
-    jail = str(Path("services", "sandbox_judge", "jail"))
-    arguments += ["--ro-bind", str(_source_root() / jail), f"{_JUDGE_SIDE}/{jail}"]
+    arguments += ["--ro-bind", str(jail_sources()), f"{_JUDGE_SIDE}/{_JAIL}"]
     arguments += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--chdir", "/", "--"]
     return tuple(arguments)
 

@@ -16,7 +16,7 @@ from services.sandbox_judge.backends.zygote import Executable, OpenProgram, Zygo
 from services.sandbox_judge.isolation import launch, program_uid
 from services.sandbox_judge.memory_cgroup import MemoryCgroup, child_name
 from services.sandbox_judge.sandbox import Ending, JudgeFault, Run, RunLimits
-from services.sandbox_judge.settings import IsolationTier
+from services.sandbox_judge.settings import IsolationTier, Settings
 
 
 class Role(enum.Enum):
@@ -33,7 +33,7 @@ class Lane:
 
     tier: IsolationTier
     index: int
-    programs_per_zygote: int = 2000
+    settings: Settings = field(default_factory=Settings)
     cgroups: Path | None = None
     _zygotes: dict[Role, Zygote] = field(default_factory=dict, init=False)
     _cgroups: dict[Role, MemoryCgroup] = field(default_factory=dict, init=False)
@@ -43,12 +43,11 @@ class Lane:
         """The lane's zygote for a role. Raises JudgeFault when it cannot be started."""
         zygote = self._zygotes.get(role)
         if zygote is None:
+            if self.cgroups and self.tier != "docker":
+                self._cgroups[role] = _cgroup(self.cgroups / child_name(self.index, role.value))
             scratch = self._private_folder() if role is Role.COMPILER else None
-            started = launch(self.tier, self.index, scratch)
-            if self.cgroups:
-                cgroup = self._cgroups[role] = _cgroup(self.cgroups / child_name(self.index, role.value))
-                started = dataclasses.replace(started, command=cgroup.enter(started.command))
-            zygote = self._zygotes[role] = Zygote(started)
+            zygote = start_zygote(self.tier, self.index, self.settings, scratch, self._cgroups.get(role))
+            self._zygotes[role] = zygote
         return zygote
 
     @contextlib.contextmanager
@@ -65,7 +64,7 @@ class Lane:
     def retire_old(self) -> None:
         """End zygotes that have served long enough."""
         for role, zygote in list(self._zygotes.items()):
-            if zygote.programs >= self.programs_per_zygote:
+            if zygote.programs >= self.settings.programs_per_zygote:
                 self._end(role)
 
     def close(self) -> None:
@@ -83,7 +82,7 @@ class Lane:
 
     def _private_folder(self) -> str | None:
         """Where compilers write in tiers without a file system of their own."""
-        if self.tier.startswith("namespaces"):
+        if self.tier != "seccomp+landlock":
             return None
         if self._scratch is None:
             self._scratch = tempfile.mkdtemp(prefix="spo-judge-")
@@ -102,6 +101,25 @@ class _TreeLimited(OpenProgram):
         run = super().run(stdin, files)
         killed = run.code != 0 and self.cgroup.has_killed()
         return dataclasses.replace(run, ending=Ending.MEMORY_LIMIT) if killed else run
+
+
+def start_zygote(
+    tier: IsolationTier,
+    lane: int,
+    settings: Settings,
+    scratch: str | None = None,
+    cgroup: MemoryCgroup | None = None,
+) -> Zygote:
+    """A zygote of a tier. Raises JudgeFault, or NotReady when seccomp filters cannot be built."""
+    if tier == "docker":
+        # Only this tier pays for importing the engine's SDK.
+        from services.sandbox_judge.backends.docker import ContainerZygote
+
+        return ContainerZygote(lane, settings)
+    started = launch(tier, lane, scratch)
+    if cgroup:
+        started = dataclasses.replace(started, command=cgroup.enter(started.command))
+    return Zygote(started)
 
 
 def _cgroup(folder: Path) -> MemoryCgroup:

@@ -1,20 +1,27 @@
-"""Which isolation tier works here? Found out by running honest and forbidden programs in each, strongest first."""
+"""Which isolation tier works here? Found out by running honest and forbidden programs in each, strongest first.
+
+`python -m services.sandbox_judge.probe` prints what it found as JSON; `spo doctor` shows it.
+"""
 
 from __future__ import annotations
 
+import json
 import platform
+import sys
 
 from services.sandbox_judge.backends.zygote import Executable, Zygote
-from services.sandbox_judge.isolation import TIERS, launch
+from services.sandbox_judge.isolation import TIERS
+from services.sandbox_judge.lanes import start_zygote
+from services.sandbox_judge.memory_cgroup import memory_parent
 from services.sandbox_judge.sandbox import CompileFailed, Ending, JudgeFault, RunLimits
 from services.sandbox_judge.settings import IsolationTier, Settings
 from spo.errors import NotReady
-from spo.logs import get_logger
+from spo.logs import configure_logs, get_logger
 
 log = get_logger("isolation")
 
 PROBES = 3
-_HONEST = b"print(int(input()) + 1)"
+_HONEST = b"import platform; print(int(input()) + 1, platform.python_version())"
 # Each of them prints "escaped" when the tier does not hold.
 _FORBIDDEN = (
     b"import socket; socket.socket(socket.AF_INET, socket.SOCK_STREAM); print('escaped')",
@@ -30,13 +37,13 @@ _FORBIDDEN = (
 def choose_tier(settings: Settings) -> IsolationTier:
     """The strongest tier that works and settings allow. Raises NotReady (code "no_isolation") when there is none."""
     floor = TIERS.index(settings.minimum_isolation)
-    allowed = TIERS[: floor + 1] if settings.isolation == "auto" else (settings.isolation,)
+    allowed = _automatic(floor) if settings.isolation == "auto" else (settings.isolation,)
     reasons = []
     for tier in allowed:
         if TIERS.index(tier) > floor:
             reasons.append(f"{tier}: below the required {settings.minimum_isolation}")
             continue
-        problem = why_not(tier)
+        problem = why_not(tier, settings)
         if problem is None:
             log.info("isolation tier chosen", tier=tier, rejected=reasons)
             return tier
@@ -45,22 +52,29 @@ def choose_tier(settings: Settings) -> IsolationTier:
     raise NotReady("no safe way to run programs on this machine: " + "; ".join(reasons), code="no_isolation")
 
 
-def why_not(tier: IsolationTier) -> str | None:
+def _automatic(floor: int) -> tuple[IsolationTier, ...]:
+    """Docker only where it is asked for: whoever may talk to the engine is root."""
+    return tuple(tier for tier in TIERS[: floor + 1] if tier != "docker")
+
+
+def why_not(tier: IsolationTier, settings: Settings | None = None) -> str | None:
     """None when the tier starts, runs an honest program and stops the forbidden ones; otherwise the reason.
 
     A tier is given up only when it fails again and again: bad luck at the start must not lower it.
     """
     problem = None
     for _ in range(PROBES):
-        problem = _probe(tier)
+        problem = _probe(tier, settings or Settings())
         if problem is None:
             break
     return problem
 
 
-def _probe(tier: IsolationTier) -> str | None:
+def _probe(tier: IsolationTier, settings: Settings) -> str | None:
+    if tier == "docker" and not settings.docker_image:
+        return "SPO_SANDBOX_JUDGE_DOCKER_IMAGE names no image"
     try:
-        zygote = Zygote(launch(tier, 0))
+        zygote = start_zygote(tier, 0, settings)
     except (JudgeFault, NotReady) as fault:
         return str(fault)
     try:
@@ -77,11 +91,30 @@ def _first_failure(zygote: Zygote) -> str | None:
     limits = RunLimits()
     with zygote.open(Executable(source=_HONEST), limits) as opened:
         run = opened.run(b"41\n")
-        if run.stdout != b"42\n":
+        if run.stdout.split()[:1] != [b"42"]:
             return f"an honest program failed: {run.stderr.decode(errors='replace')}"
+        if run.stdout.split()[1].decode() != platform.python_version():
+            return f"its Python is {run.stdout.split()[1].decode()}, the judge's {platform.python_version()}"
     for source in _FORBIDDEN:
         with zygote.open(Executable(source=source), limits) as opened:
             run = opened.run(b"")
             if b"escaped" in run.stdout or (run.ending is Ending.EXITED and run.code == 0):
                 return f"a forbidden program got through: {source.decode()}"
     return None
+
+
+def main() -> None:
+    """Print every tier with the reason why it does not work, null where it does, and the one that would be chosen."""
+    configure_logs("probe", "error")
+    settings = Settings()
+    tiers = {tier: why_not(tier, settings) for tier in TIERS if tier != "docker" or settings.docker_image}
+    try:
+        chosen, refusal = choose_tier(settings), ""
+    except NotReady as error:
+        chosen, refusal = None, error.message
+    cgroup = memory_parent(settings.memory_cgroup) is not None
+    json.dump({"tiers": tiers, "chosen": chosen, "refusal": refusal, "memory_cgroup": cgroup}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,10 +9,13 @@ import grpc
 from services.sandbox_judge.docket import Docket
 from services.sandbox_judge.languages import languages, version_of
 from services.sandbox_judge.verdict import Abandoned
-from spo.errors import NotReady
+from spo.errors import InvalidInput, NotReady
 from spo.rpc import DEFAULT_DEADLINE_SECONDS
 from spo.v1 import judge_service_pb2 as judge
 from spo.v1.judge_service_pb2_grpc import JudgeServiceServicer
+
+# One answer must stay well below what gRPC carries.
+MOST_DETAILS = 50_000
 
 
 class JudgeService(JudgeServiceServicer):
@@ -28,8 +31,11 @@ class JudgeService(JudgeServiceServicer):
     def Judge(self, request: judge.JudgeRequest, context: grpc.ServicerContext) -> judge.JudgeResponse:
         """One verdict per program; a caller that vanishes takes its waiting programs along."""
         raw = [program.decode("utf-8", "surrogateescape") for program in request.raw_programs]
+        programs = [*request.programs, *raw]
+        if request.want_details:
+            self._require_tellable(len(programs), request.tests_digest)
         batch = self.docket.submit(
-            [*request.programs, *raw],
+            programs,
             request.language,
             request.tests_digest,
             request.priority,
@@ -44,6 +50,11 @@ class JudgeService(JudgeServiceServicer):
             batch.cancel()
             raise NotReady("the caller's deadline passed before all programs were judged") from None
         return judge.JudgeResponse(verdicts=verdicts)
+
+    def _require_tellable(self, programs: int, tests_digest: str) -> None:
+        runs = programs * len(self.docket.test_sets.get(tests_digest).tests)
+        if runs > MOST_DETAILS:
+            raise InvalidInput(f"details of {runs} runs do not fit one answer; at most {MOST_DETAILS} do")
 
     def DescribeJudge(
         self, request: judge.DescribeJudgeRequest, context: grpc.ServicerContext

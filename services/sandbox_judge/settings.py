@@ -8,14 +8,15 @@ from pydantic import Field
 
 from spo.settings import ServiceSettings
 
-IsolationTier = Literal["namespaces+seccomp+landlock", "namespaces+seccomp", "seccomp+landlock"]
+# Strongest first.
+IsolationTier = Literal["namespaces+seccomp+landlock", "namespaces+seccomp", "docker", "seccomp+landlock"]
 
 
 class Settings(ServiceSettings, service="sandbox_judge"):
     port: int = Field(default=7072, ge=0, le=65535)
     lanes: int = Field(default=0, ge=0, le=256, description="Programs run at once; 0: one per core.")
     isolation: IsolationTier | Literal["auto"] = Field(
-        default="auto", description="Use exactly this tier instead of the strongest one that works."
+        default="auto", description="Use exactly this tier instead of the strongest one that works; docker only so."
     )
     minimum_isolation: IsolationTier = Field(
         default="seccomp+landlock", description="Refuse to judge below this tier (they are listed strongest first)."
@@ -33,3 +34,12 @@ class Settings(ServiceSettings, service="sandbox_judge"):
         default="auto",
         description='Where memory of whole trees is limited: "auto" (the judge\'s own cgroup), "off" or a folder.',
     )
+    docker_image: str = Field(
+        default="", description="Image of tier docker: one with the python3 of this judge, such as the judge's own."
+    )
+    docker_runtime: str = Field(default="", description="Its runtime, for example runsc; default: the engine's.")
+    docker_python: str = Field(default="python3", description="The interpreter's path in the image.")
+    docker_folder: str = Field(
+        default="", description="Folder that judge and engine both see under this path; default: the temporary one."
+    )
+    docker_memory_bytes: int = Field(default=2 << 30, ge=128 << 20, description="Memory of one lane's container.")

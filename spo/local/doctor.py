@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes.util
 import importlib.util
+import json
 import shutil
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,14 @@ from spo.local.state import running_platforms
 
 DEMO_MEMORY_BYTES = 8 << 30
 DEMO_DISK_BYTES = 2 << 30
+PROBE_SECONDS = 120
+_TIER_ADVICE = {
+    "namespaces+seccomp+landlock": "strongest; needs bubblewrap, user namespaces, Linux 5.13 with Landlock",
+    "namespaces+seccomp": "needs bubblewrap and user namespaces (sysctl kernel.unprivileged_userns_clone, "
+    "kernel.apparmor_restrict_unprivileged_userns)",
+    "docker": "needs a Docker engine and an image with this Python (SPO_SANDBOX_JUDGE_DOCKER_IMAGE)",
+    "seccomp+landlock": "weakest; needs libseccomp2 and Linux 5.13 with Landlock",
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,32 @@ def _sandbox() -> list[Finding]:
     return [
         Finding("bubblewrap", shutil.which("bwrap") is not None, "`make system-deps` (stronger sandbox)", needed=False),
         Finding("libseccomp", ctypes.util.find_library("seccomp") is not None, "`make system-deps`"),
+        *_isolation(),
     ]
+
+
+def _isolation() -> list[Finding]:
+    """What the judge finds when it tries its tiers, and what it would choose under the present settings."""
+    command = [sys.executable, "-m", "services.sandbox_judge.probe"]
+    try:
+        probed = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=True)
+        report = json.loads(probed.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        said = str(getattr(error, "stderr", "") or error).strip()
+        return [Finding("sandbox probe", False, f"the judge cannot look for isolation: {said[-300:]}")]
+    findings = [
+        Finding(f"isolation {tier}", reason is None, f"{_one_line(reason)}; {_TIER_ADVICE[tier]}", needed=False)
+        for tier, reason in report["tiers"].items()
+    ]
+    chosen = report["chosen"]
+    what = f"the judge runs programs under {chosen}" if chosen else "isolation that the judge accepts"
+    findings.append(Finding(what, chosen is not None, _one_line(report["refusal"])))
+    advice = "only processes are limited, not trees: delegate a cgroup (SPO_SANDBOX_JUDGE_MEMORY_CGROUP)"
+    return [*findings, Finding("memory cgroup", report["memory_cgroup"], advice, needed=False)]
+
+
+def _one_line(reason: str | None) -> str:
+    return " ".join((reason or "").split())[:300]
 
 
 def _platform() -> Finding:

@@ -183,4 +183,4 @@ def test_an_interrupted_command_leaves_no_process_behind(folder: Path, number: i
         assert len(started) >= 3
         process.send_signal(number)
         process.wait(30)
-    wait_until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in started))
+    wait_until(lambda: psutil.wait_procs(started, timeout=0.1)[1] == [])

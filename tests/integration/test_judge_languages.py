@@ -22,7 +22,7 @@ DOUBLES = verdict_pb2.TestSet(
 )
 
 
-@pytest.fixture(scope="module", params=(TIERS[0], TIERS[2]))
+@pytest.fixture(scope="module", params=(TIERS[0], TIERS[-1]))
 def lane(request: pytest.FixtureRequest) -> Iterator[Lane]:
     reason = why_not(request.param)
     if reason is not None:
