@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup system-deps proto format check test chart-test chart-files compose-test demo up down bench clean
+.PHONY: help setup system-deps proto format check test chart-test chart-files compose-test demo demo-experience up down bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 help:  ## Show the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## Install everything into .venv (once; again when pyproject.toml or constraints change)
 
@@ -61,6 +61,9 @@ compose-test:  ## Build the images, run the demo job in docker compose, kill and
 
 demo: setup system-deps  ## Run a whole job on the toy contest and write runs/demo/report.{json,png}
 	@spo demo
+
+demo-experience: setup system-deps  ## Two jobs, the second from the first one's stored experience; runs/demo-experience/report.{json,png,md}
+	@spo demo-experience
 
 up: setup system-deps  ## Start all services on this machine and stay in the foreground
 	@spo up

@@ -56,6 +56,14 @@ def demo() -> None:
     run_demo()
 
 
+@app.command("demo-experience")
+def demo_experience() -> None:
+    """Run two jobs, the second from the first one's experience, and write runs/demo-experience/report.{json,png,md}."""
+    from spo.local.demo_experience import run_demo_experience
+
+    run_demo_experience()
+
+
 @app.command()
 def doctor() -> None:
     """Say what this machine has and lacks for running the platform."""

@@ -169,6 +169,11 @@ class Client:
         reply: dict[str, Any] = self._ask("GET", "/v1/replicas")
         return list(reply["items"])
 
+    def experience(self, **filters: str) -> list[dict[str, Any]]:
+        """Stored runs and imports, newest first; filters: run, task_set."""
+        reply: dict[str, Any] = self._ask("GET", "/v1/experience", params=filters)
+        return list(reply["items"])
+
     def wait(self, job_id: str, timeout_seconds: float, on_poll: Callable[[Job], None] = lambda _: None) -> Job:
         """Return the job once it has ended, whatever the end. Raises NotReady (code "wait_timeout")."""
         deadline = time.monotonic() + timeout_seconds

@@ -116,7 +116,7 @@ class StoredTrajectory:
 def table_of(rows: Iterable[StoredTrajectory]) -> pyarrow.Table:
     """The rows as a table, in the order of their prompts, so that one prompt's rows lie together."""
     ordered = sorted(rows, key=lambda row: (row.prompt.prompt_id, row.trajectory.trajectory_id))
-    return pyarrow.Table.from_pylist([_fields(row) for row in ordered], schema=SCHEMA)
+    return pyarrow.Table.from_pylist([fields_of(row) for row in ordered], schema=SCHEMA)
 
 
 def rows_of(table: pyarrow.Table) -> list[StoredTrajectory]:
@@ -139,7 +139,8 @@ def _digest(text: str) -> str:
     return blake3(text.encode("utf-8", "replace")).hexdigest(16)
 
 
-def _fields(row: StoredTrajectory) -> dict[str, Any]:
+def fields_of(row: StoredTrajectory) -> dict[str, Any]:
+    """The row by column, as plain values."""
     trajectory, prompt, verdict = row.trajectory, row.prompt, row.trajectory.verdict
     judged = trajectory.HasField("verdict")
     return {

@@ -12,6 +12,7 @@ import contextlib
 import io
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,7 @@ class StoredFile:
     origin: Origin
     rows: int
     size_bytes: int
+    written_unix_ms: int
 
 
 class ExperienceStore:
@@ -191,6 +193,7 @@ def _encode(origin: Origin, rows: Iterable[StoredTrajectory]) -> bytes:
         "spo_licence": origin.licence,
         "spo_parents": " ".join(origin.parents),
         "spo_tenant": origin.tenant,
+        "spo_written_unix_ms": str(int(time.time() * 1000)),
     }
     target = io.BytesIO()
     table = table_of(rows).replace_schema_metadata(described)
@@ -212,7 +215,8 @@ def _described(path: str, size_bytes: int, file: parquet.ParquetFile) -> StoredF
         parents=tuple(said.get("spo_parents", "").split()),
         tenant=said.get("spo_tenant", ""),
     )
-    return StoredFile(path, origin, file.metadata.num_rows, size_bytes)
+    written = said.get("spo_written_unix_ms", "")
+    return StoredFile(path, origin, file.metadata.num_rows, size_bytes, int(written) if written.isdecimal() else 0)
 
 
 def _check(file: parquet.ParquetFile, path: str) -> None:

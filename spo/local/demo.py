@@ -89,7 +89,7 @@ class ReferenceModelBuild:
 
 
 class Demo:
-    """One run of the demo; the parts below happen in order in `run`."""
+    """Jobs carried from submit to outcome on a platform of its own."""
 
     def __init__(self, platform: LocalPlatform, build: ReferenceModelBuild, view: ProgressView) -> None:
         self.platform = platform
@@ -102,16 +102,15 @@ class Demo:
         self.first_point_seconds: float | None = None
         self.deadline = time.monotonic() + LONGEST_DEMO_SECONDS
 
-    def run(self, document: Mapping[str, Any]) -> dict[str, Any]:
-        """Carry the job to its end and write the report. Raises SpoError."""
+    def run(self, document: Mapping[str, Any]) -> Outcome:
+        """Carry a job to its end, once the platform and pi0 are there. Raises SpoError."""
         self.platform.wait_until_ready(self._show_start)
         model = self._await_model()
         setup_seconds = time.monotonic() - self.view.began
         spec = {**document, "model": {**document["model"], "path": str(model)}}
         with Client(self.platform.http_url) as client:
             job = self._follow(client, client.submit(spec))
-            outcome = self._outcome(client, job, setup_seconds)
-        return write_report(outcome, self.platform.folder)
+            return self._outcome(client, job, setup_seconds)
 
     def _show_start(self, ready: Mapping[str, bool]) -> None:
         self._show(stage="starting services", ready=dict(ready))
@@ -189,29 +188,35 @@ class Demo:
 def run_demo() -> None:
     """Run the demo in the foreground; exits with a status that says whether the job succeeded. Raises SpoError."""
     configure_logs("launcher", level="error", log_format="console")
-    settings = LauncherSettings()
     document = read_spec(RECIPE)
-    folder = settings.runs_path / NAME
-    if not any(state["name"] == NAME for state in running_platforms(settings.runs_path)):
-        # A demo shows a first run: no values, no experience, no log of an earlier one.
-        shutil.rmtree(folder, ignore_errors=True)
-    try:
-        with signals_interrupt(), _demo(settings, document) as demo:
-            report = demo.run(document)
-    except Interrupted:
-        console.print("interrupted; everything is stopped")
-        raise SystemExit(ExitCode.INTERRUPTED) from None
-    _print_summary(report, folder)
+    with fresh_demo(NAME, document) as demo:
+        report = write_report(demo.run(document), demo.platform.folder)
+    _print_summary(report, demo.platform.folder)
     if report["state"] != "succeeded":
         raise SystemExit(ExitCode.JOB_DID_NOT_SUCCEED)
 
 
 @contextmanager
-def _demo(settings: LauncherSettings, document: Mapping[str, Any]) -> Iterator[Demo]:
-    folder = settings.runs_path / NAME
+def fresh_demo(name: str, document: Mapping[str, Any]) -> Iterator[Demo]:
+    """A platform that knows nothing of earlier runs, until the block ends; Ctrl-C ends the process with its status."""
+    settings = LauncherSettings()
+    if not any(state["name"] == name for state in running_platforms(settings.runs_path)):
+        # A demo shows a first run: no values, no experience, no log of an earlier one.
+        shutil.rmtree(settings.runs_path / name, ignore_errors=True)
+    try:
+        with signals_interrupt(), _demo(name, settings, document) as demo:
+            yield demo
+    except Interrupted:
+        console.print("interrupted; everything is stopped")
+        raise SystemExit(ExitCode.INTERRUPTED) from None
+
+
+@contextmanager
+def _demo(name: str, settings: LauncherSettings, document: Mapping[str, Any]) -> Iterator[Demo]:
+    folder = settings.runs_path / name
     cache = PlatformSettings().state_path / "cache" / "models"
     difficulty = document["tasks"].get("difficulty", "standard")
-    with LocalPlatform(NAME, folder / "state", settings) as platform:
+    with LocalPlatform(name, folder / "state", settings) as platform:
         build = ReferenceModelBuild(cache, difficulty, folder / "logs" / "reference-model.log")
         try:
             with ProgressView(console) as view:
