@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup system-deps proto format check test chart-test chart-files compose-test demo demo-experience up down bench clean
+.PHONY: help setup system-deps proto format check test chart-test chart-files compose-test demo demo-experience reproduce up down bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -64,6 +64,9 @@ demo: setup system-deps  ## Run a whole job on the toy contest and write runs/de
 
 demo-experience: setup system-deps  ## Two jobs, the second from the first one's stored experience; runs/demo-experience/report.{json,png,md}
 	@spo demo-experience
+
+reproduce: setup system-deps  ## The paper's comparisons in small (QUICK=1, SEEDS=n, RUNS=regex, ONLY=setting); goes on where it was
+	@spo reproduce $(if $(QUICK),--quick) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(RUNS),--runs '$(RUNS)') $(if $(ONLY),--only $(ONLY))
 
 up: setup system-deps  ## Start all services on this machine and stay in the foreground
 	@spo up

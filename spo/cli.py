@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 failure, 2 wrong usage, 3 invalid input, 4 not found, 5 co
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -62,6 +63,27 @@ def demo_experience() -> None:
     from spo.local.demo_experience import run_demo_experience
 
     run_demo_experience()
+
+
+@app.command()
+def reproduce(
+    quick: Annotated[bool, typer.Option("--quick", help="One seed, few steps: under 15 minutes on two cores.")] = False,
+    seeds: Annotated[int | None, typer.Option("--seeds", min=1, help="Seeds per method; default 3, quick 1.")] = None,
+    runs: Annotated[str, typer.Option("--runs", help="Only runs whose name matches this regular expression.")] = "",
+    only: Annotated[list[str] | None, typer.Option("--only", help="Only this setting, such as stability.")] = None,
+    readme: Annotated[
+        Path | None, typer.Option("--readme", help="Only write README's results table from this report.json.")
+    ] = None,
+) -> None:
+    """Run the paper's comparisons on the toy contest and write runs/reproduce/report.{json,md} and plots."""
+    if readme is not None:
+        from spo.local.reproduce.readme import write_readme_table
+
+        write_readme_table(readme, Path("README.md"))
+        return
+    from spo.local.reproduce.command import run_reproduce
+
+    run_reproduce(quick=quick, seeds=seeds, pattern=runs, only=only or [])
 
 
 @app.command()

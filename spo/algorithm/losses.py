@@ -96,7 +96,9 @@ LOSSES: dict[ObjectiveName, Callable[[Tensor, TokenBatch, LossTerm, float], Tens
     "policy_gradient": lambda logprobs, batch, term, beta: policy_gradient.soft_policy_gradient(
         logprobs, batch, beta, clip=term.clip
     ),
-    "supervised": lambda logprobs, batch, term, beta: policy_gradient.supervised_nll(logprobs, batch),
+    "supervised": lambda logprobs, batch, term, beta: policy_gradient.supervised_nll(
+        logprobs, batch, min_reference_logprob=term.min_reference_logprob
+    ),
     "ppo": _ppo,
     "grpo": _grpo,
 }

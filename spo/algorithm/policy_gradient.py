@@ -118,6 +118,14 @@ def soft_policy_gradient(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *,
     return clipped_surrogate(logprobs_BL, batch, advantage_B[:, None].expand_as(logprobs_BL), clip=clip).sum(dim=1)
 
 
-def supervised_nll(logprobs_BL: Tensor, batch: TokenBatch) -> Tensor:
-    """-ln pi_theta(a|x) of the whole response; (B,), nats. Whatever the reward: choose the trajectories before."""
-    return torch.where(batch.response_mask_BL, -logprobs_BL, 0.0).sum(dim=1)
+def supervised_nll(logprobs_BL: Tensor, batch: TokenBatch, *, min_reference_logprob: float | None = None) -> Tensor:
+    """-ln pi_theta(a|x) of the whole response; (B,), nats. Whatever the reward: choose the trajectories before.
+
+    Responses whose mean log pi0 per token is below `min_reference_logprob` teach nothing: what pi0 finds absurd is
+    seldom a solution, even where it earned a reward.
+    """
+    loss_B = torch.where(batch.response_mask_BL, -logprobs_BL, 0.0).sum(dim=1)
+    if min_reference_logprob is None:
+        return loss_B
+    reference_B = torch.where(batch.response_mask_BL, batch.reference_logprobs_BL, 0.0).sum(dim=1)
+    return torch.where(reference_B >= min_reference_logprob * batch.response_lengths, loss_B, 0.0)

@@ -39,6 +39,7 @@ class LossTerm:
     epsilon: clip of the cross-entropy forms, log-prob units, > 0.
     sigmoid_scale: factor inside the sigmoid of the advantage regression, on log-probs or on Q (reward units).
     clip: of the importance weight of policy gradients. normalise: of group-relative advantages.
+    min_reference_logprob: supervised leaves out responses less likely under pi0, mean nats per token.
     """
 
     objective: ObjectiveName
@@ -49,6 +50,7 @@ class LossTerm:
     sigmoid_unit: Literal["log_prob", "q"] = "log_prob"
     clip: float = 0.2
     normalise: Literal["deviation", "none"] = "deviation"
+    min_reference_logprob: float | None = None
 
 
 @dataclass(frozen=True)

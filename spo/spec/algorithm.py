@@ -56,6 +56,12 @@ class LossTerm(Section):
     normalise: Literal["deviation", "none"] = Field(
         default="deviation", description="What group-relative advantages are divided by."
     )
+    min_reference_logprob: float | None = Field(
+        default=None,
+        le=0,
+        ge=-1000,
+        description="supervised: responses less likely under pi0, mean nats per token, are not imitated.",
+    )
 
 
 class CriticSpec(Section):

@@ -240,6 +240,20 @@ def test_the_supervised_loss_is_the_negative_log_likelihood_of_the_response() ->
     )
 
 
+def test_the_supervised_loss_leaves_out_what_the_reference_finds_absurd() -> None:
+    batch = make_batch()
+    inside_BL = torch.where(batch.response_mask_BL, batch.reference_logprobs_BL, 0.0)
+    means = inside_BL.sum(dim=1) / batch.response_lengths
+    logprobs_BL = inside_BL - 0.5
+    between = float(means.sort().values[:2].mean())
+
+    whole = supervised_nll(logprobs_BL, batch)
+    kept = supervised_nll(logprobs_BL, batch, min_reference_logprob=between)
+
+    assert torch.equal(kept, torch.where(means >= between, whole, 0.0))
+    assert int((kept == 0).sum()) == 1
+
+
 def read_policy_gradient(live: list[float], frozen: list[float], row: int, batch: TokenBatch) -> float:
     """`frozen` log-probs make the advantage, which carries no gradient."""
     behaviour, reference = (responses(b)[row] for b in (batch.sampling_logprobs_BL, batch.reference_logprobs_BL))

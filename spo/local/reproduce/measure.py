@@ -1,0 +1,77 @@
+"""What a run cost: CPU of every process of the platform, memory of the trainer, rollouts of all kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import psutil
+
+from spo import redis_keys
+from spo.local.launcher import LocalPlatform
+from spo.redis_client import connect
+from spo.rpc import Client as RpcClient
+from spo.v1.prompt_pb2 import SOURCE_ONLINE
+from spo.v1.replay_service_pb2 import GetReplayStatusRequest, GetReplayStatusResponse
+from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
+from spo.v1.value_pb2 import PromptValue
+
+REDIS_WAIT_SECONDS = 10.0
+
+
+def cpu_seconds(platform: LocalPlatform) -> float:
+    """CPU of the platform's processes so far, with that of their ended children; a restarted process begins at 0."""
+    total = 0.0
+    for process in _processes(service["pid"] for service in platform.services()):
+        try:
+            times = process.cpu_times()
+        except psutil.Error:
+            continue
+        total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
+def trainer_memory_bytes(platform: LocalPlatform) -> int:
+    """Proportional set size of the trainer's ranks, 0 while there is none."""
+    total = 0
+    for process in _processes(each["pid"] for each in platform.services() if each["name"] == "trainer"):
+        try:
+            total += process.memory_full_info().pss
+        except psutil.Error:
+            continue
+    return total
+
+
+def rollouts(platform: LocalPlatform, job_id: str, spec: dict[str, Any]) -> dict[str, int]:
+    """Responses that the run's learning rests on: sampled online, for values, for pivotal tokens.
+
+    Values and labels taken over from an earlier run count here: they were somebody's rollouts.
+    """
+    replay = RpcClient("replay-buffer", platform.addresses["replay-buffer"], ReplayServiceStub)
+    try:
+        status: GetReplayStatusResponse = replay.call("GetReplayStatus", GetReplayStatusRequest(run_id=job_id))
+    finally:
+        replay.close()
+    client = connect(platform.redis_url, REDIS_WAIT_SECONDS)
+    try:
+        stored: Any = client.hvals(redis_keys.run_values(job_id))
+        visits = int(client.scard(redis_keys.pivotal_visits(job_id)))
+    finally:
+        client.close()
+    pivotal = ((spec.get("value") or {}).get("pivotal") or {}).get("rollouts", 0)
+    return {
+        "online": sum(count.inserted for count in status.counts if count.source == SOURCE_ONLINE),
+        "values": sum(PromptValue.FromString(raw).samples for raw in stored),
+        "pivotal": visits * pivotal,
+    }
+
+
+def _processes(pids: Iterable[int | None]) -> list[psutil.Process]:
+    found = []
+    for pid in pids:
+        try:
+            if pid is not None:
+                found += [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        except psutil.NoSuchProcess:
+            continue
+    return found

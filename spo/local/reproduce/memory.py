@@ -1,0 +1,50 @@
+"""The trainer's peak memory, SPO against PPO: measured by the trainer's benchmark, in a process of its own.
+
+In a run of the toy contest the libraries outweigh a model of 240 thousand parameters a hundred times; the benchmark
+counts what the training itself holds.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from spo.cli_output import console
+
+REPOSITORY = Path(__file__).parents[3]
+LIMIT_SECONDS = 600.0
+
+
+def measured_memory(folder: Path) -> list[dict[str, Any]]:
+    """The benchmark's rows about PPO, measured once per folder; none when it could not run."""
+    kept = folder / "memory.json"
+    if not kept.exists():
+        rows = [row for row in _rows() if "ppo" in f"{row['name']} {row['yardstick']}".lower()]
+        if not rows:
+            return []
+        kept.write_text(json.dumps(rows) + "\n")
+    found: list[dict[str, Any]] = json.loads(kept.read_text())
+    return found
+
+
+def _rows() -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "benchmarks.trainer", "--json"]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=LIMIT_SECONDS,
+            check=True,
+        )
+        # Libraries may print before the object.
+        found: list[dict[str, Any]] = json.loads(done.stdout[done.stdout.index("{") :])["rows"]
+    except (subprocess.SubprocessError, ValueError, OSError) as error:
+        console.print(f"the trainer's memory was not measured: {error}", style="yellow", markup=False)
+        return []
+    return found

@@ -1,0 +1,69 @@
+"""The finished runs as the report reads them: rows of seeds, their scores, and what they cost."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from spo.local.reproduce.statistics import Scores, score_table
+
+Result = Mapping[str, Any]
+
+
+class Results:
+    """All results, by setting and method; only runs that succeeded have scores."""
+
+    def __init__(self, found: Iterable[Result]) -> None:
+        self.all = sorted(found, key=lambda each: (each["setting"], each["method"], each["seed"]))
+        self._rows: dict[tuple[str, str], list[Result]] = defaultdict(list)
+        self._estimates: dict[str, float] = defaultdict(float)
+        for each in self.all:
+            if each["state"] == "succeeded":
+                self._rows[each["setting"], each["method"]].append(each)
+                key = _value_key(each)
+                self._estimates[key] = max(self._estimates[key], each["cpu_seconds"]["estimate"])
+
+    def methods(self, setting: str) -> list[str]:
+        return [method for place, method in self._rows if place == setting]
+
+    def row(self, setting: str, method: str) -> Sequence[Result]:
+        """The method's runs, one per seed; empty when none succeeded."""
+        return self._rows.get((setting, method), [])
+
+    def scores(self, setting: str, method: str, k: int) -> Scores | None:
+        """pass@k of the last evaluation by seed and problem; None without runs."""
+        tables = [each["evaluations"][-1]["per_problem"] for each in self.row(setting, method) if each["evaluations"]]
+        if not tables:
+            return None
+        return score_table([table["correct"] for table in tables], [table["samples"] for table in tables], k)
+
+    def estimate_cpu_seconds(self, result: Result) -> float:
+        """What the values behind a run cost whoever estimated them first; 0 for a run that reads none."""
+        return self._estimates[_value_key(result)] if result["document"].get("value") else 0.0
+
+    def settings(self) -> list[str]:
+        """Those with at least one run that succeeded."""
+        return list(dict.fromkeys(place for place, _ in self._rows))
+
+
+def last(result: Result, name: str) -> float:
+    """A number of a run's last evaluation."""
+    return float(result["evaluations"][-1][name])
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """The mean of what is known."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def total_rollouts(result: Result) -> int:
+    """Everything sampled for a run, online and from pi0, whoever sampled it."""
+    return int(sum(result["rollouts"].values()))
+
+
+def _value_key(result: Result) -> str:
+    document = result["document"]
+    return json.dumps([document.get("value"), document["tasks"], document["offline"]], sort_keys=True)
