@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+import time
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
 _SECRET_NAME = re.compile(r"(?i)(password|secret|token|api_?key|authorization)$")
+# Lines that wait for the next heartbeat, which takes them to the orchestrator; the oldest give way.
+MAX_WAITING = 2000
 _URL_PASSWORD = re.compile(r"(\w+://[^:/@\s]*:)[^@\s]+@")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A redacted line as written; run_id is empty where the line names none."""
+
+    run_id: str
+    level: str
+    at_unix_ms: int
+    text: str
+
+
+waiting: deque[Line] = deque(maxlen=MAX_WAITING)
+
+
+def _keep(_logger: Any, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    run_id = str(event.get("run") or event.get("job") or "")
+    waiting.append(Line(run_id, method, int(time.time() * 1000), json.dumps(event, default=repr)))
+    return event
 
 
 def _redact(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
@@ -33,6 +58,7 @@ def configure_logs(service: str, level: str = "info", log_format: str = "json") 
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
             _redact,
+            _keep,
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),

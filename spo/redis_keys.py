@@ -94,6 +94,21 @@ def job_platform_series(job_id: str) -> str:
     return f"spo:{job_id}:orchestrator:platform_series"
 
 
+def job_logs(job_id: str) -> str:
+    """Stream: service, replica_id, level, at_unix_ms, line (JSON) of the latest 20,000 log lines. Orchestrator."""
+    return f"spo:{job_id}:orchestrator:logs"
+
+
+def retired_jobs() -> str:
+    """Set: ids of deleted jobs whose keys and folders are still to be removed. Orchestrator."""
+    return "spo:orchestrator:retired"
+
+
+def job_alarms(job_id: str) -> str:
+    """Hash: epoch:step:alarm -> what was told of it (JSON), epoch:step:pause -> weight version. Orchestrator."""
+    return f"spo:{job_id}:orchestrator:alarms"
+
+
 def job_lease(job_id: str) -> str:
     """Hash: trainer_id, epoch, expires_unix_ms. Orchestrator."""
     return f"spo:{job_id}:orchestrator:lease"

@@ -14,13 +14,15 @@ from ulid import ULID
 
 from spo import metrics
 from spo.errors import SpoError
-from spo.logs import configure_logs, get_logger
+from spo.logs import Line, configure_logs, get_logger, waiting
 from spo.rpc import Client, RpcServer
 from spo.settings import ServiceSettings
 from spo.v1 import orchestrator_service_pb2 as orchestrator
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 
 log = get_logger("service")
+
+LINES_PER_BEAT = 200
 
 Worker = Callable[[threading.Event], None]
 Beat = Callable[[orchestrator.HeartbeatResponse], None]
@@ -109,14 +111,25 @@ class ServiceProcess:
         request = orchestrator.HeartbeatRequest(
             replica_id=self.replica_id, pool=self.pool, address=self.address, pid=os.getpid(), draining=draining
         )
+        lines: list[Line] = []
         try:
             self.report(request)
+            lines = self._take_lines(request)
             response: orchestrator.HeartbeatResponse = client.call("Heartbeat", request, deadline_seconds=3)
             self.on_heartbeat(response)
         except SpoError as error:
+            waiting.extendleft(reversed(lines))
             log.warning("orchestrator did not take the heartbeat; trying again", reason=error.message)
             return min(5.0, max(1.0, otherwise))
         return response.next_heartbeat_seconds or 1.0
+
+    @staticmethod
+    def _take_lines(request: orchestrator.HeartbeatRequest) -> list[Line]:
+        """Put waiting log lines into the heartbeat; they are returned so that a failed one can give them back."""
+        lines = [waiting.popleft() for _ in range(min(len(waiting), LINES_PER_BEAT))]
+        for line in lines:
+            request.logs.add(run_id=line.run_id, level=line.level, at_unix_ms=line.at_unix_ms, line=line.text)
+        return lines
 
 
 @contextlib.contextmanager

@@ -9,11 +9,13 @@ import redis
 
 from services.orchestrator.access.audit import AuditLog
 from services.orchestrator.access.doorkeeper import Doorkeeper
+from services.orchestrator.alarms import Alarms
 from services.orchestrator.evaluation import Evaluator
 from services.orchestrator.feeder import Feeder
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import Leases
 from services.orchestrator.replicas import Replicas
+from services.orchestrator.retirement import Retirement
 from services.orchestrator.runner import JobRunner
 from services.orchestrator.scale import Scale
 from services.orchestrator.scoring import Scorer
@@ -48,7 +50,9 @@ class Desk:
         self.leases = Leases(self.jobs, settings.state_path, settings.lease_seconds, self.stop)
         self.replicas = Replicas(self.jobs, settings.replica_silence_seconds)
         self.weights = WeightVersions(self.jobs)
+        self.retirement = Retirement(self.jobs, settings.state_path)
         self.scale = Scale(settings, self.redis)
+        self.alarms = Alarms(self.jobs, self.weights)
         self.feeder = Feeder(self.jobs, self.library, self.replay)
         scorer = Scorer(self.inference, self.judge, settings.evaluation_requests)
         self.evaluator = Evaluator(self.jobs, self.library, self.weights, scorer)

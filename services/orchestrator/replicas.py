@@ -20,6 +20,8 @@ log = get_logger("replicas")
 POOLS = ("inference", "sandbox-judge", "replay-buffer", "value-estimation", "trainer", "orchestrator")
 HEARTBEAT_SECONDS = 2.0
 _TIME_BYTES = 8
+LINES_KEPT = 20_000
+MAX_LINE = 4000
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,33 @@ class Replicas:
         """Register or refresh a replica; a draining one is kept until it falls silent. Raises InvalidInput."""
         if request.pool not in POOLS or not request.replica_id:
             raise InvalidInput(f"a heartbeat needs a replica_id and a pool of {', '.join(POOLS)}", code="bad_heartbeat")
+        self._keep_logs(request)
         stamped = now_ms().to_bytes(_TIME_BYTES, "big") + request.SerializeToString()
         before: Any = self.jobs.client.hget(redis_keys.replicas(), request.replica_id)
         self.jobs.client.hset(redis_keys.replicas(), request.replica_id, stamped)
         self._tell(_replica(before) if before else None, request)
+
+    def _keep_logs(self, request: wire.HeartbeatRequest) -> None:
+        """Write the lines that came along to the logs of their runs; those that name none belong to the active run."""
+        lines = list(request.logs)
+        del request.logs[:]
+        if not lines:
+            return
+        active = request.run_id or self.assigned_run()
+        with self.jobs.client.pipeline(transaction=False) as pipe:
+            for line in lines:
+                run_id = line.run_id or active
+                if not run_id:
+                    continue
+                entry: dict[Any, Any] = {
+                    "service": request.pool,
+                    "replica_id": request.replica_id,
+                    "level": line.level,
+                    "at_unix_ms": line.at_unix_ms,
+                    "line": line.line[:MAX_LINE],
+                }
+                pipe.xadd(redis_keys.job_logs(run_id), entry, maxlen=LINES_KEPT, approximate=True)
+            pipe.execute()
 
     def _tell(self, before: Replica | None, now: wire.HeartbeatRequest) -> None:
         """Add events for what people watch for: a replica that joined, applied a version, or has a problem."""

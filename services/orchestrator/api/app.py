@@ -11,7 +11,18 @@ from fastapi import FastAPI
 from starlette.staticfiles import StaticFiles
 
 from services.orchestrator import problems
-from services.orchestrator.api import events, experience, experience_store, jobs, keys, platform, scale, training
+from services.orchestrator.api import (
+    events,
+    experience,
+    experience_store,
+    jobs,
+    keys,
+    logs,
+    platform,
+    policies,
+    scale,
+    training,
+)
 from services.orchestrator.api.gate import Gate
 from services.orchestrator.desk import Desk
 from services.orchestrator.jobs import legal_transitions
@@ -41,7 +52,7 @@ def create_app(desk: Desk) -> FastAPI:
     )
     app.state.desk = desk
     problems.install(app)
-    for door in (jobs, events, training, experience, experience_store, keys, scale, platform, pages):
+    for door in (jobs, events, training, experience, experience_store, logs, policies, keys, scale, platform, pages):
         app.include_router(door.router)
     app.mount("/static", StaticFiles(directory=pages.STATIC), name="static")
     app.add_middleware(Gate, settings=desk.settings, doorkeeper=desk.doorkeeper, audit=desk.audit)

@@ -79,6 +79,12 @@ def get_job(request: Request, desk: DeskOf, job_id: JobId) -> Response:
     return with_etag(request, views.job(desk, job_id))
 
 
+@router.delete("/{job_id}", status_code=204)
+def delete_job(desk: DeskOf, job_id: JobId) -> None:
+    """Delete an ended job with its trajectories, weights and checkpoints; the experience store keeps what it has."""
+    desk.retirement.delete(job_id)
+
+
 @router.post("/{job_id}/cancel", status_code=202)
 def cancel(desk: DeskOf, job_id: JobId) -> schemas.JobSummary:
     """Stop a job for good."""

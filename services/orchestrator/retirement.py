@@ -1,0 +1,83 @@
+"""Deleting ended jobs: out of every list at once, keys and folders after that, repeated until done.
+
+What the job left in the experience store stays: it outlives runs on purpose.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from services.orchestrator.jobs import JobStore
+from services.orchestrator.states import TERMINAL, JobState
+from spo import redis_keys
+from spo.errors import Conflict
+from spo.logs import get_logger
+
+log = get_logger("retirement")
+
+KEYS_PER_SCAN = 1000
+SWEEP_SECONDS = 5.0
+
+
+class Retirement:
+    """Removes jobs; a crash at any point leaves the id in a set that the next sweep reads."""
+
+    def __init__(self, jobs: JobStore, state_path: Path) -> None:
+        self.jobs = jobs
+        self.state_path = state_path
+
+    def delete(self, job_id: str) -> None:
+        """Make an ended job absent. Raises NotFound, Conflict (illegal_transition) when it has not ended."""
+        state = self.jobs.state(job_id)
+        if state not in TERMINAL:
+            ended = ", ".join(sorted(TERMINAL))
+            raise Conflict(
+                f"a job that is {state} cannot be deleted, only {ended}; cancel it", code="illegal_transition"
+            )
+        tenant = self.jobs.tenant(job_id)
+        with self.jobs.client.pipeline(transaction=True) as pipe:
+            pipe.sadd(redis_keys.retired_jobs(), job_id)
+            for key in (
+                redis_keys.job_index(),
+                redis_keys.tenant_jobs(tenant),
+                *map(redis_keys.jobs_in_state, JobState),
+            ):
+                pipe.zrem(key, job_id)
+            pipe.delete(redis_keys.run_state(job_id), redis_keys.job_record(job_id))
+            pipe.execute()
+        log.info("job deleted", deleted=job_id)
+
+    def run(self, stop: threading.Event) -> None:
+        """Sweep now and then until stop."""
+        while not stop.wait(SWEEP_SECONDS):
+            try:
+                self.sweep()
+            except (redis.RedisError, OSError) as error:
+                log.warning("deleted jobs are removed later", reason=str(error))
+
+    def sweep(self) -> None:
+        """Remove the keys, weights and checkpoints of deleted jobs."""
+        retired: Any = self.jobs.client.smembers(redis_keys.retired_jobs())
+        for raw in retired:
+            job_id = raw.decode()
+            for folder in ("weights", "checkpoints"):
+                shutil.rmtree(self.state_path / folder / job_id, ignore_errors=True)
+            for keys in _chunks(self.jobs.client.scan_iter(f"spo:{job_id}:*", count=KEYS_PER_SCAN)):
+                self.jobs.client.unlink(*keys)
+            self.jobs.client.srem(redis_keys.retired_jobs(), job_id)
+
+
+def _chunks(keys: Any) -> Any:
+    chunk: list[bytes] = []
+    for key in keys:
+        chunk.append(key)
+        if len(chunk) == KEYS_PER_SCAN:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk

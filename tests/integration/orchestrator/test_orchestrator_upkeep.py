@@ -1,0 +1,153 @@
+"""Logs of a job, deleting jobs, and trying a policy, over a really running server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+import redis
+import structlog
+
+from services.orchestrator.desk import Desk
+from services.orchestrator.states import JobState
+from spo import redis_keys
+from spo.logs import configure_logs, get_logger, waiting
+from spo.service import ServiceProcess
+from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
+
+Document = dict[str, Any]
+
+
+def beat(desk: Desk, pool: str = "trainer", run_id: str = "") -> None:
+    request = HeartbeatRequest(replica_id=f"{pool}-1", pool=pool, run_id=run_id)
+    ServiceProcess._take_lines(request)
+    desk.replicas.beat(request)
+
+
+@pytest.fixture
+def job_id(api: httpx.Client, document: Document) -> str:
+    waiting.clear()
+    return str(api.post("/v1/jobs", json=document).json()["id"])
+
+
+@pytest.fixture
+def logging_on() -> Any:
+    configure_logs("trainer")
+    yield get_logger("test")
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+    waiting.clear()
+
+
+def test_lines_travel_with_heartbeats_and_are_found_by_service_and_level(
+    api: httpx.Client, desk: Desk, job_id: str, logging_on: Any
+) -> None:
+    logging_on.info("loading", run=job_id, path="x")
+    logging_on.warning("slow")
+    beat(desk, run_id=job_id)
+    logging_on.error("broken", run=job_id, redis="redis://:canary@host/0", api_key="canary")
+    beat(desk, "inference")
+
+    page = api.get(f"/v1/jobs/{job_id}/logs").json()
+
+    assert [(line["service"], line["level"], line["fields"]["event"]) for line in page["items"]] == [
+        ("inference", "error", "broken"),
+        ("trainer", "warning", "slow"),
+        ("trainer", "info", "loading"),
+    ]
+    assert "canary" not in json.dumps(page)
+    events = [
+        [line["fields"]["event"] for line in api.get(f"/v1/jobs/{job_id}/logs", params=query).json()["items"]]
+        for query in ({"level": "warning"}, {"service": "trainer"}, {"service": "trainer", "level": "error"})
+    ]
+    assert events == [["broken", "slow"], ["slow", "loading"], []]
+
+
+def test_logs_are_paged_without_gap(api: httpx.Client, desk: Desk, job_id: str, logging_on: Any) -> None:
+    for number in range(25):
+        logging_on.info("line", run=job_id, number=number)
+    beat(desk)
+    seen, cursor = [], ""
+    while cursor is not None:
+        page = api.get(f"/v1/jobs/{job_id}/logs", params={"limit": 10, "cursor": cursor}).json()
+        seen += [line["fields"]["number"] for line in page["items"]]
+        cursor = page["next_cursor"]
+
+    assert seen == list(reversed(range(25)))
+
+
+def test_a_heartbeat_carries_a_bounded_number_of_lines(desk: Desk, job_id: str, logging_on: Any) -> None:
+    for number in range(5000):
+        logging_on.info("flood", number=number)
+    request = HeartbeatRequest(replica_id="r", pool="trainer")
+
+    lines = ServiceProcess._take_lines(request)
+
+    assert len(request.logs) == len(lines) == 200
+    assert json.loads(lines[0].text)["number"] == 3000
+
+
+def test_an_ended_job_is_deleted_with_all_it_left(
+    api: httpx.Client, desk: Desk, job_id: str, redis_client: redis.Redis
+) -> None:
+    folders = [desk.settings.state_path / kind / job_id / "1" for kind in ("weights", "checkpoints")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"x")
+    refused = api.delete(f"/v1/jobs/{job_id}")
+    assert (refused.status_code, refused.json()["code"]) == (409, "illegal_transition")
+    api.post(f"/v1/jobs/{job_id}/cancel")
+    redis_client.set(redis_keys.replay_trajectory(job_id, "t"), b"x")
+
+    assert api.delete(f"/v1/jobs/{job_id}").status_code == 204
+
+    assert api.get(f"/v1/jobs/{job_id}").status_code == 404
+    assert api.get("/v1/jobs").json()["items"] == []
+    assert api.delete(f"/v1/jobs/{job_id}").status_code == 404
+    desk.retirement.sweep()
+    assert not any(folder.exists() for folder in folders)
+    assert redis_client.keys(f"*{job_id}*") == []
+    assert redis_client.scard(redis_keys.retired_jobs()) == 0
+    assert desk.jobs.counts()[JobState.CANCELLED] == 0
+
+
+def test_a_deletion_that_was_cut_short_is_finished_by_the_next_process(
+    api: httpx.Client, desk: Desk, job_id: str, open_desk: Callable[..., Desk], redis_client: redis.Redis
+) -> None:
+    api.post(f"/v1/jobs/{job_id}/cancel")
+    api.delete(f"/v1/jobs/{job_id}")
+
+    open_desk().retirement.sweep()
+
+    assert redis_client.keys(f"*{job_id}*") == []
+
+
+def test_a_policy_can_be_tried(api: httpx.Client, job_id: str) -> None:
+    answer = api.post(f"/v1/policies/{job_id}/completions", json={"prompt": "sum of the even numbers", "samples": 3})
+
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["items"]) == 3
+    assert {item["finish_reason"] for item in answer.json()["items"]} <= {"stop", "length", "unspecified"}
+    assert api.get(f"/v1/policies/{job_id}/versions").json() == {"items": []}
+
+
+@pytest.mark.parametrize(
+    ("body", "pointer"),
+    [
+        ({}, "/prompt"),
+        ({"prompt": ""}, "/prompt"),
+        ({"prompt": "x", "samples": 65}, "/samples"),
+        ({"prompt": "x", "temperature": 0}, "/temperature"),
+        ({"prompt": "x", "stop": "y"}, "/stop"),
+    ],
+)
+def test_a_completion_that_cannot_be_is_refused_by_field(
+    api: httpx.Client, job_id: str, body: Document, pointer: str
+) -> None:
+    refused = api.post(f"/v1/policies/{job_id}/completions", json=body)
+
+    assert refused.status_code == 422
+    assert [error["pointer"] for error in refused.json()["errors"]] == [pointer]
