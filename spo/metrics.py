@@ -19,6 +19,7 @@ JUDGE_SUSPECTED_HARD_CODED = Counter(
 JUDGE_ISOLATION = Gauge("spo_judge_isolation", "1 for the isolation tier in force", ["tier"])
 REPLAY_INSERTS = Counter("spo_replay_inserts_total", "Trajectories offered to the buffer", ["result"])
 REPLAY_STORED = Counter("spo_replay_stored_total", "Trajectories written to the experience store")
+REPLAY_MEMORY_SHARE = Gauge("spo_replay_memory_share", "Memory of Redis in use, as a share of its maxmemory")
 REPLAY_SAMPLE_AGE = Histogram(
     "spo_replay_sample_age_versions",
     "Weight versions behind, per sample",
@@ -31,6 +32,7 @@ POLICY_VERSION = Gauge("spo_policy_version", "Newest weight version", ["role"])
 WEIGHTS_PUSH_SECONDS = Histogram("spo_weights_push_seconds", "Seconds to gather and write, or to load a version")
 WEIGHTS_BYTES = Counter("spo_weights_bytes_total", "Bytes of weights moved")
 TRAINER_STEP_SECONDS = Histogram("spo_trainer_step_seconds", "Seconds per optimiser step")
+TRAINER_COLLAPSE_ALARMS = Counter("spo_trainer_collapse_alarms_total", "Signs of a collapse that began", ["alarm"])
 TRAINER_WAIT_SECONDS = Histogram("spo_trainer_wait_batch_seconds", "Seconds the trainer waited for a batch")
 VALUE_SAMPLES = Counter("spo_value_samples_total", "Samples of pi0 spent on value estimation")
 PIVOTAL_ROLLOUTS = Counter("spo_pivotal_rollouts_total", "Rollouts of pi0 from prefixes, in search of pivotal tokens")

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import redis
 
-from spo.errors import Unreachable
+from spo.errors import InternalError, NotReady, SpoError, Unreachable
 
 OPERATION_TIMEOUT_SECONDS = 30.0
 
@@ -36,6 +36,20 @@ def connect(url: str, wait_seconds: float = 30.0) -> redis.Redis:
                     code="redis_unreachable",
                 ) from error
             time.sleep(0.2)
+
+
+def refuses_writes(error: redis.RedisError) -> bool:
+    """Whether the server is full: its memory (maxmemory, noeviction) or the disk of its append-only file."""
+    return isinstance(error, redis.exceptions.OutOfMemoryError) or "MISCONF" in str(error)
+
+
+def as_spo_error(error: redis.RedisError) -> SpoError:
+    """What a failed command means for the caller of a service: later, where the server is full, away or starting."""
+    if refuses_writes(error):
+        return NotReady(f"Redis is full and refuses writes: {error}", code="redis_full")
+    if isinstance(error, redis.ConnectionError | redis.TimeoutError):
+        return Unreachable(f"Redis did not answer: {error}", code="redis_unreachable")
+    return InternalError(f"{type(error).__name__}: {error}")
 
 
 def public_address(url: str) -> str:

@@ -9,6 +9,7 @@ from concurrent import futures
 from typing import Any
 
 import grpc
+import redis
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.rpc import code_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -16,6 +17,7 @@ from grpc_status import rpc_status
 
 from spo import errors
 from spo.logs import get_logger
+from spo.redis_client import as_spo_error
 from spo.v1 import errors_pb2
 
 log = get_logger("rpc")
@@ -100,6 +102,9 @@ class _TypedErrors(grpc.ServerInterceptor):
                 return handler.unary_unary(request, context)
             except errors.SpoError as error:
                 context.abort_with_status(status_of(error))
+            except redis.RedisError as error:
+                log.warning("rpc handler failed on Redis", method=handler_call_details.method, reason=str(error)[:500])
+                context.abort_with_status(status_of(as_spo_error(error)))
             except Exception as error:
                 log.exception("rpc handler failed", method=handler_call_details.method)
                 context.abort_with_status(status_of(errors.InternalError(f"{type(error).__name__}: {error}")))

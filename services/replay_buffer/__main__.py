@@ -24,7 +24,8 @@ def main() -> int:
     process = ServiceProcess("replay-buffer", settings)
     client = connect(settings.redis_url, settings.redis_wait_seconds)
     store = ReplayStore(client)
-    add_ReplayServiceServicer_to_server(ReplayService(store, BatchDrawer(store)), process.server.server)
+    service = ReplayService(store, BatchDrawer(store), settings.stop_memory_share)
+    add_ReplayServiceServicer_to_server(service, process.server.server)
     consumer = Consumer(
         client, redis_keys.verdicts(), redis_keys.INGEST_GROUP, process.replica_id, settings.reclaim_seconds
     )

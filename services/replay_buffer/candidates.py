@@ -17,9 +17,12 @@ from services.replay_buffer.limiter import OnlineCounts
 from services.replay_buffer.values import PromptFacts, facts_of_prompts
 from services.replay_buffer.windows import Candidate, OfflineWindow, OnlineWindow, read_fact, rule_of
 from spo import redis_keys
-from spo.errors import IntegrityError
+from spo.errors import IntegrityError, NotFound
 from spo.job_spec import JobSpec, SourceMix
+from spo.logs import get_logger
 from spo.v1.value_pb2 import PromptValue
+
+log = get_logger("candidates")
 
 FACTS_PER_READ = 5000
 
@@ -38,13 +41,22 @@ class Candidates:
     def refresh(self, sources: Sequence[str]) -> None:
         """Take in what has come since the last look, of these sources."""
         with self.client.pipeline(transaction=False) as pipe:
+            pipe.exists(redis_keys.run_spec(self.run_id))
+            pipe.zscore(redis_keys.replay_ids(self.run_id), self._newest[0])
             pipe.hgetall(redis_keys.replay_counters(self.run_id))
             pipe.hlen(redis_keys.run_values(self.run_id))
             for source in sources:
                 self._ask_new(pipe, source)
-            counters, values, *news = pipe.execute()
-        if int(counters.get(b"number", 0)) < max(self._seen.values(), default=0):
-            # Redis was emptied under us: nothing that is remembered is there any more.
+            exists, number, counters, values, *news = pipe.execute()
+        if not exists:
+            raise NotFound(f"there is no run {self.run_id} any more: Redis was emptied", code="unknown_run")
+        if self._newest[1] and number != self._newest[1]:
+            log.error(
+                "Redis was emptied or set back: what was acknowledged since must be made again",
+                run=self.run_id,
+                lost=f"trajectory {self._newest[0]}, number {self._newest[1]} of the ledger",
+                left=f"{int(counters.get(b'number', 0))} trajectories",
+            )
             self._forget()
             return self.refresh(sources)
         self.counters = {name.decode(): int(count) for name, count in counters.items()}
@@ -130,6 +142,8 @@ class Candidates:
     def _forget(self) -> None:
         self.counters = {}
         self._seen: dict[str, int] = {}
+        # Id and insertion number of the newest trajectory seen: while it has that number, no other is gone either.
+        self._newest: tuple[str, int] = ("", 0)
         self._values: dict[str, PromptFacts] = {}
         self._values_read = 0
         self._draws_seen = 0
@@ -158,6 +172,8 @@ class Candidates:
                     self._offline.setdefault(source, OfflineWindow(self.spec, source)).add(candidate)
         if entries:
             self._seen[source] = int(entries[-1][1])
+            if self._seen[source] > self._newest[1]:
+                self._newest = (entries[-1][0].decode(), self._seen[source])
 
     def _count_draws(self) -> None:
         """Count what has been drawn since the last look, by whichever process."""

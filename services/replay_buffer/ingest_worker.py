@@ -9,12 +9,15 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import redis
 from google.protobuf.message import DecodeError
 
 from services.replay_buffer.admission import check_judged, check_scored
 from services.replay_buffer.store import ReplayStore
 from spo import metrics
 from spo.errors import InvalidInput
+from spo.logs import get_logger
+from spo.redis_client import as_spo_error, refuses_writes
 from spo.rpc import Client
 from spo.service import keep_alive_while
 from spo.streams import Consumer, Entry, consume
@@ -24,6 +27,11 @@ from spo.v1.value_service_pb2 import (
     ComputeReferenceLogprobsResponse,
     TokenSequence,
 )
+
+log = get_logger("ingest")
+
+FULL_PAUSE_SECONDS = 0.5
+SAY_SECONDS = 10.0
 
 
 @dataclass
@@ -67,9 +75,27 @@ class IngestWorker:
         if spec.trainer.reference == "cached" and judged:
             self._add_reference_logprobs(run_id, judged)
         scored, more_refusals = _sort_out(judged, lambda each: check_scored(spec, each))
-        self.store.append(run_id, scored)
+        self._append_patiently(run_id, scored)
         metrics.REPLAY_INSERTS.labels(result="refused").inc(len(refusals + more_refusals))
         return refusals + more_refusals
+
+    def _append_patiently(self, run_id: str, trajectories: Sequence[Trajectory]) -> None:
+        """Enter them; while Redis is full, wait for room and say so: a redelivery would find it just as full."""
+        say_next = 0.0
+        while True:
+            try:
+                self.store.append(run_id, trajectories)
+                return
+            except redis.ResponseError as error:
+                if not refuses_writes(error):
+                    raise
+                if time.monotonic() >= say_next:
+                    say_next = time.monotonic() + SAY_SECONDS
+                    log.error(
+                        "judged groups wait: Redis is full and refuses writes", run=run_id, reason=str(error)[:300]
+                    )
+                if self._stop.wait(FULL_PAUSE_SECONDS):
+                    raise as_spo_error(error) from None
 
     def _add_reference_logprobs(self, run_id: str, trajectories: Sequence[Trajectory]) -> None:
         """Ask value-estimation for log pi0 of every response token, all trajectories in one call.

@@ -9,6 +9,7 @@ from services.replay_buffer.batches import BatchDrawer
 from services.replay_buffer.candidates import Candidates
 from services.replay_buffer.draws import MAX_STEP
 from services.replay_buffer.limiter import Limiter
+from services.replay_buffer.storage_watch import StorageWatch
 from services.replay_buffer.store import SOURCE_CODES, ReplayStore, source_name
 from spo.errors import FieldViolation, InvalidInput, NotFound
 from spo.v1 import replay_service_pb2 as replay
@@ -27,9 +28,10 @@ MAX_SCANNED = 5000
 class ReplayService(ReplayServiceServicer):
     """Append, SampleBatch, status and listing; errors are typed in spo.rpc."""
 
-    def __init__(self, store: ReplayStore, drawer: BatchDrawer) -> None:
+    def __init__(self, store: ReplayStore, drawer: BatchDrawer, stop_memory_share: float = 0.9) -> None:
         self.store = store
         self.drawer = drawer
+        self.storage = StorageWatch(store.client, stop_memory_share)
 
     def Append(self, request: replay.AppendRequest, context: Any) -> replay.AppendResponse:
         inserted, duplicates = self.store.append(request.run_id, request.trajectories)
@@ -40,14 +42,16 @@ class ReplayService(ReplayServiceServicer):
 
     def GetReplayStatus(self, request: replay.GetReplayStatusRequest, context: Any) -> replay.GetReplayStatusResponse:
         candidates = self.store.candidates(request.run_id)
+        pressure = self.storage.pressure()
         with candidates.lock:
             candidates.refresh([source_name(code) for code in SOURCE_CODES])
             online = candidates.online(candidates.rule("online"))
             counts = [_count(candidates, code) for code in SOURCE_CODES]
         return replay.GetReplayStatusResponse(
             counts=[count for count in counts if count.inserted],
-            admissible_inserts=Limiter.of(candidates.spec).admissible_inserts(online),
+            admissible_inserts=0 if pressure else Limiter.of(candidates.spec).admissible_inserts(online),
             duplicates=self.store.duplicates(request.run_id),
+            backpressure=pressure,
         )
 
     def ListTrajectories(

@@ -27,7 +27,7 @@ from spo.v1.value_service_pb2_grpc import ValueServiceStub
 
 @pytest.fixture
 def scorer() -> Scorer:
-    return Scorer()
+    return Scorer()  # type: ignore[abstract]
 
 
 @pytest.fixture
