@@ -52,9 +52,9 @@ def test_every_service_is_confined_limited_and_watched(name: str) -> None:
     assert all(needed["condition"] == "service_healthy" for needed in service["depends_on"].values())
 
 
-def test_only_the_orchestrator_and_prometheus_are_published_and_on_loopback() -> None:
+def test_only_the_orchestrator_and_the_observers_are_published_and_on_loopback() -> None:
     published = {name: service["ports"] for name, service in COMPOSE["services"].items() if "ports" in service}
-    assert set(published) == {"orchestrator", "prometheus"}
+    assert set(published) == {"orchestrator", "prometheus", "grafana"}
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
 
 
