@@ -166,6 +166,7 @@ def sampled_trajectories(
                 response_token_ids=response,
                 reward=0.0 if response[0] % 2 == 0 else -1.0,
                 reference_logprobs=reference,
+                sampling_logprobs=reference,
             ),
         )
         for index, (prompt, response, reference) in enumerate(zip(prompts, responses, references, strict=True))

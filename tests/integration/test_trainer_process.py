@@ -27,9 +27,21 @@ LIMIT_SECONDS = 200.0
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--local-addr=127.0.0.1")
 
 
-def job_spec(model_path: Path, **trainer: Any) -> JobSpec:
+METHODS = pytest.mark.parametrize("method", ["spo", "ppo"])
+# Two models per rank, and two updates per batch.
+PPO: dict[str, Any] = {
+    "algorithm": {"losses": [{"objective": "ppo"}], "critic": {}},
+    "replay": {"mix": [{"source": "online", "share": 1.0}]},
+}
+
+
+def job_spec(model_path: Path, method: str = "spo", **trainer: Any) -> JobSpec:
     defaults = {"steps": 12, "batch_size": 8, "micro_batch_size": 3, "update_interval": 4, "checkpoint_interval": 4}
-    return parse_job_spec({"model": {"path": str(model_path)}, "trainer": {**defaults, **trainer}})
+    document = {"model": {"path": str(model_path)}, "trainer": {**defaults, **trainer}}
+    if method == "ppo":
+        document |= PPO
+        document["trainer"]["epochs"] = 2
+    return parse_job_spec(document)
 
 
 @dataclass
@@ -82,12 +94,13 @@ def surroundings(tiny_model_path: Path, trajectories: list[Any], tmp_path: Path)
                 raise
 
 
+@METHODS
 @pytest.mark.timeout(600)
 def test_two_ranks_at_zero_stage_2_learn_what_one_rank_learns(
-    surroundings: Surroundings, tiny_model_path: Path
+    surroundings: Surroundings, tiny_model_path: Path, method: str
 ) -> None:
     job = surroundings.job
-    job.spec = job_spec(tiny_model_path, zero_stage=2, steps=6)
+    job.spec = job_spec(tiny_model_path, method, zero_stage=2, steps=6)
     single = surroundings.start()
     surroundings.wait_finished()
     single.terminate()
@@ -106,11 +119,13 @@ def test_two_ranks_at_zero_stage_2_learn_what_one_rank_learns(
     assert (Path(job.checkpoints[-1].path) / "rank-00001.safetensors").exists()
 
 
+@METHODS
 @pytest.mark.timeout(600)
 def test_a_killed_trainer_is_followed_by_one_that_resumes_and_ends_with_the_same_weights(
-    surroundings: Surroundings, tiny_model_path: Path
+    surroundings: Surroundings, tiny_model_path: Path, method: str
 ) -> None:
     job, pool = surroundings.job, surroundings.pool
+    job.spec = job_spec(tiny_model_path, method)
     first = surroundings.start()
 
     def kill(step: int, batch: Any) -> None:
