@@ -18,7 +18,7 @@ import redis
 from blake3 import blake3
 
 from services.sandbox_judge.lanes import Lane
-from services.sandbox_judge.languages import language_of, version_of
+from services.sandbox_judge.languages import behaviour_of, language_of
 from services.sandbox_judge.memory_cgroup import memory_parent
 from services.sandbox_judge.sandbox import JudgeFault
 from services.sandbox_judge.settings import IsolationTier, Settings
@@ -140,7 +140,7 @@ class Docket:
         # Hashed first: a program need not be UTF-8.
         source = blake3(encoded(program)).hexdigest()
         return redis_keys.verdict(
-            redis_keys.digest(source, tests_digest, language, version_of(language), self.judge_version)
+            redis_keys.digest(source, tests_digest, language, behaviour_of(language), self.judge_version)
         )
 
     def _sampled(self, key: str) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import services.sandbox_judge
+from services.sandbox_judge.languages import readable_folders
 from services.sandbox_judge.seccomp_filter import OWN_PID, Freedom, base_filter, narrowing_filter
 from services.sandbox_judge.settings import IsolationTier
 
@@ -93,7 +94,7 @@ def _setting(namespaces: bool, landlock: bool, scratch: str | None) -> dict[str,
     return {
         "namespaces": namespaces,
         "landlock": landlock,
-        "readable": ["/usr", *_SYSTEM_FOLDERS, "/etc/ld.so.cache", "/etc/alternatives", str(_prefix())],
+        "readable": ["/usr", *_SYSTEM_FOLDERS, "/etc/ld.so.cache", "/etc/alternatives", *_outside_usr()],
         "scratch": scratch,
         "base_filter": base_filter(),
         "filters": {freedom.value: narrowing_filter(freedom, namespaces) for freedom in Freedom},
@@ -110,9 +111,10 @@ def _bubblewrap(root: bool) -> tuple[str, ...]:
     else:
         arguments += ["--unshare-user", "--cap-drop", "ALL"]
     # Bubblewrap would give the folders above a bind the modes they have outside: /root, say, closed to the program.
-    for parent in reversed(_prefix().parents[:-1]):
+    parents = {parent for folder in _outside_usr() for parent in Path(folder).parents[:-1]}
+    for parent in sorted(parents):
         arguments += ["--perms", "0755", "--dir", str(parent)]
-    for folder in dict.fromkeys(("/usr", str(_prefix()))):
+    for folder in dict.fromkeys(("/usr", *_outside_usr())):
         arguments += ["--ro-bind", folder, folder]
     for name in _SYSTEM_FOLDERS:
         if os.path.islink(name):
@@ -129,6 +131,11 @@ def _bubblewrap(root: bool) -> tuple[str, ...]:
 def _interpreter() -> str:
     """The real binary: a virtual environment's link or a version manager's shim would be slower or not in the jail."""
     return os.path.realpath(sys.executable)
+
+
+def _outside_usr() -> tuple[str, ...]:
+    """What programs may read beside the system: this interpreter and the languages of other places."""
+    return (str(_prefix()), *readable_folders())
 
 
 def _prefix() -> Path:

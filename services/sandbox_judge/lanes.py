@@ -51,15 +51,20 @@ class Lane:
         return zygote
 
     @contextlib.contextmanager
-    def open(self, role: Role, executable: Executable, limits: RunLimits) -> Iterator[OpenProgram]:
-        """A jail with the program in it, its tree held to the memory limit. Raises CompileFailed or JudgeFault."""
+    def open(
+        self, role: Role, executable: Executable, limits: RunLimits, files: tuple[bytes, ...] = ()
+    ) -> Iterator[OpenProgram]:
+        """A jail with the program in it, its tree held to the memory limit; every run finds the files.
+
+        Raises CompileFailed or JudgeFault.
+        """
         zygote = self.zygote(role)
         cgroup = self._cgroups.get(role)
         if cgroup:
             with _faults():
                 cgroup.limit(limits.memory_bytes)
         with zygote.open(executable, limits) as opened:
-            yield _TreeLimited(opened.channel, limits, cgroup) if cgroup else opened
+            yield _Opened(opened.channel, limits, files, cgroup) if files or cgroup else opened
 
     def retire_old(self) -> None:
         """End zygotes that have served long enough."""
@@ -92,14 +97,15 @@ class Lane:
 
 
 @dataclass
-class _TreeLimited(OpenProgram):
-    """A program whose tree shares a memory limit: who is killed for it has met it."""
+class _Opened(OpenProgram):
+    """A program that brings files to every run; if its tree shares a memory limit, who is killed for it has met it."""
 
-    cgroup: MemoryCgroup
+    files: tuple[bytes, ...]
+    cgroup: MemoryCgroup | None
 
     def run(self, stdin: bytes, files: Sequence[bytes] = ()) -> Run:
-        run = super().run(stdin, files)
-        killed = run.code != 0 and self.cgroup.has_killed()
+        run = super().run(stdin, (*self.files, *files))
+        killed = run.code != 0 and self.cgroup is not None and self.cgroup.has_killed()
         return dataclasses.replace(run, ending=Ending.MEMORY_LIMIT) if killed else run
 
 

@@ -213,6 +213,8 @@ def _classify(exchange: _Exchange, limits: RunLimits, stdout: bytes, stderr: byt
 
 def _out_of_memory(stderr: bytes) -> bool:
     """Whether a failed program says that an allocation was refused; lying gains nothing: it failed either way."""
+    if b"java.lang.OutOfMemoryError" in stderr:
+        return True
     last_line = stderr.rstrip().rsplit(b"\n", 1)[-1]
     return last_line.startswith(b"MemoryError") or b"bad_alloc" in last_line or b"Cannot allocate memory" in last_line
 
@@ -223,5 +225,6 @@ def memory_file(name: str, content: bytes) -> int:
     view = memoryview(content)
     while view:
         view = view[os.write(descriptor, view) :]
+    os.lseek(descriptor, 0, os.SEEK_SET)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _ALL_SEALS)
     return descriptor

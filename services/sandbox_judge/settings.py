@@ -34,6 +34,9 @@ class Settings(ServiceSettings, service="sandbox_judge"):
         default="auto",
         description='Where memory of whole trees is limited: "auto" (the judge\'s own cgroup), "off" or a folder.',
     )
+    python_prefixes: list[str] = Field(
+        default=[], description="Prefixes of further Python versions outside /usr (JSON list): offered as python3.x."
+    )
     docker_image: str = Field(
         default="", description="Image of tier docker: one with the python3 of this judge, such as the judge's own."
     )

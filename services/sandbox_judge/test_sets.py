@@ -91,7 +91,10 @@ def require_usable(test_set: TestSet) -> None:
         "/absolute_tolerance": (_within(test_set.absolute_tolerance, math.inf), "finite and not negative"),
         "/relative_tolerance": (_within(test_set.relative_tolerance, math.inf), "finite and not negative"),
         "/checker_program": (special == bool(test_set.checker_program), "there exactly for CHECKER_SPECIAL"),
-        "/checker_language": ((test_set.checker_language or "python") in languages(), "a language of this judge"),
+        "/checker_language": (
+            (checker := languages().get(test_set.checker_language or "python")) is not None and not checker.run,
+            "a language of this judge without a runtime of its own",
+        ),
     }
     violations = tuple(
         FieldViolation(pointer, f"must be {rule}") for pointer, (holds, rule) in rules.items() if not holds

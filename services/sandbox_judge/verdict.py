@@ -6,13 +6,14 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from services.sandbox_judge.backends.exec import Binaries
-from services.sandbox_judge.backends.zygote import Executable
+from services.sandbox_judge.backends.exec import Binaries, command_of, limits_in
+from services.sandbox_judge.backends.zygote import Executable, OpenProgram
 from services.sandbox_judge.compare import first_difference
 from services.sandbox_judge.hard_coding import suspects
 from services.sandbox_judge.lanes import Lane, Role
-from services.sandbox_judge.languages import language_of
+from services.sandbox_judge.languages import Language, language_of
 from services.sandbox_judge.sandbox import CompileFailed, Ending, JudgeFault, Run, RunLimits, limits_of
+from services.sandbox_judge.seccomp_filter import Freedom
 from spo.v1.verdict_pb2 import Checker, Outcome, TestCase, TestResult, TestSet, Verdict
 
 DETAIL_CHARACTERS = 500
@@ -74,10 +75,9 @@ class Court:
             reason = f"the program has {len(source)} bytes; at most {self.max_source_bytes} are judged"
             return _refused(test_set, reason, manner)
         try:
-            executable = self._executable(lane, source, language)
             with contextlib.ExitStack() as stack:
                 check = self._checker(lane, test_set, stack)
-                opened = stack.enter_context(lane.open(Role.PROGRAM, executable, limits_of(test_set.limits)))
+                opened = stack.enter_context(self._opened(lane, source, language, limits_of(test_set.limits)))
                 results = list(_results(opened.run, check, test_set, manner))
                 verdict = summary_of(results, test_set, manner.want_details)
                 verdict.suspected_hard_coded = suspects(program, language, test_set, results, opened.run, check)
@@ -85,11 +85,21 @@ class Court:
         except CompileFailed as failure:
             return _refused(test_set, str(failure), manner)
 
-    def _executable(self, lane: Lane, source: bytes, language: str) -> Executable:
+    def _opened(
+        self, lane: Lane, source: bytes, language: str, limits: RunLimits
+    ) -> contextlib.AbstractContextManager[OpenProgram]:
+        """The program in its jail, built before where its language says so."""
         known = language_of(language)
-        if not known.build:
+        if not known.run:
+            return lane.open(Role.PROGRAM, self._executable(lane, source, known), limits)
+        built = self.binaries.built(known, source, lane)
+        return lane.open(Role.PROGRAM, command_of(known, limits), limits_in(known, limits), (built,))
+
+    def _executable(self, lane: Lane, source: bytes, language: Language) -> Executable:
+        if not language.build:
             return Executable(source=source)
-        return self.binaries.executable(known, source, lane)
+        binary = self.binaries.built(language, source, lane)
+        return Executable(binary=binary, command=("program",), freedom=Freedom.COMMAND)
 
     def _checker(self, lane: Lane, test_set: TestSet, stack: contextlib.ExitStack) -> Check:
         """The comparison of a test set; a special judge runs in a jail of its own and gets the three files by path."""
@@ -97,7 +107,8 @@ class Court:
             return lambda test, output: first_difference(test_set, test.stdout, output)
         paths = ("checker", "/dev/fd/3", "/dev/fd/4", "/dev/fd/5")
         try:
-            executable = self._executable(lane, test_set.checker_program, test_set.checker_language or "python")
+            language = language_of(test_set.checker_language or "python")
+            executable = self._executable(lane, test_set.checker_program, language)
             named = Executable(executable.source, executable.binary, paths, freedom=executable.freedom)
             opened = stack.enter_context(lane.open(Role.CHECKER, named, CHECKER_LIMITS))
         except CompileFailed as failure:

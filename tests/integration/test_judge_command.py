@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +100,26 @@ def test_every_outcome_is_one_json_object_per_line_with_all_tests(folder: Path) 
     by_outcome = {row["outcome"]: [test["outcome"] for test in row["tests"]] for row in rows}
     assert by_outcome["wrong_answer"] == ["wrong_answer", "wrong_answer", "accepted"]
     assert by_outcome["compile_error"] == ["skipped"] * 3
+
+
+def test_further_python_versions_are_offered_where_settings_name_their_prefix(folder: Path) -> None:
+    own = Path(sysconfig.get_paths()["stdlib"]).parent.parent
+    others = [path for path in own.parent.glob("*/bin/python3.*") if re.fullmatch(r"python3\.\d\d", path.name)]
+    others = [path for path in others if path.name != f"python3.{sys.version_info.minor}"]
+    if not others:
+        pytest.skip("NO OTHER PYTHON VERSION HERE beside the one that runs the tests")
+    prefixes = json.dumps([str(others[0].parent.parent)])
+    (folder / "version.py").write_text("import sys\nprint(2 * int(input()) if __name__ == '__main__' else sys.version)")
+    programs = ["version.py", "compile_error.py", "runtime_error.py"]
+
+    shown = run(
+        folder,
+        *("--language", others[0].name, "--cpu-seconds", "2", "-o", "json"),
+        *programs,
+        SPO_SANDBOX_JUDGE_PYTHON_PREFIXES=prefixes,
+    )
+
+    assert [row["outcome"] for row in rows_of(shown)] == ["accepted", "compile_error", "runtime_error"]
 
 
 def test_early_stop_skips_what_follows_the_first_failure(folder: Path) -> None:

@@ -104,6 +104,49 @@ def test_a_hostile_cpp_program_meets_its_end(court: Court, lane: Lane, name: str
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 2  # a zygote may have been started
 
 
+JAVA_PROGRAM = """
+import java.util.*;
+public class Solution {
+    public static void main(String[] arguments) throws Exception {
+        int n = new Scanner(System.in).nextInt();
+        BODY
+        System.out.println(2 * n);
+    }
+}
+"""
+JAVA = {
+    "accepted": "Thread other = new Thread(() -> {}); other.start(); other.join();",
+    "compile_error": "int x = ;",
+    "cpu_time_limit": "while (n < 100) n = (n & 7) + 1;",
+    "memory_limit": "n += new int[1 << 28].length;",
+    "runtime_error": 'new ProcessBuilder("/bin/true").start();',
+}
+
+
+@pytest.mark.skipif("java" not in languages(), reason="NO JAVA HERE: javac is not installed")
+@pytest.mark.parametrize("expected", JAVA)
+def test_a_java_program_gets_every_kind_of_verdict(court: Court, lane: Lane, expected: str) -> None:
+    if lane.tier != TIERS[0] and expected != "accepted":
+        pytest.skip("one outcome shows that Java runs in this tier")
+    tests = verdict_pb2.TestSet(tests=DOUBLES.tests[:1], limits=Limits(cpu_seconds=2, memory_bytes=256 << 20))
+
+    assert outcome(court, lane, JAVA_PROGRAM.replace("BODY", JAVA[expected]), "java", tests) == expected
+
+
+@pytest.mark.skipif("pypy" not in languages(), reason="NO PYPY HERE: pypy3 is not installed")
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("print(2 * int(input()))", "accepted"),
+        ("print(", "compile_error"),
+        ("import os; os.fork()", "runtime_error"),
+        ("while True: pass", "cpu_time_limit"),
+    ],
+)
+def test_a_pypy_program_gets_its_verdict(court: Court, lane: Lane, program: str, expected: str) -> None:
+    assert outcome(court, lane, program, "pypy") == expected
+
+
 DIVISOR_CHECKER = b"""
 import sys
 problem, output, answer = (open(path).read() for path in sys.argv[1:4])

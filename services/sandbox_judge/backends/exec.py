@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from dataclasses import replace
 
 from blake3 import blake3
 
 from services.sandbox_judge.backends.zygote import Executable
 from services.sandbox_judge.lanes import Lane, Role
 from services.sandbox_judge.languages import BUILD_LIMITS, Language
-from services.sandbox_judge.sandbox import CompileFailed, Ending, JudgeFault
+from services.sandbox_judge.sandbox import CompileFailed, Ending, JudgeFault, RunLimits
 from services.sandbox_judge.seccomp_filter import Freedom
 from spo.redis_keys import digest
 
@@ -25,15 +26,15 @@ class Binaries:
         self._kept: OrderedDict[str, bytes] = OrderedDict()
         self._kept_bytes = 0
 
-    def executable(self, language: Language, source: bytes, lane: Lane) -> Executable:
-        """What runs the program. Raises CompileFailed, or JudgeFault when the compiler could not run."""
+    def built(self, language: Language, source: bytes, lane: Lane) -> bytes:
+        """What the program's build has made. Raises CompileFailed, or JudgeFault when the compiler could not run."""
         key = digest(*language.build, blake3(source).hexdigest())
         with self._lock:
             binary = self._kept.get(key)
         if binary is None:
             binary = build(language, source, lane)
             self._keep(key, binary)
-        return Executable(binary=binary, command=("program",), freedom=Freedom.COMMAND)
+        return binary
 
     def _keep(self, key: str, binary: bytes) -> None:
         with self._lock:
@@ -43,9 +44,24 @@ class Binaries:
                 self._kept_bytes -= len(self._kept.popitem(last=False)[1])
 
 
+def command_of(language: Language, limits: RunLimits) -> Executable:
+    """What runs a built program of a language that has a runtime."""
+    command = tuple(word.replace("{memory_mib}", str(limits.memory_bytes >> 20)) for word in language.run)
+    return Executable(command=command, environment=language.environment, freedom=Freedom.COMMAND)
+
+
+def limits_in(language: Language, limits: RunLimits) -> RunLimits:
+    """A program's limits with what the language's runtime takes itself."""
+    return replace(
+        limits,
+        memory_bytes=limits.memory_bytes + language.allowance_bytes,
+        processes=max(limits.processes, language.processes),
+    )
+
+
 def build(language: Language, source: bytes, lane: Lane) -> bytes:
     """The binary of a program, built inside a jail. Raises CompileFailed or JudgeFault."""
-    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "TMPDIR": ".", "LC_ALL": "C.UTF-8"}
+    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "TMPDIR": ".", "LC_ALL": "C.UTF-8", **language.environment}
     executable = Executable(command=language.command, environment=environment, freedom=Freedom.TOOLCHAIN)
     with lane.open(Role.COMPILER, executable, BUILD_LIMITS) as opened:
         run = opened.run(source)
