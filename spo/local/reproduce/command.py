@@ -25,7 +25,7 @@ from spo.local.demo import ReferenceModelBuild
 from spo.local.launcher import LauncherSettings, LocalPlatform
 from spo.local.reproduce.conduct import Conductor, stored_result
 from spo.local.reproduce.contamination import contaminate
-from spo.local.reproduce.memory import measured_memory
+from spo.local.reproduce.memory import kept_memory, measured_memory
 from spo.local.reproduce.methods import Document, merged
 from spo.local.reproduce.plan import FULL, QUICK, SETTINGS, Difficulty, Run, runs
 from spo.local.reproduce.progress import RunProgress
@@ -52,7 +52,8 @@ def run_reproduce(*, quick: bool, seeds: int | None, pattern: str, only: Sequenc
         console.print("interrupted; everything is stopped, finished runs are kept, the same command goes on")
         raise SystemExit(ExitCode.INTERRUPTED) from None
     kept = [json.loads(path.read_text()) for path in sorted((folder / "runs").glob("*.json"))]
-    memory = measured_memory(folder)
+    # Part of the plan is run to look at that part: the benchmark would take longer than it.
+    memory = kept_memory(folder) if pattern or only else measured_memory(folder)
     report = write_report(Results(kept), memory, folder, quick=quick, wall_seconds=time.monotonic() - began)
     console.print(f"report: {escape(str(folder / 'report.md'))}, report.json and plots", highlight=False)
     for verdict, count in report["verdicts"].items():

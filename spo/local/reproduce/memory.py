@@ -16,17 +16,23 @@ from spo.cli_output import console
 
 REPOSITORY = Path(__file__).parents[3]
 LIMIT_SECONDS = 600.0
+KEPT = "memory.json"
 
 
 def measured_memory(folder: Path) -> list[dict[str, Any]]:
     """The benchmark's rows about PPO, measured once per folder; none when it could not run."""
-    kept = folder / "memory.json"
-    if not kept.exists():
-        rows = [row for row in _rows() if "ppo" in f"{row['name']} {row['yardstick']}".lower()]
-        if not rows:
-            return []
-        kept.write_text(json.dumps(rows) + "\n")
-    found: list[dict[str, Any]] = json.loads(kept.read_text())
+    kept = kept_memory(folder)
+    if not kept:
+        kept = [row for row in _rows() if "ppo" in f"{row['name']} {row['yardstick']}".lower()]
+        if kept:
+            (folder / KEPT).write_text(json.dumps(kept) + "\n")
+    return kept
+
+
+def kept_memory(folder: Path) -> list[dict[str, Any]]:
+    """What was measured before; none when nothing was."""
+    path = folder / KEPT
+    found: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     return found
 
 
