@@ -32,7 +32,10 @@ class OrchestratorService(OrchestratorServiceServicer):
         return self.desk.leases.wait_for_job(request.trainer_id, request.wait_seconds, wanted=context.is_active)
 
     def RenewLease(self, request: wire.RenewLeaseRequest, context: grpc.ServicerContext) -> wire.RenewLeaseResponse:
-        return wire.RenewLeaseResponse(directive=self.desk.leases.renew(request))
+        directive = self.desk.leases.renew(request)
+        # In the same answer: the trainer that told of an alarm must learn what became of it.
+        paused = self.desk.alarms.note(request)
+        return wire.RenewLeaseResponse(directive=wire.DIRECTIVE_PAUSE if paused else directive)
 
     def PublishWeights(
         self, request: wire.PublishWeightsRequest, context: grpc.ServicerContext

@@ -18,6 +18,8 @@ from spo.streams import append_words
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.weights_pb2 import WeightAnnouncement
 
+REFERENCE_VERSION = 0
+
 
 class WeightVersions:
     """What was published, and which of it is announced (the newest entry of the run's weights stream)."""
@@ -74,12 +76,9 @@ class WeightVersions:
                 code="version_taken",
             )
 
-    def announce(self, job_id: str, version: int, action: str) -> WeightAnnouncement:
-        """Announce a published version again by hand ("pushed" or "rolled_back"). Raises NotFound, Conflict."""
-        raw = self.jobs.client.hget(redis_keys.job_weights(job_id), str(version))
-        if raw is None:
-            raise NotFound(f"job {job_id} has no weight version {version}", code="weight_version_not_found")
-        published = json.loads(raw)
+    def announce(self, job_id: str, version: int, action: str, actor: str = "api") -> WeightAnnouncement:
+        """Announce a published version, or the reference, again ("pushed" or "rolled_back"). NotFound, Conflict."""
+        published = self._published(job_id, version)
         announcement = WeightAnnouncement(
             run_id=job_id,
             version=version,
@@ -94,11 +93,20 @@ class WeightVersions:
             writes=[append_words(redis_keys.weights(job_id), announcement.SerializeToString())],
             kind="weights",
             body=json.dumps({"action": action, "version": version, "step": published["step"]}),
-            actor="api",
+            actor=actor,
         ).run(self.jobs.client, self.jobs.durable)
         if not outcome.done:
             raise Conflict(f"job {job_id} is {outcome.state}; it serves no weights", code="job_not_active")
         return announcement
+
+    def _published(self, job_id: str, version: int) -> dict[str, Any]:
+        if version == REFERENCE_VERSION:
+            return {"step": 0, "uri": "", "manifest_digest": ""}
+        raw: Any = self.jobs.client.hget(redis_keys.job_weights(job_id), str(version))
+        if raw is None:
+            raise NotFound(f"job {job_id} has no weight version {version}", code="weight_version_not_found")
+        published: dict[str, Any] = json.loads(raw)
+        return published
 
     def announced(self, job_id: str) -> WeightAnnouncement | None:
         """The announcement replicas should be at; None while only the reference (version 0) exists."""

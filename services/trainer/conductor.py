@@ -12,6 +12,7 @@ from typing import Literal
 
 from services.trainer.batches import Replay, Row, faults
 from services.trainer.checkpoints import Progress
+from services.trainer.guard import Guard
 from services.trainer.lease import TRANSIENT, Lease
 from services.trainer.settings import Settings
 from services.trainer.shares import Minibatch
@@ -71,6 +72,8 @@ class Conductor:
         self._wait_seconds = 0.0
         self._order_began = time.monotonic()
         self._quarantined_in_a_row = 0
+        self._guard = Guard(spec.collapse_guard)
+        self._held = False
 
     def next_order(self, progress: Progress) -> Order:
         """What all ranks do next."""
@@ -92,6 +95,8 @@ class Conductor:
         return None
 
     def _duty(self, progress: Progress) -> Order | None:
+        if self._is_held():
+            return self._save_and_wait(progress)
         trainer = self._spec.trainer
         done = progress.step >= trainer.steps
         if progress.weight_step != progress.step and (progress.step % trainer.update_interval == 0 or done):
@@ -100,12 +105,24 @@ class Conductor:
         if not saved and progress.step and (done or self._checkpoint_due(progress)):
             return Order("checkpoint")
         match self.lease.directive:
-            case wire.DIRECTIVE_PAUSE | wire.DIRECTIVE_CHECKPOINT if not saved:
+            case wire.DIRECTIVE_CHECKPOINT if not saved:
                 return Order("checkpoint")
             case wire.DIRECTIVE_PAUSE:
-                self._stop.wait(WAIT_SECONDS)
-                return Order("wait")
+                return self._save_and_wait(progress)
         return self._end(Ending("all steps done", give_back=True)) if done else None
+
+    def _save_and_wait(self, progress: Progress) -> Order:
+        if progress.step and self._tried_checkpoint_at_step != progress.step:
+            return Order("checkpoint")
+        self._stop.wait(WAIT_SECONDS)
+        return Order("wait")
+
+    def _is_held(self) -> bool:
+        """From an alarm that pauses until a person resumes: nothing is learned and no weights leave the trainer."""
+        if self._held and self.lease.has_told_all and self.lease.directive != wire.DIRECTIVE_PAUSE:
+            self._held = False
+            self._guard.rearm()
+        return self._held
 
     def _checkpoint_due(self, progress: Progress) -> bool:
         if progress.step % self._spec.trainer.checkpoint_interval == 0:
@@ -145,10 +162,12 @@ class Conductor:
         seconds = time.monotonic() - self._order_began
         TRAINER_STEP_SECONDS.observe(seconds)
         self._quarantined_in_a_row = 0
-        self._report(
-            progress.step,
-            {**batch_metrics(rows, progress.weight_version), **learned, "step_seconds": seconds, "quarantined": 0.0},
-        )
+        measured = {**batch_metrics(rows, progress.weight_version), **learned}
+        alarms = self._guard.look(progress.step, measured)
+        if alarms and self._guard.pauses:
+            self._held = True
+        counts = {"step_seconds": seconds, "quarantined": 0.0, "alarms": float(len(alarms))}
+        self.lease.report_step(progress.step, self._reported({**measured, **counts}), alarms)
 
     def step_refused(self, step: int, rows: Sequence[Row], reason: str) -> None:
         """A batch that the ranks could not learn from."""
@@ -158,15 +177,16 @@ class Conductor:
         ids = [row.trajectory.trajectory_id for row in rows]
         log.error("a batch is quarantined; it changes no weights", step=step, reason=reason, trajectories=ids)
         self._quarantined_in_a_row += 1
-        self._report(step, {"quarantined": float(len(rows))})
+        self.lease.report_quarantine(step, self._reported({"quarantined": float(len(rows))}), reason, ids)
         if self._quarantined_in_a_row >= self._settings.max_quarantined:
             message = f"{self._quarantined_in_a_row} batches in a row were unusable; the last: {reason}"
             self.ending = Ending("unusable batches", True, "batches_unusable", message)
 
-    def _report(self, step: int, measured: Mapping[str, float]) -> None:
+    def _reported(self, measured: Mapping[str, float]) -> dict[str, float]:
+        """A step's scalars as they travel; the wait for the next batch begins."""
         finite = {name: value for name, value in measured.items() if math.isfinite(value)}
-        self.lease.report_step(step, {**finite, "wait_seconds": self._wait_seconds})
         self._wanted_since = self._said = time.monotonic()
+        return {**finite, "wait_seconds": self._wait_seconds}
 
     def fail(self, error_code: str, error_message: str) -> None:
         """The run cannot go on; the job fails with this."""

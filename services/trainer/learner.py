@@ -188,7 +188,7 @@ class Learner:
             beta = self._spec.algorithm.beta
             loss, parts = spo_loss(logprobs_BL, batch, self._terms, beta)
         except InvalidInput as error:
-            return None, str(error)
+            return None, _naming_trajectories(error, piece)
         if piece.idle:
             return loss, ""
         diagnostics = batch_diagnostics(logprobs_BL.detach(), batch, beta)
@@ -197,7 +197,8 @@ class Learner:
         if online_B.any():
             # On samples of (nearly) the current policy the mean of -ln pi estimates its entropy per token.
             online = batch_diagnostics(logprobs_BL.detach()[online_B], batch.select(online_B), beta)
-            means.add({"entropy": online["token_nll_nats"]}, int(online_B.sum()))
+            of_online = {"entropy": online["token_nll_nats"], "log_ratio/online": online["log_ratio_nats"]}
+            means.add(of_online, int(online_B.sum()))
         return loss, ""
 
     def _value_loss(
@@ -251,6 +252,16 @@ class Learner:
         if self._critic:
             self._critic.close()
         self.engine.close()
+
+
+def _naming_trajectories(error: InvalidInput, piece: Piece) -> str:
+    """The error in words, with the ids of the trajectories that its pointers (/tensor/row) mean."""
+    ids = [piece.rows[int(row)].trajectory.trajectory_id for row in _rows_of(error)]
+    return f"{error.message} ({', '.join(sorted(set(ids)))})" if ids else str(error)
+
+
+def _rows_of(error: InvalidInput) -> list[str]:
+    return [row for each in error.violations if (row := each.pointer.rpartition("/")[2]).isdigit()]
 
 
 def _named(diagnostics: dict[str, float]) -> dict[str, float]:

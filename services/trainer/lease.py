@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from spo.errors import InternalError, LeaseLost, NotReady, SpoError
@@ -19,6 +20,7 @@ RENEW_SECONDS = 1.0
 CALL_DEADLINE_SECONDS = 10.0
 SAY_SECONDS = 10.0
 REPORTS_PER_RENEWAL = 1000
+MOST_NAMED = 1000
 # A service whose Redis is just restarting answers INTERNAL: worth asking again, like one that is away.
 TRANSIENT = (NotReady, InternalError)
 
@@ -67,9 +69,25 @@ class Lease:
     def lost(self) -> bool:
         return self._lost.is_set()
 
-    def report_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand in a step's metrics; they travel with the next renewal."""
-        self._reports.append(wire.StepReport(step=step, metrics=metrics))
+    @property
+    def has_told_all(self) -> bool:
+        """Whether every report was acknowledged; `directive` is then the answer to the last of them, or newer."""
+        return not self._reports
+
+    def report_step(
+        self, step: int, metrics: Mapping[str, float], alarms: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Hand in a step's metrics, and alarms by name with their reasons; they travel with the next renewal."""
+        self._reports.append(wire.StepReport(step=step, metrics=metrics, alarms=alarms))
+
+    def report_quarantine(
+        self, step: int, metrics: Mapping[str, float], reason: str, trajectory_ids: Sequence[str]
+    ) -> None:
+        """Hand in a step whose batch could not be learned from."""
+        named = trajectory_ids[:MOST_NAMED]
+        self._reports.append(
+            wire.StepReport(step=step, metrics=metrics, quarantine_reason=reason, quarantined_ids=named)
+        )
 
     def publish(self, version: int, step: int, *, uri: str, manifest_digest: str, size_bytes: int) -> None:
         """Tell the orchestrator about a stored weight version; idempotent."""
@@ -144,7 +162,8 @@ class Lease:
             log.warning("the lease was lost; this trainer stops working on the job", run=self.grant.run_id)
             raise
         if method == "RenewLease":
+            # First: whoever sees that a report has arrived sees what was said to it.
+            self.directive = response.directive
             # Only what was acknowledged is forgotten.
             for _ in request.reports:
                 self._reports.popleft()
-            self.directive = response.directive

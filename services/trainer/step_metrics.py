@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from services.trainer.batches import Row
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, Source
+from spo.v1.trajectory_pb2 import FINISH_REASON_LENGTH
 
 
 class WeightedMeans:
@@ -32,14 +33,22 @@ class WeightedMeans:
 
 
 def batch_metrics(rows: Sequence[Row], policy_version: int) -> dict[str, float]:
-    """What a batch says before it is learned from: reward in all and by source, staleness in versions, token count."""
+    """What a batch says before it is learned from: reward in all and by source, token count.
+
+    Of online trajectories also the staleness in versions, the length in tokens and the share that was cut off.
+    """
     means = WeightedMeans()
     for row in rows:
         trajectory = row.trajectory
         source = Source.Name(trajectory.source).removeprefix("SOURCE_").lower()
         means.add({"reward": trajectory.reward, f"reward/{source}": trajectory.reward}, 1)
         if trajectory.source == SOURCE_ONLINE:
-            means.add({"staleness": policy_version - trajectory.policy_version_last}, 1)
+            of_online = {
+                "staleness": policy_version - trajectory.policy_version_last,
+                "response_length/online": len(trajectory.response_token_ids),
+                "truncated/online": float(trajectory.finish_reason == FINISH_REASON_LENGTH),
+            }
+            means.add(of_online, 1)
     return {
         **means.means([means]),
         "tokens": float(sum(len(row.trajectory.response_token_ids) for row in rows)),

@@ -41,7 +41,7 @@ def collapse_alarms(
     """Alarm name -> reason, empty while all is well or fewer than `window` steps are known.
 
     Names: log_ratio, grad_norm, response_length, truncation, reward. Those that need a trend wait for two windows.
-    reference_response_tokens: mean length of pi0's responses.
+    reference_response_tokens: mean length of pi0's responses. What is nan sounds no alarm.
     """
     if len(history) < limits.window:
         return {}
@@ -52,7 +52,7 @@ def collapse_alarms(
             f"the policy gives the batch {now.log_ratio_nats:.1f} nats more than pi0 (limit {limits.log_ratio_nats:g})"
         )
     drift = now.response_tokens / reference_response_tokens
-    if not 1 / limits.response_length_factor <= drift <= limits.response_length_factor:
+    if drift < 1 / limits.response_length_factor or drift > limits.response_length_factor:
         found["response_length"] = f"responses are {drift:.2f} times as long as pi0's"
     if len(history) >= 2 * limits.window:
         found |= _trends(_mean(history[-2 * limits.window : -limits.window]), now, limits)

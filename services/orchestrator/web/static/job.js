@@ -125,7 +125,9 @@
     at.textContent = event.at.slice(11, 19);
     const words = event.kind === "state"
       ? `${event.body.from || "new"} → ${event.body.to}: ${event.body.reason}`
-      : `${event.kind} ${JSON.stringify(event.body)}`;
+      : event.kind === "alarm"
+        ? `alarm at step ${event.body.step}: ${event.body.reason}`
+        : `${event.kind} ${JSON.stringify(event.body)}`;
     line.append(at, ` ${words}`);
     const list = document.getElementById("events");
     list.prepend(line);
