@@ -23,6 +23,7 @@ from ulid import ULID
 
 from spo import errors
 from spo.client_answers import Event, Job, Page, Series
+from spo.client_experience import ExperienceCalls
 from spo.job_spec import JobSpec
 
 HEARTBEAT_SECONDS = 15.0
@@ -169,10 +170,10 @@ class Client:
         reply: dict[str, Any] = self._ask("GET", "/v1/replicas")
         return list(reply["items"])
 
-    def experience(self, **filters: str) -> list[dict[str, Any]]:
-        """Stored runs and imports, newest first; filters: run, task_set."""
-        reply: dict[str, Any] = self._ask("GET", "/v1/experience", params=filters)
-        return list(reply["items"])
+    @property
+    def experience(self) -> ExperienceCalls:
+        """What runs and imports have stored."""
+        return ExperienceCalls(self._ask, self._http, error_of)
 
     def wait(self, job_id: str, timeout_seconds: float, on_poll: Callable[[Job], None] = lambda _: None) -> Job:
         """Return the job once it has ended, whatever the end. Raises NotReady (code "wait_timeout")."""

@@ -31,17 +31,23 @@ class Judge(JudgeServiceServicer):
 
     def __init__(self) -> None:
         self.uploaded: set[str] = set()
+        self.version = "test"
+        self.programs = 0
 
     def UploadTests(self, request: judge.UploadTestsRequest, context: Any) -> judge.UploadTestsResponse:
         digests = [blake3(tests.SerializeToString(deterministic=True)).hexdigest() for tests in request.test_sets]
         self.uploaded.update(digests)
         return judge.UploadTestsResponse(digests=digests)
 
+    def DescribeJudge(self, request: judge.DescribeJudgeRequest, context: Any) -> judge.DescribeJudgeResponse:
+        return judge.DescribeJudgeResponse(judge_version=self.version)
+
     def Judge(self, request: judge.JudgeRequest, context: Any) -> judge.JudgeResponse:
+        self.programs += len(request.programs)
         outcomes = [
             OUTCOME_ACCEPTED if program.startswith(RIGHT) else OUTCOME_WRONG_ANSWER for program in request.programs
         ]
-        return judge.JudgeResponse(verdicts=[Verdict(outcome=outcome) for outcome in outcomes])
+        return judge.JudgeResponse(verdicts=[Verdict(outcome=each, judge_version=self.version) for each in outcomes])
 
 
 class Inference(InferenceServiceServicer):

@@ -15,6 +15,7 @@ class Settings(ServiceSettings, service="orchestrator"):
     http_port: int = Field(default=8080, ge=0, le=65535, description="REST and web page; 0 takes a free one.")
     api_key: SecretStr | None = Field(default=None, description="Bearer key of the API; without it loopback only.")
     max_body_bytes: int = Field(default=1 << 20, ge=1024, description="Largest request body.")
+    max_import_bytes: int = Field(default=64 << 20, ge=1024, description="Largest file of an experience import.")
     rate_limit: str = Field(
         default="3000/minute",
         pattern=r"^\d{1,9}/(second|minute|hour|day)$",

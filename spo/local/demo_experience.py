@@ -135,7 +135,7 @@ def _await_stored(demo: Demo, job_id: str) -> None:
     """The second job would wait for it too; here it is told apart from the job's own time."""
     deadline = time.monotonic() + STORED_SECONDS
     with Client(demo.platform.http_url) as client:
-        while not any(each["run"] == job_id and each["complete"] for each in client.experience()):
+        while not any(each["run"] == job_id and each["complete"] for each in client.experience.runs()):
             if time.monotonic() > deadline:
                 raise NotReady(f"the experience of {job_id} was not stored within {STORED_SECONDS:g} s")
             time.sleep(0.5)

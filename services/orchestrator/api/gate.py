@@ -21,6 +21,8 @@ from spo.logs import get_logger
 log = get_logger("gate")
 
 OPEN_PATHS = ("/healthz", "/readyz")
+# Whole files come this way.
+IMPORT_PATH = "/v1/experience/import"
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
@@ -47,6 +49,7 @@ class Gate:
     def __init__(self, app: ASGIApp, settings: Settings, doorkeeper: Doorkeeper, audit: AuditLog) -> None:
         self.app = app
         self.max_body_bytes = settings.max_body_bytes
+        self.max_import_bytes = settings.max_import_bytes
         self.has_key = settings.api_key is not None
         self.doorkeeper = doorkeeper
         self.audit = audit
@@ -61,7 +64,7 @@ class Gate:
             self._check_origin(scope, Headers(scope=scope))
             if scope["path"] not in OPEN_PATHS:
                 await self._admit(visit, scope)
-            body = await self._body(receive, Headers(scope=scope))
+            body = await self._body(receive, Headers(scope=scope), self._most_bytes(scope))
         except SpoError as error:
             response = problem(error)
             if isinstance(error, RateLimited):
@@ -120,10 +123,13 @@ class Gate:
         if scope["method"] not in READING and _cross_site(headers):
             raise InvalidInput("requests of other sites are refused", code="cross_site")
 
-    async def _body(self, receive: Receive, headers: Headers) -> bytes:
+    def _most_bytes(self, scope: Scope) -> int:
+        return self.max_import_bytes if scope["path"] == IMPORT_PATH else self.max_body_bytes
+
+    async def _body(self, receive: Receive, headers: Headers, most_bytes: int) -> bytes:
         declared = headers.get("content-length", "0")
-        if not declared.isdecimal() or int(declared) > self.max_body_bytes:
-            raise self._too_large()
+        if not declared.isdecimal() or int(declared) > most_bytes:
+            raise _too_large(most_bytes)
         parts: list[bytes] = []
         size = 0
         while True:
@@ -132,14 +138,15 @@ class Gate:
                 return b"".join(parts)
             chunk = message.get("body", b"")
             size += len(chunk)
-            if size > self.max_body_bytes:
-                raise self._too_large()
+            if size > most_bytes:
+                raise _too_large(most_bytes)
             parts.append(chunk)
             if not message.get("more_body"):
                 return b"".join(parts)
 
-    def _too_large(self) -> InvalidInput:
-        return InvalidInput(f"the body is larger than {self.max_body_bytes} bytes", code="body_too_large")
+
+def _too_large(most_bytes: int) -> InvalidInput:
+    return InvalidInput(f"the body is larger than {most_bytes} bytes", code="body_too_large")
 
 
 class _Visit:

@@ -1,0 +1,186 @@
+"""A row of an import: a response to a problem that a task set knows, perhaps with a reward.
+
+Only what cannot be found out anew is taken from a file: verdicts and log-probs of pi0 are made here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from spo import redis_keys
+from spo.experience.columns import SCHEMA, StoredTrajectory, content_digest, statement_digest
+from spo.experience.uploads import UploadedRow
+from spo.tasks.problem import Problem
+from spo.v1.prompt_pb2 import SOURCE_OTHER_RUN, Prompt
+from spo.v1.trajectory_pb2 import FinishReason, Trajectory
+
+RESPONSE_CHARACTERS_MAXIMUM = 1 << 20
+TOKENS_MAXIMUM = 1_000_000
+LOWEST_REWARD = -1000.0
+
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Logprob = Annotated[float, Field(le=0)]
+Word = Annotated[str, Field(max_length=200)]
+
+
+class ImportRow(BaseModel):
+    """The schema of a row; statement or prompt_id says which problem it is about."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    response_text: str = Field(min_length=1, max_length=RESPONSE_CHARACTERS_MAXIMUM)
+    statement: str = Field(default="", max_length=RESPONSE_CHARACTERS_MAXIMUM)
+    prompt_id: Word = ""
+    reward: float | None = None
+    finish_reason: Literal["stop", "length", "unspecified"] = "stop"
+    prompt_token_ids: list[Token] = Field(default=[], max_length=TOKENS_MAXIMUM)
+    response_token_ids: list[Token] = Field(default=[], max_length=TOKENS_MAXIMUM)
+    sampling_logprobs: list[Logprob] = Field(default=[], max_length=TOKENS_MAXIMUM)
+    reference_hash: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
+    sampler: Word = ""
+    temperature: float = Field(default=0, ge=0, le=100)
+    top_p: float = Field(default=0, ge=0, le=1)
+    policy_version_first: int = Field(default=0, ge=0, lt=2**62)
+    policy_version_last: int = Field(default=0, ge=0, lt=2**62)
+    created_unix_ms: int = Field(default=0, ge=0, lt=2**62)
+    trajectory_id: Word = ""
+    licence: Word = ""
+
+
+# A file of our own format has more columns: what is made anew, and what only its own store knows.
+IGNORED = frozenset(SCHEMA.names) - frozenset(ImportRow.model_fields)
+
+
+@dataclass(frozen=True)
+class RowRefusal(Exception):
+    """Why a row cannot be imported."""
+
+    code: str
+    pointer: str
+    message: str
+
+
+@dataclass(frozen=True)
+class ImportTerms:
+    """What the import says of all its rows; reward = scale * given + shift. model_hash '' where no model is named."""
+
+    run: str
+    task_set: str
+    reward_scale: float = 1.0
+    reward_shift: float = 0.0
+    needs_reward: bool = False
+    ignores_rewards: bool = False
+    model_hash: str = ""
+    licence: str = ""
+
+
+class ProblemIndex:
+    """The problems of a task set by id and by statement."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self._by_id = {problem.problem_id: problem for problem in problems}
+        self._by_statement = {statement_digest(problem.statement): problem for problem in problems}
+
+    def find(self, prompt_id: str, statement: str) -> Problem | None:
+        """The problem with this id, else the one with this statement."""
+        found = self._by_id.get(prompt_id)
+        return found or (self._by_statement.get(statement_digest(statement)) if statement else None)
+
+
+def stored_row(row: UploadedRow, problems: ProblemIndex, terms: ImportTerms) -> StoredTrajectory:
+    """The row as it will be stored, without a verdict. Raises RowRefusal."""
+    if row.fields is None:
+        raise RowRefusal(row.code, "", row.message)
+    parsed = _parse(row.fields)
+    problem = _problem_of(parsed, problems)
+    _check_tokens(parsed, terms)
+    name = terms.licence or parsed.licence
+    trajectory = Trajectory(
+        trajectory_id=_id(terms, problem, parsed),
+        group_id=f"import-{problem.problem_id[:24]}",
+        run_id=terms.run,
+        parents=[parsed.trajectory_id] if parsed.trajectory_id else [],
+        licence=name,
+        prompt_id=problem.problem_id,
+        source=SOURCE_OTHER_RUN,
+        finish_reason=FinishReason.Value(f"FINISH_REASON_{parsed.finish_reason.upper()}"),
+        **{each: getattr(parsed, each) for each in _TAKEN},
+    )
+    reward = _reward(parsed, terms)
+    if reward is not None:
+        trajectory.reward = reward
+    return StoredTrajectory(trajectory, _prompt(problem, terms))
+
+
+_TAKEN = (
+    "response_text", "prompt_token_ids", "response_token_ids", "sampling_logprobs", "reference_hash", "sampler",
+    "temperature", "top_p", "policy_version_first", "policy_version_last", "created_unix_ms",
+)  # fmt: skip
+
+
+def _parse(fields: Mapping[str, Any]) -> ImportRow:
+    try:
+        return ImportRow.model_validate({name: value for name, value in fields.items() if name not in IGNORED})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        kind = str(first["type"])
+        code = {"missing": "missing_field", "extra_forbidden": "unknown_field"}.get(kind, "malformed_row")
+        if kind in ("string_too_long", "too_long"):
+            code = "oversize_row"
+        pointer = "".join(f"/{step}" for step in first["loc"])
+        raise RowRefusal(code, pointer, str(first["msg"])) from None
+
+
+def _problem_of(row: ImportRow, problems: ProblemIndex) -> Problem:
+    if not (row.prompt_id or row.statement):
+        raise RowRefusal("missing_field", "/statement", "neither prompt_id nor statement says which problem it is")
+    problem = problems.find(row.prompt_id, row.statement)
+    if problem is None:
+        pointer = "/prompt_id" if row.prompt_id else "/statement"
+        raise RowRefusal("unknown_problem", pointer, "the task set has no such problem")
+    return problem
+
+
+def _check_tokens(row: ImportRow, terms: ImportTerms) -> None:
+    tokens = len(row.response_token_ids)
+    if (tokens or row.prompt_token_ids) and not (tokens and row.prompt_token_ids and row.reference_hash):
+        message = "tokens need prompt_token_ids, response_token_ids and the reference_hash of the model they belong to"
+        raise RowRefusal("missing_field", "/reference_hash", message)
+    if terms.model_hash and row.reference_hash not in ("", terms.model_hash):
+        raise RowRefusal("foreign_tokenizer", "/reference_hash", "the tokens are another model's; leave them out")
+    if len(row.sampling_logprobs) not in (0, tokens):
+        raise RowRefusal("malformed_row", "/sampling_logprobs", "as many as response_token_ids, or none")
+
+
+def _reward(row: ImportRow, terms: ImportTerms) -> float | None:
+    if row.reward is None or terms.ignores_rewards:
+        if terms.needs_reward:
+            raise RowRefusal("missing_field", "/reward", "is missing, and nothing is to be judged")
+        return None
+    reward = terms.reward_scale * row.reward + terms.reward_shift
+    if not (math.isfinite(reward) and LOWEST_REWARD <= reward <= 0):
+        message = f"{terms.reward_scale:g} * {row.reward:g} + {terms.reward_shift:g} = {reward:g} is not in [-1000, 0]"
+        raise RowRefusal("reward_out_of_range", "/reward", message)
+    return reward
+
+
+def _id(terms: ImportTerms, problem: Problem, row: ImportRow) -> str:
+    """The same row imported twice under a name is the same trajectory."""
+    content = content_digest(row.response_text)
+    return "traj_" + redis_keys.digest(terms.run, problem.problem_id, content, repr(row.reward))[:32]
+
+
+def _prompt(problem: Problem, terms: ImportTerms) -> Prompt:
+    return Prompt(
+        prompt_id=problem.problem_id,
+        text=problem.statement,
+        task_set=terms.task_set,
+        tests_digest=problem.tests_digest,
+        language=problem.language,
+        response_format=problem.response_format,
+    )
