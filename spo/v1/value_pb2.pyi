@@ -32,6 +32,7 @@ class EstimateRequest(_message.Message):
     HUMAN_SOLUTIONS_FIELD_NUMBER: _builtins.int
     WRONG_SOLUTIONS_FIELD_NUMBER: _builtins.int
     IMPORT_EXPERIENCE_FIELD_NUMBER: _builtins.int
+    FURTHER_SOLUTIONS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     import_experience: _builtins.bool
     """Take stored experience on this prompt as the job's spec says; false for copies of held-out problems."""
@@ -53,6 +54,10 @@ class EstimateRequest(_message.Message):
     def wrong_solutions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Published wrong solutions: imported likewise where the judge rejects them."""
 
+    @_builtins.property
+    def further_solutions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Further right programs by people, not imported: how likely pi0 finds them tells what to expect of the prompt."""
+
     def __init__(
         self,
         *,
@@ -63,10 +68,11 @@ class EstimateRequest(_message.Message):
         human_solutions: _abc.Iterable[_builtins.str] | None = ...,
         wrong_solutions: _abc.Iterable[_builtins.str] | None = ...,
         import_experience: _builtins.bool = ...,
+        further_solutions: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["extra_sampling", b"extra_sampling", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["extra_sampling", b"extra_sampling", "human_solutions", b"human_solutions", "import_experience", b"import_experience", "prompt", b"prompt", "run_id", b"run_id", "sampling", b"sampling", "wrong_solutions", b"wrong_solutions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extra_sampling", b"extra_sampling", "further_solutions", b"further_solutions", "human_solutions", b"human_solutions", "import_experience", b"import_experience", "prompt", b"prompt", "run_id", b"run_id", "sampling", b"sampling", "wrong_solutions", b"wrong_solutions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
