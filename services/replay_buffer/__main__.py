@@ -8,7 +8,7 @@ from services.replay_buffer.batches import BatchDrawer
 from services.replay_buffer.ingest_worker import IngestWorker
 from services.replay_buffer.service import ReplayService
 from services.replay_buffer.settings import Settings
-from services.replay_buffer.spill import Spiller
+from services.replay_buffer.spill import spilling
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.redis_client import connect
@@ -31,9 +31,7 @@ def main() -> int:
     )
     values = Client("value-estimation", settings.value_estimation_address, ValueServiceStub)
     worker = IngestWorker(store, consumer, values, settings.groups_per_read, settings.logprobs_deadline_seconds)
-    process.workers.append(worker.run)
-    if settings.store_experience:
-        process.workers.append(Spiller.of(store, settings).run)
+    process.workers += [worker.run, *spilling(store, settings)]
     return process.run()
 
 

@@ -22,6 +22,7 @@ from spo.experience.columns import StoredTrajectory
 from spo.experience.store import ExperienceStore, Origin
 from spo.job_spec import JobSpec
 from spo.logs import get_logger
+from spo.service import Worker
 from spo.v1.prompt_pb2 import Prompt
 from spo.v1.trajectory_pb2 import Trajectory
 
@@ -31,6 +32,14 @@ LOOK_SECONDS = 2.0
 # A run that has ended may still get what was on the belt: it is looked at for a while longer.
 LINGER_SECONDS = 600.0
 ENDED_STATES = (b"succeeded", b"failed", b"cancelled")
+
+
+def spilling(store: ReplayStore, settings: Settings) -> list[Worker]:
+    """The worker that stores experience; none where the settings switch it off. Raises InvalidInput."""
+    if not settings.store_experience:
+        return []
+    experience = ExperienceStore(settings.experience_place)
+    return [Spiller(store, experience, settings.stored_rows_per_file, settings.store_seconds).run]
 
 
 class Spiller:
@@ -49,12 +58,6 @@ class Spiller:
         here = Path(__file__).parent
         self._plan = self.client.register_script((here / "spill_plan.lua").read_text())
         self._done = self.client.register_script((here / "spill_done.lua").read_text())
-
-    @staticmethod
-    def of(store: ReplayStore, settings: Settings) -> Spiller:
-        """The spiller that the settings ask for. Raises Unreachable."""
-        experience = ExperienceStore(settings.experience_place)
-        return Spiller(store, experience, settings.stored_rows_per_file, settings.store_seconds)
 
     def run(self, stop: threading.Event) -> None:
         """Spill until stop is set; a store that cannot be written is tried again and delays nothing else."""
