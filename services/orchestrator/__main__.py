@@ -19,7 +19,14 @@ def main() -> int:
     desk = Desk(settings, connect(settings.redis_url, settings.redis_wait_seconds), process.stop)
     add_OrchestratorServiceServicer_to_server(OrchestratorService(desk), process.server.server)
     http = HttpServer(desk)
-    process.workers += [desk.runner.run, desk.feeder.run, desk.evaluator.run, desk.retirement.run, http.run]
+    process.workers += [
+        desk.runner.run,
+        desk.feeder.run,
+        desk.evaluator.run,
+        desk.examinations.run,
+        desk.retirement.run,
+        http.run,
+    ]
     process.on_drain = desk.close
     return process.run()
 

@@ -11,6 +11,7 @@ from services.orchestrator.access.audit import AuditLog
 from services.orchestrator.access.doorkeeper import Doorkeeper
 from services.orchestrator.alarms import Alarms
 from services.orchestrator.evaluation import Evaluator
+from services.orchestrator.examinations import Examinations
 from services.orchestrator.feeder import Feeder
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import Leases
@@ -56,6 +57,7 @@ class Desk:
         self.feeder = Feeder(self.jobs, self.library, self.replay)
         scorer = Scorer(self.inference, self.judge, settings.evaluation_requests)
         self.evaluator = Evaluator(self.jobs, self.library, self.weights, scorer)
+        self.examinations = Examinations(self.jobs, self.library, self.weights, scorer)
         self.runner = JobRunner(
             self.jobs, self.library, self.evaluator, self.leases, self.replicas, self.judge, settings
         )

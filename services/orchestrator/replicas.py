@@ -128,9 +128,12 @@ class Replicas:
         return dict(Counter(replica.pool for replica in self.live()))
 
     def assigned_run(self) -> str:
-        """The run that inference replicas serve: the oldest active job, or "" for none."""
+        """The run that inference replicas serve: the oldest active job, else one under evaluation, or "" for none."""
         active = self.jobs.in_states(ACTIVE)
-        return active[0] if active else ""
+        if active:
+            return active[0]
+        examined: Any = self.jobs.client.get(redis_keys.examined_run())
+        return examined.decode() if examined else ""
 
 
 # KEYS: replicas.  ARGV: replica id, its last heartbeat as read.

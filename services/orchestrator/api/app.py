@@ -12,6 +12,7 @@ from starlette.staticfiles import StaticFiles
 
 from services.orchestrator import problems
 from services.orchestrator.api import (
+    evaluations,
     events,
     experience,
     experience_store,
@@ -52,7 +53,20 @@ def create_app(desk: Desk) -> FastAPI:
     )
     app.state.desk = desk
     problems.install(app)
-    for door in (jobs, events, training, experience, experience_store, logs, policies, keys, scale, platform, pages):
+    for door in (
+        jobs,
+        events,
+        training,
+        experience,
+        experience_store,
+        evaluations,
+        logs,
+        policies,
+        keys,
+        scale,
+        platform,
+        pages,
+    ):
         app.include_router(door.router)
     app.mount("/static", StaticFiles(directory=pages.STATIC), name="static")
     app.add_middleware(Gate, settings=desk.settings, doorkeeper=desk.doorkeeper, audit=desk.audit)
