@@ -40,6 +40,7 @@ class OneJob(OrchestratorServiceServicer):
     refused: int = 0
     leased: bool = False
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    quarantined: dict[int, wire.StepReport] = field(default_factory=dict)
     published: list[wire.PublishWeightsRequest] = field(default_factory=list)
     checkpoints: list[wire.ReportCheckpointRequest] = field(default_factory=list)
     finished: list[wire.FinishRunRequest] = field(default_factory=list)
@@ -58,7 +59,7 @@ class OneJob(OrchestratorServiceServicer):
     def reset(self, spec: JobSpec, run_id: str) -> None:
         """Offer another job, with nothing recorded."""
         with self.changed:
-            for records in (self.metrics, self.published, self.checkpoints, self.finished):
+            for records in (self.metrics, self.quarantined, self.published, self.checkpoints, self.finished):
                 records.clear()
             self.spec, self.run_id, self.leased = spec, run_id, False
 
@@ -93,6 +94,8 @@ class OneJob(OrchestratorServiceServicer):
             self.renewals += 1
             for report in request.reports:
                 self.metrics[report.step] = dict(report.metrics)
+                if report.quarantine_reason:
+                    self.quarantined[report.step] = report
         return wire.RenewLeaseResponse(directive=self.directive)  # type: ignore[arg-type]
 
     def PublishWeights(self, request: wire.PublishWeightsRequest, context: Any) -> wire.PublishWeightsResponse:  # noqa: N802

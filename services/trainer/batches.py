@@ -17,6 +17,7 @@ from spo.errors import IntegrityError
 from spo.job_spec import RewardSpec
 from spo.rpc import Client
 from spo.v1 import replay_service_pb2 as wire
+from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.trajectory_pb2 import Annotation, Trajectory
 
 
@@ -60,10 +61,25 @@ class Replay:
         ]
 
 
-def faults(rows: Sequence[Row], cached_reference: bool) -> dict[str, str]:
-    """Trajectory id -> why no loss may be computed from it; empty when the batch is sound."""
-    found = ((row.trajectory.trajectory_id, _fault(row, cached_reference)) for row in rows)
-    return {trajectory_id: fault for trajectory_id, fault in found if fault}
+def faults(rows: Sequence[Row], *, cached_reference: bool, behaviour: bool) -> dict[str, str]:
+    """Trajectory id -> why no loss may be computed from it; empty when the batch is sound.
+
+    behaviour: online trajectories must bring the sampler's log-probs.
+    """
+    found = {
+        row.trajectory.trajectory_id: _fault(row, cached_reference) or _sampling_fault(row.trajectory, behaviour)
+        for row in rows
+    }
+    return {trajectory_id: fault for trajectory_id, fault in found.items() if fault}
+
+
+def _sampling_fault(trajectory: Trajectory, wanted: bool) -> str:
+    known, length = len(trajectory.sampling_logprobs), len(trajectory.response_token_ids)
+    if known != length and (known or (wanted and trajectory.source == SOURCE_ONLINE)):
+        return f"{known} sampling log-probs for {length} tokens"
+    if not all(map(math.isfinite, trajectory.sampling_logprobs)):
+        return "a sampling log-prob is not finite"
+    return ""
 
 
 def _fault(row: Row, cached_reference: bool) -> str:

@@ -151,7 +151,11 @@ class Conductor:
             return self._end(Ending("no batch", True, error.code, f"step {step}: {error.message}"))
         self._wait_seconds = time.monotonic() - self._wanted_since
         TRAINER_WAIT_SECONDS.observe(self._wait_seconds)
-        found = faults(rows, cached_reference=self._spec.trainer.reference == "cached")
+        found = faults(
+            rows,
+            cached_reference=self._spec.trainer.reference == "cached",
+            behaviour=self._spec.algorithm.needs_behaviour,
+        )
         if found:
             self._quarantine(step, rows, str(found))
             return Order("skip")

@@ -22,7 +22,7 @@ from spo.algorithm.diagnostics import batch_diagnostics
 from spo.algorithm.losses import spo_loss
 from spo.algorithm.q_values import check_starts_at_reference
 from spo.algorithm.types import LossTerm, TokenBatch
-from spo.errors import InvalidInput, SpoError
+from spo.errors import FieldViolation, InvalidInput, SpoError
 from spo.job_spec import JobSpec
 from spo.policy_model import load_policy, token_logprobs
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
@@ -217,9 +217,13 @@ class Learner:
 
     def _batch(self, rows: Sequence[Row]) -> TokenBatch:
         batch = token_batch(rows, self._spec.algorithm.beta, self._spec.tasks.reward).to(self._ranks.device)
-        if not 0 <= int(batch.input_ids_BL.min()) <= int(batch.input_ids_BL.max()) < self._vocabulary_size:
+        foreign_BL = (batch.input_ids_BL < 0) | (batch.input_ids_BL >= self._vocabulary_size)
+        if foreign_BL.any():
+            rows_with_one = foreign_BL.any(dim=1).nonzero().flatten().tolist()
             raise InvalidInput(
-                f"a token id is outside the vocabulary of {self._vocabulary_size}", code="token_out_of_range"
+                f"a token id is outside the vocabulary of {self._vocabulary_size}",
+                code="token_out_of_range",
+                violations=tuple(FieldViolation(f"/input_ids/{row}", "unknown token") for row in rows_with_one),
             )
         if self._reference is not None:
             with torch.no_grad():

@@ -49,6 +49,7 @@ def check_usable(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> None:
         raise InvalidInput(f"per-token log-probs must be float32 or float64, not {logprobs_BL.dtype}")
     used = {
         "logprobs": torch.where(batch.response_mask_BL, logprobs_BL.detach(), 0.0),
+        "sampling_logprobs": torch.where(batch.response_mask_BL, batch.sampling_logprobs_BL, 0.0),
         "reference_logprobs": torch.where(batch.response_mask_BL, batch.reference_logprobs_BL, 0.0),
         "reward": batch.reward_B[:, None],
         "qhat_0": batch.qhat_0_B[:, None],

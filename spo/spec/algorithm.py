@@ -91,3 +91,8 @@ class AlgorithmSpec(Section):
     def needs_groups(self) -> bool:
         """Whether a term compares the trajectories of a prompt with each other."""
         return any(term.objective in NEEDS_GROUPS for term in self.losses)
+
+    @property
+    def needs_behaviour(self) -> bool:
+        """Whether a term weighs by the sampler's log-probs."""
+        return any(term.objective in NEEDS_BEHAVIOUR for term in self.losses)

@@ -230,9 +230,20 @@ def token_outside_the_vocabulary(trajectory: Any) -> None:
     trajectory.response_token_ids[0] = 10_000_000
 
 
+def not_finite_sampling(trajectory: Any) -> None:
+    trajectory.sampling_logprobs[0] = float("-inf")
+
+
 @pytest.mark.parametrize(
     "fault",
-    [not_finite_reward, not_finite_reference, no_reward, too_few_reference_logprobs, token_outside_the_vocabulary],
+    [
+        not_finite_reward,
+        not_finite_reference,
+        not_finite_sampling,
+        no_reward,
+        too_few_reference_logprobs,
+        token_outside_the_vocabulary,
+    ],
 )
 def test_an_unusable_batch_is_quarantined_and_changes_no_weights(bench: Bench, fault: Callable[[Any], None]) -> None:
     bench.job.spec = bench.job.spec.model_copy(
@@ -251,6 +262,9 @@ def test_an_unusable_batch_is_quarantined_and_changes_no_weights(bench: Bench, f
     assert finish.error_code == ""
     assert bench.job.metrics[6]["quarantined"] == 8
     assert "loss" not in bench.job.metrics[6]
+    told = bench.job.quarantined[6]
+    assert len(told.quarantined_ids) == 8
+    assert told.quarantined_ids[5] in told.quarantine_reason
     assert all(torch.equal(clean[name], tensor) for name, tensor in final_weights(bench).items())
 
 

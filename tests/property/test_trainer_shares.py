@@ -21,6 +21,7 @@ from spo.algorithm.monte_carlo import q_from_successes
 from spo.algorithm.types import LossTerm, ObjectiveName, TokenBatch
 from spo.job_spec import RewardSpec
 from spo.spec.algorithm import NEEDS_GROUPS
+from spo.v1.prompt_pb2 import Source
 from spo.v1.trajectory_pb2 import Annotation, Trajectory
 
 BETA = 0.3
@@ -180,4 +181,31 @@ def test_an_impossible_annotation_makes_a_batch_unusable(position: int, rollouts
         reference_logprobs=[-1.0] * 4,
         annotations=[Annotation(position=position, rollouts=rollouts, successes=successes)],
     )
-    assert faults([Row(trajectory, -0.5, 0)], cached_reference=True) == {"t": "an annotation is impossible"}
+    found = faults([Row(trajectory, -0.5, 0)], cached_reference=True, behaviour=False)
+    assert found == {"t": "an annotation is impossible"}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "source", "behaviour", "fault"),
+    [
+        ([-1.0] * 4, 1, True, {}),
+        ([], 1, False, {}),
+        ([], 3, True, {}),
+        ([], 1, True, {"t": "0 sampling log-probs for 4 tokens"}),
+        ([-1.0] * 3, 3, False, {"t": "3 sampling log-probs for 4 tokens"}),
+        ([-1.0, -1.0, -float("inf"), -1.0], 1, False, {"t": "a sampling log-prob is not finite"}),
+    ],
+)
+def test_sampling_log_probs_are_whole_finite_and_there_where_a_loss_weighs_by_them(
+    sampling: list[float], source: Source.ValueType, behaviour: bool, fault: dict[str, str]
+) -> None:
+    trajectory = Trajectory(
+        trajectory_id="t",
+        source=source,
+        prompt_token_ids=[1],
+        response_token_ids=[2] * 4,
+        reward=0.0,
+        reference_logprobs=[-1.0] * 4,
+        sampling_logprobs=sampling,
+    )
+    assert faults([Row(trajectory, -0.5, 0)], cached_reference=True, behaviour=behaviour) == fault
