@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from spo import cli_experience, cli_jobs, cli_judge
+from spo import cli_eval, cli_experience, cli_jobs, cli_judge
 from spo.cli_output import ExitCode, error_console, exit_code_of, print_error
 from spo.errors import SpoError
 
@@ -25,6 +25,7 @@ app = typer.Typer(
 app.add_typer(cli_jobs.jobs, name="job")
 app.add_typer(cli_jobs.trajectories, name="trajectory")
 app.add_typer(cli_jobs.weights, name="weights")
+app.command("eval")(cli_eval.evaluate)
 app.add_typer(cli_experience.experience, name="experience")
 app.command()(cli_judge.judge)
 

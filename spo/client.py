@@ -151,6 +151,16 @@ class Client:
         reply: dict[str, Any] = self._ask("GET", f"/v1/jobs/{job_id}/evaluations")
         return list(reply["items"])
 
+    def ask_evaluation(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Queue an evaluation: job_id, version or checkpoint_step, tasks, samples, ... Raises InvalidInput by field."""
+        reply: dict[str, Any] = self._ask("POST", "/v1/evaluations", json=dict(wanted))
+        return reply
+
+    def evaluation(self, evaluation_id: str) -> dict[str, Any]:
+        """An evaluation somebody asked for, with its table of problems once it succeeded. Raises NotFound."""
+        reply: dict[str, Any] = self._ask("GET", f"/v1/evaluations/{evaluation_id}")
+        return reply
+
     def trajectories(self, job_id: str, limit: int = 50, **filters: str | int) -> list[dict[str, Any]]:
         """Trajectories of a job; filters: prompt_id, source, verdict, policy_version."""
         return self._entries(f"/v1/jobs/{job_id}/trajectories", filters, limit)
