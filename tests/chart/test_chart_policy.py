@@ -160,6 +160,21 @@ def test_only_the_trainer_may_write_weights_and_the_judge_has_no_files_at_all(ob
     assert writers == {"trainer"}
 
 
+def test_experience_is_written_by_the_replay_buffer_and_by_imports_and_read_where_pi0_is(objects: list[Object]) -> None:
+    mounts = {
+        (name, mount.get("readOnly", False), mount["subPath"])
+        for name, pod in pods(objects).items()
+        for each in pod["containers"]
+        for mount in each.get("volumeMounts", [])
+        if mount["name"] == "experience"
+    }
+    assert mounts == {
+        ("replay-buffer", False, "experience"),
+        ("orchestrator", False, "experience"),
+        ("value-estimation", True, "experience"),
+    }
+
+
 def edges_of(objects: list[Object], direction: str) -> set[tuple[str, str, int]]:
     """(client, server, port) of all peers that are pods of this release."""
     found = set()

@@ -5,6 +5,9 @@
 - {name: SPO_LOG_LEVEL, value: {{ .root.Values.logLevel }}}
 - {name: SPO_LOG_FORMAT, value: json}
 - {name: SPO_STATE_PATH, value: {{ ternary "/var/lib/spo" "/tmp/spo" (ne .state "") }}}
+{{- if .experience }}
+- {name: SPO_EXPERIENCE_URL, value: {{ .root.Values.experience.url | default "/experience" | quote }}}
+{{- end }}
 - {name: SPO_ORCHESTRATOR_ADDRESS, value: "{{ $full }}-orchestrator:7070"}
 # Headless services: dns:/// spreads calls over all ready pods.
 {{- range list "inference" "sandbox-judge" "replay-buffer" "value-estimation" }}

@@ -5,6 +5,7 @@ The pod of a service. Argument:
   image             light or engine
   redis, state      whether it talks to Redis; how it mounts the state folder: "", "read" or "write"
   models, tasks     whether it reads models, task files
+  experience        how it mounts the experience store: absent, "read" or "write"
   arguments         what the image runs; default: the service's module
 */}}
 {{- define "spo.podTemplate" -}}
@@ -59,6 +60,9 @@ spec:
         {{- if .state }}
         - {name: state, mountPath: /var/lib/spo, readOnly: {{ ne .state "write" }}}
         {{- end }}
+        {{- if and .experience (not .root.Values.experience.url) }}
+        - {name: experience, mountPath: /experience, subPath: experience, readOnly: {{ ne .experience "write" }}}
+        {{- end }}
         {{- if and .models .root.Values.models.existingClaim }}
         - {name: models, mountPath: /models, readOnly: true}
         {{- end }}
@@ -75,6 +79,9 @@ spec:
     - {name: tmp, emptyDir: {}}
     {{- if .state }}
     - {name: state, persistentVolumeClaim: {claimName: {{ include "spo.stateClaim" .root }}}}
+    {{- end }}
+    {{- if and .experience (not .root.Values.experience.url) }}
+    - {name: experience, persistentVolumeClaim: {claimName: {{ include "spo.stateClaim" .root }}}}
     {{- end }}
     {{- if and .models .root.Values.models.existingClaim }}
     - {name: models, persistentVolumeClaim: {claimName: {{ .root.Values.models.existingClaim }}, readOnly: true}}

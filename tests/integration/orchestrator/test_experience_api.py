@@ -199,7 +199,7 @@ def test_a_truncated_or_flipped_parquet_never_gets_in(api: httpx.Client) -> None
     whole = parquet_of(statement=[PROBLEMS[0].statement] * 50, response_text=[f"right {n}" for n in range(50)])
     assert put(api, whole, PARQUET).json()["stored"] == 50
 
-    for cut in range(1, 8):
+    for cut in (1, 4, 7):
         damaged = whole[: len(whole) * cut // 8]
         assert put(api, damaged, PARQUET).status_code == 422
     assert len(stored(api)) == 50

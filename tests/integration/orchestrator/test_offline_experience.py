@@ -1,0 +1,127 @@
+"""A job that starts from stored experience: asked for per training prompt, never for copies of held-out problems."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.orchestrator.desk import Desk
+from services.orchestrator.states import JobState
+from spo import redis_keys
+from spo.job_spec import parse_job_spec
+from spo.v1.prompt_pb2 import Prompt
+from spo.v1.value_pb2 import EstimateRequest
+
+Document = dict[str, Any]
+EVERYTHING = {"experience": [{}]}
+
+
+def problem(statement: str, answer: str) -> Document:
+    tests = [{"stdin": f"{number}\n", "stdout": f"{answer} {number}\n"} for number in range(4)]
+    return {"statement": statement, "tests": tests, "wrong_solutions": ["print('no')", "print('never')", "1/0", "2/0"]}
+
+
+@pytest.fixture
+def contaminated(document: Document, tmp_path: Path) -> Document:
+    """Five training problems: one asks what a held-out one asks, another has a held-out one's tests."""
+    held_out = [problem("print the number twice over and then stop right there", "a"), problem("something else", "b")]
+    training = [
+        problem("print the number twice over and then stop right there please", "c"),
+        problem("an entirely different way to ask", "b"),
+        problem("count the vowels of every word in turn", "d"),
+        problem("how many days has the month of the year", "e"),
+        problem("the largest of all the sums of three", "f"),
+    ]
+    for name, rows in (("training", training), ("held_out", held_out)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks = {"kind": "jsonl", "path": str(tmp_path / "training.jsonl"), "train_problems": 5, "evaluation_problems": 0}
+    return {**document, "tasks": tasks}
+
+
+def estimates(desk: Desk, document: Document) -> tuple[str, list[EstimateRequest]]:
+    job_id = desk.jobs.submit(parse_job_spec(document))
+    for _ in range(3):
+        desk.runner.tick()
+    entries: Any = desk.redis.xrange(redis_keys.estimates())
+    return job_id, [EstimateRequest.FromString(fields[b"payload"]) for _, fields in entries]
+
+
+def test_every_training_prompt_may_take_stored_experience(desk: Desk, document: Document) -> None:
+    job_id, requests = estimates(desk, {**document, "offline": EVERYTHING})
+
+    assert len(requests) == 6
+    assert all(request.import_experience for request in requests)
+    prompts: Any = desk.redis.hgetall(redis_keys.run_prompts(job_id))
+    assert {Prompt.FromString(raw).text for raw in prompts.values()} == {request.prompt.text for request in requests}
+
+
+def test_jobs_that_name_none_ask_for_none(desk: Desk, document: Document) -> None:
+    _, requests = estimates(desk, document)
+
+    assert not any(request.import_experience or request.wrong_solutions for request in requests)
+
+
+def test_copies_of_held_out_problems_take_no_stored_experience(
+    desk: Desk, contaminated: Document, tmp_path: Path
+) -> None:
+    # Near-duplicates in a file of its own are left out of training already; those of one file are not.
+    both = (tmp_path / "held_out.jsonl").read_text() + (tmp_path / "training.jsonl").read_text()
+    (tmp_path / "training.jsonl").write_text(both)
+    tasks = {**contaminated["tasks"], "evaluation_problems": 2}
+    found: dict[bool, int] = {}
+    for seed in range(40):
+        wish = {**contaminated, "tasks": {**tasks, "seed": seed}, "offline": EVERYTHING}
+        held_out = {each.statement for each in desk.library.load(parse_job_spec(wish).tasks).evaluation}
+        if held_out == {"print the number twice over and then stop right there", "something else"}:
+            break
+    else:
+        pytest.fail("no seed holds out the two")
+
+    for decontaminate in (True, False):
+        desk.redis.delete(redis_keys.estimates())
+        document = {**wish, "offline": {**EVERYTHING, "decontaminate": decontaminate}}
+        job_id, requests = estimates(desk, document)
+        found[decontaminate] = sum(request.import_experience for request in requests)
+        told = [event.body for event in desk.jobs.events(job_id) if event.kind == "experience"]
+        assert [each["prompts_left_out"] for each in told] == ([2] if decontaminate else [])
+        desk.jobs.transition(job_id, JobState.CANCELLING, "enough")
+        desk.runner.tick()
+
+    assert found == {True: 3, False: 5}
+
+
+def test_published_wrong_solutions_come_along_as_many_as_right_ones_would(desk: Desk, contaminated: Document) -> None:
+    _, requests = estimates(desk, {**contaminated, "offline": {"wrong_human_solutions": True}})
+
+    assert [len(request.wrong_solutions) for request in requests] == [3] * 5
+
+
+def test_a_job_waits_until_the_run_it_names_is_stored(desk: Desk, document: Document) -> None:
+    before = desk.jobs.submit(parse_job_spec(document))
+    desk.redis.set(redis_keys.run_state(before), "succeeded")
+    desk.redis.zrem(redis_keys.jobs_in_state("queued"), before)
+    desk.redis.hset(redis_keys.replay_counters(before), "number", 10)
+    desk.redis.hset(redis_keys.replay_stored(before), "written", 7)
+    job_id, requests = estimates(desk, {**document, "offline": {"experience": [{"run": before}]}})
+
+    assert desk.jobs.state(job_id) is JobState.VALIDATING
+    assert requests == []
+
+    desk.redis.hset(redis_keys.replay_stored(before), "written", 10)
+    desk.runner.tick()
+    assert desk.jobs.state(job_id) is JobState.ESTIMATING
+
+
+def test_jobs_without_values_take_stored_experience_too(desk: Desk, document: Document) -> None:
+    offline = {**EVERYTHING, "human_solutions": False, "keep_reference_samples": False}
+    losses = [{"objective": "supervised"}]
+    mix = [{"source": "other_run", "share": 1.0}]
+    wish = {**document, "value": None, "offline": offline, "algorithm": {"losses": losses}, "replay": {"mix": mix}}
+
+    job_id, requests = estimates(desk, wish)
+
+    assert desk.jobs.state(job_id) is JobState.ESTIMATING
+    assert [(request.sampling.samples, request.import_experience) for request in requests] == [(0, True)] * 6
