@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,18 +13,15 @@ import pytest
 import redis
 import yaml
 
-from spo import redis_keys
 from spo.client import Client
 from spo.client_answers import Job
 from spo.local.demo import RECIPE
 from spo.local.launcher import LauncherSettings, LocalPlatform
-from spo.v1.prompt_pb2 import SOURCE_ONLINE, PromptGroup
-from spo.v1.trajectory_pb2 import Trajectory
+from spo.testing_platform import check_ledger, wait_for_progress, wait_until
 
-ROOT = Path(__file__).parents[2]
 # Belt stages give the work of a dead consumer to the next one after this; short, so that the test is.
 RECLAIM_SECONDS = "5"
-SHORTENED = {
+SHORTENED: dict[str, dict[str, Any]] = {
     "tasks": {"train_problems": 12, "evaluation_problems": 6},
     "value": {"samples": 16},
     "offline": {"human_solutions_per_problem": 2},
@@ -57,23 +50,6 @@ JOB_SECONDS = 1200.0
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-def wait_until(condition: Callable[[], bool], what: str, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.1)
-
-
-@pytest.fixture(scope="module")
-def reference_model() -> Path:
-    """pi0 of the toy contest, shared with the demo's cache so that it is built once."""
-    cache = ROOT / ".spo" / "cache" / "models"
-    command = [sys.executable, "-m", "spo.local.reference_model", str(cache), "standard"]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    assert finished.returncode == 0, finished.stderr
-    return Path(json.loads(finished.stdout.splitlines()[-1])["folder"])
-
-
 @pytest.fixture
 def platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalPlatform]:
     monkeypatch.delenv("SPO_REDIS_URL", raising=False)
@@ -96,10 +72,10 @@ def test_a_job_outlives_the_death_of_every_service_and_loses_nothing(
     with Client(platform.http_url, retry_seconds=120) as client:
         job_id = client.submit(_shortened_spec(reference_model)).id
         for values, service in KILLS_WHILE_ESTIMATING:
-            _wait_for(client, job_id, lambda job, least=values: job.progress.values_done >= least)
+            wait_for_progress(client, job_id, _values(values))
             _kill(platform, service)
         for step, service in KILLS_WHILE_TRAINING:
-            _wait_for(client, job_id, lambda job, least=step: job.progress.step >= least)
+            wait_for_progress(client, job_id, _steps(step))
             _kill(platform, service)
         job = client.wait(job_id, JOB_SECONDS)
         assert job.state == "succeeded", job.failure
@@ -110,7 +86,15 @@ def test_a_job_outlives_the_death_of_every_service_and_loses_nothing(
     killed = Counter(service for _, service in (*KILLS_WHILE_ESTIMATING, *KILLS_WHILE_TRAINING))
     assert {name: count for name, count in restarts.items() if count} == dict(killed)
     with redis.Redis.from_url(platform.redis_url) as store:
-        _check_ledger(store, job_id)
+        check_ledger(store, job_id)
+
+
+def _values(least: int) -> Callable[[Job], bool]:
+    return lambda job: job.progress.values_done >= least
+
+
+def _steps(least: int) -> Callable[[Job], bool]:
+    return lambda job: job.progress.step >= least
 
 
 def _shortened_spec(reference_model: Path) -> dict[str, Any]:
@@ -119,51 +103,9 @@ def _shortened_spec(reference_model: Path) -> dict[str, Any]:
     return {**recipe, **spec, "model": {**recipe["model"], "path": str(reference_model)}}
 
 
-def _wait_for(client: Client, job_id: str, reached: Callable[[Job], bool]) -> None:
-    def come_so_far() -> bool:
-        job = client.get(job_id)
-        assert not job.is_final, f"the job ended early: {job.state} {job.failure}"
-        return reached(job)
-
-    wait_until(come_so_far, "the job's progress", JOB_SECONDS)
-
-
 def _kill(platform: LocalPlatform, service: str) -> None:
     child = next(child for child in platform.children if child.name == service)
     before, restarts = child.pid, child.restarts
     assert before is not None
     os.kill(before, signal.SIGKILL)
     wait_until(lambda: child.restarts == restarts + 1 and child.is_ready(), f"the recovery of {service}", 180)
-
-
-def _check_ledger(store: redis.Redis, job_id: str) -> None:
-    """Conservation: each dispatched sample is in the ledger exactly once, or its group still waits as a prompt."""
-    wait_until(
-        lambda: store.xlen(redis_keys.rollouts()) + store.xlen(redis_keys.verdicts()) == 0, "the belt to empty", 60
-    )
-    for stream in (redis_keys.prompts(job_id), redis_keys.rollouts(), redis_keys.verdicts(), redis_keys.estimates()):
-        assert store.xlen(redis_keys.dead_letters(stream)) == 0
-    ids: Any = store.zrange(redis_keys.replay_ids(job_id), 0, -1)
-    payloads: Any = store.mget([redis_keys.replay_trajectory(job_id, each.decode()) for each in ids])
-    assert all(payloads)
-    ledger = [Trajectory.FromString(payload) for payload in payloads]
-    assert [each.trajectory_id for each in ledger] == [each.decode() for each in ids]
-    for each in ledger:
-        assert len(each.reference_logprobs) == len(each.response_token_ids) > 0
-        assert each.HasField("reward")
-    online = Counter((each.group_id, each.sample_index) for each in ledger if each.source == SOURCE_ONLINE)
-    assert set(online.values()) == {1}
-    waiting: Any = store.xrange(redis_keys.prompts(job_id))
-    still_prompts = {PromptGroup.FromString(fields[b"payload"]).group_id for _, fields in waiting}
-    dispatched = int(store.hget(redis_keys.feeder_cursor(job_id), "position") or 0)
-    expected = {
-        (f"{job_id}-{number}", sample)
-        for number in range(dispatched)
-        if f"{job_id}-{number}" not in still_prompts
-        for sample in range(4)
-    }
-    assert set(online) == expected
-    counters: Any = store.hgetall(redis_keys.replay_counters(job_id))
-    inserted = {name: int(count) for name, count in counters.items() if name.startswith(b"inserted:")}
-    assert sum(inserted.values()) == len(ledger)
-    assert inserted[b"inserted:online"] == len(online)

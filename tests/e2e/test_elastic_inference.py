@@ -1,0 +1,120 @@
+"""Inference replicas come, go and die while a job runs: nothing is lost, the trainer goes on, and metrics are real."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis
+import yaml
+
+from spo.client import Client
+from spo.local.demo import RECIPE
+from spo.local.launcher import LauncherSettings, LocalPlatform, free_ports
+from spo.testing_platform import check_ledger, wait_for_progress, wait_until
+
+ROOT = Path(__file__).parents[2]
+SHORTENED: dict[str, dict[str, Any]] = {
+    "tasks": {"train_problems": 12, "evaluation_problems": 6},
+    "value": {"samples": 16},
+    "replay": {
+        "mix": [{"source": "online", "share": 0.75}, {"source": "human", "share": 0.25}],
+        "min_online": 16,
+        "error_buffer": 32,
+    },
+    "trainer": {"steps": 90, "batch_size": 16, "micro_batch_size": 16, "update_interval": 5, "checkpoint_interval": 30},
+    "evaluation": {"interval_steps": 90, "samples": 4, "ks": [1]},
+}
+# Replicas of one pool would share a port, so inference is left out.
+METERED = ("sandbox-judge", "replay-buffer", "value-estimation", "trainer")
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
+
+
+@pytest.fixture
+def metrics_ports() -> dict[str, int]:
+    return free_ports(list(METERED), {})
+
+
+@pytest.fixture
+def platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metrics_ports: dict[str, int]) -> Iterator[LocalPlatform]:
+    monkeypatch.delenv("SPO_REDIS_URL", raising=False)
+    settings = LauncherSettings(runs_path=tmp_path / "runs", start_seconds=300, drain_seconds=20)
+    metered = {f"SPO_{name.replace('-', '_').upper()}_METRICS_PORT": str(port) for name, port in metrics_ports.items()}
+    with LocalPlatform(
+        "elastic", tmp_path / "state", settings, {**metered, "SPO_INFERENCE_RECLAIM_AFTER_SECONDS": "5"}
+    ) as started:
+        started.wait_until_ready()
+        yield started
+
+
+def test_replicas_scale_and_die_during_a_job_and_nothing_is_lost(
+    platform: LocalPlatform, reference_model: Path, metrics_ports: dict[str, int]
+) -> None:
+    recipe: dict[str, Any] = yaml.safe_load(RECIPE.read_text())
+    spec = recipe | {name: {**recipe[name], **changes} for name, changes in SHORTENED.items()}
+    spec["model"] = {**recipe["model"], "path": str(reference_model)}
+    with Client(platform.http_url, retry_seconds=120) as client:
+        job_id = client.submit(spec).id
+        wait_for_progress(client, job_id, lambda job: job.progress.step >= 5)
+        scale(platform, 3)
+        wait_until(lambda: joined(platform) >= 3, "three replicas serve the run", 240)
+        named = {name for port in metrics_ports.values() for name in scraped(f"http://127.0.0.1:{port}")}
+        named |= scraped(platform.http_url)
+        for victim in ("inference-2", "inference"):
+            kill(platform, victim)
+        wait_until(lambda: joined(platform) >= 3, "the killed replicas are back", 240)
+        scale(platform, 1)
+        wait_until(lambda: len(pool(platform)) == 1, "two replicas have left", 60)
+        job = client.wait(job_id, 1200)
+        assert job.state == "succeeded", job.failure
+        waits = [value for value in client.metrics(job_id).series["wait_seconds"] if value is not None]
+    with redis.Redis.from_url(platform.redis_url) as store:
+        check_ledger(store, job_id)
+    print(f"the trainer waited {sum(waits):.1f} s in all, {max(waits):.1f} s at most for one batch")
+    assert max(waits) < 120
+    unknown = drawn() - named
+    assert not unknown, f"dashboards and alerts name what no live service exports: {sorted(unknown)}"
+
+
+def scale(platform: LocalPlatform, replicas: int) -> None:
+    answer = httpx.put(f"{platform.http_url}/v1/scale", json={"inference": replicas}, trust_env=False, timeout=30)
+    assert answer.status_code == 202, answer.text
+
+
+def pool(platform: LocalPlatform) -> list[str]:
+    return [child.name for child in platform.children if child.name.startswith("inference")]
+
+
+def joined(platform: LocalPlatform) -> int:
+    items = httpx.get(f"{platform.http_url}/v1/replicas", trust_env=False, timeout=30).json()["items"]
+    return sum(item["pool"] == "inference" and bool(item["run_id"]) and not item["draining"] for item in items)
+
+
+def kill(platform: LocalPlatform, name: str) -> None:
+    child = next(child for child in platform.children if child.name == name)
+    before, restarts = child.pid, child.restarts
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+    wait_until(lambda: child.restarts > restarts, f"{name} is started again", 60)
+
+
+def scraped(url: str) -> set[str]:
+    text = httpx.get(f"{url}/metrics", trust_env=False, timeout=30).text
+    return set(re.findall(r"^# TYPE (spo_\w+)", text, re.MULTILINE))
+
+
+def drawn() -> set[str]:
+    panels = json.loads((ROOT / "deploy" / "grafana" / "spo.json").read_text())["panels"]
+    rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yml").read_text())["groups"]
+    texts = [target["expr"] for panel in panels for target in panel["targets"]]
+    texts += [rule["expr"] for group in rules for rule in group["rules"]]
+    names = {name for text in texts for name in re.findall(r"\bspo_[a-z0-9_]+", text)}
+    return {re.sub(r"_(bucket|sum|count)$", "", name) for name in names}
