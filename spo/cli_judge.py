@@ -42,7 +42,10 @@ def judge(
         typer.Option("--wall-seconds", min=0.01, help="Time asleep in one test; default twice the CPU time and 1 s."),
     ] = None,
     memory_mib: Annotated[int, typer.Option("--memory-mib", min=1, help="Peak memory of one test.")] = 256,
-    output_kib: Annotated[int, typer.Option("--output-kib", min=1, help="Output of one test.")] = 1024,
+    output_kib: Annotated[
+        int | None,
+        typer.Option("--output-kib", min=1, help="Output of one test; default 1024, or twice the longest right one."),
+    ] = None,
     checker: Annotated[
         str, typer.Option("--checker", help=f"{', '.join(CHECKERS)}, or a special judge's source file.")
     ] = "tokens",
@@ -64,7 +67,7 @@ def judge(
         cpu_seconds=cpu_seconds,
         wall_seconds=wall_seconds or 2 * cpu_seconds + 1,
         memory_bytes=memory_mib << 20,
-        output_bytes=output_kib << 10,
+        output_bytes=(output_kib or 0) << 10,
     )
     files = find_programs(programs, language)
     test_set, unknown = read_tests(tests, limits, checker, absolute_tolerance, relative_tolerance)

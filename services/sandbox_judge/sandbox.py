@@ -55,14 +55,15 @@ class RunLimits:
     processes: int = 16
 
 
-def limits_of(limits: verdict_pb2.Limits) -> RunLimits:
-    """The limits of a TestSet with defaults where a field is 0."""
-    defaults = RunLimits()
+def limits_of(test_set: verdict_pb2.TestSet) -> RunLimits:
+    """The limits of a TestSet with defaults where a field is 0; a right output is never too long by default."""
+    limits, defaults = test_set.limits, RunLimits()
+    longest = 0 if limits.output_bytes else max((len(test.stdout) for test in test_set.tests), default=0)
     return RunLimits(
         cpu_seconds=limits.cpu_seconds or defaults.cpu_seconds,
         wall_seconds=limits.wall_seconds or max(defaults.wall_seconds, 2 * limits.cpu_seconds),
         memory_bytes=limits.memory_bytes or defaults.memory_bytes,
-        output_bytes=limits.output_bytes or defaults.output_bytes,
+        output_bytes=limits.output_bytes or max(defaults.output_bytes, 2 * longest),
         processes=max(limits.processes, defaults.processes),
     )
 

@@ -77,7 +77,7 @@ class Court:
         try:
             with contextlib.ExitStack() as stack:
                 check = self._checker(lane, test_set, stack)
-                opened = stack.enter_context(self._opened(lane, source, language, limits_of(test_set.limits)))
+                opened = stack.enter_context(self._opened(lane, source, language, limits_of(test_set)))
                 results = list(_results(opened.run, check, test_set, manner))
                 verdict = summary_of(results, test_set, manner.want_details)
                 verdict.suspected_hard_coded = suspects(program, language, test_set, results, opened.run, check)

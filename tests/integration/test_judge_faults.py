@@ -13,6 +13,7 @@ import psutil
 import pytest
 import redis
 
+from services.sandbox_judge.memory_cgroup import memory_parent
 from services.sandbox_judge.test_sets import TestSets
 from spo import redis_keys, streams
 from spo.job_spec import parse_job_spec, spec_to_json
@@ -108,6 +109,9 @@ def test_every_verdict_of_two_thousand_arrives_once_whoever_is_killed(
     assert redis_client.xlen(redis_keys.dead_letters(redis_keys.rollouts())) == 0
     assert kills > 3
     wait_until(lambda: not any(each.is_running() for each in seen), 10)
+    # A judge that was killed leaves empty cgroups to the next, which was asked to stop and leaves none.
+    parent = memory_parent("auto")
+    assert parent is None or not [each for each in parent.glob("spo-judge-*") if str(judge.pid) in each.name]
 
 
 def test_a_judge_without_a_sandbox_refuses_to_serve(redis_server: str) -> None:

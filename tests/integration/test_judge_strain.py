@@ -200,6 +200,13 @@ def test_a_large_input_and_a_large_output_go_through_with_flat_memory(docket: Do
     assert psutil.Process().memory_info().rss - resident < 5 * size
 
 
+def test_a_right_output_is_never_too_long_by_default(docket: Docket) -> None:
+    tests = verdict_pb2.TestSet(tests=[verdict_pb2.TestCase(stdout=b"y" * (3 << 20))])
+
+    assert judge_one(docket, "print('y' * (3 << 20))", tests).outcome == Outcome.OUTCOME_ACCEPTED
+    assert judge_one(docket, "print('y' * (7 << 20))", tests).outcome == Outcome.OUTCOME_OUTPUT_LIMIT
+
+
 def test_a_message_larger_than_the_wire_takes_is_a_typed_refusal(judge: Client) -> None:
     huge = verdict_pb2.TestSet(tests=[verdict_pb2.TestCase(stdin=b"x" * (65 << 20))])
 
