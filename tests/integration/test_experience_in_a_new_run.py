@@ -242,3 +242,12 @@ def test_another_tenants_experience_is_not_there(stage: Stage) -> None:
 
     stage.client.hset(redis_keys.job_record(RUN), "tenant", "them")
     assert len(stage.taken()) == 1
+
+
+def test_of_published_wrong_solutions_those_that_the_judge_rejects_are_kept(stage: Stage) -> None:
+    maker = SampleMaker(RUN, stage.reference, stage.peers, RewardSpec())
+
+    found = maker.import_human(PROMPT, [WRONG, RIGHT, WRONG * 60, WRONG + "1"], 44, right=False)
+
+    assert [(each.response_text, each.reward) for each in found] == [(WRONG, -1.0), (WRONG + "1", -1.0)]
+    assert all(len(each.reference_logprobs) == len(each.response_token_ids) for each in found)
