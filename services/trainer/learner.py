@@ -115,16 +115,26 @@ class Learner:
         appraisals: Appraisals = {}
         if not self._critic and len(minibatches) * self._spec.trainer.epochs == 1:
             return appraisals, ""
-        problem = ""
-        try:
-            for piece in (piece for minibatch in minibatches for piece in minibatch.pieces):
-                batch = self._batch(piece.rows)
-                if self._critic:
-                    with torch.no_grad():
-                        appraisals[id(piece)] = self._critic.appraise(self._logprobs(batch), batch)
-        except InvalidInput as error:
-            problem = str(error)
-        return appraisals, "; ".join(each for each in self._ranks.gather(problem) if each)
+
+        def appraise(piece: Piece) -> None:
+            if self._critic:
+                with torch.no_grad():
+                    batch = self._batch(piece.rows)
+                    appraisals[id(piece)] = self._critic.appraise(self._logprobs(batch), batch)
+
+        pieces = [piece for minibatch in minibatches for piece in minibatch.pieces]
+        refused = self._faults(pieces, lambda piece: self._batch(piece.rows))
+        return appraisals, refused or self._faults(pieces, appraise)
+
+    def _faults(self, pieces: Sequence[Piece], look: Callable[[Piece], object]) -> str:
+        """What `look` finds wrong in any rank's pieces; each is looked at, since forwards gather from all ranks."""
+        faults = []
+        for piece in pieces:
+            try:
+                look(piece)
+            except InvalidInput as error:
+                faults.append(_naming_trajectories(error, piece))
+        return "; ".join(fault for found in self._ranks.gather(faults) for fault in found)
 
     def _update(
         self,
@@ -208,7 +218,7 @@ class Learner:
         try:
             loss = critic.loss(self._batch(piece.rows), appraisal)
         except InvalidInput as error:
-            return None, str(error)
+            return None, _naming_trajectories(error, piece)
         means.add({"value_loss": loss.item()}, piece.weight)
         return loss, ""
 
