@@ -113,6 +113,9 @@ def _run(setting: str, name: str, method: Method, seed: int, size: Size) -> Run:
         changes.append(
             {"trainer": {"steps": size.long_steps}, "evaluation": {"interval_steps": size.long_interval_steps}}
         )
+    if setting == "pushes":
+        # What is timed there is training.
+        changes.append({"evaluation": {"interval_steps": 1_000_000}})
     if setting == "contaminated":
         stored = {"human_solutions": False, "experience": [{"run": IMPORT_NAME}]}
         changes.append({"tasks": {"reward": {"tests": "public"}}, "offline": stored})
