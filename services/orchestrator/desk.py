@@ -15,6 +15,7 @@ from services.orchestrator.examinations import Examinations
 from services.orchestrator.feeder import Feeder
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import Leases
+from services.orchestrator.references import ReferenceRefresh
 from services.orchestrator.replicas import Replicas
 from services.orchestrator.retirement import Retirement
 from services.orchestrator.runner import JobRunner
@@ -22,12 +23,14 @@ from services.orchestrator.scale import Scale
 from services.orchestrator.scoring import Scorer
 from services.orchestrator.settings import Settings
 from services.orchestrator.task_sets import TaskLibrary
+from services.orchestrator.value_progress import ValueProgress
 from services.orchestrator.weights import WeightVersions
 from spo.experience.store import ExperienceStore
 from spo.rpc import Client
 from spo.v1.inference_service_pb2_grpc import InferenceServiceStub
 from spo.v1.judge_service_pb2_grpc import JudgeServiceStub
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
+from spo.v1.value_service_pb2_grpc import ValueServiceStub
 
 
 @dataclass
@@ -44,12 +47,14 @@ class Desk:
         self.inference = Client("inference", settings.inference_address, InferenceServiceStub)
         self.judge = Client("sandbox-judge", settings.sandbox_judge_address, JudgeServiceStub)
         self.replay = Client("replay-buffer", settings.replay_buffer_address, ReplayServiceStub)
+        self.values = Client("value-estimation", settings.value_estimation_address, ValueServiceStub)
         self.experience = ExperienceStore(settings.experience_place)
         self.doorkeeper = Doorkeeper(settings, self.redis)
         self.audit = AuditLog(self.redis)
         self.jobs = JobStore(self.redis, settings.durable_writes)
         self.leases = Leases(self.jobs, settings.state_path, settings.lease_seconds, self.stop)
         self.replicas = Replicas(self.jobs, settings.replica_silence_seconds)
+        self.value_progress = ValueProgress(self.redis)
         self.weights = WeightVersions(self.jobs)
         self.retirement = Retirement(self.jobs, settings.state_path)
         self.scale = Scale(settings, self.redis)
@@ -58,11 +63,19 @@ class Desk:
         scorer = Scorer(self.inference, self.judge, settings.evaluation_requests)
         self.evaluator = Evaluator(self.jobs, self.library, self.weights, scorer)
         self.examinations = Examinations(self.jobs, self.library, self.weights, scorer)
+        self.references = ReferenceRefresh(self.jobs, self.library, self.weights)
         self.runner = JobRunner(
-            self.jobs, self.library, self.evaluator, self.leases, self.replicas, self.judge, settings
+            self.jobs,
+            self.library,
+            self.evaluator,
+            self.leases,
+            self.replicas,
+            self.judge,
+            settings,
+            self.references,
         )
 
     def close(self) -> None:
         """End the connections to the other services, so that no wait for them outlives the process."""
-        for client in (self.inference, self.judge, self.replay):
+        for client in (self.inference, self.judge, self.replay, self.values):
             client.close()

@@ -21,6 +21,8 @@ from spo.v1.prompt_pb2 import Sampling
 from spo.v1.value_pb2 import EstimateRequest, PivotalRequest
 
 CHUNK = 128
+# Beyond them, another one tells little more of what pi0 can do.
+FURTHER_SOLUTIONS = 12
 
 
 def publish_estimates(jobs: JobStore, job_id: str, tasks: TaskSets) -> None:
@@ -87,6 +89,9 @@ def _request(job_id: str, spec: JobSpec, problem: Problem) -> EstimateRequest:
     request = EstimateRequest(run_id=job_id, prompt=prompt_of(problem, spec))
     if spec.offline.human_solutions:
         request.human_solutions.extend(problem.human_solutions[: spec.offline.human_solutions_per_problem])
+        if spec.value and spec.value.sequential:
+            further = problem.human_solutions[spec.offline.human_solutions_per_problem :]
+            request.further_solutions.extend(further[:FURTHER_SOLUTIONS])
     if spec.offline.wrong_human_solutions:
         request.wrong_solutions.extend(problem.wrong_solutions[: spec.offline.human_solutions_per_problem])
     if spec.value is not None:

@@ -10,10 +10,15 @@ from services.orchestrator.states import JobState
 
 
 class Progress(BaseModel):
-    """How far the job is; totals are null until the tasks are loaded."""
+    """How far the job is; totals are null until the tasks are loaded.
+
+    value_samples made the values so far; value_interval_width is the mean width of their intervals, reward units.
+    """
 
     values_done: int
     values_total: int | None
+    value_samples: int = 0
+    value_interval_width: float | None = None
     step: int
     steps: int
     weight_version: int
@@ -187,7 +192,39 @@ class PromptView(BaseModel):
     samples: int | None
     successes: int | None
     qhat_0: float | None
+    qhat_0_low: float | None = None
+    qhat_0_high: float | None = None
     trajectories: list[Trajectory]
+
+
+class TokenValues(BaseModel):
+    """The policy as value: Q_t after each response token and its advantage A_t, reward units (Eq. 11, 12)."""
+
+    trajectory_id: str
+    policy_version: int
+    qhat_0: float
+    tokens: list[str]
+    q: list[float]
+    advantages: list[float]
+
+
+class CalibrationBin(BaseModel):
+    predicted: float
+    observed: float
+    outcomes: int
+    low: float
+    high: float
+
+
+class Calibration(BaseModel):
+    """Success of pi0 going on from prefixes, as Q_t predicts it and as it came; bins of about equal count."""
+
+    policy_version: int
+    bins: list[CalibrationBin]
+    expected_calibration_error: float
+    brier_score: float
+    brier_score_of_qhat_0: float
+    prefixes: int
 
 
 class Version(BaseModel):

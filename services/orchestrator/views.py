@@ -13,9 +13,8 @@ from services.orchestrator.states import TERMINAL
 from services.orchestrator.watch import waits
 from services.orchestrator.weights import applied_by
 from spo import redis_keys
-from spo.algorithm.monte_carlo import q_from_successes
 from spo.errors import NotFound
-from spo.job_spec import JobSpec
+from spo.prompt_values import qhat_0
 from spo.v1.prompt_pb2 import Source
 from spo.v1.replay_service_pb2 import GetTrajectoryResponse, ListTrajectoriesRequest, ListTrajectoriesResponse
 from spo.v1.trajectory_pb2 import FinishReason, Trajectory
@@ -53,7 +52,7 @@ def job(desk: Desk, job_id: str) -> schemas.Job:
     return schemas.Job(
         **summary.model_dump(),
         progress=schemas.Progress(
-            values_done=int(desk.redis.hlen(redis_keys.run_values(job_id))),
+            **desk.value_progress.of(job_id, spec),
             values_total=int(total) if total else None,
             step=summary.step,
             steps=spec.trainer.steps,
@@ -151,20 +150,17 @@ def prompt(desk: Desk, job_id: str, prompt_id: str) -> schemas.PromptView:
         raise NotFound(f"job {job_id} has no prompt {prompt_id}", code="prompt_not_found")
     raw: Any = desk.redis.hget(redis_keys.run_values(job_id), prompt_id)
     value = PromptValue.FromString(raw) if raw else None
+    estimate = qhat_0(value, spec) if value else None
     return schemas.PromptView(
         prompt_id=prompt_id,
         text=problem.statement,
         samples=value.samples if value else None,
         successes=value.successes if value else None,
-        qhat_0=_qhat_0(value, spec) if value else None,
+        qhat_0=estimate.q if estimate else None,
+        qhat_0_low=estimate.low if estimate else None,
+        qhat_0_high=estimate.high if estimate else None,
         trajectories=trajectories(desk, job_id, prompt_id=prompt_id).items,
     )
-
-
-def _qhat_0(value: PromptValue, spec: JobSpec) -> float | None:
-    if value.samples == 0:
-        return None
-    return q_from_successes(value.successes, value.samples, spec.algorithm.beta)
 
 
 def _trajectory_fields(found: Trajectory) -> dict[str, Any]:

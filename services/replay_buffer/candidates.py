@@ -189,5 +189,5 @@ class Candidates:
         if self.spec.value is not None:
             stored: Any = self.client.hvals(redis_keys.run_values(self.run_id))
             found = map(PromptValue.FromString, stored)
-            self._values = facts_of_prompts(found, self.spec.algorithm, self.spec.value)
+            self._values = facts_of_prompts(found, self.spec)
         self._values_read = count

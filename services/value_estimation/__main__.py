@@ -6,13 +6,16 @@ import sys
 
 from services.value_estimation.peers import connect_peers
 from services.value_estimation.pivotal_worker import PivotalWorker
+from services.value_estimation.policies import Policies
 from services.value_estimation.reference import References
 from services.value_estimation.service import ValueService
 from services.value_estimation.settings import Settings
+from services.value_estimation.token_values import TokenValuer
 from services.value_estimation.value_worker import ValueWorker
 from spo.redis_client import connect
 from spo.service import ServiceProcess
 from spo.v1.value_service_pb2_grpc import add_ValueServiceServicer_to_server
+from spo.weight_store import WeightStore
 
 
 def main() -> int:
@@ -20,8 +23,9 @@ def main() -> int:
     process = ServiceProcess("value-estimation", settings)
     client = connect(settings.redis_url, settings.redis_wait_seconds)
     references = References(client, settings.tokens_per_forward, settings.device)
-    add_ValueServiceServicer_to_server(ValueService(client, references), process.server.server)
     peers = connect_peers(settings, process.stop)
+    valuer = TokenValuer(client, Policies(references, WeightStore(settings.state_path / "weights")), peers)
+    add_ValueServiceServicer_to_server(ValueService(client, references, valuer), process.server.server)
     shared = (client, references, peers, settings, process.replica_id)
     process.workers += [ValueWorker(*shared).run, PivotalWorker(*shared).run]
     return process.run()

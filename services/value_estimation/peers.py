@@ -21,7 +21,13 @@ from spo.v1.judge_service_pb2 import (
 )
 from spo.v1.judge_service_pb2_grpc import JudgeServiceStub
 from spo.v1.prompt_pb2 import SOURCE_REFERENCE, Prompt, PromptGroup, Source
-from spo.v1.replay_service_pb2 import AppendRequest, ListTrajectoriesRequest, ListTrajectoriesResponse
+from spo.v1.replay_service_pb2 import (
+    AppendRequest,
+    GetTrajectoryRequest,
+    GetTrajectoryResponse,
+    ListTrajectoriesRequest,
+    ListTrajectoriesResponse,
+)
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_INTERNAL_ERROR, Verdict
@@ -96,6 +102,18 @@ class Peers:
                     return found[::-1]
         except NotFound:
             return []
+
+    def some_samples(self, run_id: str, prompt_id: str, limit: int) -> list[Trajectory]:
+        """The newest samples of pi0 on a prompt in a run's buffer."""
+        request = ListTrajectoriesRequest(run_id=run_id, prompt_id=prompt_id, source=SOURCE_REFERENCE, limit=limit)
+        page: ListTrajectoriesResponse = self._ask(self.replay, "ListTrajectories", request, SHORT_DEADLINE_SECONDS)
+        return list(page.trajectories)
+
+    def trajectory(self, run_id: str, trajectory_id: str) -> Trajectory:
+        """One trajectory of a run's buffer. Raises NotFound."""
+        request = GetTrajectoryRequest(run_id=run_id, trajectory_id=trajectory_id)
+        found: GetTrajectoryResponse = self._ask(self.replay, "GetTrajectory", request, SHORT_DEADLINE_SECONDS)
+        return found.trajectory
 
     def _ask(self, client: Client, method: str, request: Any, deadline_seconds: float) -> Any:
         return client.call_patiently(

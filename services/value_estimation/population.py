@@ -5,20 +5,31 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import redis
 
 from services.value_estimation.counts import Counts
 from spo import redis_keys
-from spo.algorithm.value_prior import JEFFREYS, BetaPrior, PriorModel, fit_prior
+from spo.algorithm.value_prior import JEFFREYS, BetaPrior, PriorModel, PromptFeatures, fit_prior
 
 # A fit on fewer would mostly tell about the prompt itself.
 FEWEST_PROMPTS = 24
 REFIT_GROWTH = 1.1
 REFIT_SECONDS = 10.0
+# A fit over many prompts takes its time; most of the worker's belongs to sampling.
+REFIT_PAUSE = 20.0
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fitted model, how many prompts it knows, and what it cost."""
+
+    prompts: int
+    model: PriorModel | None
+    done_at: float
+    seconds: float
 
 
 @dataclass
@@ -26,34 +37,33 @@ class Population:
     """All prompts with the same reference, sampler, judge and reward, of all runs."""
 
     client: redis.Redis
-    _fits: dict[str, tuple[int, float, PriorModel | None]] = field(default_factory=dict, init=False)
+    _fits: dict[str, Fit] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
-    def record(self, key: str, prompt_id: str, counts: Counts, features: Sequence[float]) -> None:
+    def record(self, key: str, prompt_id: str, counts: Counts, features: PromptFeatures) -> None:
         """What a prompt's samples have come to so far; replaces what was recorded of it."""
-        document = {"samples": counts.samples, "successes": counts.successes, "features": list(features)}
+        document = {"samples": counts.samples, "successes": counts.successes, "features": asdict(features)}
         self.client.hset(redis_keys.value_population(key), prompt_id, json.dumps(document))
 
-    def prior_of(self, key: str, features: Sequence[float]) -> BetaPrior:
-        """The prior of a prompt with these features; Jeffreys' while few prompts are known."""
+    def prior_of(self, key: str, prompt_id: str, features: PromptFeatures) -> BetaPrior:
+        """The prior of a prompt, from the samples of others; Jeffreys' while few prompts are known."""
         known = int(self.client.hlen(redis_keys.value_population(key)))
         with self._lock:
-            fitted, at, model = self._fits.get(key, (0, 0.0, None))
-            stale = known >= REFIT_GROWTH * fitted or time.monotonic() - at > REFIT_SECONDS
-            if known >= FEWEST_PROMPTS and stale:
-                model = self._fit(key, len(features))
-                self._fits[key] = (known, time.monotonic(), model)
-        return model.prior_of(features) if model else JEFFREYS
+            fit = self._fits.get(key, Fit(0, None, 0.0, 0.0))
+            is_old = time.monotonic() > fit.done_at + max(REFIT_SECONDS, REFIT_PAUSE * fit.seconds)
+            if known >= FEWEST_PROMPTS and (known >= REFIT_GROWTH * fit.prompts or is_old):
+                fit = self._fits[key] = self._fit(key)
+        return fit.model.prior_of(prompt_id, features) if fit.model else JEFFREYS
 
-    def _fit(self, key: str, features: int) -> PriorModel | None:
+    def _fit(self, key: str) -> Fit:
+        began = time.monotonic()
         stored: Any = self.client.hgetall(redis_keys.value_population(key))
-        documents = [json.loads(stored[name]) for name in sorted(stored)]
-        # Another version of this service may have recorded other features.
-        alike = [each for each in documents if len(each["features"]) == features]
-        if len(alike) < FEWEST_PROMPTS:
-            return None
-        return fit_prior(
-            [each["successes"] for each in alike],
-            [each["samples"] for each in alike],
-            [each["features"] for each in alike],
+        names = sorted(stored)
+        documents = [json.loads(stored[name]) for name in names]
+        model = fit_prior(
+            [name.decode() for name in names],
+            [each["successes"] for each in documents],
+            [each["samples"] for each in documents],
+            [PromptFeatures(**each["features"]) for each in documents],
         )
+        return Fit(len(names), model, time.monotonic(), time.monotonic() - began)

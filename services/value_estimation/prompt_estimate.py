@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import redis
@@ -21,6 +21,7 @@ import redis
 from services.value_estimation.counts import Counts, count, total
 from services.value_estimation.samples import SampleMaker
 from spo import metrics, redis_keys
+from spo.algorithm.value_prior import PromptFeatures
 from spo.job_spec import JobSpec, ValueSpec
 from spo.v1.prompt_pb2 import Sampling
 from spo.v1.trajectory_pb2 import Trajectory
@@ -52,14 +53,14 @@ class PromptEstimate:
             Counts.decode(text) for name, text in self._done().items() if name.startswith((RECALLED, f"{VALUE}-"))
         )
 
-    def features(self) -> list[float]:
+    def features(self) -> PromptFeatures:
         """What was noted with the imports."""
-        found: list[float] = json.loads(self._done().get(IMPORTED, b"[]"))
-        return found
+        noted = self._done().get(IMPORTED)
+        return PromptFeatures(**json.loads(noted)) if noted else PromptFeatures()
 
-    def note_imports(self, features: Sequence[float]) -> None:
+    def note_imports(self, features: PromptFeatures) -> None:
         """Human solutions and stored experience are in."""
-        self.client.hset(self._progress, IMPORTED, json.dumps(list(features)))
+        self.client.hset(self._progress, IMPORTED, json.dumps(asdict(features)))
 
     @property
     def imports_are_noted(self) -> bool:

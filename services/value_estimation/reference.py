@@ -55,6 +55,10 @@ class Reference:
         said = self.tokenizer.decode(list(response), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return bool(said == text)
 
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """The text of each token, special ones by name."""
+        return [str(self.tokenizer.decode([token])) for token in tokens]
+
     def check(self, prompt: Sequence[int], response: Sequence[int]) -> None:
         """Raise InvalidInput on an empty sequence, a token outside the vocabulary, or more tokens than positions."""
         if not prompt or not response:

@@ -85,7 +85,7 @@ class SampleMaker:
         return kept
 
     def _human(self, prompt: Prompt, program: str, kind: str, index: int) -> Trajectory:
-        text = write_response(program, "fenced" if prompt.response_format == "fenced" else "raw")
+        text = write_solution(program, prompt)
         prompt_tokens, response_tokens = self.reference.encode(prompt.text, text)
         group_id = f"{kind}-{prompt.prompt_id[:24]}"
         return Trajectory(
@@ -127,3 +127,8 @@ class SampleMaker:
             trajectory.reference_logprobs[:] = logprobs
             trajectory.reference_hash = self.reference.model_hash
             trajectory.hops.append(Hop(service="value-estimation", at_unix_ms=int(time.time() * 1000)))
+
+
+def write_solution(program: str, prompt: Prompt) -> str:
+    """A person's program as the response that it would have been."""
+    return write_response(program, "fenced" if prompt.response_format == "fenced" else "raw")

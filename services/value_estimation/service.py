@@ -7,18 +7,21 @@ from typing import Any
 import redis
 
 from services.value_estimation.reference import References
+from services.value_estimation.token_values import CalibrationDesign, CalibrationReport, TokenValuer
 from spo import redis_keys
+from spo.prompt_values import qhat_0
 from spo.v1 import value_service_pb2 as value
 from spo.v1.value_pb2 import PromptValue
 from spo.v1.value_service_pb2_grpc import ValueServiceServicer
 
 
 class ValueService(ValueServiceServicer):
-    """Reference log-probs and prompt values."""
+    """Reference log-probs, prompt values, and the policy as value."""
 
-    def __init__(self, client: redis.Redis, references: References) -> None:
+    def __init__(self, client: redis.Redis, references: References, valuer: TokenValuer) -> None:
         self.client = client
         self.references = references
+        self.valuer = valuer
 
     def ComputeReferenceLogprobs(
         self, request: value.ComputeReferenceLogprobsRequest, context: Any
@@ -38,4 +41,56 @@ class ValueService(ValueServiceServicer):
         asked = list(request.prompt_ids)
         stored: Any = self.client.hmget(key, asked) if asked else self.client.hvals(key)
         found = [PromptValue.FromString(payload) for payload in stored if payload]
-        return value.GetPromptValuesResponse(values=found)
+        spec = self.references.spec(request.run_id)
+        beta = request.beta if request.HasField("beta") else None
+        derived = [(each.prompt_id, qhat_0(each, spec, beta)) for each in found]
+        estimates = [
+            value.PromptEstimate(prompt_id=prompt_id, q=estimate.q, low=estimate.low, high=estimate.high)
+            for prompt_id, estimate in derived
+            if estimate
+        ]
+        return value.GetPromptValuesResponse(values=found, estimates=estimates)
+
+    def GetTokenValues(self, request: value.GetTokenValuesRequest, context: Any) -> value.GetTokenValuesResponse:
+        version = self._version(request)
+        found = self.valuer.values_of(request.run_id, version, request.trajectory_ids)
+        return value.GetTokenValuesResponse(
+            policy_version=version,
+            trajectories=[
+                value.TokenValues(
+                    trajectory_id=each.trajectory.trajectory_id,
+                    qhat_0=each.qhat_0,
+                    q=each.q,
+                    advantages=each.advantages,
+                    tokens=self.references.of(request.run_id).pieces(each.trajectory.response_token_ids),
+                )
+                for each in found
+            ],
+        )
+
+    def GetCalibration(self, request: value.GetCalibrationRequest, context: Any) -> value.GetCalibrationResponse:
+        version = self._version(request)
+        design = CalibrationDesign(
+            trajectories=request.trajectories or 256,
+            positions=request.positions or 4,
+            continuations=request.continuations,
+            bins=request.bins or 10,
+            prompts=tuple(request.prompts),
+        )
+        return _report(version, self.valuer.calibrate(request.run_id, version, design, context.is_active))
+
+    def _version(self, request: value.GetTokenValuesRequest | value.GetCalibrationRequest) -> int:
+        if request.HasField("policy_version"):
+            return request.policy_version
+        return self.valuer.policies.newest(request.run_id)
+
+
+def _report(version: int, found: CalibrationReport) -> value.GetCalibrationResponse:
+    return value.GetCalibrationResponse(
+        policy_version=version,
+        bins=[value.CalibrationBin(**vars(each)) for each in found.of_q.bins],
+        expected_calibration_error=found.of_q.expected_error,
+        brier_score=found.of_q.brier,
+        brier_score_of_qhat_0=found.of_qhat_0.brier,
+        prefixes=found.prefixes,
+    )

@@ -20,15 +20,15 @@ from services.value_estimation.peers import Peers
 from services.value_estimation.population import Population
 from services.value_estimation.prompt_estimate import PromptEstimate, sampler
 from services.value_estimation.reference import References
-from services.value_estimation.samples import SampleMaker
+from services.value_estimation.refreshed import value_under
+from services.value_estimation.samples import SampleMaker, write_solution
 from services.value_estimation.settings import Settings
 from spo import redis_keys
 from spo.algorithm.value_posterior import soft_value_estimate
-from spo.algorithm.value_prior import JEFFREYS, BetaPrior
+from spo.algorithm.value_prior import JEFFREYS, BetaPrior, PromptFeatures
 from spo.errors import InvalidInput, NotReady
 from spo.job_spec import JobSpec, RewardSpec, SequentialSpec, ValueSpec
 from spo.prompt_values import evidence_of
-from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.value_pb2 import EstimateRequest, PromptValue
 
 NO_PRIOR = BetaPrior(0.0, 0.0)
@@ -64,16 +64,24 @@ class ValueWorker:
 
         False when the prompt wants another round after the others'. Raises NotReady when a peer stayed away too long.
         """
-        known = self.client.hexists(redis_keys.run_values(request.run_id), request.prompt.prompt_id)
-        if known or not self._wanted(request.run_id):
+        version = request.reference_version
+        key = redis_keys.run_values_under(request.run_id, version) if version else redis_keys.run_values(request.run_id)
+        if self.client.hexists(key, request.prompt.prompt_id) or not self._wanted(request.run_id):
             return True
         try:
-            return self._estimate(request)
+            return self._estimate_under(request, key) if version else self._estimate(request)
         except NotReady:
             # The replicas of a cancelled run serve another one: what it waited for will not come.
             if self._wanted(request.run_id):
                 raise
             return True
+
+    def _estimate_under(self, request: EstimateRequest, key: str) -> bool:
+        reward = self.references.spec(request.run_id).tasks.reward
+        peers = replace(self.peers, wanted=lambda: self._wanted(request.run_id))
+        value = value_under(request, peers, reward, self.settings.chunk_samples)
+        self.client.hset(key, request.prompt.prompt_id, value.SerializeToString())
+        return True
 
     def _estimate(self, request: EstimateRequest) -> bool:
         run_id, spec = request.run_id, self.references.spec(request.run_id)
@@ -81,9 +89,9 @@ class ValueWorker:
         maker = SampleMaker(run_id, self.references.of(run_id), peers, spec.tasks.reward)
         estimate = self._open(request, spec, maker)
         if not estimate.imports_are_noted:
-            human = self._import_human(maker, request, spec)
+            self._import_human(maker, request, spec)
             self._import_stored(maker, request, spec)
-            estimate.note_imports(_features(human))
+            estimate.note_imports(_features(maker, request, spec))
         estimate.recall()
         prior = self._sample(estimate)
         if prior is None:
@@ -116,13 +124,12 @@ class ValueWorker:
         state: Any = self.client.get(redis_keys.run_state(run_id))
         return state in WANTED_STATES
 
-    def _import_human(self, maker: SampleMaker, request: EstimateRequest, spec: JobSpec) -> list[Trajectory]:
-        if not request.human_solutions:
-            return []
-        human = maker.import_human(request.prompt, request.human_solutions, spec.model.max_response_tokens)
-        if human:
-            maker.peers.append(request.run_id, human)
-        return human
+    def _import_human(self, maker: SampleMaker, request: EstimateRequest, spec: JobSpec) -> None:
+        if request.human_solutions:
+            limit = spec.model.max_response_tokens
+            human = maker.import_human(request.prompt, request.human_solutions, limit)
+            if human:
+                maker.peers.append(request.run_id, human)
 
     def _import_stored(self, maker: SampleMaker, request: EstimateRequest, spec: JobSpec) -> None:
         """Published wrong solutions, and what earlier runs and imports have on the prompt."""
@@ -142,7 +149,6 @@ class ValueWorker:
         sequential, most = estimate.value.sequential, estimate.request.sampling.samples
         if sequential is None:
             estimate.sample_until(most)
-            self._record(estimate)
             return NO_PRIOR
         known = estimate.counted().samples
         first = min(sequential.first_samples, most)
@@ -166,7 +172,8 @@ class ValueWorker:
     def _prior(self, estimate: PromptEstimate, sequential: SequentialSpec) -> BetaPrior:
         if sequential.prior == "jeffreys" or estimate.counted().rewards:
             return JEFFREYS
-        return self.population.prior_of(estimate.population_key, estimate.features())
+        prompt_id = estimate.request.prompt.prompt_id
+        return self.population.prior_of(estimate.population_key, prompt_id, estimate.features())
 
 
 def _value(estimate: PromptEstimate, prior: BetaPrior) -> PromptValue:
@@ -182,10 +189,17 @@ def _value(estimate: PromptEstimate, prior: BetaPrior) -> PromptValue:
     )
 
 
-def _features(human: list[Trajectory]) -> list[float]:
-    """What pi0 thinks of people's right programs: it predicts how often pi0 writes one itself."""
-    sums = [sum(each.reference_logprobs) for each in human]
-    return [1.0, max(sums), sum(sums) / len(sums)] if sums else [0.0, 0.0, 0.0]
+def _features(maker: SampleMaker, request: EstimateRequest, spec: JobSpec) -> PromptFeatures:
+    """What pi0 thinks of people's right programs, and the statement's words; nothing where no prior is asked for."""
+    if spec.value is None or spec.value.sequential is None:
+        return PromptFeatures()
+    prompt, reference = request.prompt, maker.reference
+    texts = [write_solution(each, prompt) for each in (*request.human_solutions, *request.further_solutions)]
+    pairs = [reference.encode(prompt.text, text) for text in texts]
+    fitting = [pair for pair in pairs if len(pair[1]) <= spec.model.max_response_tokens]
+    scored = reference.logprobs([pair[0] for pair in fitting], [pair[1] for pair in fitting]) if fitting else []
+    words, _ = reference.encode(prompt.text, "")
+    return PromptFeatures(tuple(sum(each) for each in scored), tuple(sorted(set(words))))
 
 
 def _decode(payload: bytes) -> EstimateRequest:

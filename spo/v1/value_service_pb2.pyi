@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from spo.v1 import prompt_pb2 as _prompt_pb2
 from spo.v1 import value_pb2 as _value_pb2
 import builtins as _builtins
 import sys
@@ -241,6 +242,7 @@ class TokenValues(_message.Message):
     QHAT_0_FIELD_NUMBER: _builtins.int
     Q_FIELD_NUMBER: _builtins.int
     ADVANTAGES_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     qhat_0: _builtins.float
     @_builtins.property
@@ -251,6 +253,10 @@ class TokenValues(_message.Message):
     def advantages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """A_t = beta (ln pi - ln pi0); Q_t is Qhat_0 plus their sum so far."""
 
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The text of each token."""
+
     def __init__(
         self,
         *,
@@ -258,10 +264,11 @@ class TokenValues(_message.Message):
         qhat_0: _builtins.float = ...,
         q: _abc.Iterable[_builtins.float] | None = ...,
         advantages: _abc.Iterable[_builtins.float] | None = ...,
+        tokens: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "q", b"q", "qhat_0", b"qhat_0", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "q", b"q", "qhat_0", b"qhat_0", "tokens", b"tokens", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -300,6 +307,7 @@ class GetCalibrationRequest(_message.Message):
     POSITIONS_FIELD_NUMBER: _builtins.int
     CONTINUATIONS_FIELD_NUMBER: _builtins.int
     BINS_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     policy_version: _builtins.int
     trajectories: _builtins.int
@@ -310,6 +318,10 @@ class GetCalibrationRequest(_message.Message):
     """Fresh continuations of pi0 from each prefix. 0: none; each sample of pi0 is itself one continuation of its prefixes."""
     bins: _builtins.int
     """Bins of equal count; 0: 10."""
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedCompositeFieldContainer[_prompt_pb2.Prompt]:
+        """The prompts to look at, which fresh continuations need; empty: all of the run."""
+
     def __init__(
         self,
         *,
@@ -319,10 +331,11 @@ class GetCalibrationRequest(_message.Message):
         positions: _builtins.int = ...,
         continuations: _builtins.int = ...,
         bins: _builtins.int = ...,
+        prompts: _abc.Iterable[_prompt_pb2.Prompt] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "bins", b"bins", "continuations", b"continuations", "policy_version", b"policy_version", "positions", b"positions", "run_id", b"run_id", "trajectories", b"trajectories"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "bins", b"bins", "continuations", b"continuations", "policy_version", b"policy_version", "positions", b"positions", "prompts", b"prompts", "run_id", b"run_id", "trajectories", b"trajectories"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015

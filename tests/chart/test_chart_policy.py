@@ -19,6 +19,7 @@ EDGES = {
     ("orchestrator", "redis", 6379),
     ("orchestrator", "replay-buffer", 7070),
     ("orchestrator", "sandbox-judge", 7070),
+    ("orchestrator", "value-estimation", 7070),
     ("replay-buffer", "orchestrator", 7070),
     ("replay-buffer", "redis", 6379),
     ("replay-buffer", "value-estimation", 7070),

@@ -27,7 +27,7 @@ from spo.prompt_values import qhat_0
 from spo.rpc import Client, RpcServer
 from spo.streams import publish
 from spo.testing_models import write_random_llama
-from spo.testing_value import RIGHT, Engine, Judge
+from spo.testing_value import RIGHT, WRONG, Engine, Judge
 from spo.v1.inference_service_pb2_grpc import InferenceServiceStub, add_InferenceServiceServicer_to_server
 from spo.v1.judge_service_pb2_grpc import JudgeServiceStub, add_JudgeServiceServicer_to_server
 from spo.v1.prompt_pb2 import Prompt, Sampling
@@ -238,7 +238,7 @@ def test_a_later_run_with_another_beta_derives_its_values_without_samples(stage:
 def test_the_prior_comes_from_the_other_prompts_once_there_are_enough(stage: Stage) -> None:
     stage.start(RUN, sequential(100))
     for number in range(FEWEST_PROMPTS):
-        stage.finish(stage.request(chr(ord("A") + number), human_solutions=[RIGHT]))
+        stage.finish(stage.request(chr(ord("A") + number), human_solutions=[RIGHT], further_solutions=[WRONG]))
 
     stage.finish(stage.request("z", human_solutions=[RIGHT]))
 

@@ -18,9 +18,11 @@ from services.replay_buffer.ingest_worker import IngestWorker
 from services.replay_buffer.service import ReplayService
 from services.replay_buffer.store import ReplayStore
 from services.value_estimation.peers import Peers
+from services.value_estimation.policies import Policies
 from services.value_estimation.reference import References
 from services.value_estimation.service import ValueService
 from services.value_estimation.settings import Settings
+from services.value_estimation.token_values import TokenValuer
 from services.value_estimation.value_worker import ValueWorker
 from spo import redis_keys
 from spo.errors import InvalidInput
@@ -38,6 +40,7 @@ from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
 from spo.v1.value_pb2 import EstimateRequest, PromptValue
 from spo.v1.value_service_pb2_grpc import ValueServiceStub, add_ValueServiceServicer_to_server
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, Verdict
+from spo.weight_store import WeightStore
 
 RUN = "job_TEST"
 PROMPT = Prompt(
@@ -84,7 +87,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def stage(redis_client: redis.Redis, model_path: Path) -> Iterator[Stage]:
+def stage(redis_client: redis.Redis, model_path: Path, tmp_path: Path) -> Iterator[Stage]:
     torch.set_num_threads(1)
     store = ReplayStore(redis_client)
     references = References(redis_client, 4096, "cpu")
@@ -94,8 +97,6 @@ def stage(redis_client: redis.Redis, model_path: Path) -> Iterator[Stage]:
     add_JudgeServiceServicer_to_server(referee, server.server)
     drawer = BatchDrawer(store)
     add_ReplayServiceServicer_to_server(ReplayService(store, drawer), server.server)
-    add_ValueServiceServicer_to_server(ValueService(redis_client, references), server.server)
-    server.start()
     settings = Settings(chunk_samples=16, patience_seconds=20, prompts_in_hand=2)
     peers = Peers(
         Client("inference", server.address, InferenceServiceStub),
@@ -104,6 +105,9 @@ def stage(redis_client: redis.Redis, model_path: Path) -> Iterator[Stage]:
         settings,
         threading.Event(),
     )
+    valuer = TokenValuer(redis_client, Policies(references, WeightStore(tmp_path)), peers)
+    add_ValueServiceServicer_to_server(ValueService(redis_client, references, valuer), server.server)
+    server.start()
     worker = ValueWorker(redis_client, references, peers, settings, "worker")
     made = Stage(redis_client, worker, engine, referee, store, references, server.address, model_path)
     made.start(RUN)

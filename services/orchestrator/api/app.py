@@ -23,6 +23,7 @@ from services.orchestrator.api import (
     policies,
     scale,
     training,
+    values,
 )
 from services.orchestrator.api.gate import Gate
 from services.orchestrator.desk import Desk
@@ -58,6 +59,7 @@ def create_app(desk: Desk) -> FastAPI:
         events,
         training,
         experience,
+        values,
         experience_store,
         evaluations,
         logs,

@@ -1,0 +1,205 @@
+"""The policy as value: Q_t and A_t for every token of stored trajectories, and how well Q_t predicts pi0.
+
+Q_t = Qhat_0 + sum over s <= t of A_s,    A_s = beta (ln pi(a_s) - ln pi0(a_s))        (Eq. 11, 12)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import redis
+
+from services.value_estimation.peers import Peers
+from services.value_estimation.policies import Policies
+from services.value_estimation.samples import SampleMaker
+from spo import redis_keys
+from spo.algorithm.calibration import Calibration, calibration, success_probability
+from spo.errors import InvalidInput, NotFound, PreconditionFailed
+from spo.job_spec import JobSpec, ValueSpec
+from spo.prompt_values import qhat_0
+from spo.reward import is_best
+from spo.v1.prompt_pb2 import Prompt, Sampling
+from spo.v1.trajectory_pb2 import Trajectory
+from spo.v1.value_pb2 import PromptValue
+
+
+@dataclass(frozen=True)
+class Valued:
+    """One trajectory with Qhat_0 of its prompt and, per response token, A_t and Q_t; reward units."""
+
+    trajectory: Trajectory
+    qhat_0: float
+    advantages: list[float]
+    q: list[float]
+
+    def q_after(self, position: int) -> float:
+        """Q of the prefix of that many response tokens."""
+        return self.q[position - 1] if position else self.qhat_0
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """Of the policy's Q_t, and of Qhat_0 used for every prefix: what the policy must beat."""
+
+    of_q: Calibration
+    of_qhat_0: Calibration
+    prefixes: int
+
+
+@dataclass(frozen=True)
+class CalibrationDesign:
+    """How many samples of pi0 are looked at, at how many prefixes each, of which prompts (none: of all).
+
+    A sample of pi0 is itself one continuation of each of its prefixes, so it costs nothing more; but the policy has
+    been trained on some of them. `continuations` > 0 asks pi0 for as many fresh ones of each prefix, which needs
+    `prompts`.
+    """
+
+    trajectories: int = 256
+    positions: int = 4
+    continuations: int = 0
+    bins: int = 10
+    prompts: tuple[Prompt, ...] = ()
+
+    def __post_init__(self) -> None:
+        if min(self.trajectories, self.positions, self.bins) < 1 or self.continuations < 0:
+            raise InvalidInput("calibration looks at one or more prefixes of one or more trajectories, in bins")
+        if self.continuations and not self.prompts:
+            raise InvalidInput("fresh continuations need the prompts")
+
+
+@dataclass
+class TokenValuer:
+    """Values trajectories of any run under any of its weight versions."""
+
+    client: redis.Redis
+    policies: Policies
+    peers: Peers
+
+    def values_of(self, run_id: str, version: int, trajectory_ids: Sequence[str]) -> list[Valued]:
+        """Q_t and A_t of stored trajectories. Raises NotFound."""
+        return self.values(run_id, version, [self.peers.trajectory(run_id, each) for each in trajectory_ids])
+
+    def values(self, run_id: str, version: int, trajectories: Sequence[Trajectory]) -> list[Valued]:
+        """Q_t and A_t of trajectories. Raises NotFound when a prompt has no value or the version is gone."""
+        spec = self.policies.references.spec(run_id)
+        policy, reference = self.policies.of(run_id, version), self.policies.references.of(run_id)
+        prompts = [each.prompt_token_ids for each in trajectories]
+        responses = [each.response_token_ids for each in trajectories]
+        policy_logprobs = policy.logprobs(prompts, responses)
+        # Those of version 0 too: the same forward for both, or Q_T would carry the difference.
+        stored = [list(each.reference_logprobs) for each in trajectories]
+        is_scored = all(len(logprobs) == len(tokens) for logprobs, tokens in zip(stored, responses, strict=True))
+        reference_logprobs = stored if is_scored else reference.logprobs(prompts, responses)
+        start = self._starts(run_id, spec, {each.prompt_id for each in trajectories})
+        found = []
+        for trajectory, ours, theirs in zip(trajectories, policy_logprobs, reference_logprobs, strict=True):
+            advantages = [spec.algorithm.beta * (mine - other) for mine, other in zip(ours, theirs, strict=True)]
+            q = list(accumulate(advantages, initial=start[trajectory.prompt_id]))
+            found.append(Valued(trajectory, q[0], advantages, q[1:]))
+        return found
+
+    def calibrate(
+        self, run_id: str, version: int, design: CalibrationDesign, wanted: Callable[[], bool]
+    ) -> CalibrationReport:
+        """How well success_probability(Q_t) predicts pi0 going on from prefixes of its own samples.
+
+        Raises PreconditionFailed when the run keeps no samples of pi0, NotReady when continuations do not come.
+        """
+        spec = self.policies.references.spec(run_id)
+        samples = self._samples(run_id, design)
+        repeats = self._repeats(run_id)
+        peers = replace(self.peers, wanted=wanted)
+        maker = SampleMaker(run_id, self.policies.references.of(run_id), peers, spec.tasks.reward)
+        prefixes = [
+            (valued, position)
+            for valued in self.values(run_id, version, samples)
+            for position in _positions(len(valued.q), design.positions)
+        ]
+
+        def outcomes(prefix: tuple[Valued, int]) -> list[bool]:
+            valued, position = prefix
+            if design.continuations:
+                return _continue(maker, spec, valued.trajectory, position, design)
+            came = is_best(valued.trajectory.reward, spec.tasks.reward)
+            return [came] * (1 + repeats[valued.trajectory.trajectory_id])
+
+        with ThreadPoolExecutor(self.peers.settings.prompts_in_hand, thread_name_prefix="calibration") as pool:
+            came = list(pool.map(outcomes, prefixes))
+
+        def probabilities(q_of: Callable[[Valued, int], float]) -> list[float]:
+            reward, beta = spec.tasks.reward, spec.algorithm.beta
+            return [
+                success_probability(q_of(valued, position), beta, best=reward.best, worst=reward.shift)
+                for (valued, position), found in zip(prefixes, came, strict=True)
+                for _ in found
+            ]
+
+        flat = [each for found in came for each in found]
+        return CalibrationReport(
+            calibration(probabilities(Valued.q_after), flat, design.bins),
+            calibration(probabilities(lambda valued, _: valued.qhat_0), flat, design.bins),
+            len(prefixes),
+        )
+
+    def _starts(self, run_id: str, spec: JobSpec, prompt_ids: set[str]) -> dict[str, float]:
+        """Qhat_0 by prompt; 0 where the job estimates none."""
+        if spec.value is None:
+            return dict.fromkeys(prompt_ids, 0.0)
+        asked = sorted(prompt_ids)
+        stored: Any = self.client.hmget(redis_keys.run_values(run_id), asked)
+        found = {}
+        for prompt_id, payload in zip(asked, stored, strict=True):
+            estimate = qhat_0(PromptValue.FromString(payload), spec) if payload else None
+            if estimate is None:
+                raise NotFound(f"run {run_id} has no value for prompt {prompt_id}", code="no_value")
+            found[prompt_id] = estimate.q
+        return found
+
+    def _samples(self, run_id: str, design: CalibrationDesign) -> list[Trajectory]:
+        """Samples of pi0, of as many prompts as there are, or as may be looked at."""
+        stored: Any = self.client.hkeys(redis_keys.run_values(run_id))
+        known = sorted(name.decode() for name in stored)
+        named = {prompt.prompt_id for prompt in design.prompts}
+        prompt_ids = [each for each in known if not named or each in named][: design.trajectories]
+        each_prompts = -(-design.trajectories // max(1, len(prompt_ids)))
+        found: list[Trajectory] = []
+        for prompt_id in prompt_ids:
+            found += self.peers.some_samples(run_id, prompt_id, each_prompts)
+        if not found:
+            raise PreconditionFailed(f"run {run_id} keeps no samples of pi0 to be measured by", code="no_samples")
+        return found[: design.trajectories]
+
+    def _repeats(self, run_id: str) -> Counter[str]:
+        """How often pi0 has sampled the content of a stored trajectory again: equal ones are stored once."""
+        stored: Any = self.client.hvals(redis_keys.replay_duplicates(run_id))
+        return Counter(name.decode() for name in stored)
+
+
+def _positions(length: int, count: int) -> list[int]:
+    """Prefix lengths spread evenly over a response, the empty prefix first."""
+    return sorted({length * number // count for number in range(count)})
+
+
+def _continue(
+    maker: SampleMaker, spec: JobSpec, trajectory: Trajectory, position: int, design: CalibrationDesign
+) -> list[bool]:
+    """Fresh continuations of pi0 from a prefix; they enter no buffer."""
+    prompt = next(each for each in design.prompts if each.prompt_id == trajectory.prompt_id)
+    value = spec.value or ValueSpec()
+    name = f"calibration-{redis_keys.digest(trajectory.trajectory_id, str(position))[:16]}"
+    sampling = Sampling(
+        samples=design.continuations,
+        temperature_min=value.temperature,
+        temperature_max=value.temperature,
+        top_p=value.top_p,
+        max_tokens=spec.model.max_response_tokens,
+        seed=int(redis_keys.digest("calibration", name)[:15], 16),
+    )
+    found = maker.sample_reference(prompt, sampling, name, prefix=trajectory.response_token_ids[:position])
+    return [is_best(each.reward, spec.tasks.reward) for each in found]
