@@ -90,10 +90,12 @@ class Docket:
         self._numbers = itertools.count()
         self._court = Court(settings.max_source_bytes)
         self._busy = 0
-        self._lanes = [
-            threading.Thread(target=self._work, args=(lane,), name=f"lane-{lane}", daemon=True) for lane in range(lanes)
+        self._lanes = [Lane(tier, index, settings, self._cgroups) for index in range(lanes)]
+        self._threads = [
+            threading.Thread(target=self._work, args=(lane,), name=f"lane-{lane.index}", daemon=True)
+            for lane in self._lanes
         ]
-        for thread in self._lanes:
+        for thread in self._threads:
             thread.start()
 
     @property
@@ -129,11 +131,16 @@ class Docket:
             self._queue.put((urgency, next(self._numbers), case))
         return Batch(programs, futures, abandoned)
 
+    def interrupt(self) -> None:
+        """End what runs for callers that have given up; for anybody else it starts again."""
+        for lane in self._lanes:
+            lane.kill()
+
     def close(self) -> None:
         """Finish what is queued, then end the lanes."""
         for _ in self._lanes:
             self._queue.put((_LAST, next(self._numbers), None))
-        for thread in self._lanes:
+        for thread in self._threads:
             thread.join(self._settings.drain_seconds)
 
     def _key(self, program: str, language: str, tests_digest: str) -> str:
@@ -174,8 +181,7 @@ class Docket:
 
         return store
 
-    def _work(self, index: int) -> None:
-        lane = Lane(self.isolation, index, self._settings, self._cgroups)
+    def _work(self, lane: Lane) -> None:
         while (case := self._queue.get()[2]) is not None:
             if not case.verdict.set_running_or_notify_cancel():
                 continue
@@ -236,4 +242,6 @@ class Docket:
                 fault = str(error)
                 log.warning("judge fault; starting new zygotes", lane=lane.index, reason=fault)
                 lane.close()
+                if case.abandoned.is_set():
+                    raise Abandoned from error
         raise NotReady(f"the judge failed {ATTEMPTS} times on this program: {fault}", code="judge_fault")

@@ -53,7 +53,8 @@ def main() -> int:
     server.set_serving(True)
     print(json.dumps({"address": server.address, "lanes": lanes}), flush=True)
     sys.stdin.read()
-    server.stop(0)  # calls under way are cancelled and take their programs along
+    server.stop(0)  # calls under way are cancelled and give their programs up
+    docket.interrupt()
     docket.close()
     return 0
 

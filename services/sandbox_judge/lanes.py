@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -71,6 +72,12 @@ class Lane:
         for role, zygote in list(self._zygotes.items()):
             if zygote.programs >= self.settings.programs_per_zygote:
                 self._end(role)
+
+    def kill(self) -> None:
+        """From another thread: what the lane runs ends as a judge fault."""
+        for zygote in list(self._zygotes.values()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(zygote.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """End everything the lane has started; it can be used again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -157,7 +158,7 @@ class JudgeLink:
                 request = _request(source, language, digest, stop_early)
                 verdict: Verdict = client.call("Judge", request, deadline - time.monotonic()).verdicts[0]
                 return verdict
-            except (NotFound, NotReady) as error:
+            except (NotFound, NotReady) as error:  # a judge that has lost its tests, or is gone
                 failures += 1
                 if failures == ATTEMPTS or time.monotonic() >= deadline or error.code == "judge_fault":
                     raise
@@ -190,8 +191,10 @@ class JudgeLink:
 
     def _connect(self, address: str) -> None:
         self._client = Client("sandbox-judge", address, JudgeServiceStub)
-        request = UploadTestsRequest(test_sets=[self.test_set])
-        self._digest = self._client.call("UploadTests", request).digests[0]
+        self._upload(self._client)
+
+    def _upload(self, client: Client) -> None:
+        self._digest = client.call("UploadTests", UploadTestsRequest(test_sets=[self.test_set])).digests[0]
 
     def _repair(self, used: Client) -> None:
         """Another judge for one that has ended, once for all threads. Raises SpoError."""
@@ -199,6 +202,9 @@ class JudgeLink:
             if used is self._client and self._embedded and not self._embedded.alive:
                 self._embedded.stop()
                 self._connect(self._start_embedded(self._embedded))
+            elif used is self._client:
+                with contextlib.suppress(NotReady):  # then the next try says so
+                    self._upload(used)
 
 
 def _request(source: bytes, language: str, digest: str, stop_early: bool) -> JudgeRequest:

@@ -23,6 +23,7 @@ import yaml
 from services.sandbox_judge.isolation import TIERS
 from services.sandbox_judge.lanes import Lane, Role
 from services.sandbox_judge.probe import why_not
+from services.sandbox_judge.settings import Settings
 from services.sandbox_judge.verdict import Court
 from spo.v1 import verdict_pb2
 
@@ -79,7 +80,9 @@ def tiers_to_try() -> list[Any]:
     # The middle tier is the strongest without Landlock: its own kernel, not another user's concern.
     if AS_NOBODY in os.environ:
         return [TIERS[0], TIERS[-1]]
-    return [TIERS[0], pytest.param(TIERS[1], marks=pytest.mark.slow), TIERS[-1]]
+    # Containers where an image is named: SPO_SANDBOX_JUDGE_DOCKER_IMAGE.
+    containers = ["docker"] if Settings().docker_image else []
+    return [TIERS[0], pytest.param(TIERS[1], marks=pytest.mark.slow), *containers, TIERS[-1]]
 
 
 @pytest.fixture(scope="module", params=tiers_to_try())
