@@ -14,8 +14,9 @@ import redis
 
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.states import TERMINAL, JobState
+from services.orchestrator.stored import is_complete
 from spo import redis_keys
-from spo.errors import Conflict
+from spo.errors import Conflict, NotReady
 from spo.logs import get_logger
 
 log = get_logger("retirement")
@@ -32,13 +33,18 @@ class Retirement:
         self.state_path = state_path
 
     def delete(self, job_id: str) -> None:
-        """Make an ended job absent. Raises NotFound, Conflict (illegal_transition) when it has not ended."""
+        """Make an ended job absent.
+
+        Raises NotFound, Conflict (illegal_transition) when it has not ended, NotReady while it is being stored.
+        """
         state = self.jobs.state(job_id)
         if state not in TERMINAL:
             ended = ", ".join(sorted(TERMINAL))
             raise Conflict(
                 f"a job that is {state} cannot be deleted, only {ended}; cancel it", code="illegal_transition"
             )
+        if self.jobs.client.exists(redis_keys.replay_stored(job_id)) and not is_complete(self.jobs.client, job_id):
+            raise NotReady(f"the experience of {job_id} is still being stored", code="experience_on_its_way")
         tenant = self.jobs.tenant(job_id)
         with self.jobs.client.pipeline(transaction=True) as pipe:
             pipe.sadd(redis_keys.retired_jobs(), job_id)

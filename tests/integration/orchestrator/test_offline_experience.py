@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from services.orchestrator.desk import Desk
-from services.orchestrator.states import JobState
+from services.orchestrator.states import CANCEL, JobState
 from spo import redis_keys
+from spo.errors import NotFound, NotReady
 from spo.job_spec import parse_job_spec
 from spo.v1.prompt_pb2 import Prompt
 from spo.v1.value_pb2 import EstimateRequest
@@ -125,3 +126,18 @@ def test_jobs_without_values_take_stored_experience_too(desk: Desk, document: Do
 
     assert desk.jobs.state(job_id) is JobState.ESTIMATING
     assert [(request.sampling.samples, request.import_experience) for request in requests] == [(0, True)] * 6
+
+
+def test_a_job_is_not_deleted_while_its_experience_is_on_its_way(desk: Desk, document: Document) -> None:
+    job_id = desk.jobs.submit(parse_job_spec(document))
+    desk.jobs.act(job_id, CANCEL)
+    desk.redis.hset(redis_keys.replay_counters(job_id), "number", 10)
+    desk.redis.hset(redis_keys.replay_stored(job_id), "written", 7)
+
+    with pytest.raises(NotReady, match="being stored"):
+        desk.retirement.delete(job_id)
+    desk.redis.hset(redis_keys.replay_stored(job_id), "written", 10)
+    desk.retirement.delete(job_id)
+
+    with pytest.raises(NotFound):
+        desk.jobs.state(job_id)
