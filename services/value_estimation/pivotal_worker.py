@@ -36,7 +36,6 @@ from spo.v1.value_pb2 import PivotalRequest, PromptValue
 
 WANTED_STATES = (b"estimating", b"running", b"pausing", b"paused")
 IDLE_POLL_SECONDS = 0.5
-REWARD_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
