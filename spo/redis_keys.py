@@ -189,6 +189,11 @@ def verdict(digest: str) -> str:
     return f"spo:sandbox-judge:verdict:{digest}"
 
 
+def run_values_under(run_id: str, version: int) -> str:
+    """Hash: prompt id -> PromptValue under a weight version that is, or is to become, the reference. Value-estimation."""
+    return f"spo:{run_id}:value-estimation:values:{version}"
+
+
 def run_values(run_id: str) -> str:
     """Hash: prompt id -> serialized PromptValue. Value-estimation; read by replay and orchestrator."""
     return f"spo:{run_id}:value-estimation:values"

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,11 +128,12 @@ def numbered_folders(parent: Path) -> list[tuple[int, Path]]:
     return sorted((int(path.name), path) for path in parent.iterdir() if path.name.isdecimal() and path.is_dir())
 
 
-def prune_folders(parent: Path, keep: int) -> None:
-    """Remove all but the newest `keep` numbered folders, and what crashed writers left behind."""
+def prune_folders(parent: Path, keep: int, spare: Container[int] = ()) -> None:
+    """Remove all but the newest `keep` numbered folders and those in `spare`, and what crashed writers left behind."""
     folders = numbered_folders(parent)
-    for _, path in folders[: max(0, len(folders) - keep)]:
-        remove_folder(path)
+    for number, path in folders[: max(0, len(folders) - keep)]:
+        if number not in spare:
+            remove_folder(path)
     for path in _abandoned(parent):
         shutil.rmtree(path, ignore_errors=True)
 

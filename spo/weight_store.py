@@ -6,7 +6,7 @@ Version 0 is the reference model itself and is never here. A version is whole or
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,9 +80,9 @@ class WeightStore:
         """The stored versions, ascending; not verified."""
         return [number for number, _ in numbered_folders(self._run_path(run_id))]
 
-    def prune(self, run_id: str, keep: int) -> None:
-        """Remove all but the newest `keep` versions."""
-        prune_folders(self._run_path(run_id), keep)
+    def prune(self, run_id: str, keep: int, spare: Container[int] = ()) -> None:
+        """Remove all but the newest `keep` versions and those in `spare`."""
+        prune_folders(self._run_path(run_id), keep, spare)
 
     def path_of(self, run_id: str, version: int) -> Path:
         """The folder of a version, there or not. Raises InvalidInput on a run id that is no plain name."""

@@ -22,6 +22,7 @@ from services.orchestrator.evaluation import Evaluator
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import Leases
 from services.orchestrator.offline import await_stored, needs_estimates, write_prompts
+from services.orchestrator.references import ReferenceRefresh
 from services.orchestrator.replicas import Replicas
 from services.orchestrator.scoring import upload_tests
 from services.orchestrator.series import latest_step
@@ -55,6 +56,7 @@ class JobRunner:
         replicas: Replicas,
         judge: Client,
         settings: Settings,
+        references: ReferenceRefresh,
     ) -> None:
         self.jobs = jobs
         self.library = library
@@ -63,6 +65,7 @@ class JobRunner:
         self.replicas = replicas
         self.judge = judge
         self.settings = settings
+        self.references = references
         self.watch = Watch(jobs, replicas, leases, settings.stall_seconds)
         self._told: dict[tuple[str, str], tuple[int, float]] = {}
         self._pausing_since: dict[str, float] = {}
@@ -127,6 +130,7 @@ class JobRunner:
                 self._estimate(job_id)
             case JobState.RUNNING:
                 self._check_dead_letters(job_id)
+                self.references.advance(job_id)
                 self._finish_when_trained(job_id)
             case JobState.PAUSING:
                 self._pause(job_id)

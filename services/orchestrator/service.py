@@ -35,7 +35,15 @@ class OrchestratorService(OrchestratorServiceServicer):
         directive = self.desk.leases.renew(request)
         # In the same answer: the trainer that told of an alarm must learn what became of it.
         paused = self.desk.alarms.note(request)
-        return wire.RenewLeaseResponse(directive=wire.DIRECTIVE_PAUSE if paused else directive)
+        return wire.RenewLeaseResponse(
+            directive=wire.DIRECTIVE_PAUSE if paused else directive,
+            reference_version=self.desk.references.in_force(request.run_id),
+        )
+
+    def GetReferenceValues(
+        self, request: wire.GetReferenceValuesRequest, context: grpc.ServicerContext
+    ) -> wire.GetReferenceValuesResponse:
+        return wire.GetReferenceValuesResponse(qhat_0=self.desk.references.values(request.run_id, request.version))
 
     def PublishWeights(
         self, request: wire.PublishWeightsRequest, context: grpc.ServicerContext

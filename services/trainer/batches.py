@@ -6,7 +6,7 @@ Axes: B trajectory, L padded position.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,8 +39,11 @@ class Replay:
     batch_size: int
     seed: int
 
-    def sample(self, step: int, policy_version: int, wait_seconds: float) -> list[Row]:
-        """The batch of a step; the same step gets the same batch. Raises NotReady when there is not enough yet."""
+    def sample(self, step: int, policy_version: int, wait_seconds: float, refreshed: Mapping[str, float]) -> list[Row]:
+        """The batch of a step; the same step gets the same batch. Raises NotReady when there is not enough yet.
+
+        refreshed: Qhat_0 by prompt id under a later reference than the model folder, which then counts.
+        """
         request = wire.SampleBatchRequest(
             run_id=self.run_id,
             batch_size=self.batch_size,
@@ -56,7 +59,11 @@ class Replay:
             raise IntegrityError(f"asked for {self.batch_size} trajectories, got {len(response.batch)}")
         groups: dict[str, int] = {}
         return [
-            Row(each.trajectory, each.qhat_0, groups.setdefault(each.trajectory.prompt_id, len(groups)))
+            Row(
+                each.trajectory,
+                refreshed.get(each.trajectory.prompt_id, each.qhat_0),
+                groups.setdefault(each.trajectory.prompt_id, len(groups)),
+            )
             for each in response.batch
         ]
 

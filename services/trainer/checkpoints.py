@@ -34,12 +34,16 @@ class TrainingState(Protocol):
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: steps done, updates applied, the newest weight version and the step it was gathered after."""
+    """Where a run stands: steps done, updates applied, the newest weight version and the step it was gathered after.
+
+    reference_version: the weight version that is the reference; 0 is the model folder.
+    """
 
     step: int = 0
     updates: int = 0
     weight_version: int = 0
     weight_step: int = 0
+    reference_version: int = 0
 
 
 _Found = tuple[Path, Progress] | PreconditionFailed | None
@@ -113,7 +117,7 @@ def _newest_intact(ranks: Ranks, training: TrainingState, root: Path) -> _Found:
                 code="checkpoint_layout",
             )
         log.info("resuming", step=step)
-        return path, Progress(**{name: manifest[name] for name in vars(Progress())})
+        return path, Progress(**{name: manifest[name] for name in vars(Progress()) if name in manifest})
     return None
 
 

@@ -36,12 +36,14 @@ MIN_CHECKPOINT_SECONDS = 10.0
 class Order:
     """`train` on a batch; `skip` counts a quarantined batch as a step; `wait` only keeps the ranks in touch.
 
-    rows: the whole batch, before it is cut. minibatches: what one rank gets of it.
+    rows: the whole batch, before it is cut. minibatches: what one rank gets of it. `refer`: take a weight version,
+    reference_version, as the reference.
     """
 
-    kind: Literal["train", "skip", "publish", "checkpoint", "wait", "end"]
+    kind: Literal["train", "skip", "publish", "checkpoint", "refer", "wait", "end"]
     rows: Sequence[Row] = ()
     minibatches: Sequence[Minibatch] = ()
+    reference_version: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class Conductor:
         self._quarantined_in_a_row = 0
         self._guard = Guard(spec.collapse_guard)
         self._held = False
+        # Qhat_0 under the reference in force, and which version that is.
+        self._values: tuple[int, Mapping[str, float]] = (0, {})
 
     def next_order(self, progress: Progress) -> Order:
         """What all ranks do next."""
@@ -104,6 +108,8 @@ class Conductor:
         saved = self._tried_checkpoint_at_step == progress.step
         if not saved and progress.step and (done or self._checkpoint_due(progress)):
             return Order("checkpoint")
+        if self.lease.reference_version > progress.reference_version and not done:
+            return Order("refer", reference_version=self.lease.reference_version)
         match self.lease.directive:
             case wire.DIRECTIVE_CHECKPOINT if not saved:
                 return Order("checkpoint")
@@ -136,7 +142,8 @@ class Conductor:
     def _batch(self, progress: Progress) -> Order:
         step = progress.step + 1
         try:
-            rows = self._replay.sample(step, progress.weight_version, self._settings.batch_wait_seconds)
+            refreshed = self._values_under(progress.reference_version)
+            rows = self._replay.sample(step, progress.weight_version, self._settings.batch_wait_seconds, refreshed)
         except TRANSIENT as error:
             waited_seconds = time.monotonic() - self._wanted_since
             if isinstance(error, InternalError) and waited_seconds > self._settings.patience_seconds:
@@ -160,6 +167,12 @@ class Conductor:
             self._quarantine(step, rows, str(found))
             return Order("skip")
         return Order("train", rows)
+
+    def _values_under(self, version: int) -> Mapping[str, float]:
+        """Qhat_0 under a reference; those of the model folder come with each batch."""
+        if version != self._values[0]:
+            self._values = (version, self.lease.reference_values(version))
+        return self._values[1]
 
     def step_done(self, progress: Progress, rows: Sequence[Row], learned: Mapping[str, float]) -> None:
         """Report an applied step. learned: what the ranks measured."""

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from services.trainer.batches import Row, token_batch
@@ -73,6 +75,16 @@ class Learner:
             raise InvalidInput(
                 f"the model at {self._spec.model.path} cannot be loaded: {error}", code="model_not_loadable"
             ) from error
+
+    @torch.no_grad()
+    def set_reference(self, files: Sequence[Path]) -> None:
+        """Take published weights as the reference in place of the model folder's. Raises InvalidInput without one."""
+        if self._reference is None:
+            raise InvalidInput("only a reference held by the trainer can change", code="no_reference")
+        parameters = dict(self._reference.named_parameters())
+        for path in files:
+            for name, tensor in load_file(path).items():
+                parameters[name].copy_(tensor)
 
     def check_reference(self, pieces: Sequence[Piece], tolerance: float) -> None:
         """Raise InvalidInput (code "reference_mismatch") unless Q_t = Qhat_0 for every t, as it must before any step.

@@ -55,6 +55,7 @@ class Lease:
     ) -> None:
         self.grant = grant
         self.directive: int = wire.DIRECTIVE_CONTINUE
+        self.reference_version = 0
         self._orchestrator = orchestrator
         self._owner: dict[str, Any] = {"run_id": grant.run_id, "trainer_id": trainer_id, "epoch": grant.epoch}
         self._patience_seconds = patience_seconds
@@ -100,6 +101,14 @@ class Lease:
             size_bytes=size_bytes,
         )
         self._insist("PublishWeights", lambda: request)
+
+    def reference_values(self, version: int) -> dict[str, float]:
+        """Qhat_0 by prompt id under a weight version that is the reference, reward units. Raises NotReady."""
+        request = wire.GetReferenceValuesRequest(run_id=self.grant.run_id, version=version)
+        response: wire.GetReferenceValuesResponse = self._orchestrator.call(
+            "GetReferenceValues", request, deadline_seconds=CALL_DEADLINE_SECONDS
+        )
+        return dict(response.qhat_0)
 
     def report_checkpoint(self, step: int, *, path: str, manifest_digest: str, weight_version: int) -> None:
         """Tell the orchestrator about a finished checkpoint; idempotent."""
@@ -163,7 +172,7 @@ class Lease:
             raise
         if method == "RenewLease":
             # First: whoever sees that a report has arrived sees what was said to it.
-            self.directive = response.directive
+            self.directive, self.reference_version = response.directive, response.reference_version
             # Only what was acknowledged is forgotten.
             for _ in request.reports:
                 self._reports.popleft()

@@ -25,6 +25,7 @@ from spo.job_spec import JobSpec, TrainerSpec, spec_from_json
 from spo.logs import get_logger
 from spo.rpc import Client
 from spo.v1.orchestrator_service_pb2 import LeaseJobResponse
+from spo.weight_store import WeightStore
 
 log = get_logger("train")
 
@@ -109,15 +110,15 @@ class TrainingRun:
         self._spec = spec
         self._conductor = conductor
         self._desk = desk
+        # Versions that may be asked for as a reference, however old: those of intervals, and what was there before.
+        self._candidates: set[int] = set()
         self._learner: Learner | None = None
         self._whole_batch: Sequence[Row] = ()
 
     def go(self) -> None:
         """Load, resume, and carry out orders until rank 0 ends the run."""
         self._learner = learner = Learner(self._ranks, self._spec)
-        self.progress = load_checkpoint(self._ranks, learner, Path(self._grant.checkpoint_path)) or Progress()
-        # Versions count up over leases, whatever the checkpoint knew of them.
-        self.progress = replace(self.progress, weight_version=self._grant.next_weight_version - 1)
+        self._resume(learner)
         while True:
             order = self._next_order()
             match order.kind:
@@ -129,10 +130,21 @@ class TrainingRun:
                     self._publish(learner)
                 case "checkpoint":
                     self._checkpoint(learner)
+                case "refer":
+                    self._refer(learner, order.reference_version)
                 case "wait":
                     pass
                 case "end":
                     return
+
+    def _resume(self, learner: Learner) -> None:
+        self.progress = load_checkpoint(self._ranks, learner, Path(self._grant.checkpoint_path)) or Progress()
+        # Versions count up over leases, whatever the checkpoint knew of them.
+        self.progress = replace(self.progress, weight_version=self._grant.next_weight_version - 1)
+        if self._spec.algorithm.reference_refresh:
+            self._candidates.update(self._store.versions(self._grant.run_id))
+        if self.progress.reference_version:
+            self._refer(learner, self.progress.reference_version)
 
     def close(self) -> None:
         if self._learner:
@@ -170,6 +182,12 @@ class TrainingRun:
         elif self._conductor:
             self._conductor.step_refused(step, self._whole_batch, learned.refused)
 
+    def _refer(self, learner: Learner, version: int) -> None:
+        """Take a published version as the reference from now on. Raises on every rank alike when it is damaged."""
+        learner.set_reference(self._store.open(self._grant.run_id, version).files)
+        self.progress = replace(self.progress, reference_version=version)
+        log.info("the reference is refreshed", run=self._grant.run_id, version=version, step=self.progress.step)
+
     def _publish(self, learner: Learner) -> None:
         parent, step = self.progress.weight_version, self.progress.step
         self.progress = replace(self.progress, weight_version=parent + 1, weight_step=step)
@@ -177,16 +195,29 @@ class TrainingRun:
             written = store_weights(
                 self._ranks,
                 learner.engine,
-                run_store(self._grant.run_id, self._grant.weight_store_path),
+                self._store,
                 self._grant.run_id,
                 version=parent + 1,
                 parent=parent,
                 step=step,
                 epoch=self._grant.epoch,
                 keep=self._settings.weights_kept,
+                spare=self._spared(),
             )
             if self._conductor and written:
                 self._conductor.published(written, self.progress)
+
+    @property
+    def _store(self) -> WeightStore:
+        return run_store(self._grant.run_id, self._grant.weight_store_path)
+
+    def _spared(self) -> set[int]:
+        """The reference and what may follow it, this version included."""
+        refresh, progress = self._spec.algorithm.reference_refresh, self.progress
+        if refresh and progress.step % refresh.interval_steps == 0:
+            self._candidates.add(progress.weight_version)
+        self._candidates = {each for each in self._candidates if each >= progress.reference_version}
+        return self._candidates
 
     def _checkpoint(self, learner: Learner) -> None:
         with self._conductor.owning() if self._conductor else nullcontext():

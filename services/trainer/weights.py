@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 from torch import Tensor
@@ -37,10 +37,12 @@ def store_weights(
     step: int,
     epoch: int,
     keep: int,
+    spare: Container[int] = (),
 ) -> WeightVersion | None:
     """Gather the weights (all ranks take part) and store them as `version`; rank 0 gets it.
 
-    Raises Conflict when a newer owner has written the version.
+    All but the newest `keep` versions and the spared ones are removed. Raises Conflict when a newer owner has written
+    the version.
     """
     parameters = engine.full_parameters()
     if not ranks.leads:
@@ -51,7 +53,7 @@ def store_weights(
         run_id, version, parent=parent, step=step, dtype=dtype, shards=_shards(parameters), epoch=epoch
     )
     WEIGHTS_BYTES.inc(written.size_bytes)
-    store.prune(run_id, keep)
+    store.prune(run_id, keep, spare)
     return written
 
 

@@ -148,10 +148,20 @@ def schedule_fits(spec: JobSpec) -> Iterator[Violation]:
         yield "trainer/minibatches", "must divide batch_size"
 
 
-def unbuilt_algorithm(spec: JobSpec) -> Iterator[Violation]:
-    """What the trainer cannot do yet is refused, rather than ignored."""
-    if spec.algorithm.reference_refresh:
-        yield "algorithm/reference_refresh", "is not built yet"
+def reference_can_be_refreshed(spec: JobSpec) -> Iterator[Violation]:
+    """A new reference is a published version; what was stored under the one before no longer holds."""
+    refresh = spec.algorithm.reference_refresh
+    if refresh is None:
+        return
+    if spec.value is None:
+        yield "value", "a refreshed reference needs values, which `value` estimates"
+    if spec.trainer.reference != "in_trainer":
+        yield "trainer/reference", "stored log-probs are of the first reference: in_trainer with reference_refresh"
+    if refresh.interval_steps % spec.trainer.update_interval:
+        yield "algorithm/reference_refresh/interval_steps", "must be a multiple of trainer.update_interval"
+    for index, term in enumerate(spec.algorithm.losses):
+        if term.objective in NEEDS_ANNOTATIONS:
+            yield f"algorithm/losses/{index}/objective", "annotations are of the first reference"
 
 
 RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
@@ -164,6 +174,6 @@ RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
     turns_suffice,
     critic_belongs_to_ppo,
     schedule_fits,
-    unbuilt_algorithm,
+    reference_can_be_refreshed,
     retried_samples_are_kept,
 )

@@ -49,6 +49,11 @@ class OrchestratorServiceStub:
                 request_serializer=spo_dot_v1_dot_orchestrator__service__pb2.RenewLeaseRequest.SerializeToString,
                 response_deserializer=spo_dot_v1_dot_orchestrator__service__pb2.RenewLeaseResponse.FromString,
                 _registered_method=True)
+        self.GetReferenceValues = channel.unary_unary(
+                '/spo.v1.OrchestratorService/GetReferenceValues',
+                request_serializer=spo_dot_v1_dot_orchestrator__service__pb2.GetReferenceValuesRequest.SerializeToString,
+                response_deserializer=spo_dot_v1_dot_orchestrator__service__pb2.GetReferenceValuesResponse.FromString,
+                _registered_method=True)
         self.PublishWeights = channel.unary_unary(
                 '/spo.v1.OrchestratorService/PublishWeights',
                 request_serializer=spo_dot_v1_dot_orchestrator__service__pb2.PublishWeightsRequest.SerializeToString,
@@ -82,6 +87,12 @@ class OrchestratorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RenewLease(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetReferenceValues(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -122,6 +133,11 @@ def add_OrchestratorServiceServicer_to_server(servicer, server):
                     servicer.RenewLease,
                     request_deserializer=spo_dot_v1_dot_orchestrator__service__pb2.RenewLeaseRequest.FromString,
                     response_serializer=spo_dot_v1_dot_orchestrator__service__pb2.RenewLeaseResponse.SerializeToString,
+            ),
+            'GetReferenceValues': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetReferenceValues,
+                    request_deserializer=spo_dot_v1_dot_orchestrator__service__pb2.GetReferenceValuesRequest.FromString,
+                    response_serializer=spo_dot_v1_dot_orchestrator__service__pb2.GetReferenceValuesResponse.SerializeToString,
             ),
             'PublishWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.PublishWeights,
@@ -220,6 +236,33 @@ class OrchestratorService:
             '/spo.v1.OrchestratorService/RenewLease',
             spo_dot_v1_dot_orchestrator__service__pb2.RenewLeaseRequest.SerializeToString,
             spo_dot_v1_dot_orchestrator__service__pb2.RenewLeaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetReferenceValues(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/spo.v1.OrchestratorService/GetReferenceValues',
+            spo_dot_v1_dot_orchestrator__service__pb2.GetReferenceValuesRequest.SerializeToString,
+            spo_dot_v1_dot_orchestrator__service__pb2.GetReferenceValuesResponse.FromString,
             options,
             channel_credentials,
             insecure,

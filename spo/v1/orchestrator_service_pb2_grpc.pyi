@@ -34,6 +34,7 @@ class OrchestratorServiceStub:
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_orchestrator_service_pb2.HeartbeatRequest, _orchestrator_service_pb2.HeartbeatResponse]
     LeaseJob: _grpc.UnaryUnaryMultiCallable[_orchestrator_service_pb2.LeaseJobRequest, _orchestrator_service_pb2.LeaseJobResponse]
     RenewLease: _grpc.UnaryUnaryMultiCallable[_orchestrator_service_pb2.RenewLeaseRequest, _orchestrator_service_pb2.RenewLeaseResponse]
+    GetReferenceValues: _grpc.UnaryUnaryMultiCallable[_orchestrator_service_pb2.GetReferenceValuesRequest, _orchestrator_service_pb2.GetReferenceValuesResponse]
     PublishWeights: _grpc.UnaryUnaryMultiCallable[_orchestrator_service_pb2.PublishWeightsRequest, _orchestrator_service_pb2.PublishWeightsResponse]
     ReportCheckpoint: _grpc.UnaryUnaryMultiCallable[_orchestrator_service_pb2.ReportCheckpointRequest, _orchestrator_service_pb2.ReportCheckpointResponse]
     FinishRun: _grpc.UnaryUnaryMultiCallable[_orchestrator_service_pb2.FinishRunRequest, _orchestrator_service_pb2.FinishRunResponse]
@@ -44,6 +45,7 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     Heartbeat: _aio.UnaryUnaryMultiCallable[_orchestrator_service_pb2.HeartbeatRequest, _orchestrator_service_pb2.HeartbeatResponse]  # type: ignore[assignment]
     LeaseJob: _aio.UnaryUnaryMultiCallable[_orchestrator_service_pb2.LeaseJobRequest, _orchestrator_service_pb2.LeaseJobResponse]  # type: ignore[assignment]
     RenewLease: _aio.UnaryUnaryMultiCallable[_orchestrator_service_pb2.RenewLeaseRequest, _orchestrator_service_pb2.RenewLeaseResponse]  # type: ignore[assignment]
+    GetReferenceValues: _aio.UnaryUnaryMultiCallable[_orchestrator_service_pb2.GetReferenceValuesRequest, _orchestrator_service_pb2.GetReferenceValuesResponse]  # type: ignore[assignment]
     PublishWeights: _aio.UnaryUnaryMultiCallable[_orchestrator_service_pb2.PublishWeightsRequest, _orchestrator_service_pb2.PublishWeightsResponse]  # type: ignore[assignment]
     ReportCheckpoint: _aio.UnaryUnaryMultiCallable[_orchestrator_service_pb2.ReportCheckpointRequest, _orchestrator_service_pb2.ReportCheckpointResponse]  # type: ignore[assignment]
     FinishRun: _aio.UnaryUnaryMultiCallable[_orchestrator_service_pb2.FinishRunRequest, _orchestrator_service_pb2.FinishRunResponse]  # type: ignore[assignment]
@@ -69,6 +71,13 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_service_pb2.RenewLeaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_service_pb2.RenewLeaseResponse, _abc.Awaitable[_orchestrator_service_pb2.RenewLeaseResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def GetReferenceValues(
+        self,
+        request: _orchestrator_service_pb2.GetReferenceValuesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_service_pb2.GetReferenceValuesResponse, _abc.Awaitable[_orchestrator_service_pb2.GetReferenceValuesResponse]]: ...
 
     @_abc_1.abstractmethod
     def PublishWeights(

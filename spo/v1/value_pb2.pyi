@@ -33,9 +33,15 @@ class EstimateRequest(_message.Message):
     WRONG_SOLUTIONS_FIELD_NUMBER: _builtins.int
     IMPORT_EXPERIENCE_FIELD_NUMBER: _builtins.int
     FURTHER_SOLUTIONS_FIELD_NUMBER: _builtins.int
+    REFERENCE_VERSION_FIELD_NUMBER: _builtins.int
+    REFERENCE_HASH_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     import_experience: _builtins.bool
     """Take stored experience on this prompt as the job's spec says; false for copies of held-out problems."""
+    reference_version: _builtins.int
+    """Above 0: the value under this published weight version, which is to become the reference; samples are not kept."""
+    reference_hash: _builtins.str
+    """Manifest digest of that version: the hash its values are kept under."""
     @_builtins.property
     def prompt(self) -> _prompt_pb2.Prompt: ...
     @_builtins.property
@@ -69,10 +75,12 @@ class EstimateRequest(_message.Message):
         wrong_solutions: _abc.Iterable[_builtins.str] | None = ...,
         import_experience: _builtins.bool = ...,
         further_solutions: _abc.Iterable[_builtins.str] | None = ...,
+        reference_version: _builtins.int = ...,
+        reference_hash: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["extra_sampling", b"extra_sampling", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["extra_sampling", b"extra_sampling", "further_solutions", b"further_solutions", "human_solutions", b"human_solutions", "import_experience", b"import_experience", "prompt", b"prompt", "run_id", b"run_id", "sampling", b"sampling", "wrong_solutions", b"wrong_solutions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extra_sampling", b"extra_sampling", "further_solutions", b"further_solutions", "human_solutions", b"human_solutions", "import_experience", b"import_experience", "prompt", b"prompt", "reference_hash", b"reference_hash", "reference_version", b"reference_version", "run_id", b"run_id", "sampling", b"sampling", "wrong_solutions", b"wrong_solutions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
