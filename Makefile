@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup system-deps proto format check test chart-test chart-files compose-test demo demo-experience reproduce up down bench clean
+.PHONY: openapi help setup system-deps proto format check test chart-test chart-files compose-test demo demo-experience reproduce up down bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -55,6 +55,9 @@ chart-test:  ## The Helm chart against an emulated cluster, by the real Helm eng
 
 chart-files: $(STAMP)  ## Write the chart's README table and the settings its schema knows
 	@PYTHONPATH=. python tests/chart/derived.py
+
+openapi: $(STAMP)  ## Write docs/openapi.json from the code
+	@PYTHONPATH=. python scripts/write_openapi.py
 
 compose-test:  ## Build the images, run the demo job in docker compose, kill and scale inference on the way
 	@bash scripts/compose_test.sh
