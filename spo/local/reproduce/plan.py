@@ -81,7 +81,7 @@ QUICK_METHODS = {
     "p32": ("half_online_squared", "online_squared", "ppo", "supervised"),
     "hard": ("half_online_cross_entropy", "supervised", "expert_iteration"),
     "contaminated": ("supervised", "expert_iteration", "expert_iteration_filtered", "spo_cross_entropy"),
-    "stability": ("online_squared", "online_group_centred"),
+    "stability": ("online_squared", "online_group_centred", "online_damped_0.1"),
 }
 
 
