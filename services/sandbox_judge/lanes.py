@@ -29,6 +29,21 @@ class Role(enum.Enum):
 
 
 @dataclass
+class Opened:
+    """A program in its jail that brings files to every run; who is killed for its tree's shared limit has met it."""
+
+    program: OpenProgram
+    files: tuple[bytes, ...]
+    cgroup: MemoryCgroup | None
+
+    def run(self, stdin: bytes, files: Sequence[bytes] = ()) -> Run:
+        """One run from the program's pristine state. Raises JudgeFault."""
+        run = self.program.run(stdin, (*self.files, *files))
+        killed = run.code != 0 and self.cgroup is not None and self.cgroup.has_killed()
+        return dataclasses.replace(run, ending=Ending.MEMORY_LIMIT) if killed else run
+
+
+@dataclass
 class Lane:
     """The zygotes of one worker thread, started when first needed; cgroups: where theirs can be made."""
 
@@ -54,7 +69,7 @@ class Lane:
     @contextlib.contextmanager
     def open(
         self, role: Role, executable: Executable, limits: RunLimits, files: tuple[bytes, ...] = ()
-    ) -> Iterator[OpenProgram]:
+    ) -> Iterator[Opened]:
         """A jail with the program in it, its tree held to the memory limit; every run finds the files.
 
         Raises CompileFailed or JudgeFault.
@@ -65,7 +80,7 @@ class Lane:
             with _faults():
                 cgroup.limit(limits.memory_bytes)
         with zygote.open(executable, limits) as opened:
-            yield _Opened(opened.channel, limits, files, cgroup) if files or cgroup else opened
+            yield Opened(opened, files, cgroup)
 
     def retire_old(self) -> None:
         """End zygotes that have served long enough."""
@@ -101,19 +116,6 @@ class Lane:
             if (uid := program_uid(self.index)) is not None:
                 os.chown(self._scratch, uid, uid)
         return self._scratch
-
-
-@dataclass
-class _Opened(OpenProgram):
-    """A program that brings files to every run; if its tree shares a memory limit, who is killed for it has met it."""
-
-    files: tuple[bytes, ...]
-    cgroup: MemoryCgroup | None
-
-    def run(self, stdin: bytes, files: Sequence[bytes] = ()) -> Run:
-        run = super().run(stdin, (*self.files, *files))
-        killed = run.code != 0 and self.cgroup is not None and self.cgroup.has_killed()
-        return dataclasses.replace(run, ending=Ending.MEMORY_LIMIT) if killed else run
 
 
 def start_zygote(

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from services.sandbox_judge.backends.exec import Binaries, command_of, limits_in
-from services.sandbox_judge.backends.zygote import Executable, OpenProgram
+from services.sandbox_judge.backends.zygote import Executable
 from services.sandbox_judge.compare import first_difference
 from services.sandbox_judge.hard_coding import suspects
-from services.sandbox_judge.lanes import Lane, Role
+from services.sandbox_judge.lanes import Lane, Opened, Role
 from services.sandbox_judge.languages import Language, language_of
 from services.sandbox_judge.sandbox import CompileFailed, Ending, JudgeFault, Run, RunLimits, limits_of
 from services.sandbox_judge.seccomp_filter import Freedom
@@ -87,7 +87,7 @@ class Court:
 
     def _opened(
         self, lane: Lane, source: bytes, language: str, limits: RunLimits
-    ) -> contextlib.AbstractContextManager[OpenProgram]:
+    ) -> contextlib.AbstractContextManager[Opened]:
         """The program in its jail, built before where its language says so."""
         known = language_of(language)
         if not known.run:

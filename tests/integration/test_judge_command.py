@@ -18,6 +18,8 @@ import psutil
 import pytest
 
 from services.sandbox_judge.languages import languages
+from services.sandbox_judge.probe import choose_tier
+from services.sandbox_judge.settings import Settings
 
 PROGRAMS = {
     "accepted": "print(2 * int(input()))",
@@ -166,6 +168,22 @@ def test_a_machine_below_the_required_isolation_judges_nothing(folder: Path) -> 
 
     assert failed.returncode == 6
     assert "below the required" in failed.stderr
+
+
+def test_the_doctor_names_the_tier_and_why_a_floor_is_not_met(tmp_path: Path) -> None:
+    def doctor(**more: str) -> subprocess.CompletedProcess[str]:
+        asked = [sys.executable, "-m", "spo.cli", "doctor"]
+        wide = environment(COLUMNS="400", **more)
+        return subprocess.run(asked, cwd=tmp_path, env=wide, capture_output=True, text=True, timeout=120, check=False)
+
+    well = doctor()
+    strict = doctor(
+        SPO_SANDBOX_JUDGE_ISOLATION="seccomp+landlock", SPO_SANDBOX_JUDGE_MINIMUM_ISOLATION="namespaces+seccomp"
+    )
+
+    assert f"the judge runs programs under {choose_tier(Settings())}" in well.stdout
+    assert strict.returncode == 1
+    assert "seccomp+landlock: below the required namespaces+seccomp" in strict.stdout
 
 
 def test_a_judge_that_dies_in_the_middle_costs_no_verdict(folder: Path) -> None:

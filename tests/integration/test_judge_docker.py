@@ -121,7 +121,7 @@ def interpreter_archive() -> bytes:
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as archive:
         parents = {str(each) for path in (stdlib, *files) for each in Path(path).parents}
-        for name in sorted({*parents, "/proc", "/dev", "/sys", "/tmp", "/etc", "/judge"} - {"/"}):
+        for name in sorted({*parents, "/proc", "/dev", "/sys", "/tmp", "/etc", "/usr", "/judge"} - {"/"}):
             folder = tarfile.TarInfo(name.lstrip("/"))
             folder.type, folder.mode = tarfile.DIRTYPE, 0o1777 if name == "/tmp" else 0o755
             archive.addfile(folder)
