@@ -7,8 +7,9 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -16,8 +17,21 @@ import redis
 
 from services.orchestrator.desk import Desk
 from services.orchestrator.http_server import HttpServer
+from services.orchestrator.jobs import Event
+from services.orchestrator.service import OrchestratorService
 from services.orchestrator.settings import Settings
+from services.orchestrator.states import JobState
+from spo.job_spec import parse_job_spec
+from spo.rpc import Client, RpcServer
 from spo.testing_peers import Peers
+from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub, add_OrchestratorServiceServicer_to_server
+from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
+
+if TYPE_CHECKING:
+    from services.trainer.ranks import Ranks
+    from spo.testing_trainer import Pool
+
+TRAINING_SECONDS = 100.0
 
 Document = dict[str, Any]
 
@@ -111,3 +125,81 @@ def wait_until(holds: Callable[[], Any], what: str, seconds: float = 20) -> Any:
             return found
         assert time.monotonic() < deadline, f"waited {seconds:g} s in vain until {what}"
         time.sleep(0.02)
+
+
+@dataclass
+class Training:
+    """A real trainer with DeepSpeed and the real orchestrator over gRPC; batches come from a pool of trajectories."""
+
+    desk: Desk
+    pool: Pool
+    model_path: Path
+    start_trainer: Callable[[], None]
+
+    def run_job(self, trainer: dict[str, Any], **sections: Any) -> str:
+        """A job in the state running, and a trainer that takes it."""
+        job_id = self.desk.jobs.submit(
+            parse_job_spec(
+                {
+                    "model": {"path": str(self.model_path)},
+                    "tasks": {"train_problems": 6, "evaluation_problems": 0},
+                    "trainer": {"batch_size": 8, **trainer},
+                    **sections,
+                }
+            )
+        )
+        for state in (JobState.VALIDATING, JobState.ESTIMATING, JobState.RUNNING):
+            self.desk.jobs.transition(job_id, state, "test")
+        self.start_trainer()
+        return job_id
+
+    def wait_until(self, holds: Callable[[], bool], what: str) -> None:
+        """Turn the orchestrator's wheel until something holds."""
+        deadline = time.monotonic() + TRAINING_SECONDS
+        while not holds():
+            assert time.monotonic() < deadline, f"waited {TRAINING_SECONDS:g} s in vain until {what}"
+            self.desk.runner.tick()
+            time.sleep(0.05)
+
+    def wait_trained(self, job_id: str) -> None:
+        """Until all steps are done."""
+        self.wait_until(lambda: self.desk.jobs.state(job_id) is JobState.SUCCEEDED, "the job is trained")
+
+    def events(self, job_id: str, kind: str) -> list[Event]:
+        """The job's events of a kind."""
+        return [each for each in self.desk.jobs.events(job_id) if each.kind == kind]
+
+
+@pytest.fixture
+def training(desk: Desk, ranks: Ranks, tiny_model_path: Path, trajectories: list[Any]) -> Iterator[Training]:
+    # Only here: the other tests of this folder do without torch.
+    from services.trainer.settings import Settings as TrainerSettings
+    from services.trainer.train import Desk as TrainerDesk
+    from services.trainer.train import serve_jobs
+    from spo.testing_trainer import Pool, served
+
+    pool = Pool(trajectories)  # type: ignore[abstract]
+    server = RpcServer("127.0.0.1", 0)
+    add_OrchestratorServiceServicer_to_server(OrchestratorService(desk), server.server)
+    server.start()
+    stop = threading.Event()
+    threads: list[threading.Thread] = []
+    with served(pool) as address:
+        orchestrator = Client("orchestrator", server.address, OrchestratorServiceStub)
+        replay = Client("replay-buffer", address, ReplayServiceStub)
+
+        def start() -> None:
+            settings = TrainerSettings(lease_wait_seconds=0.2, batch_wait_seconds=0.2, checkpoint_share=0)
+            trainer_desk = TrainerDesk(orchestrator, replay, f"trainer-{len(threads)}", stop)
+            threads.append(threading.Thread(target=serve_jobs, args=(ranks, settings, trainer_desk), daemon=True))
+            threads[-1].start()
+
+        yield Training(desk, pool, tiny_model_path, start)
+        stop.set()
+        desk.stop.set()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        orchestrator.close()
+        replay.close()
+        server.stop(1)
