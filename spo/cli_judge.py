@@ -76,13 +76,15 @@ def judge(
         error_console.print(f"[yellow]ignored[/] keys of {escape(str(tests))}: {escape(ignored)}", highlight=False)
     runs_path = Path(os.environ.get("SPO_LAUNCHER_RUNS_PATH", "runs"))
     with JudgeLink(test_set, where, runs_path) as link:
-        _require_languages(files, list(link.describe().languages))
+        _require_languages(files, link)
         faults = _print_all(_rows(files, link, test_set, stop_early), len(files), _printer(output))
     if faults:
         raise typer.Exit(ExitCode.FAILURE)
 
 
-def _require_languages(files: list[ProgramFile], known: list[str]) -> None:
+def _require_languages(files: list[ProgramFile], link: JudgeLink) -> None:
+    """Every judge runs Python; about others it is asked before anything is judged. Raises InvalidInput."""
+    known = ["python"] if all(file.language == "python" for file in files) else list(link.describe().languages)
     for file in files:
         if file.language not in known:
             raise InvalidInput(
@@ -191,7 +193,12 @@ def _print_line(row: Row) -> None:
     )
     console.print(
         f"[{colour}]{row['outcome']:<18}[/] {passed}/{len(tests)}  {slowest:.3f} s  {largest >> 20} MiB  "
-        f"[bold]{escape(row['program'])}[/]  [dim]{escape(' '.join([*row.get('flags', []), *why.split()]))}[/]",
+        f"[bold]{_safe(row['program'])}[/]  [dim]{_safe(' '.join([*row.get('flags', []), *why.split()]))}[/]",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _safe(text: str) -> str:
+    """What a program has said, without what would steer the terminal or the markup."""
+    return escape("".join(letter if letter.isprintable() else "?" for letter in text))

@@ -123,8 +123,7 @@ class Docket:
         urgency = 0 if priority == Priority.PRIORITY_EVALUATION else 1
         abandoned = threading.Event()
         for program in missing:
-            recheck = not want_details and self._sampled(keys[program])
-            case = Case(program, language, test_set, want_details, stop_early, recheck, abandoned)
+            case = Case(program, language, test_set, want_details, stop_early, self._sampled(keys[program]), abandoned)
             if not want_details:
                 case.verdict.add_done_callback(self._remember(keys[program]))
             futures[program] = case.verdict

@@ -131,10 +131,12 @@ def test_early_stop_skips_what_follows_the_first_failure(folder: Path) -> None:
 
 
 def test_people_get_a_line_per_program_with_the_reason(folder: Path) -> None:
-    shown = run(folder, "accepted.py", "wrong_answer.py")
+    (folder / "escape.py").write_text("raise SystemExit('\\x1b]0;owned\\x07[red]hello')")
+    shown = run(folder, "accepted.py", "wrong_answer.py", "escape.py")
 
     assert shown.returncode == 0
-    first, second = shown.stdout.splitlines()
+    first, second, third = shown.stdout.splitlines()
+    assert third.endswith("exit status 1: ?]0;owned?[red]hello")
     assert first.split()[:2] == ["accepted", "3/3"]
     assert second.split()[:2] == ["wrong_answer", "1/3"]
     assert "test 1: wrong_answer: token 1: expected '2', found '0'" in second
