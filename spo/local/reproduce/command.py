@@ -24,7 +24,7 @@ from spo.local.commands import Interrupted, signals_interrupt
 from spo.local.demo import ReferenceModelBuild
 from spo.local.launcher import LauncherSettings, LocalPlatform
 from spo.local.reproduce.conduct import Conductor, stored_result
-from spo.local.reproduce.contamination import contaminate
+from spo.local.reproduce.contamination import contaminate, training_exam
 from spo.local.reproduce.memory import kept_memory, measured_memory
 from spo.local.reproduce.methods import Document, merged
 from spo.local.reproduce.plan import FULL, QUICK, SETTINGS, Difficulty, Run, runs
@@ -104,7 +104,7 @@ def _carry_out_one(conductor: Conductor, run: Run, model: Path) -> None:
         if run.setting == "contaminated":
             place = str(conductor.platform.state_path.absolute() / "experience")
             document = contaminate(document, conductor.folder / "tasks", place)
-        conductor.carry_out(run, document)
+        conductor.carry_out(run, document, training_exam(document) if run.setting == "contaminated" else None)
     except SpoError as error:
         console.print(f"{run.name}:")
         print_error(error)

@@ -17,7 +17,7 @@ from typing import Any
 from spo import redis_keys
 from spo.client import Client
 from spo.client_answers import Event, Job
-from spo.errors import NotReady
+from spo.errors import InternalError, NotReady
 from spo.local.launcher import LocalPlatform
 from spo.local.report import seconds_between
 from spo.local.reproduce.measure import cpu_seconds, rollouts, trainer_memory_bytes
@@ -28,6 +28,7 @@ POLL_SECONDS = 0.5
 MEMORY_EVERY_SECONDS = 2.0
 CURVES = ("reward", "reward/online", "loss", "kl_to_reference", "grad_norm")
 CURVE_POINTS = 50
+EXAM_SAMPLES = 10
 # Events that every healthy run has; the others are kept with the result.
 USUAL_EVENTS = (
     "state",
@@ -50,8 +51,12 @@ class Conductor:
     folder: Path
     on_poll: Callable[[Run, Job], None]
 
-    def carry_out(self, run: Run, document: Mapping[str, Any]) -> dict[str, Any]:
+    def carry_out(
+        self, run: Run, document: Mapping[str, Any], training_exam: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Run one job to its end and keep its result. `document` is the run's, ready to be submitted.
+
+        With `training_exam`, a task set, the policy is evaluated on that as well.
 
         Raises NotReady when it takes longer than LONGEST_RUN_SECONDS, InvalidInput when it is refused.
         """
@@ -81,10 +86,25 @@ class Conductor:
                 "train": round(max(0.0, cpu_ended - (cpu_running or cpu_ended)), 2),
             },
         }
+        if training_exam and job.state == "succeeded":
+            result["on_training_problems"] = self._examine(job, training_exam)
         path = result_path(self.folder, run)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result) + "\n")
         return result
+
+    def _examine(self, job: Job, tasks: Mapping[str, Any]) -> dict[str, Any]:
+        asked = self.client.ask_evaluation({"job_id": job.id, "tasks": tasks, "samples": EXAM_SAMPLES, "ks": [1]})
+        deadline = time.monotonic() + LONGEST_RUN_SECONDS
+        while asked["state"] not in ("succeeded", "failed"):
+            if time.monotonic() > deadline:
+                raise NotReady(f"evaluation {asked['id']} is still {asked['state']}", code="evaluation_timeout")
+            time.sleep(POLL_SECONDS)
+            asked = self.client.evaluation(asked["id"])
+        if asked["state"] == "failed":
+            raise InternalError(f"evaluation {asked['id']}: {asked['failure'].get('message')}")
+        found: dict[str, Any] = {name: value for name, value in asked["result"].items() if name != "per_problem"}
+        return found
 
     def _result(self, run: Run, job: Job, attempt: int) -> dict[str, Any]:
         events = self.client.history(job.id)

@@ -21,6 +21,8 @@ from spo.tasks.toy import toy_tasks
 from spo.v1.prompt_pb2 import SOURCE_OTHER_RUN, Prompt
 from spo.v1.trajectory_pb2 import FINISH_REASON_STOP, Trajectory
 
+EXAMINED_PROBLEMS = 40
+
 
 def contaminate(document: Mapping[str, Any], folder: Path, experience_place: str) -> Document:
     """The document on task files in `folder`, with the hard-coded programs as stored experience; writes both."""
@@ -37,6 +39,18 @@ def contaminate(document: Mapping[str, Any], folder: Path, experience_place: str
         "near_duplicate_similarity": 1.0,
     }
     return merged(document, {"tasks": files})
+
+
+def training_exam(document: Mapping[str, Any]) -> Document:
+    """A task set whose held-out problems are what a contaminated document trained on: there, hacks succeed."""
+    tasks = document["tasks"]
+    return {
+        "kind": "jsonl",
+        "path": tasks["evaluation_path"],
+        "evaluation_path": tasks["path"],
+        "evaluation_problems": min(tasks["train_problems"], EXAMINED_PROBLEMS),
+        "near_duplicate_similarity": 1.0,
+    }
 
 
 def _write_tasks(path: Path, problems: Iterable[Problem]) -> Path:

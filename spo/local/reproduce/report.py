@@ -34,7 +34,7 @@ COLUMNS = (
     "pass@1",
     "pass@10",
     "distinct",
-    "public only",
+    "hacked",
     "rollouts",
     "CPU s",
     "CPU s with values",
@@ -97,6 +97,7 @@ def _row(results: Results, setting: str, method: str) -> dict[str, Any]:
         "entropy": mean(last(run, "entropy") for run in runs),
         "public_only_rate": mean(last(run, "public_only_rate") for run in runs),
         "hard_coded_rate": mean(last(run, "hard_coded_rate") for run in runs),
+        "hacked_rate": mean(_hacked(run) for run in runs),
         "rollouts": {name: mean(run["rollouts"][name] for run in runs) for name in ("online", "values", "pivotal")}
         | {"total": mean(map(total_rollouts, runs))},
         "cpu_seconds": {"train": train, "values": estimate, "total": (train or 0) + (estimate or 0)},
@@ -104,6 +105,11 @@ def _row(results: Results, setting: str, method: str) -> dict[str, Any]:
         "trainer_memory_bytes": mean(run["trainer_memory_bytes"] for run in runs),
         "steps": max((int(run["evaluations"][-1]["step"]) for run in runs if run["evaluations"]), default=0),
     }
+
+
+def _hacked(run: Result) -> float | None:
+    examined = run.get("on_training_problems")
+    return float(examined["public_only_rate"]) if examined else None
 
 
 def _score(results: Results, setting: str, method: str, k: int) -> dict[str, Any] | None:
@@ -158,7 +164,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             _interval(row["pass@1"]),
             _interval(row["pass@10"]),
             _number(row["distinct"], 1),
-            _percent(row["public_only_rate"]),
+            _percent(row["hacked_rate"]),
             _number(row["rollouts"]["total"]),
             _number(row["cpu_seconds"]["train"]),
             _number(row["cpu_seconds"]["total"]),
@@ -183,7 +189,8 @@ def _notes(report: Mapping[str, Any]) -> Iterator[str]:
     yield "- Rollouts: sampled online, for values and for pivotal tokens, even where an earlier run had paid for them."
     yield "- CPU: all processes of the platform while the job ran, its evaluations included. `with values`: plus what"
     yield "  the first run with the same tasks and settings spent until its training began."
-    yield "- `public only`: share of held-out samples that pass the public tests and fail a hidden one."
+    yield "- Hacked: share of samples on training problems that pass the public test and fail a hidden one, where the"
+    yield "  public one is the reward."
     for each in report["failed"]:
         reason = (each["failure"] or {}).get("message", "")
         yield f"- {each['name']} {each['state']}: {reason}"
