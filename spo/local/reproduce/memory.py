@@ -16,6 +16,12 @@ from spo.cli_output import console
 
 REPOSITORY = Path(__file__).parents[3]
 LIMIT_SECONDS = 600.0
+MEASURE = """
+import json, pathlib, tempfile
+from benchmarks.trainer import peak_memory
+with tempfile.TemporaryDirectory() as folder:
+    print(json.dumps([peak_memory(pathlib.Path(folder)).to_json()]))
+"""
 KEPT = "memory.json"
 
 
@@ -23,7 +29,7 @@ def measured_memory(folder: Path) -> list[dict[str, Any]]:
     """The benchmark's rows about PPO, measured once per folder; none when it could not run."""
     kept = kept_memory(folder)
     if not kept:
-        kept = [row for row in _rows() if "ppo" in f"{row['name']} {row['yardstick']}".lower()]
+        kept = _rows()
         if kept:
             (folder / KEPT).write_text(json.dumps(kept) + "\n")
     return kept
@@ -37,7 +43,7 @@ def kept_memory(folder: Path) -> list[dict[str, Any]]:
 
 
 def _rows() -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "benchmarks.trainer", "--json"]
+    command = [sys.executable, "-c", MEASURE]
     try:
         done = subprocess.run(
             command,
@@ -48,9 +54,9 @@ def _rows() -> list[dict[str, Any]]:
             timeout=LIMIT_SECONDS,
             check=True,
         )
-        # Libraries may print before the object.
-        found: list[dict[str, Any]] = json.loads(done.stdout[done.stdout.index("{") :])["rows"]
-    except (subprocess.SubprocessError, ValueError, OSError) as error:
+        # Libraries may print before it.
+        found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    except (subprocess.SubprocessError, ValueError, IndexError, OSError) as error:
         console.print(f"the trainer's memory was not measured: {error}", style="yellow", markup=False)
         return []
     return found
