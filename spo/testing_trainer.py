@@ -98,6 +98,11 @@ class OneJob(OrchestratorServiceServicer):
                     self.quarantined[report.step] = report
         return wire.RenewLeaseResponse(directive=self.directive)  # type: ignore[arg-type]
 
+    def GetReferenceValues(  # noqa: N802
+        self, request: wire.GetReferenceValuesRequest, context: Any
+    ) -> wire.GetReferenceValuesResponse:
+        return wire.GetReferenceValuesResponse()
+
     def PublishWeights(self, request: wire.PublishWeightsRequest, context: Any) -> wire.PublishWeightsResponse:  # noqa: N802
         with self._from_owner(request):
             if request not in self.published:

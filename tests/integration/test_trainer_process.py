@@ -33,6 +33,11 @@ PPO: dict[str, Any] = {
     "algorithm": {"losses": [{"objective": "ppo"}], "critic": {}},
     "replay": {"mix": [{"source": "online", "share": 1.0}]},
 }
+# Groups of any size: the pool draws single trajectories, so ranks get unequal shares.
+GROUP_CENTRED: dict[str, Any] = {
+    "algorithm": {"losses": [{"objective": "group_centred_squared"}]},
+    "replay": {"unit": "group", "mix": [{"source": "online", "share": 1.0}]},
+}
 
 
 def job_spec(model_path: Path, method: str = "spo", **trainer: Any) -> JobSpec:
@@ -41,6 +46,9 @@ def job_spec(model_path: Path, method: str = "spo", **trainer: Any) -> JobSpec:
     if method == "ppo":
         document |= PPO
         document["trainer"]["epochs"] = 2
+    if method == "group_centred":
+        document |= GROUP_CENTRED
+        document["trainer"]["micro_batch_size"] = 4
     return parse_job_spec(document)
 
 
@@ -94,7 +102,7 @@ def surroundings(tiny_model_path: Path, trajectories: list[Any], tmp_path: Path)
                 raise
 
 
-@METHODS
+@pytest.mark.parametrize("method", ["spo", "ppo", "group_centred"])
 @pytest.mark.timeout(600)
 def test_two_ranks_at_zero_stage_2_learn_what_one_rank_learns(
     surroundings: Surroundings, tiny_model_path: Path, method: str

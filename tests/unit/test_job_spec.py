@@ -21,6 +21,18 @@ def replay(fields: Any = None, **part: Any) -> Any:
 ONLINE_AND_HUMAN = [{"source": "online", "share": 0.5}, {"source": "human", "share": 0.5}]
 
 
+ONLINE = {"mix": [{"source": "online", "share": 1}]}
+
+
+def refreshed(interval_steps: int = 20) -> Any:
+    """A spec whose reference is refreshed."""
+    return {
+        **MODEL,
+        "algorithm": {"reference_refresh": {"interval_steps": interval_steps}},
+        "trainer": {"reference": "in_trainer"},
+    }
+
+
 def groups(objective: str, fields: Any = None, **rollout: Any) -> Any:
     """A spec whose loss compares the online samples of a prompt."""
     online = {"unit": "group", "mix": [{"source": "online", "share": 1}]}
@@ -79,6 +91,13 @@ def test_a_model_path_is_enough() -> None:
         (groups("group_centred_squared", {"unit": "trajectory"}), ["/replay/unit"]),
         (groups("grpo") | {"trainer": {"micro_batch_size": 3}}, ["/trainer/micro_batch_size"]),
         (groups("grpo", {"mix": ONLINE_AND_HUMAN}), ["/algorithm/losses/0/sources"]),
+        (refreshed(interval_steps=15), ["/algorithm/reference_refresh/interval_steps"]),
+        (refreshed() | {"trainer": {"reference": "cached"}}, ["/trainer/reference"]),
+        (refreshed() | {"value": None, "replay": ONLINE}, ["/value", "/value"]),
+        (
+            {**MODEL, "tasks": {"reward": {"scale": 2, "shift": -1}}},
+            ["/tasks/reward/shift"],
+        ),
         ([], ["/"]),
     ],
 )
@@ -89,6 +108,12 @@ def test_an_impossible_spec_is_refused_with_the_pointer_of_the_field(document: A
 @pytest.mark.parametrize("objective", ["grpo", "group_centred_squared"])
 def test_a_loss_that_compares_samples_takes_whole_groups(objective: str) -> None:
     assert parse_job_spec(groups(objective)).algorithm.needs_groups
+
+
+def test_a_job_may_have_another_reward_and_a_reference_that_is_refreshed() -> None:
+    reward = {"score": "share_of_tests", "tests": "public", "scale": 2, "shift": -2.5}
+    spec = parse_job_spec({**refreshed(), "tasks": {"reward": reward}})
+    assert spec.tasks.reward.best == -0.5
 
 
 def test_every_fault_is_reported_at_once() -> None:

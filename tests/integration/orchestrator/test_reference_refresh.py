@@ -1,4 +1,4 @@
-"""The refresh of the reference: asked for once per interval, in force when all values are there, taken by the trainer."""
+"""The refresh of the reference: asked for once per interval, in force when all values are there, then taken over."""
 
 from __future__ import annotations
 
@@ -117,14 +117,15 @@ def test_the_trainer_takes_the_new_reference_with_its_values_and_its_checkpoints
     everything = [*OF_THE_POOL, *(each.problem_id for each in problems)]
     give_values(desk, redis_keys.run_values_under(job_id, 2), everything, 8)
     training.wait_until(lambda: desk.references.in_force(job_id) == 2, "the reference is in force")
-    for _ in range(2):
-        renewed = desk.leases.lease(job_id).expires_unix_ms
-        training.wait_until(lambda then=renewed: desk.leases.lease(job_id).expires_unix_ms > then, "a renewal")
+    await_renewals(training, job_id)
     released.set()
     training.wait_trained(job_id)
 
     series = training_series(desk.redis, job_id)
-    at = {step: {name: column[row] for name, column in series.columns.items()} for row, step in enumerate(series.steps)}
+    at = {
+        step: {name: column[row] or 0.0 for name, column in series.columns.items()}
+        for row, step in enumerate(series.steps)
+    }
     # Version 2 was gathered after step 10: near the policy of step 13, unlike pi0.
     assert abs(at[13]["log_ratio"]) < 0.5 * abs(at[12]["log_ratio"])
     # Under it every prompt is always solved, so Qhat_0 is 0 instead of -0.3; Q_T = Qhat_0 + sum of A.
@@ -133,6 +134,17 @@ def test_the_trainer_takes_the_new_reference_with_its_values_and_its_checkpoints
     assert at[13]["q_terminal"] == pytest.approx(beta * at[13]["log_ratio"], abs=1e-4)
     saved = {step: open_folder(path).manifest["reference_version"] for step, path in checkpoints(desk, job_id)}
     assert saved == {10: 0, 15: 2}
+
+
+def await_renewals(training: Training, job_id: str) -> None:
+    """Two renewals: the second began after now, so the trainer has heard of what is in force now."""
+    for _ in range(2):
+        expiry = training.desk.leases.lease(job_id).expires_unix_ms
+
+        def renewed(before: int = expiry) -> bool:
+            return training.desk.leases.lease(job_id).expires_unix_ms > before
+
+        training.wait_until(renewed, "a renewal")
 
 
 def checkpoints(desk: Desk, job_id: str) -> list[tuple[int, Path]]:
