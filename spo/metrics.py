@@ -22,7 +22,7 @@ REPLAY_STORED = Counter("spo_replay_stored_total", "Trajectories written to the 
 REPLAY_MEMORY_SHARE = Gauge("spo_replay_memory_share", "Memory of Redis in use, as a share of its maxmemory")
 REPLAY_SAMPLE_AGE = Histogram(
     "spo_replay_sample_age_versions",
-    "Weight versions behind, per sample",
+    "Weight versions behind, mean of a batch's online trajectories",
     buckets=(0, 1, 2, 4, 8, 16, 32, 64),
 )
 STREAM_LAG = Gauge("spo_stream_lag_entries", "Entries no consumer has seen", ["stream"])

@@ -304,11 +304,6 @@ def replay_draws(run_id: str) -> str:
     return f"spo:{run_id}:replay-buffer:draws"
 
 
-def replay_uses(run_id: str, trajectory_id: str) -> str:
-    """String: the steps whose batches hold a trajectory, 4 bytes each, big-endian, in the order of draws. Replay."""
-    return f"spo:{run_id}:replay-buffer:uses:{trajectory_id}"
-
-
 def value_key(reference_hash: str, prompt_id: str, tests_digest: str, sampler: str, judge_version: str) -> str:
     """Digest under which a prompt's success counts outlive runs; beta is not in it (docs: keys that outlive a run)."""
     return digest(reference_hash, prompt_id, tests_digest, sampler, judge_version)

@@ -97,6 +97,8 @@ class _TypedErrors(grpc.ServerInterceptor):
         if handler is None or handler.unary_unary is None:
             return handler
 
+        serialize = handler.response_serializer
+
         def behaviour(request: Any, context: grpc.ServicerContext) -> Any:
             try:
                 return handler.unary_unary(request, context)
@@ -112,7 +114,8 @@ class _TypedErrors(grpc.ServerInterceptor):
         return grpc.unary_unary_rpc_method_handler(
             behaviour,
             request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
+            # A handler may answer with its response's bytes: what is stored serialized is passed on as it is.
+            response_serializer=lambda answer: answer if isinstance(answer, bytes) else serialize(answer),
         )
 
 

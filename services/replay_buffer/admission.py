@@ -13,13 +13,14 @@ from spo import redis_keys
 from spo.errors import FieldViolation, InvalidInput
 from spo.job_spec import JobSpec
 from spo.tasks.problem import extract_program
-from spo.v1.prompt_pb2 import SOURCE_ONLINE, Source
+from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_UNSPECIFIED, Source
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_INTERNAL_ERROR, OUTCOME_UNSPECIFIED
 
 # Longer texts are compared as they stand: deep nesting costs the parser more than the comparison is worth.
 MAX_PARSED_CHARACTERS = 20_000
 # Ids are parts of Redis keys and of members joined by colons.
+_SOURCES = frozenset(Source.values()) - {SOURCE_UNSPECIFIED}
 _ID = re.compile(r"[\w.-]{1,200}")
 # `warnings.catch_warnings` changes the whole process.
 _PARSER = threading.Lock()
@@ -29,19 +30,19 @@ def check_judged(run_id: str, spec: JobSpec, trajectory: Trajectory) -> None:
     """Raise InvalidInput naming every field that is wrong before reference log-probs are asked for."""
     tokens = len(trajectory.response_token_ids)
     sampled = len(trajectory.sampling_logprobs)
-    reward = trajectory.reward
+    reward, outcome = trajectory.reward, trajectory.verdict.outcome
     grouped = spec.replay.unit == "group" and trajectory.source == SOURCE_ONLINE
     faults = [
         ("/trajectory_id", "is not an id", not _ID.fullmatch(trajectory.trajectory_id)),
         ("/run_id", f"is not {run_id}", trajectory.run_id != run_id),
         ("/prompt_id", "is not an id", not _ID.fullmatch(trajectory.prompt_id)),
-        ("/source", "is missing or unknown", trajectory.source not in Source.values()[1:]),
+        ("/source", "is missing or unknown", trajectory.source not in _SOURCES),
         ("/prompt_token_ids", "are missing", not trajectory.prompt_token_ids),
         ("/prompt_token_ids", "are too many", len(trajectory.prompt_token_ids) > spec.model.max_prompt_tokens),
         ("/response_token_ids", "are missing", tokens == 0),
         ("/response_token_ids", "are too many", tokens > spec.model.max_response_tokens),
-        ("/verdict", "is missing", trajectory.verdict.outcome == OUTCOME_UNSPECIFIED),
-        ("/verdict", "is a fault of the judge", trajectory.verdict.outcome == OUTCOME_INTERNAL_ERROR),
+        ("/verdict", "is missing", outcome == OUTCOME_UNSPECIFIED),
+        ("/verdict", "is a fault of the judge", outcome == OUTCOME_INTERNAL_ERROR),
         ("/reward", "is missing", not trajectory.HasField("reward")),
         # The theory needs r <= 0: exp(r / beta) is a probability.
         ("/reward", "must be finite and at most 0", not (math.isfinite(reward) and reward <= 0)),
@@ -102,4 +103,5 @@ def _refuse(trajectory: Trajectory, faults: Iterable[tuple[str, str, bool]]) -> 
 
 
 def _finite(numbers: Iterable[float]) -> bool:
-    return all(map(math.isfinite, numbers))
+    # Single-precision numbers cannot overflow a double's sum, and NaN or infinities never leave one.
+    return math.isfinite(sum(numbers))

@@ -13,15 +13,20 @@ from services.replay_buffer.draws import DrawLog
 from services.replay_buffer.limiter import Limiter
 from services.replay_buffer.portions import Portion, draw_portion, portions_of
 from services.replay_buffer.store import ReplayStore
+from services.replay_buffer.windows import Candidate
+from services.replay_buffer.wire import Drawn
 from spo import metrics, redis_keys
 from spo.errors import Conflict, IntegrityError, NotReady, PreconditionFailed
-from spo.v1.prompt_pb2 import SOURCE_ONLINE
-from spo.v1.replay_service_pb2 import SampleBatchRequest, SampledTrajectory
+from spo.v1.replay_service_pb2 import SampleBatchRequest
 
 POLL_SECONDS = 0.1
 MAX_WAIT_SECONDS = 60.0
 # By then every training prompt has its value and its offline trajectories: an empty offline source stays empty.
 OFFLINE_COMPLETE_STATES = (b"running", b"pausing", b"paused")
+
+
+# Ids of a trajectory and of its prompt.
+Place = tuple[str, str]
 
 
 class BatchDrawer:
@@ -31,7 +36,7 @@ class BatchDrawer:
         self.store = store
         self.draws = DrawLog(store.client)
 
-    def sample(self, request: SampleBatchRequest) -> list[SampledTrajectory]:
+    def sample(self, request: SampleBatchRequest) -> list[Drawn]:
         """Return the step's batch, waiting at most wait_seconds for experience.
 
         Raises NotReady (names the source and its counts), PreconditionFailed when a source will never have anything,
@@ -42,20 +47,29 @@ class BatchDrawer:
         deadline = time.monotonic() + min(request.wait_seconds, MAX_WAIT_SECONDS)
         while True:
             try:
-                ids = self.draws.recorded(request.run_id, request.step) or self._draw(request, candidates, portions)
+                places = self._recorded(request, candidates) or self._draw(request, candidates, portions)
                 break
             except NotReady:
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(POLL_SECONDS)
-        if len(ids) != request.batch_size:
-            raise Conflict(f"step {request.step} was given {len(ids)} trajectories before, not {request.batch_size}")
-        return self._with_values(request, candidates, ids)
+        if len(places) != request.batch_size:
+            raise Conflict(f"step {request.step} was given {len(places)} trajectories before, not {request.batch_size}")
+        return self._with_values(request, candidates, places)
 
-    def _draw(self, request: SampleBatchRequest, candidates: Candidates, portions: Sequence[Portion]) -> list[str]:
+    def _recorded(self, request: SampleBatchRequest, candidates: Candidates) -> list[Place]:
+        ids = self.draws.recorded(request.run_id, request.step)
+        if not ids:
+            return []
+        with candidates.lock:
+            # It may be the first thing this process serves.
+            candidates.refresh([])
+        return list(zip(ids, self.store.prompts_of(request.run_id, ids), strict=True))
+
+    def _draw(self, request: SampleBatchRequest, candidates: Candidates, portions: Sequence[Portion]) -> list[Place]:
         rng = np.random.default_rng([candidates.spec.seed, request.seed, request.step])
         limiter = Limiter.of(candidates.spec)
-        ids: list[str] = []
+        drawn: list[Candidate] = []
         with candidates.lock:
             candidates.refresh([portion.rule.source for portion in portions])
             if candidates.counters.get("policy_version", 0) != request.policy_version:
@@ -63,20 +77,22 @@ class BatchDrawer:
                 candidates.counters["policy_version"] = request.policy_version
             for portion in portions:
                 self._check(candidates, limiter, portion)
-                ids += draw_portion(rng, candidates, portion)
-        return self._record(request, candidates, portions, ids)
-
-    def _record(
-        self, request: SampleBatchRequest, candidates: Candidates, portions: Sequence[Portion], ids: list[str]
-    ) -> list[str]:
-        drawn = {portion.rule.source: portion.count for portion in portions}
-        limit = candidates.spec.replay.max_times_sampled
-        # The online portion comes first.
-        limited = 0 if limit is None else drawn.get("online", 0)
-        held = self.draws.record(request.run_id, request.step, ids, drawn, limited, limit or 0)
+                chosen = draw_portion(rng, candidates, portion)
+                if portion.rule.source == "online":
+                    ages = [max(0, request.policy_version - each.version) for each in chosen]
+                    metrics.REPLAY_SAMPLE_AGE.observe(sum(ages) / len(ages))
+                drawn += chosen
+            # Turns are counted: a draw that this one did not know of makes it void.
+            after = candidates.uses.draws_read if candidates.spec.replay.max_times_sampled is not None else None
+        places = [(trajectory_id, each.prompt_id) for each in drawn for trajectory_id in each.trajectory_ids]
+        ids = [trajectory_id for trajectory_id, _ in places]
+        counts = {portion.rule.source: portion.count for portion in portions}
+        held = self.draws.record(request.run_id, request.step, ids, counts, after)
         if not held:
-            raise NotReady("another request drew the same online trajectories a last time; drawing again")
-        return held
+            raise NotReady("another request drew at the same time; the turns must be counted again")
+        if held == ids:
+            return places
+        return list(zip(held, self.store.prompts_of(request.run_id, held), strict=True))
 
     def _check(self, candidates: Candidates, limiter: Limiter, portion: Portion) -> None:
         """Raise NotReady, or PreconditionFailed where waiting is in vain, when a portion cannot be served now."""
@@ -92,19 +108,13 @@ class BatchDrawer:
                 raise PreconditionFailed(f"{reason}; nothing more will come", code="source_empty")
             raise NotReady(_reason(candidates, portion))
 
-    def _with_values(
-        self, request: SampleBatchRequest, candidates: Candidates, ids: Sequence[str]
-    ) -> list[SampledTrajectory]:
+    def _with_values(self, request: SampleBatchRequest, candidates: Candidates, places: Sequence[Place]) -> list[Drawn]:
+        payloads = self.store.payloads.get(request.run_id, [trajectory_id for trajectory_id, _ in places])
         batch = []
-        with candidates.lock:
-            # A repeated batch may be the first thing this process serves.
-            candidates.refresh([])
-        for trajectory_id, trajectory in zip(ids, self.store.get(request.run_id, ids), strict=True):
-            if trajectory is None:
+        for (trajectory_id, prompt_id), payload in zip(places, payloads, strict=True):
+            if payload is None:
                 raise IntegrityError(f"step {request.step}: trajectory {trajectory_id} is gone from the buffer")
-            batch.append(SampledTrajectory(trajectory=trajectory, qhat_0=candidates.qhat_0(trajectory.prompt_id)))
-            if trajectory.source == SOURCE_ONLINE:
-                metrics.REPLAY_SAMPLE_AGE.observe(max(0, request.policy_version - trajectory.policy_version_first))
+            batch.append(Drawn(payload, candidates.qhat_0(prompt_id)))
         return batch
 
 

@@ -7,12 +7,12 @@ at any time; its truth is the ledger.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import redis
 
+from services.replay_buffer.draws import Uses
 from services.replay_buffer.limiter import OnlineCounts
 from services.replay_buffer.values import PromptFacts, facts_of_prompts
 from services.replay_buffer.windows import Candidate, OfflineWindow, OnlineWindow, read_fact, rule_of
@@ -65,14 +65,14 @@ class Candidates:
         for source, entries in zip(sources, news, strict=True):
             self._take_in(source, entries)
         if self.spec.replay.max_times_sampled is not None:
-            self._count_draws()
+            self.uses.refresh()
         return None
 
     def servable(self, rule: SourceMix) -> Sequence[Candidate]:
         """What may be drawn now by a source's rule: with a value, fresh enough, not drawn too often, in the window."""
         oldest = self._oldest(rule)
         # Most draws find what the one before found: only news, values, a higher version or a count change it.
-        stamp = (self._seen.get(rule.source, 0), self._values_read, oldest, self._draws_seen)
+        stamp = (self._seen.get(rule.source, 0), self._values_read, oldest, self.uses.draws_read)
         known, found = self._filtered.get(rule, ((), []))
         if known != stamp:
             found = self._filter(rule, oldest)
@@ -136,7 +136,7 @@ class Candidates:
             found = [each for each in found if self.value_spread(each.prompt_id) >= rule.min_value_spread]
         limit = self.spec.replay.max_times_sampled
         if limit is not None and rule.source == "online":
-            found = [each for each in found if all(self._times[member] < limit for member in each.trajectory_ids)]
+            found = [each for each in found if all(self.uses.times(member) < limit for member in each.trajectory_ids)]
         return found
 
     def _forget(self) -> None:
@@ -146,8 +146,7 @@ class Candidates:
         self._newest: tuple[str, int] = ("", 0)
         self._values: dict[str, PromptFacts] = {}
         self._values_read = 0
-        self._draws_seen = 0
-        self._times: Counter[str] = Counter()
+        self.uses = Uses(self.client, self.run_id)
         self._filtered: dict[SourceMix, tuple[tuple[int, ...], list[Candidate]]] = {}
         # The payloads of older ones stay in Redis: they are listed, and a repeated batch may name them.
         self._online = OnlineWindow(self.spec)
@@ -174,16 +173,6 @@ class Candidates:
             self._seen[source] = int(entries[-1][1])
             if self._seen[source] > self._newest[1]:
                 self._newest = (entries[-1][0].decode(), self._seen[source])
-
-    def _count_draws(self) -> None:
-        """Count what has been drawn since the last look, by whichever process."""
-        draws = redis_keys.replay_draws(self.run_id)
-        steps: Any = self.client.zrangebyscore(draws, f"({self._draws_seen}", "+inf")
-        if steps:
-            batches: Any = self.client.mget([redis_keys.replay_batch(self.run_id, int(step)) for step in steps])
-            for ids in batches:
-                self._times.update(ids.decode().split())
-        self._draws_seen += len(steps)
 
     def _read_values(self, count: int) -> None:
         if self.spec.value is not None:

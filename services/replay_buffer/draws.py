@@ -8,7 +8,7 @@ by batch.
 
 from __future__ import annotations
 
-import struct
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from spo import redis_keys
 from spo.job_spec import SourceName
 
 MAX_STEP = 2**32 - 1
-_STEP = struct.Struct(">I")
+BATCHES_PER_READ = 500
 
 
 class DrawLog:
@@ -40,12 +40,11 @@ class DrawLog:
         step: int,
         trajectory_ids: Sequence[str],
         drawn: Mapping[SourceName, int],
-        limited: int,
-        limit: int,
+        after: int | None = None,
     ) -> list[str]:
         """Fix the ids of a step unless another request did so before; returns the ids that hold.
 
-        The first `limited` ids are drawn at most `limit` times: [] when others were quicker and one has had its turns.
+        [] when `after` is not the number of the last draw: the choice was made without knowing of a later one.
         """
         pairs = [part for source, count in drawn.items() for part in (source, count)]
         held: Any = self._record(
@@ -53,17 +52,39 @@ class DrawLog:
                 redis_keys.replay_batch(run_id, step),
                 redis_keys.replay_counters(run_id),
                 redis_keys.replay_draws(run_id),
-                *(redis_keys.replay_uses(run_id, each) for each in trajectory_ids),
             ],
-            args=[" ".join(trajectory_ids), step, _STEP.pack(step), limited, limit, *pairs],
+            args=[" ".join(trajectory_ids), step, "" if after is None else after, *pairs],
         )
         return held.decode().split()  # type: ignore[no-any-return]
 
-    def uses(self, run_id: str, trajectory_id: str, start: int, count: int) -> tuple[list[int], int]:
-        """Steps that got a trajectory, in the order of draws, from the start-th on; and how many there are in all."""
-        key = redis_keys.replay_uses(run_id, trajectory_id)
-        with self.client.pipeline(transaction=True) as pipe:
-            pipe.strlen(key)
-            pipe.getrange(key, start * _STEP.size, (start + count) * _STEP.size - 1)
-            length, packed = pipe.execute()
-        return [step for (step,) in _STEP.iter_unpack(packed)], length // _STEP.size
+
+class Uses:
+    """The steps that got each trajectory of a run, mirrored from the log; the log only grows."""
+
+    def __init__(self, client: redis.Redis, run_id: str) -> None:
+        self.client = client
+        self.run_id = run_id
+        self.draws_read = 0
+        self._steps: dict[str, array[int]] = {}
+
+    def refresh(self) -> None:
+        """Take in what has been drawn since the last look, by whichever process."""
+        while True:
+            steps: Any = self.client.zrangebyscore(
+                redis_keys.replay_draws(self.run_id), f"({self.draws_read}", "+inf", start=0, num=BATCHES_PER_READ
+            )
+            if not steps:
+                return
+            batches: Any = self.client.mget([redis_keys.replay_batch(self.run_id, int(step)) for step in steps])
+            for step, ids in zip(steps, batches, strict=True):
+                for trajectory_id in ids.decode().split():
+                    self._steps.setdefault(trajectory_id, array("L")).append(int(step))
+            self.draws_read += len(steps)
+
+    def of(self, trajectory_id: str) -> Sequence[int]:
+        """Steps in the order of draws; one twice where its batch holds the trajectory twice."""
+        return self._steps.get(trajectory_id, ())
+
+    def times(self, trajectory_id: str) -> int:
+        """How often a trajectory was drawn."""
+        return len(self.of(trajectory_id))

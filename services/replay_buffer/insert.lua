@@ -1,4 +1,4 @@
--- Enter trajectories of one run into its ledger and indices, each once. Payloads are SET by the caller before: ids only.
+-- Enter trajectories of one run into its ledger and indices, each once, with their payloads.
 -- KEYS[1] ids         sorted set: trajectory id by insertion number (the ledger)
 -- KEYS[2] duplicates  hash: id of an offline trajectory whose content was there before -> id that stands for it
 -- KEYS[3] content     hash: content digest -> id of the first trajectory with that content
@@ -6,14 +6,17 @@
 -- KEYS[5] prompts     sorted set, all scores 0: `prompt id:insertion number, 16 digits:trajectory id`
 -- KEYS[6] counters    hash: number (the last insertion number), inserted:<source>, correct:<source>
 -- KEYS[7] copies      hash: id that stands for others -> how many
--- KEYS[8..]           per source a sorted set: trajectory id by insertion number
--- ARGV, per trajectory 7 values: id, index of its source's key, source, content digest ('' for online), 1 if correct,
---   facts, prompt id
+-- KEYS[8] payload     the key of a trajectory's payload, without the id at its end
+-- KEYS[9..]           per source a sorted set: trajectory id by insertion number
+-- ARGV, per trajectory 8 values: id, index of its source's key, source, content digest ('' for online), 1 if correct,
+--   facts, prompt id, payload
 -- Returns one number per trajectory: 1 entered, 0 same id already there, -1 another id with the same content is there.
 local results = {}
-for at = 1, #ARGV, 7 do
+local before = tonumber(redis.call('HGET', KEYS[6], 'number') or 0)
+local number = before
+local counts = {}
+for at = 1, #ARGV, 8 do
   local id, key, source, content = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2], ARGV[at + 3]
-  local correct, facts, prompt = ARGV[at + 4], ARGV[at + 5], ARGV[at + 6]
   local result = 1
   if redis.call('ZSCORE', KEYS[1], id) then
     result = 0
@@ -22,14 +25,20 @@ for at = 1, #ARGV, 7 do
     if redis.call('HSET', KEYS[2], id, stands) == 1 then redis.call('HINCRBY', KEYS[7], stands, 1) end
     result = -1
   else
-    local number = redis.call('HINCRBY', KEYS[6], 'number', 1)
+    number = number + 1
+    -- First: where memory is short, nothing of it is entered.
+    redis.call('SET', KEYS[8] .. id, ARGV[at + 7])
     redis.call('ZADD', KEYS[1], number, id)
-    redis.call('HSET', KEYS[4], id, facts)
-    redis.call('ZADD', KEYS[5], 0, prompt .. ':' .. string.format('%016d', number) .. ':' .. id)
+    redis.call('HSET', KEYS[4], id, ARGV[at + 5])
+    redis.call('ZADD', KEYS[5], 0, ARGV[at + 6] .. ':' .. string.format('%016d', number) .. ':' .. id)
     redis.call('ZADD', KEYS[key], number, id)
-    redis.call('HINCRBY', KEYS[6], 'inserted:' .. source, 1)
-    if correct == '1' then redis.call('HINCRBY', KEYS[6], 'correct:' .. source, 1) end
+    counts['inserted:' .. source] = (counts['inserted:' .. source] or 0) + 1
+    counts['correct:' .. source] = (counts['correct:' .. source] or 0) + tonumber(ARGV[at + 4])
   end
   results[#results + 1] = result
+end
+if number > before then
+  redis.call('HSET', KEYS[6], 'number', number)
+  for name, count in pairs(counts) do redis.call('HINCRBY', KEYS[6], name, count) end
 end
 return results

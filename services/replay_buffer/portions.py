@@ -26,7 +26,7 @@ class Portion:
 
 
 def portions_of(request: SampleBatchRequest, candidates: Candidates) -> list[Portion]:
-    """The batch's portions, online first, from the request's mix or else the spec's. Raises InvalidInput by field.
+    """The batch's portions, from the request's mix or else the spec's. Raises InvalidInput by field.
 
     A request may change shares and correct_only; samplers and filters are the spec's.
     """
@@ -38,12 +38,11 @@ def portions_of(request: SampleBatchRequest, candidates: Candidates) -> list[Por
         if count % unit:
             fault = f"gives {count} {rule.source} trajectories, no whole number of groups of {unit}"
             raise InvalidInput("a batch holds whole groups", violations=_fault("/batch_size", fault))
-    portions = [Portion(rule, count) for rule, count in zip(rules, counts, strict=True) if count]
-    return sorted(portions, key=lambda portion: portion.rule.source != "online")
+    return [Portion(rule, count) for rule, count in zip(rules, counts, strict=True) if count]
 
 
-def draw_portion(rng: np.random.Generator, candidates: Candidates, portion: Portion) -> list[str]:
-    """Ids of the portion's trajectories, units whole; the generator's state decides."""
+def draw_portion(rng: np.random.Generator, candidates: Candidates, portion: Portion) -> list[Candidate]:
+    """What the portion holds, units whole; the generator's state decides."""
     window = candidates.servable(portion.rule)
     count = portion.count // candidates.unit_size(portion.rule.source)
     sampler = portion.rule.sampler
@@ -55,7 +54,7 @@ def draw_portion(rng: np.random.Generator, candidates: Candidates, portion: Port
         ranks = draw_balanced(rng, [each.correct for each in window], count)
     else:
         ranks = draw_ranks(rng, len(window), count)
-    return [trajectory_id for rank in ranks for trajectory_id in window[rank].trajectory_ids]
+    return [window[rank] for rank in ranks]
 
 
 def _priorities(candidates: Candidates, rule: SourceMix, window: Sequence[Candidate]) -> list[float]:

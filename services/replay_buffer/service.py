@@ -7,10 +7,10 @@ from typing import Any
 
 from services.replay_buffer.batches import BatchDrawer
 from services.replay_buffer.candidates import Candidates
-from services.replay_buffer.draws import MAX_STEP
 from services.replay_buffer.limiter import Limiter
 from services.replay_buffer.storage_watch import StorageWatch
 from services.replay_buffer.store import SOURCE_CODES, ReplayStore, source_name
+from services.replay_buffer.wire import batch_bytes
 from spo.errors import FieldViolation, InvalidInput, NotFound
 from spo.v1 import replay_service_pb2 as replay
 from spo.v1.prompt_pb2 import SOURCE_UNSPECIFIED, Source
@@ -37,8 +37,8 @@ class ReplayService(ReplayServiceServicer):
         inserted, duplicates = self.store.append(request.run_id, request.trajectories)
         return replay.AppendResponse(inserted=inserted, duplicates=duplicates)
 
-    def SampleBatch(self, request: replay.SampleBatchRequest, context: Any) -> replay.SampleBatchResponse:
-        return replay.SampleBatchResponse(batch=self.drawer.sample(request))
+    def SampleBatch(self, request: replay.SampleBatchRequest, context: Any) -> Any:
+        return batch_bytes(self.drawer.sample(request))
 
     def GetReplayStatus(self, request: replay.GetReplayStatusRequest, context: Any) -> replay.GetReplayStatusResponse:
         candidates = self.store.candidates(request.run_id)
@@ -74,13 +74,16 @@ class ReplayService(ReplayServiceServicer):
     def GetTrajectory(self, request: replay.GetTrajectoryRequest, context: Any) -> replay.GetTrajectoryResponse:
         found = self.store.one(request.run_id, request.trajectory_id)
         limit = max(1, min(request.steps_limit or DEFAULT_STEPS, MAX_STEPS))
-        steps, times = self.drawer.draws.uses(
-            request.run_id, found.trajectory_id, max(0, min(request.steps_from, MAX_STEP)), limit
-        )
+        candidates = self.store.candidates(request.run_id)
+        with candidates.lock:
+            candidates.refresh([])
+            candidates.uses.refresh()
+            steps = candidates.uses.of(found.trajectory_id)
+        start = max(0, min(request.steps_from, len(steps)))
         return replay.GetTrajectoryResponse(
             trajectory=found,
-            steps=steps,
-            times_sampled=times,
+            steps=steps[start : start + limit],
+            times_sampled=len(steps),
             copies=self.store.copies(request.run_id, found.trajectory_id),
         )
 

@@ -13,9 +13,10 @@ import redis
 
 from services.replay_buffer.admission import check_judged, check_scored, content_digest
 from services.replay_buffer.candidates import Candidates
-from services.replay_buffer.windows import fact_of, is_correct
+from services.replay_buffer.payloads import Payloads, chunks
+from services.replay_buffer.windows import fact_of, is_correct, read_fact
 from spo import metrics, redis_keys
-from spo.errors import NotFound
+from spo.errors import IntegrityError, NotFound
 from spo.job_spec import JobSpec
 from spo.run_specs import RunSpecs
 from spo.v1.prompt_pb2 import SOURCE_UNSPECIFIED, Source
@@ -30,11 +31,15 @@ def source_name(source: Source.ValueType) -> str:
     return Source.Name(source).removeprefix("SOURCE_").lower()
 
 
+_NAMES = {code: source_name(code) for code in SOURCE_CODES}
+
+
 class ReplayStore:
     """All runs' experience on one Redis; safe to use from many threads and processes."""
 
-    def __init__(self, client: redis.Redis) -> None:
+    def __init__(self, client: redis.Redis, payload_memory_bytes: int = 256 << 20) -> None:
         self.client = client
+        self.payloads = Payloads(client, payload_memory_bytes)
         self.specs = RunSpecs(client)
         self._candidates: dict[str, Candidates] = {}
         self._insert = client.register_script((Path(__file__).parent / "insert.lua").read_text())
@@ -64,11 +69,14 @@ class ReplayStore:
             check_scored(spec, trajectory)
         if not trajectories:
             return 0, 0
-        self._write_payloads(run_id, trajectories)
-        results: list[Any] = self._insert(keys=_keys(run_id), args=_arguments(spec, trajectories))
-        orphans = [each.trajectory_id for each, result in zip(trajectories, results, strict=True) if result == -1]
-        if orphans:
-            self.client.unlink(*[redis_keys.replay_trajectory(run_id, orphan) for orphan in orphans])
+        payloads = [trajectory.SerializeToString() for trajectory in trajectories]
+        results: list[Any] = []
+        for chunk in chunks(payloads):
+            arguments = _arguments(spec, trajectories[chunk], payloads[chunk])
+            results += self._insert(keys=_keys(run_id), args=arguments)
+        for trajectory, payload, result in zip(trajectories, payloads, results, strict=True):
+            if result == 1:
+                self.payloads.remember(run_id, trajectory.trajectory_id, payload)
         inserted = results.count(1)
         metrics.REPLAY_INSERTS.labels(result="inserted").inc(inserted)
         metrics.REPLAY_INSERTS.labels(result="duplicate").inc(len(results) - inserted)
@@ -78,6 +86,14 @@ class ReplayStore:
         """Acknowledged offline trajectories whose content was there before."""
         return int(self.client.hlen(redis_keys.replay_duplicates(run_id)))
 
+    def prompts_of(self, run_id: str, trajectory_ids: Sequence[str]) -> list[str]:
+        """The prompts of acknowledged trajectories. Raises IntegrityError when one is not in the ledger."""
+        facts: Any = self.client.hmget(redis_keys.replay_facts(run_id), list(trajectory_ids))
+        gone = [each for each, fact in zip(trajectory_ids, facts, strict=True) if fact is None]
+        if gone:
+            raise IntegrityError(f"run {run_id}: trajectory {gone[0]} is gone from the buffer")
+        return [read_fact("", fact.decode())[0].prompt_id for fact in facts]
+
     def copies(self, run_id: str, trajectory_id: str) -> int:
         """Acknowledged trajectories with the same content, for which this one stands."""
         found: Any = self.client.hget(redis_keys.replay_copies(run_id), trajectory_id)
@@ -85,10 +101,7 @@ class ReplayStore:
 
     def get(self, run_id: str, trajectory_ids: Sequence[str]) -> list[Trajectory | None]:
         """Trajectories by id, None where absent."""
-        if not trajectory_ids:
-            return []
-        keys = [redis_keys.replay_trajectory(run_id, each) for each in trajectory_ids]
-        payloads: Any = self.client.mget(keys)
+        payloads = self.payloads.get(run_id, trajectory_ids)
         return [Trajectory.FromString(payload) if payload else None for payload in payloads]
 
     def one(self, run_id: str, trajectory_id: str) -> Trajectory:
@@ -129,14 +142,6 @@ class ReplayStore:
         members = (member.decode().rsplit(":", 2) for member in page)
         return [(trajectory_id, int(number)) for _, number, trajectory_id in members]
 
-    def _write_payloads(self, run_id: str, trajectories: Sequence[Trajectory]) -> None:
-        with self.client.pipeline(transaction=False) as pipe:
-            for trajectory in trajectories:
-                key = redis_keys.replay_trajectory(run_id, trajectory.trajectory_id)
-                # NX: what was acknowledged under an id is never rewritten.
-                pipe.set(key, trajectory.SerializeToString(), nx=True)
-            pipe.execute()
-
 
 def _keys(run_id: str) -> list[str]:
     return [
@@ -147,20 +152,22 @@ def _keys(run_id: str) -> list[str]:
         redis_keys.replay_prompts(run_id),
         redis_keys.replay_counters(run_id),
         redis_keys.replay_copies(run_id),
+        redis_keys.replay_trajectory(run_id, ""),
         *(redis_keys.replay_source(run_id, source) for source in map(source_name, SOURCE_CODES)),
     ]
 
 
-def _arguments(spec: JobSpec, trajectories: Sequence[Trajectory]) -> list[str | int]:
-    arguments: list[str | int] = []
-    for trajectory in trajectories:
+def _arguments(spec: JobSpec, trajectories: Sequence[Trajectory], payloads: Sequence[bytes]) -> list[str | int | bytes]:
+    arguments: list[str | int | bytes] = []
+    for trajectory, payload in zip(trajectories, payloads, strict=True):
         arguments += [
             trajectory.trajectory_id,
-            8 + SOURCE_CODES.index(trajectory.source),
-            source_name(trajectory.source),
+            9 + SOURCE_CODES.index(trajectory.source),
+            _NAMES[trajectory.source],
             content_digest(trajectory),
             int(is_correct(spec, trajectory)),
             fact_of(spec, trajectory),
             trajectory.prompt_id,
+            payload,
         ]
     return arguments

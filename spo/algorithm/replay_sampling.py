@@ -25,7 +25,7 @@ def draw_ranks(rng: np.random.Generator, window: int, count: int) -> list[int]:
         raise ValueError("there is nothing to draw from")
     ranks: list[int] = []
     while len(ranks) < count:
-        ranks += rng.permutation(window)[: count - len(ranks)].tolist()
+        ranks += rng.choice(window, size=min(window, count - len(ranks)), replace=False).tolist()
     return ranks
 
 

@@ -125,7 +125,7 @@ def test_the_steps_that_used_a_trajectory_are_listed_page_by_page(service: Repla
     batches = {}
     for step in range(40):
         request = replay.SampleBatchRequest(run_id=RUN, batch_size=BATCH, step=step)
-        batches[step] = [each.trajectory.trajectory_id for each in service.SampleBatch(request, None).batch]
+        batches[step] = [each.trajectory.trajectory_id for each in BatchDrawer(service.store).sample(request)]
         reply = service.GetBatch(replay.GetBatchRequest(run_id=RUN, step=step), None)
         assert list(reply.trajectory_ids) == batches[step]
 

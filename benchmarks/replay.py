@@ -1,0 +1,228 @@
+"""Entering and drawing trajectories, in CPU time of everything involved, the server included.
+
+The yardstick is what the same server and client can do at best: pipelined SET of serialised messages, pipelined GET of
+128 random keys and decoding them. The product checks, indexes and counts each trajectory on entry; on drawing it weighs
+the limiter, draws by source, records the draw and answers over gRPC, and its client decodes too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import redis
+
+from benchmarks.frame import CpuClock, Row, compare, run
+from services.replay_buffer.batches import BatchDrawer
+from services.replay_buffer.service import ReplayService
+from services.replay_buffer.store import ReplayStore
+from spo import redis_keys
+from spo.job_spec import parse_job_spec, spec_to_json
+from spo.local.redis_server import server_command
+from spo.redis_client import connect
+from spo.rpc import Client, RpcServer
+from spo.v1.prompt_pb2 import SOURCE_ONLINE
+from spo.v1.replay_service_pb2 import SampleBatchRequest
+from spo.v1.replay_service_pb2_grpc import ReplayServiceStub, add_ReplayServiceServicer_to_server
+from spo.v1.trajectory_pb2 import Trajectory
+from spo.v1.value_pb2 import PromptValue
+from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict
+
+RUN = "job_BENCHMARK"
+BATCH = 128
+INSERTS_AT_ONCE = 256
+WINDOW = 2048
+PROMPTS = 64
+ROUNDS = 5
+# Response tokens that make a trajectory of about 2 KB and of about 32 KB, and how many rounds of what.
+SIZES = {"2 KB": (140, 2048, 50), "32 KB": (2400, 512, 15)}
+
+
+def measure() -> list[Row]:
+    """All claims."""
+    rows = []
+    for size, (tokens, inserts, batches) in SIZES.items():
+        with _server() as (client, clock):
+            made = [_trajectory(number, tokens) for number in range(inserts)]
+            with _service(client) as (store, replay):
+                enter, put = _Inserts(store, made), _Puts(client, made)
+                draw, get = _Draws(replay), _Gets(client)
+                rows.append(
+                    compare(
+                        f"insert {size}",
+                        "per CPU s",
+                        "pipelined SET",
+                        lambda: inserts / clock(lambda: enter(inserts)),  # noqa: B023
+                        lambda: inserts / clock(lambda: put(inserts)),  # noqa: B023
+                        goal=0.35,
+                        rounds=ROUNDS,
+                    )
+                )
+                rows.append(
+                    compare(
+                        f"sample {BATCH} of {size}, decoded",
+                        "batches per CPU s",
+                        "pipelined GET and decode",
+                        lambda: batches / clock(lambda: draw(batches)),  # noqa: B023
+                        lambda: batches / clock(lambda: get(batches)),  # noqa: B023
+                        goal=0.7,
+                        rounds=ROUNDS,
+                    )
+                )
+    return rows
+
+
+class _Inserts:
+    """Enters the made trajectories under ever new ids, as ingest does: decoded messages, many groups at once."""
+
+    def __init__(self, store: ReplayStore, made: Sequence[Trajectory]) -> None:
+        self.store = store
+        self.made = made
+        self.number = 0
+
+    def __call__(self, count: int) -> None:
+        for start in range(0, count, INSERTS_AT_ONCE):
+            batch = self.made[start : start + INSERTS_AT_ONCE]
+            for each in batch:
+                self.number += 1
+                each.trajectory_id = f"traj_{self.number:032x}"
+            self.store.append(RUN, batch)
+
+
+class _Puts:
+    """The same messages as plain values."""
+
+    def __init__(self, client: redis.Redis, made: Sequence[Trajectory]) -> None:
+        self.client = client
+        self.made = made
+        self.number = 0
+
+    def __call__(self, count: int) -> None:
+        for start in range(0, count, INSERTS_AT_ONCE):
+            with self.client.pipeline(transaction=False) as pipe:
+                for each in self.made[start : start + INSERTS_AT_ONCE]:
+                    self.number += 1
+                    pipe.set(f"plain:{self.number:032x}", each.SerializeToString())
+                pipe.execute()
+
+
+class _Draws:
+    """The batches of ever new steps, decoded."""
+
+    def __init__(self, replay: Client) -> None:
+        self.replay = replay
+        self.step = 0
+
+    def __call__(self, count: int) -> None:
+        for _ in range(count):
+            self.step += 1
+            request = SampleBatchRequest(run_id=RUN, batch_size=BATCH, step=self.step)
+            assert len(self.replay.call("SampleBatch", request).batch) == BATCH
+
+
+class _Gets:
+    """Plain values of random keys, decoded."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self.client = client
+        self.rng = np.random.default_rng(0)
+
+    def __call__(self, count: int) -> None:
+        for _ in range(count):
+            with self.client.pipeline(transaction=False) as pipe:
+                for number in self.rng.choice(np.arange(1, SIZES["32 KB"][1] + 1), BATCH, replace=False):
+                    pipe.get(f"plain:{number:032x}")
+                assert all(Trajectory.FromString(payload) for payload in pipe.execute())
+
+
+def _trajectory(number: int, tokens: int) -> Trajectory:
+    """Token ids and log-probs spread as a language model's, three characters of program per token."""
+    luck = random.Random(number)
+    logprobs = [-luck.expovariate(2 if luck.random() < 0.4 else 2000) for _ in range(tokens)]
+    ids = [int(math.exp(luck.uniform(0, 12))) for _ in range(tokens)]
+    right = number % 3 == 0
+    return Trajectory(
+        trajectory_id=f"traj_{number:032x}",
+        group_id=f"{RUN}-{number // 4}",
+        run_id=RUN,
+        prompt_id=f"{number % PROMPTS:064x}",
+        sample_index=number % 4,
+        source=SOURCE_ONLINE,
+        prompt_token_ids=ids[: tokens // 3],
+        response_token_ids=ids,
+        sampling_logprobs=logprobs,
+        reference_logprobs=[each * 1.1 for each in logprobs],
+        response_text="".join(luck.choice("abcdef =+()[]:\n") for _ in range(3 * tokens)),
+        verdict=Verdict(outcome=OUTCOME_ACCEPTED if right else OUTCOME_WRONG_ANSWER),
+        reward=0.0 if right else -1.0,
+        policy_version_first=1,
+        policy_version_last=1,
+    )
+
+
+@contextlib.contextmanager
+def _server() -> Iterator[tuple[redis.Redis, Callable[[Callable[[], None]], float]]]:
+    """A fresh server, and a measure of the CPU seconds that it and this process spend on something."""
+    with tempfile.TemporaryDirectory(prefix="spo-benchmark-") as folder, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+        probe.close()
+        process = subprocess.Popen(server_command(port, Path(folder)), stdout=subprocess.DEVNULL)
+        try:
+            client = connect(f"redis://127.0.0.1:{port}/0")
+            cpu = CpuClock(process.pid)
+
+            def clock(body: Callable[[], None]) -> float:
+                before = cpu.seconds()
+                body()
+                # The clocks of processes tick in hundredths.
+                time.sleep(0.02)
+                return cpu.seconds() - before
+
+            yield client, clock
+        finally:
+            process.kill()
+            process.wait(10)
+
+
+@contextlib.contextmanager
+def _service(client: redis.Redis) -> Iterator[tuple[ReplayStore, Client]]:
+    """A replay buffer with a run that only samples online, and a client of it."""
+    spec = parse_job_spec(
+        {
+            "model": {"path": "/pi0", "max_prompt_tokens": 4096, "max_response_tokens": 4096},
+            "trainer": {"batch_size": BATCH},
+            "replay": {
+                "mix": [{"source": "online", "share": 1}],
+                "online_capacity": WINDOW,
+                "samples_per_insert": 1e6,
+            },
+        }
+    )
+    client.set(redis_keys.run_spec(RUN), spec_to_json(spec))
+    for number in range(PROMPTS):
+        prompt_id = f"{number:064x}"
+        value = PromptValue(prompt_id=prompt_id, samples=100, successes=number)
+        client.hset(redis_keys.run_values(RUN), prompt_id, value.SerializeToString())
+    store = ReplayStore(client)
+    server = RpcServer("127.0.0.1", 0)
+    add_ReplayServiceServicer_to_server(ReplayService(store, BatchDrawer(store)), server.server)
+    server.start()
+    replay = Client("replay-buffer", server.address, ReplayServiceStub)
+    try:
+        yield store, replay
+    finally:
+        replay.close()
+        server.stop(1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run("replay", measure))
