@@ -1,7 +1,7 @@
 """What a handful of seeds and a few dozen problems can tell: means, differences, and how sure we are of them.
 
 The bootstrap draws seeds and problems anew, both with replacement, since both are samples of what they stand for.
-Axes: S seed, P problem.
+Axes: R resample, S seed, P problem.
 """
 
 from __future__ import annotations
@@ -42,38 +42,36 @@ def score_table(correct: Sequence[Sequence[int]], samples: Sequence[Sequence[int
 def mean_score(scores: Scores) -> Estimate:
     """The mean over seeds and problems."""
     rng = np.random.default_rng(0)
-    draws = [_resampled_mean(scores, rng, _problems(scores, rng)) for _ in range(RESAMPLES)]
-    return _estimate(float(scores.mean()), draws, len(scores))
+    return _estimate(float(scores.mean()), _means(scores, rng, _weights(rng, scores.shape[1])), len(scores))
 
 
 def difference(left: Scores, right: Scores) -> Estimate:
     """mean(left) - mean(right); both were asked the same problems, which are drawn together."""
     rng = np.random.default_rng(0)
-    draws = []
-    for _ in range(RESAMPLES):
-        problems = _problems(left, rng)
-        draws.append(_resampled_mean(left, rng, problems) - _resampled_mean(right, rng, problems))
-    return _estimate(float(left.mean() - right.mean()), draws, min(len(left), len(right)))
+    problems_RP = _weights(rng, left.shape[1])
+    draws_R = _means(left, rng, problems_RP) - _means(right, rng, problems_RP)
+    return _estimate(float(left.mean() - right.mean()), draws_R, min(len(left), len(right)))
 
 
 def ratio(left: Sequence[float], right: Sequence[float]) -> Estimate:
     """mean(left) / mean(right) of one number per seed, such as a time."""
     rng = np.random.default_rng(0)
     a, b = np.array(left, dtype=np.float64), np.array(right, dtype=np.float64)
-    draws = [float(rng.choice(a, len(a)).mean() / rng.choice(b, len(b)).mean()) for _ in range(RESAMPLES)]
+    draws = (_weights(rng, len(a)) @ a) / (_weights(rng, len(b)) @ b)
     return _estimate(float(a.mean() / b.mean()), draws, min(len(a), len(b)))
 
 
-def _problems(scores: Scores, rng: np.random.Generator) -> NDArray[np.int64]:
-    drawn: NDArray[np.int64] = rng.integers(scores.shape[1], size=(scores.shape[1],))
+def _weights(rng: np.random.Generator, count: int) -> Scores:
+    """How much each of `count` members weighs in each resample; (R, count)."""
+    drawn: Scores = rng.multinomial(count, np.full(count, 1 / count), size=RESAMPLES) / count
     return drawn
 
 
-def _resampled_mean(scores: Scores, rng: np.random.Generator, problems: NDArray[np.int64]) -> float:
-    seeds = rng.integers(len(scores), size=len(scores))
-    return float(scores[seeds][:, problems].mean())
+def _means(scores: Scores, rng: np.random.Generator, problems_RP: Scores) -> Scores:
+    means: Scores = np.einsum("rs,sp,rp->r", _weights(rng, len(scores)), scores, problems_RP, optimize=True)
+    return means
 
 
-def _estimate(mean: float, draws: Sequence[float], seeds: int) -> Estimate:
+def _estimate(mean: float, draws: Scores, seeds: int) -> Estimate:
     low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Estimate(mean, float(low), float(high), seeds)
