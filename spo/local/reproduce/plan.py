@@ -55,7 +55,7 @@ QUICK = Size(
     },
     problems={"p32": 8},
     long_steps=32,
-    interval_steps=16,
+    interval_steps=10,
     long_interval_steps=32,
 )
 

@@ -22,7 +22,7 @@ class Results:
         for each in self.all:
             if each["state"] == "succeeded":
                 self._rows[each["setting"], each["method"]].append(each)
-                key = _value_key(each)
+                key = _value_key(each["document"])
                 self._estimates[key] = max(self._estimates[key], each["cpu_seconds"]["estimate"])
 
     def methods(self, setting: str) -> list[str]:
@@ -40,8 +40,14 @@ class Results:
         return score_table([table["correct"] for table in tables], [table["samples"] for table in tables], k)
 
     def estimate_cpu_seconds(self, result: Result) -> float:
-        """What the values behind a run cost whoever estimated them first; 0 for a run that reads none."""
-        return self._estimates[_value_key(result)] if result["document"].get("value") else 0.0
+        """What the values and labels behind a run cost whoever estimated them first; 0 for a run that reads none."""
+        value = result["document"].get("value")
+        if not value:
+            return 0.0
+        cost = self._estimates[_value_key(result["document"])]
+        # A search for pivotal tokens starts from values that a run without one has paid for.
+        plain = {**result["document"], "value": {**value, "pivotal": None}}
+        return cost + (self._estimates[_value_key(plain)] if value.get("pivotal") else 0.0)
 
     def settings(self) -> list[str]:
         """Those with at least one run that succeeded."""
@@ -64,6 +70,10 @@ def total_rollouts(result: Result) -> int:
     return int(sum(result["rollouts"].values()))
 
 
-def _value_key(result: Result) -> str:
-    document = result["document"]
-    return json.dumps([document.get("value"), document["tasks"], document["offline"]], sort_keys=True)
+def _value_key(document: Mapping[str, Any]) -> str:
+    """Runs with the same key share values and labels: the same problems, sampled alike."""
+    value = document.get("value")
+    pivotal = (value or {}).get("pivotal") or {}
+    kept = {name: setting for name, setting in pivotal.items() if name != "keep_rollouts"}
+    tasks = {name: setting for name, setting in document["tasks"].items() if name != "evaluation_problems"}
+    return json.dumps([{**value, "pivotal": kept or None} if value else None, tasks], sort_keys=True)
