@@ -25,7 +25,7 @@ Array = NDArray[np.float64]
 LIKELIHOOD_DEVIATION, WORD_DEVIATION, INTERCEPT_DEVIATION, LOG_STRENGTH_DEVIATION = 1.0, 0.1, 5.0, 2.0
 LOG_STRENGTH_BOUNDS = (-7.0, 9.0)
 SMALLEST_RATE = 1e-7
-FOLDS = 5
+FOLDS = 10
 # Words are folded into so many; a collision only blurs.
 WORD_BUCKETS = 256
 

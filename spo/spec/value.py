@@ -21,8 +21,8 @@ class SequentialSpec(Section):
         description="What is expected of a prompt before its samples: what the other prompts and pi0's likelihood of "
         "human solutions tell (empirical Bayes), or nothing.",
     )
-    first_samples: int = Field(default=16, ge=1, le=100_000, description="Samples every prompt gets.")
-    round_samples: int = Field(default=16, ge=1, le=100_000, description="Samples of each further round.")
+    first_samples: int = Field(default=8, ge=1, le=100_000, description="Samples every prompt gets.")
+    round_samples: int = Field(default=8, ge=1, le=100_000, description="Samples of each further round.")
 
 
 class PivotalSpec(Section):
