@@ -15,7 +15,7 @@ from spo.v1 import judge_service_pb2 as judge
 from spo.v1.judge_service_pb2_grpc import JudgeServiceServicer
 
 # One answer must stay well below what gRPC carries.
-MOST_DETAILS = 50_000
+MOST_DETAILS = 20_000
 
 
 class JudgeService(JudgeServiceServicer):

@@ -17,6 +17,7 @@ from services.sandbox_judge.seccomp_filter import Freedom
 from spo.v1.verdict_pb2 import Checker, Outcome, TestCase, TestResult, TestSet, Verdict
 
 DETAIL_CHARACTERS = 500
+OUTPUT_BYTES = 200
 CHECKER_LIMITS = RunLimits(cpu_seconds=10, wall_seconds=20)
 # What testlib's checkers exit with.
 _CHECKER_ACCEPTS, _CHECKER_REFUSES = 0, (1, 2)
@@ -169,6 +170,7 @@ def result_of(run: Run, difference_in: Callable[[bytes], str | None]) -> TestRes
         wall_seconds=run.wall_seconds,
         memory_bytes=run.memory_bytes,
         detail=detail.removesuffix(": ")[:DETAIL_CHARACTERS],
+        output=run.stdout[:OUTPUT_BYTES].decode(errors="replace"),
     )
 
 

@@ -191,11 +191,14 @@ class TestResult(_message.Message):
     WALL_SECONDS_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    OUTPUT_FIELD_NUMBER: _builtins.int
     outcome: Global___Outcome.ValueType
     cpu_seconds: _builtins.float
     wall_seconds: _builtins.float
     memory_bytes: _builtins.int
     detail: _builtins.str
+    output: _builtins.str
+    """The beginning of what the program printed."""
     def __init__(
         self,
         *,
@@ -204,10 +207,11 @@ class TestResult(_message.Message):
         wall_seconds: _builtins.float = ...,
         memory_bytes: _builtins.int = ...,
         detail: _builtins.str = ...,
+        output: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_seconds", b"cpu_seconds", "detail", b"detail", "memory_bytes", b"memory_bytes", "outcome", b"outcome", "wall_seconds", b"wall_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_seconds", b"cpu_seconds", "detail", b"detail", "memory_bytes", b"memory_bytes", "outcome", b"outcome", "output", b"output", "wall_seconds", b"wall_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

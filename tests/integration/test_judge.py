@@ -109,6 +109,7 @@ def test_details_cover_every_test_even_after_a_failure(judge: Client) -> None:
     assert len(verdict.tests) == 12
     assert [result.outcome == Outcome.OUTCOME_ACCEPTED for result in verdict.tests].count(False) == 1
     assert verdict.tests[3].memory_bytes > 1 << 20
+    assert [result.output for result in verdict.tests[:3]] == ["0\n", "2\n", "4\n"]
 
 
 def test_limits_are_the_test_sets_own(judge: Client) -> None:

@@ -158,7 +158,7 @@ def test_details_that_no_message_could_carry_are_refused(judge: Client) -> None:
     programs = [f"#{number}" for number in range(MOST_DETAILS // 10_000 + 1)]
     request = JudgeRequest(programs=programs, language="python", tests_digest=upload(judge, many), want_details=True)
 
-    with pytest.raises(InvalidInput, match="at most 50000"):
+    with pytest.raises(InvalidInput, match="at most 20000"):
         judge.call("Judge", request)
 
 
