@@ -3,12 +3,15 @@
 The yardstick is what the same server and client can do at best: pipelined SET of serialised messages, pipelined GET of
 128 random keys and decoding them. The product checks, indexes and counts each trajectory on entry; on drawing it weighs
 the limiter, draws by source, records the draw and answers over gRPC, and its client decodes too.
+
+With SPO_BENCHMARK_REVERB_PYTHON, the path of a Python that has dm-reverb, DeepMind Reverb is measured in the same run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 import random
 import socket
 import subprocess
@@ -42,8 +45,14 @@ INSERTS_AT_ONCE = 256
 WINDOW = 2048
 PROMPTS = 64
 ROUNDS = 5
+# Inserts and samples against dm-reverb.
+REVERB_GOALS = {"2 KB": (8.0, 2.0), "32 KB": (4.0, 1.0)}
 # Response tokens that make a trajectory of about 2 KB and of about 32 KB, and how many rounds of what.
 SIZES = {"2 KB": (140, 2048, 50), "32 KB": (2400, 512, 15)}
+
+
+# Runs something and returns its CPU seconds.
+Clock = Callable[[Callable[[], None]], float]
 
 
 def measure() -> list[Row]:
@@ -55,6 +64,8 @@ def measure() -> list[Row]:
             with _service(client) as (store, replay):
                 enter, put = _Inserts(store, made), _Puts(client, made)
                 draw, get = _Draws(replay), _Gets(client)
+                if os.environ.get("SPO_BENCHMARK_REVERB_PYTHON"):
+                    rows += _against_reverb(size, clock, enter, draw)
                 rows.append(
                     compare(
                         f"insert {size}",
@@ -78,6 +89,65 @@ def measure() -> list[Row]:
                     )
                 )
     return rows
+
+
+def _against_reverb(size: str, clock: Clock, enter: Callable[[int], None], draw: Callable[[int], None]) -> list[Row]:
+    tokens, inserts, batches = SIZES[size]
+    insert_goal, sample_goal = REVERB_GOALS[size]
+    with _Reverb(tokens) as reverb:
+        return [
+            compare(
+                f"insert {size}",
+                "per CPU s",
+                "dm-reverb",
+                lambda: inserts / clock(lambda: enter(inserts)),
+                lambda: inserts / reverb.seconds("insert", inserts),
+                goal=insert_goal,
+                rounds=ROUNDS,
+            ),
+            compare(
+                f"sample {BATCH} of {size}, decoded",
+                "batches per CPU s",
+                "dm-reverb",
+                lambda: batches / clock(lambda: draw(batches)),
+                lambda: batches / reverb.seconds("sample", batches),
+                goal=sample_goal,
+                rounds=ROUNDS,
+            ),
+        ]
+
+
+class _Reverb(contextlib.AbstractContextManager["_Reverb"]):
+    """DeepMind Reverb, its server and client in one process of its own."""
+
+    def __init__(self, tokens: int) -> None:
+        program = Path(__file__).parent / "peers" / "reverb_server.py"
+        self.process = subprocess.Popen(
+            [os.environ["SPO_BENCHMARK_REVERB_PYTHON"], str(program), str(tokens)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        while self._answer() != "ready":
+            pass
+
+    def seconds(self, order: str, count: int) -> float:
+        """CPU seconds that so many of an order took."""
+        assert self.process.stdin
+        self.process.stdin.write(f"{order} {count}\n")
+        self.process.stdin.flush()
+        return float(self._answer())
+
+    def __exit__(self, *_: object) -> None:
+        self.process.communicate()
+
+    def _answer(self) -> str:
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError("Reverb ended; is dm-reverb installed for SPO_BENCHMARK_REVERB_PYTHON?")
+        return line.strip()
 
 
 class _Inserts:
@@ -169,7 +239,7 @@ def _trajectory(number: int, tokens: int) -> Trajectory:
 
 
 @contextlib.contextmanager
-def _server() -> Iterator[tuple[redis.Redis, Callable[[Callable[[], None]], float]]]:
+def _server() -> Iterator[tuple[redis.Redis, Clock]]:
     """A fresh server, and a measure of the CPU seconds that it and this process spend on something."""
     with tempfile.TemporaryDirectory(prefix="spo-benchmark-") as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
