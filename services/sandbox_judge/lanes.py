@@ -96,14 +96,15 @@ class Lane:
 
     def close(self) -> None:
         """End everything the lane has started; it can be used again."""
-        for role in list(self._zygotes):
+        for role in {*self._zygotes, *self._cgroups}:
             self._end(role)
         if self._scratch:
             shutil.rmtree(self._scratch, ignore_errors=True)
             self._scratch = None
 
     def _end(self, role: Role) -> None:
-        self._zygotes.pop(role).close()
+        if zygote := self._zygotes.pop(role, None):
+            zygote.close()
         if cgroup := self._cgroups.pop(role, None):
             cgroup.remove()
 
