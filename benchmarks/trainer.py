@@ -1,15 +1,21 @@
-"""What DeepSpeed, the trainer's bookkeeping and a reference model in the trainer cost per step, in CPU time and bytes.
+"""What DeepSpeed, the trainer's bookkeeping, a reference in the trainer and PPO's value model cost: CPU time and bytes.
 
-The plain loop is what one would write by hand in torch for the same model, batch and loss, and nothing else.
+The plain loop is what one would write by hand in torch for the same model, batch and loss, and nothing else. Peak
+memory is the most that a process of its own took while it trained, over what it had before it loaded the model:
+weights, gradients, optimiser state and activations. On a CPU that is resident memory (Linux), on a GPU what torch
+allocates there.
 """
 
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +27,7 @@ from services.trainer.batches import token_batch
 from services.trainer.deepspeed_engine import leave_deepspeed, prepare_deepspeed
 from services.trainer.learner import Learner
 from services.trainer.ranks import Ranks, join_ranks
-from services.trainer.shares import Minibatch, Piece
+from services.trainer.shares import Minibatch, Piece, cut_into_minibatches
 from spo.algorithm.losses import spo_loss
 from spo.algorithm.types import LossTerm
 from spo.job_spec import JobSpec, RewardSpec, parse_job_spec
@@ -33,6 +39,15 @@ WIDTH, LAYERS = 192, 4
 BATCH = 32
 LONGEST = 48
 STEPS = 3
+# Large enough that what training keeps outweighs what libraries allocate by the way, as it does in earnest.
+MEMORY_WIDTH, MEMORY_LAYERS = 1024, 2
+MEMORY_BATCH, MEMORY_MICRO_BATCH = 8, 2
+MEMORY_SECONDS = 600.0
+HALF_ONLINE = {"algorithm": {"losses": [{"objective": "terminal_squared"}]}}
+PPO = {
+    "algorithm": {"losses": [{"objective": "ppo"}], "critic": {}},
+    "replay": {"mix": [{"source": "online", "share": 1.0}]},
+}
 
 
 def measure() -> list[Row]:
@@ -41,14 +56,12 @@ def measure() -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="spo-benchmark-") as folder:
         model_path = Path(folder) / "pi0"
         write_random_llama(model_path, seed=0, width=WIDTH, layers=LAYERS)
-        rows = [
-            Sampled(each.trajectory, each.qhat_0, index)
-            for index, each in enumerate(sampled_trajectories(model_path, BATCH, longest=LONGEST))
-        ]
+        rows = _sampled(model_path, BATCH)
         ranks = join_ranks(timeout_seconds=60)
         prepare_deepspeed(Path(folder))
         found = [step_cost(ranks, model_path, rows), *reference_costs(ranks, model_path, rows)]
         leave_deepspeed()
+        found.append(peak_memory(Path(folder)))
     return found
 
 
@@ -99,6 +112,80 @@ def reference_costs(ranks: Ranks, model_path: Path, rows: Sequence[Sampled]) -> 
     return [cpu, size]
 
 
+def peak_memory(folder: Path) -> Row:
+    """Half-online SPO, which holds one model, against PPO, which holds two, on the same batch."""
+    model_path = folder / "larger"
+    write_random_llama(model_path, seed=0, width=MEMORY_WIDTH, layers=MEMORY_LAYERS)
+    rows = _sampled(model_path, MEMORY_BATCH)
+    return compare(
+        "peak memory of training, SPO half-online",
+        "bytes",
+        "PPO, same model and batch",
+        lambda: _alone(HALF_ONLINE, model_path, rows),
+        lambda: _alone(PPO, model_path, rows),
+        goal=1 / 0.6,
+        # It hardly varies.
+        rounds=1,
+        lower_is_better=True,
+    )
+
+
+def _alone(method: dict[str, Any], model_path: Path, rows: Sequence[Sampled]) -> float:
+    """`training_bytes` of a fresh process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(training_bytes, method, model_path, rows).result(MEMORY_SECONDS)
+
+
+def training_bytes(method: dict[str, Any], model_path: Path, rows: Sequence[Sampled]) -> float:
+    """The most memory that two steps of a method take in this process, over what it has before it loads the model."""
+    torch.set_num_threads(1)
+    ranks = join_ranks(timeout_seconds=60)
+    with tempfile.TemporaryDirectory(prefix="spo-benchmark-") as folder:
+        prepare_deepspeed(Path(folder))
+        small = Path(folder) / "small"
+        write_random_llama(small, seed=0, width=32)
+        # What libraries load and allocate once is no part of a method.
+        _two_steps(ranks, method, small, rows)
+        memory = PeakMemory(ranks.device)
+        _two_steps(ranks, method, model_path, rows)
+        peak = memory.bytes_above_start()
+        leave_deepspeed()
+    return peak
+
+
+def _two_steps(ranks: Ranks, method: dict[str, Any], model_path: Path, rows: Sequence[Sampled]) -> None:
+    """Two: the optimiser's state comes into being in the first."""
+    size = {"batch_size": MEMORY_BATCH, "micro_batch_size": MEMORY_MICRO_BATCH}
+    learner = Learner(ranks, _spec(model_path, method, **size))
+    ((minibatch,),) = cut_into_minibatches(rows, 1, 1, MEMORY_MICRO_BATCH, whole_groups=False)
+    for _ in range(2):
+        learner.learn([minibatch], 1e-4)
+    learner.close()
+
+
+class PeakMemory:
+    """The most memory taken since this was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            # Resets the high-water mark that VmHWM tells, see proc(5).
+            Path("/proc/self/clear_refs").write_text("5")
+        self._start = self._bytes()
+
+    def bytes_above_start(self) -> float:
+        return self._bytes() - self._start
+
+    def _bytes(self) -> float:
+        if self._device.type == "cuda":
+            return float(torch.cuda.max_memory_allocated(self._device))
+        status = Path("/proc/self/status").read_text()
+        return float(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
+
+
 class PlainLoop:
     """The same step in torch alone."""
 
@@ -117,9 +204,14 @@ class PlainLoop:
         self._optimizer.zero_grad()
 
 
-def _spec(model_path: Path, **trainer: Any) -> JobSpec:
+def _spec(model_path: Path, method: dict[str, Any] | None = None, **trainer: Any) -> JobSpec:
     defaults = {"batch_size": BATCH, "micro_batch_size": BATCH, "zero_stage": 0}
-    return parse_job_spec({"model": {"path": str(model_path)}, "trainer": {**defaults, **trainer}})
+    return parse_job_spec({"model": {"path": str(model_path)}, **(method or {}), "trainer": {**defaults, **trainer}})
+
+
+def _sampled(model_path: Path, count: int) -> list[Sampled]:
+    found = sampled_trajectories(model_path, count, longest=LONGEST)
+    return [Sampled(each.trajectory, each.qhat_0, index) for index, each in enumerate(found)]
 
 
 def _whole(rows: Sequence[Sampled]) -> list[Minibatch]:

@@ -5,7 +5,8 @@ Axes: B trajectory, L padded position. Values, returns and advantages in reward 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,10 +45,28 @@ class ValueModel(nn.Module):
 
 @dataclass(frozen=True)
 class Appraisal:
-    """Advantage of each response token, and the return that its value is regressed on; 0 outside the response."""
+    """Advantage of each response token, and the return that its value is regressed on; 0 outside the response.
+
+    mask_BL: the response tokens of trajectories that PPO learns from.
+    """
 
     advantage_BL: Tensor
     return_BL: Tensor
+    mask_BL: Tensor
+
+    def moments(self) -> Tensor:
+        """Number, sum and sum of squares of the advantages in the mask; float64, on the CPU."""
+        advantages = self.advantage_BL[self.mask_BL].double()
+        return torch.stack([self.mask_BL.sum().double(), advantages.sum(), advantages.square().sum()]).cpu()
+
+    def normalised(self, moments: Sequence[Tensor]) -> Appraisal:
+        """Advantages less their mean, over their standard deviation, both of the whole batch: its `moments` summed."""
+        count, total, squares = torch.stack(list(moments)).sum(dim=0).tolist()
+        mean = total / max(count, 1)
+        deviation = max(squares / max(count, 1) - mean**2, 0.0) ** 0.5
+        # Equal advantages differ by rounding only; dividing by that would blow it up.
+        scaled_BL = (self.advantage_BL - mean) / max(deviation, 1e-6)
+        return replace(self, advantage_BL=torch.where(self.mask_BL, scaled_BL, 0.0))
 
 
 class Critic:
@@ -81,7 +100,13 @@ class Critic:
             discount=self._spec.discount,
             trace=self._spec.trace,
         )
-        return Appraisal(advantage_BL, return_BL)
+        return Appraisal(advantage_BL, return_BL, batch.response_mask_BL & self._rows(batch)[:, None])
+
+    def normalised(self, appraisals: Mapping[int, Appraisal], moments: Sequence[Tensor]) -> dict[int, Appraisal]:
+        """The appraisals as the job wants them; moments: of all pieces of the batch, those of other ranks included."""
+        if self._spec.normalise == "none":
+            return dict(appraisals)
+        return {key: appraisal.normalised(moments) for key, appraisal in appraisals.items()}
 
     def loss(self, batch: TokenBatch, appraisal: Appraisal) -> Tensor:
         """Half the squared error of V: its mean over a trajectory's tokens, summed over PPO's trajectories, over B.
@@ -89,9 +114,8 @@ class Critic:
         Raises InvalidInput when it is not finite.
         """
         loss_BL = value_loss(self.values(batch), appraisal.return_BL, batch.response_mask_BL)
-        rows_B = torch.stack([batch.rows_from(term.sources) for term in self._terms]).any(dim=0)
         loss_B = loss_BL.sum(dim=1) / batch.response_lengths.clamp(min=1)
-        loss = torch.where(rows_B, loss_B, 0.0).mean()
+        loss = torch.where(self._rows(batch), loss_B, 0.0).mean()
         if not torch.isfinite(loss):
             raise InvalidInput("the critic's loss is not finite", code="not_finite")
         return loss
@@ -100,6 +124,10 @@ class Critic:
         """V before each token; (B, L)."""
         value_BL: Tensor = self.engine.model(batch.input_ids_BL, batch.attention_mask_BL)
         return value_BL
+
+    def _rows(self, batch: TokenBatch) -> Tensor:
+        """Mask over B of the trajectories that PPO learns from."""
+        return torch.stack([batch.rows_from(term.sources) for term in self._terms]).any(dim=0)
 
     def step(self, warm_up: float) -> float | None:
         """Update at warm_up (0..1) times the critic's learning rate; the gradient norm, None when nothing was done."""

@@ -111,16 +111,16 @@ class Learner:
         first update, so a bad one leaves no trace in weights or optimiser; should the model itself overflow in a later
         minibatch, the updates before stay.
         """
-        means, norms = WeightedMeans(), WeightedMeans()
+        means = WeightedMeans()
         appraisals, refused = self._look_through(minibatches)
         updates = 0
         for minibatch in list(minibatches) * self._spec.trainer.epochs:
-            refused = refused or self._update(minibatch, appraisals, learning_rate, means, norms)
+            refused = refused or self._update(minibatch, appraisals, learning_rate, means)
             if refused:
                 return Learned(refused=refused, updates=updates)
             updates += 1
         metrics = means.means(self._ranks.gather(means))
-        return Learned({**metrics, **norms.means([norms]), "learning_rate": learning_rate}, updates=updates)
+        return Learned({**metrics, "learning_rate": learning_rate}, updates=updates)
 
     def _look_through(self, minibatches: Sequence[Minibatch]) -> tuple[Appraisals, str]:
         """The critic's opinion of every piece under the policy before the batch; why there can be none, or ""."""
@@ -135,8 +135,13 @@ class Learner:
                     appraisals[id(piece)] = self._critic.appraise(self._logprobs(batch), batch)
 
         pieces = [piece for minibatch in minibatches for piece in minibatch.pieces]
-        refused = self._faults(pieces, lambda piece: self._batch(piece.rows))
-        return appraisals, refused or self._faults(pieces, appraise)
+        refused = self._faults(pieces, lambda piece: self._batch(piece.rows)) or self._faults(pieces, appraise)
+        if self._critic and not refused:
+            own = [appraisals[id(piece)].moments() for piece in pieces if not piece.idle]
+            appraisals = self._critic.normalised(
+                appraisals, [each for found in self._ranks.gather(own) for each in found]
+            )
+        return appraisals, refused
 
     def _faults(self, pieces: Sequence[Piece], look: Callable[[Piece], object]) -> str:
         """What `look` finds wrong in any rank's pieces; each is looked at, since forwards gather from all ranks."""
@@ -148,14 +153,7 @@ class Learner:
                 faults.append(_naming_trajectories(error, piece))
         return "; ".join(fault for found in self._ranks.gather(faults) for fault in found)
 
-    def _update(
-        self,
-        minibatch: Minibatch,
-        appraisals: Appraisals,
-        learning_rate: float,
-        means: WeightedMeans,
-        norms: WeightedMeans,
-    ) -> str:
+    def _update(self, minibatch: Minibatch, appraisals: Appraisals, learning_rate: float, means: WeightedMeans) -> str:
         """One step of the policy, and of the critic if there is one; why nothing was updated, or ""."""
         critic = self._critic
         refused = self._accumulate(self.engine, minibatch, lambda piece: self._loss(piece, appraisals, means))
@@ -171,11 +169,11 @@ class Learner:
             if value_norm is None:
                 self._discard_gradients()
                 return "the critic's gradient is not finite"
-            norms.add({"value_grad_norm": value_norm}, 1)
+            means.add({"value_grad_norm": value_norm}, 1)
         norm = self.engine.step(learning_rate)
         if norm is None:
             return "the gradient is not finite"
-        norms.add({"grad_norm": norm}, 1)
+        means.add({"grad_norm": norm}, 1)
         return ""
 
     def _accumulate(

@@ -70,6 +70,10 @@ class CriticSpec(Section):
     learning_rate: float = Field(default=1e-3, gt=0, le=1)
     trace: Share = Field(default=0.95, description="Lambda of generalised advantage estimation.")
     discount: Share = 1.0
+    normalise: Literal["deviation", "none"] = Field(
+        default="deviation",
+        description="Advantages less their mean over the batch, divided by their standard deviation; or as they are.",
+    )
 
 
 class ReferenceRefreshSpec(Section):

@@ -96,7 +96,9 @@ def one_step_by_hand(model_path: Path, spec: JobSpec, batch: TokenBatch) -> tupl
         discount=DISCOUNT,
         trace=TRACE,
     )
-    judged = replace(batch, critic_advantage_BL=advantage_BL)
+    found = advantage_BL[batch.response_mask_BL]
+    scaled_BL = (advantage_BL - found.mean()) / found.std(correction=0)
+    judged = replace(batch, critic_advantage_BL=scaled_BL)
     loss, _ = spo_loss(logprobs_BL, judged, [LossTerm("ppo")], spec.algorithm.beta)
     loss.backward()  # type: ignore[no-untyped-call]
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), spec.trainer.max_grad_norm)
