@@ -1,0 +1,80 @@
+"""Every method of the recipes as a job of one running platform: each ends with a higher pass@1 than it began."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from spo.client import Client
+from spo.local.launcher import LauncherSettings, LocalPlatform
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "deploy" / "recipes" / "toy"
+STEPS = 40
+# Same problems and samples for all, so that the first job that needs Qhat_0 estimates it for the others.
+SHORTENED: dict[str, dict[str, Any]] = {
+    "tasks": {"train_problems": 40, "evaluation_problems": 24},
+    "value": {"samples": 48},
+    "trainer": {"steps": STEPS, "checkpoint_interval": STEPS},
+    "evaluation": {"interval_steps": STEPS, "samples": 10, "ks": [1]},
+}
+# Few steps, so larger ones: what a short job shows must stand out from chance.
+QUICKER: dict[str, dict[str, Any]] = {"a_star_po": {"learning_rate": 4e-4}}
+JOB_SECONDS = 400.0
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def reference_model() -> Path:
+    """pi0 of the toy contest, shared with the demo's cache so that it is built once."""
+    cache = ROOT / ".spo" / "cache" / "models"
+    command = [sys.executable, "-m", "spo.local.reference_model", str(cache), "standard"]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert finished.returncode == 0, finished.stderr
+    return Path(json.loads(finished.stdout.splitlines()[-1])["folder"])
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """A client of a platform that all tests of this module share."""
+    folder = tmp_path_factory.mktemp("platform")
+    settings = LauncherSettings(runs_path=folder / "runs", start_seconds=300, drain_seconds=5)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        LocalPlatform("baselines", folder / "state", settings) as platform,
+    ):
+        patch.delenv("SPO_REDIS_URL", raising=False)
+        platform.wait_until_ready()
+        with Client(platform.http_url, retry_seconds=60) as connected:
+            yield connected
+
+
+def shortened(method: str, reference_model: Path) -> dict[str, Any]:
+    """The method's recipe on fewer problems, for fewer steps."""
+    recipe: dict[str, Any] = yaml.safe_load((RECIPES / f"{method}.yaml").read_text())
+    for section, changes in SHORTENED.items():
+        if recipe[section] is not None:
+            recipe[section] |= changes
+    recipe["trainer"] |= QUICKER.get(method, {})
+    recipe["model"]["path"] = str(reference_model)
+    return recipe
+
+
+@pytest.mark.parametrize("method", ["sft", "a_star_po", "ppo", "grpo", "expert_iteration"])
+def test_a_baseline_ends_with_a_higher_pass_at_1_than_it_began(
+    client: Client, reference_model: Path, method: str
+) -> None:
+    job = client.wait(client.submit(shortened(method, reference_model)).id, JOB_SECONDS)
+
+    assert job.state == "succeeded", job.failure
+    assert job.progress.step == STEPS
+    before, *_, after = [each["pass_at_k"]["1"]["value"] for each in client.evaluations(job.id)]
+    assert after > before, f"{method}: pass@1 {before:.3f} -> {after:.3f}"
