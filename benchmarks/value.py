@@ -34,8 +34,8 @@ DEMO_BETA = 1 / math.log(100)
 MOST = 800
 FIXED = (4, 8, 16, 32, 64, 128, 256, 512, 800)
 FIXED_WITH_PRIOR = (8, 16, 32, 64, 128)
-WIDTHS = (0.8, 0.5, 0.35, 0.25, 0.18)
-FIXED_SEEDS, SEQUENTIAL_SEEDS = 20, 3
+WIDTHS = (0.8, 0.5, 0.4, 0.35, 0.3, 0.24, 0.18)
+FIXED_SEEDS, SEQUENTIAL_SEEDS = 20, 4
 # As in the product, which does not fit anew after every round either.
 REFIT_GROWTH = 1.2
 COMPARED = (64, 128, 256)

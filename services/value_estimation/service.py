@@ -14,6 +14,9 @@ from spo.v1 import value_service_pb2 as value
 from spo.v1.value_pb2 import PromptValue
 from spo.v1.value_service_pb2_grpc import ValueServiceServicer
 
+# Engines serve a run that is not over.
+SERVED_STATES = (b"estimating", b"running", b"pausing", b"paused")
+
 
 class ValueService(ValueServiceServicer):
     """Reference log-probs, prompt values, and the policy as value."""
@@ -77,7 +80,11 @@ class ValueService(ValueServiceServicer):
             bins=request.bins or 10,
             prompts=tuple(request.prompts),
         )
-        return _report(version, self.valuer.calibrate(request.run_id, version, design, context.is_active))
+
+        def wanted() -> bool:
+            return bool(context.is_active()) and self.client.get(redis_keys.run_state(request.run_id)) in SERVED_STATES
+
+        return _report(version, self.valuer.calibrate(request.run_id, version, design, wanted))
 
     def _version(self, request: value.GetTokenValuesRequest | value.GetCalibrationRequest) -> int:
         if request.HasField("policy_version"):

@@ -112,6 +112,10 @@ class TokenValuer:
         Raises PreconditionFailed when the run keeps no samples of pi0, NotReady when continuations do not come.
         """
         spec = self.policies.references.spec(run_id)
+        if design.continuations and not wanted():
+            raise PreconditionFailed(
+                f"run {run_id} has ended: no engine serves it, so pi0 gives no fresh continuations", code="run_ended"
+            )
         samples = self._samples(run_id, design)
         repeats = self._repeats(run_id)
         peers = replace(self.peers, wanted=wanted)

@@ -179,6 +179,13 @@ def test_fresh_continuations_of_pi0_go_on_from_prefixes_and_enter_no_buffer(stag
     assert len(stage.trajectories()) == before
 
 
+def test_a_run_that_has_ended_gives_no_fresh_continuations(stage: Stage) -> None:
+    stage.store.client.set(redis_keys.run_state(RUN), "succeeded")
+
+    with pytest.raises(PreconditionFailed, match="ended"):
+        stage.calibration(continuations=2, prompts=[PROMPT])
+
+
 @pytest.mark.parametrize(
     "fields", [{"positions": -1}, {"continuations": 2}, {"trajectories": -5}], ids=["positions", "prompts", "count"]
 )
