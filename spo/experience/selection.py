@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow
 from pyarrow import compute
 
+from spo.errors import SpoError
 from spo.experience.columns import SCHEMA, StoredTrajectory, statement_digest
 from spo.experience.store import ExperienceStore, StoredFile
 from spo.spec.experience import StoredExperience
@@ -35,8 +36,7 @@ class Selection:
         self.wanted = wanted
         self.job_id = job_id
         self.tenant = tenant
-        self._files: list[StoredFile] = []
-        self._index: pyarrow.Table | None = None
+        self._known: tuple[pyarrow.Table, list[StoredFile]] | None = None
         self._lock = threading.Lock()
 
     def of(self, prompt: Prompt) -> list[StoredTrajectory]:
@@ -46,7 +46,7 @@ class Selection:
         None twice by id, nor by content and outcome. Raises Unreachable, IntegrityError.
         """
         with self._lock:
-            index = self._index = self._read_index() if self._index is None else self._index
+            index, files = self._known = self._known or self._look()
         # pyarrow's compute functions are made at import, unseen by type checkers.
         functions: Any = compute
         same = functions.or_(
@@ -55,35 +55,45 @@ class Selection:
         )
         found: list[dict[str, Any]] = index.filter(same).to_pylist()
         found.sort(key=lambda row: (row["created_unix_ms"], row["trajectory_id"]), reverse=True)
-        chosen = {row["trajectory_id"]: row for wanted in self.wanted for row in self._choose(found, wanted)}
+        chosen = {row["trajectory_id"]: row for wanted in self.wanted for row in _choose(found, wanted, files)}
         numbers: dict[int, list[int]] = defaultdict(list)
         for row in chosen.values():
             numbers[row["file"]].append(row["row"])
-        return [stored for file, rows in numbers.items() for stored in self.store.rows(self._files[file], rows)]
+        try:
+            return [stored for file, rows in numbers.items() for stored in self.store.rows(files[file], rows)]
+        except SpoError:
+            # A file was pruned meanwhile: the next try looks again at what there is.
+            with self._lock:
+                self._known = None
+            raise
 
-    def _choose(self, found: Sequence[Mapping[str, Any]], wanted: StoredExperience) -> list[Mapping[str, Any]]:
-        of_run = [row for row in found if wanted.run in (None, self._files[row["file"]].origin.run)]
-        distinct: dict[tuple[str, bool], Mapping[str, Any]] = {}
-        for row in of_run:
-            distinct.setdefault((row["content_digest"], _is_right(row)), row)
-        right = [row for row in distinct.values() if _is_right(row)]
-        wrong = [row for row in distinct.values() if not _is_right(row) and not wanted.correct_only]
-        in_turn = chain.from_iterable(zip_longest(right, wrong))
-        return [row for row in in_turn if row is not None][: wanted.per_prompt]
-
-    def _read_index(self) -> pyarrow.Table:
+    def _look(self) -> tuple[pyarrow.Table, list[StoredFile]]:
+        """The index of all rows that may be taken, and the files it points into."""
         runs = {wanted.run for wanted in self.wanted}
         found = [file for run in sorted(runs, key=str) for file in self.store.files(None if None in runs else run)]
         mine = (file for file in found if file.origin.run != self.job_id and file.origin.tenant == self.tenant)
-        self._files = list({file.path: file for file in mine}.values())
+        files = list({file.path: file for file in mine}.values())
         tables = []
-        for number, file in enumerate(self._files):
+        for number, file in enumerate(files):
             table = self.store.table(file, NARROW)
             place = ([number] * len(table), range(len(table)))
             for (name, kind), values in zip(_PLACE, place, strict=True):
                 table = table.append_column(name, pyarrow.array(values, kind))
             tables.append(table.replace_schema_metadata())
-        return pyarrow.concat_tables([_EMPTY, *tables])
+        return pyarrow.concat_tables([_EMPTY, *tables]), files
+
+
+def _choose(
+    found: Sequence[Mapping[str, Any]], wanted: StoredExperience, files: Sequence[StoredFile]
+) -> list[Mapping[str, Any]]:
+    of_run = [row for row in found if wanted.run in (None, files[row["file"]].origin.run)]
+    distinct: dict[tuple[str, bool], Mapping[str, Any]] = {}
+    for row in of_run:
+        distinct.setdefault((row["content_digest"], _is_right(row)), row)
+    right = [row for row in distinct.values() if _is_right(row)]
+    wrong = [row for row in distinct.values() if not _is_right(row) and not wanted.correct_only]
+    in_turn = chain.from_iterable(zip_longest(right, wrong))
+    return [row for row in in_turn if row is not None][: wanted.per_prompt]
 
 
 def _is_right(row: Mapping[str, Any]) -> bool:

@@ -18,9 +18,11 @@ from services.value_estimation.reference import Reference, References
 from services.value_estimation.samples import SampleMaker
 from services.value_estimation.settings import Settings
 from spo import redis_keys
+from spo.errors import Unreachable
 from spo.experience.columns import StoredTrajectory
+from spo.experience.selection import Selection
 from spo.experience.store import ExperienceStore, Origin
-from spo.job_spec import JobSpec, RewardSpec, parse_job_spec, spec_to_json
+from spo.job_spec import JobSpec, RewardSpec, StoredExperience, parse_job_spec, spec_to_json
 from spo.rpc import Client, RpcServer
 from spo.testing_models import write_random_llama
 from spo.testing_value import RIGHT, WRONG, Judge
@@ -251,3 +253,17 @@ def test_of_published_wrong_solutions_those_that_the_judge_rejects_are_kept(stag
 
     assert [(each.response_text, each.reward) for each in found] == [(WRONG, -1.0), (WRONG + "1", -1.0)]
     assert all(len(each.reference_logprobs) == len(each.response_token_ids) for each in found)
+
+
+def test_experience_that_is_pruned_meanwhile_is_not_asked_for_again(stage: Stage) -> None:
+    stage.put([stage.scored(1, RIGHT)])
+    stage.put([stage.scored(2, WRONG)], run="job_KEPT")
+    selection = Selection(stage.store, [StoredExperience()])
+    assert len(selection.of(PROMPT)) == 2
+    for file in stage.store.files(BEFORE):
+        stage.store.remove(file)
+
+    with pytest.raises(Unreachable):
+        selection.of(PROMPT)
+
+    assert [row.trajectory.response_text for row in selection.of(PROMPT)] == [WRONG]
