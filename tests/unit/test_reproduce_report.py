@@ -128,6 +128,9 @@ def test_a_report_names_all_costs_and_every_failed_run(tmp_path: Path) -> None:
     without = result("p160", "ppo", 0, [3, 3, 3], document={"value": None})
     failed = result("p160", "grpo", 0, [0]) | {"state": "failed", "failure": {"code": "x", "message": "it broke"}}
 
+    steps = (12, 13)
+    first["happened"] = [{"kind": "alarm", "body": {"alarm": "grad_norm", "step": step}} for step in steps]
+
     report = write_report(Results([first, reused, without, failed]), [], tmp_path, quick=True, wall_seconds=1.0)
 
     rows = {row["method"]: row for row in report["tables"]["p160"]}
@@ -137,6 +140,7 @@ def test_a_report_names_all_costs_and_every_failed_run(tmp_path: Path) -> None:
     assert "grpo" not in rows
     text = (tmp_path / "report.md").read_text()
     assert "it broke" in text
+    assert "Collapse guard in p160/half_online_squared/seed0: grad_norm at step 12" in text
     assert "QUICK" in text
     assert "| supervised | 1 |" in text
     assert json.loads((tmp_path / "report.json").read_text())["failed"][0]["name"] == "p160/grpo/seed0"

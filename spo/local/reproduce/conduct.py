@@ -29,6 +29,7 @@ MEMORY_EVERY_SECONDS = 2.0
 CURVES = ("reward", "reward/online", "loss", "kl_to_reference", "grad_norm")
 CURVE_POINTS = 50
 EXAM_SAMPLES = 10
+KEPT_EVENTS = 200
 # Events that every healthy run has; the others are kept with the result.
 USUAL_EVENTS = (
     "state",

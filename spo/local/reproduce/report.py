@@ -73,11 +73,7 @@ def report_of(
             for each in results.all
             if each["state"] != "succeeded"
         ],
-        "alarms": [
-            {"name": each["name"], "events": each["happened"]}
-            for each in results.all
-            if any("collapse" in event["kind"] or "alarm" in event["kind"] for event in each["happened"])
-        ],
+        "alarms": [{"name": each["name"], "first": first} for each in results.all if (first := _first_alarms(each))],
         "runs": len(results.all),
         "wall_seconds": round(wall_seconds, 1),
         "machine": machine(),
@@ -111,6 +107,12 @@ def _row(results: Results, setting: str, method: str) -> dict[str, Any]:
 def _hacked(run: Result) -> float | None:
     examined = run.get("on_training_problems")
     return float(examined["public_only_rate"]) if examined else None
+
+
+def _first_alarms(run: Result) -> dict[str, int]:
+    """The step at which each alarm of the collapse guard first sounded."""
+    sounded = [event["body"] for event in run["happened"] if event["kind"] == "alarm"]
+    return {body["alarm"]: int(body["step"]) for body in reversed(sounded)}
 
 
 def _score(results: Results, setting: str, method: str, k: int) -> dict[str, Any] | None:
@@ -196,8 +198,8 @@ def _notes(report: Mapping[str, Any]) -> Iterator[str]:
         reason = (each["failure"] or {}).get("message", "")
         yield f"- {each['name']} {each['state']}: {reason}"
     for each in report["alarms"]:
-        kinds = Counter(event["kind"] for event in each["events"])
-        yield f"- alarms in {each['name']}: {', '.join(f'{kind} x {count}' for kind, count in kinds.items())}"
+        first = ", ".join(f"{alarm} at step {step}" for alarm, step in each["first"].items())
+        yield f"- Collapse guard in {each['name']}: {first}"
     yield ""
 
 
