@@ -235,6 +235,16 @@ def test_a_later_run_with_another_beta_derives_its_values_without_samples(stage:
     assert values[0].q < values[1].q < 0
 
 
+def test_another_reward_is_another_value(stage: Stage) -> None:
+    stage.start(RUN, {})
+    stage.finish(stage.request(samples=16))
+    stage.start("job_LATER", {}, tasks={"reward": {"scale": 0.5, "shift": -0.5}})
+
+    stage.finish(stage.request(samples=16, run_id="job_LATER"))
+
+    assert len(stage.engine.calls) == 2
+
+
 def test_the_prior_comes_from_the_other_prompts_once_there_are_enough(stage: Stage) -> None:
     stage.start(RUN, sequential(100))
     for number in range(FEWEST_PROMPTS):
