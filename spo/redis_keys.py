@@ -94,16 +94,6 @@ def job_platform_series(job_id: str) -> str:
     return f"spo:{job_id}:orchestrator:platform_series"
 
 
-def job_logs(job_id: str) -> str:
-    """Stream: service, replica_id, level, at_unix_ms, line (JSON) of the latest 20,000 log lines. Orchestrator."""
-    return f"spo:{job_id}:orchestrator:logs"
-
-
-def retired_jobs() -> str:
-    """Set: ids of deleted jobs whose keys and folders are still to be removed. Orchestrator."""
-    return "spo:orchestrator:retired"
-
-
 def job_alarms(job_id: str) -> str:
     """Hash: epoch:step:alarm -> what was told of it (JSON), epoch:step:pause -> weight version. Orchestrator."""
     return f"spo:{job_id}:orchestrator:alarms"
@@ -149,26 +139,6 @@ def idempotency(key_digest: str) -> str:
     return f"spo:orchestrator:idempotency:{key_digest}"
 
 
-def tenant_jobs(tenant: str) -> str:
-    """Sorted set: the tenant's job ids by creation time (unix ms). Orchestrator."""
-    return f"spo:orchestrator:tenant:{tenant}:jobs"
-
-
-def tenant_jobs_in_state(tenant: str, state: str) -> str:
-    """Sorted set: the tenant's job ids in one state, made for a listing and soon gone. Orchestrator."""
-    return f"spo:orchestrator:tenant:{tenant}:jobs:{state}"
-
-
-def api_keys() -> str:
-    """Hash: key id -> JSON of the API key with its digest. Orchestrator."""
-    return "spo:orchestrator:api_keys"
-
-
-def audit_log() -> str:
-    """Stream: at, caller, tenant, method, path, status, request_id of changes and refusals. Orchestrator."""
-    return "spo:orchestrator:audit"
-
-
 def scale() -> str:
     """Hash: pool -> replicas wished for. Orchestrator; the launcher of a local platform follows it."""
     return "spo:orchestrator:scale"
@@ -190,7 +160,7 @@ def verdict(digest: str) -> str:
 
 
 def run_values_under(run_id: str, version: int) -> str:
-    """Hash: prompt id -> PromptValue under a weight version that is, or is to become, the reference. Value-estimation."""
+    """Hash: prompt id -> PromptValue under a version that is, or shall be, the reference. Value-estimation."""
     return f"spo:{run_id}:value-estimation:values:{version}"
 
 
@@ -218,7 +188,7 @@ def value_origin(value_key_digest: str, extra_sampler: str) -> str:
 
 
 def value_progress(run_id: str, prompt_id: str) -> str:
-    """Hash: what this run has done for a prompt, chunk -> `samples:successes`. Value-estimation (prompt_estimate.py)."""
+    """Hash: what this run has done for a prompt, chunk -> `samples:successes`. Value-estimation."""
     return f"spo:{run_id}:value-estimation:progress:{prompt_id}"
 
 

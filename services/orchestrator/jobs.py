@@ -12,6 +12,7 @@ from typing import Any
 import redis
 from ulid import ULID
 
+from services.orchestrator import desk_keys
 from services.orchestrator.commit import Commit, Fence, Guard, Outcome, Write, timestamp
 from services.orchestrator.states import TERMINAL, TRANSITIONS, JobState, Verb, fold, may_become, refuse
 from spo import redis_keys
@@ -65,7 +66,7 @@ class JobStore:
         writes: list[Write] = [
             ("SET", redis_keys.run_spec(job_id), document),
             ("ZADD", redis_keys.job_index(), created_unix_ms, job_id),
-            ("ZADD", redis_keys.tenant_jobs(tenant), created_unix_ms, job_id),
+            ("ZADD", desk_keys.tenant_jobs(tenant), created_unix_ms, job_id),
             *_record_writes(job_id, spec, created_unix_ms, tenant),
         ]
         guard = None
@@ -130,7 +131,7 @@ class JobStore:
     def active_of(self, tenant: str) -> int:
         """How many of a tenant's jobs have not ended."""
         ended = [redis_keys.jobs_in_state(state) for state in TERMINAL]
-        left: Any = self.client.zdiff([redis_keys.tenant_jobs(tenant), *ended])
+        left: Any = self.client.zdiff([desk_keys.tenant_jobs(tenant), *ended])
         return len(left)
 
     def page(self, states: Sequence[JobState], cursor: str | None, limit: int, tenant: str | None = None) -> Page:
@@ -151,10 +152,10 @@ class JobStore:
         if tenant is None:
             return in_state
         if not states:
-            return redis_keys.tenant_jobs(tenant)
-        key = redis_keys.tenant_jobs_in_state(tenant, states[0])
+            return desk_keys.tenant_jobs(tenant)
+        key = desk_keys.tenant_jobs_in_state(tenant, states[0])
         with self.client.pipeline(transaction=True) as pipe:
-            pipe.zinterstore(key, [in_state, redis_keys.tenant_jobs(tenant)], aggregate="MIN")
+            pipe.zinterstore(key, [in_state, desk_keys.tenant_jobs(tenant)], aggregate="MIN")
             pipe.expire(key, INDEX_SECONDS)
             pipe.execute()
         return key

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from services.orchestrator import desk_keys
 from services.orchestrator.commit import Guard
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import now_ms
@@ -13,6 +14,7 @@ from services.orchestrator.states import ACTIVE
 from spo import redis_keys
 from spo.errors import InvalidInput
 from spo.logs import get_logger
+from spo.records import append_record
 from spo.v1 import orchestrator_service_pb2 as wire
 
 log = get_logger("replicas")
@@ -69,14 +71,14 @@ class Replicas:
                 run_id = line.run_id or active
                 if not run_id:
                     continue
-                entry: dict[Any, Any] = {
+                entry: dict[str, str | int] = {
                     "service": request.pool,
                     "replica_id": request.replica_id,
                     "level": line.level,
                     "at_unix_ms": line.at_unix_ms,
                     "line": line.line[:MAX_LINE],
                 }
-                pipe.xadd(redis_keys.job_logs(run_id), entry, maxlen=LINES_KEPT, approximate=True)
+                append_record(pipe, desk_keys.job_logs(run_id), entry, LINES_KEPT)
             pipe.execute()
 
     def _tell(self, before: Replica | None, now: wire.HeartbeatRequest) -> None:

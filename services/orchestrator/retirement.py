@@ -12,6 +12,7 @@ from typing import Any
 
 import redis
 
+from services.orchestrator import desk_keys
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.states import TERMINAL, JobState
 from services.orchestrator.stored import is_complete
@@ -47,10 +48,10 @@ class Retirement:
             raise NotReady(f"the experience of {job_id} is still being stored", code="experience_on_its_way")
         tenant = self.jobs.tenant(job_id)
         with self.jobs.client.pipeline(transaction=True) as pipe:
-            pipe.sadd(redis_keys.retired_jobs(), job_id)
+            pipe.sadd(desk_keys.retired_jobs(), job_id)
             for key in (
                 redis_keys.job_index(),
-                redis_keys.tenant_jobs(tenant),
+                desk_keys.tenant_jobs(tenant),
                 *map(redis_keys.jobs_in_state, JobState),
             ):
                 pipe.zrem(key, job_id)
@@ -68,14 +69,14 @@ class Retirement:
 
     def sweep(self) -> None:
         """Remove the keys, weights and checkpoints of deleted jobs."""
-        retired: Any = self.jobs.client.smembers(redis_keys.retired_jobs())
+        retired: Any = self.jobs.client.smembers(desk_keys.retired_jobs())
         for raw in retired:
             job_id = raw.decode()
             for folder in ("weights", "checkpoints"):
                 shutil.rmtree(self.state_path / folder / job_id, ignore_errors=True)
             for keys in _chunks(self.jobs.client.scan_iter(f"spo:{job_id}:*", count=KEYS_PER_SCAN)):
                 self.jobs.client.unlink(*keys)
-            self.jobs.client.srem(redis_keys.retired_jobs(), job_id)
+            self.jobs.client.srem(desk_keys.retired_jobs(), job_id)
 
 
 def _chunks(keys: Any) -> Any:

@@ -7,8 +7,9 @@ from typing import Any
 
 import redis
 
+from services.orchestrator import desk_keys
 from services.orchestrator.commit import timestamp
-from spo import redis_keys
+from spo.records import append_record
 
 # About a year of a busy desk; older entries are trimmed, as /v1/audit says.
 KEPT_ENTRIES = 1_000_000
@@ -36,7 +37,7 @@ class AuditLog:
 
     def record(self, caller: str, tenant: str, method: str, path: str, status: int, request_id: str) -> None:
         """Append one entry."""
-        fields: dict[Any, Any] = {
+        fields: dict[str, str | int] = {
             "at": timestamp(),
             "caller": caller,
             "tenant": tenant,
@@ -45,12 +46,12 @@ class AuditLog:
             "status": status,
             "request_id": request_id,
         }
-        self.client.xadd(redis_keys.audit_log(), fields, maxlen=KEPT_ENTRIES, approximate=True)
+        append_record(self.client, desk_keys.audit_log(), fields, KEPT_ENTRIES)
 
     def page(self, cursor: str, limit: int) -> tuple[list[AuditEntry], str | None]:
         """Entries, newest first, and where the next page begins."""
         newest = f"({cursor}" if cursor else "+"
-        found: Any = self.client.xrevrange(redis_keys.audit_log(), max=newest, count=limit)
+        found: Any = self.client.xrevrange(desk_keys.audit_log(), max=newest, count=limit)
         entries = [_entry(entry_id.decode(), fields) for entry_id, fields in found]
         return entries, entries[-1].entry_id if len(entries) == limit else None
 

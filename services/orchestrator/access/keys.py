@@ -11,9 +11,9 @@ from typing import Any
 
 import redis
 
+from services.orchestrator import desk_keys
 from services.orchestrator.access.callers import Caller, Scope
 from services.orchestrator.commit import timestamp
-from spo import redis_keys
 from spo.errors import NotFound
 
 PREFIX = "spo_"
@@ -61,7 +61,7 @@ class KeyStore:
         token = f"{PREFIX}{key_id}_{secret}"
         expires_unix = int(time.time()) + expires_in_seconds if expires_in_seconds else 0
         key = ApiKey(key_id, name, tenant, scopes, max_active_jobs, _digest(token), timestamp(), expires_unix)
-        self.client.hset(redis_keys.api_keys(), key_id, json.dumps(asdict(key)))
+        self.client.hset(desk_keys.api_keys(), key_id, json.dumps(asdict(key)))
         return key, token
 
     def revoke(self, key_id: str) -> ApiKey:
@@ -69,20 +69,20 @@ class KeyStore:
         key = self.get(key_id)
         if not key.revoked_at:
             key = ApiKey(**{**asdict(key), "revoked_at": timestamp()})
-            self.client.hset(redis_keys.api_keys(), key_id, json.dumps(asdict(key)))
+            self.client.hset(desk_keys.api_keys(), key_id, json.dumps(asdict(key)))
         self._remembered.clear()
         return key
 
     def get(self, key_id: str) -> ApiKey:
         """Raises NotFound."""
-        stored: Any = self.client.hget(redis_keys.api_keys(), key_id)
+        stored: Any = self.client.hget(desk_keys.api_keys(), key_id)
         if stored is None:
             raise NotFound("there is no such key", code="key_not_found")
         return _key_of(stored)
 
     def all(self) -> list[ApiKey]:
         """Every key, oldest first, revoked ones too."""
-        stored: Any = self.client.hvals(redis_keys.api_keys())
+        stored: Any = self.client.hvals(desk_keys.api_keys())
         return sorted(map(_key_of, stored), key=lambda key: (key.created_at, key.key_id))
 
     def caller(self, token: str) -> Caller | None:

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from pydantic import BaseModel
 
+from services.orchestrator import desk_keys
 from services.orchestrator.api.answers import DeskOf, JobId, Limit
 from services.orchestrator.replicas import POOLS
-from spo import redis_keys
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
@@ -49,7 +49,7 @@ def logs(
     found: list[LogLine] = []
     scanned, newest = 0, f"({cursor}" if cursor else "+"
     while scanned < MAX_SCANNED:
-        entries: Any = desk.redis.xrevrange(redis_keys.job_logs(job_id), max=newest, count=SCAN)
+        entries: Any = desk.redis.xrevrange(desk_keys.job_logs(job_id), max=newest, count=SCAN)
         for entry_id, fields in entries:
             line = _line(fields)
             if line.level in levels and service in ("", line.service):

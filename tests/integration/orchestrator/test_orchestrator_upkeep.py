@@ -11,6 +11,7 @@ import pytest
 import redis
 import structlog
 
+from services.orchestrator import desk_keys
 from services.orchestrator.desk import Desk
 from services.orchestrator.states import JobState
 from spo import redis_keys
@@ -110,7 +111,7 @@ def test_an_ended_job_is_deleted_with_all_it_left(
     desk.retirement.sweep()
     assert not any(folder.exists() for folder in folders)
     assert redis_client.keys(f"*{job_id}*") == []
-    assert redis_client.scard(redis_keys.retired_jobs()) == 0
+    assert redis_client.scard(desk_keys.retired_jobs()) == 0
     assert desk.jobs.counts()[JobState.CANCELLED] == 0
 
 
