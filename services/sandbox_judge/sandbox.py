@@ -20,6 +20,8 @@ STDERR_KEPT_BYTES = 16 << 10
 _CHUNK_BYTES = 1 << 16
 # The jail enforces the limits; this much later the judge stops believing in the jail.
 _PATIENCE_SECONDS = 5.0
+# Most programs end within this time and print less than a pipe holds: one wake-up for the report is enough for them.
+_SHORT_MILLISECONDS = 20
 _SIGXCPU, _SIGSYS = 24, 31
 _ALL_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
@@ -130,28 +132,37 @@ def _open_pipes(stdin: bytes) -> tuple[_Exchange, list[int]]:
 
 
 def _converse(exchange: _Exchange, channel: socket.socket, limits: RunLimits) -> None:
-    """Feed stdin and collect outputs until the jail has reported and both outputs have ended."""
-    deadline = time.monotonic() + limits.wall_seconds + limits.cpu_seconds * STARVATION + _PATIENCE_SECONDS
-    open_readers = set(exchange.readers)
+    """Feed stdin and collect outputs until the jail has reported; then nobody is left who could print more."""
     poller = exchange.poller
-    for reader in open_readers:
-        poller.register(reader, select.POLLIN)
     poller.register(channel, select.POLLIN)
     _feed(exchange)
     if exchange.writer >= 0:
         poller.register(exchange.writer, select.POLLOUT)
-    while open_readers or not exchange.result:
-        ready = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
-        if not ready:
-            raise JudgeFault("the jail did not report in time")
+    elif poller.poll(_SHORT_MILLISECONDS):
+        _take_result(exchange, channel)
+    for reader in exchange.readers:
+        poller.register(reader, select.POLLIN)
+    deadline = time.monotonic() + limits.wall_seconds + limits.cpu_seconds * STARVATION + _PATIENCE_SECONDS
+    while not exchange.result:
+        _wait_on(exchange, channel, limits, deadline)
+    while ready := poller.poll(0):
         for descriptor, _ in ready:
-            if descriptor == exchange.writer:
-                _feed_on(exchange, descriptor)
-            elif descriptor == channel.fileno():
-                _take_result(exchange, channel)
-            elif not _collect(exchange, descriptor, limits, channel):
+            if descriptor == exchange.writer or _collect(exchange, descriptor, limits, channel) < _CHUNK_BYTES:
                 poller.unregister(descriptor)
-                open_readers.discard(descriptor)
+
+
+def _wait_on(exchange: _Exchange, channel: socket.socket, limits: RunLimits, deadline: float) -> None:
+    """Do what can be done next on any of the pipes or the channel."""
+    ready = exchange.poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+    if not ready:
+        raise JudgeFault("the jail did not report in time")
+    for descriptor, _ in ready:
+        if descriptor == exchange.writer:
+            _feed_on(exchange, descriptor)
+        elif descriptor == channel.fileno():
+            _take_result(exchange, channel)
+        elif not _collect(exchange, descriptor, limits, channel):
+            exchange.poller.unregister(descriptor)
 
 
 def _take_result(exchange: _Exchange, channel: socket.socket) -> None:
@@ -179,17 +190,17 @@ def _feed_on(exchange: _Exchange, descriptor: int) -> None:
         exchange.poller.unregister(descriptor)
 
 
-def _collect(exchange: _Exchange, reader: int, limits: RunLimits, channel: socket.socket) -> bool:
-    """Read what has come; False when this output has ended or grown past its limit."""
+def _collect(exchange: _Exchange, reader: int, limits: RunLimits, channel: socket.socket) -> int:
+    """Read what has come; how much it was, 0 when this output has ended or grown past its limit."""
     chunk = os.read(reader, _CHUNK_BYTES)
     collected = exchange.readers[reader]
     collected += chunk
     if len(collected) <= limits.output_bytes:
-        return bool(chunk)
+        return len(chunk)
     exchange.overflow = True
     with contextlib.suppress(OSError):
         channel.send(b"stop")
-    return False
+    return 0
 
 
 def _classify(exchange: _Exchange, limits: RunLimits, stdout: bytes, stderr: bytes) -> Run:

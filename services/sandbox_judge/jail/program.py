@@ -1,17 +1,22 @@
 """One program in its inner jail: compile once, then fork a child from the pristine compiled state for every test.
 
 The jail process is pid 1 of its namespace; the children are what runs the program. Tests reach the children as pipes
-held by the judge; expected outputs never come here. Every object touched between two forks costs both sides a page
-fault, so what can be done once is done before the first one.
+held by the judge; expected outputs never come here.
+
+Every page that is written between two forks costs a copy, a few microseconds, and that is most of what a test costs.
+Hence the style: what can be done once is done before the first test, received pipes land where the child needs them,
+and what is done for every test is short and keeps to local names.
 """
 
 from __future__ import annotations
 
+import _socket as socket
 import contextlib
+import functools
+import gc
 import os
 import resource
 import signal
-import socket
 import struct
 import sys
 import time
@@ -26,9 +31,10 @@ ADDRESS_SPACE_ALLOWANCE = 128 << 20
 # How it ended, wait status, CPU seconds, wall seconds, peak memory in bytes.
 RESULT = struct.Struct("=iiddq")
 SETUP_FAILED = 111
-BINARY = 63  # the highest descriptor that programs may have
-
-Receive = Callable[..., "tuple[bytes, list[int]]"]
+# The jail keeps to the highest descriptors that programs may have, so what it receives is put on 0, 1, 2 and so on.
+CHANNEL, BINARY = 62, 63
+_ORDER_BYTES = 16
+_ANCILLARY_BYTES = socket.CMSG_SPACE(4 * 8)
 
 
 class Setting(NamedTuple):
@@ -44,40 +50,29 @@ class Setting(NamedTuple):
     main: dict[str, Any]
 
 
-class Jail(NamedTuple):
-    """One program's jail: what was asked for, and what the children inherit."""
-
-    setting: Setting
-    request: dict[str, Any]
-    channel: socket.socket
-    code: Any
-    binary: int | None
-
-
-def live(setting: Setting, request: dict[str, Any], descriptors: list[int], receive: Receive) -> NoReturn:
+def live(setting: Setting, request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     """The jail's whole life; never returns into the zygote."""
-    status = 1
-    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, descriptors[0])
+    _keep_only(descriptors)
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, CHANNEL)
     try:
         _lock_up(setting, request)
-        if request["command"]:
-            sys.argv[:] = request["command"]
-        code = _compile(request["source"], channel) if request["python"] else None
-        jail = Jail(setting, request, channel, code, descriptors[1] if len(descriptors) > 1 else None)
-        nothing = os.open(os.devnull, os.O_RDWR)
+        guard = setting.prepared.get(request["freedom"]) or functools.partial(_guard_alone, setting, request)
+        program = _program(setting, request, channel, len(descriptors) > 1)
+        gc.freeze()
+        gc.enable()
         channel.send(b"+")
-        while True:
-            order, pipes = receive(channel, 16)
-            if order == b"stop":
-                continue  # it was meant for a test that has ended meanwhile
-            if not order:
-                break
-            channel.send(b"=" + _run_test(jail, pipes, nothing))
-        status = 0
+        _run_tests(setting, request, channel, guard, program)
     except BaseException as error:
         channel.send(b"!" + repr(error).encode(errors="replace")[:2000])
     finally:
-        os._exit(status)
+        os._exit(1)
+
+
+def _keep_only(descriptors: list[int]) -> None:
+    """Move the channel, and the binary when there is one, to where they stay; close everything else."""
+    for target, descriptor in zip((CHANNEL, BINARY), descriptors, strict=False):
+        os.dup2(descriptor, target, inheritable=False)
+    os.closerange(0, CHANNEL)
 
 
 def _lock_up(setting: Setting, request: dict[str, Any]) -> None:
@@ -99,34 +94,86 @@ def _limit_cpu(request: dict[str, Any]) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
 
 
-def _compile(source: bytes, channel: socket.socket) -> Any:
+def _guard_alone(setting: Setting, request: dict[str, Any]) -> None:
+    """Without namespaces the child dies with its jail, and may signal nobody but itself."""
+    kernel.die_with_parent()
+    _limit_cpu(request)
+    own_pid = struct.pack("=I", os.getpid())
+    narrowing = setting.filters[request["freedom"]].replace(setting.own_pid_marker, own_pid)
+    kernel.prepared_filter(narrowing)()
+
+
+def _program(setting: Setting, request: dict[str, Any], channel: socket.socket, binary: bool) -> Callable[[], NoReturn]:
+    """What turns a child into the program."""
+    command = request["command"]
+    if command:
+        sys.argv[:] = command
+    if not request["python"]:
+        return functools.partial(os.execve, BINARY if binary else command[0], command, request["environment"])
     try:
-        return python_child.compile_program(source)
+        code = python_child.compile_program(request["source"])
     except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
         text = f"{type(error).__name__}: {error}"
         channel.send(b"-" + text.encode(errors="replace")[:2000])
         os._exit(0)
+    return functools.partial(python_child.run, code, setting.main)
 
 
-def _run_test(jail: Jail, pipes: list[int], nothing: int) -> bytes:
-    started = time.monotonic()
-    for target in (0, 1, 2):
-        os.dup2(pipes[target], target)
-    pid = kernel.fork_bare()
-    if pid == 0:
-        _become_child(jail, pipes[3:])
-    for target in (0, 1, 2):
-        os.dup2(nothing, target)
-    for descriptor in pipes:
-        os.close(descriptor)
-    ending, status, usage = watch.supervise(jail.request, jail.channel, pid, started)
-    if jail.request["processes"]:
-        _kill_group(pid)
-        reap_descendants()
-    if jail.setting.scratch:
-        empty_folder(jail.setting.scratch)
-    cpu_seconds = usage.ru_utime + usage.ru_stime
-    return RESULT.pack(ending, status, cpu_seconds, time.monotonic() - started, usage.ru_maxrss * 1024)
+def _run_tests(
+    setting: Setting,
+    request: dict[str, Any],
+    channel: socket.socket,
+    guard: Callable[[], None],
+    program: Callable[[], NoReturn],
+) -> NoReturn:
+    """Obey the judge until it closes the channel: run a test for every message that brings its pipes and files."""
+    receive, send, pack, now = channel.recvmsg, channel.send, RESULT.pack, time.monotonic
+    fork, wait_for, setpgid, closerange = kernel.fork_bare, kernel.wait_for, os.setpgid, os.closerange
+    supervise = watch.supervisor(request, CHANNEL)
+    clean_up = cleaner(setting, request["processes"])
+    while True:
+        order, pipes, _, _ = receive(_ORDER_BYTES, _ANCILLARY_BYTES)
+        if not order:
+            os._exit(0)
+        if not pipes:
+            continue  # a wish to stop, for a test that has ended meanwhile
+        above = len(pipes[0][2]) >> 2
+        started = now()
+        pid = fork()
+        if not pid:
+            try:
+                setpgid(0, 0)
+                closerange(above, BINARY)
+                guard()
+            except BaseException as error:
+                os.write(2, f"jail failed: {error!r}".encode())
+                os._exit(SETUP_FAILED)
+            program()
+        closerange(0, above)
+        ending = supervise(pid, started)
+        status, cpu_seconds, memory_bytes = wait_for(pid)
+        clean_up(pid)
+        send(b"=" + pack(ending, status, cpu_seconds, now() - started, memory_bytes))
+
+
+def cleaner(setting: Setting, processes: bool) -> Callable[[int], None]:
+    """What removes the traces of a child, given its pid: files and, where it may have made some, processes."""
+    scratch, statvfs, chmod = setting.scratch, os.statvfs, os.chmod
+    # In a file system of its own every file takes an inode; counting them costs less than looking.
+    inodes = statvfs(scratch).f_ffree if scratch and setting.namespaces else None
+
+    def clean_up(pid: int) -> None:
+        if processes:
+            _kill_group(pid)
+            reap_descendants()
+        if scratch is None:
+            return
+        if inodes is not None:
+            chmod(scratch, 0o700)  # the program owns it and may have closed it
+        if inodes is None or statvfs(scratch).f_ffree != inodes:
+            empty_folder(scratch)
+
+    return clean_up
 
 
 def reap_descendants() -> None:
@@ -173,43 +220,3 @@ def _open_folder(path: str) -> bool:
         return False
     os.chmod(path, 0o700)
     return True
-
-
-def _become_child(jail: Jail, files: list[int]) -> NoReturn:
-    try:
-        os.setpgid(0, 0)
-        if files or jail.binary is not None:
-            _take_files(jail.binary, files)
-        else:
-            os.closerange(3, BINARY + 1)
-        install = jail.setting.prepared.get(jail.request["freedom"])
-        if install is not None:
-            install()
-        else:
-            _guard_alone(jail)
-    except BaseException as error:
-        os.write(2, f"jail failed: {error!r}".encode())
-        os._exit(SETUP_FAILED)
-    if jail.code is not None:
-        python_child.run(jail.code, jail.setting.main)
-    command = jail.request["command"]
-    os.execve(command[0] if jail.binary is None else BINARY, command, jail.request["environment"])
-
-
-def _guard_alone(jail: Jail) -> None:
-    """Without namespaces the child dies with its jail, and may signal nobody but itself."""
-    kernel.die_with_parent()
-    _limit_cpu(jail.request)
-    own_pid = struct.pack("=I", os.getpid())
-    narrowing = jail.setting.filters[jail.request["freedom"]].replace(jail.setting.own_pid_marker, own_pid)
-    kernel.prepared_filter(narrowing)()
-
-
-def _take_files(binary: int | None, files: list[int]) -> None:
-    """The test's files lie from descriptor 3 on, a binary to execute at BINARY; nothing else is open."""
-    if binary is not None:
-        os.dup2(binary, BINARY, inheritable=False)
-    # What was received lies above its target and in the same order, so no step overwrites what a later one needs.
-    for target, descriptor in enumerate(files, start=3):
-        os.dup2(descriptor, target)
-    os.closerange(3 + len(files), BINARY if binary is not None else BINARY + 1)

@@ -13,6 +13,39 @@ from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
 FILE_NAME = "program.py"
+REHEARSALS = 32
+_REHEARSAL = b"""
+import sys
+from collections import Counter, defaultdict, deque
+def solve(count):
+    return count if count < 2 else solve(count - 1) + solve(count - 2)
+class Point:
+    def __init__(self, x, y=0):
+        self.x, self.y = x, y
+    def __lt__(self, other):
+        return self.x < other.x
+first, *rest = map(int, input().split())
+words = sys.stdin.readline().strip().split(" ")
+lines = sys.stdin.read().splitlines()
+found, groups, queue = {}, defaultdict(list), deque([first])
+for position, word in enumerate(words):
+    found[word] = found.get(word, 0) + 1
+    groups[len(word)].append(position)
+    queue.append(word)
+while queue:
+    queue.popleft()
+squares = [number * number for number in rest if number % 2 == 0]
+points = sorted(Point(number) for number in rest)
+best = max(rest, key=lambda number: -number)
+try:
+    found["absent"]
+except KeyError:
+    seen = set(words) | {"last"}
+print(sum(squares) + first, len(lines), min(rest), abs(best), round(first / 3, 2), f"{first:>4}", str(solve(6)))
+print(*sorted(seen), sep=", ", end="\\n")
+print("\\n".join(str(number) for number, _ in zip(rest, range(9))), "%d %.3f" % (first, 0.5), Counter(words))
+sys.stdout.write("{} {}\\n".format(first, "".join(reversed(words[0].upper()))))
+"""
 _exit = os._exit  # the program may have replaced it by the time it is needed
 
 
@@ -28,15 +61,33 @@ def prepare() -> dict[str, Any]:
     sys.modules["__main__"] = main
     sys.argv[:] = [FILE_NAME]
     # The frames below the program must not shorten the recursion it may count on.
-    sys.setrecursionlimit(1000 + 12)
+    sys.setrecursionlimit(1000 + 7)
     return main.__dict__
+
+
+def rehearse() -> None:
+    """Run an ordinary program until nothing in the interpreter that it uses changes any more.
+
+    Method caches, specialised bytecode and versions are filled in where they lie, and would be by every single child:
+    each such page is a copy. Must not be called with a program's namespace, nor after one has run.
+    """
+    streams = sys.stdin, sys.stdout
+    code = compile_program(_REHEARSAL)
+    for _ in range(REHEARSALS):
+        reader, writer = os.pipe()
+        os.write(writer, b"1 2 3 4 5\nto be or not to be\n6\n7\n")
+        os.close(writer)
+        with open(reader) as sys.stdin, open(os.devnull, "w") as sys.stdout:
+            namespace = {"__name__": "__main__", "__builtins__": builtins}
+            if _execute(code, namespace) or _shut_down(0, namespace):
+                raise RuntimeError("the rehearsal failed")
+    sys.stdin, sys.stdout = streams
 
 
 def run(code: CodeType, namespace: dict[str, Any]) -> NoReturn:
     """Run the program to its exit, as the interpreter would; the process ends here."""
     status = 1
     try:
-        gc.enable()
         status = _execute(code, namespace)
         status = _shut_down(status, namespace)
     finally:

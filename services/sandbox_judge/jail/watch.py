@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 ENDED, CPU_LIMIT, WALL_LIMIT, STOPPED = range(4)
@@ -16,30 +16,42 @@ ENDED, CPU_LIMIT, WALL_LIMIT, STOPPED = range(4)
 BUSY_SHARE = 0.01
 STARVATION = 60
 LOOK_SECONDS = 0.25
+_PIDFD = 0  # the lowest descriptor: none is open below the jail's own
 
 
-def supervise(request: dict[str, Any], channel: socket.socket, pid: int, started: float) -> tuple[int, int, Any]:
-    """Wait for the child, killing it at its CPU or wall limit or when the judge says stop; how, wait status, usage."""
-    ended = os.pidfd_open(pid)
+def supervisor(request: dict[str, Any], channel: int) -> Callable[[int, float], int]:
+    """What watches a child, given its pid and start, to its end, killing it at its CPU or wall limit or when the judge
+    says stop; it returns which of these it was. Descriptor 0 must be free for the child's pidfd."""
     poller = select.poll()
-    poller.register(ended, select.POLLIN)
+    poller.register(_PIDFD, select.POLLIN)
     poller.register(channel, select.POLLIN)
+    poll, pidfd_open, close = poller.poll, os.pidfd_open, os.close
+    first_look = _Watch(request, 0, 0.0).pause_seconds * 1000
+
+    def supervise(pid: int, started: float) -> int:
+        pidfd_open(pid)
+        ready = poll(first_look)
+        ending = ENDED if ready and ready[0][0] == _PIDFD else _look_after(request, channel, pid, started, bool(ready))
+        close(_PIDFD)
+        return ending
+
+    return supervise
+
+
+def _look_after(request: dict[str, Any], channel: int, pid: int, started: float, stop: bool) -> int:
+    """Wait for a child that has not ended at once; how it ended."""
     watch = _Watch(request, pid, started)
-    ending = ENDED
-    while True:
-        ready = [descriptor for descriptor, _ in poller.poll(None if ending else watch.pause_seconds * 1000)]
-        if ended in ready:
-            break
-        if ready:
-            poller.unregister(channel)
-            ending = STOPPED
-        elif not ending:
-            ending = watch.verdict()
-        if ending:
-            os.kill(pid, signal.SIGKILL)
-    os.close(ended)
-    _, status, usage = os.wait4(pid, 0)
-    return ending, status, usage
+    ending = STOPPED if stop else watch.verdict()
+    poller = select.poll()
+    poller.register(_PIDFD, select.POLLIN)
+    poller.register(channel, select.POLLIN)
+    while not ending:
+        ready = [descriptor for descriptor, _ in poller.poll(watch.pause_seconds * 1000)]
+        if _PIDFD in ready:
+            return ENDED
+        ending = STOPPED if ready else watch.verdict()
+    os.kill(pid, signal.SIGKILL)
+    return ending
 
 
 class _Watch:

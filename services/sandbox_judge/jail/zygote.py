@@ -8,6 +8,7 @@ base seccomp filter, the private scratch.
 
 from __future__ import annotations
 
+import _socket as socket  # the full module brings 60 pages of constants, which every fork would copy
 import gc
 import importlib
 import marshal
@@ -15,7 +16,6 @@ import os
 import resource
 import select
 import signal
-import socket
 import struct
 import sys
 from typing import Any
@@ -60,6 +60,7 @@ def main() -> None:
     # The jail's own modules are none of the programs' business.
     for name in [name for name in sys.modules if name.split(".")[0] == "services"]:
         del sys.modules[name]
+    python_child.rehearse()
     gc.disable()
     gc.collect()
     gc.freeze()
@@ -128,6 +129,8 @@ def _limit_resources() -> None:
 
 
 def _serve(control: socket.socket, setting: program.Setting) -> None:
+    # A pid namespace takes everything in it along when its jail ends.
+    clean_up = program.cleaner(setting, processes=not setting.namespaces)
     while True:
         message, descriptors = receive(control)
         if not message:
@@ -137,13 +140,11 @@ def _serve(control: socket.socket, setting: program.Setting) -> None:
         pid = kernel.fork_into(kernel.JAIL_NAMESPACES if setting.namespaces else 0)
         if pid == 0:
             control.close()
-            program.live(setting, marshal.loads(message), descriptors, receive)
+            program.live(setting, marshal.loads(message), descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         status = _watch(control, pid)
-        program.reap_descendants()
-        if setting.scratch:
-            program.empty_folder(setting.scratch)
+        clean_up(pid)
         control.send(b"ended %d" % status)
 
 
