@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from pathlib import Path
 import psutil
 import redis
 
-from benchmarks.frame import Row, compare, run
+from benchmarks.frame import Measure, Row, compare, run
 from services.sandbox_judge.docket import Docket
 from services.sandbox_judge.isolation import launch
 from services.sandbox_judge.lanes import Lane, Role
@@ -36,7 +37,7 @@ LINE, ANSWER = b"1 2 3 -4 5 6\n", b"59\n"
 TOY_TESTS = 12
 PROGRAMS = 100
 WARM_PROGRAMS = 1024
-ROUNDS = 3
+ROUNDS = 5
 
 
 def measure() -> list[Row]:
@@ -68,8 +69,8 @@ def measure() -> list[Row]:
         )
     return [
         *rows,
-        _at_least("toy tests, cache cold", 400, _cold(tier)),
-        _at_least("verdicts, cache warm", 5000, _warm(tier)),
+        _at_least("toy tests, cache cold", 400, lambda: _cold(tier)),
+        _at_least("verdicts, cache warm", 5000, lambda: _warm(tier)),
     ]
 
 
@@ -153,7 +154,9 @@ def _redis() -> Iterator[redis.Redis]:
             server.wait(20)
 
 
-def _at_least(name: str, goal: float, value: float) -> Row:
+def _at_least(name: str, goal: float, measured: Measure) -> Row:
+    """A claim without a peer: the median of a rate reaches the goal, which stands in as the yardstick."""
+    value = statistics.median(measured() for _ in range(ROUNDS))
     return Row(name, value, "per CPU s", "goal", goal, value / goal, 1.0, value >= goal)
 
 

@@ -1,15 +1,16 @@
-"""Does the judge leak? Memory, processes, descriptors and mounts before and after very many programs.
+"""Does the judge leak? Memory, processes, descriptors, mounts and files, looked at ten times over very many programs.
 
-100,000 programs take about ten minutes of two cores; SPO_SOAK_PROGRAMS asks for another number.
+100,000 programs, honest and hostile, take about ten minutes of two cores; SPO_SOAK_PROGRAMS asks for another number.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import psutil
@@ -19,21 +20,23 @@ from services.sandbox_judge.lanes import Lane, Role
 from services.sandbox_judge.probe import choose_tier
 from services.sandbox_judge.settings import Settings
 from services.sandbox_judge.verdict import Court
-from spo.v1 import verdict_pb2
+from spo.v1.verdict_pb2 import Outcome, TestCase, TestSet
 
 PROGRAMS = int(os.environ.get("SPO_SOAK_PROGRAMS", "100000"))
+LOOKS = 10
+LANES = 4 * (os.cpu_count() or 1)
 SETTLING_PROGRAMS = 500
 MEMORY_GROWTH_BYTES = 8 << 20
-TESTS = verdict_pb2.TestSet(tests=[verdict_pb2.TestCase(stdin=b"4\n", stdout=b"8\n")])
+TESTS = TestSet(tests=[TestCase(stdin=b"4\n", stdout=b"8\n")])
 KINDS = (
-    "print(2 * int(input()))",
-    "print(int(input()))",
-    "print(",
-    "1 / 0",
-    "import os; os.fork()",
-    "open('/tmp/left', 'w').write('x' * 100_000)",
-    "import threading; threading.Thread(target=print, args=(8,)).start()",
-    "import os; os.kill(os.getpid(), 9)",
+    ("print(2 * int(input()))", Outcome.OUTCOME_ACCEPTED),
+    ("print(int(input()))", Outcome.OUTCOME_WRONG_ANSWER),
+    ("print(", Outcome.OUTCOME_COMPILE_ERROR),
+    ("1 / 0", Outcome.OUTCOME_RUNTIME_ERROR),
+    ("import os; os.fork()", Outcome.OUTCOME_RUNTIME_ERROR),
+    ("import os; os.mkdir('left'); open('left/left', 'w').write('x' * 100_000); print(8)", Outcome.OUTCOME_ACCEPTED),
+    ("import threading; threading.Thread(target=print, args=(8,)).start()", Outcome.OUTCOME_ACCEPTED),
+    ("import os; os.kill(os.getpid(), 9)", Outcome.OUTCOME_RUNTIME_ERROR),
 )
 
 
@@ -42,6 +45,7 @@ class Footprint:
     """What a leak would make grow."""
 
     memory_bytes: int
+    zygote_memory_bytes: int
     processes: int
     descriptors: int
     mounts: int
@@ -49,53 +53,80 @@ class Footprint:
 
 
 def measure() -> list[Row]:
-    """Run the programs; every kind of leak is a row whose yardstick is what is allowed."""
-    lane, court = Lane(choose_tier(Settings()), 0), Court(max_source_bytes=1 << 16)
-    programs = _programs()
-    _judge(court, lane, islice(programs, SETTLING_PROGRAMS))
-    before = _footprint(lane)
-    _judge(court, lane, islice(programs, PROGRAMS))
-    after = _footprint(lane)
-    lane.close()
+    """Run the programs in several lanes; every kind of leak is a row whose yardstick is what is allowed."""
+    court, tier = Court(max_source_bytes=1 << 16), choose_tier(Settings())
+    with tempfile.TemporaryDirectory(prefix="spo-soak-") as folder:
+        tempfile.tempdir = folder  # so that files of the judge can be told from others'
+        lanes = [Lane(tier, index) for index in range(LANES)]
+        # Threads that last: the kernel ends a zygote together with the thread that has started it.
+        with ThreadPoolExecutor(LANES) as threads:
+            _judge(threads, court, lanes, SETTLING_PROGRAMS)
+            series = [_footprint(folder)]
+            for _ in range(LOOKS):
+                _judge(threads, court, lanes, PROGRAMS // LOOKS)
+                series.append(_footprint(folder))
+            for lane in lanes:
+                lane.close()
+    return [*_memory_series(series), *_growths(series)]
+
+
+def _judge(threads: ThreadPoolExecutor, court: Court, lanes: Sequence[Lane], count: int) -> None:
+    for done in [threads.submit(_judge_in, court, lane, count // len(lanes)) for lane in lanes]:
+        done.result()
+
+
+def _judge_in(court: Court, lane: Lane, count: int) -> None:
+    for number in range(count):
+        program, outcome = KINDS[number % len(KINDS)]
+        verdict = court.judge(lane, program, "python", TESTS)
+        if verdict.outcome != outcome:
+            raise AssertionError(f"{Outcome.Name(verdict.outcome)} for {program}: {verdict.detail}")
+        lane.retire_old()
+    lane.zygote(Role.PROGRAM)
+
+
+def _footprint(folder: str) -> Footprint:
+    judge = psutil.Process()
+    family = judge.children(recursive=True)
+    return Footprint(
+        memory_bytes=judge.memory_info().rss,
+        zygote_memory_bytes=max(each.memory_info().rss for each in family),
+        processes=len(family) + 1,
+        descriptors=len(os.listdir("/proc/self/fd")),
+        mounts=len(Path("/proc/self/mounts").read_text().splitlines()),
+        temporary_files=sum(len(files) + len(folders) for _, folders, files in os.walk(folder)),
+    )
+
+
+def _memory_series(series: Sequence[Footprint]) -> list[Row]:
+    """The judge's memory over time."""
+    allowed = (series[0].memory_bytes + MEMORY_GROWTH_BYTES) / 2**20
     return [
-        _growth("memory", "bytes", after.memory_bytes - before.memory_bytes, MEMORY_GROWTH_BYTES),
-        _growth("processes", "", after.processes - before.processes, 0),
-        _growth("descriptors", "", after.descriptors - before.descriptors, 0),
-        _growth("mounts", "", after.mounts - before.mounts, 0),
-        _growth("temporary files", "", after.temporary_files - before.temporary_files, 0),
+        Row(
+            f"memory of the judge after {look * PROGRAMS // LOOKS:,} programs",
+            value,
+            "MiB",
+            "allowed",
+            allowed,
+            allowed / value,
+            1.0,
+            value <= allowed,
+        )
+        for look, value in enumerate(each.memory_bytes / 2**20 for each in series)
     ]
 
 
-def _programs() -> Iterator[str]:
-    number = 0
-    while True:
-        yield f"{KINDS[number % len(KINDS)]}\n#{number}" if number % len(KINDS) != 2 else KINDS[2]
-        number += 1
-
-
-def _judge(court: Court, lane: Lane, programs: Iterator[str]) -> None:
-    for program in programs:
-        court.judge(lane, program, "python", TESTS, want_details=False)
-        lane.retire_old()
-
-
-def _footprint(lane: Lane) -> Footprint:
-    judge = psutil.Process()
-    family = [judge, psutil.Process(lane.zygote(Role.PROGRAM).pid), *judge.children(recursive=True)]
-    return Footprint(
-        memory_bytes=judge.memory_info().rss,
-        processes=len({process.pid for process in family}),
-        descriptors=len(os.listdir("/proc/self/fd")),
-        mounts=len(Path("/proc/self/mounts").read_text().splitlines()),
-        temporary_files=len([name for name in os.listdir("/tmp") if name.startswith("spo-judge-") or name == "left"]),
-    )
-
-
-def _growth(name: str, unit: str, grown: int, allowed: int) -> Row:
-    ratio = (allowed + 1) / (max(0, grown) + 1)
-    return Row(
-        f"{name} grown over {PROGRAMS:,} programs", grown, unit, "allowed", allowed, ratio, 1.0, grown <= allowed
-    )
+def _growths(series: Sequence[Footprint]) -> list[Row]:
+    """How much of everything there is more at the end, or was in between, than at the start."""
+    allowed = {"memory_bytes": MEMORY_GROWTH_BYTES, "zygote_memory_bytes": MEMORY_GROWTH_BYTES}
+    rows = []
+    for kind in vars(series[0]):
+        grown, limit = max(getattr(each, kind) for each in series) - getattr(series[0], kind), allowed.get(kind, 0)
+        name, unit = kind.removesuffix("_bytes").replace("_", " "), "bytes" if kind.endswith("_bytes") else ""
+        ratio = (limit + 1) / (max(0, grown) + 1)
+        name = f"{name} grown over {PROGRAMS:,} programs"
+        rows.append(Row(name, grown, unit, "allowed", limit, ratio, 1.0, grown <= limit))
+    return rows
 
 
 if __name__ == "__main__":
