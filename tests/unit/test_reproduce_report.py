@@ -17,7 +17,7 @@ from spo.local.reproduce.methods import merged
 from spo.local.reproduce.plan import QUICK, SETTINGS, runs
 from spo.local.reproduce.readme import BEGIN, END, write_readme_table
 from spo.local.reproduce.report import write_report
-from spo.local.reproduce.results import Results
+from spo.local.reproduce.results import Results, remember_estimate, remembered_estimates
 from spo.local.reproduce.statistics import difference, mean_score, ratio, score_table
 
 SAMPLES = 10
@@ -146,6 +146,14 @@ def test_a_report_names_all_costs_and_every_failed_run(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "report.json").read_text())["failed"][0]["name"] == "p160/grpo/seed0"
     assert (tmp_path / "fig1.png").stat().st_size > 1000
     assert any("p160" in sentence and "150 rollouts" in sentence for sentence in report["earns_its_keep"])
+
+
+def test_a_repeated_run_still_pays_for_the_values_that_it_found(tmp_path: Path) -> None:
+    repeated = result("p160", "supervised", 0, [9, 9])
+    remember_estimate(tmp_path, repeated["document"], 30.0)
+    remember_estimate(tmp_path, repeated["document"], 1.0)
+
+    assert Results([repeated], remembered_estimates(tmp_path)).estimate_cpu_seconds(repeated) == 30.0
 
 
 def test_readmes_table_is_what_the_report_says_and_the_rest_stays(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from spo.local.reproduce.methods import Document, merged
 from spo.local.reproduce.plan import FULL, QUICK, SETTINGS, Difficulty, Run, runs
 from spo.local.reproduce.progress import RunProgress
 from spo.local.reproduce.report import write_report
-from spo.local.reproduce.results import Results
+from spo.local.reproduce.results import Results, remembered_estimates
 from spo.logs import configure_logs
 from spo.settings import PlatformSettings
 
@@ -54,7 +54,9 @@ def run_reproduce(*, quick: bool, seeds: int | None, pattern: str, only: Sequenc
     kept = [json.loads(path.read_text()) for path in sorted((folder / "runs").glob("*.json"))]
     # Part of the plan is run to look at that part: the benchmark would take longer than it.
     memory = kept_memory(folder) if pattern or only else measured_memory(folder)
-    report = write_report(Results(kept), memory, folder, quick=quick, wall_seconds=time.monotonic() - began)
+    report = write_report(
+        Results(kept, remembered_estimates(folder)), memory, folder, quick=quick, wall_seconds=time.monotonic() - began
+    )
     console.print(f"report: {escape(str(folder / 'report.md'))}, report.json and plots", highlight=False)
     for verdict, count in report["verdicts"].items():
         console.print(f"  {verdict}: {count} claims", highlight=False)

@@ -22,6 +22,7 @@ from spo.local.launcher import LocalPlatform
 from spo.local.report import seconds_between
 from spo.local.reproduce.measure import cpu_seconds, rollouts, trainer_memory_bytes
 from spo.local.reproduce.plan import Run
+from spo.local.reproduce.results import remember_estimate
 
 LONGEST_RUN_SECONDS = 3600.0
 POLL_SECONDS = 0.5
@@ -92,6 +93,7 @@ class Conductor:
         path = result_path(self.folder, run)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result) + "\n")
+        remember_estimate(self.folder, run.document, result["cpu_seconds"]["estimate"])
         return result
 
     def _examine(self, job: Job, tasks: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from spo.local.reproduce.statistics import Scores, score_table
@@ -13,16 +14,19 @@ Result = Mapping[str, Any]
 
 
 class Results:
-    """All results, by setting and method; only runs that succeeded have scores."""
+    """All results, by setting and method; only runs that succeeded have scores.
 
-    def __init__(self, found: Iterable[Result]) -> None:
+    estimates: CPU seconds by `value_key` of estimates whose runs may have been replaced since.
+    """
+
+    def __init__(self, found: Iterable[Result], estimates: Mapping[str, float] | None = None) -> None:
         self.all = sorted(found, key=lambda each: (each["setting"], each["method"], each["seed"]))
         self._rows: dict[tuple[str, str], list[Result]] = defaultdict(list)
-        self._estimates: dict[str, float] = defaultdict(float)
+        self._estimates: dict[str, float] = defaultdict(float, estimates or {})
         for each in self.all:
             if each["state"] == "succeeded":
                 self._rows[each["setting"], each["method"]].append(each)
-                key = _value_key(each["document"])
+                key = value_key(each["document"])
                 self._estimates[key] = max(self._estimates[key], each["cpu_seconds"]["estimate"])
 
     def methods(self, setting: str) -> list[str]:
@@ -44,10 +48,10 @@ class Results:
         value = result["document"].get("value")
         if not value:
             return 0.0
-        cost = self._estimates[_value_key(result["document"])]
+        cost = self._estimates[value_key(result["document"])]
         # A search for pivotal tokens starts from values that a run without one has paid for.
         plain = {**result["document"], "value": {**value, "pivotal": None}}
-        return cost + (self._estimates[_value_key(plain)] if value.get("pivotal") else 0.0)
+        return cost + (self._estimates[value_key(plain)] if value.get("pivotal") else 0.0)
 
     def settings(self) -> list[str]:
         """Those with at least one run that succeeded."""
@@ -70,7 +74,25 @@ def total_rollouts(result: Result) -> int:
     return int(sum(result["rollouts"].values()))
 
 
-def _value_key(document: Mapping[str, Any]) -> str:
+ESTIMATES = "estimates.json"
+
+
+def remembered_estimates(folder: Path) -> dict[str, float]:
+    """The dearest estimate of each key so far."""
+    path = folder / ESTIMATES
+    found: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def remember_estimate(folder: Path, document: Mapping[str, Any], cpu_seconds: float) -> None:
+    """Keep what an estimate cost: a run that is repeated finds the values there, and would seem to get them free."""
+    known = remembered_estimates(folder)
+    key = value_key(document)
+    known[key] = max(known.get(key, 0.0), cpu_seconds)
+    (folder / ESTIMATES).write_text(json.dumps(known, indent=1) + "\n")
+
+
+def value_key(document: Mapping[str, Any]) -> str:
     """Runs with the same key share values and labels: the same problems, sampled alike."""
     value = document.get("value")
     pivotal = (value or {}).get("pivotal") or {}
