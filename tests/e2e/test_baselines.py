@@ -20,7 +20,7 @@ RECIPES = ROOT / "deploy" / "recipes" / "toy"
 STEPS = 40
 # Same problems and samples for all, so that the first job that needs Qhat_0 estimates it for the others.
 SHORTENED: dict[str, dict[str, Any]] = {
-    "tasks": {"train_problems": 40, "evaluation_problems": 24},
+    "tasks": {"train_problems": 40, "evaluation_problems": 40},
     "value": {"samples": 48},
     "trainer": {"steps": STEPS, "checkpoint_interval": STEPS},
     "evaluation": {"interval_steps": STEPS, "samples": 10, "ks": [1]},
