@@ -27,6 +27,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 PAUSE_SECONDS = 0.5
 # Servers end connections of this age (calls under way go on), so that clients ask DNS again and find new replicas.
 CONNECTION_AGE_SECONDS = 60
+KEEPALIVE_SECONDS = 30
 SAY_SECONDS = 10.0
 
 _CODES: tuple[tuple[type[errors.SpoError], int], ...] = (
@@ -130,6 +131,8 @@ class RpcServer:
                 *_OPTIONS,
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_connection_age_ms", CONNECTION_AGE_SECONDS * 1000),
+                # By default a server hangs up on clients that ping so often during a long call ("too many pings").
+                ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_SECONDS * 1000 // 2),
             ],
         )
         self.health = health.HealthServicer()
@@ -160,7 +163,7 @@ def channel(address: str) -> grpc.Channel:
             ("grpc.service_config", '{"loadBalancingConfig":[{"round_robin":{}}]}'),
             ("grpc.max_reconnect_backoff_ms", 2000),
             ("grpc.initial_reconnect_backoff_ms", 200),
-            ("grpc.keepalive_time_ms", 30_000),
+            ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
         ],
     )
 
