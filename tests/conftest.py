@@ -12,6 +12,14 @@ from pathlib import Path
 
 import pytest
 import redis
+import structlog
+
+
+@pytest.fixture(autouse=True)
+def plain_tracebacks() -> None:
+    """Loggers of code under test that nobody configured: rich would draw the locals of a traceback for minutes."""
+    renderer = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
+    structlog.configure(processors=[structlog.processors.add_log_level, renderer])
 
 
 def free_port() -> int:
