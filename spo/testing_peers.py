@@ -102,7 +102,7 @@ class Peers:
 
     def __init__(self) -> None:
         # Calls that no test of the orchestrator makes stay unimplemented, and say so when made.
-        self.judge = Judge()  # type: ignore[abstract]
+        self.judge = Judge()
         self.inference = Inference()  # type: ignore[abstract]
         self.replay = Replay()  # type: ignore[abstract]
         self._server = RpcServer("127.0.0.1", 0)
