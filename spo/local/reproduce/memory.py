@@ -57,6 +57,6 @@ def _rows() -> list[dict[str, Any]]:
         # Libraries may print before it.
         found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     except (subprocess.SubprocessError, ValueError, IndexError, OSError) as error:
-        console.print(f"the trainer's memory was not measured: {error}", style="yellow", markup=False)
+        console.print(f"the trainer's memory was not measured: {type(error).__name__}", style="yellow", markup=False)
         return []
     return found
