@@ -47,14 +47,12 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """A client of a platform that all tests of this module share."""
     folder = tmp_path_factory.mktemp("platform")
     settings = LauncherSettings(runs_path=folder / "runs", start_seconds=300, drain_seconds=5)
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        LocalPlatform("baselines", folder / "state", settings) as platform,
-    ):
+    with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SPO_REDIS_URL", raising=False)
-        platform.wait_until_ready()
-        with Client(platform.http_url, retry_seconds=60) as connected:
-            yield connected
+        with LocalPlatform("baselines", folder / "state", settings) as platform:
+            platform.wait_until_ready()
+            with Client(platform.http_url, retry_seconds=60) as connected:
+                yield connected
 
 
 def shortened(method: str, reference_model: Path) -> dict[str, Any]:
