@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,16 +27,6 @@ QUICKER: dict[str, dict[str, Any]] = {"a_star_po": {"learning_rate": 4e-4}}
 JOB_SECONDS = 400.0
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module")
-def reference_model() -> Path:
-    """pi0 of the toy contest, shared with the demo's cache so that it is built once."""
-    cache = ROOT / ".spo" / "cache" / "models"
-    command = [sys.executable, "-m", "spo.local.reference_model", str(cache), "standard"]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    assert finished.returncode == 0, finished.stderr
-    return Path(json.loads(finished.stdout.splitlines()[-1])["folder"])
 
 
 @pytest.fixture(scope="module")
