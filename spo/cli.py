@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from spo import cli_eval, cli_experience, cli_jobs, cli_judge
+from spo import cli_eval, cli_experience, cli_jobs, cli_judge, cli_platform
 from spo.cli_output import ExitCode, error_console, exit_code_of, print_error
 from spo.errors import SpoError
 
@@ -28,6 +28,9 @@ app.add_typer(cli_jobs.weights, name="weights")
 app.command("eval")(cli_eval.evaluate)
 app.add_typer(cli_experience.experience, name="experience")
 app.command()(cli_judge.judge)
+app.command()(cli_platform.scale)
+app.command()(cli_platform.audit)
+app.add_typer(cli_platform.keys, name="key")
 
 # The launcher needs the `embedded` extra, so its modules are imported by the commands that use them and not above:
 # a client-only install can still submit and watch jobs.

@@ -130,6 +130,32 @@ def cancel(
         _print_job(client.wait(job_id, timeout) if wait else job, output)
 
 
+@jobs.command()
+def delete(job_id: JobId) -> None:
+    """Delete an ended job with its weights and checkpoints; the experience store keeps what it has."""
+    with api() as client:
+        client.delete(job_id)
+    console.print(f"deleted {job_id}")
+
+
+@jobs.command()
+def logs(
+    job_id: JobId,
+    service: Annotated[str, typer.Option("--service", help="Only of this service.")] = "",
+    level: Annotated[str, typer.Option("--level", help="At least: debug, info, warning or error.")] = "info",
+    limit: LimitOption = 200,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Latest log lines of a job from every service, oldest first."""
+    with api() as client:
+        lines = client.logs(job_id, limit, service=service, level=level)[::-1]
+    if output is not Output.TABLE:
+        print_document(lines, output)
+        return
+    for line in lines:
+        _print_line(line)
+
+
 @trajectories.command("ls")
 def list_trajectories(
     job_id: JobId,
@@ -181,6 +207,14 @@ def _print_job(job: Job, output: Output) -> None:
         _print_jobs([job], output)
     else:
         print_document(job.model_dump(mode="json"), output)
+
+
+def _print_line(line: dict[str, Any]) -> None:
+    fields = dict(line["fields"])
+    at, event = fields.pop("timestamp", ""), fields.pop("event", "")
+    facts = " ".join(f"{name}={value}" for name, value in fields.items() if name not in ("level", "service"))
+    text = f"{at} {line['service']:<16} {line['level']:<8} {event} {facts}"
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_event(event: Event) -> None:

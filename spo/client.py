@@ -24,6 +24,7 @@ from ulid import ULID
 from spo import errors
 from spo.client_answers import Event, Job, Page, Series
 from spo.client_experience import ExperienceCalls
+from spo.client_platform import PlatformCalls
 from spo.job_spec import JobSpec
 
 HEARTBEAT_SECONDS = 15.0
@@ -175,10 +176,23 @@ class Client:
         reply: dict[str, Any] = self._ask("GET", f"/v1/jobs/{job_id}/weights")
         return list(reply["items"])
 
+    def logs(self, job_id: str, limit: int = 200, **filters: str) -> list[dict[str, Any]]:
+        """Latest log lines of a job, newest first; filters: service, level."""
+        return self._entries(f"/v1/jobs/{job_id}/logs", filters, limit)
+
+    def delete(self, job_id: str) -> None:
+        """Delete an ended job; its experience stays in the store. Raises NotFound, Conflict."""
+        self._ask("DELETE", f"/v1/jobs/{job_id}")
+
     def replicas(self) -> list[dict[str, Any]]:
         """Every live registered replica."""
         reply: dict[str, Any] = self._ask("GET", "/v1/replicas")
         return list(reply["items"])
+
+    @property
+    def platform(self) -> PlatformCalls:
+        """Replicas to wish for, API keys, the audit log."""
+        return PlatformCalls(self._ask, self._entries)
 
     @property
     def experience(self) -> ExperienceCalls:
@@ -232,7 +246,7 @@ class Client:
             try:
                 response = self._http.request(method, path, **request)
                 if response.is_success:
-                    return response.json()
+                    return response.json() if response.content else None
                 error: Exception = error_of(response)
                 retryable = isinstance(error, errors.SpoError) and error.retryable
             except httpx.TransportError as failure:

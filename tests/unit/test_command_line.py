@@ -25,7 +25,7 @@ def spo(*arguments: str, folder: Path, url: str = "http://127.0.0.1:1") -> subpr
 def test_help_names_every_command(tmp_path: Path) -> None:
     shown = spo("--help", folder=tmp_path)
     assert shown.returncode == 0
-    for command in ("up", "down", "demo", "doctor", "judge", "job", "trajectory", "weights"):
+    for command in ("up", "down", "demo", "doctor", "judge", "job", "key", "scale", "audit", "trajectory", "weights"):
         assert f" {command} " in shown.stdout
 
 
