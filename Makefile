@@ -47,8 +47,11 @@ check: $(STAMP)  ## Lint, types, import contracts, freshness of generated code
 	lint-imports
 	bash scripts/check_proto.sh
 
-test: setup system-deps check  ## Check, then every test; pytest's count is the last line
-	@python -m pytest $(PYTEST_ARGUMENTS)
+# The slow tier (whole platforms, kills, thousands of steps) runs in CI and by `make test CI=true`.
+TIER := $(if $(filter true,$(CI)),,-m "not slow")
+
+test: setup system-deps check  ## Check, then every test but the slow tier (CI=true: all); pytest's count is the last line
+	@python -m pytest $(TIER) $(PYTEST_ARGUMENTS)
 
 chart-test:  ## The Helm chart against an emulated cluster, by the real Helm engine (needs Python 3.12 or newer)
 	@bash scripts/chart_test.sh $(PYTEST_ARGUMENTS)

@@ -29,8 +29,16 @@ SHORTENED: dict[str, dict[str, Any]] = {
         "min_online": 16,
         "error_buffer": 32,
     },
-    "trainer": {"steps": 90, "batch_size": 16, "micro_batch_size": 16, "update_interval": 5, "checkpoint_interval": 30},
-    "evaluation": {"interval_steps": 90, "samples": 4, "ks": [1]},
+    # Long enough that replicas, which take most of a minute to start, come, die and leave before the end.
+    "trainer": {
+        "steps": 600,
+        "batch_size": 16,
+        "micro_batch_size": 16,
+        "learning_rate": 1e-4,
+        "update_interval": 10,
+        "checkpoint_interval": 200,
+    },
+    "evaluation": {"interval_steps": 600, "samples": 4, "ks": [1]},
 }
 # Replicas of one pool would share a port, so inference is left out.
 METERED = ("sandbox-judge", "replay-buffer", "value-estimation", "trainer")
