@@ -192,10 +192,10 @@ def test_a_large_input_and_a_large_output_go_through_with_flat_memory(docket: Do
         tests=[verdict_pb2.TestCase(stdin=b"x" * size, stdout=b"y" * size)] * 2, limits=Limits(output_bytes=size + 1)
     )
     echo = "import sys\nsys.stdout.write('y' * len(sys.stdin.read()))"
-    judge_one(docket, echo, tests)
-    resident = psutil.Process().memory_info().rss
-
-    for number in range(5):
+    # The allocator of a process that has run other tests takes a few rounds to settle.
+    for number in range(13):
+        if number == 3:
+            resident = psutil.Process().memory_info().rss
         assert judge_one(docket, f"{echo}  # {number}", tests).outcome == Outcome.OUTCOME_ACCEPTED
     assert psutil.Process().memory_info().rss - resident < 5 * size
 
