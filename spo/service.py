@@ -14,7 +14,7 @@ from ulid import ULID
 
 from spo import metrics
 from spo.errors import SpoError
-from spo.logs import Line, configure_logs, get_logger, waiting
+from spo.logs import MAX_WAITING, Line, configure_logs, get_logger, waiting
 from spo.rpc import Client, RpcServer
 from spo.settings import ServiceSettings
 from spo.v1 import orchestrator_service_pb2 as orchestrator
@@ -118,7 +118,7 @@ class ServiceProcess:
             response: orchestrator.HeartbeatResponse = client.call("Heartbeat", request, deadline_seconds=3)
             self.on_heartbeat(response)
         except SpoError as error:
-            waiting.extendleft(reversed(lines))
+            self._give_back(lines)
             log.warning("orchestrator did not take the heartbeat; trying again", reason=error.message)
             return min(5.0, max(1.0, otherwise))
         return response.next_heartbeat_seconds or 1.0
@@ -130,6 +130,12 @@ class ServiceProcess:
         for line in lines:
             request.logs.add(run_id=line.run_id, level=line.level, at_unix_ms=line.at_unix_ms, line=line.text)
         return lines
+
+    @staticmethod
+    def _give_back(lines: list[Line]) -> None:
+        """Put lines back before those that came meanwhile; where room is short the oldest give way."""
+        room = max(0, MAX_WAITING - len(waiting))
+        waiting.extendleft(reversed(lines[max(0, len(lines) - room) :]))
 
 
 @contextlib.contextmanager

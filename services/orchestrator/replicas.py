@@ -66,10 +66,13 @@ class Replicas:
         if not lines:
             return
         active = request.run_id or self.assigned_run()
+        # A line may name a run whose job was deleted meanwhile: its logs stay deleted.
+        named = {line.run_id or active for line in lines} - {""}
+        known = {run_id for run_id in named if self.jobs.client.exists(redis_keys.job_record(run_id))}
         with self.jobs.client.pipeline(transaction=False) as pipe:
             for line in lines:
                 run_id = line.run_id or active
-                if not run_id:
+                if run_id not in known:
                     continue
                 entry: dict[str, str | int] = {
                     "service": request.pool,

@@ -67,14 +67,22 @@ class KubernetesScaler:
 
     def _path(self, pool: str) -> str:
         name = quote(f"{self._settings.scale_prefix}{pool}", safe="")
-        namespace = quote((self._account / "namespace").read_text().strip(), safe="")
+        namespace = quote(self._read("namespace"), safe="")
         if self._settings.scale_keda:
             return f"/apis/keda.sh/v1alpha1/namespaces/{namespace}/scaledobjects/{name}"
         return f"/apis/apps/v1/namespaces/{namespace}/deployments/{name}/scale"
 
+    def _read(self, name: str) -> str:
+        try:
+            return (self._account / name).read_text().strip()
+        except OSError as error:
+            raise Unreachable(
+                f"the service account's {name} cannot be read: {error}; is its token mounted?", code="scaling_refused"
+            ) from None
+
     def _ask(self, method: str, path: str, patch: dict[str, Any] | None = None) -> dict[str, Any]:
         # Read each time: the kubelet renews the token.
-        headers = {"Authorization": f"Bearer {(self._account / 'token').read_text().strip()}"}
+        headers = {"Authorization": f"Bearer {self._read('token')}"}
         if patch is not None:
             headers["Content-Type"] = "application/merge-patch+json"
         authority = self._account / "ca.crt"
@@ -99,7 +107,9 @@ class Scale:
 
     def __init__(self, settings: Settings, client: redis.Redis) -> None:
         self.kind = settings.scaler
-        self.bounds = dict.fromkeys(SCALABLE, (settings.min_replicas, settings.max_replicas))
+        # The launcher's first replica is the one that others call by address.
+        fewest = max(1, settings.min_replicas) if settings.scaler == "local" else settings.min_replicas
+        self.bounds = dict.fromkeys(SCALABLE, (fewest, settings.max_replicas))
         self._scaler: Scaler | None = None
         if settings.scaler == "local":
             self._scaler = LocalScaler(client)

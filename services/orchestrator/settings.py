@@ -48,3 +48,9 @@ class Settings(ServiceSettings, service="orchestrator"):
         if self.oidc_issuer and (self.api_key is None or not self.oidc_audience):
             raise ValueError("SPO_ORCHESTRATOR_OIDC_ISSUER needs SPO_ORCHESTRATOR_OIDC_AUDIENCE and _API_KEY")
         return self
+
+    @model_validator(mode="after")
+    def bounds_hold_a_number(self) -> Self:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError("SPO_ORCHESTRATOR_MIN_REPLICAS must not be above SPO_ORCHESTRATOR_MAX_REPLICAS")
+        return self

@@ -29,7 +29,7 @@ class LocalReplicas:
     ) -> None:
         self._children = children
         self._build = build
-        self._redis_url = redis_url
+        self._client = redis.Redis.from_url(redis_url, socket_timeout=1, socket_connect_timeout=1)
         self._drain_seconds = drain_seconds
         self._deadlines: dict[str, float] = {}
         self._next_look = 0.0
@@ -62,8 +62,7 @@ class LocalReplicas:
 
     def _wishes(self) -> dict[str, int]:
         try:
-            with redis.Redis.from_url(self._redis_url, socket_timeout=1, socket_connect_timeout=1) as client:
-                stored: Any = client.hgetall(redis_keys.scale())
+            stored: Any = self._client.hgetall(redis_keys.scale())
         except redis.RedisError:
             return {}
         return {pool.decode(): int(count) for pool, count in stored.items()}

@@ -91,7 +91,7 @@ def test_a_replica_that_does_not_drain_is_killed_and_its_name_is_not_taken_twice
 
 def test_without_redis_everything_stays_as_it_is(replicas: Callable[[str], LocalReplicas]) -> None:
     pool = replicas(OBEDIENT)
-    pool._redis_url = "redis://127.0.0.1:1/0"
+    pool._client = redis.Redis.from_url("redis://127.0.0.1:1/0")
 
     pool.follow()
 

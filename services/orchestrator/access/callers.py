@@ -41,10 +41,14 @@ class Caller:
         """The only tenant whose jobs it sees; None sees all."""
         return None if self.is_admin else self.tenant
 
+    def may(self, scope: Scope) -> bool:
+        """Whether it has the scope; an admin has all."""
+        return self.is_admin or scope in self.scopes
+
     def check(self, method: str, path: str) -> None:
         """Raises InvalidInput (code "forbidden", HTTP 403) naming the scope that is missing."""
         needed = needed_scope(method, path)
-        if not self.is_admin and needed not in self.scopes:
+        if not self.may(needed):
             raise InvalidInput(f"this key lacks the scope {needed}", code="forbidden")
 
 

@@ -36,37 +36,40 @@ def show_jobs(
         "jobs": [views.job_summary(desk, job_id) for job_id in page.job_ids],
         "next_cursor": page.next_cursor,
         "status": status,
-        "counts": desk.jobs.counts(),
+        "counts": desk.jobs.counts() if caller.sees_tenant is None else {},
         "replicas": views.replicas(desk),
     }
     return templates.TemplateResponse(request, "jobs.html", facts)
 
 
 @router.get("/jobs/{job_id}")
-def show_job(request: Request, desk: DeskOf, job_id: JobId) -> Response:
+def show_job(request: Request, desk: DeskOf, caller: CallerOf, job_id: JobId) -> Response:
     """One job; its script keeps it live."""
     job = views.job(desk, job_id)
     verbs = [verb.name for verb in VERBS if job.state in verb.moves]
-    return templates.TemplateResponse(request, "job.html", {"job": job, "verbs": verbs, **_live_parts(desk, job_id)})
+    facts = {"job": job, "verbs": verbs, **_live_parts(desk, job_id, caller)}
+    return templates.TemplateResponse(request, "job.html", facts)
 
 
 @router.get("/jobs/{job_id}/live")
-def show_live_parts(request: Request, desk: DeskOf, job_id: JobId) -> Response:
+def show_live_parts(request: Request, desk: DeskOf, caller: CallerOf, job_id: JobId) -> Response:
     """The parts of a job's page that change, rendered again for its script."""
     job = views.job(desk, job_id)
-    return templates.TemplateResponse(request, "refresh.html", {"job": job, **_live_parts(desk, job_id)})
+    return templates.TemplateResponse(request, "refresh.html", {"job": job, **_live_parts(desk, job_id, caller)})
 
 
-def _live_parts(desk: DeskOf, job_id: str) -> dict[str, object]:
+def _live_parts(desk: DeskOf, job_id: str, caller: CallerOf) -> dict[str, object]:
     return {
         "replicas": views.replicas(desk),
         "weights": views.weight_versions(desk, job_id)[-5:][::-1],
         "checkpoints": views.checkpoints(desk, job_id)[-3:][::-1],
-        **_trajectories(desk, job_id),
+        **_trajectories(desk, job_id, caller),
     }
 
 
-def _trajectories(desk: DeskOf, job_id: str) -> dict[str, object]:
+def _trajectories(desk: DeskOf, job_id: str, caller: CallerOf) -> dict[str, object]:
+    if not caller.may("trajectories:read"):
+        return {"trajectories": [], "trajectories_missing": "this key lacks the scope trajectories:read"}
     try:
         page = views.trajectories(desk, job_id, limit=LATEST_TRAJECTORIES)
     except SpoError as error:

@@ -148,6 +148,17 @@ def test_another_tenants_jobs_are_absent(door: Door, document: Document) -> None
         assert door.ask("GET", f"/v1/jobs/{job_id}", token).status_code == 200
 
 
+def test_a_page_shows_no_more_than_its_readers_scopes(door: Door, document: Document) -> None:
+    red, blue = door.key("red", "jobs:read", "jobs:write"), door.key("blue", "jobs:read")
+    job_id = door.ask("POST", "/v1/jobs", red, json=document).json()["id"]
+
+    for path in (f"/jobs/{job_id}", f"/jobs/{job_id}/live"):
+        assert "lacks the scope trajectories:read" in door.ask("GET", path, red).text
+        assert "lacks the scope" not in door.ask("GET", path).text
+    assert "queued" not in door.ask("GET", "/", blue).text
+    assert "queued 1" in door.ask("GET", "/").text
+
+
 def test_two_tenants_may_use_the_same_idempotency_key(door: Door, document: Document) -> None:
     tokens = [door.key(tenant, "jobs:read", "jobs:write") for tenant in ("red", "blue")]
 

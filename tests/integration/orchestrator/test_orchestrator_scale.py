@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import redis
+from pydantic import ValidationError
 
 from services.orchestrator.desk import Desk
 from services.orchestrator.scale import KubernetesScaler
@@ -161,3 +162,22 @@ def test_a_missing_role_and_an_absent_cluster_are_told_apart(cluster: Cluster, a
         refused.scale("inference", 2)
     with pytest.raises(Unreachable, match="did not answer"):
         absent.scale("inference", 2)
+
+
+def test_a_token_that_is_not_mounted_is_told_apart_from_a_bug(cluster: Cluster, account: Path) -> None:
+    (account / "token").unlink()
+    scaler = KubernetesScaler(Settings(scaler="kubernetes", kubernetes_url=cluster.url, scale_prefix="spo-"), account)
+
+    with pytest.raises(Unreachable, match="is its token mounted"):
+        scaler.scale("inference", 2)
+
+
+def test_bounds_that_hold_no_number_are_refused_at_start() -> None:
+    with pytest.raises(ValidationError, match="MIN_REPLICAS"):
+        Settings(min_replicas=5, max_replicas=4)
+
+
+def test_the_launcher_keeps_its_first_replica(open_desk: Callable[..., Desk], serve: Callable[[Desk], str]) -> None:
+    _, url = served(open_desk, serve, scaler="local", min_replicas=0)
+
+    assert put(url, inference=0).status_code == 422

@@ -67,6 +67,15 @@ def test_lines_travel_with_heartbeats_and_are_found_by_service_and_level(
     assert events == [["broken", "slow"], ["slow", "loading"], []]
 
 
+def test_lines_of_a_run_that_is_gone_are_dropped(
+    desk: Desk, redis_client: redis.Redis, job_id: str, logging_on: Any
+) -> None:
+    logging_on.info("late", run="job_01ARZ3NDEKTSV4RRFFQ69G5FAV")
+    beat(desk, run_id="job_01ARZ3NDEKTSV4RRFFQ69G5FAV")
+
+    assert [key for key in redis_client.scan_iter("*logs*") if b"01ARZ3" in key] == []
+
+
 def test_logs_are_paged_without_gap(api: httpx.Client, desk: Desk, job_id: str, logging_on: Any) -> None:
     for number in range(25):
         logging_on.info("line", run=job_id, number=number)
