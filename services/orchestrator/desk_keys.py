@@ -28,6 +28,11 @@ def retired_jobs() -> str:
     return "spo:orchestrator:retired"
 
 
+def open_examinations() -> str:
+    """Sorted set, all scores 0: ids of evaluations asked for and not yet ended, oldest first. Orchestrator."""
+    return "spo:orchestrator:open_examinations"
+
+
 def job_logs(job_id: str) -> str:
     """Stream: service, replica_id, level, at_unix_ms, line (JSON) of the latest 20,000 log lines. Orchestrator."""
     return f"spo:{job_id}:orchestrator:logs"

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import redis
 from ulid import ULID
 
+from services.orchestrator import desk_keys
 from services.orchestrator.commit import timestamp
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.scoring import Exam, Scorer, Stopped, summary, upload_tests
@@ -32,6 +33,7 @@ POLL_SECONDS = 1.0
 ASSIGNED_SECONDS = 300
 
 State = Literal["queued", "running", "succeeded", "failed"]
+OPEN: tuple[State, ...] = ("queued", "running")
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Examination:
     created_at: str = ""
     result: dict[str, Any] | None = None
     failure: dict[str, str] = field(default_factory=dict)
+    # Of whoever owns the job: an evaluation outlives it. None in those stored before this was.
+    tenant: str | None = None
 
 
 class Examinations:
@@ -77,6 +81,7 @@ class Examinations:
             tasks=tasks.model_dump(mode="json") if tasks else None,
             protocol=protocol.model_dump(mode="json"),
             created_at=timestamp(),
+            tenant=self.jobs.tenant(job_id),
         )
         self._store(asked)
         return asked
@@ -95,10 +100,13 @@ class Examinations:
 
     def run(self, stop: threading.Event) -> None:
         """Carry out what is asked, oldest first, until stop; what was under way when a process ended begins anew."""
+        adopted = False
         while not stop.is_set():
             try:
-                waiting = [each for each in reversed(self.all()) if each.state in ("queued", "running")]
-                for asked in waiting:
+                if not adopted:
+                    self._adopt()
+                    adopted = True
+                for asked in self._waiting():
                     if self._has_its_turn(asked.job_id):
                         self._carry_out(asked, stop)
             except Stopped:
@@ -107,6 +115,17 @@ class Examinations:
                 log.warning("evaluations wait for Redis", reason=str(error))
             finally:
                 stop.wait(POLL_SECONDS)
+
+    def _adopt(self) -> None:
+        """Find the open ones that were stored before there was a list of them."""
+        for each in self.all():
+            if each.state in OPEN:
+                self.jobs.client.zadd(desk_keys.open_examinations(), {each.id: 0})
+
+    def _waiting(self) -> list[Examination]:
+        """Oldest first; their ids sort by time."""
+        ids: Any = self.jobs.client.zrange(desk_keys.open_examinations(), 0, -1)
+        return [self.get(each.decode()) for each in ids]
 
     def _carry_out(self, asked: Examination, stop: threading.Event) -> None:
         began = time.monotonic()
@@ -119,6 +138,13 @@ class Examinations:
                 log.warning("an evaluation will be tried again", evaluation=asked.id, reason=error.message)
                 return
             ended = replace(asked, state="failed", failure={"code": error.code, "message": error.message})
+        except (Stopped, redis.RedisError):
+            raise
+        except Exception as error:
+            # A fault of ours ends this evaluation, loudly, and no other.
+            log.exception("an evaluation failed", evaluation=asked.id)
+            failure = {"code": "internal", "message": f"{type(error).__name__}: {error}"[:2000]}
+            ended = replace(asked, state="failed", failure=failure)
         self._store(ended)
         self.jobs.client.delete(redis_keys.examined_run())
         log.info("evaluation ended", evaluation=asked.id, job=asked.job_id, state=ended.state)
@@ -143,4 +169,11 @@ class Examinations:
         return self.jobs.in_states(ACTIVE)[:1] in ([], [job_id])
 
     def _store(self, examination: Examination) -> None:
-        self.jobs.client.hset(redis_keys.examinations(), examination.id, json.dumps(asdict(examination)))
+        open_ones = desk_keys.open_examinations()
+        with self.jobs.client.pipeline(transaction=True) as pipe:
+            pipe.hset(redis_keys.examinations(), examination.id, json.dumps(asdict(examination)))
+            if examination.state in OPEN:
+                pipe.zadd(open_ones, {examination.id: 0})
+            else:
+                pipe.zrem(open_ones, examination.id)
+            pipe.execute()

@@ -69,7 +69,7 @@ def ask(desk: DeskOf, caller: CallerOf, wanted: EvaluationRequest, response: Res
 @router.get("")
 def list_evaluations(desk: DeskOf, caller: CallerOf) -> EvaluationList:
     """Newest first."""
-    found = [each for each in desk.examinations.all() if _owns(desk, caller.sees_tenant, each.job_id)]
+    found = [each for each in desk.examinations.all() if _may_see(desk, caller.sees_tenant, each)]
     for each in found:
         if each.result:
             each.result.pop("per_problem", None)
@@ -80,7 +80,7 @@ def list_evaluations(desk: DeskOf, caller: CallerOf) -> EvaluationList:
 def get_evaluation(desk: DeskOf, caller: CallerOf, evaluation_id: EvaluationId) -> Evaluation:
     """One evaluation with its table of problems."""
     found = desk.examinations.get(evaluation_id)
-    if not _owns(desk, caller.sees_tenant, found.job_id):
+    if not _may_see(desk, caller.sees_tenant, found):
         raise NotFound(f"there is no evaluation {evaluation_id}", code="evaluation_not_found")
     return _shown(found)
 
@@ -103,12 +103,18 @@ def _shown(found: Examination) -> Evaluation:
     return Evaluation(**asdict(found))
 
 
-def _owns(desk: Desk, tenant: str | None, job_id: str) -> bool:
-    return tenant is None or desk.jobs.tenant(job_id) == tenant
+def _may_see(desk: Desk, tenant: str | None, found: Examination) -> bool:
+    """Whether a tenant (None: all of them) owns an evaluation, also once its job is deleted."""
+    if tenant is None or found.tenant is not None:
+        return tenant in (None, found.tenant)
+    try:
+        return desk.jobs.tenant(found.job_id) == tenant
+    except NotFound:
+        return False
 
 
 def _check_owner(desk: Desk, tenant: str | None, job_id: str) -> None:
     """Another tenant's job is as absent as one that never was."""
     desk.jobs.state(job_id)
-    if not _owns(desk, tenant, job_id):
+    if tenant not in (None, desk.jobs.tenant(job_id)):
         raise NotFound(f"there is no job {job_id}", code="job_not_found")

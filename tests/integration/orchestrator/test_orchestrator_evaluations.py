@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
+from services.orchestrator import desk_keys
+from services.orchestrator.access.callers import Caller
+from services.orchestrator.api.evaluations import list_evaluations
 from services.orchestrator.desk import Desk
 from spo import redis_keys
-from spo.job_spec import parse_job_spec
+from spo.job_spec import EvaluationSpec, parse_job_spec
 from spo.testing_peers import RIGHT, Peers
 
 Until = Callable[[Callable[[], Any], str], Any]
@@ -105,6 +109,39 @@ def test_an_evaluation_waits_for_the_job_that_trains_and_then_has_the_replicas(
     assert found["version"] == 2, "the newest one, when none is named"
     assert set(served_while_asked) == {finished_job}
     assert desk.replicas.assigned_run() == ""
+
+
+def test_a_poisoned_evaluation_fails_and_the_next_one_is_carried_out(
+    api: httpx.Client, desk: Desk, finished_job: str, until: Until
+) -> None:
+    poisoned = desk.examinations.ask(finished_job, 1, None, EvaluationSpec())
+    stored = json.loads(desk.redis.hget(redis_keys.examinations(), poisoned.id) or b"")
+    # As an older release may have left it: fields that no longer are.
+    damaged = json.dumps(stored | {"protocol": {"gone": 1}})
+    desk.redis.hset(redis_keys.examinations(), poisoned.id, damaged)
+    asked = api.post("/v1/evaluations", json={"job_id": finished_job})
+    thread = threading.Thread(target=desk.examinations.run, args=(desk.stop,))
+    thread.start()
+
+    found = until(lambda: ended(api, asked.json()["id"]), "the evaluation ends")
+
+    desk.stop.set()
+    thread.join(20)
+    assert found["state"] == "succeeded"
+    failed = desk.examinations.get(poisoned.id)
+    assert (failed.state, failed.failure["code"]) == ("failed", "internal")
+    assert desk.redis.zcard(desk_keys.open_examinations()) == 0
+
+
+def test_evaluations_of_a_deleted_job_stay_with_their_tenant(desk: Desk, document: dict[str, Any]) -> None:
+    job_id = desk.jobs.submit(parse_job_spec(document), tenant="red")
+    desk.examinations.ask(job_id, 0, None, EvaluationSpec())
+    desk.jobs.fail(job_id, "test", "it ended")
+    desk.retirement.delete(job_id)
+
+    red, blue = (Caller(name, tenant=name, scopes=frozenset({"jobs:read"})) for name in ("red", "blue"))
+    assert [each.job_id for each in list_evaluations(desk, red).items] == [job_id]
+    assert list_evaluations(desk, blue).items == []
 
 
 def test_what_cannot_be_evaluated_is_refused_by_field(api: httpx.Client, finished_job: str) -> None:
