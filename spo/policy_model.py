@@ -77,6 +77,50 @@ def token_logprobs(model: Any, input_ids_BL: Tensor, attention_mask_BL: Tensor) 
     return torch.nn.functional.pad(chosen_BL.masked_fill(~has_context_BL, 0.0), (1, 0))
 
 
+def packed_token_logprobs(model: Any, input_ids_BL: Tensor, attention_mask_BL: Tensor) -> Tensor:
+    """Return what `token_logprobs` returns, computed on rows of length L that hold several whole sequences each.
+
+    Sequences do not see each other: transformers keeps apart what restarts at position 0. Axes: R packed row.
+    """
+    lengths = attention_mask_BL.sum(dim=-1).tolist()
+    bins = _first_fit(lengths, input_ids_BL.shape[1])
+    shape = (len(bins), max(sum(lengths[row] for row in rows) for rows in bins))
+    # Where no token goes, position 0 again and again: single tokens that nobody asks about.
+    position_RL = torch.zeros(shape, dtype=torch.long)
+    source_RL = torch.full(shape, -1, dtype=torch.long)
+    starts = attention_mask_BL.int().argmax(dim=-1).tolist()
+    for packed_row, rows in enumerate(bins):
+        offset = 0
+        for row in rows:
+            end = offset + lengths[row]
+            position_RL[packed_row, offset:end] = torch.arange(lengths[row])
+            first = row * input_ids_BL.shape[1] + starts[row]
+            source_RL[packed_row, offset:end] = torch.arange(first, first + lengths[row])
+            offset = end
+    source_RL, position_RL = source_RL.to(input_ids_BL.device), position_RL.to(input_ids_BL.device)
+    ids_RL = input_ids_BL.flatten()[source_RL.clamp(min=0)]
+    logits_RLV = model(input_ids=ids_RL, position_ids=position_RL, use_cache=False).logits
+    chosen_RL = _chosen_logprobs(logits_RLV[:, :-1], ids_RL[:, 1:])
+    has_context_RL = position_RL[:, 1:] > 0
+    found = torch.zeros(input_ids_BL.numel(), dtype=chosen_RL.dtype, device=input_ids_BL.device)
+    found = found.index_put((source_RL[:, 1:][has_context_RL],), chosen_RL[has_context_RL])
+    return found.view(input_ids_BL.shape)
+
+
+def _first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Rows into as few bins as first fit finds, the longest first; no bin holds more than `capacity` tokens."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        place = next((index for index, free in enumerate(room) if free >= lengths[row]), len(bins))
+        if place == len(bins):
+            bins.append([])
+            room.append(capacity)
+        bins[place].append(row)
+        room[place] -= lengths[row]
+    return bins
+
+
 @torch.no_grad()
 def response_logprobs(
     model: Any,

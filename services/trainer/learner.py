@@ -26,7 +26,7 @@ from spo.algorithm.q_values import check_starts_at_reference
 from spo.algorithm.types import LossTerm, TokenBatch
 from spo.errors import FieldViolation, InvalidInput, SpoError
 from spo.job_spec import JobSpec
-from spo.policy_model import load_policy, token_logprobs
+from spo.policy_model import load_policy, packed_token_logprobs, token_logprobs
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 
 
@@ -233,7 +233,8 @@ class Learner:
         return loss, ""
 
     def _logprobs(self, batch: TokenBatch) -> Tensor:
-        return token_logprobs(self.engine.model, batch.input_ids_BL, batch.attention_mask_BL)
+        forward = packed_token_logprobs if self._spec.trainer.packing else token_logprobs
+        return forward(self.engine.model, batch.input_ids_BL, batch.attention_mask_BL)
 
     def _batch(self, rows: Sequence[Row]) -> TokenBatch:
         batch = token_batch(rows, self._spec.algorithm.beta, self._spec.tasks.reward).to(self._ranks.device)

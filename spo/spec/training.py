@@ -18,6 +18,7 @@ class TrainerSpec(Section):
     epochs: int = Field(default=1, ge=1, le=100, description="Passes over each batch.")
     minibatches: int = Field(default=1, ge=1, le=1000, description="Optimiser steps per pass over a batch.")
     micro_batch_size: int = Field(default=64, ge=1, le=1_000_000, description="Trajectories per forward, one rank.")
+    packing: bool = Field(default=False, description="Short sequences of a forward share rows, in place of padding.")
     learning_rate: float = Field(default=4e-4, gt=0, le=1)
     adam_betas: tuple[Share, Share] = (0.9, 0.98)
     weight_decay: float = Field(default=0.0, ge=0, le=1)

@@ -14,6 +14,7 @@ from spo.policy_model import (
     encode_response,
     load_policy,
     load_tokenizer,
+    packed_token_logprobs,
     response_logprobs,
     token_logprobs,
 )
@@ -74,6 +75,27 @@ def test_a_padded_batch_equals_a_loop_over_single_sequences(
         found = logprobs_BL[row][mask_BL[row].bool()].tolist()
         assert found == pytest.approx(naive_logprobs(model, sequence), abs=1e-5)
     assert (logprobs_BL[~mask_BL.bool()] == 0).all()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_packed_and_padded_batches_agree_in_numbers_and_gradients(
+    model: LlamaForCausalLM, sequences: list[list[int]], side: str
+) -> None:
+    ids_BL, mask_BL = padded(sequences, side)
+    found, gradients, forwards = [], [], []
+    watch = model.register_forward_hook(lambda _module, _given, output: forwards.append(output.logits.shape[:2]))
+    for forward in (token_logprobs, packed_token_logprobs):
+        model.zero_grad()
+        logprobs_BL = forward(model, ids_BL, mask_BL)
+        (logprobs_BL * torch.arange(ids_BL.shape[1])).sum().backward()
+        found.append(logprobs_BL.detach())
+        gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
+    watch.remove()
+
+    assert torch.allclose(*found, atol=1e-5)
+    assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-3) for one, other in zip(*gradients, strict=True))
+    # 102 tokens in rows of 30.
+    assert forwards == [(7, 30), (4, 30)]
 
 
 def test_gradients_do_not_depend_on_padding(model: LlamaForCausalLM, sequences: list[list[int]]) -> None:
