@@ -15,7 +15,7 @@ from google.rpc import code_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from spo import errors
+from spo import errors, tracing
 from spo.logs import get_logger
 from spo.redis_client import as_spo_error
 from spo.v1 import errors_pb2
@@ -99,17 +99,25 @@ class _TypedErrors(grpc.ServerInterceptor):
             return handler
 
         serialize = handler.response_serializer
+        method = handler_call_details.method
+        trace = next((value for name, value in handler_call_details.invocation_metadata if name == tracing.HEADER), "")
+
+        def answer(request: Any, context: grpc.ServicerContext) -> Any:
+            if not trace:
+                return handler.unary_unary(request, context)
+            with tracing.span(method.rsplit("/", 1)[-1], parent=trace, kind="SERVER"):
+                return handler.unary_unary(request, context)
 
         def behaviour(request: Any, context: grpc.ServicerContext) -> Any:
             try:
-                return handler.unary_unary(request, context)
+                return answer(request, context)
             except errors.SpoError as error:
                 context.abort_with_status(status_of(error))
             except redis.RedisError as error:
-                log.warning("rpc handler failed on Redis", method=handler_call_details.method, reason=str(error)[:500])
+                log.warning("rpc handler failed on Redis", method=method, reason=str(error)[:500])
                 context.abort_with_status(status_of(as_spo_error(error)))
             except Exception as error:
-                log.exception("rpc handler failed", method=handler_call_details.method)
+                log.exception("rpc handler failed", method=method)
                 context.abort_with_status(status_of(errors.InternalError(f"{type(error).__name__}: {error}")))
 
         return grpc.unary_unary_rpc_method_handler(
@@ -191,12 +199,26 @@ class Client:
     ) -> Any:
         """Return the response. Raises the SpoError the server raised, or Unreachable after deadline_seconds.
 
-        With `stop`, for long polls: the call is given up, Unreachable, soon after the event is set.
+        With `stop`, for long polls: the call is given up, Unreachable, soon after the event is set. Within a span the
+        call is a span too.
         """
+        if not tracing.current():
+            return self._call(method, request, deadline_seconds, stop, ())
+        with tracing.span(method, kind="CLIENT", service=self.service) as begun:
+            return self._call(method, request, deadline_seconds, stop, ((tracing.HEADER, begun.header),))
+
+    def _call(
+        self,
+        method: str,
+        request: Any,
+        deadline_seconds: float,
+        stop: threading.Event | None,
+        metadata: tuple[tuple[str, str], ...],
+    ) -> Any:
         try:
             if stop is None:
-                return getattr(self._stub, method)(request, timeout=deadline_seconds)
-            reply = getattr(self._stub, method).future(request, timeout=deadline_seconds)
+                return getattr(self._stub, method)(request, timeout=deadline_seconds, metadata=metadata)
+            reply = getattr(self._stub, method).future(request, timeout=deadline_seconds, metadata=metadata)
             arrived = threading.Event()
             reply.add_done_callback(lambda _: arrived.set())
             while not arrived.wait(PAUSE_SECONDS):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ulid import ULID
 
-from spo import metrics
+from spo import metrics, tracing
 from spo.errors import SpoError
 from spo.logs import MAX_WAITING, Line, configure_logs, get_logger, waiting
 from spo.rpc import Client, RpcServer
@@ -51,6 +51,7 @@ class ServiceProcess:
         configure_logs(self.pool, self.settings.log_level, self.settings.log_format)
         self.server = RpcServer(self.settings.host, self.settings.port, self.rpc_threads)
         self.replica_id = f"{self.pool}-{ULID()}".lower()
+        tracing.configure_traces(self.pool, self.replica_id, self.settings.traces_endpoint)
 
     @property
     def address(self) -> str:
@@ -80,6 +81,7 @@ class ServiceProcess:
             thread.join(self.settings.drain_seconds)
         unfinished = [thread.name for thread in threads if thread.is_alive()]
         self.server.stop(min(5.0, self.settings.drain_seconds))
+        tracing.finish_traces()
         if unfinished:
             log.error("stopped with workers still busy; their entries will be reclaimed", workers=unfinished)
         return 1 if self.failed else 0

@@ -41,6 +41,9 @@ class PlatformSettings(BaseSettings):
     experience_url: str = Field(
         default="", description="Folder or fsspec URL of the experience store; default: experience/ in the state path."
     )
+    traces_endpoint: str = Field(
+        default="", description="OTLP/HTTP collector of traces, http://host:4318; OTEL_EXPORTER_OTLP_ENDPOINT does too."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
 

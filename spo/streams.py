@@ -1,10 +1,10 @@
 """The belt: the only XADD / XREADGROUP / XACK / XAUTOCLAIM of the platform.
 
-An entry is one serialized protobuf message under the field `payload`. Delivery is at least once: an entry stays pending
-until its handler's outcome is written. `hand_on` writes the next hop and acknowledges in one atomic step, and only the
-first of two deliveries can do it, so a redelivered entry never appears twice on the next stream. Work streams are
-never trimmed: trimming deletes pending entries silently. After `max_deliveries` an entry goes to `<stream>:dead` with a
-reason.
+An entry is one serialized protobuf message under the field `payload`; where traces are on, `trace` says which span it
+belongs to. Delivery is at least once: an entry stays pending until its handler's outcome is written. `hand_on` writes
+the next hop and acknowledges in one atomic step, and only the first of two deliveries can do it, so a redelivered entry
+never appears twice on the next stream. Work streams are never trimmed: trimming deletes pending entries silently. After
+`max_deliveries` an entry goes to `<stream>:dead` with a reason.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import redis
@@ -25,11 +25,12 @@ log = get_logger("streams")
 
 MAX_DELIVERIES = 5
 
-# KEYS: source stream, next stream or ''.  ARGV: group, entry id, payload for the next stream.
+# KEYS: source stream, next stream.  ARGV: group, entry id, payload for the next stream, its trace.
 # Returns 1 when this call finished the entry, 0 when another delivery had finished it before.
 _FINISH = """
 if redis.call('XACK', KEYS[1], ARGV[1], ARGV[2]) == 0 then return 0 end
-if KEYS[2] then redis.call('XADD', KEYS[2], '*', 'payload', ARGV[3]) end
+if ARGV[4] ~= '' then redis.call('XADD', KEYS[2], '*', 'payload', ARGV[3], 'trace', ARGV[4])
+else redis.call('XADD', KEYS[2], '*', 'payload', ARGV[3]) end
 redis.call('XDEL', KEYS[1], ARGV[2])
 return 1
 """
@@ -45,11 +46,12 @@ return 1
 
 @dataclass(frozen=True)
 class Entry:
-    """One delivery of a stream entry; deliveries counts from 1."""
+    """One delivery of a stream entry; deliveries counts from 1, trace is a traceparent or ""."""
 
     entry_id: str
     payload: bytes
     deliveries: int
+    trace: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,10 @@ def publish(client: redis.Redis, stream: str, payloads: Sequence[bytes]) -> None
         pipe.execute()
 
 
-def append_words(stream: str, payload: bytes) -> tuple[str | bytes, ...]:
+def append_words(stream: str, payload: bytes, trace: str = "") -> tuple[str | bytes, ...]:
     """The command that appends one message, for writers whose append is part of a larger atomic step."""
-    return "XADD", stream, "*", "payload", payload
+    words = ("XADD", stream, "*", "payload", payload)
+    return (*words, "trace", trace) if trace else words
 
 
 def depth(client: redis.Redis, stream: str, group: str) -> StreamDepth:
@@ -134,9 +137,13 @@ class Consumer:
                 self.stream, self.group, self.name, 0, [entry.entry_id for entry in entries], justid=True
             )
 
-    def hand_on(self, entry: Entry, next_stream: str, payload: bytes) -> bool:
-        """Write the next hop, acknowledge and delete, atomically; False if another delivery did so before."""
-        return bool(self.client.eval(_FINISH, 2, self.stream, next_stream, self.group, entry.entry_id, payload))
+    def hand_on(self, entry: Entry, next_stream: str, payload: bytes, trace: str = "") -> bool:
+        """Write the next hop, acknowledge and delete, atomically; False if another delivery did so before.
+
+        The next hop belongs to the span `trace`, else to the entry's.
+        """
+        arguments = (self.group, entry.entry_id, payload, trace or entry.trace)
+        return bool(self.client.eval(_FINISH, 2, self.stream, next_stream, *arguments))
 
     def finish(self, entries: Sequence[Entry]) -> None:
         """Acknowledge and delete entries whose effect has been written elsewhere."""
@@ -186,7 +193,7 @@ class Consumer:
         for entry in entries:
             pending: Any = self.client.xpending_range(self.stream, self.group, entry.entry_id, entry.entry_id, 1)
             deliveries = int(pending[0]["times_delivered"]) if pending else 1
-            counted = Entry(entry.entry_id, entry.payload, deliveries)
+            counted = replace(entry, deliveries=deliveries)
             if deliveries > self.max_deliveries:
                 self.bury(counted, f"not finished in {self.max_deliveries} deliveries")
             else:
@@ -200,7 +207,7 @@ def _flat(entries: Any) -> list[Any]:
 
 def _entry(raw: Any, deliveries: int) -> Entry:
     entry_id, fields = raw
-    return Entry(entry_id.decode(), fields[b"payload"], deliveries)
+    return Entry(entry_id.decode(), fields[b"payload"], deliveries, fields.get(b"trace", b"").decode())
 
 
 def consume(

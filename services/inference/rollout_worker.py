@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from services.inference.replica import Replica
 from services.inference.rollouts import StartedGroup, start_group
 from services.inference.settings import Settings
-from spo import redis_keys
+from spo import redis_keys, tracing
 from spo.errors import SpoError
 from spo.logs import get_logger
 from spo.streams import Consumer, Entry
@@ -35,6 +35,7 @@ class InHand:
     consumer: Consumer
     entry: Entry
     started: StartedGroup
+    span: tracing.Span
 
 
 class RolloutWorker:
@@ -116,7 +117,8 @@ class RolloutWorker:
         except SpoError as error:
             self._give_up(consumer, entry, error)
             return
-        held = InHand(consumer, entry, started)
+        span = _span(entry, started)
+        held = InHand(consumer, entry, started, span)
         with self._lock:
             self._in_hand[entry.entry_id] = held
         started.future.add_done_callback(lambda _: self._finished.put(held))
@@ -124,13 +126,16 @@ class RolloutWorker:
     def _finish(self, held: InHand) -> None:
         try:
             rollouts = held.started.result(timeout_seconds=0)
-            held.consumer.hand_on(held.entry, redis_keys.rollouts(), rollouts.SerializeToString())
+            held.span.note(tokens=sum(len(each.response_token_ids) for each in rollouts.trajectories))
+            held.consumer.hand_on(held.entry, redis_keys.rollouts(), rollouts.SerializeToString(), held.span.header)
+            held.span.end()
         except redis.RedisError as error:
             log.warning("cannot write rollouts; trying again", reason=str(error))
             time.sleep(BLOCK_SECONDS)
             self._finished.put(held)
             return
         except SpoError as error:
+            held.span.end(error.code)
             self._give_up(held.consumer, held.entry, error)
         with self._lock:
             del self._in_hand[held.entry.entry_id]
@@ -151,3 +156,12 @@ class RolloutWorker:
                 consumer.keep_alive([each.entry for each in held if each.consumer is consumer])
             except redis.RedisError as error:
                 log.warning("keep-alive failed; will try again", reason=str(error))
+
+
+def _span(entry: Entry, started: StartedGroup) -> tracing.Span:
+    group = started.request
+    if not entry.trace:
+        return tracing.Span()
+    return tracing.begin(
+        "sample", parent=entry.trace, kind="CONSUMER", run=group.run_id, group=group.group_id, delivery=entry.deliveries
+    )

@@ -16,7 +16,7 @@ from services.orchestrator.leases import now_ms
 from services.orchestrator.seeds import seed_of
 from services.orchestrator.states import JobState
 from services.orchestrator.task_sets import TaskLibrary, prompt_of
-from spo import redis_keys
+from spo import redis_keys, tracing
 from spo.algorithm.replay_sampling import value_spread
 from spo.errors import PreconditionFailed, SpoError
 from spo.job_spec import JobSpec
@@ -100,9 +100,11 @@ class Feeder:
         cursor = redis_keys.feeder_cursor(job_id)
         position = int(self.jobs.client.hget(cursor, _POSITION) or 0)
         course = self._course(job_id, spec)
+        dispatched = [_group(job_id, spec, course, number) for number in range(position, position + groups)]
+        spans = [_span(group) for group in dispatched]
         writes: list[Write] = [
-            append_words(redis_keys.prompts(job_id), _group(job_id, spec, course, number))
-            for number in range(position, position + groups)
+            append_words(redis_keys.prompts(job_id), group.SerializeToString(), span.header)
+            for group, span in zip(dispatched, spans, strict=True)
         ]
         outcome = Commit(
             job_id,
@@ -110,7 +112,11 @@ class Feeder:
             guard=Guard(cursor, _POSITION, str(position) if position else ""),
             writes=[*writes, ("HSET", cursor, _POSITION, position + groups)],
         ).run(self.jobs.client, durable=False)
-        return groups if outcome.done else 0
+        if not outcome.done:
+            return 0
+        for span in spans:
+            span.end()
+        return groups
 
     def _course(self, job_id: str, spec: JobSpec) -> Course:
         if job_id not in self._courses:
@@ -151,9 +157,22 @@ def groups_on_belt(client: redis.Redis, run_id: str) -> int:
         return sum(map(int, pipe.execute()))
 
 
-def _group(job_id: str, spec: JobSpec, course: Course, number: int) -> bytes:
+def _span(group: PromptGroup) -> tracing.Span:
+    """The first span of the group's trace; one that never ends is never told."""
+    return tracing.begin(
+        "dispatch",
+        ids=tracing.group_ids(group.run_id, group.group_id),
+        kind="PRODUCER",
+        run=group.run_id,
+        group=group.group_id,
+        prompt=group.prompt.prompt_id,
+        samples=group.sampling.samples,
+    )
+
+
+def _group(job_id: str, spec: JobSpec, course: Course, number: int) -> PromptGroup:
     low, high = spec.rollout.temperature_range
-    group = PromptGroup(
+    return PromptGroup(
         group_id=f"{job_id}-{number}",
         run_id=job_id,
         prompt=prompt_of(course.at(number), spec),
@@ -168,4 +187,3 @@ def _group(job_id: str, spec: JobSpec, course: Course, number: int) -> bytes:
         source=SOURCE_ONLINE,
         dispatched_unix_ms=now_ms(),
     )
-    return group.SerializeToString()

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import redis
@@ -14,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from services.replay_buffer.admission import check_judged, check_scored
 from services.replay_buffer.store import ReplayStore
-from spo import metrics
+from spo import metrics, tracing
 from spo.errors import InvalidInput
 from spo.logs import get_logger
 from spo.redis_client import as_spo_error, refuses_writes
@@ -58,22 +59,30 @@ class IngestWorker:
         """
         with keep_alive_while(lambda: self.consumer.keep_alive(entries), self.consumer.reclaim_after_seconds / 4):
             by_run: dict[str, list[Trajectory]] = defaultdict(list)
+            spans: dict[str, list[tracing.Span]] = defaultdict(list)
             for entry in entries:
                 group = _decode(entry.payload)
                 by_run[group.request.run_id] += group.trajectories
+                spans[group.request.run_id] += _spans(entry, group)
             refusals = [
-                refusal for run_id, trajectories in by_run.items() for refusal in self._enter(run_id, trajectories)
+                refusal
+                for run_id, trajectories in by_run.items()
+                for refusal in self._enter(run_id, trajectories, spans[run_id])
             ]
             if refusals:
                 raise refusals[0]
             self.consumer.finish(entries)
+            for span in (each for begun in spans.values() for each in begun):
+                span.end()
 
-    def _enter(self, run_id: str, trajectories: Sequence[Trajectory]) -> list[InvalidInput]:
+    def _enter(
+        self, run_id: str, trajectories: Sequence[Trajectory], spans: Sequence[tracing.Span]
+    ) -> list[InvalidInput]:
         """Score and store what is sound; returns why the rest is refused."""
         spec = self.store.spec(run_id)
         judged, refusals = _sort_out(trajectories, lambda each: check_judged(run_id, spec, each))
         if spec.trainer.reference == "cached" and judged:
-            self._add_reference_logprobs(run_id, judged)
+            self._add_reference_logprobs(run_id, judged, spans)
         scored, more_refusals = _sort_out(judged, lambda each: check_scored(spec, each))
         self._append_patiently(run_id, scored)
         metrics.REPLAY_INSERTS.labels(result="refused").inc(len(refusals + more_refusals))
@@ -97,8 +106,12 @@ class IngestWorker:
                 if self._stop.wait(FULL_PAUSE_SECONDS):
                     raise as_spo_error(error) from None
 
-    def _add_reference_logprobs(self, run_id: str, trajectories: Sequence[Trajectory]) -> None:
+    def _add_reference_logprobs(
+        self, run_id: str, trajectories: Sequence[Trajectory], spans: Sequence[tracing.Span]
+    ) -> None:
         """Ask value-estimation for log pi0 of every response token, all trajectories in one call.
+
+        Each group's trace says how long that took; the call itself is in the first one's.
 
         There is nothing else to do while it is away: the entries are kept alive and the belt fills up behind them, so
         the feeder stops. Leaving them for redelivery instead would use up their deliveries.
@@ -110,9 +123,13 @@ class IngestWorker:
                 for each in trajectories
             ],
         )
-        response: ComputeReferenceLogprobsResponse = self.values.call_patiently(
-            "ComputeReferenceLogprobs", request, self.deadline_seconds, patience_seconds=math.inf, stop=self._stop
-        )
+        scoring = [tracing.begin("reference log-probs", parent=each.header, groups=len(spans)) for each in spans]
+        with tracing.within(scoring[0]) if scoring else nullcontext():
+            response: ComputeReferenceLogprobsResponse = self.values.call_patiently(
+                "ComputeReferenceLogprobs", request, self.deadline_seconds, patience_seconds=math.inf, stop=self._stop
+            )
+        for span in scoring:
+            span.end()
         now = int(time.time() * 1000)
         for trajectory, scored in zip(trajectories, response.sequences, strict=True):
             trajectory.reference_logprobs[:] = scored.logprobs
@@ -139,3 +156,11 @@ def _decode(payload: bytes) -> RolloutGroup:
         return RolloutGroup.FromString(payload)
     except DecodeError as error:
         raise InvalidInput(f"not a RolloutGroup: {error}", code="malformed_entry") from None
+
+
+def _spans(entry: Entry, group: RolloutGroup) -> list[tracing.Span]:
+    if not entry.trace:
+        return []
+    begun = tracing.begin("ingest", parent=entry.trace, kind="CONSUMER")
+    begun.note(run=group.request.run_id, group=group.request.group_id, trajectories=len(group.trajectories))
+    return [begun]

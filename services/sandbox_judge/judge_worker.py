@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 
 from services.sandbox_judge.docket import Batch, Docket
 from services.sandbox_judge.settings import Settings
-from spo import redis_keys
+from spo import redis_keys, tracing
 from spo.errors import InvalidInput
 from spo.job_spec import RewardSpec
 from spo.reward import needs_all_tests, reward_of
@@ -41,10 +41,12 @@ class JudgeWorker:
     def _judge(self, entries: list[Entry]) -> None:
         with keep_alive_while(lambda: self.consumer.keep_alive(entries), self.settings.reclaim_seconds / 4):
             groups = [_decode(entry) for entry in entries]
+            spans = [_span(entry, group) for entry, group in zip(entries, groups, strict=True)]
             batches = [self._submit(group) for group in groups]
-            for entry, group, batch in zip(entries, groups, batches, strict=True):
+            for entry, group, batch, span in zip(entries, groups, batches, spans, strict=True):
                 _set_verdicts(group, batch, self._reward(group))
-                self.consumer.hand_on(entry, redis_keys.verdicts(), group.SerializeToString())
+                self.consumer.hand_on(entry, redis_keys.verdicts(), group.SerializeToString(), span.header)
+                span.end()
 
     def _submit(self, group: RolloutGroup) -> Batch:
         prompt = group.request.prompt
@@ -66,6 +68,16 @@ def _decode(entry: Entry) -> RolloutGroup:
         return RolloutGroup.FromString(entry.payload)
     except DecodeError as error:
         raise InvalidInput(f"not a RolloutGroup: {error}") from error
+
+
+def _span(entry: Entry, group: RolloutGroup) -> tracing.Span:
+    if not entry.trace:
+        return tracing.Span()
+    request = group.request
+    programs = len(group.trajectories)
+    return tracing.begin(
+        "judge", parent=entry.trace, kind="CONSUMER", run=request.run_id, group=request.group_id, programs=programs
+    )
 
 
 def _set_verdicts(group: RolloutGroup, batch: Batch, reward: RewardSpec) -> None:

@@ -68,6 +68,12 @@ class Replay:
         ]
 
 
+def groups_of(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Run id and group id of what the policy sampled during the run: the groups that were dispatched."""
+    sampled = (row.trajectory for row in rows if row.trajectory.source == SOURCE_ONLINE)
+    return [(each.run_id, each.group_id) for each in sampled]
+
+
 def faults(rows: Sequence[Row], *, cached_reference: bool, behaviour: bool) -> dict[str, str]:
     """Trajectory id -> why no loss may be computed from it; empty when the batch is sound.
 

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from services.trainer.batches import Replay, Row, faults
+from services.trainer.batches import Replay, Row, faults, groups_of
 from services.trainer.checkpoints import Progress
 from services.trainer.guard import Guard
 from services.trainer.lease import TRANSIENT, Lease
 from services.trainer.settings import Settings
 from services.trainer.shares import Minibatch
 from services.trainer.step_metrics import batch_metrics
+from spo import tracing
 from spo.errors import Conflict, InternalError, LeaseLost, SpoError
 from spo.job_spec import JobSpec
 from spo.logs import get_logger
@@ -76,6 +77,7 @@ class Conductor:
         self._quarantined_in_a_row = 0
         self._guard = Guard(spec.collapse_guard)
         self._held = False
+        self._span = tracing.Span()
         # Qhat_0 under the reference in force, and which version that is.
         self._values: tuple[int, Mapping[str, float]] = (0, {})
 
@@ -143,7 +145,9 @@ class Conductor:
         step = progress.step + 1
         try:
             refreshed = self._values_under(progress.reference_version)
-            rows = self._replay.sample(step, progress.weight_version, self._settings.batch_wait_seconds, refreshed)
+            with tracing.span("draw batch", run=self.lease.grant.run_id, step=step) as drawn:
+                rows = self._replay.sample(step, progress.weight_version, self._settings.batch_wait_seconds, refreshed)
+                drawn.link(groups_of(rows))
         except TRANSIENT as error:
             waited_seconds = time.monotonic() - self._wanted_since
             if isinstance(error, InternalError) and waited_seconds > self._settings.patience_seconds:
@@ -156,6 +160,8 @@ class Conductor:
             return Order("wait")
         except SpoError as error:
             return self._end(Ending("no batch", True, error.code, f"step {step}: {error.message}"))
+        self._span = tracing.begin("train step", parent=drawn.header, run=self.lease.grant.run_id, step=step)
+        self._span.link(groups_of(rows))
         self._wait_seconds = time.monotonic() - self._wanted_since
         TRAINER_WAIT_SECONDS.observe(self._wait_seconds)
         found = faults(
@@ -178,6 +184,7 @@ class Conductor:
         """Report an applied step. learned: what the ranks measured."""
         seconds = time.monotonic() - self._order_began
         TRAINER_STEP_SECONDS.observe(seconds)
+        self._span.end()
         self._quarantined_in_a_row = 0
         measured = {**batch_metrics(rows, progress.weight_version), **learned}
         alarms = self._guard.look(progress.step, measured)
@@ -194,6 +201,7 @@ class Conductor:
         ids = [row.trajectory.trajectory_id for row in rows]
         log.error("a batch is quarantined; it changes no weights", step=step, reason=reason, trajectories=ids)
         self._quarantined_in_a_row += 1
+        self._span.end("quarantined")
         self.lease.report_quarantine(step, self._reported({"quarantined": float(len(rows))}), reason, ids)
         if self._quarantined_in_a_row >= self._settings.max_quarantined:
             message = f"{self._quarantined_in_a_row} batches in a row were unusable; the last: {reason}"
