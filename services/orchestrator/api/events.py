@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Annotated, Any
 
-import redis.asyncio
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
-from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 
 from services.orchestrator import schemas
 from services.orchestrator.api.answers import DeskOf, JobId, Limit
+from services.orchestrator.api.live import EventStream, LiveEvents
 from services.orchestrator.desk import Desk
-from services.orchestrator.jobs import Event, event_of
-from services.orchestrator.states import TERMINAL
-from spo import redis_keys
 
 router = APIRouter(prefix="/v1/jobs", tags=["events"])
-
-HEARTBEAT_SECONDS = 15
-BLOCK_MS = 1000
-BATCH = 200
 
 
 @router.get(
@@ -46,9 +35,8 @@ async def events(
     await run_in_threadpool(desk.jobs.state, job_id)
     if "text/event-stream" not in accept:
         return JSONResponse(await run_in_threadpool(_history, desk, job_id, after_seq, limit))
-    start = int(last_event_id) if last_event_id is not None else after_seq
-    stream = _follow(request.app.state.redis, desk, job_id, start)
-    return EventSourceResponse(stream, ping=HEARTBEAT_SECONDS, headers={"Cache-Control": "no-store"})
+    live: LiveEvents = request.app.state.live
+    return EventStream(live.follow(job_id, int(last_event_id) if last_event_id is not None else after_seq))
 
 
 def _history(desk: Desk, job_id: str, after_seq: int, limit: int) -> dict[str, Any]:
@@ -57,26 +45,3 @@ def _history(desk: Desk, job_id: str, after_seq: int, limit: int) -> dict[str, A
         "items": [asdict(event) for event in found],
         "next_cursor": str(found[-1].seq) if len(found) == limit else None,
     }
-
-
-async def _follow(client: redis.asyncio.Redis, desk: Desk, job_id: str, seq: int) -> AsyncIterator[ServerSentEvent]:
-    key = redis_keys.job_events(job_id)
-    while not desk.stop.is_set():
-        try:
-            replies: Any = await client.xread({key: f"{seq}-0"}, count=BATCH, block=BLOCK_MS)
-        except redis.RedisError:
-            # The listener keeps its connection; it misses nothing, the next read goes on after `seq`.
-            await asyncio.sleep(1)
-            continue
-        for event in _decode(replies):
-            seq = event.seq
-            yield ServerSentEvent(json.dumps(asdict(event)), id=str(event.seq))
-            if event.kind == "state" and event.body["to"] in TERMINAL:
-                return
-
-
-def _decode(replies: Any) -> list[Event]:
-    # Under RESP2 the reply is a list of pairs, under RESP3 a mapping.
-    batches = replies.values() if isinstance(replies, dict) else [entries for _, entries in replies or []]
-    flat = (entries[0] if entries and isinstance(entries[0], list) else entries for entries in batches)
-    return [event_of(entry) for entries in flat for entry in entries]

@@ -33,11 +33,8 @@ UPLOAD_FORMATS: dict[str, UploadFormat] = {
     "application/x-ndjson": "jsonl",
     "application/vnd.apache.parquet": "parquet",
 }
-_UPLOAD: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {kind: {"schema": {"type": "string", "format": "binary"}} for kind in UPLOAD_FORMATS},
-    }
+_FILES: dict[str, Any] = {
+    "content": {kind: {"schema": {"type": "string", "format": "binary"}} for kind in UPLOAD_FORMATS}
 }
 RunName = Annotated[str | None, Query(pattern=RUN_PATTERN, description="A job's id or a name.")]
 TaskSet = Annotated[str | None, Query(max_length=200)]
@@ -109,7 +106,7 @@ class Prune(Chosen):
     dry_run: bool = False
 
 
-@router.post("/import", status_code=201, openapi_extra=_UPLOAD)
+@router.post("/import", status_code=201, openapi_extra={"requestBody": {"required": True, **_FILES}})
 async def import_experience(
     request: Request,
     desk: DeskOf,
@@ -149,7 +146,7 @@ async def import_experience(
     return await run_in_threadpool(carry_out)
 
 
-@router.post("/export")
+@router.post("/export", response_class=StreamingResponse, responses={200: _FILES})
 def export_experience(desk: DeskOf, caller: CallerOf, wish: Export) -> StreamingResponse:
     """The chosen trajectories as JSONL, a column per field, or as one Parquet file of the store's own format."""
     part = stored.Part(caller.sees_tenant, wish.run, wish.task_set)
