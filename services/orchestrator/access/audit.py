@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import redis
+from pydantic import BaseModel
 
 from services.orchestrator import desk_keys
 from services.orchestrator.commit import timestamp
@@ -15,8 +15,7 @@ from spo.records import append_record
 KEPT_ENTRIES = 1_000_000
 
 
-@dataclass(frozen=True)
-class AuditEntry:
+class AuditRecord(BaseModel):
     """One request that changed something or was refused."""
 
     entry_id: str
@@ -48,7 +47,7 @@ class AuditLog:
         }
         append_record(self.client, desk_keys.audit_log(), fields, KEPT_ENTRIES)
 
-    def page(self, cursor: str, limit: int) -> tuple[list[AuditEntry], str | None]:
+    def page(self, cursor: str, limit: int) -> tuple[list[AuditRecord], str | None]:
         """Entries, newest first, and where the next page begins."""
         newest = f"({cursor}" if cursor else "+"
         found: Any = self.client.xrevrange(desk_keys.audit_log(), max=newest, count=limit)
@@ -56,6 +55,6 @@ class AuditLog:
         return entries, entries[-1].entry_id if len(entries) == limit else None
 
 
-def _entry(entry_id: str, fields: dict[bytes, bytes]) -> AuditEntry:
+def _entry(entry_id: str, fields: dict[bytes, bytes]) -> AuditRecord:
     words = {name.decode(): value.decode() for name, value in fields.items()}
-    return AuditEntry(entry_id=entry_id, **{**words, "status": int(words["status"])})  # type: ignore[arg-type]
+    return AuditRecord.model_validate({"entry_id": entry_id, **words})

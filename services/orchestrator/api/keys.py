@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query
 from pydantic import BaseModel, ConfigDict, Field
 
+from services.orchestrator.access.audit import AuditRecord
 from services.orchestrator.access.callers import Scope
 from services.orchestrator.access.keys import ApiKey
 from services.orchestrator.api.answers import DeskOf, Limit
@@ -53,17 +54,6 @@ class Keys(BaseModel):
     items: list[Key]
 
 
-class AuditRecord(BaseModel):
-    entry_id: str
-    at: str
-    caller: str
-    tenant: str
-    method: str
-    path: str
-    status: int
-    request_id: str
-
-
 class AuditPage(BaseModel):
     items: list[AuditRecord]
     next_cursor: str | None
@@ -98,7 +88,7 @@ def audit(
 ) -> AuditPage:
     """Changes and refusals, newest first; the last million are kept."""
     entries, next_cursor = desk.audit.page(cursor, limit)
-    return AuditPage(items=[AuditRecord(**asdict(entry)) for entry in entries], next_cursor=next_cursor)
+    return AuditPage(items=entries, next_cursor=next_cursor)
 
 
 def _shown(key: ApiKey) -> dict[str, Any]:
