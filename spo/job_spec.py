@@ -54,6 +54,12 @@ class JobSpec(Section):
 
     name: str = Field(default="job", min_length=1, max_length=200)
     labels: dict[str, Annotated[str, Field(max_length=500)]] = Field(default_factory=dict, max_length=64)
+    priority: int = Field(
+        default=1,
+        ge=1,
+        le=100,
+        description="Place in the queue, and share of the inference replicas beside other jobs.",
+    )
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
     model: ModelSpec
     tasks: TasksSpec = TasksSpec()

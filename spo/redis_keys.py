@@ -145,7 +145,7 @@ def scale() -> str:
 
 
 def replicas() -> str:
-    """Hash: replica id -> serialized HeartbeatRequest plus time. Orchestrator."""
+    """Hash: replica id -> time and serialized HeartbeatRequest. Orchestrator; read by whoever asks inference."""
     return "spo:orchestrator:replicas"
 
 

@@ -143,7 +143,8 @@ class RolloutWorker:
 
     def _give_up(self, consumer: Consumer, entry: Entry, error: SpoError) -> None:
         """Bury what can never work; leave the rest pending, to be delivered again."""
-        if error.retryable:
+        # Read just before this replica was given to another run: the run's next replica takes it.
+        if error.retryable or error.code == "other_run":
             log.warning("group left for redelivery", entry=entry.entry_id, reason=str(error))
         else:
             consumer.bury(entry, str(error))

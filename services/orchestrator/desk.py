@@ -15,6 +15,7 @@ from services.orchestrator.examinations import Examinations
 from services.orchestrator.feeder import Feeder
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import Leases
+from services.orchestrator.places import Places
 from services.orchestrator.references import ReferenceRefresh
 from services.orchestrator.replicas import Replicas
 from services.orchestrator.retirement import Retirement
@@ -22,12 +23,13 @@ from services.orchestrator.runner import JobRunner
 from services.orchestrator.scale import Scale
 from services.orchestrator.scoring import Scorer
 from services.orchestrator.settings import Settings
+from services.orchestrator.sharing import Sharing
 from services.orchestrator.task_sets import TaskLibrary
 from services.orchestrator.value_progress import ValueProgress
 from services.orchestrator.weights import WeightVersions
 from spo.experience.store import ExperienceStore
+from spo.inference_client import InferenceClient
 from spo.rpc import Client
-from spo.v1.inference_service_pb2_grpc import InferenceServiceStub
 from spo.v1.judge_service_pb2_grpc import JudgeServiceStub
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
 from spo.v1.value_service_pb2_grpc import ValueServiceStub
@@ -44,7 +46,7 @@ class Desk:
 
     def __post_init__(self) -> None:
         settings = self.settings
-        self.inference = Client("inference", settings.inference_address, InferenceServiceStub)
+        self.inference = InferenceClient(settings.inference_address, self.redis)
         self.judge = Client("sandbox-judge", settings.sandbox_judge_address, JudgeServiceStub)
         self.replay = Client("replay-buffer", settings.replay_buffer_address, ReplayServiceStub)
         self.values = Client("value-estimation", settings.value_estimation_address, ValueServiceStub)
@@ -54,6 +56,8 @@ class Desk:
         self.jobs = JobStore(self.redis, settings.durable_writes)
         self.leases = Leases(self.jobs, settings.state_path, settings.lease_seconds, self.stop)
         self.replicas = Replicas(self.jobs, settings.replica_silence_seconds)
+        self.sharing = Sharing(self.jobs, self.replicas)
+        self.places = Places(self.jobs, self.replicas, settings.max_running_jobs)
         self.value_progress = ValueProgress(self.redis)
         self.weights = WeightVersions(self.jobs)
         self.retirement = Retirement(self.jobs, settings.state_path)
@@ -61,8 +65,8 @@ class Desk:
         self.alarms = Alarms(self.jobs, self.weights)
         self.feeder = Feeder(self.jobs, self.library, self.replay)
         scorer = Scorer(self.inference, self.judge, settings.evaluation_requests)
-        self.evaluator = Evaluator(self.jobs, self.library, self.weights, scorer)
-        self.examinations = Examinations(self.jobs, self.library, self.weights, scorer)
+        self.evaluator = Evaluator(self.jobs, self.library, self.weights, scorer, self.sharing)
+        self.examinations = Examinations(self.jobs, self.library, self.weights, scorer, self.sharing)
         self.references = ReferenceRefresh(self.jobs, self.library, self.weights)
         self.runner = JobRunner(
             self.jobs,
@@ -73,6 +77,8 @@ class Desk:
             self.judge,
             settings,
             self.references,
+            self.places,
+            self.sharing,
         )
 
     def close(self) -> None:

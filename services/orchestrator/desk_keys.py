@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from spo.redis_keys import digest
+
 
 def tenant_jobs(tenant: str) -> str:
     """Sorted set: the tenant's job ids by creation time (unix ms). Orchestrator."""
     return f"spo:orchestrator:tenant:{tenant}:jobs"
 
 
-def tenant_jobs_in_state(tenant: str, state: str) -> str:
-    """Sorted set: the tenant's job ids in one state, made for a listing and soon gone. Orchestrator."""
-    return f"spo:orchestrator:tenant:{tenant}:jobs:{state}"
+def labelled_jobs(label: str) -> str:
+    """Sorted set: ids of jobs with a label, `key` or `key:value`, by creation time (unix ms). Orchestrator."""
+    return f"spo:orchestrator:label:{digest(label)}:jobs"
+
+
+def listing(indexes_digest: str) -> str:
+    """Sorted set: job ids that several of the sets above share, made for a listing and soon gone. Orchestrator."""
+    return f"spo:orchestrator:listing:{indexes_digest}"
 
 
 def api_keys() -> str:
@@ -31,6 +38,16 @@ def retired_jobs() -> str:
 def open_examinations() -> str:
     """Sorted set, all scores 0: ids of evaluations asked for and not yet ended, oldest first. Orchestrator."""
     return "spo:orchestrator:open_examinations"
+
+
+def resuming() -> str:
+    """Sorted set: paused jobs that wait for a place to go on, by creation time (unix ms). Orchestrator."""
+    return "spo:orchestrator:resuming"
+
+
+def assignments() -> str:
+    """Hash: id of a live inference replica -> the run it is to serve, "" for none. Orchestrator."""
+    return "spo:orchestrator:assignments"
 
 
 def job_logs(job_id: str) -> str:

@@ -14,6 +14,7 @@ from services.orchestrator.commit import Guard, timestamp
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.scoring import Exam, Scorer, Stopped, summary
 from services.orchestrator.series import evaluation_results
+from services.orchestrator.sharing import Sharing
 from services.orchestrator.states import JobState
 from services.orchestrator.task_sets import TaskLibrary
 from services.orchestrator.weights import WeightVersions
@@ -38,25 +39,33 @@ class Due:
 class Evaluator:
     """Runs one evaluation at a time, beside training; results are keyed by step, so a repeated one changes nothing."""
 
-    def __init__(self, jobs: JobStore, library: TaskLibrary, weights: WeightVersions, scorer: Scorer) -> None:
+    def __init__(
+        self, jobs: JobStore, library: TaskLibrary, weights: WeightVersions, scorer: Scorer, sharing: Sharing
+    ) -> None:
         self.jobs = jobs
         self.library = library
         self.weights = weights
         self.scorer = scorer
+        self.sharing = sharing
 
     def run(self, stop: threading.Event) -> None:
         """Evaluate whatever is due until stop; a failed evaluation is tried again."""
         while not stop.is_set():
             try:
                 for job_id in self.jobs.in_states(EVALUATED):
-                    due = self.due(job_id)
-                    if due is not None:
-                        self.evaluate(job_id, due, stop)
-            except Stopped:
-                continue
+                    self._evaluate_due(job_id, stop)
             except (SpoError, redis.RedisError) as error:
                 log.warning("evaluation will be tried again", reason=str(error))
             stop.wait(POLL_SECONDS)
+
+    def _evaluate_due(self, job_id: str, stop: threading.Event) -> None:
+        due = None if self.sharing.left_out(job_id) else self.due(job_id)
+        if due is None:
+            return
+        try:
+            self.evaluate(job_id, due, stop)
+        except Stopped:
+            log.info("an evaluation is left for later", job=job_id, step=due.step)
 
     def due(self, job_id: str) -> Due | None:
         """The evaluation to do next, or None: step 0, then the newest version of a new interval, and the final one."""
@@ -81,7 +90,7 @@ class Evaluator:
         problems = self.library.load(spec.tasks).evaluation
         exam = Exam(f"evaluation-{due.step}", job_id, due.version, spec, spec.evaluation, problems)
         began = time.monotonic()
-        scores = self.scorer.score(exam, _still_wanted(self.jobs, job_id, stop))
+        scores = self.scorer.score(exam, self._still_wanted(job_id, stop))
         seconds = round(time.monotonic() - began, 2)
         result = {"step": due.step, **summary(exam, scores), "seconds": seconds, "at": timestamp()}
         key = redis_keys.evaluations(job_id)
@@ -90,9 +99,9 @@ class Evaluator:
         self.jobs.once(job_id, Guard(key, str(due.step)), "evaluation", brief, writes)
         log.info("evaluated", job=job_id, step=due.step, version=due.version, seconds=seconds)
 
+    def _still_wanted(self, job_id: str, stop: threading.Event) -> Callable[[], bool]:
+        def wanted() -> bool:
+            going_on = self.jobs.state(job_id) in (*EVALUATED, JobState.PAUSING)
+            return not stop.is_set() and going_on and not self.sharing.left_out(job_id)
 
-def _still_wanted(jobs: JobStore, job_id: str, stop: threading.Event) -> Callable[[], bool]:
-    def wanted() -> bool:
-        return not stop.is_set() and jobs.state(job_id) in (*EVALUATED, JobState.PAUSING, JobState.PAUSED)
-
-    return wanted
+        return wanted

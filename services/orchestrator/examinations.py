@@ -1,6 +1,6 @@
 """Evaluations that somebody asks for: any weight version of a job on any task set, whatever became of the job.
 
-One at a time, when no other job is active: the replicas serve one run, and training goes first.
+One at a time, when its run has replicas anyway or no job wants any: training goes first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from services.orchestrator import desk_keys
 from services.orchestrator.commit import timestamp
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.scoring import Exam, Scorer, Stopped, summary, upload_tests
-from services.orchestrator.states import ACTIVE
+from services.orchestrator.sharing import SERVED, Sharing
 from services.orchestrator.task_sets import TaskLibrary
 from services.orchestrator.weights import WeightVersions
 from spo import redis_keys
@@ -56,11 +56,14 @@ class Examination:
 class Examinations:
     """Asked for by the API, carried out by `run`."""
 
-    def __init__(self, jobs: JobStore, library: TaskLibrary, weights: WeightVersions, scorer: Scorer) -> None:
+    def __init__(
+        self, jobs: JobStore, library: TaskLibrary, weights: WeightVersions, scorer: Scorer, sharing: Sharing
+    ) -> None:
         self.jobs = jobs
         self.library = library
         self.weights = weights
         self.scorer = scorer
+        self.sharing = sharing
 
     def ask(self, job_id: str, version: int, tasks: TasksSpec | None, protocol: EvaluationSpec) -> Examination:
         """Queue an examination. Raises InvalidInput by field, NotFound."""
@@ -166,7 +169,8 @@ class Examinations:
         return summary(exam, self.scorer.score(exam, wanted))
 
     def _has_its_turn(self, job_id: str) -> bool:
-        return self.jobs.in_states(ACTIVE)[:1] in ([], [job_id])
+        """When its run has replicas of its own, or no job wants any."""
+        return not self.jobs.in_states(SERVED) or bool(self.sharing.serving(job_id))
 
     def _store(self, examination: Examination) -> None:
         open_ones = desk_keys.open_examinations()

@@ -14,6 +14,7 @@ from ulid import ULID
 
 from services.orchestrator import desk_keys
 from services.orchestrator.commit import Commit, Fence, Guard, Outcome, Write, timestamp
+from services.orchestrator.listing import JobFilter, Page, label_writes, page_of_jobs
 from services.orchestrator.states import TERMINAL, TRANSITIONS, JobState, Verb, fold, may_become, refuse
 from spo import redis_keys
 from spo.errors import InvalidInput, LeaseLost, NotFound
@@ -23,7 +24,6 @@ from spo.logs import get_logger
 log = get_logger("jobs")
 
 IDEMPOTENCY_SECONDS = 86_400
-INDEX_SECONDS = 30
 FIRST_EVENT = "0-0"
 
 
@@ -36,14 +36,6 @@ class Event:
     actor: str
     kind: str
     body: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Page:
-    """Job ids, newest first, and where the next page begins."""
-
-    job_ids: list[str]
-    next_cursor: str | None
 
 
 class JobStore:
@@ -68,6 +60,7 @@ class JobStore:
             ("ZADD", redis_keys.job_index(), created_unix_ms, job_id),
             ("ZADD", desk_keys.tenant_jobs(tenant), created_unix_ms, job_id),
             *_record_writes(job_id, spec, created_unix_ms, tenant),
+            *label_writes(spec.labels, job_id, created_unix_ms),
         ]
         guard = None
         if idempotency_key is not None:
@@ -134,35 +127,17 @@ class JobStore:
         left: Any = self.client.zdiff([desk_keys.tenant_jobs(tenant), *ended])
         return len(left)
 
-    def page(self, states: Sequence[JobState], cursor: str | None, limit: int, tenant: str | None = None) -> Page:
-        """Jobs newest first; the cursor is a created time, so pages stay stable while jobs are submitted."""
-        key = self._index(states, tenant)
-        before = f"({cursor}" if cursor else "+inf"
-        found: Any = self.client.zrevrangebyscore(key, before, "-inf", start=0, num=limit + 1, withscores=True)
-        jobs = [(raw.decode(), int(score)) for raw, score in found]
-        shown = jobs[:limit]
-        if len(jobs) > limit:
-            # Jobs of one millisecond stay on one page: the cursor cannot point between them.
-            shown += [job for job in self._created_at(key, shown[-1][1]) if job not in shown]
-        return Page([job for job, _ in shown], str(shown[-1][1]) if len(jobs) > limit else None)
-
-    def _index(self, states: Sequence[JobState], tenant: str | None) -> str:
-        """The sorted set that holds the wanted jobs; one tenant's in one state are intersected for a moment."""
-        in_state = redis_keys.jobs_in_state(states[0]) if states else redis_keys.job_index()
-        if tenant is None:
-            return in_state
-        if not states:
-            return desk_keys.tenant_jobs(tenant)
-        key = desk_keys.tenant_jobs_in_state(tenant, states[0])
-        with self.client.pipeline(transaction=True) as pipe:
-            pipe.zinterstore(key, [in_state, desk_keys.tenant_jobs(tenant)], aggregate="MIN")
-            pipe.expire(key, INDEX_SECONDS)
-            pipe.execute()
-        return key
-
-    def _created_at(self, key: str, unix_ms: int) -> list[tuple[str, int]]:
-        found: Any = self.client.zrangebyscore(key, unix_ms, unix_ms)
-        return [(raw.decode(), unix_ms) for raw in found]
+    def page(
+        self,
+        states: Sequence[JobState],
+        cursor: str | None,
+        limit: int,
+        tenant: str | None = None,
+        labels: Sequence[str] = (),
+        created: tuple[int | None, int | None] = (None, None),
+    ) -> Page:
+        """Jobs newest first, by what `listing` finds them."""
+        return page_of_jobs(self.client, JobFilter(states, labels, created, tenant), cursor, limit)
 
     def in_states(self, states: Iterable[JobState]) -> list[str]:
         """Ids of the jobs in any of these states, oldest first."""
@@ -208,12 +183,57 @@ class JobStore:
         while True:
             state = self.state(job_id)
             if state in verb.already:
+                if verb.name == "pause":
+                    self._withdraw_resume(job_id)
                 return state
             if state not in verb.moves:
                 raise refuse(verb.name, state)
+            if state in verb.queues:
+                if self._queue_resume(job_id, actor):
+                    return state
+                continue
             to = verb.moves[state]
             if self.transition(job_id, to, f"{verb.name} asked for", expected=(state,), actor=actor):
                 return to
+
+    def _queue_resume(self, job_id: str, actor: str) -> bool:
+        """Note that a paused job is to go on; False when it is paused no more."""
+        record = redis_keys.job_record(job_id)
+        created: Any = self.client.hget(record, "created_unix_ms")
+        outcome = Commit(
+            job_id,
+            (JobState.PAUSED,),
+            guard=Guard(record, "resume_asked"),
+            writes=[("HSET", record, "resume_asked", 1), ("ZADD", desk_keys.resuming(), int(created or 0), job_id)],
+            kind="resume_asked",
+            actor=actor,
+        ).run(self.client, self.durable)
+        return outcome.verdict != "state"
+
+    def _withdraw_resume(self, job_id: str) -> None:
+        record = redis_keys.job_record(job_id)
+        withdrawn = [("HDEL", record, "resume_asked"), ("ZREM", desk_keys.resuming(), job_id)]
+        self.once(job_id, Guard(record, "resume_asked", "1"), "resume_withdrawn", {}, withdrawn)
+
+    def wants_to_resume(self, job_id: str) -> bool:
+        """Whether a paused job waits for a place."""
+        return bool(self.client.hexists(redis_keys.job_record(job_id), "resume_asked"))
+
+    def waiting(self) -> list[str]:
+        """Ids of the jobs that wait for a place, oldest first."""
+        with self.client.pipeline(transaction=True) as pipe:
+            for key in (redis_keys.jobs_in_state(JobState.QUEUED), desk_keys.resuming()):
+                pipe.zrange(key, 0, -1, withscores=True)
+            found = [(score, raw.decode()) for members in pipe.execute() for raw, score in members]
+        return [job_id for _, job_id in sorted(found)]
+
+    def by_priority(self, job_ids: Sequence[str]) -> dict[str, int]:
+        """The jobs with their priorities, the highest first; of equal ones in the order given."""
+        with self.client.pipeline(transaction=False) as pipe:
+            for job_id in job_ids:
+                pipe.hget(redis_keys.job_record(job_id), "priority")
+            found = {job_id: int(raw or 1) for job_id, raw in zip(job_ids, pipe.execute(), strict=True)}
+        return dict(sorted(found.items(), key=lambda each: -each[1]))
 
     def append(self, job_id: str, kind: str, body: dict[str, Any], writes: Sequence[Write] = ()) -> None:
         """Add an event that is not a transition, with the writes it tells of."""
@@ -264,5 +284,5 @@ def event_of(entry: tuple[bytes, dict[bytes, bytes]]) -> Event:
 
 def _record_writes(job_id: str, spec: JobSpec, created_unix_ms: int, tenant: str) -> list[Write]:
     created: Write = ("created_at", timestamp(), "created_unix_ms", created_unix_ms)
-    named: Write = ("name", spec.name, "labels", json.dumps(spec.labels), "tenant", tenant)
+    named: Write = ("name", spec.name, "labels", json.dumps(spec.labels), "tenant", tenant, "priority", spec.priority)
     return [("HSET", redis_keys.job_record(job_id), *created, *named)]

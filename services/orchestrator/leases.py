@@ -24,7 +24,9 @@ log = get_logger("leases")
 POLL_SECONDS = 1.0
 MAX_WAIT_SECONDS = 25.0
 PROGRESS_SECONDS = 2.0
-LEASABLE = (JobState.RUNNING, JobState.PAUSING, JobState.PAUSED)
+LEASABLE = (JobState.RUNNING,)
+# What a trainer says that was told to let go of a job, paused or cancelled; no reason to fail it.
+LET_GO = "cancelled"
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,10 @@ class Leases:
             case JobState.RUNNING:
                 asked = self.jobs.client.hexists(redis_keys.job_record(job_id), "checkpoint_asked")
                 return wire.DIRECTIVE_CHECKPOINT if asked else wire.DIRECTIVE_CONTINUE
-            case JobState.PAUSING | JobState.PAUSED:
+            case JobState.PAUSING:
                 return wire.DIRECTIVE_PAUSE
             case _:
+                # Also when paused: its state is saved, and the trainer is free for another job.
                 return wire.DIRECTIVE_CANCEL
 
     def checkpoint(self, request: wire.ReportCheckpointRequest) -> None:
@@ -152,7 +155,7 @@ class Leases:
             )
         )
         if outcome.state == JobState.PAUSING:
-            self.jobs.transition(job_id, JobState.PAUSED, f"the trainer saved step {request.step} and waits")
+            self.jobs.transition(job_id, JobState.PAUSED, f"the trainer saved step {request.step}")
 
     def finish(self, request: wire.FinishRunRequest) -> None:
         """The trainer's last word: end the lease, then fail the job or leave it to the final evaluation."""
@@ -169,7 +172,7 @@ class Leases:
                 body=json.dumps({"step": request.final_step, "error_code": request.error_code}),
             )
         )
-        if request.error_code and outcome.state != JobState.CANCELLING:
+        if request.error_code not in ("", LET_GO) and outcome.state != JobState.CANCELLING:
             self.jobs.fail(job_id, request.error_code, request.error_message)
 
     def _extension(self, job_id: str) -> Write:

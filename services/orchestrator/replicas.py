@@ -13,6 +13,7 @@ from services.orchestrator.leases import now_ms
 from services.orchestrator.states import ACTIVE
 from spo import redis_keys
 from spo.errors import InvalidInput
+from spo.inference_client import TIME_BYTES
 from spo.logs import get_logger
 from spo.records import append_record
 from spo.v1 import orchestrator_service_pb2 as wire
@@ -21,7 +22,6 @@ log = get_logger("replicas")
 
 POOLS = ("inference", "sandbox-judge", "replay-buffer", "value-estimation", "trainer", "orchestrator")
 HEARTBEAT_SECONDS = 2.0
-_TIME_BYTES = 8
 LINES_KEPT = 20_000
 MAX_LINE = 4000
 
@@ -54,7 +54,7 @@ class Replicas:
         if request.pool not in POOLS or not request.replica_id:
             raise InvalidInput(f"a heartbeat needs a replica_id and a pool of {', '.join(POOLS)}", code="bad_heartbeat")
         self._keep_logs(request)
-        stamped = now_ms().to_bytes(_TIME_BYTES, "big") + request.SerializeToString()
+        stamped = now_ms().to_bytes(TIME_BYTES, "big") + request.SerializeToString()
         before: Any = self.jobs.client.hget(redis_keys.replicas(), request.replica_id)
         self.jobs.client.hset(redis_keys.replicas(), request.replica_id, stamped)
         self._tell(_replica(before) if before else None, request)
@@ -149,7 +149,7 @@ return redis.call('HDEL', KEYS[1], ARGV[1])
 
 
 def _replica(raw: bytes) -> Replica:
-    beat = wire.HeartbeatRequest.FromString(raw[_TIME_BYTES:])
+    beat = wire.HeartbeatRequest.FromString(raw[TIME_BYTES:])
     return Replica(
         replica_id=beat.replica_id,
         pool=beat.pool,
@@ -160,5 +160,5 @@ def _replica(raw: bytes) -> Replica:
         load=beat.load,
         draining=beat.draining,
         problem=beat.problem,
-        last_seen_unix_ms=int.from_bytes(raw[:_TIME_BYTES], "big"),
+        last_seen_unix_ms=int.from_bytes(raw[:TIME_BYTES], "big"),
     )

@@ -14,6 +14,7 @@ import redis
 
 from services.orchestrator import desk_keys
 from services.orchestrator.jobs import JobStore
+from services.orchestrator.listing import label_names
 from services.orchestrator.states import TERMINAL, JobState
 from services.orchestrator.stored import is_complete
 from spo import redis_keys
@@ -47,11 +48,13 @@ class Retirement:
         if self.jobs.client.exists(redis_keys.replay_stored(job_id)) and not is_complete(self.jobs.client, job_id):
             raise NotReady(f"the experience of {job_id} is still being stored", code="experience_on_its_way")
         tenant = self.jobs.tenant(job_id)
+        labels = label_names(self.jobs.spec(job_id).labels)
         with self.jobs.client.pipeline(transaction=True) as pipe:
             pipe.sadd(desk_keys.retired_jobs(), job_id)
             for key in (
                 redis_keys.job_index(),
                 desk_keys.tenant_jobs(tenant),
+                *map(desk_keys.labelled_jobs, labels),
                 *map(redis_keys.jobs_in_state, JobState),
             ):
                 pipe.zrem(key, job_id)

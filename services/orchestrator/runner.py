@@ -22,11 +22,13 @@ from services.orchestrator.evaluation import Evaluator
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import Leases
 from services.orchestrator.offline import await_stored, needs_estimates, write_prompts
+from services.orchestrator.places import Places
 from services.orchestrator.references import ReferenceRefresh
 from services.orchestrator.replicas import Replicas
 from services.orchestrator.scoring import upload_tests
 from services.orchestrator.series import latest_step
 from services.orchestrator.settings import Settings
+from services.orchestrator.sharing import Sharing
 from services.orchestrator.states import ACTIVE, JobState
 from services.orchestrator.task_sets import TaskLibrary
 from services.orchestrator.watch import MIN_DEAD_LETTERS, Watch, dead_letters, dead_requests
@@ -57,6 +59,8 @@ class JobRunner:
         judge: Client,
         settings: Settings,
         references: ReferenceRefresh,
+        places: Places,
+        sharing: Sharing,
     ) -> None:
         self.jobs = jobs
         self.library = library
@@ -66,7 +70,9 @@ class JobRunner:
         self.judge = judge
         self.settings = settings
         self.references = references
-        self.watch = Watch(jobs, replicas, leases, settings.stall_seconds)
+        self.places = places
+        self.sharing = sharing
+        self.watch = Watch(jobs, replicas, leases, sharing, settings.stall_seconds)
         self._told: dict[tuple[str, str], tuple[int, float]] = {}
         self._pausing_since: dict[str, float] = {}
         self._kept_house_at = 0.0
@@ -93,12 +99,11 @@ class JobRunner:
 
     def tick(self) -> None:
         """One round: fill the free places, then advance every active job by one step."""
+        self.places.fill()
         active = self.jobs.in_states(ACTIVE)
-        for job_id in self.jobs.in_states((JobState.QUEUED,))[: max(0, self.settings.max_running_jobs - len(active))]:
-            self.jobs.transition(job_id, JobState.VALIDATING, "its turn came")
-            active.append(job_id)
         for job_id in active:
             self._advance(job_id)
+        self.sharing.balance()
         if time.monotonic() - self._kept_house_at > HOUSEKEEPING_SECONDS:
             self._kept_house_at = time.monotonic()
             self.replicas.drop_silent()
@@ -211,9 +216,9 @@ class JobRunner:
         if not self.leases.lease(job_id).live:
             self.jobs.transition(job_id, JobState.PAUSED, "no trainer holds the job")
         elif self._is_saved(job_id):
-            self.jobs.transition(job_id, JobState.PAUSED, "the last step is saved and the trainer waits")
+            self.jobs.transition(job_id, JobState.PAUSED, "the last step is saved")
         elif time.monotonic() - since > self.settings.pause_grace_seconds:
-            self.jobs.transition(job_id, JobState.PAUSED, "no checkpoint came within the grace; the trainer waits")
+            self.jobs.transition(job_id, JobState.PAUSED, "no checkpoint came within the grace; the last one counts")
 
     def _is_saved(self, job_id: str) -> bool:
         saved: Any = self.jobs.client.hkeys(redis_keys.job_checkpoints(job_id))

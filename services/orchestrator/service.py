@@ -19,7 +19,7 @@ class OrchestratorService(OrchestratorServiceServicer):
     def Heartbeat(self, request: wire.HeartbeatRequest, context: grpc.ServicerContext) -> wire.HeartbeatResponse:
         self.desk.replicas.beat(request)
         response = wire.HeartbeatResponse(next_heartbeat_seconds=HEARTBEAT_SECONDS)
-        run_id = self.desk.replicas.assigned_run() if request.pool == "inference" else ""
+        run_id = self.desk.sharing.run_of(request.replica_id) if request.pool == "inference" else ""
         if run_id:
             response.run_id = run_id
             response.model_path = self.desk.jobs.spec(run_id).model.path

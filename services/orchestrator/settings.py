@@ -33,7 +33,11 @@ class Settings(ServiceSettings, service="orchestrator"):
     scale_keda: bool = Field(default=False, description="Kubernetes: move the bound of KEDA's ScaledObject instead.")
     kubernetes_url: str = Field(default="https://kubernetes.default.svc", description="Kubernetes API.")
     durable_writes: bool = Field(default=True, description="Control-plane writes wait for Redis' append-only file.")
-    max_running_jobs: int = Field(default=1, ge=1, description="Jobs past `queued` at one time.")
+    max_running_jobs: int = Field(
+        default=0,
+        ge=0,
+        description="Jobs past `queued` at one time; 0: as many as live trainers and inference replicas.",
+    )
     lease_seconds: float = Field(default=15, gt=0, description="A trainer silent for this long loses its job.")
     replica_silence_seconds: float = Field(default=10, gt=0, description="A replica silent for this long is dropped.")
     pause_grace_seconds: float = Field(default=60, gt=0, description="Longest wait for the trainer's checkpoint.")

@@ -4,6 +4,7 @@ queued -> validating -> estimating -> running -> succeeded
                                         |  ^
                                         v  |
                                     pausing -> paused
+paused -> running waits for a place in the queue;
 every state before the last may go to failed, and by cancelling to cancelled
 """
 
@@ -44,6 +45,8 @@ TRANSITIONS: dict[JobState, frozenset[JobState]] = {
 }
 TERMINAL = frozenset(state for state, following in TRANSITIONS.items() if not following)
 ACTIVE = frozenset(TRANSITIONS) - TERMINAL - {JobState.QUEUED}
+# A paused job gives its place, its trainer and its replicas back, and waits for a place when it is to go on.
+HOLDS_PLACE = ACTIVE - {JobState.PAUSED}
 
 
 def may_become(state: JobState) -> frozenset[JobState]:
@@ -53,11 +56,15 @@ def may_become(state: JobState) -> frozenset[JobState]:
 
 @dataclass(frozen=True)
 class Verb:
-    """What a person may ask of a job: where each state goes, and the states in which it is already so."""
+    """What a person may ask of a job: where each state goes, and the states in which it is already so.
+
+    Moves out of `queues` happen when there is a place.
+    """
 
     name: str
     moves: dict[JobState, JobState]
     already: frozenset[JobState]
+    queues: frozenset[JobState] = frozenset()
 
 
 CANCEL = Verb(
@@ -70,6 +77,7 @@ RESUME = Verb(
     "resume",
     {JobState.PAUSING: JobState.RUNNING, JobState.PAUSED: JobState.RUNNING},
     frozenset({JobState.RUNNING}),
+    queues=frozenset({JobState.PAUSED}),
 )
 VERBS = (CANCEL, PAUSE, RESUME)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from services.orchestrator import schemas
 from services.orchestrator.desk import Desk
 from services.orchestrator.leases import now_ms
-from services.orchestrator.series import evaluation_results, latest_step
-from services.orchestrator.states import TERMINAL
+from services.orchestrator.series import evaluation_results
+from services.orchestrator.states import TERMINAL, JobState
 from services.orchestrator.watch import waits
 from services.orchestrator.weights import applied_by
 from spo import redis_keys
@@ -26,13 +27,31 @@ REPLAY_SECONDS = 10.0
 
 def job_summary(desk: Desk, job_id: str) -> schemas.JobSummary:
     """A job in one line. Raises NotFound."""
-    record = desk.jobs.record(job_id)
+    for summary in job_summaries(desk, [job_id]):
+        return summary
+    raise NotFound(f"there is no job {job_id}", code="job_not_found")
+
+
+def job_summaries(desk: Desk, job_ids: Sequence[str]) -> list[schemas.JobSummary]:
+    """The jobs in one line each; those deleted meanwhile are left out."""
+    with desk.redis.pipeline(transaction=False) as pipe:
+        for job_id in job_ids:
+            pipe.hgetall(redis_keys.job_record(job_id))
+            pipe.get(redis_keys.run_state(job_id))
+            pipe.zrange(redis_keys.job_metrics(job_id), -1, -1, withscores=True)
+        replies = pipe.execute()
+    found = zip(job_ids, replies[::3], replies[1::3], replies[2::3], strict=True)
+    return [_summary(job_id, *stored) for job_id, *stored in found if stored[0] and stored[1]]
+
+
+def _summary(job_id: str, fields: dict[bytes, bytes], state: bytes, newest: list[tuple[bytes, float]]) -> Any:
+    record = {name.decode(): value.decode() for name, value in fields.items()}
     return schemas.JobSummary(
         id=job_id,
         name=record["name"],
         labels=json.loads(record["labels"]),
-        state=desk.jobs.state(job_id),
-        step=latest_step(desk.redis, job_id),
+        state=JobState(state.decode()),
+        step=int(newest[0][1]) if newest else 0,
         created_at=record["created_at"],
         updated_at=record.get("updated_at", record["created_at"]),
     )
@@ -61,9 +80,13 @@ def job(desk: Desk, job_id: str) -> schemas.Job:
         ),
         latest_evaluation=brief(evaluations[-1]) if evaluations else None,
         failure=failure,
-        waits=[] if summary.state in TERMINAL else waits(desk.jobs, desk.replicas, desk.leases, job_id),
+        waits=[] if summary.state in TERMINAL else _waits(desk, job_id),
         spec=spec.model_dump(mode="json"),
     )
+
+
+def _waits(desk: Desk, job_id: str) -> list[str]:
+    return [*desk.places.reasons(job_id), *waits(desk.jobs, desk.replicas, desk.leases, desk.sharing, job_id)]
 
 
 def brief(evaluation: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import Leases, now_ms
 from services.orchestrator.replicas import Replicas
 from services.orchestrator.series import evaluation_results, latest_step
+from services.orchestrator.sharing import Sharing
 from services.orchestrator.states import JobState
 from spo import redis_keys
 from spo.streams import StreamDepth, depth
@@ -73,14 +74,14 @@ def _dead_payloads(client: redis.Redis, stream: str) -> list[bytes]:
     return [fields[b"payload"] for _, fields in found]
 
 
-def waits(jobs: JobStore, replicas: Replicas, leases: Leases, job_id: str) -> list[str]:
+def waits(jobs: JobStore, replicas: Replicas, leases: Leases, sharing: Sharing, job_id: str) -> list[str]:
     """Who waits for whom right now, in words; the first is the likeliest reason of a standstill."""
     state = jobs.state(job_id)
     pools = replicas.counts()
     depths = belt(jobs.client, job_id).waiting()
     found = []
-    if state is JobState.QUEUED:
-        found.append("the job waits for the running one to end")
+    if state in (JobState.ESTIMATING, JobState.RUNNING) and sharing.left_out(job_id):
+        found.append("no inference replica is assigned to the job: there are fewer than jobs that run")
     if state is JobState.ESTIMATING:
         found += _missing(pools, "inference", "sandbox-judge", "value-estimation")
         waiting = depths["estimates"] or depths["pivotal"]
@@ -101,10 +102,13 @@ def _missing(pools: dict[str, int], *needed: str) -> list[str]:
 class Watch:
     """Samples the belt of active jobs and tells of standstills, once each."""
 
-    def __init__(self, jobs: JobStore, replicas: Replicas, leases: Leases, stall_seconds: float) -> None:
+    def __init__(
+        self, jobs: JobStore, replicas: Replicas, leases: Leases, sharing: Sharing, stall_seconds: float
+    ) -> None:
         self.jobs = jobs
         self.replicas = replicas
         self.leases = leases
+        self.sharing = sharing
         self.stall_seconds = stall_seconds
         self._sampled_at: dict[str, float] = {}
         self._progress: dict[str, tuple[object, float]] = {}
@@ -122,7 +126,7 @@ class Watch:
             self._progress[job_id] = (mark, now)
         elif now - since > self.stall_seconds:
             self._progress[job_id] = (mark, float("inf"))
-            reasons = waits(self.jobs, self.replicas, self.leases, job_id)
+            reasons = waits(self.jobs, self.replicas, self.leases, self.sharing, job_id)
             self.jobs.append(job_id, "stalled", {"seconds": self.stall_seconds, "waits": reasons})
 
     def forget(self, active: list[str]) -> None:

@@ -23,7 +23,7 @@ def main() -> int:
     process = ServiceProcess("value-estimation", settings)
     client = connect(settings.redis_url, settings.redis_wait_seconds)
     references = References(client, settings.tokens_per_forward, settings.device)
-    peers = connect_peers(settings, process.stop)
+    peers = connect_peers(settings, process.stop, client)
     valuer = TokenValuer(client, Policies(references, WeightStore(settings.state_path / "weights")), peers)
     add_ValueServiceServicer_to_server(ValueService(client, references, valuer), process.server.server)
     shared = (client, references, peers, settings, process.replica_id)

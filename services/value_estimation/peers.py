@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import redis
+
 from services.value_estimation.settings import Settings
 from spo.errors import NotFound, NotReady
+from spo.inference_client import InferenceClient
 from spo.rpc import Client
 from spo.v1.inference_service_pb2 import GenerateRequest, GenerateResponse
-from spo.v1.inference_service_pb2_grpc import InferenceServiceStub
 from spo.v1.judge_service_pb2 import (
     PRIORITY_TRAINING,
     DescribeJudgeRequest,
@@ -127,10 +129,10 @@ class Peers:
         )
 
 
-def connect_peers(settings: Settings, stop: threading.Event) -> Peers:
-    """Clients at the addresses of the settings."""
+def connect_peers(settings: Settings, stop: threading.Event, registry: redis.Redis) -> Peers:
+    """Clients at the addresses of the settings; inference also at those in the registry of replicas."""
     return Peers(
-        Client("inference", settings.inference_address, InferenceServiceStub),
+        InferenceClient(settings.inference_address, registry),
         Client("sandbox-judge", settings.sandbox_judge_address, JudgeServiceStub),
         Client("replay-buffer", settings.replay_buffer_address, ReplayServiceStub),
         settings,

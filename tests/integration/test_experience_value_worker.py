@@ -60,7 +60,9 @@ def worker(redis_client: redis.Redis, tmp_path: Path) -> Iterator[ValueWorker]:
     addresses = {f"{name}_address": server.address for name in ("inference", "sandbox_judge", "replay_buffer")}
     settings = Settings(patience_seconds=20, prompts_in_hand=1, **addresses)
     references = References(redis_client, 4096, "cpu")
-    made = ValueWorker(redis_client, references, connect_peers(settings, threading.Event()), settings, "worker")
+    made = ValueWorker(
+        redis_client, references, connect_peers(settings, threading.Event(), redis_client), settings, "worker"
+    )
     made.selections = StoredSelections(redis_client, str(tmp_path / "experience"))
     theirs = Trajectory(
         trajectory_id="traj_1",

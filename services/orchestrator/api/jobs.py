@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
+from pydantic import AwareDatetime, Field
 from starlette.concurrency import run_in_threadpool
 
 from services.orchestrator import schemas, views
@@ -19,6 +20,11 @@ from spo import redis_keys
 from spo.errors import InvalidInput, ResourceExhausted
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+Labels = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=800)]] | None,
+    Query(max_length=16, description="`key` or `key:value`; repeated: a job has all of them."),
+]
 
 _SPEC_BODY: dict[str, Any] = {
     "requestBody": {
@@ -63,14 +69,20 @@ def list_jobs(
     desk: DeskOf,
     caller: CallerOf,
     status: JobState | None = None,
+    label: Labels = None,
+    created_from: AwareDatetime | None = None,
+    created_to: AwareDatetime | None = None,
     limit: Limit = 50,
     cursor: Annotated[str | None, Query(pattern=r"^\d{1,15}$")] = None,
 ) -> schemas.JobPage:
     """Jobs, newest first."""
-    page = desk.jobs.page([status] if status else [], cursor, limit, caller.sees_tenant)
-    return schemas.JobPage(
-        items=[views.job_summary(desk, job_id) for job_id in page.job_ids], next_cursor=page.next_cursor
-    )
+    created = (_unix_ms(created_from), _unix_ms(created_to))
+    page = desk.jobs.page([status] if status else [], cursor, limit, caller.sees_tenant, label or (), created)
+    return schemas.JobPage(items=views.job_summaries(desk, page.job_ids), next_cursor=page.next_cursor)
+
+
+def _unix_ms(at: AwareDatetime | None) -> int | None:
+    return None if at is None else int(at.timestamp() * 1000)
 
 
 @router.get("/{job_id}", response_model=schemas.Job)
@@ -99,7 +111,7 @@ def pause(desk: DeskOf, job_id: JobId) -> schemas.JobSummary:
 
 @router.post("/{job_id}/resume", status_code=202)
 def resume(desk: DeskOf, job_id: JobId) -> schemas.JobSummary:
-    """Let a paused job go on."""
+    """Let a paused job go on as soon as there is a place for it; until then it stays `paused` and `waits` says so."""
     return _act(desk, job_id, RESUME)
 
 
@@ -129,4 +141,6 @@ def rollback_weights(desk: DeskOf, job_id: JobId, version: Annotated[int, Body(e
 
 def _act(desk: Desk, job_id: str, verb: Verb) -> schemas.JobSummary:
     desk.jobs.act(job_id, verb)
+    if verb is RESUME:
+        desk.places.fill()
     return views.job_summary(desk, job_id)

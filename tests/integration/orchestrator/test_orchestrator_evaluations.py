@@ -17,6 +17,7 @@ from services.orchestrator.desk import Desk
 from spo import redis_keys
 from spo.job_spec import EvaluationSpec, parse_job_spec
 from spo.testing_peers import RIGHT, Peers
+from spo.v1 import orchestrator_service_pb2 as wire
 
 Until = Callable[[Callable[[], Any], str], Any]
 
@@ -90,13 +91,14 @@ def test_an_evaluation_waits_for_the_job_that_trains_and_then_has_the_replicas(
     api: httpx.Client, desk: Desk, peers: Peers, finished_job: str, document: dict[str, Any], until: Until
 ) -> None:
     training = desk.jobs.submit(parse_job_spec(document))
-    assert desk.replicas.assigned_run() == ""
+    desk.replicas.beat(wire.HeartbeatRequest(replica_id="r1", pool="inference"))
+    assert desk.sharing.run_of("r1") == ""
     desk.runner.tick()
-    assert desk.replicas.assigned_run() == training
+    assert desk.sharing.run_of("r1") == training
     served_while_asked = []
 
     def respond(*_: object) -> str:
-        served_while_asked.append(desk.replicas.assigned_run())
+        served_while_asked.append(desk.sharing.run_of("r1"))
         return RIGHT
 
     peers.inference.respond = respond
@@ -108,7 +110,7 @@ def test_an_evaluation_waits_for_the_job_that_trains_and_then_has_the_replicas(
     found = until(lambda: ended(api, asked.json()["id"]), "the evaluation ends")
     assert found["version"] == 2, "the newest one, when none is named"
     assert set(served_while_asked) == {finished_job}
-    assert desk.replicas.assigned_run() == ""
+    assert desk.sharing.run_of("r1") == ""
 
 
 def test_a_poisoned_evaluation_fails_and_the_next_one_is_carried_out(

@@ -163,8 +163,12 @@ def test_a_pause_waits_for_the_checkpoint_and_a_resume_goes_on(
         assert state(desk, job_id) is JobState.PAUSING
         desk.leases.checkpoint(wire.ReportCheckpointRequest(**owner, step=5, path="p", manifest_digest="d"))
         assert state(desk, job_id) is JobState.PAUSED
+        assert desk.leases.renew(wire.RenewLeaseRequest(**owner)) == wire.DIRECTIVE_CANCEL
+        desk.leases.finish(wire.FinishRunRequest(**owner, error_code="cancelled", error_message="cancelled"))
+        assert desk.leases.wait_for_job("trainer", 0).run_id == "", "nobody trains a paused job"
         desk.jobs.act(job_id, RESUME)
-        assert desk.leases.renew(wire.RenewLeaseRequest(**owner)) == wire.DIRECTIVE_CONTINUE
+        assert desk.leases.wait_for_job("another", 10).run_id == job_id
+    assert state(desk, job_id) is JobState.RUNNING
 
 
 def test_a_trainer_that_gives_up_fails_the_job_with_its_reason(

@@ -1,0 +1,58 @@
+"""The queue: which jobs run, and which wait for a place among them, submitted or to go on after a pause."""
+
+from __future__ import annotations
+
+import threading
+
+from services.orchestrator import desk_keys
+from services.orchestrator.jobs import JobStore
+from services.orchestrator.replicas import Replicas
+from services.orchestrator.states import HOLDS_PLACE, JobState
+from spo import redis_keys
+
+
+class Places:
+    """Gives free places to the waiting jobs, the highest priority first and of equal ones the oldest."""
+
+    def __init__(self, jobs: JobStore, replicas: Replicas, max_running_jobs: int) -> None:
+        self.jobs = jobs
+        self.replicas = replicas
+        self.max_running_jobs = max_running_jobs
+        self._lock = threading.Lock()
+
+    def capacity(self) -> int:
+        """Jobs past `queued` at one time: as configured, or one per live trainer while each has an inference replica.
+
+        Nobody who runs is stopped when a trainer leaves.
+        """
+        if self.max_running_jobs:
+            return self.max_running_jobs
+        live = self.replicas.counts()
+        return max(1, min(live.get("trainer", 0), live.get("inference", 0)))
+
+    def fill(self) -> None:
+        """Let waiting jobs take the free places."""
+        with self._lock:
+            free = self.capacity() - len(self.jobs.in_states(HOLDS_PLACE))
+            if free <= 0:
+                return
+            for job_id in list(self.jobs.by_priority(self.jobs.waiting()))[:free]:
+                if not self.jobs.transition(job_id, JobState.VALIDATING, "its turn came", expected=(JobState.QUEUED,)):
+                    self._go_on(job_id)
+
+    def _go_on(self, job_id: str) -> None:
+        record = redis_keys.job_record(job_id)
+        withdrawn = [("HDEL", record, "resume_asked"), ("ZREM", desk_keys.resuming(), job_id)]
+        paused = (JobState.PAUSED,)
+        if not self.jobs.transition(job_id, JobState.RUNNING, "its turn came again", expected=paused, writes=withdrawn):
+            # Cancelled while it waited.
+            self.jobs.client.zrem(desk_keys.resuming(), job_id)
+
+    def reasons(self, job_id: str) -> list[str]:
+        """Why a job that waits for a place waits."""
+        state = self.jobs.state(job_id)
+        waits = state is JobState.QUEUED or (state is JobState.PAUSED and self.jobs.wants_to_resume(job_id))
+        if not waits:
+            return []
+        holding, places = len(self.jobs.in_states(HOLDS_PLACE)), self.capacity()
+        return [f"the job waits for a place: {holding} of {places} are taken; higher priorities go first"]
