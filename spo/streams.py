@@ -78,16 +78,29 @@ def append_words(stream: str, payload: bytes, trace: str = "") -> tuple[str | by
 
 def depth(client: redis.Redis, stream: str, group: str) -> StreamDepth:
     """How much work waits on a stream for a group; zeros when the stream does not exist yet."""
-    try:
-        groups: Any = client.xinfo_groups(stream)
-    except redis.ResponseError:
-        length = int(client.xlen(stream))
-        return StreamDepth(lag=length, pending=0)
-    for facts in groups:
+    return depths(client, [(stream, group)])[0]
+
+
+def depths(client: redis.Redis, wanted: Sequence[tuple[str, str]]) -> list[StreamDepth]:
+    """The depths of several (stream, group) in one round trip."""
+    with client.pipeline(transaction=False) as pipe:
+        for stream, _ in wanted:
+            pipe.xlen(stream)
+            pipe.xinfo_groups(stream)
+        # XINFO of a stream that does not exist yet is an error, in its place among the replies.
+        replies = pipe.execute(raise_on_error=False)
+    found = zip(wanted, replies[::2], replies[1::2], strict=True)
+    return [_depth(length, groups, group) for (_, group), length, groups in found]
+
+
+def _depth(length: Any, groups: Any, group: str) -> StreamDepth:
+    if isinstance(length, Exception):
+        raise length
+    for facts in groups if isinstance(groups, list) else []:
         if facts["name"] == group.encode():
             lag = facts.get("lag")
-            return StreamDepth(lag=int(client.xlen(stream)) if lag is None else int(lag), pending=int(facts["pending"]))
-    return StreamDepth(lag=int(client.xlen(stream)), pending=0)
+            return StreamDepth(lag=length if lag is None else int(lag), pending=int(facts["pending"]))
+    return StreamDepth(lag=length, pending=0)
 
 
 def read_after(client: redis.Redis, stream: str, position: str, block_seconds: float, count: int = 1000) -> list[Entry]:

@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from spo import errors
 from spo.logs import get_logger
@@ -87,11 +88,14 @@ def install(app: FastAPI) -> None:
         return problem(errors.InvalidInput("the request is not valid", code="invalid_request", violations=violations))
 
     @app.exception_handler(HTTPException)
-    def plain(_request: Request, error: HTTPException) -> JSONResponse:
+    def plain(request: Request, error: HTTPException) -> JSONResponse:
         code = _CODES_BY_STATUS.get(error.status_code, "bad_request")
         kind = errors.NotFound if error.status_code == 404 else errors.InvalidInput
         response = problem(kind(str(error.detail), code=code))
         response.headers.update(error.headers or {})
+        if error.status_code == 405:
+            # Starlette names the methods of one route; a path may have several.
+            response.headers["Allow"] = ", ".join(_allowed(request))
         return response
 
     @app.exception_handler(redis.RedisError)
@@ -103,6 +107,11 @@ def install(app: FastAPI) -> None:
     def unforeseen(request: Request, error: Exception) -> JSONResponse:
         log.error("request failed", path=request.url.path, error=f"{type(error).__name__}: {error}")
         return problem(errors.InternalError("something went wrong on our side; the log of the orchestrator has it"))
+
+
+def _allowed(request: Request) -> list[str]:
+    matching = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
+    return sorted({method for route in matching for method in getattr(route, "methods", None) or ()})
 
 
 def _violation(found: dict[str, Any]) -> errors.FieldViolation:

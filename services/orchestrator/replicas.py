@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,11 @@ log = get_logger("replicas")
 
 POOLS = ("inference", "sandbox-judge", "replay-buffer", "value-estimation", "trainer", "orchestrator")
 HEARTBEAT_SECONDS = 2.0
+<<<<<<< Updated upstream
+=======
+COUNT_SECONDS = 0.5
+_TIME_BYTES = 8
+>>>>>>> Stashed changes
 LINES_KEPT = 20_000
 MAX_LINE = 4000
 
@@ -48,6 +54,7 @@ class Replicas:
     def __init__(self, jobs: JobStore, silence_seconds: float) -> None:
         self.jobs = jobs
         self.silence_seconds = silence_seconds
+        self._counted: tuple[float, dict[str, int]] = (float("-inf"), {})
 
     def beat(self, request: wire.HeartbeatRequest) -> None:
         """Register or refresh a replica; a draining one is kept until it falls silent. Raises InvalidInput."""
@@ -57,6 +64,8 @@ class Replicas:
         stamped = now_ms().to_bytes(TIME_BYTES, "big") + request.SerializeToString()
         before: Any = self.jobs.client.hget(redis_keys.replicas(), request.replica_id)
         self.jobs.client.hset(redis_keys.replicas(), request.replica_id, stamped)
+        if before is None:
+            self._counted = (float("-inf"), {})
         self._tell(_replica(before) if before else None, request)
 
     def _keep_logs(self, request: wire.HeartbeatRequest) -> None:
@@ -129,8 +138,12 @@ class Replicas:
                     self.jobs.append(gone.run_id, "replica_lost", body)
 
     def counts(self) -> dict[str, int]:
-        """Live replicas per pool."""
-        return dict(Counter(replica.pool for replica in self.live()))
+        """Live replicas per pool, as of COUNT_SECONDS ago at most: documents that people read ask often."""
+        counted_at, counts = self._counted
+        if time.monotonic() - counted_at > COUNT_SECONDS:
+            counts = dict(Counter(replica.pool for replica in self.live()))
+            self._counted = time.monotonic(), counts
+        return counts
 
     def assigned_run(self) -> str:
         """The run that inference replicas serve: the oldest active job, else one under evaluation, or "" for none."""

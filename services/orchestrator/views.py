@@ -9,7 +9,10 @@ from typing import Any
 from services.orchestrator import schemas
 from services.orchestrator.desk import Desk
 from services.orchestrator.leases import now_ms
+<<<<<<< Updated upstream
 from services.orchestrator.series import evaluation_results
+=======
+>>>>>>> Stashed changes
 from services.orchestrator.states import TERMINAL, JobState
 from services.orchestrator.watch import waits
 from services.orchestrator.weights import applied_by
@@ -23,10 +26,12 @@ from spo.v1.value_pb2 import PromptValue
 from spo.v1.verdict_pb2 import Outcome
 
 REPLAY_SECONDS = 10.0
+UNKNOWN_RUN: dict[str, Any] = {"run_id": "", "policy_version": 0, "problem": ""}
 
 
 def job_summary(desk: Desk, job_id: str) -> schemas.JobSummary:
     """A job in one line. Raises NotFound."""
+<<<<<<< Updated upstream
     for summary in job_summaries(desk, [job_id]):
         return summary
     raise NotFound(f"there is no job {job_id}", code="job_not_found")
@@ -55,6 +60,36 @@ def _summary(job_id: str, fields: dict[bytes, bytes], state: bytes, newest: list
         created_at=record["created_at"],
         updated_at=record.get("updated_at", record["created_at"]),
     )
+=======
+    found = job_summaries(desk, [job_id])
+    if not found:
+        raise NotFound(f"there is no job {job_id}", code="job_not_found")
+    return found[0]
+
+
+def job_summaries(desk: Desk, job_ids: Sequence[str]) -> list[schemas.JobSummary]:
+    """Jobs in a line each, read in one round trip; those that were deleted meanwhile are left out."""
+    with desk.redis.pipeline(transaction=False) as pipe:
+        for job_id in job_ids:
+            pipe.hmget(redis_keys.job_record(job_id), ["name", "labels", "created_at", "updated_at"])
+            pipe.get(redis_keys.run_state(job_id))
+            pipe.zrevrange(redis_keys.job_metrics(job_id), 0, 0, withscores=True)
+        replies: list[Any] = pipe.execute()
+    each_job = zip(job_ids, replies[::3], replies[1::3], replies[2::3], strict=True)
+    return [
+        schemas.JobSummary(
+            id=job_id,
+            name=name.decode(),
+            labels=json.loads(labels),
+            state=JobState(state.decode()),
+            step=int(newest[0][1]) if newest else 0,
+            created_at=created.decode(),
+            updated_at=(updated or created).decode(),
+        )
+        for job_id, (name, labels, created, updated), state, newest in each_job
+        if name is not None and state is not None
+    ]
+>>>>>>> Stashed changes
 
 
 def job(desk: Desk, job_id: str) -> schemas.Job:
@@ -62,7 +97,7 @@ def job(desk: Desk, job_id: str) -> schemas.Job:
     summary = job_summary(desk, job_id)
     record = desk.jobs.record(job_id)
     spec = desk.jobs.spec(job_id)
-    evaluations = evaluation_results(desk.redis, job_id)
+    evaluations, latest = _evaluations(desk, job_id)
     announced = desk.weights.announced(job_id)
     total = record.get("prompts_total")
     failure = None
@@ -76,17 +111,26 @@ def job(desk: Desk, job_id: str) -> schemas.Job:
             step=summary.step,
             steps=spec.trainer.steps,
             weight_version=announced.version if announced else 0,
-            evaluations=len(evaluations),
+            evaluations=evaluations,
         ),
-        latest_evaluation=brief(evaluations[-1]) if evaluations else None,
+        latest_evaluation=brief(latest) if latest else None,
         failure=failure,
         waits=[] if summary.state in TERMINAL else _waits(desk, job_id),
         spec=spec.model_dump(mode="json"),
     )
 
 
+<<<<<<< Updated upstream
 def _waits(desk: Desk, job_id: str) -> list[str]:
     return [*desk.places.reasons(job_id), *waits(desk.jobs, desk.replicas, desk.leases, desk.sharing, job_id)]
+=======
+def _evaluations(desk: Desk, job_id: str) -> tuple[int, dict[str, Any] | None]:
+    """How many evaluations there are, and the latest; each can be large, so only that one is read."""
+    key = redis_keys.evaluations(job_id)
+    steps: Any = desk.redis.hkeys(key)
+    raw: Any = desk.redis.hget(key, str(max(map(int, steps)))) if steps else None
+    return len(steps), json.loads(raw) if raw else None
+>>>>>>> Stashed changes
 
 
 def brief(evaluation: dict[str, Any]) -> dict[str, Any]:
@@ -94,16 +138,27 @@ def brief(evaluation: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in evaluation.items() if name != "per_problem"}
 
 
-def replicas(desk: Desk) -> list[schemas.Replica]:
-    """Every live registered replica."""
+def replicas(desk: Desk, tenant: str | None) -> list[schemas.Replica]:
+    """Every live registered replica; of those that serve another tenant's run, not which run and how it fares."""
     now = now_ms()
+    live = desk.replicas.live()
+    runs = {replica.run_id for replica in live} - {""}
+    hidden = {run for run in runs if tenant is not None and not _owns(desk, tenant, run)}
     return [
         schemas.Replica(
-            **{name: value for name, value in vars(replica).items() if name != "last_seen_unix_ms"},
+            **{name: value for name, value in vars(replica).items() if name != "last_seen_unix_ms"}
+            | (UNKNOWN_RUN if replica.run_id in hidden else {}),
             last_seen_seconds_ago=max(0, now - replica.last_seen_unix_ms) / 1000,
         )
-        for replica in desk.replicas.live()
+        for replica in live
     ]
+
+
+def _owns(desk: Desk, tenant: str, run_id: str) -> bool:
+    try:
+        return desk.jobs.tenant(run_id) == tenant
+    except NotFound:
+        return False
 
 
 def weight_versions(desk: Desk, job_id: str) -> list[schemas.WeightVersion]:

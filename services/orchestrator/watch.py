@@ -16,7 +16,7 @@ from services.orchestrator.series import evaluation_results, latest_step
 from services.orchestrator.sharing import Sharing
 from services.orchestrator.states import JobState
 from spo import redis_keys
-from spo.streams import StreamDepth, depth
+from spo.streams import StreamDepth, depths
 from spo.v1.trajectory_pb2 import RolloutGroup
 from spo.v1.value_pb2 import EstimateRequest
 
@@ -43,13 +43,14 @@ class Belt:
 
 def belt(client: redis.Redis, run_id: str) -> Belt:
     """The depths of the streams a run passes through."""
-    return Belt(
-        estimates=depth(client, redis_keys.estimates(), redis_keys.VALUE_GROUP),
-        pivotal=depth(client, redis_keys.pivotal(), redis_keys.VALUE_GROUP),
-        prompts=depth(client, redis_keys.prompts(run_id), redis_keys.INFERENCE_GROUP),
-        rollouts=depth(client, redis_keys.rollouts(), redis_keys.JUDGE_GROUP),
-        verdicts=depth(client, redis_keys.verdicts(), redis_keys.INGEST_GROUP),
-    )
+    stages = {
+        "estimates": (redis_keys.estimates(), redis_keys.VALUE_GROUP),
+        "pivotal": (redis_keys.pivotal(), redis_keys.VALUE_GROUP),
+        "prompts": (redis_keys.prompts(run_id), redis_keys.INFERENCE_GROUP),
+        "rollouts": (redis_keys.rollouts(), redis_keys.JUDGE_GROUP),
+        "verdicts": (redis_keys.verdicts(), redis_keys.INGEST_GROUP),
+    }
+    return Belt(**dict(zip(stages, depths(client, list(stages.values())), strict=True)))
 
 
 def dead_letters(client: redis.Redis, run_id: str) -> dict[str, int]:
@@ -77,22 +78,31 @@ def _dead_payloads(client: redis.Redis, stream: str) -> list[bytes]:
 def waits(jobs: JobStore, replicas: Replicas, leases: Leases, sharing: Sharing, job_id: str) -> list[str]:
     """Who waits for whom right now, in words; the first is the likeliest reason of a standstill."""
     state = jobs.state(job_id)
+<<<<<<< Updated upstream
     pools = replicas.counts()
     depths = belt(jobs.client, job_id).waiting()
     found = []
     if state in (JobState.ESTIMATING, JobState.RUNNING) and sharing.left_out(job_id):
         found.append("no inference replica is assigned to the job: there are fewer than jobs that run")
+=======
+    if state is JobState.QUEUED:
+        return ["the job waits for the running one to end"]
+    if state not in (JobState.ESTIMATING, JobState.RUNNING):
+        return []
+    pools = replicas.counts()
+    waiting = belt(jobs.client, job_id).waiting()
+>>>>>>> Stashed changes
     if state is JobState.ESTIMATING:
-        found += _missing(pools, "inference", "sandbox-judge", "value-estimation")
-        waiting = depths["estimates"] or depths["pivotal"]
-        found.append(f"training waits for {waiting} prompts at value-estimation")
-    if state is JobState.RUNNING:
-        found += _missing(pools, "inference", "sandbox-judge", "replay-buffer", "value-estimation")
-        if not leases.lease(job_id).live and "trained_steps" not in jobs.record(job_id):
-            found.append("the job waits for a trainer to lease it")
-        stages = (("prompts", "inference"), ("rollouts", "sandbox-judge"), ("verdicts", "replay-buffer"))
-        found += [f"{depths[stream]} groups wait at {pool}" for stream, pool in stages if depths[stream]]
-    return found
+        prompts = waiting["estimates"] or waiting["pivotal"]
+        return [
+            *_missing(pools, "inference", "sandbox-judge", "value-estimation"),
+            f"training waits for {prompts} prompts at value-estimation",
+        ]
+    found = _missing(pools, "inference", "sandbox-judge", "replay-buffer", "value-estimation")
+    if not leases.lease(job_id).live and "trained_steps" not in jobs.record(job_id):
+        found.append("the job waits for a trainer to lease it")
+    stages = (("prompts", "inference"), ("rollouts", "sandbox-judge"), ("verdicts", "replay-buffer"))
+    return found + [f"{waiting[stream]} groups wait at {pool}" for stream, pool in stages if waiting[stream]]
 
 
 def _missing(pools: dict[str, int], *needed: str) -> list[str]:

@@ -32,17 +32,22 @@ class Doorkeeper:
             else None
         )
 
-    def caller(self, authorization: str) -> Caller:
-        """Who asks. Raises InvalidInput (code "unauthorized") when the header proves nothing; may ask Redis."""
+    def known(self, authorization: str) -> Caller | None:
+        """Who asks, where that can be told at once; None where `caller` must look further."""
         if self._operator_key is None:
             return OPERATOR
         token = _token(authorization)
         if token and secrets.compare_digest(token.encode(), self._operator_key.encode()):
             return OPERATOR
-        found = None
-        if token.startswith(PREFIX):
+        return self.keys.remembered(token) if token.startswith(PREFIX) else None
+
+    def caller(self, authorization: str) -> Caller:
+        """Who asks. Raises InvalidInput (code "unauthorized") when the header proves nothing; may ask Redis."""
+        found = self.known(authorization)
+        token = _token(authorization)
+        if found is None and token.startswith(PREFIX):
             found = self.keys.caller(token)
-        elif token and self._tokens:
+        elif found is None and token and self._tokens:
             found = self._tokens.caller(token)
         if found is None:
             raise InvalidInput("an API key is needed: Authorization: Bearer <key>", code="unauthorized")

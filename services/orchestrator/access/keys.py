@@ -85,6 +85,11 @@ class KeyStore:
         stored: Any = self.client.hvals(desk_keys.api_keys())
         return sorted(map(_key_of, stored), key=lambda key: (key.created_at, key.key_id))
 
+    def remembered(self, token: str) -> Caller | None:
+        """Who was found to hold this token a moment ago; asks nobody."""
+        remembered = self._remembered.get(_digest(token))
+        return remembered[1] if remembered and time.monotonic() < remembered[0] else None
+
     def caller(self, token: str) -> Caller | None:
         """Who holds this token; None when nobody may use it."""
         digest = _digest(token)

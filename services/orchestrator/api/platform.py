@@ -9,7 +9,7 @@ from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from services.orchestrator import schemas, views
-from services.orchestrator.api.answers import DeskOf
+from services.orchestrator.api.answers import CallerOf, DeskOf
 from services.orchestrator.desk import Desk
 from services.orchestrator.states import ACTIVE
 from services.orchestrator.watch import belt
@@ -25,9 +25,9 @@ def version() -> str:
 
 
 @router.get("/v1/replicas")
-def list_replicas(desk: DeskOf) -> schemas.Replicas:
-    """Every live registered replica: run, version, load, last heartbeat."""
-    return schemas.Replicas(items=views.replicas(desk))
+def list_replicas(desk: DeskOf, caller: CallerOf) -> schemas.Replicas:
+    """Every live registered replica: run, version, load, last heartbeat; another tenant's run is not named."""
+    return schemas.Replicas(items=views.replicas(desk, caller.sees_tenant))
 
 
 @router.get("/healthz")

@@ -33,11 +33,11 @@ def show_jobs(
     """The jobs, newest first."""
     page = desk.jobs.page([status] if status else [], cursor, PAGE_LENGTH, caller.sees_tenant)
     facts = {
-        "jobs": [views.job_summary(desk, job_id) for job_id in page.job_ids],
+        "jobs": views.job_summaries(desk, page.job_ids),
         "next_cursor": page.next_cursor,
         "status": status,
         "counts": desk.jobs.counts() if caller.sees_tenant is None else {},
-        "replicas": views.replicas(desk),
+        "replicas": views.replicas(desk, caller.sees_tenant),
     }
     return templates.TemplateResponse(request, "jobs.html", facts)
 
@@ -60,7 +60,7 @@ def show_live_parts(request: Request, desk: DeskOf, caller: CallerOf, job_id: Jo
 
 def _live_parts(desk: DeskOf, job_id: str, caller: CallerOf) -> dict[str, object]:
     return {
-        "replicas": views.replicas(desk),
+        "replicas": views.replicas(desk, caller.sees_tenant),
         "weights": views.weight_versions(desk, job_id)[-5:][::-1],
         "checkpoints": views.checkpoints(desk, job_id)[-3:][::-1],
         **_trajectories(desk, job_id, caller),

@@ -23,6 +23,7 @@ from services.orchestrator.desk import Desk
 from services.orchestrator.settings import Settings
 from services.orchestrator.states import JobState
 from spo.errors import InvalidInput
+from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 
 Document = dict[str, Any]
 OPERATOR_KEY = "the-operators-own-key"
@@ -228,10 +229,12 @@ class Provider:
 
     def __init__(self) -> None:
         self.private = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+        self.asked = 0
         provider = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                provider.asked += 1
                 body = json.dumps(provider.documents()[self.path]).encode()
                 self.send_response(200)
                 self.end_headers()
@@ -252,7 +255,7 @@ class Provider:
             "/keys": {"keys": [key]},
         }
 
-    def token(self, private: Any = None, algorithm: str = "RS256", **changed: Any) -> str:
+    def token(self, private: Any = None, algorithm: str = "RS256", kid: str = "one", **changed: Any) -> str:
         claims = {
             "iss": self.issuer,
             "aud": "spo",
@@ -263,7 +266,7 @@ class Provider:
             **changed,
         }
         kept = {name: value for name, value in claims.items() if value is not None}
-        return jwt.encode(kept, private or self.private, algorithm=algorithm, headers={"kid": "one"})
+        return jwt.encode(kept, private or self.private, algorithm=algorithm, headers={"kid": kid})
 
 
 def _b64(number: int) -> str:
@@ -299,6 +302,37 @@ def test_tokens_of_the_provider_are_taken_and_forgeries_are_not(
     ]
     assert [door.ask("GET", "/v1/jobs", token).status_code for token in bad] == [401] * len(bad)
     assert door.ask("GET", "/v1/jobs").status_code == 200
+
+
+def test_tokens_with_made_up_key_ids_do_not_make_us_ask_the_provider_each_time(
+    open_desk: Callable[..., Desk], serve: Callable[[Desk], str], provider: Provider
+) -> None:
+    desk = open_desk(api_key=OPERATOR_KEY, oidc_issuer=provider.issuer, oidc_audience="spo")
+    door = Door(desk, serve(desk))
+    assert door.ask("GET", "/v1/jobs", provider.token()).status_code == 200
+    asked = provider.asked
+
+    codes = {door.ask("GET", "/v1/jobs", provider.token(kid=f"made-up-{number}")).status_code for number in range(20)}
+
+    assert codes == {401}
+    assert provider.asked <= asked + 1
+    assert door.ask("GET", "/v1/jobs", provider.token()).status_code == 200
+
+
+def test_another_tenants_run_is_not_named_among_the_replicas(
+    door: Door, document: Document, redis_client: redis.Redis
+) -> None:
+    red, blue = door.key("red", "jobs:read", "jobs:write"), door.key("blue", "jobs:read")
+    job_id = door.ask("POST", "/v1/jobs", red, json=document).json()["id"]
+    door.desk.replicas.beat(
+        HeartbeatRequest(replica_id="r", pool="inference", run_id=job_id, policy_version=7, problem=f"no {job_id}")
+    )
+
+    seen = {token: door.ask("GET", "/v1/replicas", token) for token in (red, blue, OPERATOR_KEY)}
+
+    assert [answer.json()["items"][0]["run_id"] for answer in seen.values()] == [job_id, "", job_id]
+    assert job_id not in seen[blue].text
+    assert job_id not in door.ask("GET", "/", blue).text
 
 
 def test_a_provider_without_audience_is_refused_at_start() -> None:
