@@ -23,11 +23,7 @@ log = get_logger("replicas")
 
 POOLS = ("inference", "sandbox-judge", "replay-buffer", "value-estimation", "trainer", "orchestrator")
 HEARTBEAT_SECONDS = 2.0
-<<<<<<< Updated upstream
-=======
 COUNT_SECONDS = 0.5
-_TIME_BYTES = 8
->>>>>>> Stashed changes
 LINES_KEPT = 20_000
 MAX_LINE = 4000
 

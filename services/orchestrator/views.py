@@ -9,10 +9,6 @@ from typing import Any
 from services.orchestrator import schemas
 from services.orchestrator.desk import Desk
 from services.orchestrator.leases import now_ms
-<<<<<<< Updated upstream
-from services.orchestrator.series import evaluation_results
-=======
->>>>>>> Stashed changes
 from services.orchestrator.states import TERMINAL, JobState
 from services.orchestrator.watch import waits
 from services.orchestrator.weights import applied_by
@@ -31,7 +27,6 @@ UNKNOWN_RUN: dict[str, Any] = {"run_id": "", "policy_version": 0, "problem": ""}
 
 def job_summary(desk: Desk, job_id: str) -> schemas.JobSummary:
     """A job in one line. Raises NotFound."""
-<<<<<<< Updated upstream
     for summary in job_summaries(desk, [job_id]):
         return summary
     raise NotFound(f"there is no job {job_id}", code="job_not_found")
@@ -60,36 +55,6 @@ def _summary(job_id: str, fields: dict[bytes, bytes], state: bytes, newest: list
         created_at=record["created_at"],
         updated_at=record.get("updated_at", record["created_at"]),
     )
-=======
-    found = job_summaries(desk, [job_id])
-    if not found:
-        raise NotFound(f"there is no job {job_id}", code="job_not_found")
-    return found[0]
-
-
-def job_summaries(desk: Desk, job_ids: Sequence[str]) -> list[schemas.JobSummary]:
-    """Jobs in a line each, read in one round trip; those that were deleted meanwhile are left out."""
-    with desk.redis.pipeline(transaction=False) as pipe:
-        for job_id in job_ids:
-            pipe.hmget(redis_keys.job_record(job_id), ["name", "labels", "created_at", "updated_at"])
-            pipe.get(redis_keys.run_state(job_id))
-            pipe.zrevrange(redis_keys.job_metrics(job_id), 0, 0, withscores=True)
-        replies: list[Any] = pipe.execute()
-    each_job = zip(job_ids, replies[::3], replies[1::3], replies[2::3], strict=True)
-    return [
-        schemas.JobSummary(
-            id=job_id,
-            name=name.decode(),
-            labels=json.loads(labels),
-            state=JobState(state.decode()),
-            step=int(newest[0][1]) if newest else 0,
-            created_at=created.decode(),
-            updated_at=(updated or created).decode(),
-        )
-        for job_id, (name, labels, created, updated), state, newest in each_job
-        if name is not None and state is not None
-    ]
->>>>>>> Stashed changes
 
 
 def job(desk: Desk, job_id: str) -> schemas.Job:
@@ -120,17 +85,16 @@ def job(desk: Desk, job_id: str) -> schemas.Job:
     )
 
 
-<<<<<<< Updated upstream
 def _waits(desk: Desk, job_id: str) -> list[str]:
     return [*desk.places.reasons(job_id), *waits(desk.jobs, desk.replicas, desk.leases, desk.sharing, job_id)]
-=======
+
+
 def _evaluations(desk: Desk, job_id: str) -> tuple[int, dict[str, Any] | None]:
     """How many evaluations there are, and the latest; each can be large, so only that one is read."""
     key = redis_keys.evaluations(job_id)
     steps: Any = desk.redis.hkeys(key)
     raw: Any = desk.redis.hget(key, str(max(map(int, steps)))) if steps else None
     return len(steps), json.loads(raw) if raw else None
->>>>>>> Stashed changes
 
 
 def brief(evaluation: dict[str, Any]) -> dict[str, Any]:

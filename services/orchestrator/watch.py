@@ -78,27 +78,21 @@ def _dead_payloads(client: redis.Redis, stream: str) -> list[bytes]:
 def waits(jobs: JobStore, replicas: Replicas, leases: Leases, sharing: Sharing, job_id: str) -> list[str]:
     """Who waits for whom right now, in words; the first is the likeliest reason of a standstill."""
     state = jobs.state(job_id)
-<<<<<<< Updated upstream
-    pools = replicas.counts()
-    depths = belt(jobs.client, job_id).waiting()
-    found = []
-    if state in (JobState.ESTIMATING, JobState.RUNNING) and sharing.left_out(job_id):
-        found.append("no inference replica is assigned to the job: there are fewer than jobs that run")
-=======
-    if state is JobState.QUEUED:
-        return ["the job waits for the running one to end"]
     if state not in (JobState.ESTIMATING, JobState.RUNNING):
         return []
     pools = replicas.counts()
     waiting = belt(jobs.client, job_id).waiting()
->>>>>>> Stashed changes
+    found = []
+    if sharing.left_out(job_id):
+        found.append("no inference replica is assigned to the job: there are fewer than jobs that run")
     if state is JobState.ESTIMATING:
         prompts = waiting["estimates"] or waiting["pivotal"]
         return [
+            *found,
             *_missing(pools, "inference", "sandbox-judge", "value-estimation"),
             f"training waits for {prompts} prompts at value-estimation",
         ]
-    found = _missing(pools, "inference", "sandbox-judge", "replay-buffer", "value-estimation")
+    found += _missing(pools, "inference", "sandbox-judge", "replay-buffer", "value-estimation")
     if not leases.lease(job_id).live and "trained_steps" not in jobs.record(job_id):
         found.append("the job waits for a trainer to lease it")
     stages = (("prompts", "inference"), ("rollouts", "sandbox-judge"), ("verdicts", "replay-buffer"))

@@ -80,8 +80,8 @@ class Gate:
         try:
             authorization = Headers(scope=scope).get("authorization", "")
             # Most requests come from callers seen a moment ago: no thread is needed to know them.
-            found = self.doorkeeper.known(authorization)
-            visit.caller = found or await run_in_threadpool(self.doorkeeper.caller, authorization)
+            known = self.doorkeeper.known(authorization)
+            visit.caller = known if known else await run_in_threadpool(self.doorkeeper.caller, authorization)
         except InvalidInput:
             # Guessing is limited by address, so that it cannot be used against a caller's own rate.
             await self._count(f"address:{client[0]}")

@@ -76,7 +76,6 @@ def list_jobs(
     cursor: Annotated[str | None, Query(pattern=r"^\d{1,15}$")] = None,
 ) -> schemas.JobPage:
     """Jobs, newest first."""
-<<<<<<< Updated upstream
     created = (_unix_ms(created_from), _unix_ms(created_to))
     page = desk.jobs.page([status] if status else [], cursor, limit, caller.sees_tenant, label or (), created)
     return schemas.JobPage(items=views.job_summaries(desk, page.job_ids), next_cursor=page.next_cursor)
@@ -84,10 +83,6 @@ def list_jobs(
 
 def _unix_ms(at: AwareDatetime | None) -> int | None:
     return None if at is None else int(at.timestamp() * 1000)
-=======
-    page = desk.jobs.page([status] if status else [], cursor, limit, caller.sees_tenant)
-    return schemas.JobPage(items=views.job_summaries(desk, page.job_ids), next_cursor=page.next_cursor)
->>>>>>> Stashed changes
 
 
 @router.get("/{job_id}", response_model=schemas.Job)
