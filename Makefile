@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: openapi help setup system-deps proto format check test chart-test chart-files compose-test demo demo-experience reproduce up down bench clean
+.PHONY: docs openapi help setup system-deps proto format check test chart-test chart-files compose-test demo demo-experience reproduce up down bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) torch==2.13.0
 	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) setuptools==78.1.1
-	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[cpu,dev]'
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[cpu,dev,docs]'
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
@@ -58,6 +58,9 @@ chart-test:  ## The Helm chart against an emulated cluster, by the real Helm eng
 
 chart-files: $(STAMP)  ## Write the chart's README table and the settings its schema knows
 	@PYTHONPATH=. python tests/chart/derived.py
+
+docs: $(STAMP)  ## Build the documentation site into site/, strictly; no network
+	@NO_MKDOCS_2_WARNING=1 mkdocs build --strict && echo "open site/index.html"
 
 openapi: $(STAMP)  ## Write docs/openapi.json from the code
 	@PYTHONPATH=. python scripts/write_openapi.py

@@ -1,0 +1,54 @@
+"""What the documentation site adds to docs/: reference pages written from the code, and links into the sources.
+
+Pages below reference/ exist only in the site, so they cannot go stale. A link from docs/ to a file of the repository
+must lead to one that is there; in the site, which has no sources, its text remains.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+log = logging.getLogger("mkdocs.hooks.spo")
+_OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#\s]+)(?:#[^)\s]*)?\)")
+
+
+def _module(name: str) -> ModuleType:
+    place = importlib.util.spec_from_file_location(f"spo_docs_{name}", HERE / f"{name}.py")
+    assert place
+    assert place.loader
+    module = importlib.util.module_from_spec(place)
+    place.loader.exec_module(module)
+    return module
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Add the pages that are written from the code."""
+    for name in ("cli", "rest", "job_spec", "metrics", "recipes", "errors"):
+        text = _module(name).page(ROOT)
+        files.append(File.generated(config, f"reference/{name}.md", content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
+    """Check links that leave docs/ and keep their text."""
+    folder = Path(config["docs_dir"]) / Path(page.file.src_uri).parent
+
+    def kept(found: re.Match[str]) -> str:
+        text, target = found.groups()
+        place = (folder / target).resolve()
+        if place.is_relative_to(Path(config["docs_dir"]).resolve()):
+            return found[0]
+        if not place.exists():
+            log.warning("%s links to %s, which is not in the repository", page.file.src_uri, target)
+        return text
+
+    return _OUTSIDE.sub(kept, markdown)
