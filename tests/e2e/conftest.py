@@ -5,11 +5,40 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+
+from spo.client import Client
+from spo.local.demo import RECIPE
+from spo.local.launcher import SERVICES, LauncherSettings, LocalPlatform, free_ports
+from spo.testing_platform import wait_for_progress
+from spo.testing_traces import Collector
 
 ROOT = Path(__file__).parents[2]
+# A short run: what is looked at is the platform, not what is learnt.
+SHORT: dict[str, dict[str, Any]] = {
+    "tasks": {"train_problems": 8, "evaluation_problems": 4},
+    "value": {"samples": 8},
+    "replay": {
+        "mix": [{"source": "online", "share": 0.75}, {"source": "human", "share": 0.25}],
+        "min_online": 16,
+        "error_buffer": 32,
+    },
+    "trainer": {
+        "steps": 40,
+        "batch_size": 16,
+        "micro_batch_size": 16,
+        "learning_rate": 1e-4,
+        "update_interval": 10,
+        "checkpoint_interval": 20,
+    },
+    "evaluation": {"interval_steps": 20, "samples": 2, "ks": [1]},
+}
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +49,45 @@ def reference_model() -> Path:
     finished = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert finished.returncode == 0, finished.stderr
     return Path(json.loads(finished.stdout.splitlines()[-1])["folder"])
+
+
+@dataclass(frozen=True)
+class Live:
+    """A platform that runs, with its metrics ports open and its traces collected."""
+
+    platform: LocalPlatform
+    collector: Collector
+    metrics_urls: dict[str, str]
+    spec: dict[str, Any]
+
+    @property
+    def url(self) -> str:
+        return self.platform.http_url
+
+
+@pytest.fixture(scope="session")
+def live(tmp_path_factory: pytest.TempPathFactory, reference_model: Path) -> Iterator[Live]:
+    """One platform for all tests that only look at it."""
+    folder = tmp_path_factory.mktemp("live")
+    recipe: dict[str, Any] = yaml.safe_load(RECIPE.read_text())
+    spec = recipe | {name: {**recipe[name], **changes} for name, changes in SHORT.items()}
+    spec["model"] = {**recipe["model"], "path": str(reference_model)}
+    ports = free_ports(list(SERVICES), {})
+    metered = {f"SPO_{name.replace('-', '_').upper()}_METRICS_PORT": str(port) for name, port in ports.items()}
+    settings = LauncherSettings(runs_path=folder / "runs", start_seconds=300, drain_seconds=20)
+    with Collector() as collector, pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SPO_REDIS_URL", raising=False)
+        environment = {**metered, "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "500"}
+        with LocalPlatform("live", folder / "state", settings, environment) as platform:
+            platform.wait_until_ready()
+            urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
+            yield Live(platform, collector, urls | {"orchestrator": platform.http_url}, spec)
+
+
+@pytest.fixture(scope="session")
+def trained_job(live: Live) -> str:
+    """The id of a job that has taken its first steps and published weights."""
+    with Client(live.url, retry_seconds=60) as client:
+        job_id = client.submit(live.spec).id
+        wait_for_progress(client, job_id, lambda job: job.progress.step >= 12 and job.progress.weight_version >= 1)
+    return job_id
