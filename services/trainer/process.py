@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
 from services.trainer.train import Desk, serve_jobs
-from spo.rpc import Client
+from spo.metrics import serve_metrics
+from spo.rpc import Client, RpcServer
 from spo.service import ServiceProcess
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
@@ -38,5 +40,13 @@ def lead(ranks: Ranks, settings: Settings) -> int:
 
 def follow(ranks: Ranks, settings: Settings) -> int:
     """Carry out rank 0's orders until it stops."""
+    # On another machine than rank 0 the first process answers the probes of its pod.
+    server = RpcServer(settings.host, settings.port, 2) if os.environ.get("LOCAL_RANK") == "0" else None
+    if server:
+        serve_metrics(settings.host, settings.metrics_port)
+        server.start()
+        server.set_serving(True)
     serve_jobs(ranks, settings, None)
+    if server:
+        server.stop(1.0)
     return 0

@@ -14,6 +14,8 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+import extension_schemas
+import jsonschema
 import kubernetes_validate
 
 Object = dict[str, Any]
@@ -27,10 +29,13 @@ BUILT_IN = {
     "autoscaling/v2": "horizontalpodautoscalers:HorizontalPodAutoscaler",
     "policy/v1": "poddisruptionbudgets:PodDisruptionBudget",
     "networking.k8s.io/v1": "networkpolicies:NetworkPolicy ingresses:Ingress",
+    "rbac.authorization.k8s.io/v1": "roles:Role rolebindings:RoleBinding",
 }
 EXTENSIONS = {
     "keda.sh/v1alpha1": "scaledobjects:ScaledObject triggerauthentications:TriggerAuthentication",
     "monitoring.coreos.com/v1": "servicemonitors:ServiceMonitor",
+    "gateway.networking.k8s.io/v1": "httproutes:HTTPRoute",
+    "jobset.x-k8s.io/v1alpha2": "jobsets:JobSet",
 }
 IMMUTABLE = {
     "Deployment": ("selector",),
@@ -174,12 +179,13 @@ class Cluster:
     def _validate(self, place: Place, new: Object) -> None:
         if new["kind"] != place.kind.kind:
             raise Refused(422, "Invalid", f"kind {new['kind']} is not {place.kind.kind}")
-        if place.kind.group_version in EXTENSIONS:
-            return  # no schemas for these
         judged = {name: value for name, value in new.items() if name != "status"}
         try:
-            kubernetes_validate.validate(judged, self.version, strict=True)
-        except kubernetes_validate.ValidationError as error:
+            if place.kind.group_version in EXTENSIONS:
+                extension_schemas.validate(judged, self.version)
+            else:
+                kubernetes_validate.validate(judged, self.version, strict=True)
+        except (kubernetes_validate.ValidationError, jsonschema.ValidationError) as error:
             path = ".".join(map(str, error.path))
             raise Refused(422, "Invalid", f"{new['kind']} {place.name}: {path}: {error.message}") from error
 

@@ -64,7 +64,10 @@ EVERYTHING = {
     "commonLabels": {"team": "learning"},
     "models": {"existingClaim": "models"},
     "tasks": {"existingClaim": "tasks"},
-    "metrics": {"serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}}},
+    "metrics": {
+        "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "dashboard": {"enabled": True, "annotations": {"grafana_folder": "learning"}},
+    },
     "networkPolicy": {"apiFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ingress"}}}]},
     "orchestrator": {
         "ingress": {
@@ -72,6 +75,11 @@ EVERYTHING = {
             "className": "nginx",
             "hosts": ["spo.example.org"],
             "tls": [{"secretName": "spo-tls", "hosts": ["spo.example.org"]}],
+        },
+        "gateway": {
+            "enabled": True,
+            "parentRefs": [{"name": "public", "namespace": "gateways"}],
+            "hosts": ["spo.example.org"],
         },
         "settings": {"max_running_jobs": 2, "max_body_bytes": 268435456},
     },
@@ -86,6 +94,20 @@ EVERYTHING = {
     "sandboxJudge": {"autoscaling": {"enabled": True, "engine": "hpa"}, "runtimeClassName": "gvisor"},
     "trainer": {"ranks": 4, "nodeSelector": {"pool": "train"}},
 }
+# PUT /v1/scale, and trainers of several pods.
+ELASTIC = {
+    "scaling": {"enabled": True, "minReplicas": 1, "maxReplicas": 6},
+    "inference": {"replicas": 2},
+    "trainer": {"replicas": 2, "nodes": 4, "ranks": 8},
+}
+KEDA = {"enabled": True, "engine": "keda", "maxReplicas": 6}
+JOB_SET = {
+    "scaling": {"enabled": True, "maxReplicas": 6},
+    "networkPolicy": {"kubernetesApiTo": [{"ipBlock": {"cidr": "10.0.0.1/32"}}]},
+    "inference": {"autoscaling": KEDA},
+    "sandboxJudge": {"autoscaling": KEDA},
+    "trainer": {"kind": "JobSet", "nodes": 2},
+}
 EXTERNAL = {
     "redis": {"enabled": False},
     "externalRedis": {"existingSecret": "my-redis", "port": 6380},
@@ -98,6 +120,8 @@ SETS = {
     "single-node": values_of("single-node"),
     "everything": EVERYTHING,
     "external": EXTERNAL,
+    "elastic": ELASTIC,
+    "job-set": JOB_SET,
 }
 
 

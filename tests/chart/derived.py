@@ -1,6 +1,6 @@
-"""What is derived in the chart: the README's table from values.yaml, the schema's settings from the settings classes.
+"""What is derived in the chart: the README's table, the schema's settings, the Grafana dashboard.
 
-`make chart-files` rewrites both; tests hold them.
+`make chart-files` rewrites them; tests hold them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ SECTIONS = {
     "value-estimation": "valueEstimation",
     "trainer": "trainer",
 }
-# Set by the chart itself from what it knows: where the process listens and what its key is.
+# Set by the chart itself from what it knows: where the process listens, what its key is, whom it may scale.
 TAKEN = {"host", "port", "metrics_port", "advertise_address", "http_port", "api_key"}
+TAKEN |= {"scaler", "scale_prefix", "scale_keda", "min_replicas", "max_replicas"}
+# Files that the chart carries, and where they come from: a chart cannot read outside its folder.
+CARRIED = {CHART / "files" / "dashboard.json": CHART.parents[1] / "deploy" / "grafana" / "spo.json"}
 
 
 def settings_of(service: str) -> Any:
@@ -87,4 +90,6 @@ def _comments(values: str) -> dict[int, str]:
 if __name__ == "__main__":
     readme, schema = CHART / "README.md", CHART / "values.schema.json"
     readme.write_text(with_table(readme.read_text(), (CHART / "values.yaml").read_text()))
+    for copy, source in CARRIED.items():
+        copy.write_text(source.read_text())
     schema.write_text(json.dumps(with_settings(json.loads(schema.read_text())), indent=2) + "\n")

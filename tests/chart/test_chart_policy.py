@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from conftest import SETS, rendered
 
 Object = dict[str, Any]
 
-WORKLOADS = ("Deployment", "StatefulSet", "Pod")
+WORKLOADS = ("Deployment", "StatefulSet", "JobSet", "Pod")
 SERVICES = ("orchestrator", "inference", "sandbox-judge", "replay-buffer", "value-estimation", "trainer")
 # Who opens a connection to whom, and where: the drawing in docs/life_of_a_trajectory.md.
 EDGES = {
@@ -46,8 +47,15 @@ def component(labels: dict[str, str]) -> str:
 
 def pods(objects: list[Object]) -> dict[str, Object]:
     """Pod specifications by component."""
-    templates = [each if each["kind"] == "Pod" else each["spec"]["template"] for each in of_kind(objects, *WORKLOADS)]
+    templates = [pod_of(each) for each in of_kind(objects, *WORKLOADS)]
     return {component(template["metadata"]["labels"]): template["spec"] for template in templates}
+
+
+def pod_of(each: Object) -> Object:
+    """The pod, or the template of the pods, of a workload."""
+    if each["kind"] == "JobSet":
+        return each["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+    return each if each["kind"] == "Pod" else each["spec"]["template"]
 
 
 def workload(objects: list[Object], name: str) -> Object:
@@ -74,12 +82,17 @@ def test_every_pod_passes_the_restricted_pod_security_standard(objects: list[Obj
             }
 
 
-def test_no_pod_has_a_token_or_variables_that_services_leave_behind(objects: list[Object]) -> None:
-    for pod in pods(objects).values():
-        assert pod["automountServiceAccountToken"] is False
-        # A Service called spo-inference would set SPO_INFERENCE_PORT=tcp://..., which is one of our settings.
-        assert pod["enableServiceLinks"] is False
-    assert not of_kind(objects, "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")
+def test_no_pod_has_a_token_but_an_orchestrator_that_scales(objects: list[Object]) -> None:
+    scales = bool(of_kind(objects, "Role"))
+    for name, pod in pods(objects).items():
+        assert pod["automountServiceAccountToken"] is (scales and name == "orchestrator")
+    assert all(each["automountServiceAccountToken"] is False for each in of_kind(objects, "ServiceAccount"))
+    assert not of_kind(objects, "ClusterRole", "ClusterRoleBinding")
+
+
+def test_no_pod_has_variables_that_services_leave_behind(objects: list[Object]) -> None:
+    # A Service called spo-inference would set SPO_INFERENCE_PORT=tcp://..., which is one of our settings.
+    assert all(pod["enableServiceLinks"] is False for pod in pods(objects).values())
 
 
 def test_every_service_is_probed_and_says_what_it_needs(objects: list[Object]) -> None:
@@ -109,15 +122,17 @@ def test_pods_outlive_their_own_drain(objects: list[Object]) -> None:
 
 
 def test_every_selector_finds_exactly_its_own_pods(objects: list[Object]) -> None:
-    labels = {
-        component(template["metadata"]["labels"]): template["metadata"]["labels"]
-        for template in (each["spec"]["template"] for each in of_kind(objects, "Deployment", "StatefulSet"))
-    }
+    workloads = of_kind(objects, "Deployment", "StatefulSet", "JobSet")
+    labels = {each["metadata"]["name"]: pod_of(each)["metadata"]["labels"] for each in workloads}
     for each in of_kind(objects, "Deployment", "StatefulSet", "Service", "PodDisruptionBudget"):
         selector = each["spec"]["selector"]
         selector = selector.get("matchLabels", selector)
-        found = [name for name, own in labels.items() if selector.items() <= own.items()]
-        assert found == [component(each["metadata"]["labels"])], each["metadata"]["name"]
+        found = {name for name, own in labels.items() if selector.items() <= own.items()}
+        if each["kind"] in ("Deployment", "StatefulSet"):
+            assert found == {each["metadata"]["name"]}
+        else:
+            own = component(each["metadata"]["labels"])
+            assert found == {name for name, theirs in labels.items() if component(theirs) == own}
 
 
 def test_every_port_that_is_named_is_opened(objects: list[Object]) -> None:
@@ -194,6 +209,8 @@ def edges_of(objects: list[Object], direction: str) -> set[tuple[str, str, int]]
 def test_the_network_allows_exactly_the_edges_of_the_architecture(values: str) -> None:
     objects = rendered(values)
     wanted = EDGES if values != "external" else {edge for edge in EDGES if edge[1] != "redis"}
+    if values in ("elastic", "job-set"):
+        wanted = wanted | {("trainer", "trainer", 1024)}
     assert edges_of(objects, "egress") == wanted
     # The API is open to everyone, so nobody is named there unless apiFrom is.
     named = edges_of(objects, "ingress") | {edge for edge in wanted if edge[2] == 8080}
@@ -234,6 +251,28 @@ def test_no_secret_is_written_outside_secrets(objects: list[Object]) -> None:
                 assert set(variable) == {"name", "valueFrom"}
             elif variable["name"] == "SPO_REDIS_URL" and "value" in variable:
                 assert "://:$(REDIS_PASSWORD)@" in variable["value"]
+
+
+def test_the_dashboard_is_found_by_grafanas_sidecar_and_is_a_dashboard() -> None:
+    (dashboard,) = of_kind(rendered("everything"), "ConfigMap")
+    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+    ((name, text),) = dashboard["data"].items()
+    assert name.endswith(".json")
+    assert json.loads(text)["panels"]
+
+
+def test_the_ways_in_lead_to_the_api() -> None:
+    objects = rendered("everything")
+    ((port,),) = [
+        [p["port"] for p in each["spec"]["ports"] if p["name"] == "http"]
+        for each in of_kind(objects, "Service")
+        if each["metadata"]["name"] == "spo-orchestrator"
+    ]
+    (route,) = of_kind(objects, "HTTPRoute")
+    assert route["spec"]["rules"][0]["backendRefs"] == [{"name": "spo-orchestrator", "port": port}]
+    (ingress,) = of_kind(objects, "Ingress")
+    (path,) = ingress["spec"]["rules"][0]["http"]["paths"]
+    assert path["backend"]["service"] == {"name": "spo-orchestrator", "port": {"name": "http"}}
 
 
 def test_a_pool_with_automatic_scaling_has_no_fixed_size() -> None:

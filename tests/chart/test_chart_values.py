@@ -34,6 +34,39 @@ REFUSED = {
         {"redis": {"enabled": False}, "externalRedis": {"url": "rediss://:secret@there:6379/0"}},
         "holds a password",
     ),
+    "two owners of a size": (
+        {"scaling": {"enabled": True}, "inference": {"autoscaling": {"enabled": True}}},
+        "both would set the same replicas",
+    ),
+    "one pool by KEDA and one by hand": (
+        {
+            "scaling": {"enabled": True, "maxReplicas": 4},
+            "inference": {"autoscaling": {"enabled": True, "engine": "keda"}},
+        },
+        "for both inference and sandboxJudge, or for neither",
+    ),
+    "wishes that KEDA refuses": (
+        {
+            "scaling": {"enabled": True, "maxReplicas": 9},
+            "inference": {"autoscaling": {"enabled": True, "engine": "keda"}},
+        },
+        "scaling.maxReplicas is above inference",
+    ),
+    "wishes without a range": ({"scaling": {"enabled": True, "minReplicas": 9}}, "minReplicas is above maxReplicas"),
+    "the scaler as a setting": ({"orchestrator": {"settings": {"scaler": "kubernetes"}}}, "scaler"),
+    "no node": ({"trainer": {"nodes": 0}}, "nodes"),
+    "nodes that cannot share the state": (
+        {"trainer": {"nodes": 2}, "state": {"accessModes": ["ReadWriteOnce"]}},
+        "ReadWriteMany",
+    ),
+    "state for one pod only": ({"state": {"accessModes": ["ReadWriteOncePod"]}}, "accessModes"),
+    "an unknown kind of trainer": ({"trainer": {"kind": "DaemonSet"}}, "kind"),
+    "a route without a gateway": ({"orchestrator": {"gateway": {"enabled": True}}}, "parentRefs"),
+    "behaviour that no autoscaler has": (
+        {"inference": {"autoscaling": {"behavior": {"scaleDown": {"policies": [{"type": "Nodes"}]}}}}},
+        "policies",
+    ),
+    "a misspelt behaviour": ({"inference": {"autoscaling": {"behavior": {"scaledown": {}}}}}, "scaledown"),
     "a URL of something else": ({"redis": {"enabled": False}, "externalRedis": {"url": "http://there"}}, "url"),
 }
 

@@ -37,6 +37,10 @@ def test_every_metric_that_is_drawn_or_watched_exists(expression: str) -> None:
     assert named <= exported(), f"unknown: {sorted(named - exported())}"
 
 
+def test_the_chart_carries_the_same_dashboard() -> None:
+    assert (ROOT / "helm" / "spo" / "files" / "dashboard.json").read_text() == DASHBOARD.read_text(), "make chart-files"
+
+
 def test_panels_do_not_overlap_and_are_told_apart() -> None:
     panels = json.loads(DASHBOARD.read_text())["panels"]
     places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]

@@ -26,6 +26,15 @@
 - {name: {{ $prefix }}_HTTP_PORT, value: "8080"}
 - name: {{ $prefix }}_API_KEY
   valueFrom: {secretKeyRef: {name: {{ include "spo.secret" .root }}, key: api-key}}
+{{- with .root.Values.scaling }}
+{{- if .enabled }}
+- {name: {{ $prefix }}_SCALER, value: kubernetes}
+- {name: {{ $prefix }}_SCALE_PREFIX, value: {{ $full }}-}
+- {name: {{ $prefix }}_SCALE_KEDA, value: {{ include "spo.scalesByKeda" $.root | quote }}}
+- {name: {{ $prefix }}_MIN_REPLICAS, value: {{ .minReplicas | quote }}}
+- {name: {{ $prefix }}_MAX_REPLICAS, value: {{ .maxReplicas | quote }}}
+{{- end }}
+{{- end }}
 {{- else }}
 - {name: {{ $prefix }}_METRICS_PORT, value: "9090"}
 {{- end }}

@@ -20,11 +20,14 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 {{- end -}}
 
-{{/* What never changes, because selectors may not; same argument */}}
+{{/* What never changes, because selectors may not; same argument, with selectorLabels where a component has several workloads */}}
 {{- define "spo.selector" -}}
 app.kubernetes.io/name: {{ .root.Chart.Name }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
+{{- with .selectorLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{- define "spo.image" -}}
@@ -64,8 +67,26 @@ app.kubernetes.io/component: {{ .component }}
 {{- if and $scaling.enabled (gt (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}
 {{- fail (printf "%s.autoscaling: minReplicas is above maxReplicas" $name) -}}
 {{- end -}}
+{{- if and $scaling.enabled (eq $scaling.engine "hpa") $.Values.scaling.enabled -}}
+{{- fail (printf "scaling.enabled and %s.autoscaling by hpa: both would set the same replicas; switch one off or use keda" $name) -}}
+{{- end -}}
+{{- if and $scaling.enabled $.Values.scaling.enabled (gt (int $.Values.scaling.maxReplicas) (int $scaling.maxReplicas)) -}}
+{{- fail (printf "scaling.maxReplicas is above %s.autoscaling.maxReplicas: KEDA would refuse such a wish" $name) -}}
+{{- end -}}
 {{- if and $scaling.enabled (eq $scaling.engine "hpa") (not (dig "requests" "cpu" "" (get $.Values $name).resources)) -}}
 {{- fail (printf "%s.autoscaling: hpa goes by the share of resources.requests.cpu, which is not set" $name) -}}
 {{- end -}}
+{{- end -}}
+{{- with .Values.scaling -}}
+{{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
+{{- fail "scaling: minReplicas is above maxReplicas" -}}
+{{- end -}}
+{{- if and .enabled (ne $.Values.inference.autoscaling.enabled $.Values.sandboxJudge.autoscaling.enabled) -}}
+{{- fail "scaling.enabled: autoscaling by keda for both inference and sandboxJudge, or for neither" -}}
+{{- end -}}
+{{- end -}}
+{{- $trainer := .Values.trainer -}}
+{{- if and (gt (int $trainer.nodes) 1) (not .Values.state.existingClaim) (not (has "ReadWriteMany" .Values.state.accessModes)) -}}
+{{- fail "trainer.nodes is above 1: its pods share the state claim, which needs state.accessModes: [ReadWriteMany]" -}}
 {{- end -}}
 {{- end -}}

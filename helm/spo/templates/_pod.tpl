@@ -7,6 +7,7 @@ The pod of a service. Argument:
   models, tasks     whether it reads models, task files
   experience        how it mounts the experience store: absent, "read" or "write"
   arguments         what the image runs; default: the service's module
+  restartPolicy, selectorLabels   where they differ from the usual
 */}}
 {{- define "spo.podTemplate" -}}
 {{- $underscored := .component | replace "-" "_" -}}
@@ -22,10 +23,18 @@ metadata:
     {{- toYaml . | nindent 4 }}
     {{- end }}
 spec:
+  {{- if and (eq .component "orchestrator") .root.Values.scaling.enabled }}
+  serviceAccountName: {{ include "spo.fullname" .root }}-orchestrator
+  automountServiceAccountToken: true
+  {{- else }}
   serviceAccountName: {{ include "spo.serviceAccount" .root }}
   automountServiceAccountToken: false
+  {{- end }}
   # A Service "spo-inference" would otherwise set SPO_INFERENCE_PORT=tcp://... in every pod.
   enableServiceLinks: false
+  {{- with .restartPolicy }}
+  restartPolicy: {{ . }}
+  {{- end }}
   terminationGracePeriodSeconds: {{ add 15 (int (dig "drain_seconds" 20 .values.settings)) }}
   securityContext:
     {{- include "spo.podSecurity" 10001 | nindent 4 }}

@@ -16,6 +16,23 @@ spec:
 {{- end }}
 {{- end -}}
 
+{{/* Whether PUT /v1/scale moves the lower bound of ScaledObjects rather than the size of Deployments: true or false */}}
+{{- define "spo.scalesByKeda" -}}
+{{- .Values.inference.autoscaling.enabled -}}
+{{- end -}}
+
+{{/*
+What PUT /v1/scale wished for last, where it may wish: an upgrade must not take it back. Argument: root, name, apiVersion,
+kind, field, default
+*/}}
+{{- define "spo.wished" -}}
+{{- $held := dict -}}
+{{- if .root.Values.scaling.enabled -}}
+{{- $held = lookup .apiVersion .kind .root.Release.Namespace .name | default dict -}}
+{{- end -}}
+{{- int (dig "spec" .field .default $held) -}}
+{{- end -}}
+
 {{/* Headless Service, so that a client sees every pod */}}
 {{- define "spo.headlessService" -}}
 apiVersion: v1
@@ -26,6 +43,10 @@ metadata:
     {{- include "spo.labels" . | nindent 4 }}
 spec:
   clusterIP: None
+  {{- if .early }}
+  # Pods must find each other before they are ready.
+  publishNotReadyAddresses: true
+  {{- end }}
   selector:
     {{- include "spo.selector" . | nindent 4 }}
   ports:
@@ -66,7 +87,7 @@ metadata:
     {{- include "spo.labels" . | nindent 4 }}
 spec:
   scaleTargetRef: {name: {{ $name }}}
-  minReplicaCount: {{ $scaling.minReplicas }}
+  minReplicaCount: {{ include "spo.wished" (dict "root" .root "name" $name "apiVersion" "keda.sh/v1alpha1" "kind" "ScaledObject" "field" "minReplicaCount" "default" $scaling.minReplicas) }}
   maxReplicaCount: {{ $scaling.maxReplicas }}
   pollingInterval: 15
   # When the orchestrator does not answer, the pool stays as it is at its smallest rather than growing blindly.
