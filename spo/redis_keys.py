@@ -255,7 +255,7 @@ def replay_content(run_id: str) -> str:
 
 def replay_counters(run_id: str) -> str:
     """Hash: number (last insertion), drawn (last draw), policy_version (newest named), inserted, correct, sampled by
-    source. Replay."""
+    source; followed (position in the ledger of the run it follows), left_out. Replay."""
     return f"spo:{run_id}:replay-buffer:counters"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import redis
 
+from services.orchestrator.followed import state_in_words
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import Leases, now_ms
 from services.orchestrator.replicas import Replicas
@@ -96,7 +97,11 @@ def waits(jobs: JobStore, replicas: Replicas, leases: Leases, sharing: Sharing, 
     if not leases.lease(job_id).live and "trained_steps" not in jobs.record(job_id):
         found.append("the job waits for a trainer to lease it")
     stages = (("prompts", "inference"), ("rollouts", "sandbox-judge"), ("verdicts", "replay-buffer"))
-    return found + [f"{waiting[stream]} groups wait at {pool}" for stream, pool in stages if waiting[stream]]
+    found += [f"{waiting[stream]} groups wait at {pool}" for stream, pool in stages if waiting[stream]]
+    followed = jobs.spec(job_id).rollout.follow
+    if followed is not None:
+        found.append(f"its shared rollouts come from {followed}, which is {state_in_words(jobs, followed)}")
+    return found
 
 
 def _missing(pools: dict[str, int], *needed: str) -> list[str]:

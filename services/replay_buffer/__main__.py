@@ -5,18 +5,18 @@ from __future__ import annotations
 import sys
 
 from services.replay_buffer.batches import BatchDrawer
+from services.replay_buffer.following import Following
 from services.replay_buffer.ingest_worker import IngestWorker
+from services.replay_buffer.reference_scores import ReferenceScores
 from services.replay_buffer.service import ReplayService
 from services.replay_buffer.settings import Settings
 from services.replay_buffer.spill import spilling
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.redis_client import connect
-from spo.rpc import Client
 from spo.service import ServiceProcess
 from spo.streams import Consumer
 from spo.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
-from spo.v1.value_service_pb2_grpc import ValueServiceStub
 
 
 def main() -> int:
@@ -29,9 +29,10 @@ def main() -> int:
     consumer = Consumer(
         client, redis_keys.verdicts(), redis_keys.INGEST_GROUP, process.replica_id, settings.reclaim_seconds
     )
-    values = Client("value-estimation", settings.value_estimation_address, ValueServiceStub)
-    worker = IngestWorker(store, consumer, values, settings.groups_per_read, settings.logprobs_deadline_seconds)
-    process.workers += [worker.run, *spilling(store, settings)]
+    scores = ReferenceScores.at(settings.value_estimation_address, settings.logprobs_deadline_seconds)
+    ingest = IngestWorker(store, consumer, scores, settings.groups_per_read)
+    following = Following(store, scores, service.storage)
+    process.workers += [ingest.run, following.run, *spilling(store, settings)]
     return process.run()
 
 

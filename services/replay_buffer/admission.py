@@ -7,13 +7,13 @@ import math
 import re
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from spo import redis_keys
 from spo.errors import FieldViolation, InvalidInput
 from spo.job_spec import JobSpec
 from spo.tasks.problem import extract_program
-from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_UNSPECIFIED, Source
+from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_SHARED, SOURCE_UNSPECIFIED, Source
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_INTERNAL_ERROR, OUTCOME_UNSPECIFIED
 
@@ -21,6 +21,8 @@ from spo.v1.verdict_pb2 import OUTCOME_INTERNAL_ERROR, OUTCOME_UNSPECIFIED
 MAX_PARSED_CHARACTERS = 20_000
 # Ids are parts of Redis keys and of members joined by colons.
 _SOURCES = frozenset(Source.values()) - {SOURCE_UNSPECIFIED}
+# Sampled by a policy under training: they bring its log-probs, and each is a draw of its own.
+_LIVE = frozenset({SOURCE_ONLINE, SOURCE_SHARED})
 _ID = re.compile(r"[\w.-]{1,200}")
 # `warnings.catch_warnings` changes the whole process.
 _PARSER = threading.Lock()
@@ -47,7 +49,7 @@ def check_judged(run_id: str, spec: JobSpec, trajectory: Trajectory) -> None:
         # The theory needs r <= 0: exp(r / beta) is a probability.
         ("/reward", "must be finite and at most 0", not (math.isfinite(reward) and reward <= 0)),
         ("/sampling_logprobs", "do not match the tokens", sampled not in (0, tokens)),
-        ("/sampling_logprobs", "are missing", trajectory.source == SOURCE_ONLINE and sampled == 0),
+        ("/sampling_logprobs", "are missing", trajectory.source in _LIVE and sampled == 0),
         ("/sampling_logprobs", "must be finite", not _finite(trajectory.sampling_logprobs)),
         ("/group_id", "is not an id", grouped and not _ID.fullmatch(trajectory.group_id)),
     ]
@@ -65,14 +67,29 @@ def check_scored(spec: JobSpec, trajectory: Trajectory) -> None:
     _refuse(trajectory, faults)
 
 
-def content_digest(trajectory: Trajectory) -> str:
-    """Digest under which trajectories of a prompt count as the same; '' for online ones, which never do.
+def sort_out(
+    trajectories: Sequence[Trajectory], check: Callable[[Trajectory], None]
+) -> tuple[list[Trajectory], list[InvalidInput]]:
+    """Those that pass a check, and why the others do not."""
+    sound: list[Trajectory] = []
+    refusals: list[InvalidInput] = []
+    for trajectory in trajectories:
+        try:
+            check(trajectory)
+            sound.append(trajectory)
+        except InvalidInput as refusal:
+            refusals.append(refusal)
+    return sound, refusals
 
-    Two online samples with the same text are two draws of the policy, and both count. Offline ones are only compared
+
+def content_digest(trajectory: Trajectory) -> str:
+    """Digest under which trajectories of a prompt count as the same; '' for live ones, which never do.
+
+    Two samples of a policy with the same text are two draws of it, and both count. Offline ones are only compared
     within a source, so that no source can empty another's share, and within a reward, so that a flaky failure never
     hides a success.
     """
-    if trajectory.source == SOURCE_ONLINE:
+    if trajectory.source in _LIVE:
         return ""
     content = normalised_program(trajectory.response_text)
     return redis_keys.digest(trajectory.prompt_id, str(trajectory.source), repr(trajectory.reward), content)

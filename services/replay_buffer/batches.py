@@ -10,6 +10,7 @@ import numpy as np
 
 from services.replay_buffer.candidates import Candidates
 from services.replay_buffer.draws import DrawLog
+from services.replay_buffer.following import is_read_to_its_end
 from services.replay_buffer.limiter import Limiter
 from services.replay_buffer.portions import Portion, draw_portion, portions_of
 from services.replay_buffer.store import ReplayStore
@@ -17,6 +18,7 @@ from services.replay_buffer.windows import Candidate
 from services.replay_buffer.wire import Drawn
 from spo import metrics, redis_keys
 from spo.errors import Conflict, IntegrityError, NotReady, PreconditionFailed
+from spo.spec.section import LIVE_SOURCES
 from spo.v1.replay_service_pb2 import SampleBatchRequest
 
 POLL_SECONDS = 0.1
@@ -68,7 +70,6 @@ class BatchDrawer:
 
     def _draw(self, request: SampleBatchRequest, candidates: Candidates, portions: Sequence[Portion]) -> list[Place]:
         rng = np.random.default_rng([candidates.spec.seed, request.seed, request.step])
-        limiter = Limiter.of(candidates.spec)
         drawn: list[Candidate] = []
         with candidates.lock:
             candidates.refresh([portion.rule.source for portion in portions])
@@ -76,10 +77,11 @@ class BatchDrawer:
                 self.store.note_policy_version(request.run_id, request.policy_version)
                 candidates.counters["policy_version"] = request.policy_version
             for portion in portions:
-                self._check(candidates, limiter, portion)
+                self._check(candidates, portion)
                 chosen = draw_portion(rng, candidates, portion)
-                if portion.rule.source == "online":
-                    ages = [max(0, request.policy_version - each.version) for each in chosen]
+                if portion.rule.source in LIVE_SOURCES:
+                    newest = candidates.newest_version(portion.rule.source)
+                    ages = [max(0, newest - each.version) for each in chosen]
                     metrics.REPLAY_SAMPLE_AGE.observe(sum(ages) / len(ages))
                 drawn += chosen
             # Turns are counted: a draw that this one did not know of makes it void.
@@ -94,19 +96,23 @@ class BatchDrawer:
             return places
         return list(zip(held, self.store.prompts_of(request.run_id, held), strict=True))
 
-    def _check(self, candidates: Candidates, limiter: Limiter, portion: Portion) -> None:
+    def _check(self, candidates: Candidates, portion: Portion) -> None:
         """Raise NotReady, or PreconditionFailed where waiting is in vain, when a portion cannot be served now."""
-        if portion.rule.source == "online":
-            online = candidates.online(portion.rule)
-            if not limiter.may_sample(online, portion.count):
-                reason = _reason(candidates, portion)
-                raise NotReady(f"{reason}; {online.available} fresh enough, {online.sampled} served; {limiter}")
-        elif not candidates.servable(portion.rule):
+        reason = _reason(candidates, portion)
+        if portion.rule.source in LIVE_SOURCES:
+            limiter = Limiter.of(candidates.spec, portion.rule.source)
+            live = candidates.live(portion.rule)
+            if limiter.may_sample(live, portion.count):
+                return
+            if not (portion.rule.source == "shared" and is_read_to_its_end(self.store.client, candidates)):
+                raise NotReady(f"{reason}; {live.available} fresh enough, {live.sampled} served; {limiter}")
+            # Nothing will ever come in again, so nothing is gained by sparing what there is.
+            reason = f"{reason}; {candidates.spec.rollout.follow} has ended"
+        if not candidates.servable(portion.rule):
             state: Any = self.store.client.get(redis_keys.run_state(candidates.run_id))
             if state in OFFLINE_COMPLETE_STATES:
-                reason = _reason(candidates, portion)
                 raise PreconditionFailed(f"{reason}; nothing more will come", code="source_empty")
-            raise NotReady(_reason(candidates, portion))
+            raise NotReady(reason)
 
     def _with_values(self, request: SampleBatchRequest, candidates: Candidates, places: Sequence[Place]) -> list[Drawn]:
         payloads = self.store.payloads.get(request.run_id, [trajectory_id for trajectory_id, _ in places])

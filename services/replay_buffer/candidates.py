@@ -13,13 +13,14 @@ from typing import Any
 import redis
 
 from services.replay_buffer.draws import Uses
-from services.replay_buffer.limiter import OnlineCounts
+from services.replay_buffer.limiter import LiveCounts
 from services.replay_buffer.values import PromptFacts, facts_of_prompts
-from services.replay_buffer.windows import Candidate, OfflineWindow, OnlineWindow, read_fact, rule_of
+from services.replay_buffer.windows import Candidate, LiveWindow, OfflineWindow, read_fact, rule_of
 from spo import redis_keys
 from spo.errors import IntegrityError, NotFound
 from spo.job_spec import JobSpec, SourceMix
 from spo.logs import get_logger
+from spo.spec.section import LIVE_SOURCES
 from spo.v1.value_pb2 import PromptValue
 
 log = get_logger("candidates")
@@ -36,6 +37,7 @@ class Candidates:
         self.spec = spec
         self.lock = threading.Lock()
         self.counters: dict[str, int] = {}
+        self._followed_version = 0
         self._forget()
 
     def refresh(self, sources: Sequence[str]) -> None:
@@ -45,9 +47,12 @@ class Candidates:
             pipe.zscore(redis_keys.replay_ids(self.run_id), self._newest[0])
             pipe.hgetall(redis_keys.replay_counters(self.run_id))
             pipe.hlen(redis_keys.run_values(self.run_id))
+            # A run that follows none has its own version twice.
+            followed = self.spec.rollout.follow or self.run_id
+            pipe.hget(redis_keys.replay_counters(followed), "policy_version")
             for source in sources:
                 self._ask_new(pipe, source)
-            exists, number, counters, values, *news = pipe.execute()
+            exists, number, counters, values, followed_version, *news = pipe.execute()
         if not exists:
             raise NotFound(f"there is no run {self.run_id} any more: Redis was emptied", code="unknown_run")
         if self._newest[1] and number != self._newest[1]:
@@ -60,6 +65,8 @@ class Candidates:
             self._forget()
             return self.refresh(sources)
         self.counters = {name.decode(): int(count) for name, count in counters.items()}
+        if followed_version:
+            self._followed_version = int(followed_version)
         if values != self._values_read:
             self._read_values(values)
         for source, entries in zip(sources, news, strict=True):
@@ -70,7 +77,7 @@ class Candidates:
 
     def servable(self, rule: SourceMix) -> Sequence[Candidate]:
         """What may be drawn now by a source's rule: with a value, fresh enough, not drawn too often, in the window."""
-        oldest = self._oldest(rule)
+        oldest = self.oldest_version(rule) if rule.source in LIVE_SOURCES else 0
         # Most draws find what the one before found: only news, values, a higher version or a count change it.
         stamp = (self._seen.get(rule.source, 0), self._values_read, oldest, self.uses.draws_read)
         known, found = self._filtered.get(rule, ((), []))
@@ -83,11 +90,20 @@ class Candidates:
         """How the spec draws from a source."""
         return rule_of(self.spec, source)
 
-    def online(self, rule: SourceMix) -> OnlineCounts:
-        """The counts that the limiter weighs."""
-        return OnlineCounts(
-            inserted=self.counters.get("inserted:online", 0),
-            sampled=self.counters.get("sampled:online", 0),
+    def newest_version(self, source: str) -> int:
+        """The newest weight version of the run that samples a live source."""
+        return self._followed_version if source == "shared" else self.counters.get("policy_version", 0)
+
+    def oldest_version(self, rule: SourceMix) -> int:
+        """The oldest weight version that may still be served by a live source's rule."""
+        ages = (self.spec.replay.max_staleness, rule.max_age_versions)
+        return self.newest_version(rule.source) - min(age for age in ages if age is not None)
+
+    def live(self, rule: SourceMix) -> LiveCounts:
+        """The counts of a live source, which the limiter weighs."""
+        return LiveCounts(
+            inserted=self.counters.get(f"inserted:{rule.source}", 0),
+            sampled=self.counters.get(f"sampled:{rule.source}", 0),
             available=self.available(rule),
         )
 
@@ -97,7 +113,7 @@ class Candidates:
 
     def unit_size(self, source: str) -> int:
         """Trajectories of a source that are drawn together."""
-        return self._online.unit_size if source == "online" else 1
+        return self._live[source].unit_size if source in LIVE_SOURCES else 1
 
     def describe(self, rule: SourceMix) -> str:
         """A source's counts in words, for messages."""
@@ -105,7 +121,8 @@ class Candidates:
         said = f"{inserted} inserted, {correct} correct, {self.available(rule)} servable"
         if self.unit_size(rule.source) == 1:
             return said
-        return f"{said} in groups of {self.unit_size(rule.source)}, {self._online.incomplete()} in incomplete groups"
+        incomplete = self._live[rule.source].incomplete()
+        return f"{said} in groups of {self.unit_size(rule.source)}, {incomplete} in incomplete groups"
 
     def qhat_0(self, prompt_id: str) -> float:
         """Qhat_0 in reward units, 0 where the spec estimates no values. Raises IntegrityError when it has no value."""
@@ -119,15 +136,9 @@ class Candidates:
         """sqrt(p (1 - p)), p the success rate of pi0 on the prompt; 0 where the spec estimates no values."""
         return self._values[prompt_id].value_spread if prompt_id in self._values else 0.0
 
-    def _oldest(self, rule: SourceMix) -> int:
-        if rule.source != "online":
-            return 0
-        ages = (self.spec.replay.max_staleness, rule.max_age_versions)
-        return self.counters.get("policy_version", 0) - min(age for age in ages if age is not None)
-
     def _filter(self, rule: SourceMix, oldest: int) -> list[Candidate]:
-        if rule.source == "online":
-            found = self._online.candidates(rule, oldest)
+        if rule.source in LIVE_SOURCES:
+            found = self._live[rule.source].candidates(rule, oldest)
         else:
             found = self._offline[rule.source].candidates(rule) if rule.source in self._offline else []
         if self.spec.value is not None:
@@ -135,7 +146,7 @@ class Candidates:
         if rule.min_value_spread:
             found = [each for each in found if self.value_spread(each.prompt_id) >= rule.min_value_spread]
         limit = self.spec.replay.max_times_sampled
-        if limit is not None and rule.source == "online":
+        if limit is not None and rule.source in LIVE_SOURCES:
             found = [each for each in found if all(self.uses.times(member) < limit for member in each.trajectory_ids)]
         return found
 
@@ -149,12 +160,14 @@ class Candidates:
         self.uses = Uses(self.client, self.run_id)
         self._filtered: dict[SourceMix, tuple[tuple[int, ...], list[Candidate]]] = {}
         # The payloads of older ones stay in Redis: they are listed, and a repeated batch may name them.
-        self._online = OnlineWindow(self.spec)
+        self._live: dict[str, LiveWindow] = {source: LiveWindow(self.spec, source) for source in LIVE_SOURCES}
+        self._followed_version = 0
         self._offline: dict[str, OfflineWindow] = {}
 
     def _ask_new(self, pipe: Any, source: str) -> None:
         key = redis_keys.replay_source(self.run_id, source)
-        if source == "online" and source not in self._seen and not self._online.needs_all:
+        live = self._live.get(source)
+        if live and source not in self._seen and not live.needs_all:
             pipe.zrange(key, -self.spec.replay.online_capacity, -1, withscores=True)
         else:
             pipe.zrangebyscore(key, f"({self._seen.get(source, 0)}", "+inf", withscores=True)
@@ -165,8 +178,8 @@ class Candidates:
             facts: Any = self.client.hmget(redis_keys.replay_facts(self.run_id), ids)
             for trajectory_id, fact in zip(ids, facts, strict=True):
                 candidate, group = read_fact(trajectory_id.decode(), fact.decode())
-                if source == "online":
-                    self._online.add(candidate, group)
+                if source in LIVE_SOURCES:
+                    self._live[source].add(candidate, group)
                 else:
                     self._offline.setdefault(source, OfflineWindow(self.spec, source)).add(candidate)
         if entries:

@@ -6,28 +6,23 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import redis
 from google.protobuf.message import DecodeError
 
-from services.replay_buffer.admission import check_judged, check_scored
+from services.replay_buffer.admission import check_judged, check_scored, sort_out
+from services.replay_buffer.reference_scores import ReferenceScores, note_hop
 from services.replay_buffer.store import ReplayStore
 from spo import metrics, tracing
 from spo.errors import InvalidInput
 from spo.logs import get_logger
 from spo.redis_client import as_spo_error, refuses_writes
-from spo.rpc import Client
 from spo.service import keep_alive_while
 from spo.streams import Consumer, Entry, consume
-from spo.v1.trajectory_pb2 import Hop, RolloutGroup, Trajectory
-from spo.v1.value_service_pb2 import (
-    ComputeReferenceLogprobsRequest,
-    ComputeReferenceLogprobsResponse,
-    TokenSequence,
-)
+from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
 
 log = get_logger("ingest")
 
@@ -41,9 +36,8 @@ class IngestWorker:
 
     store: ReplayStore
     consumer: Consumer
-    values: Client
+    scores: ReferenceScores
     groups_per_read: int
-    deadline_seconds: float
     _stop: threading.Event = field(default_factory=threading.Event, init=False)
 
     def run(self, stop: threading.Event) -> None:
@@ -80,10 +74,10 @@ class IngestWorker:
     ) -> list[InvalidInput]:
         """Score and store what is sound; returns why the rest is refused."""
         spec = self.store.spec(run_id)
-        judged, refusals = _sort_out(trajectories, lambda each: check_judged(run_id, spec, each))
+        judged, refusals = sort_out(trajectories, lambda each: check_judged(run_id, spec, each))
         if spec.trainer.reference == "cached" and judged:
-            self._add_reference_logprobs(run_id, judged, spans)
-        scored, more_refusals = _sort_out(judged, lambda each: check_scored(spec, each))
+            self._score(run_id, judged, spans)
+        scored, more_refusals = sort_out(judged, lambda each: check_scored(spec, each))
         self._append_patiently(run_id, scored)
         metrics.REPLAY_INSERTS.labels(result="refused").inc(len(refusals + more_refusals))
         return refusals + more_refusals
@@ -106,49 +100,20 @@ class IngestWorker:
                 if self._stop.wait(FULL_PAUSE_SECONDS):
                     raise as_spo_error(error) from None
 
-    def _add_reference_logprobs(
-        self, run_id: str, trajectories: Sequence[Trajectory], spans: Sequence[tracing.Span]
-    ) -> None:
-        """Ask value-estimation for log pi0 of every response token, all trajectories in one call.
+    def _score(self, run_id: str, trajectories: Sequence[Trajectory], spans: Sequence[tracing.Span]) -> None:
+        """Add the reference log-probs, all in one call.
 
         Each group's trace says how long that took; the call itself is in the first one's.
 
-        There is nothing else to do while it is away: the entries are kept alive and the belt fills up behind them, so
-        the feeder stops. Leaving them for redelivery instead would use up their deliveries.
+        There is nothing else to do while value-estimation is away: the entries are kept alive and the belt fills up
+        behind them, so the feeder stops. Leaving them for redelivery instead would use up their deliveries.
         """
-        request = ComputeReferenceLogprobsRequest(
-            run_id=run_id,
-            sequences=[
-                TokenSequence(prompt_token_ids=each.prompt_token_ids, response_token_ids=each.response_token_ids)
-                for each in trajectories
-            ],
-        )
         scoring = [tracing.begin("reference log-probs", parent=each.header, groups=len(spans)) for each in spans]
         with tracing.within(scoring[0]) if scoring else nullcontext():
-            response: ComputeReferenceLogprobsResponse = self.values.call_patiently(
-                "ComputeReferenceLogprobs", request, self.deadline_seconds, patience_seconds=math.inf, stop=self._stop
-            )
+            self.scores.add(run_id, trajectories, patience_seconds=math.inf, stop=self._stop)
         for span in scoring:
             span.end()
-        now = int(time.time() * 1000)
-        for trajectory, scored in zip(trajectories, response.sequences, strict=True):
-            trajectory.reference_logprobs[:] = scored.logprobs
-            trajectory.reference_hash = response.reference_hash
-            trajectory.hops.append(Hop(service="replay-buffer", at_unix_ms=now))
-
-
-def _sort_out(
-    trajectories: Sequence[Trajectory], check: Callable[[Trajectory], None]
-) -> tuple[list[Trajectory], list[InvalidInput]]:
-    sound: list[Trajectory] = []
-    refusals: list[InvalidInput] = []
-    for trajectory in trajectories:
-        try:
-            check(trajectory)
-            sound.append(trajectory)
-        except InvalidInput as refusal:
-            refusals.append(refusal)
-    return sound, refusals
+        note_hop(trajectories)
 
 
 def _decode(payload: bytes) -> RolloutGroup:

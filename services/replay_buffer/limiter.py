@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 
 from spo.algorithm.replay_sampling import exact_counts
-from spo.job_spec import JobSpec
+from spo.job_spec import JobSpec, SourceName
 
 # More than any feeder asks for; keeps tiny samples_per_insert out of the infinities.
 MAX_ADMISSIBLE = 1_000_000
@@ -29,8 +29,8 @@ def groups_kept(spec: JobSpec) -> int:
 
 
 @dataclass(frozen=True)
-class OnlineCounts:
-    """Online trajectories inserted and served since the run's start, and how many may be served now."""
+class LiveCounts:
+    """Trajectories of a live source inserted and served since the run's start, and how many may be served now."""
 
     inserted: int
     sampled: int
@@ -49,13 +49,14 @@ class Limiter:
     group: int
 
     @staticmethod
-    def of(spec: JobSpec) -> Limiter:
-        """The limiter a spec asks for, widened so that it cannot block both sides."""
+    def of(spec: JobSpec, source: SourceName = "online") -> Limiter:
+        """The limiter a spec asks for on a live source, widened so that it cannot block both sides."""
         counts = exact_counts([part.share for part in spec.replay.mix], spec.trainer.batch_size)
-        per_batch = sum(count for part, count in zip(spec.replay.mix, counts, strict=True) if part.source == "online")
-        group = spec.rollout.samples_per_prompt
+        per_batch = sum(count for part, count in zip(spec.replay.mix, counts, strict=True) if part.source == source)
+        # Prompts are fed in whole groups; what another run sampled is taken over one by one.
+        group = spec.rollout.samples_per_prompt if source == "online" else 1
         capacity = spec.replay.online_capacity
-        if spec.replay.unit == "group":
+        if spec.replay.unit == "group" and source == "online":
             capacity = groups_kept(spec) * group
         return Limiter(
             min_online=spec.replay.min_online,
@@ -66,21 +67,21 @@ class Limiter:
             group=group,
         )
 
-    def admissible_inserts(self, online: OnlineCounts) -> int:
-        """Online trajectories that may still come in, >= 0."""
+    def admissible_inserts(self, live: LiveCounts) -> int:
+        """Trajectories that may still come in, >= 0."""
         if self.per_batch == 0:
             return 0
-        diff = online.inserted * self.samples_per_insert - online.sampled
+        diff = live.inserted * self.samples_per_insert - live.sampled
         room = (self.error_buffer - diff) / self.samples_per_insert
-        missing = max(self.min_online - online.inserted, self._needed(self.per_batch) - online.available, 0)
+        missing = max(self.min_online - live.inserted, self._needed(self.per_batch) - live.available, 0)
         # Prompts come in whole groups: the last missing few must let one in.
         missing = math.ceil(missing / self.group) * self.group
         return max(0, missing, math.floor(min(room, MAX_ADMISSIBLE)))
 
-    def may_sample(self, online: OnlineCounts, count: int) -> bool:
-        """Whether a batch with `count` online trajectories may be served now."""
-        diff = online.inserted * self.samples_per_insert - online.sampled
-        filled = online.inserted >= self.min_online and online.available >= self._needed(count)
+    def may_sample(self, live: LiveCounts, count: int) -> bool:
+        """Whether a batch with `count` of these trajectories may be served now."""
+        diff = live.inserted * self.samples_per_insert - live.sampled
+        filled = live.inserted >= self.min_online and live.available >= self._needed(count)
         return filled and diff - count >= -self.error_buffer
 
     def _needed(self, count: int) -> int:

@@ -14,6 +14,7 @@ from services.replay_buffer.windows import Candidate
 from spo.algorithm.replay_sampling import aged_priority, draw_balanced, draw_ranks, draw_weighted, exact_counts
 from spo.errors import FieldViolation, InvalidInput
 from spo.job_spec import SourceMix
+from spo.spec.section import LIVE_SOURCES
 from spo.v1.replay_service_pb2 import SampleBatchRequest
 
 
@@ -58,11 +59,10 @@ def draw_portion(rng: np.random.Generator, candidates: Candidates, portion: Port
 
 
 def _priorities(candidates: Candidates, rule: SourceMix, window: Sequence[Candidate]) -> list[float]:
-    newest = candidates.counters.get("policy_version", 0)
     priorities = []
     for each in window:
-        # Versions of other sources are not this run's: they do not age.
-        age = newest - each.version if rule.source == "online" else 0
+        # What was made before training does not age.
+        age = candidates.newest_version(rule.source) - each.version if rule.source in LIVE_SOURCES else 0
         if rule.priority == "value_spread":
             surprises = [candidates.value_spread(each.prompt_id)]
         else:

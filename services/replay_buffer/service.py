@@ -45,7 +45,7 @@ class ReplayService(ReplayServiceServicer):
         pressure = self.storage.pressure()
         with candidates.lock:
             candidates.refresh([source_name(code) for code in SOURCE_CODES])
-            online = candidates.online(candidates.rule("online"))
+            online = candidates.live(candidates.rule("online"))
             counts = [_count(candidates, code) for code in SOURCE_CODES]
         return replay.GetReplayStatusResponse(
             counts=[count for count in counts if count.inserted],

@@ -1,4 +1,4 @@
-"""What is kept of each source for sampling: the newest online experience, the first few offline ones of each prompt."""
+"""What is kept of each source for sampling: the newest live experience, the first few offline ones of each prompt."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from services.replay_buffer.limiter import groups_kept
-from spo.job_spec import JobSpec, SourceMix
+from spo.job_spec import JobSpec, SourceMix, SourceName
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.trajectory_pb2 import Trajectory
 
@@ -42,19 +42,20 @@ def is_correct(spec: JobSpec, trajectory: Trajectory) -> bool:
     return trajectory.reward >= spec.tasks.reward.scale + spec.tasks.reward.shift - 1e-9
 
 
-def rule_of(spec: JobSpec, source: str) -> SourceMix:
+def rule_of(spec: JobSpec, source: SourceName | str) -> SourceMix:
     """How a source is drawn from by the spec, plainly where its mix leaves the source out."""
     named = (part for part in spec.replay.mix if part.source == source)
     return next(named, SourceMix.model_validate({"source": source, "share": 0}))
 
 
-class OnlineWindow:
+class LiveWindow:
     """The newest trajectories, or the newest groups of which every member has come; others are kept in the ledger."""
 
-    def __init__(self, spec: JobSpec) -> None:
-        grouped = spec.replay.unit == "group"
+    def __init__(self, spec: JobSpec, source: SourceName) -> None:
+        # Members of a followed run's group may be left out, so its trajectories are drawn one by one.
+        grouped = spec.replay.unit == "group" and source == "online"
         capacity = groups_kept(spec) if grouped else spec.replay.online_capacity
-        keeps_all = rule_of(spec, "online").sampler == "uniform"
+        keeps_all = rule_of(spec, source).sampler == "uniform"
         self.unit_size = spec.rollout.samples_per_prompt if grouped else 1
         # Which groups are whole is only known of those that were read from their first member on.
         self.needs_all = keeps_all or grouped

@@ -17,7 +17,7 @@ from spo.errors import IntegrityError
 from spo.job_spec import RewardSpec
 from spo.rpc import Client
 from spo.v1 import replay_service_pb2 as wire
-from spo.v1.prompt_pb2 import SOURCE_ONLINE
+from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_SHARED
 from spo.v1.trajectory_pb2 import Annotation, Trajectory
 
 
@@ -77,7 +77,7 @@ def groups_of(rows: Sequence[Row]) -> list[tuple[str, str]]:
 def faults(rows: Sequence[Row], *, cached_reference: bool, behaviour: bool) -> dict[str, str]:
     """Trajectory id -> why no loss may be computed from it; empty when the batch is sound.
 
-    behaviour: online trajectories must bring the sampler's log-probs.
+    behaviour: online and shared trajectories must bring the sampler's log-probs.
     """
     found = {
         row.trajectory.trajectory_id: _fault(row, cached_reference) or _sampling_fault(row.trajectory, behaviour)
@@ -88,7 +88,7 @@ def faults(rows: Sequence[Row], *, cached_reference: bool, behaviour: bool) -> d
 
 def _sampling_fault(trajectory: Trajectory, wanted: bool) -> str:
     known, length = len(trajectory.sampling_logprobs), len(trajectory.response_token_ids)
-    if known != length and (known or (wanted and trajectory.source == SOURCE_ONLINE)):
+    if known != length and (known or (wanted and trajectory.source in (SOURCE_ONLINE, SOURCE_SHARED))):
         return f"{known} sampling log-probs for {length} tokens"
     if not all(map(math.isfinite, trajectory.sampling_logprobs)):
         return "a sampling log-prob is not finite"

@@ -29,7 +29,7 @@ ObjectiveName = Literal[
 ]
 
 # The values of spo.v1.Source, by the names a JobSpec uses; a unit test holds them together.
-SOURCE_CODES = {"online": 1, "reference": 2, "human": 3, "other_run": 4, "annotated": 5}
+SOURCE_CODES = {"online": 1, "reference": 2, "human": 3, "other_run": 4, "annotated": 5, "shared": 6}
 
 
 @dataclass(frozen=True)

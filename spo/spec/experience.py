@@ -16,6 +16,11 @@ class RolloutSpec(Section):
     samples_per_prompt: int = Field(default=4, ge=1, le=4096)
     temperature: Temperature | tuple[Temperature, Temperature] = (0.1, 0.8)
     top_p: float = Field(default=0.95, gt=0, le=1)
+    follow: str | None = Field(
+        default=None,
+        pattern=r"^[\w.-]{1,200}$",
+        description="Id of a job with the same model and tasks: its online rollouts come in too, as source `shared`.",
+    )
 
     @property
     def temperature_range(self) -> tuple[float, float]:
@@ -56,25 +61,29 @@ class SourceMix(Section):
 
 
 class ReplaySpec(Section):
-    """What the buffer keeps and serves; the limiter is in Reverb's terms."""
+    """What the buffer keeps and serves; live sources are online and shared, the limiter is in Reverb's terms."""
 
     mix: tuple[SourceMix, ...] = (
         SourceMix(source="online", share=0.5),
         SourceMix(source="reference", share=0.25, correct_only=True),
         SourceMix(source="human", share=0.25),
     )
-    online_capacity: int = Field(default=2048, ge=1, description="Newest online trajectories kept for sampling.")
+    online_capacity: int = Field(
+        default=2048, ge=1, description="Newest trajectories of a live source kept for sampling."
+    )
     offline_per_prompt: int = Field(default=12, ge=1, description="Kept per prompt and offline source.")
-    min_online: int = Field(default=64, ge=0, description="Online trajectories needed before the first batch.")
-    samples_per_insert: float = Field(default=2.0, gt=0, le=1e6, description="Times an online trajectory is served.")
-    error_buffer: int = Field(default=256, ge=1, description="Slack of the limiter, online samples.")
+    min_online: int = Field(default=64, ge=0, description="Live trajectories needed before the first batch.")
+    samples_per_insert: float = Field(default=2.0, gt=0, le=1e6, description="Times a live trajectory is served.")
+    error_buffer: int = Field(default=256, ge=1, description="Slack of the limiter, live samples.")
     unit: Literal["trajectory", "group"] = Field(
         default="trajectory", description="`group`: online trajectories are drawn with all samples of their group."
     )
     max_times_sampled: int | None = Field(
-        default=None, ge=1, description="An online trajectory is served at most so often."
+        default=None, ge=1, description="A live trajectory is served at most so often."
     )
-    max_staleness: int = Field(default=50, ge=0, description="Oldest policy version served, in versions behind.")
+    max_staleness: int = Field(
+        default=50, ge=0, description="Oldest policy version served, in versions behind its run."
+    )
 
     @property
     def online_share(self) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from spo.spec.algorithm import NEEDS_ANNOTATIONS, NEEDS_BEHAVIOUR, NEEDS_GROUPS, NEEDS_VALUE
+from spo.spec.section import LIVE_SOURCES
 
 if TYPE_CHECKING:
     from spo.job_spec import JobSpec
@@ -40,6 +41,10 @@ def sources_exist(spec: JobSpec) -> Iterator[Violation]:
         yield "replay/mix", "a share of other_run needs offline.experience"
     if "annotated" in shares and not pivotal and not spec.offline.experience:
         yield "replay/mix", "a share of annotated trajectories needs value.pivotal or offline.experience"
+    if "shared" in shares and spec.rollout.follow is None:
+        yield "replay/mix", "a share of shared trajectories needs rollout.follow"
+    if "shared" not in shares and spec.rollout.follow is not None:
+        yield "rollout/follow", "replay.mix has no share of `shared`: nothing would read the rollouts"
 
 
 def retried_samples_are_kept(spec: JobSpec) -> Iterator[Violation]:
@@ -58,8 +63,10 @@ def terms_can_use_their_sources(spec: JobSpec) -> Iterator[Violation]:
             yield f"{at}/objective", f"{term.objective} needs a share of annotated trajectories"
         if term.objective in NEEDS_ANNOTATIONS and spec.tasks.reward.score != "all_tests":
             yield "tasks/reward/score", f"{term.objective} knows rollouts as right or wrong: score all_tests"
-        if term.objective in NEEDS_BEHAVIOUR and met - {"online"}:
-            others = ", ".join(sorted(met - {"online"}))
+        if term.objective in NEEDS_GROUPS and "shared" in met:
+            yield f"{at}/sources", f"{term.objective} compares whole groups; shared trajectories are drawn one by one"
+        if term.objective in NEEDS_BEHAVIOUR and met - LIVE_SOURCES:
+            others = ", ".join(sorted(met - LIVE_SOURCES))
             yield (
                 f"{at}/sources",
                 f"{term.objective} needs the sampler's log-probs; not every trajectory of {others} has them",
@@ -117,17 +124,18 @@ def samplers_can_draw(spec: JobSpec) -> Iterator[Violation]:
             yield f"{at}/sampler", "whole groups hold right and wrong samples: outcome_balanced draws single ones"
         if (part.sampler == "prioritised" or part.min_value_spread) and spec.value is None:
             yield at, "priorities and min_value_spread need the values that `value` estimates"
-        if part.max_age_versions is not None and part.source != "online":
-            yield f"{at}/max_age_versions", "only online trajectories have an age in this run's versions"
+        if part.max_age_versions is not None and part.source not in LIVE_SOURCES:
+            yield f"{at}/max_age_versions", "only online and shared trajectories have an age in versions"
 
 
 def turns_suffice(spec: JobSpec) -> Iterator[Violation]:
     """Where turns are counted, no trajectory is in a batch twice: the window fills a batch."""
-    online = spec.replay.online_share * spec.trainer.batch_size
-    if spec.replay.max_times_sampled is not None and spec.replay.online_capacity < online:
+    live = max((part.share for part in spec.replay.mix if part.source in LIVE_SOURCES), default=0.0)
+    if spec.replay.max_times_sampled is not None and spec.replay.online_capacity < live * spec.trainer.batch_size:
         yield (
             "replay/online_capacity",
-            f"max_times_sampled needs a window of at least the {online:g} online trajectories of a batch",
+            f"max_times_sampled needs a window of at least the {live * spec.trainer.batch_size:g} live trajectories of "
+            "a batch",
         )
 
 

@@ -31,6 +31,8 @@ class _SourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Source.ValueTy
     SOURCE_HUMAN: _Source.ValueType  # 3
     SOURCE_OTHER_RUN: _Source.ValueType  # 4
     SOURCE_ANNOTATED: _Source.ValueType  # 5
+    SOURCE_SHARED: _Source.ValueType  # 6
+    """Sampled online by another run, which the job follows."""
 
 class Source(_Source, metaclass=_SourceEnumTypeWrapper):
     """Where a trajectory came from; the replay buffer mixes by it."""
@@ -41,6 +43,8 @@ SOURCE_REFERENCE: Source.ValueType  # 2
 SOURCE_HUMAN: Source.ValueType  # 3
 SOURCE_OTHER_RUN: Source.ValueType  # 4
 SOURCE_ANNOTATED: Source.ValueType  # 5
+SOURCE_SHARED: Source.ValueType  # 6
+"""Sampled online by another run, which the job follows."""
 Global___Source: _TypeAlias = Source  # noqa: Y015
 
 @_typing.final

@@ -18,6 +18,7 @@ import structlog
 
 from services.replay_buffer.batches import BatchDrawer
 from services.replay_buffer.ingest_worker import IngestWorker
+from services.replay_buffer.reference_scores import ReferenceScores
 from services.replay_buffer.service import ReplayService
 from services.replay_buffer.storage_watch import StorageWatch
 from services.replay_buffer.store import ReplayStore
@@ -209,7 +210,7 @@ def worker(server: Server) -> Iterator[IngestWorker]:
         consumer = streams.Consumer(
             client, redis_keys.verdicts(), redis_keys.INGEST_GROUP, "ingest-1", reclaim_after_seconds=0.4
         )
-        yield IngestWorker(ReplayStore(client), consumer, values, 4, 5.0)
+        yield IngestWorker(ReplayStore(client), consumer, ReferenceScores(values, 5.0), 4)
         values.close()
 
 

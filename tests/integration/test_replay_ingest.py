@@ -17,6 +17,7 @@ import pytest
 import redis
 
 from services.replay_buffer.ingest_worker import IngestWorker
+from services.replay_buffer.reference_scores import ReferenceScores
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys, streams
 from spo.rpc import Client
@@ -43,7 +44,7 @@ def worker(redis_client: redis.Redis, scorer_address: str) -> Iterator[IngestWor
     consumer = streams.Consumer(
         redis_client, redis_keys.verdicts(), redis_keys.INGEST_GROUP, "ingest-1", reclaim_after_seconds=0.4
     )
-    yield IngestWorker(ReplayStore(redis_client), consumer, values, 16, 5.0)
+    yield IngestWorker(ReplayStore(redis_client), consumer, ReferenceScores(values, 5.0), 16)
     values.close()
 
 

@@ -15,6 +15,7 @@ import torch
 
 from services.replay_buffer.batches import BatchDrawer
 from services.replay_buffer.ingest_worker import IngestWorker
+from services.replay_buffer.reference_scores import ReferenceScores
 from services.replay_buffer.service import ReplayService
 from services.replay_buffer.store import ReplayStore
 from services.value_estimation.peers import Peers
@@ -340,7 +341,9 @@ def online_group(number: int) -> RolloutGroup:
 @pytest.fixture
 def ingest(stage: Stage) -> IngestWorker:
     consumer = Consumer(stage.client, redis_keys.verdicts(), redis_keys.INGEST_GROUP, "ingest", 0.0)
-    return IngestWorker(stage.store, consumer, Client("value-estimation", stage.address, ValueServiceStub), 64, 30)
+    return IngestWorker(
+        stage.store, consumer, ReferenceScores(Client("value-estimation", stage.address, ValueServiceStub), 30), 64
+    )
 
 
 def test_judged_groups_enter_with_their_reference_logprobs(stage: Stage, ingest: IngestWorker) -> None:

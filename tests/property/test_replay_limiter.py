@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.replay_buffer.limiter import Limiter, OnlineCounts, groups_kept
+from services.replay_buffer.limiter import Limiter, LiveCounts, groups_kept
 from spo.job_spec import parse_job_spec
 
 SPECS = st.builds(
@@ -55,7 +55,7 @@ def test_a_run_under_any_spec_can_always_go_on(spec: Any, steps_per_version: int
     for _ in range(80):
         oldest = version - spec.replay.max_staleness
         available = [each for each in window if each[0] >= oldest and (each[1] or not correct_only) and each[2]]
-        online = OnlineCounts(inserted, sampled, len(available))
+        online = LiveCounts(inserted, sampled, len(available))
         may_sample = limiter.may_sample(online, limiter.per_batch)
         may_insert = limiter.admissible_inserts(online) >= group
         assert may_sample or may_insert or limiter.per_batch == 0, online
@@ -78,7 +78,7 @@ def test_a_run_under_any_spec_can_always_go_on(spec: Any, steps_per_version: int
 @given(spec=SPECS, inserted=st.integers(0, 10_000), sampled=st.integers(0, 10_000))
 def test_what_is_admissible_keeps_both_inequalities(spec: Any, inserted: int, sampled: int) -> None:
     limiter = Limiter.of(spec)
-    online = OnlineCounts(inserted, sampled, available=10_000)
+    online = LiveCounts(inserted, sampled, available=10_000)
     admissible = limiter.admissible_inserts(online)
     ahead = (inserted + admissible) * limiter.samples_per_insert - sampled
 
@@ -92,8 +92,8 @@ def test_what_is_admissible_keeps_both_inequalities(spec: Any, inserted: int, sa
 def test_online_experience_that_is_too_stale_is_replaced_whatever_the_ratio_says() -> None:
     spec = parse_job_spec({"model": {"path": "/pi0"}, "replay": {"samples_per_insert": 8}})
     limiter = Limiter.of(spec)
-    full = OnlineCounts(inserted=200, sampled=0, available=200)
-    stale = OnlineCounts(inserted=200, sampled=0, available=0)
+    full = LiveCounts(inserted=200, sampled=0, available=200)
+    stale = LiveCounts(inserted=200, sampled=0, available=0)
 
     assert limiter.admissible_inserts(full) == 0
     assert limiter.admissible_inserts(stale) == limiter.per_batch == 32
@@ -104,4 +104,4 @@ def test_online_experience_that_is_too_stale_is_replaced_whatever_the_ratio_says
 def test_a_run_without_online_share_asks_for_no_online_trajectories() -> None:
     spec = parse_job_spec({"model": {"path": "/pi0"}, "replay": {"mix": [{"source": "human", "share": 1}]}})
 
-    assert Limiter.of(spec).admissible_inserts(OnlineCounts(0, 0, 0)) == 0
+    assert Limiter.of(spec).admissible_inserts(LiveCounts(0, 0, 0)) == 0

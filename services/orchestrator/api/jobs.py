@@ -13,6 +13,7 @@ from services.orchestrator import schemas, views
 from services.orchestrator.access.callers import Caller
 from services.orchestrator.api.answers import CallerOf, DeskOf, JobId, Limit, with_etag
 from services.orchestrator.desk import Desk
+from services.orchestrator.followed import require_followable
 from services.orchestrator.intake import accept
 from services.orchestrator.offline import require_stored
 from services.orchestrator.states import CANCEL, PAUSE, RESUME, JobState, Verb, refuse
@@ -54,6 +55,7 @@ def _submit(
 ) -> Response:
     spec = accept(body, desk.library)
     require_stored(desk.redis, desk.experience, spec, caller.tenant)
+    require_followable(desk.jobs, spec, caller.tenant)
     if validate_only:
         return JSONResponse(spec.model_dump(mode="json"))
     if caller.max_active_jobs is not None and desk.jobs.active_of(caller.tenant) >= caller.max_active_jobs:

@@ -1,0 +1,58 @@
+"""Log pi0 of trajectories' response tokens, as value-estimation computes it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spo.rpc import Client
+from spo.v1.trajectory_pb2 import Hop, Trajectory
+from spo.v1.value_service_pb2 import (
+    ComputeReferenceLogprobsRequest,
+    ComputeReferenceLogprobsResponse,
+    TokenSequence,
+)
+from spo.v1.value_service_pb2_grpc import ValueServiceStub
+
+
+@dataclass(frozen=True)
+class ReferenceScores:
+    """Asks value-estimation; deadline_seconds is for one call."""
+
+    values: Client
+    deadline_seconds: float
+
+    @staticmethod
+    def at(address: str, deadline_seconds: float) -> ReferenceScores:
+        """Those of the service at an address."""
+        return ReferenceScores(Client("value-estimation", address, ValueServiceStub), deadline_seconds)
+
+    def add(
+        self, run_id: str, trajectories: Sequence[Trajectory], *, patience_seconds: float, stop: threading.Event
+    ) -> None:
+        """Write reference log-probs (nats) and the reference's hash into the trajectories, all in one call.
+
+        Raises SpoError when value-estimation refuses them, or stays away for longer than patience_seconds.
+        """
+        request = ComputeReferenceLogprobsRequest(
+            run_id=run_id,
+            sequences=[
+                TokenSequence(prompt_token_ids=each.prompt_token_ids, response_token_ids=each.response_token_ids)
+                for each in trajectories
+            ],
+        )
+        response: ComputeReferenceLogprobsResponse = self.values.call_patiently(
+            "ComputeReferenceLogprobs", request, self.deadline_seconds, patience_seconds=patience_seconds, stop=stop
+        )
+        for trajectory, scored in zip(trajectories, response.sequences, strict=True):
+            trajectory.reference_logprobs[:] = scored.logprobs
+            trajectory.reference_hash = response.reference_hash
+
+
+def note_hop(trajectories: Sequence[Trajectory]) -> None:
+    """Write down that the replay buffer had them in hand, and when."""
+    now = int(time.time() * 1000)
+    for trajectory in trajectories:
+        trajectory.hops.append(Hop(service="replay-buffer", at_unix_ms=now))
