@@ -1,14 +1,19 @@
-"""Doubles of the engine and the judge that value-estimation asks: every fourth sample is right."""
+"""What value-estimation works among in tests: doubles of engine and judge, where every fourth sample is right."""
 
 # ruff: noqa: N802  (gRPC method names come from the proto)
 
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import redis
 
 from spo import redis_keys
 from spo.errors import NotReady, PreconditionFailed
+from spo.job_spec import parse_job_spec, spec_to_json
 from spo.v1 import inference_service_pb2 as inference
 from spo.v1 import judge_service_pb2 as judge
 from spo.v1.inference_service_pb2_grpc import InferenceServiceServicer
@@ -73,3 +78,28 @@ class Judge(JudgeServiceServicer):
 
     def DescribeJudge(self, request: judge.DescribeJudgeRequest, context: Any) -> judge.DescribeJudgeResponse:
         return judge.DescribeJudgeResponse(judge_version="test")
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The fixture `surroundings`: engine, judge, a real replay buffer and ValueService behind one server at `address`.
+
+    peers, references, settings and store are those of the services, which nothing in `spo` may import.
+    """
+
+    client: redis.Redis
+    address: str
+    model_path: Path
+    engine: Any
+    judge: Any
+    store: Any
+    weights: Any
+    peers: Any
+    references: Any
+    settings: Any
+
+    def start(self, run_id: str, state: str = "estimating", **sections: Any) -> None:
+        """A run of the random pi0 with these sections of its spec."""
+        spec = parse_job_spec({"model": {"path": str(self.model_path)}, **sections})
+        self.client.set(redis_keys.run_spec(run_id), spec_to_json(spec))
+        self.client.set(redis_keys.run_state(run_id), state)

@@ -1,16 +1,38 @@
-"""Several entries of a stream at once, one thread each, so that engine and judge overlap."""
+"""Several entries of a stream at once, one thread each, so that engine and judge overlap; and is one still wanted?"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import redis
+from google.protobuf.message import DecodeError, Message
 
 from services.value_estimation.settings import Settings
 from spo import redis_keys
+from spo.errors import InvalidInput
 from spo.service import keep_alive_while
 from spo.streams import Consumer, Entry, consume
+
+# Of a run that may still use what is asked about it.
+WANTED_STATES = (b"validating", b"estimating", b"running", b"pausing", b"paused")
+
+Request = TypeVar("Request", bound=Message)
+
+
+def is_wanted(client: redis.Redis, run_id: str) -> bool:
+    """Whether the run is under way."""
+    state: Any = client.get(redis_keys.run_state(run_id))
+    return state in WANTED_STATES
+
+
+def decoded(kind: type[Request], payload: bytes) -> Request:
+    """The request that an entry holds. Raises InvalidInput."""
+    try:
+        return kind.FromString(payload)
+    except DecodeError as error:
+        raise InvalidInput(f"not a {kind.__name__}: {error}", code="malformed_entry") from None
 
 
 def work_through(

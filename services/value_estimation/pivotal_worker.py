@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import redis
-from google.protobuf.message import DecodeError
 
-from services.value_estimation.hands import work_through
+from services.value_estimation.hands import decoded, is_wanted, work_through
 from services.value_estimation.peers import Peers
 from services.value_estimation.reference import Reference, References
 from services.value_estimation.samples import SampleMaker
@@ -34,7 +33,6 @@ from spo.v1.prompt_pb2 import SOURCE_ANNOTATED, Prompt, Sampling, Source
 from spo.v1.trajectory_pb2 import FINISH_REASON_STOP, Annotation, Hop, Trajectory
 from spo.v1.value_pb2 import PivotalRequest, PromptValue
 
-WANTED_STATES = (b"estimating", b"running", b"pausing", b"paused")
 IDLE_POLL_SECONDS = 0.5
 
 
@@ -89,7 +87,14 @@ class PivotalWorker:
     def run(self, stop: threading.Event) -> None:
         """Work until stop is set."""
         stream, name = redis_keys.pivotal(), f"{self.name}-pivotal"
-        work_through(self.client, stream, name, self.settings, lambda raw: self.annotate(_decode(raw), stop), stop)
+        work_through(
+            self.client,
+            stream,
+            name,
+            self.settings,
+            lambda raw: self.annotate(decoded(PivotalRequest, raw), stop),
+            stop,
+        )
 
     def annotate(self, request: PivotalRequest, stop: threading.Event) -> None:
         """Annotate a prompt's trajectories and note that it is done; nothing when it is, or when nobody wants it.
@@ -97,7 +102,7 @@ class PivotalWorker:
         Raises NotReady when a peer stayed away too long, or when stop came first.
         """
         run_id, prompt = request.run_id, request.prompt
-        if not self._wanted(run_id) or self.client.hexists(redis_keys.run_pivotal(run_id), prompt.prompt_id):
+        if not is_wanted(self.client, run_id) or self.client.hexists(redis_keys.run_pivotal(run_id), prompt.prompt_id):
             return
         spec = self.references.spec(run_id)
         if spec.value is None or spec.value.pivotal is None:
@@ -109,7 +114,7 @@ class PivotalWorker:
             done = [self._annotated(search, each) for each in self._trajectories(search)]
         except NotReady:
             # The replicas of an ended run serve another one: what it waited for will not come.
-            if self._wanted(run_id):
+            if is_wanted(self.client, run_id):
                 raise
             return
         self.client.hset(redis_keys.run_pivotal(run_id), prompt.prompt_id, sum(done))
@@ -117,7 +122,7 @@ class PivotalWorker:
     def _search(
         self, run_id: str, prompt: Prompt, spec: JobSpec, value: ValueSpec, pivotal: PivotalSpec, reference: Reference
     ) -> Search:
-        peers = replace(self.peers, wanted=lambda: self._wanted(run_id))
+        peers = replace(self.peers, wanted=lambda: is_wanted(self.client, run_id))
         maker = SampleMaker(run_id, reference, peers, spec.tasks.reward)
         stored: Any = self.client.hget(redis_keys.run_values(run_id), prompt.prompt_id)
         known = PromptValue.FromString(stored or b"")
@@ -199,15 +204,11 @@ class PivotalWorker:
         """Return when no prompt group waits for the engines; a run that nobody wants any more raises NotReady."""
         while True:
             waiting = depth(self.client, redis_keys.prompts(run_id), redis_keys.INFERENCE_GROUP)
-            if not self._wanted(run_id) or stop.is_set():
+            if not is_wanted(self.client, run_id) or stop.is_set():
                 raise NotReady(f"run {run_id} had no idle moment left")
             if waiting.lag + waiting.pending == 0:
                 return
             stop.wait(IDLE_POLL_SECONDS)
-
-    def _wanted(self, run_id: str) -> bool:
-        state: Any = self.client.get(redis_keys.run_state(run_id))
-        return state in WANTED_STATES
 
 
 def _succeeded(spec: JobSpec, trajectory: Trajectory) -> bool:
@@ -226,10 +227,3 @@ def _with_annotations(run_id: str, trajectory: Trajectory, counts: Mapping[int, 
     )
     annotated.hops.append(Hop(service="value-estimation", at_unix_ms=int(time.time() * 1000)))
     return annotated
-
-
-def _decode(payload: bytes) -> PivotalRequest:
-    try:
-        return PivotalRequest.FromString(payload)
-    except DecodeError as error:
-        raise InvalidInput(f"not a PivotalRequest: {error}", code="malformed_entry") from None

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import redis
-from google.protobuf.message import DecodeError
 
 from services.value_estimation.experience import StoredImport, StoredSelections
-from services.value_estimation.hands import work_through
+from services.value_estimation.hands import decoded, is_wanted, work_through
 from services.value_estimation.peers import Peers
 from services.value_estimation.population import Population
 from services.value_estimation.prompt_estimate import PromptEstimate, sampler
@@ -26,13 +24,12 @@ from services.value_estimation.settings import Settings
 from spo import redis_keys
 from spo.algorithm.value_posterior import soft_value_estimate
 from spo.algorithm.value_prior import JEFFREYS, BetaPrior, PromptFeatures
-from spo.errors import InvalidInput, NotReady
+from spo.errors import NotReady
 from spo.job_spec import JobSpec, RewardSpec, SequentialSpec, ValueSpec
 from spo.prompt_values import evidence_of
 from spo.v1.value_pb2 import EstimateRequest, PromptValue
 
 NO_PRIOR = BetaPrior(0.0, 0.0)
-WANTED_STATES = (b"validating", b"estimating", b"running", b"pausing", b"paused")
 
 
 @dataclass
@@ -55,7 +52,7 @@ class ValueWorker:
         """Work until stop is set."""
 
         def do(raw: bytes) -> bytes | None:
-            return None if self.estimate(_decode(raw)) else raw
+            return None if self.estimate(decoded(EstimateRequest, raw)) else raw
 
         work_through(self.client, redis_keys.estimates(), self.name, self.settings, do, stop)
 
@@ -66,26 +63,26 @@ class ValueWorker:
         """
         version = request.reference_version
         key = redis_keys.run_values_under(request.run_id, version) if version else redis_keys.run_values(request.run_id)
-        if self.client.hexists(key, request.prompt.prompt_id) or not self._wanted(request.run_id):
+        if self.client.hexists(key, request.prompt.prompt_id) or not is_wanted(self.client, request.run_id):
             return True
         try:
             return self._estimate_under(request, key) if version else self._estimate(request)
         except NotReady:
             # The replicas of a cancelled run serve another one: what it waited for will not come.
-            if self._wanted(request.run_id):
+            if is_wanted(self.client, request.run_id):
                 raise
             return True
 
     def _estimate_under(self, request: EstimateRequest, key: str) -> bool:
         reward = self.references.spec(request.run_id).tasks.reward
-        peers = replace(self.peers, wanted=lambda: self._wanted(request.run_id))
+        peers = replace(self.peers, wanted=lambda: is_wanted(self.client, request.run_id))
         value = value_under(request, peers, reward, self.settings.chunk_samples)
         self.client.hset(key, request.prompt.prompt_id, value.SerializeToString())
         return True
 
     def _estimate(self, request: EstimateRequest) -> bool:
         run_id, spec = request.run_id, self.references.spec(request.run_id)
-        peers = replace(self.peers, wanted=lambda: self._wanted(run_id))
+        peers = replace(self.peers, wanted=lambda: is_wanted(self.client, run_id))
         maker = SampleMaker(run_id, self.references.of(run_id), peers, spec.tasks.reward)
         estimate = self._open(request, spec, maker)
         if not estimate.imports_are_noted:
@@ -120,10 +117,6 @@ class ValueWorker:
             self.settings.chunk_samples,
         )
 
-    def _wanted(self, run_id: str) -> bool:
-        state: Any = self.client.get(redis_keys.run_state(run_id))
-        return state in WANTED_STATES
-
     def _import_human(self, maker: SampleMaker, request: EstimateRequest, spec: JobSpec) -> None:
         if request.human_solutions:
             limit = spec.model.max_response_tokens
@@ -152,9 +145,11 @@ class ValueWorker:
             return NO_PRIOR
         known = estimate.counted().samples
         first = min(sequential.first_samples, most)
-        prior = self._prior(estimate, sequential)
-        if known >= most or (known >= first and self._is_narrow(estimate, prior, sequential)):
-            return prior
+        if known >= first:
+            # Only now: a fit costs as much as many samples, and by the second round all prompts are known to it.
+            prior = self._prior(estimate, sequential)
+            if known >= most or self._is_narrow(estimate, prior, sequential):
+                return prior
         estimate.sample_until(first if known < first else min(known + sequential.round_samples, most))
         self._record(estimate)
         return None
@@ -200,10 +195,3 @@ def _features(maker: SampleMaker, request: EstimateRequest, spec: JobSpec) -> Pr
     scored = reference.logprobs([pair[0] for pair in fitting], [pair[1] for pair in fitting]) if fitting else []
     words, _ = reference.encode(prompt.text, "")
     return PromptFeatures(tuple(sum(each) for each in scored), tuple(sorted(set(words))))
-
-
-def _decode(payload: bytes) -> EstimateRequest:
-    try:
-        return EstimateRequest.FromString(payload)
-    except DecodeError as error:
-        raise InvalidInput(f"not an EstimateRequest: {error}", code="malformed_entry") from None

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import redis
 
 if TYPE_CHECKING:
     from services.trainer.ranks import Ranks
+    from spo.testing_value import Surroundings
 
 
 @pytest.fixture
@@ -55,3 +59,74 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     prepare_deepspeed(tmp_path_factory.mktemp("state"))
     yield joined
     leave_deepspeed()
+
+
+@pytest.fixture(scope="session")
+def value_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the random pi0 whose values are estimated; nobody writes into it."""
+    from spo.testing_models import write_random_llama
+
+    folder = tmp_path_factory.mktemp("pi0")
+    write_random_llama(folder, seed=1)
+    return folder
+
+
+@pytest.fixture
+def surroundings(
+    redis_client: redis.Redis, value_model_path: Path, tmp_path: Path
+) -> Iterator[Callable[..., Surroundings]]:
+    """Builds what value-estimation works among; takes other doubles and Settings' fields."""
+    import torch
+
+    from services.replay_buffer.batches import BatchDrawer
+    from services.replay_buffer.service import ReplayService
+    from services.replay_buffer.store import ReplayStore
+    from services.value_estimation.peers import connect_peers
+    from services.value_estimation.policies import Policies
+    from services.value_estimation.reference import References
+    from services.value_estimation.service import ValueService
+    from services.value_estimation.settings import Settings
+    from services.value_estimation.token_values import TokenValuer
+    from spo.policy_model import load_tokenizer
+    from spo.rpc import RpcServer
+    from spo.testing_value import Engine, Judge, Surroundings
+    from spo.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
+    from spo.v1.judge_service_pb2_grpc import add_JudgeServiceServicer_to_server
+    from spo.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
+    from spo.v1.value_service_pb2_grpc import add_ValueServiceServicer_to_server
+    from spo.weight_store import WeightStore
+
+    torch.set_num_threads(1)
+
+    def build(engine_class: Any = Engine, judge_class: Any = Judge, **fields: Any) -> Surroundings:
+        server = RpcServer("127.0.0.1", 0)
+        addresses = {f"{name}_address": server.address for name in ("inference", "sandbox_judge", "replay_buffer")}
+        settings = Settings(**{"patience_seconds": 20, "prompts_in_hand": 2, **addresses, **fields})
+        peers = connect_peers(settings, threading.Event(), redis_client)
+        store, weights = ReplayStore(redis_client), WeightStore(tmp_path / "weights")
+        references = References(redis_client, 4096, "cpu")
+        valuer = TokenValuer(redis_client, Policies(references, weights), peers)
+        engine, judge = engine_class(load_tokenizer(value_model_path)), judge_class()
+        add_InferenceServiceServicer_to_server(engine, server.server)
+        add_JudgeServiceServicer_to_server(judge, server.server)
+        add_ReplayServiceServicer_to_server(ReplayService(store, BatchDrawer(store)), server.server)
+        add_ValueServiceServicer_to_server(ValueService(redis_client, references, valuer), server.server)
+        server.start()
+        ended.callback(server.stop, 1)
+        for client in (peers.inference, peers.judge, peers.replay):
+            ended.callback(client.close)
+        return Surroundings(
+            redis_client,
+            server.address,
+            value_model_path,
+            engine,
+            judge,
+            store,
+            weights,
+            peers,
+            references,
+            settings,
+        )
+
+    with ExitStack() as ended:
+        yield build

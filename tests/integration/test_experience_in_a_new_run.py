@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
-import torch
 
 from services.value_estimation.experience import StoredImport, StoredSelections
 from services.value_estimation.peers import Peers
-from services.value_estimation.reference import Reference, References
+from services.value_estimation.reference import Reference
 from services.value_estimation.samples import SampleMaker
-from services.value_estimation.settings import Settings
 from spo import redis_keys
 from spo.errors import Unreachable
 from spo.experience.columns import StoredTrajectory
 from spo.experience.selection import Selection
 from spo.experience.store import ExperienceStore, Origin
 from spo.job_spec import JobSpec, RewardSpec, StoredExperience, parse_job_spec, spec_to_json
-from spo.rpc import Client, RpcServer
-from spo.testing_models import write_random_llama
-from spo.testing_value import RIGHT, WRONG, Judge
-from spo.v1.inference_service_pb2_grpc import InferenceServiceStub
-from spo.v1.judge_service_pb2_grpc import JudgeServiceStub, add_JudgeServiceServicer_to_server
+from spo.testing_value import RIGHT, WRONG, Judge, Surroundings
 from spo.v1.prompt_pb2 import SOURCE_ANNOTATED, SOURCE_ONLINE, SOURCE_OTHER_RUN, Prompt
-from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
 from spo.v1.trajectory_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Annotation, Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict
 
@@ -89,32 +81,13 @@ class Stage:
         return StoredImport(maker, spec, self.peers.judge_version()).trajectories(prompt, selection.of(prompt))
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pi0")
-    write_random_llama(folder, seed=1)
-    return folder
-
-
 @pytest.fixture
-def stage(redis_client: redis.Redis, model_path: Path, tmp_path: Path) -> Iterator[Stage]:
-    torch.set_num_threads(1)
-    referee = Judge()  # type: ignore[abstract]
-    server = RpcServer("127.0.0.1", 0)
-    add_JudgeServiceServicer_to_server(referee, server.server)
-    server.start()
-    peers = Peers(
-        Client("inference", server.address, InferenceServiceStub),
-        Client("sandbox-judge", server.address, JudgeServiceStub),
-        Client("replay-buffer", server.address, ReplayServiceStub),
-        Settings(patience_seconds=20),
-        threading.Event(),
-    )
-    spec = parse_job_spec({"model": {"path": str(model_path)}})
-    redis_client.set(redis_keys.run_spec("job_MODEL"), spec_to_json(spec))
-    reference = References(redis_client, 4096, "cpu").of("job_MODEL")
-    yield Stage(redis_client, ExperienceStore(str(tmp_path / "experience")), reference, referee, peers, spec)
-    server.stop(1)
+def stage(surroundings: Callable[..., Surroundings], tmp_path: Path) -> Stage:
+    around = surroundings()
+    around.start("job_MODEL")
+    spec = around.references.spec("job_MODEL")
+    store = ExperienceStore(str(tmp_path / "experience"))
+    return Stage(around.client, store, around.references.of("job_MODEL"), around.judge, around.peers, spec)
 
 
 def test_tokens_logprobs_and_verdicts_that_hold_are_used_as_they_are(stage: Stage) -> None:

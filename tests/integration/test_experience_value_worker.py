@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
-import torch
 
-from services.replay_buffer.batches import BatchDrawer
-from services.replay_buffer.service import ReplayService
-from services.replay_buffer.store import ReplayStore
 from services.value_estimation.experience import StoredSelections
-from services.value_estimation.peers import connect_peers
-from services.value_estimation.reference import References
-from services.value_estimation.settings import Settings
 from services.value_estimation.value_worker import ValueWorker
 from spo import redis_keys
 from spo.experience.columns import StoredTrajectory
 from spo.experience.store import ExperienceStore, Origin
-from spo.job_spec import parse_job_spec, spec_to_json
-from spo.policy_model import load_tokenizer
-from spo.rpc import RpcServer
-from spo.testing_models import write_random_llama
-from spo.testing_value import RIGHT, WRONG, Engine, Judge
-from spo.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
-from spo.v1.judge_service_pb2_grpc import add_JudgeServiceServicer_to_server
+from spo.testing_value import RIGHT, WRONG, Surroundings
 from spo.v1.prompt_pb2 import SOURCE_OTHER_RUN, Prompt
-from spo.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
 from spo.v1.trajectory_pb2 import FINISH_REASON_STOP, Trajectory
 from spo.v1.value_pb2 import EstimateRequest, PromptValue
 
@@ -39,31 +24,17 @@ PROMPT = Prompt(prompt_id="p" * 64, text="sum of the even numbers", tests_digest
 
 
 @pytest.fixture
-def worker(redis_client: redis.Redis, tmp_path: Path) -> Iterator[ValueWorker]:
-    torch.set_num_threads(1)
-    write_random_llama(tmp_path / "pi0", seed=1)
-    spec = {
-        "model": {"path": str(tmp_path / "pi0")},
-        "value": None,
-        "algorithm": {"losses": [{"objective": "supervised"}]},
-        "offline": {"experience": [{"run": "theirs"}], "keep_reference_samples": False, "wrong_human_solutions": True},
-        "replay": {"mix": [{"source": "other_run", "share": 0.5}, {"source": "human", "share": 0.5}]},
-    }
-    redis_client.set(redis_keys.run_spec(RUN), spec_to_json(parse_job_spec(spec)))
-    redis_client.set(redis_keys.run_state(RUN), "estimating")
-    store = ReplayStore(redis_client)
-    server = RpcServer("127.0.0.1", 0)
-    add_InferenceServiceServicer_to_server(Engine(load_tokenizer(tmp_path / "pi0")), server.server)  # type: ignore[abstract]
-    add_JudgeServiceServicer_to_server(Judge(), server.server)  # type: ignore[abstract]
-    add_ReplayServiceServicer_to_server(ReplayService(store, BatchDrawer(store)), server.server)
-    server.start()
-    addresses = {f"{name}_address": server.address for name in ("inference", "sandbox_judge", "replay_buffer")}
-    settings = Settings(patience_seconds=20, prompts_in_hand=1, **addresses)
-    references = References(redis_client, 4096, "cpu")
-    made = ValueWorker(
-        redis_client, references, connect_peers(settings, threading.Event(), redis_client), settings, "worker"
+def worker(surroundings: Callable[..., Surroundings], tmp_path: Path) -> ValueWorker:
+    around = surroundings(prompts_in_hand=1)
+    around.start(
+        RUN,
+        value=None,
+        algorithm={"losses": [{"objective": "supervised"}]},
+        offline={"experience": [{"run": "theirs"}], "keep_reference_samples": False, "wrong_human_solutions": True},
+        replay={"mix": [{"source": "other_run", "share": 0.5}, {"source": "human", "share": 0.5}]},
     )
-    made.selections = StoredSelections(redis_client, str(tmp_path / "experience"))
+    made = ValueWorker(around.client, around.references, around.peers, around.settings, "worker")
+    made.selections = StoredSelections(around.client, str(tmp_path / "experience"))
     theirs = Trajectory(
         trajectory_id="traj_1",
         run_id="theirs",
@@ -74,8 +45,7 @@ def worker(redis_client: redis.Redis, tmp_path: Path) -> Iterator[ValueWorker]:
     )
     origin = Origin("theirs", "import", "toy")
     ExperienceStore(str(tmp_path / "experience")).write(origin, "part-1", [StoredTrajectory(theirs, PROMPT)])
-    yield made
-    server.stop(1)
+    return made
 
 
 def test_a_job_without_values_gets_its_offline_experience_once(worker: ValueWorker, redis_client: redis.Redis) -> None:

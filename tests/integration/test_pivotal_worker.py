@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
-import torch
 
-from services.replay_buffer.batches import BatchDrawer
-from services.replay_buffer.service import ReplayService
 from services.replay_buffer.store import ReplayStore
-from services.value_estimation.peers import Peers
 from services.value_estimation.pivotal_worker import PivotalWorker
-from services.value_estimation.reference import References
 from services.value_estimation.samples import SampleMaker
-from services.value_estimation.settings import Settings
 from spo import redis_keys
 from spo.errors import InvalidInput
-from spo.job_spec import RewardSpec, parse_job_spec, spec_to_json
-from spo.policy_model import load_tokenizer
-from spo.rpc import Client, RpcServer
+from spo.job_spec import RewardSpec
 from spo.streams import depth, publish
-from spo.testing_models import write_random_llama
-from spo.testing_value import Engine, Judge
-from spo.v1.inference_service_pb2_grpc import InferenceServiceStub, add_InferenceServiceServicer_to_server
+from spo.testing_value import Engine, Judge, Surroundings
 from spo.v1.judge_service_pb2 import JudgeRequest, JudgeResponse
-from spo.v1.judge_service_pb2_grpc import JudgeServiceStub, add_JudgeServiceServicer_to_server
 from spo.v1.prompt_pb2 import SOURCE_ANNOTATED, SOURCE_REFERENCE, Prompt, PromptGroup
-from spo.v1.replay_service_pb2_grpc import ReplayServiceStub, add_ReplayServiceServicer_to_server
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.value_pb2 import PivotalRequest, PromptValue
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict
@@ -77,10 +64,8 @@ class PivotalEngine(Engine):
 class ProgramJudge(Judge):
     """Accepts the one program."""
 
-    accepted = ""
-
     def Judge(self, request: JudgeRequest, context: Any) -> JudgeResponse:
-        outcomes = [OUTCOME_ACCEPTED if each == self.accepted else OUTCOME_WRONG_ANSWER for each in request.programs]
+        outcomes = [OUTCOME_ACCEPTED if each == PROGRAM else OUTCOME_WRONG_ANSWER for each in request.programs]
         return JudgeResponse(verdicts=[Verdict(outcome=outcome) for outcome in outcomes])
 
 
@@ -88,19 +73,17 @@ class ProgramJudge(Judge):
 class Stage:
     """Everything around a pivotal worker."""
 
-    client: redis.Redis
+    around: Surroundings
     worker: PivotalWorker
+    client: redis.Redis
     engine: PivotalEngine
     store: ReplayStore
-    model_path: Path
     stop: threading.Event = field(default_factory=threading.Event)
 
     def start(self, run_id: str, state: str = "estimating", **pivotal: Any) -> PivotalRequest:
         """A run whose prompt has its value and one human solution."""
         search = {"rollouts": ROLLOUTS, "threshold": 0.2, "sources": ["human"], **pivotal}
-        spec = parse_job_spec({"model": {"path": str(self.model_path)}, "value": {"pivotal": search}})
-        self.client.set(redis_keys.run_spec(run_id), spec_to_json(spec))
-        self.client.set(redis_keys.run_state(run_id), state)
+        self.around.start(run_id, state, value={"pivotal": search})
         value = PromptValue(prompt_id=PROMPT.prompt_id, samples=40, successes=10)
         self.client.hset(redis_keys.run_values(run_id), PROMPT.prompt_id, value.SerializeToString())
         maker = SampleMaker(run_id, self.worker.references.of(run_id), self.worker.peers, RewardSpec())
@@ -115,37 +98,13 @@ class Stage:
         return [each for each in stored if each.source == SOURCE_ANNOTATED]
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pi0")
-    write_random_llama(folder, seed=1)
-    return folder
-
-
 @pytest.fixture
-def stage(redis_client: redis.Redis, model_path: Path) -> Iterator[Stage]:
-    torch.set_num_threads(1)
-    store = ReplayStore(redis_client)
-    references = References(redis_client, 4096, "cpu")
-    tokenizer = load_tokenizer(model_path)
-    engine, referee = PivotalEngine(tokenizer), ProgramJudge()  # type: ignore[abstract]
-    engine.program = [*tokenizer.encode(PROGRAM, add_special_tokens=False), tokenizer.eos_token_id]
-    referee.accepted = PROGRAM
-    server = RpcServer("127.0.0.1", 0)
-    add_InferenceServiceServicer_to_server(engine, server.server)
-    add_JudgeServiceServicer_to_server(referee, server.server)
-    add_ReplayServiceServicer_to_server(ReplayService(store, BatchDrawer(store)), server.server)
-    server.start()
-    settings = Settings(patience_seconds=20, prompts_in_hand=1, reclaim_seconds=2)
-    peers = Peers(
-        Client("inference", server.address, InferenceServiceStub),
-        Client("sandbox-judge", server.address, JudgeServiceStub),
-        Client("replay-buffer", server.address, ReplayServiceStub),
-        settings,
-        threading.Event(),
-    )
-    yield Stage(redis_client, PivotalWorker(redis_client, references, peers, settings, "w"), engine, store, model_path)
-    server.stop(1)
+def stage(surroundings: Callable[..., Surroundings]) -> Stage:
+    around = surroundings(PivotalEngine, ProgramJudge, prompts_in_hand=1, reclaim_seconds=2)
+    tokenizer = around.engine.tokenizer
+    around.engine.program = [*tokenizer.encode(PROGRAM, add_special_tokens=False), tokenizer.eos_token_id]
+    worker = PivotalWorker(around.client, around.references, around.peers, around.settings, "w")
+    return Stage(around, worker, around.client, around.engine, around.store)
 
 
 def test_a_search_closes_in_on_the_token_that_changes_the_chance(stage: Stage) -> None:

@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 import torch
 
-from services.replay_buffer.batches import BatchDrawer
-from services.replay_buffer.service import ReplayService
 from services.replay_buffer.store import ReplayStore
-from services.value_estimation.peers import Peers
-from services.value_estimation.policies import Policies
-from services.value_estimation.reference import References
-from services.value_estimation.service import ValueService
-from services.value_estimation.settings import Settings
-from services.value_estimation.token_values import TokenValuer
 from services.value_estimation.value_worker import ValueWorker
 from spo import redis_keys
 from spo.errors import InvalidInput, NotFound, PreconditionFailed
-from spo.job_spec import parse_job_spec, spec_to_json
-from spo.policy_model import load_policy, load_tokenizer, token_logprobs
-from spo.rpc import Client, RpcServer
-from spo.testing_models import random_llama, write_random_llama
-from spo.testing_value import Engine, Judge
+from spo.policy_model import load_policy, token_logprobs
+from spo.rpc import Client
+from spo.testing_models import random_llama
+from spo.testing_value import Engine, Surroundings
 from spo.v1 import value_service_pb2 as wire
-from spo.v1.inference_service_pb2_grpc import InferenceServiceStub, add_InferenceServiceServicer_to_server
-from spo.v1.judge_service_pb2_grpc import JudgeServiceStub, add_JudgeServiceServicer_to_server
 from spo.v1.prompt_pb2 import Prompt, Sampling
-from spo.v1.replay_service_pb2_grpc import ReplayServiceStub, add_ReplayServiceServicer_to_server
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.value_pb2 import EstimateRequest
-from spo.v1.value_service_pb2_grpc import ValueServiceStub, add_ValueServiceServicer_to_server
+from spo.v1.value_service_pb2_grpc import ValueServiceStub
 from spo.weight_store import WeightStore
 
 RUN = "job_VALUES"
@@ -75,45 +61,17 @@ class Stage:
         return found
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pi0")
-    write_random_llama(folder, seed=1)
-    return folder
-
-
 @pytest.fixture
-def stage(redis_client: redis.Redis, model_path: Path, tmp_path: Path) -> Iterator[Stage]:
-    torch.set_num_threads(1)
-    spec = parse_job_spec({"model": {"path": str(model_path)}, "algorithm": {"beta": BETA}})
-    redis_client.set(redis_keys.run_spec(RUN), spec_to_json(spec))
-    redis_client.set(redis_keys.run_state(RUN), "estimating")
-    store, weights = ReplayStore(redis_client), WeightStore(tmp_path)
-    engine = Engine(load_tokenizer(model_path))  # type: ignore[abstract]
-    server = RpcServer("127.0.0.1", 0)
-    add_InferenceServiceServicer_to_server(engine, server.server)
-    add_JudgeServiceServicer_to_server(Judge(), server.server)  # type: ignore[abstract]
-    add_ReplayServiceServicer_to_server(ReplayService(store, BatchDrawer(store)), server.server)
-    settings = Settings(chunk_samples=16, patience_seconds=5, prompts_in_hand=2)
-    peers = Peers(
-        Client("inference", server.address, InferenceServiceStub),
-        Client("sandbox-judge", server.address, JudgeServiceStub),
-        Client("replay-buffer", server.address, ReplayServiceStub),
-        settings,
-        threading.Event(),
-    )
-    references = References(redis_client, 4096, "cpu")
-    valuer = TokenValuer(redis_client, Policies(references, weights), peers)
-    add_ValueServiceServicer_to_server(ValueService(redis_client, references, valuer), server.server)
-    server.start()
+def stage(surroundings: Callable[..., Surroundings]) -> Iterator[Stage]:
+    around = surroundings(chunk_samples=16, patience_seconds=5)
+    around.start(RUN, algorithm={"beta": BETA})
     sampling = Sampling(samples=16, temperature_min=1, temperature_max=1, top_p=1, max_tokens=44)
-    ValueWorker(redis_client, references, peers, settings, "worker").estimate(
+    ValueWorker(around.client, around.references, around.peers, around.settings, "worker").estimate(
         EstimateRequest(run_id=RUN, prompt=PROMPT, sampling=sampling)
     )
-    values = Client("value-estimation", server.address, ValueServiceStub)
-    yield Stage(values, engine, store, weights, model_path)
+    values = Client("value-estimation", around.address, ValueServiceStub)
+    yield Stage(values, around.engine, around.store, around.weights, around.model_path)
     values.close()
-    server.stop(1)
 
 
 def test_under_pi0_every_q_is_qhat_0(stage: Stage) -> None:

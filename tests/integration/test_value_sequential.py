@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
-import torch
 
-from services.replay_buffer.batches import BatchDrawer
-from services.replay_buffer.service import ReplayService
 from services.replay_buffer.store import ReplayStore
-from services.value_estimation.peers import Peers
 from services.value_estimation.population import FEWEST_PROMPTS
-from services.value_estimation.reference import References
-from services.value_estimation.settings import Settings
 from services.value_estimation.value_worker import ValueWorker
 from spo import redis_keys
-from spo.job_spec import parse_job_spec, spec_to_json
-from spo.policy_model import load_tokenizer
 from spo.prompt_values import qhat_0
-from spo.rpc import Client, RpcServer
 from spo.streams import publish
-from spo.testing_models import write_random_llama
-from spo.testing_value import RIGHT, WRONG, Engine, Judge
-from spo.v1.inference_service_pb2_grpc import InferenceServiceStub, add_InferenceServiceServicer_to_server
-from spo.v1.judge_service_pb2_grpc import JudgeServiceStub, add_JudgeServiceServicer_to_server
+from spo.testing_value import RIGHT, WRONG, Engine, Judge, Surroundings
 from spo.v1.prompt_pb2 import Prompt, Sampling
-from spo.v1.replay_service_pb2_grpc import ReplayServiceStub, add_ReplayServiceServicer_to_server
 from spo.v1.value_pb2 import EstimateRequest, PromptValue
 
 RUN = "job_SEQUENTIAL"
@@ -42,17 +28,15 @@ KILL_POINTS = 4
 class Stage:
     """A value worker between a real store and doubles of engine and judge."""
 
-    client: redis.Redis
+    around: Surroundings
     worker: ValueWorker
+    client: redis.Redis
     engine: Engine
     judge: Judge
     store: ReplayStore
-    model_path: Path
 
     def start(self, run_id: str, value: dict[str, Any], **sections: Any) -> None:
-        spec = parse_job_spec({"model": {"path": str(self.model_path)}, "value": value, **sections})
-        self.client.set(redis_keys.run_spec(run_id), spec_to_json(spec))
-        self.client.set(redis_keys.run_state(run_id), "estimating")
+        self.around.start(run_id, value=value, **sections)
 
     def request(self, prompt: str = "p", samples: int = 64, run_id: str = RUN, **fields: Any) -> EstimateRequest:
         sampling = Sampling(samples=samples, temperature_min=1, temperature_max=1, top_p=1, max_tokens=44, seed=5)
@@ -75,36 +59,11 @@ class Stage:
         return [(c.sampling.samples, round(c.sampling.temperature_min, 3), c.sampling.seed) for c in self.engine.calls]
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pi0")
-    write_random_llama(folder, seed=1)
-    return folder
-
-
 @pytest.fixture
-def stage(redis_client: redis.Redis, model_path: Path) -> Iterator[Stage]:
-    torch.set_num_threads(1)
-    store = ReplayStore(redis_client)
-    engine, judge = Engine(load_tokenizer(model_path)), Judge()  # type: ignore[abstract]
-    server = RpcServer("127.0.0.1", 0)
-    add_InferenceServiceServicer_to_server(engine, server.server)
-    add_JudgeServiceServicer_to_server(judge, server.server)
-    add_ReplayServiceServicer_to_server(ReplayService(store, BatchDrawer(store)), server.server)
-    server.start()
-    settings = Settings(chunk_samples=16, patience_seconds=20, prompts_in_hand=2)
-    peers = Peers(
-        Client("inference", server.address, InferenceServiceStub),
-        Client("sandbox-judge", server.address, JudgeServiceStub),
-        Client("replay-buffer", server.address, ReplayServiceStub),
-        settings,
-        threading.Event(),
-    )
-    references = References(redis_client, 4096, "cpu")
-    yield Stage(
-        redis_client, ValueWorker(redis_client, references, peers, settings, "worker"), engine, judge, store, model_path
-    )
-    server.stop(1)
+def stage(surroundings: Callable[..., Surroundings]) -> Stage:
+    around = surroundings(chunk_samples=16)
+    worker = ValueWorker(around.client, around.references, around.peers, around.settings, "worker")
+    return Stage(around, worker, around.client, around.engine, around.judge, around.store)
 
 
 def sequential(width: float, **fields: Any) -> dict[str, Any]:

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
-from services.value_estimation.peers import Peers
-from services.value_estimation.reference import References
-from services.value_estimation.settings import Settings
 from services.value_estimation.value_worker import ValueWorker
 from spo import redis_keys
-from spo.job_spec import parse_job_spec, spec_to_json
-from spo.policy_model import load_tokenizer
-from spo.rpc import Client, RpcServer
-from spo.testing_value import Engine, Judge
-from spo.v1.inference_service_pb2_grpc import InferenceServiceStub, add_InferenceServiceServicer_to_server
-from spo.v1.judge_service_pb2_grpc import JudgeServiceStub, add_JudgeServiceServicer_to_server
+from spo.testing_value import Engine, Surroundings
 from spo.v1.prompt_pb2 import Prompt, Sampling
-from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
 from spo.v1.value_pb2 import EstimateRequest, PromptValue
 
 RUN = "job_TEST"
@@ -49,25 +38,11 @@ class Stage:
 
 
 @pytest.fixture
-def stage(redis_client: redis.Redis, tiny_model_path: Path) -> Iterator[Stage]:
-    spec = parse_job_spec({"model": {"path": str(tiny_model_path)}})
-    redis_client.set(redis_keys.run_spec(RUN), spec_to_json(spec))
-    redis_client.set(redis_keys.run_state(RUN), "running")
-    engine = Engine(load_tokenizer(tiny_model_path))
-    server = RpcServer("127.0.0.1", 0)
-    add_InferenceServiceServicer_to_server(engine, server.server)
-    add_JudgeServiceServicer_to_server(Judge(), server.server)  # type: ignore[abstract]
-    server.start()
-    settings = Settings(chunk_samples=8, patience_seconds=20)
-    inference = Client("inference", server.address, InferenceServiceStub)
-    judge = Client("sandbox-judge", server.address, JudgeServiceStub)
-    replay = Client("replay-buffer", "127.0.0.1:1", ReplayServiceStub)
-    peers = Peers(inference, judge, replay, settings, threading.Event())
-    references = References(redis_client, 4096, "cpu")
-    yield Stage(redis_client, ValueWorker(redis_client, references, peers, settings, "worker"), engine)
-    for client in (inference, judge, replay):
-        client.close()
-    server.stop(1)
+def stage(surroundings: Callable[..., Surroundings]) -> Stage:
+    around = surroundings(chunk_samples=8)
+    around.start(RUN, "running")
+    worker = ValueWorker(around.client, around.references, around.peers, around.settings, "worker")
+    return Stage(around.client, worker, around.engine)
 
 
 def test_the_value_under_a_version_counts_its_samples_and_keeps_none(stage: Stage) -> None:

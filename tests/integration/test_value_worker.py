@@ -4,44 +4,27 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
-import torch
 
-from services.replay_buffer.batches import BatchDrawer
 from services.replay_buffer.ingest_worker import IngestWorker
 from services.replay_buffer.reference_scores import ReferenceScores
-from services.replay_buffer.service import ReplayService
 from services.replay_buffer.store import ReplayStore
-from services.value_estimation.peers import Peers
-from services.value_estimation.policies import Policies
-from services.value_estimation.reference import References
-from services.value_estimation.service import ValueService
-from services.value_estimation.settings import Settings
-from services.value_estimation.token_values import TokenValuer
 from services.value_estimation.value_worker import ValueWorker
 from spo import redis_keys
 from spo.errors import InvalidInput
-from spo.job_spec import parse_job_spec, spec_to_json
-from spo.policy_model import load_tokenizer
-from spo.rpc import Client, RpcServer
+from spo.rpc import Client
 from spo.streams import Consumer, depth, publish
-from spo.testing_models import write_random_llama
-from spo.testing_value import RIGHT, WRONG, Engine, Judge
-from spo.v1.inference_service_pb2_grpc import InferenceServiceStub, add_InferenceServiceServicer_to_server
-from spo.v1.judge_service_pb2_grpc import JudgeServiceStub, add_JudgeServiceServicer_to_server
+from spo.testing_value import RIGHT, WRONG, Engine, Judge, Surroundings
 from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_ONLINE, Prompt, PromptGroup, Sampling
-from spo.v1.replay_service_pb2_grpc import ReplayServiceStub, add_ReplayServiceServicer_to_server
 from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
 from spo.v1.value_pb2 import EstimateRequest, PromptValue
-from spo.v1.value_service_pb2_grpc import ValueServiceStub, add_ValueServiceServicer_to_server
+from spo.v1.value_service_pb2_grpc import ValueServiceStub
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, Verdict
-from spo.weight_store import WeightStore
 
 RUN = "job_TEST"
 PROMPT = Prompt(
@@ -53,14 +36,12 @@ PROMPT = Prompt(
 class Stage:
     """Everything around a value worker."""
 
-    client: redis.Redis
+    around: Surroundings
     worker: ValueWorker
+    client: redis.Redis
     engine: Engine
     judge: Judge
     store: ReplayStore
-    references: References
-    address: str
-    model_path: Path
 
     def request(self, **fields: Any) -> EstimateRequest:
         sampling = Sampling(samples=40, temperature_min=1, temperature_max=1, top_p=1, max_tokens=44, seed=5)
@@ -70,50 +51,17 @@ class Stage:
         stored: Any = self.client.hget(redis_keys.replay_counters(RUN), f"inserted:{source}")
         return int(stored or 0)
 
-    def start(self, run_id: str, **sections: Any) -> None:
-        spec = parse_job_spec({"model": {"path": str(self.model_path)}, **sections})
-        self.client.set(redis_keys.run_spec(run_id), spec_to_json(spec))
-        self.client.set(redis_keys.run_state(run_id), "estimating")
-
     def value(self, run_id: str = RUN) -> PromptValue:
         stored: Any = self.client.hget(redis_keys.run_values(run_id), PROMPT.prompt_id)
         return PromptValue.FromString(stored)
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pi0")
-    write_random_llama(folder, seed=1)
-    return folder
-
-
 @pytest.fixture
-def stage(redis_client: redis.Redis, model_path: Path, tmp_path: Path) -> Iterator[Stage]:
-    torch.set_num_threads(1)
-    store = ReplayStore(redis_client)
-    references = References(redis_client, 4096, "cpu")
-    engine, referee = Engine(load_tokenizer(model_path)), Judge()  # type: ignore[abstract]
-    server = RpcServer("127.0.0.1", 0)
-    add_InferenceServiceServicer_to_server(engine, server.server)
-    add_JudgeServiceServicer_to_server(referee, server.server)
-    drawer = BatchDrawer(store)
-    add_ReplayServiceServicer_to_server(ReplayService(store, drawer), server.server)
-    settings = Settings(chunk_samples=16, patience_seconds=20, prompts_in_hand=2)
-    peers = Peers(
-        Client("inference", server.address, InferenceServiceStub),
-        Client("sandbox-judge", server.address, JudgeServiceStub),
-        Client("replay-buffer", server.address, ReplayServiceStub),
-        settings,
-        threading.Event(),
-    )
-    valuer = TokenValuer(redis_client, Policies(references, WeightStore(tmp_path)), peers)
-    add_ValueServiceServicer_to_server(ValueService(redis_client, references, valuer), server.server)
-    server.start()
-    worker = ValueWorker(redis_client, references, peers, settings, "worker")
-    made = Stage(redis_client, worker, engine, referee, store, references, server.address, model_path)
-    made.start(RUN)
-    yield made
-    server.stop(1)
+def stage(surroundings: Callable[..., Surroundings]) -> Stage:
+    around = surroundings(chunk_samples=16)
+    worker = ValueWorker(around.client, around.references, around.peers, around.settings, "worker")
+    around.start(RUN)
+    return Stage(around, worker, around.client, around.engine, around.judge, around.store)
 
 
 def test_a_prompts_value_is_its_success_count_and_its_samples_become_offline_data(stage: Stage) -> None:
@@ -144,7 +92,7 @@ def test_reference_logprobs_are_those_of_the_reference_model(stage: Stage) -> No
     for trajectory in stored:
         assert len(trajectory.reference_logprobs) == len(trajectory.response_token_ids)
         assert all(logprob < 0 for logprob in trajectory.reference_logprobs)
-        assert trajectory.reference_hash == stage.references.of(RUN).model_hash
+        assert trajectory.reference_hash == stage.around.references.of(RUN).model_hash
 
 
 def test_a_killed_estimate_resumes_at_its_chunk(stage: Stage) -> None:
@@ -220,7 +168,7 @@ def test_a_second_run_on_the_same_model_starts_with_values_and_samples(stage: St
     extra = Sampling(samples=8, temperature_min=0.1, temperature_max=0.8, top_p=0.95, max_tokens=44, seed=6)
     stage.worker.estimate(stage.request(extra_sampling=extra))
     first = stage.store.newest_first(RUN, "", "", 50)[0]
-    stage.start("job_SECOND")
+    stage.around.start("job_SECOND")
     again = stage.request(extra_sampling=extra)
     again.run_id = "job_SECOND"
     calls = len(stage.engine.calls)
@@ -253,7 +201,7 @@ def test_a_second_run_that_asks_for_something_else_samples_anew(
 ) -> None:
     extra = Sampling(samples=4, temperature_min=0.1, temperature_max=0.8, top_p=0.95, max_tokens=44)
     stage.worker.estimate(stage.request(extra_sampling=extra))
-    stage.start("job_SECOND")
+    stage.around.start("job_SECOND")
     again = stage.request(extra_sampling=extra)
     again.run_id = "job_SECOND"
     change(again)
@@ -266,7 +214,9 @@ def test_a_second_run_that_asks_for_something_else_samples_anew(
 
 
 def test_a_run_that_keeps_no_samples_stores_only_values(stage: Stage) -> None:
-    stage.start(RUN, offline={"keep_reference_samples": False}, replay={"mix": [{"source": "online", "share": 1}]})
+    stage.around.start(
+        RUN, offline={"keep_reference_samples": False}, replay={"mix": [{"source": "online", "share": 1}]}
+    )
 
     stage.worker.estimate(stage.request(extra_sampling=Sampling(samples=8)))
 
@@ -314,7 +264,7 @@ def test_sequences_the_reference_cannot_score_are_refused(
     stage: Stage, prompt: list[int], response: list[int], code: str
 ) -> None:
     with pytest.raises(InvalidInput) as caught:
-        stage.references.of(RUN).logprobs([prompt], [response])
+        stage.around.references.of(RUN).logprobs([prompt], [response])
 
     assert caught.value.code == code
 
@@ -342,7 +292,10 @@ def online_group(number: int) -> RolloutGroup:
 def ingest(stage: Stage) -> IngestWorker:
     consumer = Consumer(stage.client, redis_keys.verdicts(), redis_keys.INGEST_GROUP, "ingest", 0.0)
     return IngestWorker(
-        stage.store, consumer, ReferenceScores(Client("value-estimation", stage.address, ValueServiceStub), 30), 64
+        stage.store,
+        consumer,
+        ReferenceScores(Client("value-estimation", stage.around.address, ValueServiceStub), 30),
+        64,
     )
 
 
