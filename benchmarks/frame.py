@@ -69,13 +69,16 @@ def compare(
     goal: float,
     rounds: int = DEFAULT_ROUNDS,
     lower_is_better: bool = False,
+    warm_up: bool = True,
 ) -> Row:
-    """Measure product and peer in turns after one warm-up each; goal is the least ratio that holds the claim.
+    """Measure product and peer in turns; goal is the least ratio that holds the claim.
 
-    The ratio is the median over rounds of product / peer (peer / product when lower_is_better).
+    `warm_up`: one measurement of each beforehand does not count. The ratio is the median over rounds of product / peer
+    (peer / product when lower_is_better).
     """
-    product()
-    peer()
+    if warm_up:
+        product()
+        peer()
     values, peers = [], []
     for number in range(rounds):
         # The order changes from round to round, so that drift favours neither.

@@ -124,8 +124,9 @@ def peak_memory(folder: Path) -> Row:
         lambda: _alone(HALF_ONLINE, model_path, rows),
         lambda: _alone(PPO, model_path, rows),
         goal=1 / 0.6,
-        # It hardly varies.
+        # It hardly varies, and each is measured in a fresh process.
         rounds=1,
+        warm_up=False,
         lower_is_better=True,
     )
 

@@ -15,7 +15,8 @@ from typing import Any
 from spo.cli_output import console
 
 REPOSITORY = Path(__file__).parents[3]
-LIMIT_SECONDS = 600.0
+# Two processes that import torch and DeepSpeed; on a busy machine each takes minutes.
+LIMIT_SECONDS = 1200.0
 MEASURE = """
 import json, pathlib, tempfile
 from benchmarks.trainer import peak_memory
@@ -48,8 +49,7 @@ def _rows() -> list[dict[str, Any]]:
         done = subprocess.run(
             command,
             cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            capture_output=True,
             text=True,
             timeout=LIMIT_SECONDS,
             check=True,
@@ -57,6 +57,13 @@ def _rows() -> list[dict[str, Any]]:
         # Libraries may print before it.
         found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     except (subprocess.SubprocessError, ValueError, IndexError, OSError) as error:
-        console.print(f"the trainer's memory was not measured: {type(error).__name__}", style="yellow", markup=False)
+        reason = f"{type(error).__name__} {_last_line(getattr(error, 'stderr', None))}".rstrip()
+        console.print(f"the trainer's memory was not measured: {reason}", style="yellow", markup=False)
         return []
     return found
+
+
+def _last_line(said: str | bytes | None) -> str:
+    """What a process said last; a timeout's output comes as bytes."""
+    text = said.decode(errors="replace") if isinstance(said, bytes) else said or ""
+    return next(reversed(text.strip().splitlines()), "")
