@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: docs openapi help setup system-deps proto format check test chart-test chart-files compose-test demo demo-experience reproduce up down bench clean
+.PHONY: docs sdk openapi help setup system-deps proto format check test chart-test chart-files compose-test demo demo-experience reproduce up down bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -61,6 +61,9 @@ chart-files: $(STAMP)  ## Write the chart's README table and the settings its sc
 
 docs: $(STAMP)  ## Build the documentation site into site/, strictly; no network
 	@NO_MKDOCS_2_WARNING=1 mkdocs build --strict && echo "open site/index.html"
+
+sdk: $(STAMP)  ## Write the synchronous SDK, spo/client*.py, from the asynchronous one
+	@python scripts/generate_client.py
 
 openapi: $(STAMP)  ## Write docs/openapi.json from the code
 	@PYTHONPATH=. python scripts/write_openapi.py

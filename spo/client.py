@@ -1,3 +1,4 @@
+# Made from spo/async_client.py by `make sdk`: edit that.
 """The Python SDK over the REST API.
 
     with Client("http://127.0.0.1:8080") as spo:
@@ -7,41 +8,33 @@
         print(spo.wait(job.id, timeout_seconds=600).state)
 
 Every call has a deadline. Calls that are safe to repeat (reads, verbs, a submit with its Idempotency-Key) are repeated
-for `retry_seconds` while the API is away, so a restart of the orchestrator goes unnoticed. Failures raise the SpoError
-that the server's problem+json stands for.
+for `retry_seconds` while the API is away, so a restart of the orchestrator goes unnoticed; others only when they were
+surely not carried out. Failures raise the SpoError that the server's problem+json stands for.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import httpx
 from httpx_sse import SSEError, connect_sse
 from ulid import ULID
 
 from spo import errors
-from spo.client_answers import Event, Job, Page, Series
+from spo.client_answers import Event, Job, Page
 from spo.client_experience import ExperienceCalls
 from spo.client_platform import PlatformCalls
+from spo.client_problems import content_of, error_of, pause_asked
+from spo.client_training import TrainingCalls
 from spo.job_spec import JobSpec
 
 HEARTBEAT_SECONDS = 15.0
 DEFAULT_URL = "http://127.0.0.1:8080"
-_BY_STATUS: dict[int, type[errors.SpoError]] = {
-    404: errors.NotFound,
-    409: errors.Conflict,
-    412: errors.PreconditionFailed,
-    413: errors.ResourceExhausted,
-    429: errors.ResourceExhausted,
-    502: errors.NotReady,
-    503: errors.NotReady,
-    504: errors.NotReady,
-}
 
 
-class Client:
+class Client(TrainingCalls):
     """A connection to the orchestrator's API; close it or use it as a context manager."""
 
     def __init__(
@@ -85,10 +78,10 @@ class Client:
         """Raises NotFound."""
         return Job.model_validate(self._ask("GET", f"/v1/jobs/{job_id}"))
 
-    def jobs(self, status: str | None = None, limit: int = 100) -> list[Job]:
-        """Jobs, newest first, across as many pages as limit needs."""
+    def jobs(self, status: str | None = None, limit: int = 100, **filters: str) -> list[Job]:
+        """Jobs, newest first, across as many pages as limit needs; filters: label, created_from, created_to."""
         parameters = {"status": status} if status else {}
-        return [Job.model_validate(entry) for entry in self._entries("/v1/jobs", parameters, limit)]
+        return [Job.model_validate(entry) for entry in self._entries("/v1/jobs", parameters | filters, limit)]
 
     def cancel(self, job_id: str) -> Job:
         """Ask a job to stop for good. Raises Conflict naming what is legal."""
@@ -101,6 +94,10 @@ class Client:
     def resume(self, job_id: str) -> Job:
         """Let a paused job go on. Raises Conflict naming what is legal."""
         return self._verb(job_id, "resume")
+
+    def checkpoint(self, job_id: str) -> Job:
+        """Ask a running job to save its state now. Raises Conflict naming what is legal."""
+        return self._verb(job_id, "checkpoint")
 
     def history(self, job_id: str, after_seq: int = 0) -> list[Event]:
         """What has happened so far."""
@@ -135,50 +132,6 @@ class Client:
                 if time.monotonic() - away_since > self.retry_seconds:
                     raise self._unreachable(error) from error
             time.sleep(0.5)
-
-    def metrics(
-        self,
-        job_id: str,
-        kind: Literal["training", "platform"] = "training",
-        from_step: int = 0,
-        max_points: int = 1000,
-    ) -> Series:
-        """A job's scalars as columns: of training over steps, or of queues and replicas over unix milliseconds."""
-        parameters = {"kind": kind, "from_step": from_step, "max_points": max_points}
-        return Series.model_validate(self._ask("GET", f"/v1/jobs/{job_id}/metrics", params=parameters))
-
-    def evaluations(self, job_id: str) -> list[dict[str, Any]]:
-        """pass@k on the held-out problems, in order of steps."""
-        reply: dict[str, Any] = self._ask("GET", f"/v1/jobs/{job_id}/evaluations")
-        return list(reply["items"])
-
-    def ask_evaluation(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Queue an evaluation: job_id, version or checkpoint_step, tasks, samples, ... Raises InvalidInput by field."""
-        reply: dict[str, Any] = self._ask("POST", "/v1/evaluations", json=dict(wanted))
-        return reply
-
-    def evaluation(self, evaluation_id: str) -> dict[str, Any]:
-        """An evaluation somebody asked for, with its table of problems once it succeeded. Raises NotFound."""
-        reply: dict[str, Any] = self._ask("GET", f"/v1/evaluations/{evaluation_id}")
-        return reply
-
-    def trajectories(self, job_id: str, limit: int = 50, **filters: str | int) -> list[dict[str, Any]]:
-        """Trajectories of a job; filters: prompt_id, source, verdict, policy_version."""
-        return self._entries(f"/v1/jobs/{job_id}/trajectories", filters, limit)
-
-    def trajectory(self, job_id: str, trajectory_id: str) -> dict[str, Any]:
-        """One trajectory with every hop it took. Raises NotFound."""
-        reply: dict[str, Any] = self._ask("GET", f"/v1/jobs/{job_id}/trajectories/{trajectory_id}")
-        return reply
-
-    def weights(self, job_id: str) -> list[dict[str, Any]]:
-        """Published weight versions and which replicas serve them."""
-        reply: dict[str, Any] = self._ask("GET", f"/v1/jobs/{job_id}/weights")
-        return list(reply["items"])
-
-    def logs(self, job_id: str, limit: int = 200, **filters: str) -> list[dict[str, Any]]:
-        """Latest log lines of a job, newest first; filters: service, level."""
-        return self._entries(f"/v1/jobs/{job_id}/logs", filters, limit)
 
     def delete(self, job_id: str) -> None:
         """Delete an ended job; its experience stays in the store. Raises NotFound, Conflict."""
@@ -239,19 +192,24 @@ class Client:
                 if message.data:
                     yield Event.model_validate_json(message.data)
 
-    def _ask(self, method: str, path: str, **request: Any) -> Any:
-        deadline = time.monotonic() + self.retry_seconds
+    def _ask(
+        self, method: str, path: str, *, repeatable: bool = True, patience_seconds: float | None = None, **request: Any
+    ) -> Any:
+        deadline = time.monotonic() + (self.retry_seconds if patience_seconds is None else patience_seconds)
         pause = 0.2
         while True:
+            wanted = 0.0
             try:
                 response = self._http.request(method, path, **request)
                 if response.is_success:
-                    return response.json() if response.content else None
-                error: Exception = error_of(response)
-                retryable = isinstance(error, errors.SpoError) and error.retryable
+                    return content_of(response)
+                error = error_of(response)
+                again, wanted = error.retryable, pause_asked(response)
             except httpx.TransportError as failure:
-                error, retryable = self._unreachable(failure), True
-            if not retryable or time.monotonic() + pause > deadline:
+                error = self._unreachable(failure)
+                again = repeatable or isinstance(failure, httpx.ConnectError | httpx.ConnectTimeout)
+            pause = max(pause, wanted)
+            if not again or time.monotonic() + pause > deadline:
                 raise error
             time.sleep(pause)
             pause = min(2.0, pause * 2)
@@ -262,24 +220,6 @@ class Client:
             "`spo up` starts a platform here, SPO_API_URL names one elsewhere",
             code="api_unreachable",
         )
-
-
-def error_of(response: httpx.Response) -> errors.SpoError:
-    """The SpoError that a problem+json answer (RFC 9457) stands for."""
-    try:
-        problem = response.json()
-    except ValueError:
-        problem = {}
-    if not isinstance(problem, dict):
-        problem = {}
-    server_fault = errors.InternalError if response.status_code >= 500 else errors.InvalidInput
-    kind = _BY_STATUS.get(response.status_code, server_fault)
-    violations = tuple(
-        errors.FieldViolation(str(fault.get("pointer", "")), str(fault.get("message", "")))
-        for fault in problem.get("errors") or ()
-    )
-    message = problem.get("detail") or problem.get("title") or f"HTTP {response.status_code}"
-    return kind(str(message), code=problem.get("code"), violations=violations)
 
 
 def _document(spec: JobSpec | Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The experience store's part of the SDK: `Client.experience`."""
+# Made from spo/async_client_experience.py by `make sdk`: edit that.
+"""The experience store's part of the SDK: `experience` of a client."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class ExperienceCalls:
 
     def runs(self, **filters: str) -> list[dict[str, Any]]:
         """Stored runs and imports with their lineage, newest first. Raises NotFound for a run nobody stored."""
-        return list(self._ask("GET", "/v1/experience", params=filters)["items"])
+        found: dict[str, Any] = self._ask("GET", "/v1/experience", params=filters)
+        return list(found["items"])
 
     def statistics(self, **filters: str) -> dict[str, Any]:
         """Counts by run, source, outcome, judge and licence."""
@@ -78,15 +80,13 @@ class ExperienceCalls:
         writing = target.with_name(f".{target.name}.partial")
         document = {**wish, "format": export_format}
         try:
-            with (
-                self._http.stream("POST", "/v1/experience/export", json=document, timeout=LONG_SECONDS) as response,
-                writing.open("wb") as stream,
-            ):
+            with self._http.stream("POST", "/v1/experience/export", json=document, timeout=LONG_SECONDS) as response:
                 if not response.is_success:
                     response.read()
                     raise self._error_of(response)
-                for part in response.iter_bytes():
-                    stream.write(part)
+                with writing.open("wb") as stream:
+                    for part in response.iter_bytes():
+                        stream.write(part)
             writing.replace(target)
         except httpx.TransportError as error:
             raise errors.Unreachable(f"the export broke off: {error}", code="api_unreachable") from None

@@ -1,3 +1,4 @@
+# Made from spo/async_client_platform.py by `make sdk`: edit that.
 """The platform's own part of the SDK: replicas to wish for, API keys, the audit log."""
 
 from __future__ import annotations
@@ -5,13 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from spo import errors
+
 Ask = Callable[..., Any]
 
 
 class PlatformCalls:
     """What operators ask; keys and the audit log need the scope admin."""
 
-    def __init__(self, ask: Ask, entries: Callable[[str, dict[str, Any], int], list[dict[str, Any]]]) -> None:
+    def __init__(self, ask: Ask, entries: Ask) -> None:
         self._ask = ask
         self._entries = entries
 
@@ -42,12 +45,13 @@ class PlatformCalls:
             "max_active_jobs": max_active_jobs,
             "expires_in_seconds": expires_in_seconds,
         }
-        found: dict[str, Any] = self._ask("POST", "/v1/keys", json=body)
+        found: dict[str, Any] = self._ask("POST", "/v1/keys", json=body, repeatable=False)
         return found
 
     def keys(self) -> list[dict[str, Any]]:
         """Every API key, revoked ones too, without secrets."""
-        return list(self._ask("GET", "/v1/keys")["items"])
+        found: dict[str, Any] = self._ask("GET", "/v1/keys")
+        return list(found["items"])
 
     def revoke_key(self, key_id: str) -> dict[str, Any]:
         """Make a key useless, within five seconds. Raises NotFound."""
@@ -56,4 +60,27 @@ class PlatformCalls:
 
     def audit(self, limit: int = 100) -> list[dict[str, Any]]:
         """Changes and refusals, newest first."""
-        return self._entries("/v1/audit", {}, limit)
+        found: list[dict[str, Any]] = self._entries("/v1/audit", {}, limit)
+        return found
+
+    def version(self) -> dict[str, Any]:
+        """The orchestrator's version."""
+        found: dict[str, Any] = self._ask("GET", "/version")
+        return found
+
+    def is_ready(self) -> bool:
+        """Whether the platform takes requests now; false while it drains or lacks Redis."""
+        try:
+            self._ask("GET", "/readyz", patience_seconds=0)
+        except errors.NotReady:
+            return False
+        return True
+
+    def is_alive(self) -> bool:
+        """Whether the orchestrator answers at all. Raises Unreachable when it does not."""
+        return bool(self._ask("GET", "/healthz"))
+
+    def prometheus(self) -> str:
+        """The orchestrator's metrics in Prometheus' text format."""
+        found: str = self._ask("GET", "/metrics")
+        return found
