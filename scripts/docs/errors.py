@@ -6,6 +6,8 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
+from spo.error_codes import CATALOGUE
+
 # Kind -> HTTP status, as services/orchestrator/problems.py maps them.
 STATUSES = {
     "InvalidInput": "422",
@@ -39,7 +41,9 @@ def page(root: Path) -> str:
     for code, kinds in sorted(found.items()):
         statuses = ", ".join(f"{kind} ({STATUSES[kind]})" for kind in sorted(kinds))
         texts = sorted({text for each in kinds.values() for text in each if text})
-        lines += [f"## {code}", "", statuses, "", *(f"- {text}" for text in texts), ""]
+        entry = CATALOGUE[code]
+        said = [f"{entry.meaning} {entry.remedy}", ""]
+        lines += [f"## {code}", "", statuses, "", *said, *(f"- {text}" for text in texts), ""]
     return "\n".join(lines)
 
 

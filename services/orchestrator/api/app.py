@@ -28,7 +28,7 @@ from services.orchestrator.api.contract import describe
 from services.orchestrator.api.gate import Gate
 from services.orchestrator.api.live import LiveEvents
 from services.orchestrator.desk import Desk
-from services.orchestrator.web import pages
+from services.orchestrator.web import errors, pages
 
 
 def create_app(desk: Desk) -> FastAPI:
@@ -67,6 +67,7 @@ def create_app(desk: Desk) -> FastAPI:
         scale,
         platform,
         pages,
+        errors,
     ):
         app.include_router(door.router)
     app.mount("/static", StaticFiles(directory=pages.STATIC), name="static")

@@ -21,6 +21,8 @@ from spo.logs import get_logger
 log = get_logger("gate")
 
 OPEN_PATHS = ("/healthz", "/readyz")
+# What a refusal's `type` leads to must be readable by those who were refused.
+OPEN_PAGES = "/errors"
 # Whole files come this way.
 IMPORT_PATH = "/v1/experience/import"
 CONTENT_SECURITY_POLICY = (
@@ -62,7 +64,7 @@ class Gate:
         visit = _Visit(scope, send)
         try:
             self._check_origin(scope, Headers(scope=scope))
-            if scope["path"] not in OPEN_PATHS:
+            if scope["path"] not in OPEN_PATHS and not f"{scope['path']}/".startswith(f"{OPEN_PAGES}/"):
                 await self._admit(visit, scope)
             body = await self._body(receive, Headers(scope=scope), self._most_bytes(scope))
         except SpoError as error:

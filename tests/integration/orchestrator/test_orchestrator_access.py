@@ -22,6 +22,7 @@ from services.orchestrator.access.keys import REMEMBER_SECONDS
 from services.orchestrator.desk import Desk
 from services.orchestrator.settings import Settings
 from services.orchestrator.states import JobState
+from spo.error_codes import CATALOGUE
 from spo.errors import InvalidInput
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 
@@ -73,6 +74,18 @@ def test_a_token_is_shown_once_and_never_stored(door: Door, redis_client: redis.
 @pytest.mark.parametrize("token", ["wrong", "spo_0123456789abcdef_guess", "spo_", "a.b.c"])
 def test_a_wrong_token_gets_nothing(door: Door, token: str) -> None:
     assert refusal(door.ask("GET", "/v1/jobs", token)) == (401, "unauthorized")
+
+
+def test_the_type_of_a_refusal_leads_to_its_entry_without_a_key(door: Door) -> None:
+    refused = door.ask("GET", "/v1/jobs", "wrong").json()
+
+    page = door.ask("GET", refused["type"], "wrong")
+
+    assert page.status_code == 200
+    assert CATALOGUE["unauthorized"].remedy.partition("`")[0] in page.text
+    assert "rate_limited" in door.ask("GET", "/errors", "wrong").text
+    assert refusal(door.ask("GET", "/errors/made_up", "wrong")) == (404, "not_found")
+    assert refusal(door.ask("GET", "/errorsome", "wrong")) == (401, "unauthorized")
 
 
 def test_a_revoked_key_stops_working(door: Door) -> None:
