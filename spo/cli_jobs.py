@@ -70,12 +70,15 @@ def submit(
 @jobs.command("list")
 def list_jobs(
     status: Annotated[str | None, typer.Option("--status", help="Only jobs in this state.")] = None,
+    label: Annotated[list[str] | None, typer.Option("--label", help="Only with this key or key:value.")] = None,
+    since: Annotated[str | None, typer.Option("--since", help="Made at this time or later, RFC 3339.")] = None,
     limit: LimitOption = 50,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Jobs, newest first."""
+    filters = {name: value for name, value in (("label", label), ("created_from", since)) if value}
     with api() as client:
-        _print_jobs(client.jobs(status, limit), output)
+        _print_jobs(client.jobs(status, limit, **filters), output)
 
 
 @jobs.command()
@@ -128,6 +131,28 @@ def cancel(
     with api() as client:
         job = client.cancel(job_id)
         _print_job(client.wait(job_id, timeout) if wait else job, output)
+
+
+@jobs.command()
+def fork(
+    job_id: JobId,
+    version: Annotated[int | None, typer.Option("--version", help="Start from these weights; default: newest.")] = None,
+    checkpoint: Annotated[
+        int | None, typer.Option("--checkpoint", help="Go on from the checkpoint of this step.")
+    ] = None,
+    as_reference: Annotated[
+        bool, typer.Option("--as-reference", help="The weights become the reference; otherwise it is the parent's.")
+    ] = False,
+    overrides: Annotated[
+        Path | None, typer.Option("--overrides", help="YAML or JSON with the parts of the JobSpec that differ.")
+    ] = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """A new job that starts from another's weights or goes on from its checkpoint."""
+    wish: dict[str, Any] = {"version": version, "checkpoint_step": checkpoint, "as_reference": as_reference}
+    with api() as client:
+        job = client.fork(job_id, **wish, overrides=read_spec(overrides) if overrides else {})
+        _print_job(job, output)
 
 
 @jobs.command()

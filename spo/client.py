@@ -78,10 +78,18 @@ class Client(TrainingCalls):
         """Raises NotFound."""
         return Job.model_validate(self._ask("GET", f"/v1/jobs/{job_id}"))
 
-    def jobs(self, status: str | None = None, limit: int = 100, **filters: str) -> list[Job]:
-        """Jobs, newest first, across as many pages as limit needs; filters: label, created_from, created_to."""
-        parameters = {"status": status} if status else {}
-        return [Job.model_validate(entry) for entry in self._entries("/v1/jobs", parameters | filters, limit)]
+    def jobs(self, status: str | None = None, limit: int = 100, **filters: Any) -> list[Job]:
+        """Jobs, newest first, on as many pages as it takes; filters: label=["team:red"], created_from, created_to."""
+        parameters = filters | ({"status": status} if status else {})
+        return [Job.model_validate(entry) for entry in self._entries("/v1/jobs", parameters, limit)]
+
+    def fork(self, job_id: str, idempotency_key: str | None = None, **wish: Any) -> Job:
+        """A new job from version= or checkpoint_step=, with overrides={...} to its spec; as_reference=True: as pi0.
+
+        By default from the newest version, with the parent's pi0 and values. Raises NotFound, InvalidInput by field.
+        """
+        headers = {"Idempotency-Key": idempotency_key or str(ULID())}
+        return Job.model_validate(self._ask("POST", f"/v1/jobs/{job_id}/fork", json=wish, headers=headers))
 
     def cancel(self, job_id: str) -> Job:
         """Ask a job to stop for good. Raises Conflict naming what is legal."""

@@ -43,6 +43,8 @@ class Job(_Answer):
     failure: Failure | None = None
     waits: list[str] = []
     spec: dict[str, Any] = {}
+    # parent, version, checkpoint_step, as_reference and forked_at of a fork.
+    lineage: dict[str, Any] | None = None
 
     @property
     def is_final(self) -> bool:

@@ -68,6 +68,8 @@ forbidden: The key lacks the scope that the detail names.
   Ask an admin for a key with it: `spo key create --scope ...`.
 foreign_tokens: A token id is outside the model's vocabulary.
   Check that the trajectory belongs to this model.
+fork_start_lost: The weights or the checkpoint that a fork would start from are damaged or no longer kept.
+  Choose another version or checkpoint; `spo weights ls` and `spo job checkpoints` show them.
 http_ended: The HTTP server of the orchestrator could not listen or ended.
   Free the port, or set SPO_ORCHESTRATOR_HTTP_PORT.
 idempotency_mismatch: This Idempotency-Key was used with another body.
@@ -80,6 +82,8 @@ internal: A fault of the platform.
   The log of the service has it, with the X-Request-Id of the answer; please report it.
 invalid_evaluation: The job has no such weight version or checkpoint to evaluate.
   The detail names those that it has.
+invalid_fork: The fork cannot be made from there; `errors` points at the reason.
+  Correct the field it names.
 invalid_input: A value is not valid.
   Correct it as the message says.
 invalid_job_spec: Fields of the job spec are wrong; `errors` points at each.

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,15 @@ def folder_aside(destination: Path) -> Iterator[Path]:
         yield writing
     finally:
         shutil.rmtree(writing, ignore_errors=True)
+
+
+def link_files(files: Iterable[Path], folder: Path) -> None:
+    """Put files that nobody will change into another folder, without their bytes where the file system can."""
+    for file in files:
+        try:
+            os.link(file, folder / file.name)
+        except OSError:
+            shutil.copy2(file, folder / file.name)
 
 
 def seal_folder(writing: Path, destination: Path, head: Mapping[str, Any]) -> SealedFolder:

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spo.errors import IntegrityError, InvalidInput, NotFound
-from spo.sealed_folder import SealedFolder, folder_aside, numbered_folders, open_folder, prune_folders, seal_folder
+from spo.sealed_folder import (
+    SealedFolder,
+    folder_aside,
+    link_files,
+    numbered_folders,
+    open_folder,
+    prune_folders,
+    seal_folder,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,6 +72,15 @@ class WeightStore:
                 if not _SHARD_NAME.fullmatch(name):
                     raise InvalidInput(f"{name!r} is no name for a weight shard")
                 save_file(dict(tensors), writing / name)
+            return _weight_version(seal_folder(writing, destination, head))
+
+    def adopt(self, run_id: str, version: int, source: WeightVersion, *, parent: int, step: int) -> WeightVersion:
+        """Store another run's verified version as one of this run; it lives on when the other is removed."""
+        destination = self.path_of(run_id, version)
+        dtype = source.manifest.get("dtype", "")
+        head = {"version": version, "parent": parent, "step": step, "dtype": dtype, "epoch": 0}
+        with folder_aside(destination) as writing:
+            link_files(source.files, writing)
             return _weight_version(seal_folder(writing, destination, head))
 
     def open(self, run_id: str, version: int) -> WeightVersion:

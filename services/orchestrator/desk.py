@@ -13,6 +13,7 @@ from services.orchestrator.alarms import Alarms
 from services.orchestrator.evaluation import Evaluator
 from services.orchestrator.examinations import Examinations
 from services.orchestrator.feeder import Feeder
+from services.orchestrator.forks import Forks
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import Leases
 from services.orchestrator.places import Places
@@ -68,6 +69,7 @@ class Desk:
         self.evaluator = Evaluator(self.jobs, self.library, self.weights, scorer, self.sharing)
         self.examinations = Examinations(self.jobs, self.library, self.weights, scorer, self.sharing)
         self.references = ReferenceRefresh(self.jobs, self.library, self.weights)
+        self.forks = Forks(self.jobs, self.library, self.weights, self.references, settings.state_path)
         self.runner = JobRunner(
             self.jobs,
             self.library,

@@ -50,6 +50,11 @@ def assignments() -> str:
     return "spo:orchestrator:assignments"
 
 
+def forks_under_way() -> str:
+    """Set: ids of jobs whose folders are being made; one left by a dead process is removed. Orchestrator."""
+    return "spo:orchestrator:forks_under_way"
+
+
 def job_logs(job_id: str) -> str:
     """Stream: service, replica_id, level, at_unix_ms, line (JSON) of the latest 20,000 log lines. Orchestrator."""
     return f"spo:{job_id}:orchestrator:logs"

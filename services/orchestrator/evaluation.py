@@ -74,7 +74,7 @@ class Evaluator:
             return None
         done = [int(result["step"]) for result in evaluation_results(self.jobs.client, job_id)]
         if 0 not in done:
-            return Due(0, 0)
+            return Due(0, int(self.jobs.record(job_id).get("start_version", 0)))
         versions = self.weights.versions(job_id)
         newest = versions[-1] if versions else {"step": 0, "version": 0}
         due = Due(int(newest["step"]), int(newest["version"]))

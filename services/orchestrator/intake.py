@@ -20,6 +20,12 @@ def accept(body: bytes, library: TaskLibrary) -> JobSpec:
     Raises InvalidInput: code "malformed_json" (HTTP 400) or "invalid_job_spec" with a pointer to each fault.
     """
     spec = parse_job_spec(parse_json(body))
+    check_spec(spec, library)
+    return spec
+
+
+def check_spec(spec: JobSpec, library: TaskLibrary) -> None:
+    """Raise InvalidInput (code "invalid_job_spec") unless the model folder and the problems are there and usable."""
     checks: tuple[tuple[str, Callable[[], object]], ...] = (
         ("/model/path", lambda: inspect_model_folder(spec.model.path)),
         ("/tasks/path", lambda: _load(library, spec)),
@@ -36,7 +42,6 @@ def accept(body: bytes, library: TaskLibrary) -> JobSpec:
         raise InvalidInput(
             "the job cannot run as it is specified", code="invalid_job_spec", violations=tuple(violations)
         )
-    return spec
 
 
 def parse_json(body: bytes) -> Any:

@@ -15,6 +15,7 @@ from ulid import ULID
 from services.orchestrator import desk_keys
 from services.orchestrator.commit import Commit, Fence, Guard, Outcome, Write, timestamp
 from services.orchestrator.listing import JobFilter, Page, label_writes, page_of_jobs
+from services.orchestrator.queueing import ask_to_resume, withdraw_resume
 from services.orchestrator.states import TERMINAL, TRANSITIONS, JobState, Verb, fold, may_become, refuse
 from spo import redis_keys
 from spo.errors import InvalidInput, LeaseLost, NotFound
@@ -38,6 +39,15 @@ class Event:
     body: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Birth:
+    """What a job has from the start that was not submitted as a spec: its id, what its request was, further writes."""
+
+    job_id: str
+    request_digest: str
+    writes: Sequence[Write]
+
+
 class JobStore:
     """All jobs in Redis. Every change goes through `Commit`."""
 
@@ -46,25 +56,33 @@ class JobStore:
         self.durable = durable
         self._parse_spec = lru_cache(maxsize=64)(spec_from_json)
 
-    def submit(self, spec: JobSpec, idempotency_key: str | None = None, actor: str = "api", tenant: str = "") -> str:
+    def submit(
+        self,
+        spec: JobSpec,
+        idempotency_key: str | None = None,
+        actor: str = "api",
+        tenant: str = "",
+        birth: Birth | None = None,
+    ) -> str:
         """Create a queued job and return its id; the same key and spec of a tenant return the same job.
 
         Raises InvalidInput (code "idempotency_mismatch") when the key was used for another spec.
         """
-        job_id = f"job_{ULID()}"
+        job_id = birth.job_id if birth else new_job_id()
         created_unix_ms = int(time.time() * 1000)
         document = spec_to_json(spec)
-        body_digest = redis_keys.digest(document)
+        body_digest = birth.request_digest if birth else redis_keys.digest(document)
         writes: list[Write] = [
             ("SET", redis_keys.run_spec(job_id), document),
             ("ZADD", redis_keys.job_index(), created_unix_ms, job_id),
             ("ZADD", desk_keys.tenant_jobs(tenant), created_unix_ms, job_id),
             *_record_writes(job_id, spec, created_unix_ms, tenant),
             *label_writes(spec.labels, job_id, created_unix_ms),
+            *(birth.writes if birth else ()),
         ]
         guard = None
         if idempotency_key is not None:
-            key = redis_keys.idempotency(redis_keys.digest(tenant, idempotency_key))
+            key = _idempotency(tenant, idempotency_key)
             guard = Guard(key, "job_id")
             writes += [
                 ("HSET", key, "job_id", job_id, "body_digest", body_digest),
@@ -78,6 +96,12 @@ class JobStore:
         if outcome.verdict == "guard" and guard is not None:
             return self._same_job(guard.key, outcome.guard_value, body_digest)
         return job_id
+
+    def made_before(self, idempotency_key: str | None, request_digest: str, tenant: str) -> str | None:
+        """The job that this request has made already. Raises InvalidInput (code "idempotency_mismatch")."""
+        key = _idempotency(tenant, idempotency_key) if idempotency_key else None
+        made: Any = self.client.hget(key, "job_id") if key else None
+        return self._same_job(key, made.decode(), request_digest) if key and made else None
 
     def _same_job(self, key: str, job_id: str, body_digest: str) -> str:
         if self.client.hget(key, "body_digest") != body_digest.encode():
@@ -184,56 +208,17 @@ class JobStore:
             state = self.state(job_id)
             if state in verb.already:
                 if verb.name == "pause":
-                    self._withdraw_resume(job_id)
+                    withdraw_resume(self.client, job_id)
                 return state
             if state not in verb.moves:
                 raise refuse(verb.name, state)
             if state in verb.queues:
-                if self._queue_resume(job_id, actor):
+                if ask_to_resume(self.client, job_id, actor, self.durable):
                     return state
                 continue
             to = verb.moves[state]
             if self.transition(job_id, to, f"{verb.name} asked for", expected=(state,), actor=actor):
                 return to
-
-    def _queue_resume(self, job_id: str, actor: str) -> bool:
-        """Note that a paused job is to go on; False when it is paused no more."""
-        record = redis_keys.job_record(job_id)
-        created: Any = self.client.hget(record, "created_unix_ms")
-        outcome = Commit(
-            job_id,
-            (JobState.PAUSED,),
-            guard=Guard(record, "resume_asked"),
-            writes=[("HSET", record, "resume_asked", 1), ("ZADD", desk_keys.resuming(), int(created or 0), job_id)],
-            kind="resume_asked",
-            actor=actor,
-        ).run(self.client, self.durable)
-        return outcome.verdict != "state"
-
-    def _withdraw_resume(self, job_id: str) -> None:
-        record = redis_keys.job_record(job_id)
-        withdrawn = [("HDEL", record, "resume_asked"), ("ZREM", desk_keys.resuming(), job_id)]
-        self.once(job_id, Guard(record, "resume_asked", "1"), "resume_withdrawn", {}, withdrawn)
-
-    def wants_to_resume(self, job_id: str) -> bool:
-        """Whether a paused job waits for a place."""
-        return bool(self.client.hexists(redis_keys.job_record(job_id), "resume_asked"))
-
-    def waiting(self) -> list[str]:
-        """Ids of the jobs that wait for a place, oldest first."""
-        with self.client.pipeline(transaction=True) as pipe:
-            for key in (redis_keys.jobs_in_state(JobState.QUEUED), desk_keys.resuming()):
-                pipe.zrange(key, 0, -1, withscores=True)
-            found = [(score, raw.decode()) for members in pipe.execute() for raw, score in members]
-        return [job_id for _, job_id in sorted(found)]
-
-    def by_priority(self, job_ids: Sequence[str]) -> dict[str, int]:
-        """The jobs with their priorities, the highest first; of equal ones in the order given."""
-        with self.client.pipeline(transaction=False) as pipe:
-            for job_id in job_ids:
-                pipe.hget(redis_keys.job_record(job_id), "priority")
-            found = {job_id: int(raw or 1) for job_id, raw in zip(job_ids, pipe.execute(), strict=True)}
-        return dict(sorted(found.items(), key=lambda each: -each[1]))
 
     def append(self, job_id: str, kind: str, body: dict[str, Any], writes: Sequence[Write] = ()) -> None:
         """Add an event that is not a transition, with the writes it tells of."""
@@ -260,6 +245,14 @@ class JobStore:
             log.error("stored state differs from its events; corrected", job=job_id, folded=state.value)
             self.client.set(redis_keys.run_state(job_id), state.value)
         return state
+
+
+def new_job_id() -> str:
+    return f"job_{ULID()}"
+
+
+def _idempotency(tenant: str, key: str) -> str:
+    return redis_keys.idempotency(redis_keys.digest(tenant, key))
 
 
 def legal_transitions() -> dict[str, list[str]]:

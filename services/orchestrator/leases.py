@@ -104,6 +104,7 @@ class Leases:
             next_weight_version=max((int(version) for version in versions), default=0) + 1,
             checkpoint_path=str((self.state_path / "checkpoints" / job_id).absolute()),
             weight_store_path=str((self.state_path / "weights" / job_id).absolute()),
+            start_version=int(self.jobs.record(job_id).get("start_version", 0)),
         )
 
     def renew(self, request: wire.RenewLeaseRequest) -> wire.Directive.ValueType:

@@ -6,9 +6,9 @@ import threading
 
 from services.orchestrator import desk_keys
 from services.orchestrator.jobs import JobStore
+from services.orchestrator.queueing import by_priority, no_longer_waits, waiting, wants_to_resume
 from services.orchestrator.replicas import Replicas
 from services.orchestrator.states import HOLDS_PLACE, JobState
-from spo import redis_keys
 
 
 class Places:
@@ -36,22 +36,22 @@ class Places:
             free = self.capacity() - len(self.jobs.in_states(HOLDS_PLACE))
             if free <= 0:
                 return
-            for job_id in list(self.jobs.by_priority(self.jobs.waiting()))[:free]:
+            for job_id in list(by_priority(self.jobs.client, waiting(self.jobs.client)))[:free]:
                 if not self.jobs.transition(job_id, JobState.VALIDATING, "its turn came", expected=(JobState.QUEUED,)):
                     self._go_on(job_id)
 
     def _go_on(self, job_id: str) -> None:
-        record = redis_keys.job_record(job_id)
-        withdrawn = [("HDEL", record, "resume_asked"), ("ZREM", desk_keys.resuming(), job_id)]
         paused = (JobState.PAUSED,)
-        if not self.jobs.transition(job_id, JobState.RUNNING, "its turn came again", expected=paused, writes=withdrawn):
+        if not self.jobs.transition(
+            job_id, JobState.RUNNING, "its turn came again", expected=paused, writes=no_longer_waits(job_id)
+        ):
             # Cancelled while it waited.
             self.jobs.client.zrem(desk_keys.resuming(), job_id)
 
     def reasons(self, job_id: str) -> list[str]:
         """Why a job that waits for a place waits."""
         state = self.jobs.state(job_id)
-        waits = state is JobState.QUEUED or (state is JobState.PAUSED and self.jobs.wants_to_resume(job_id))
+        waits = state is JobState.QUEUED or (state is JobState.PAUSED and wants_to_resume(self.jobs.client, job_id))
         if not waits:
             return []
         holding, places = len(self.jobs.in_states(HOLDS_PLACE)), self.capacity()

@@ -64,18 +64,28 @@ class Retirement:
 
     def run(self, stop: threading.Event) -> None:
         """Sweep now and then until stop."""
+        self._adopt()
         while not stop.wait(SWEEP_SECONDS):
             try:
                 self.sweep()
             except (redis.RedisError, OSError) as error:
                 log.warning("deleted jobs are removed later", reason=str(error))
 
+    def _adopt(self) -> None:
+        """Forks that a dead process left half-made are no jobs."""
+        try:
+            begun: Any = self.jobs.client.smembers(desk_keys.forks_under_way())
+            for raw in begun:
+                self.jobs.client.smove(desk_keys.forks_under_way(), desk_keys.retired_jobs(), raw)
+        except redis.RedisError as error:
+            log.warning("half-made forks are removed later", reason=str(error))
+
     def sweep(self) -> None:
         """Remove the keys, weights and checkpoints of deleted jobs."""
         retired: Any = self.jobs.client.smembers(desk_keys.retired_jobs())
         for raw in retired:
             job_id = raw.decode()
-            for folder in ("weights", "checkpoints"):
+            for folder in ("weights", "checkpoints", "models"):
                 shutil.rmtree(self.state_path / folder / job_id, ignore_errors=True)
             for keys in _chunks(self.jobs.client.scan_iter(f"spo:{job_id}:*", count=KEYS_PER_SCAN)):
                 self.jobs.client.unlink(*keys)

@@ -30,6 +30,16 @@ class Failure(BaseModel):
     message: str
 
 
+class Lineage(BaseModel):
+    """The job that this one was forked from, and where: a version of its weights or a checkpoint."""
+
+    parent: str
+    version: int | None
+    checkpoint_step: int | None
+    as_reference: bool
+    forked_at: str
+
+
 class JobSummary(BaseModel):
     id: str
     name: str
@@ -46,6 +56,7 @@ class Job(JobSummary):
     failure: Failure | None
     waits: list[str]
     spec: dict[str, Any]
+    lineage: Lineage | None = None
 
 
 class JobPage(BaseModel):
@@ -109,7 +120,10 @@ class WeightVersions(BaseModel):
 
 
 class Checkpoint(BaseModel):
+    """parent: the step of the checkpoint before it, null for the first."""
+
     step: int
+    parent: int | None = None
     path: str
     manifest_digest: str
     weight_version: int

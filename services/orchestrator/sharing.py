@@ -13,6 +13,7 @@ from typing import Any
 
 from services.orchestrator import desk_keys
 from services.orchestrator.jobs import JobStore
+from services.orchestrator.queueing import by_priority
 from services.orchestrator.replicas import Replicas
 from services.orchestrator.states import HOLDS_PLACE, JobState
 from spo import redis_keys
@@ -69,7 +70,7 @@ class Sharing:
 
     def wanted(self) -> dict[str, int]:
         """Runs that want replicas with their weights, first in precedence first; else the one under evaluation."""
-        runs = self.jobs.by_priority(self.jobs.in_states(SERVED))
+        runs = by_priority(self.jobs.client, self.jobs.in_states(SERVED))
         if runs:
             return runs
         examined: Any = self.jobs.client.get(redis_keys.examined_run())

@@ -82,6 +82,7 @@ def job(desk: Desk, job_id: str) -> schemas.Job:
         failure=failure,
         waits=[] if summary.state in TERMINAL else _waits(desk, job_id),
         spec=spec.model_dump(mode="json"),
+        lineage=json.loads(record["lineage"]) if "lineage" in record else None,
     )
 
 
@@ -144,8 +145,9 @@ def checkpoints(desk: Desk, job_id: str) -> list[schemas.Checkpoint]:
     """Checkpoints by step. Raises NotFound."""
     desk.jobs.state(job_id)
     found: Any = desk.redis.hgetall(redis_keys.job_checkpoints(job_id))
-    heads = [schemas.Checkpoint(**json.loads(raw)) for raw in found.values()]
-    return sorted(heads, key=lambda head: head.step)
+    heads = sorted((json.loads(raw) for raw in found.values()), key=lambda head: int(head["step"]))
+    parents = [None, *(int(head["step"]) for head in heads)]
+    return [schemas.Checkpoint(**head, parent=parent) for head, parent in zip(heads, parents, strict=False)]
 
 
 def trajectories(

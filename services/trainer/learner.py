@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from services.trainer.batches import Row, token_batch
@@ -20,6 +19,7 @@ from services.trainer.deepspeed_engine import DeepSpeedEngine
 from services.trainer.ranks import Ranks
 from services.trainer.shares import Minibatch, Piece
 from services.trainer.step_metrics import WeightedMeans
+from services.trainer.weights import take_weights
 from spo.algorithm.diagnostics import batch_diagnostics
 from spo.algorithm.losses import spo_loss
 from spo.algorithm.q_values import check_starts_at_reference
@@ -48,7 +48,8 @@ CRITIC = "critic."
 class Learner:
     """The policy of one run on this rank. Every rank calls every method alike."""
 
-    def __init__(self, ranks: Ranks, spec: JobSpec) -> None:
+    def __init__(self, ranks: Ranks, spec: JobSpec, start: Sequence[Path] = ()) -> None:
+        """start: files of the weights that training begins with; none: the model folder's, which are the reference."""
         self._ranks = ranks
         self._spec = spec
         self._terms = [LossTerm(**term.model_dump()) for term in spec.algorithm.losses]
@@ -62,6 +63,7 @@ class Learner:
             )
         passes = -(-share // trainer.micro_batch_size)
         policy = self._load()
+        take_weights(policy, start)
         self._vocabulary_size = policy.get_input_embeddings().num_embeddings
         self._reference = self._load().requires_grad_(False) if trainer.reference == "in_trainer" else None
         self.engine = DeepSpeedEngine(policy, trainer, passes)
@@ -76,15 +78,11 @@ class Learner:
                 f"the model at {self._spec.model.path} cannot be loaded: {error}", code="model_not_loadable"
             ) from error
 
-    @torch.no_grad()
     def set_reference(self, files: Sequence[Path]) -> None:
         """Take published weights as the reference in place of the model folder's. Raises InvalidInput without one."""
         if self._reference is None:
             raise InvalidInput("only a reference held by the trainer can change", code="no_reference")
-        parameters = dict(self._reference.named_parameters())
-        for path in files:
-            for name, tensor in load_file(path).items():
-                parameters[name].copy_(tensor)
+        take_weights(self._reference, files)
 
     def check_reference(self, pieces: Sequence[Piece], tolerance: float) -> None:
         """Raise InvalidInput (code "reference_mismatch") unless Q_t = Qhat_0 for every t, as it must before any step.

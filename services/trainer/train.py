@@ -117,7 +117,9 @@ class TrainingRun:
 
     def go(self) -> None:
         """Load, resume, and carry out orders until rank 0 ends the run."""
-        self._learner = learner = Learner(self._ranks, self._spec)
+        start = self._grant.start_version
+        files = self._store.open(self._grant.run_id, start).files if start else ()
+        self._learner = learner = Learner(self._ranks, self._spec, files)
         self._resume(learner)
         while True:
             order = self._next_order()
@@ -168,7 +170,8 @@ class TrainingRun:
         return self._ranks.scatter([replace(order, rows=(), minibatches=share) for share in shares])
 
     def _train(self, learner: Learner, order: Order) -> None:
-        if self.progress.updates == 0:
+        # A fork starts elsewhere than at its reference; its parent's first batch was checked.
+        if self.progress.updates == 0 and not self._grant.start_version:
             half = self._spec.model.dtype == "bfloat16"
             tolerance = self._settings.reference_tolerance_bfloat16 if half else self._settings.reference_tolerance
             pieces = [piece for minibatch in order.minibatches for piece in minibatch.pieces]
@@ -212,12 +215,12 @@ class TrainingRun:
         return run_store(self._grant.run_id, self._grant.weight_store_path)
 
     def _spared(self) -> set[int]:
-        """The reference and what may follow it, this version included."""
+        """The reference and what may follow it, this version included, and what training started from."""
         refresh, progress = self._spec.algorithm.reference_refresh, self.progress
         if refresh and progress.step % refresh.interval_steps == 0:
             self._candidates.add(progress.weight_version)
         self._candidates = {each for each in self._candidates if each >= progress.reference_version}
-        return self._candidates
+        return self._candidates | {self._grant.start_version}
 
     def _checkpoint(self, learner: Learner) -> None:
         with self._conductor.owning() if self._conductor else nullcontext():

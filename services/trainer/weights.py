@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from services.trainer.deepspeed_engine import DeepSpeedEngine
 from services.trainer.ranks import Ranks
-from spo.errors import InvalidInput
+from spo.errors import IntegrityError, InvalidInput
 from spo.metrics import WEIGHTS_BYTES, WEIGHTS_PUSH_SECONDS
 from spo.weight_store import WeightStore, WeightVersion
 
@@ -55,6 +58,17 @@ def store_weights(
     WEIGHTS_BYTES.inc(written.size_bytes)
     store.prune(run_id, keep, spare)
     return written
+
+
+@torch.no_grad()
+def take_weights(model: Any, files: Sequence[Path]) -> None:
+    """Put published weights in place of a model's own. Raises IntegrityError when they are another model's."""
+    parameters = dict(model.named_parameters())
+    for path in files:
+        for name, tensor in load_file(path).items():
+            if name not in parameters or parameters[name].shape != tensor.shape:
+                raise IntegrityError(f"{path} holds {name} as {tuple(tensor.shape)}, which the model has not")
+            parameters[name].copy_(tensor)
 
 
 def _shards(parameters: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, dict[str, Tensor]]]:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from spo.v1 import weights_pb2 as spo_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!spo/v1/orchestrator_service.proto\x12\x06spo.v1\x1a\x14spo/v1/weights.proto\"\xca\x01\n\x10HeartbeatRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x05\x12\x0e\n\x06run_id\x18\x05 \x01(\t\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x03\x12\x0c\n\x04load\x18\x07 \x01(\x01\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x0f\n\x07problem\x18\t \x01(\t\x12\x1d\n\x04logs\x18\n \x03(\x0b\x32\x0f.spo.v1.LogLine\"J\n\x07LogLine\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05level\x18\x02 \x01(\t\x12\x12\n\nat_unix_ms\x18\x03 \x01(\x03\x12\x0c\n\x04line\x18\x04 \x01(\t\"\x84\x01\n\x11HeartbeatResponse\x12\x1e\n\x16next_heartbeat_seconds\x18\x01 \x01(\x01\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x12\n\nmodel_path\x18\x03 \x01(\t\x12+\n\x07weights\x18\x04 \x01(\x0b\x32\x1a.spo.v1.WeightAnnouncement\";\n\x0fLeaseJobRequest\x12\x12\n\ntrainer_id\x18\x01 \x01(\t\x12\x14\n\x0cwait_seconds\x18\x02 \x01(\x01\"\xac\x01\n\x10LeaseJobResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tspec_json\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x15\n\rlease_seconds\x18\x04 \x01(\x01\x12\x1b\n\x13next_weight_version\x18\x05 \x01(\x03\x12\x17\n\x0f\x63heckpoint_path\x18\x06 \x01(\t\x12\x19\n\x11weight_store_path\x18\x07 \x01(\t\"\x8f\x02\n\nStepReport\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x30\n\x07metrics\x18\x02 \x03(\x0b\x32\x1f.spo.v1.StepReport.MetricsEntry\x12.\n\x06\x61larms\x18\x03 \x03(\x0b\x32\x1e.spo.v1.StepReport.AlarmsEntry\x12\x19\n\x11quarantine_reason\x18\x04 \x01(\t\x12\x17\n\x0fquarantined_ids\x18\x05 \x03(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a-\n\x0b\x41larmsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"k\n\x11RenewLeaseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\ntrainer_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12#\n\x07reports\x18\x04 \x03(\x0b\x32\x12.spo.v1.StepReport\"U\n\x12RenewLeaseResponse\x12$\n\tdirective\x18\x01 \x01(\x0e\x32\x11.spo.v1.Directive\x12\x19\n\x11reference_version\x18\x02 \x01(\x03\"<\n\x19GetReferenceValuesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\"\x89\x01\n\x1aGetReferenceValuesResponse\x12=\n\x06qhat_0\x18\x01 \x03(\x0b\x32-.spo.v1.GetReferenceValuesResponse.Qhat0Entry\x1a,\n\nQhat0Entry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xa3\x01\n\x15PublishWeightsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\ntrainer_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x0c\n\x04step\x18\x05 \x01(\x03\x12\x0b\n\x03uri\x18\x06 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x07 \x01(\t\x12\x12\n\nsize_bytes\x18\x08 \x01(\x03\"+\n\x16PublishWeightsResponse\x12\x11\n\tannounced\x18\x01 \x01(\x08\"\x99\x01\n\x17ReportCheckpointRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\ntrainer_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x0c\n\x04path\x18\x05 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x06 \x01(\t\x12\x16\n\x0eweight_version\x18\x07 \x01(\x03\"\x1a\n\x18ReportCheckpointResponse\"\x84\x01\n\x10\x46inishRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\ntrainer_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x12\n\nerror_code\x18\x04 \x01(\t\x12\x15\n\rerror_message\x18\x05 \x01(\t\x12\x12\n\nfinal_step\x18\x06 \x01(\x03\"\x13\n\x11\x46inishRunResponse*\x83\x01\n\tDirective\x12\x19\n\x15\x44IRECTIVE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x44IRECTIVE_CONTINUE\x10\x01\x12\x13\n\x0f\x44IRECTIVE_PAUSE\x10\x02\x12\x14\n\x10\x44IRECTIVE_CANCEL\x10\x03\x12\x18\n\x14\x44IRECTIVE_CHECKPOINT\x10\x04\x32\xa2\x04\n\x13OrchestratorService\x12@\n\tHeartbeat\x12\x18.spo.v1.HeartbeatRequest\x1a\x19.spo.v1.HeartbeatResponse\x12=\n\x08LeaseJob\x12\x17.spo.v1.LeaseJobRequest\x1a\x18.spo.v1.LeaseJobResponse\x12\x43\n\nRenewLease\x12\x19.spo.v1.RenewLeaseRequest\x1a\x1a.spo.v1.RenewLeaseResponse\x12[\n\x12GetReferenceValues\x12!.spo.v1.GetReferenceValuesRequest\x1a\".spo.v1.GetReferenceValuesResponse\x12O\n\x0ePublishWeights\x12\x1d.spo.v1.PublishWeightsRequest\x1a\x1e.spo.v1.PublishWeightsResponse\x12U\n\x10ReportCheckpoint\x12\x1f.spo.v1.ReportCheckpointRequest\x1a .spo.v1.ReportCheckpointResponse\x12@\n\tFinishRun\x12\x18.spo.v1.FinishRunRequest\x1a\x19.spo.v1.FinishRunResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!spo/v1/orchestrator_service.proto\x12\x06spo.v1\x1a\x14spo/v1/weights.proto\"\xca\x01\n\x10HeartbeatRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x05\x12\x0e\n\x06run_id\x18\x05 \x01(\t\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x03\x12\x0c\n\x04load\x18\x07 \x01(\x01\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x0f\n\x07problem\x18\t \x01(\t\x12\x1d\n\x04logs\x18\n \x03(\x0b\x32\x0f.spo.v1.LogLine\"J\n\x07LogLine\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05level\x18\x02 \x01(\t\x12\x12\n\nat_unix_ms\x18\x03 \x01(\x03\x12\x0c\n\x04line\x18\x04 \x01(\t\"\x84\x01\n\x11HeartbeatResponse\x12\x1e\n\x16next_heartbeat_seconds\x18\x01 \x01(\x01\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x12\n\nmodel_path\x18\x03 \x01(\t\x12+\n\x07weights\x18\x04 \x01(\x0b\x32\x1a.spo.v1.WeightAnnouncement\";\n\x0fLeaseJobRequest\x12\x12\n\ntrainer_id\x18\x01 \x01(\t\x12\x14\n\x0cwait_seconds\x18\x02 \x01(\x01\"\xc3\x01\n\x10LeaseJobResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tspec_json\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x15\n\rlease_seconds\x18\x04 \x01(\x01\x12\x1b\n\x13next_weight_version\x18\x05 \x01(\x03\x12\x17\n\x0f\x63heckpoint_path\x18\x06 \x01(\t\x12\x19\n\x11weight_store_path\x18\x07 \x01(\t\x12\x15\n\rstart_version\x18\x08 \x01(\x03\"\x8f\x02\n\nStepReport\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x30\n\x07metrics\x18\x02 \x03(\x0b\x32\x1f.spo.v1.StepReport.MetricsEntry\x12.\n\x06\x61larms\x18\x03 \x03(\x0b\x32\x1e.spo.v1.StepReport.AlarmsEntry\x12\x19\n\x11quarantine_reason\x18\x04 \x01(\t\x12\x17\n\x0fquarantined_ids\x18\x05 \x03(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a-\n\x0b\x41larmsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"k\n\x11RenewLeaseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\ntrainer_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12#\n\x07reports\x18\x04 \x03(\x0b\x32\x12.spo.v1.StepReport\"U\n\x12RenewLeaseResponse\x12$\n\tdirective\x18\x01 \x01(\x0e\x32\x11.spo.v1.Directive\x12\x19\n\x11reference_version\x18\x02 \x01(\x03\"<\n\x19GetReferenceValuesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\"\x89\x01\n\x1aGetReferenceValuesResponse\x12=\n\x06qhat_0\x18\x01 \x03(\x0b\x32-.spo.v1.GetReferenceValuesResponse.Qhat0Entry\x1a,\n\nQhat0Entry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xa3\x01\n\x15PublishWeightsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\ntrainer_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x0c\n\x04step\x18\x05 \x01(\x03\x12\x0b\n\x03uri\x18\x06 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x07 \x01(\t\x12\x12\n\nsize_bytes\x18\x08 \x01(\x03\"+\n\x16PublishWeightsResponse\x12\x11\n\tannounced\x18\x01 \x01(\x08\"\x99\x01\n\x17ReportCheckpointRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\ntrainer_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x0c\n\x04path\x18\x05 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x06 \x01(\t\x12\x16\n\x0eweight_version\x18\x07 \x01(\x03\"\x1a\n\x18ReportCheckpointResponse\"\x84\x01\n\x10\x46inishRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\ntrainer_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x12\n\nerror_code\x18\x04 \x01(\t\x12\x15\n\rerror_message\x18\x05 \x01(\t\x12\x12\n\nfinal_step\x18\x06 \x01(\x03\"\x13\n\x11\x46inishRunResponse*\x83\x01\n\tDirective\x12\x19\n\x15\x44IRECTIVE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x44IRECTIVE_CONTINUE\x10\x01\x12\x13\n\x0f\x44IRECTIVE_PAUSE\x10\x02\x12\x14\n\x10\x44IRECTIVE_CANCEL\x10\x03\x12\x18\n\x14\x44IRECTIVE_CHECKPOINT\x10\x04\x32\xa2\x04\n\x13OrchestratorService\x12@\n\tHeartbeat\x12\x18.spo.v1.HeartbeatRequest\x1a\x19.spo.v1.HeartbeatResponse\x12=\n\x08LeaseJob\x12\x17.spo.v1.LeaseJobRequest\x1a\x18.spo.v1.LeaseJobResponse\x12\x43\n\nRenewLease\x12\x19.spo.v1.RenewLeaseRequest\x1a\x1a.spo.v1.RenewLeaseResponse\x12[\n\x12GetReferenceValues\x12!.spo.v1.GetReferenceValuesRequest\x1a\".spo.v1.GetReferenceValuesResponse\x12O\n\x0ePublishWeights\x12\x1d.spo.v1.PublishWeightsRequest\x1a\x1e.spo.v1.PublishWeightsResponse\x12U\n\x10ReportCheckpoint\x12\x1f.spo.v1.ReportCheckpointRequest\x1a .spo.v1.ReportCheckpointResponse\x12@\n\tFinishRun\x12\x18.spo.v1.FinishRunRequest\x1a\x19.spo.v1.FinishRunResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,8 +38,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPREPORT_ALARMSENTRY']._serialized_options = b'8\001'
   _globals['_GETREFERENCEVALUESRESPONSE_QHAT0ENTRY']._loaded_options = None
   _globals['_GETREFERENCEVALUESRESPONSE_QHAT0ENTRY']._serialized_options = b'8\001'
-  _globals['_DIRECTIVE']._serialized_start=1943
-  _globals['_DIRECTIVE']._serialized_end=2074
+  _globals['_DIRECTIVE']._serialized_start=1966
+  _globals['_DIRECTIVE']._serialized_end=2097
   _globals['_HEARTBEATREQUEST']._serialized_start=68
   _globals['_HEARTBEATREQUEST']._serialized_end=270
   _globals['_LOGLINE']._serialized_start=272
@@ -49,35 +49,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LEASEJOBREQUEST']._serialized_start=483
   _globals['_LEASEJOBREQUEST']._serialized_end=542
   _globals['_LEASEJOBRESPONSE']._serialized_start=545
-  _globals['_LEASEJOBRESPONSE']._serialized_end=717
-  _globals['_STEPREPORT']._serialized_start=720
-  _globals['_STEPREPORT']._serialized_end=991
-  _globals['_STEPREPORT_METRICSENTRY']._serialized_start=898
-  _globals['_STEPREPORT_METRICSENTRY']._serialized_end=944
-  _globals['_STEPREPORT_ALARMSENTRY']._serialized_start=946
-  _globals['_STEPREPORT_ALARMSENTRY']._serialized_end=991
-  _globals['_RENEWLEASEREQUEST']._serialized_start=993
-  _globals['_RENEWLEASEREQUEST']._serialized_end=1100
-  _globals['_RENEWLEASERESPONSE']._serialized_start=1102
-  _globals['_RENEWLEASERESPONSE']._serialized_end=1187
-  _globals['_GETREFERENCEVALUESREQUEST']._serialized_start=1189
-  _globals['_GETREFERENCEVALUESREQUEST']._serialized_end=1249
-  _globals['_GETREFERENCEVALUESRESPONSE']._serialized_start=1252
-  _globals['_GETREFERENCEVALUESRESPONSE']._serialized_end=1389
-  _globals['_GETREFERENCEVALUESRESPONSE_QHAT0ENTRY']._serialized_start=1345
-  _globals['_GETREFERENCEVALUESRESPONSE_QHAT0ENTRY']._serialized_end=1389
-  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_start=1392
-  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_end=1555
-  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_start=1557
-  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_end=1600
-  _globals['_REPORTCHECKPOINTREQUEST']._serialized_start=1603
-  _globals['_REPORTCHECKPOINTREQUEST']._serialized_end=1756
-  _globals['_REPORTCHECKPOINTRESPONSE']._serialized_start=1758
-  _globals['_REPORTCHECKPOINTRESPONSE']._serialized_end=1784
-  _globals['_FINISHRUNREQUEST']._serialized_start=1787
-  _globals['_FINISHRUNREQUEST']._serialized_end=1919
-  _globals['_FINISHRUNRESPONSE']._serialized_start=1921
-  _globals['_FINISHRUNRESPONSE']._serialized_end=1940
-  _globals['_ORCHESTRATORSERVICE']._serialized_start=2077
-  _globals['_ORCHESTRATORSERVICE']._serialized_end=2623
+  _globals['_LEASEJOBRESPONSE']._serialized_end=740
+  _globals['_STEPREPORT']._serialized_start=743
+  _globals['_STEPREPORT']._serialized_end=1014
+  _globals['_STEPREPORT_METRICSENTRY']._serialized_start=921
+  _globals['_STEPREPORT_METRICSENTRY']._serialized_end=967
+  _globals['_STEPREPORT_ALARMSENTRY']._serialized_start=969
+  _globals['_STEPREPORT_ALARMSENTRY']._serialized_end=1014
+  _globals['_RENEWLEASEREQUEST']._serialized_start=1016
+  _globals['_RENEWLEASEREQUEST']._serialized_end=1123
+  _globals['_RENEWLEASERESPONSE']._serialized_start=1125
+  _globals['_RENEWLEASERESPONSE']._serialized_end=1210
+  _globals['_GETREFERENCEVALUESREQUEST']._serialized_start=1212
+  _globals['_GETREFERENCEVALUESREQUEST']._serialized_end=1272
+  _globals['_GETREFERENCEVALUESRESPONSE']._serialized_start=1275
+  _globals['_GETREFERENCEVALUESRESPONSE']._serialized_end=1412
+  _globals['_GETREFERENCEVALUESRESPONSE_QHAT0ENTRY']._serialized_start=1368
+  _globals['_GETREFERENCEVALUESRESPONSE_QHAT0ENTRY']._serialized_end=1412
+  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_start=1415
+  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_end=1578
+  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_start=1580
+  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_end=1623
+  _globals['_REPORTCHECKPOINTREQUEST']._serialized_start=1626
+  _globals['_REPORTCHECKPOINTREQUEST']._serialized_end=1779
+  _globals['_REPORTCHECKPOINTRESPONSE']._serialized_start=1781
+  _globals['_REPORTCHECKPOINTRESPONSE']._serialized_end=1807
+  _globals['_FINISHRUNREQUEST']._serialized_start=1810
+  _globals['_FINISHRUNREQUEST']._serialized_end=1942
+  _globals['_FINISHRUNRESPONSE']._serialized_start=1944
+  _globals['_FINISHRUNRESPONSE']._serialized_end=1963
+  _globals['_ORCHESTRATORSERVICE']._serialized_start=2100
+  _globals['_ORCHESTRATORSERVICE']._serialized_end=2646
 # @@protoc_insertion_point(module_scope)

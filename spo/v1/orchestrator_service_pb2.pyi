@@ -196,6 +196,7 @@ class LeaseJobResponse(_message.Message):
     NEXT_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     CHECKPOINT_PATH_FIELD_NUMBER: _builtins.int
     WEIGHT_STORE_PATH_FIELD_NUMBER: _builtins.int
+    START_VERSION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     spec_json: _builtins.str
     epoch: _builtins.int
@@ -207,6 +208,8 @@ class LeaseJobResponse(_message.Message):
     """Folder for checkpoints of this run."""
     weight_store_path: _builtins.str
     """Root of the weight store for this run."""
+    start_version: _builtins.int
+    """The published version whose weights training starts from, in a forked job; 0: the model folder."""
     def __init__(
         self,
         *,
@@ -217,10 +220,11 @@ class LeaseJobResponse(_message.Message):
         next_weight_version: _builtins.int = ...,
         checkpoint_path: _builtins.str = ...,
         weight_store_path: _builtins.str = ...,
+        start_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_path", b"checkpoint_path", "epoch", b"epoch", "lease_seconds", b"lease_seconds", "next_weight_version", b"next_weight_version", "run_id", b"run_id", "spec_json", b"spec_json", "weight_store_path", b"weight_store_path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_path", b"checkpoint_path", "epoch", b"epoch", "lease_seconds", b"lease_seconds", "next_weight_version", b"next_weight_version", "run_id", b"run_id", "spec_json", b"spec_json", "start_version", b"start_version", "weight_store_path", b"weight_store_path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

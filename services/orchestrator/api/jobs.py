@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import AwareDatetime, Field
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
 from services.orchestrator import schemas, views
@@ -14,11 +14,13 @@ from services.orchestrator.access.callers import Caller
 from services.orchestrator.api.answers import CallerOf, DeskOf, JobId, Limit, with_etag
 from services.orchestrator.desk import Desk
 from services.orchestrator.followed import require_followable
+from services.orchestrator.forks import ForkWish
 from services.orchestrator.intake import accept
 from services.orchestrator.offline import require_stored
 from services.orchestrator.states import CANCEL, PAUSE, RESUME, JobState, Verb, refuse
 from spo import redis_keys
 from spo.errors import InvalidInput, ResourceExhausted
+from spo.job_spec import JobSpec
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
@@ -26,6 +28,24 @@ Labels = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=800)]] | None,
     Query(max_length=16, description="`key` or `key:value`; repeated: a job has all of them."),
 ]
+
+IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
+
+
+class ForkRequest(BaseModel):
+    """Where to start: a weight version, by default the newest, or a checkpoint with its optimiser state."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    version: int | None = Field(default=None, ge=1, le=2**53, description="Start at step 0 with these weights.")
+    checkpoint_step: int | None = Field(default=None, ge=1, le=2**53, description="Go on from this checkpoint.")
+    as_reference: bool = Field(
+        default=False, description="The weights become pi0, with new values; otherwise pi0 is the parent's."
+    )
+    overrides: dict[str, Any] = Field(
+        default_factory=dict, max_length=64, description="Changes to the parent's JobSpec (JSON merge patch)."
+    )
+
 
 _SPEC_BODY: dict[str, Any] = {
     "requestBody": {
@@ -41,7 +61,7 @@ async def submit(
     desk: DeskOf,
     caller: CallerOf,
     validate_only: bool = False,
-    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
+    idempotency_key: IdempotencyKey = None,
 ) -> Response:
     """Submit a JobSpec. With `validate_only` nothing is created and the resolved spec comes back."""
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
@@ -58,12 +78,16 @@ def _submit(
     require_followable(desk.jobs, spec, caller.tenant)
     if validate_only:
         return JSONResponse(spec.model_dump(mode="json"))
+    _check_quota(desk, caller)
+    job_id = desk.jobs.submit(spec, key, actor=caller.name, tenant=caller.tenant)
+    return with_etag(request, views.job(desk, job_id), 202, f"/v1/jobs/{job_id}")
+
+
+def _check_quota(desk: Desk, caller: Caller) -> None:
     if caller.max_active_jobs is not None and desk.jobs.active_of(caller.tenant) >= caller.max_active_jobs:
         raise ResourceExhausted(
             f"this key may have {caller.max_active_jobs} jobs that have not ended", code="quota_exceeded"
         )
-    job_id = desk.jobs.submit(spec, key, actor=caller.name, tenant=caller.tenant)
-    return with_etag(request, views.job(desk, job_id), 202, f"/v1/jobs/{job_id}")
 
 
 @router.get("")
@@ -125,6 +149,27 @@ def checkpoint(desk: DeskOf, job_id: JobId) -> schemas.JobSummary:
         raise refuse("checkpoint", state)
     desk.redis.hset(redis_keys.job_record(job_id), "checkpoint_asked", 1)
     return views.job_summary(desk, job_id)
+
+
+@router.post("/{job_id}/fork", status_code=202, response_model=schemas.Job)
+def fork(
+    request: Request,
+    desk: DeskOf,
+    caller: CallerOf,
+    job_id: JobId,
+    wanted: ForkRequest,
+    idempotency_key: IdempotencyKey = None,
+) -> Response:
+    """A new job that starts from this one's weights or goes on from its checkpoint, whatever becomes of this one."""
+    _check_quota(desk, caller)
+    wish = ForkWish(wanted.version, wanted.checkpoint_step, wanted.as_reference, wanted.overrides)
+
+    def check(spec: JobSpec) -> None:
+        require_stored(desk.redis, desk.experience, spec, caller.tenant)
+        require_followable(desk.jobs, spec, caller.tenant)
+
+    forked = desk.forks.fork(job_id, wish, check, idempotency_key, caller.name, caller.tenant)
+    return with_etag(request, views.job(desk, forked), 202, f"/v1/jobs/{forked}")
 
 
 @router.post("/{job_id}/weights/push", status_code=202)

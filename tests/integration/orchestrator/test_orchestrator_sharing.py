@@ -9,6 +9,7 @@ import pytest
 
 from services.orchestrator import views
 from services.orchestrator.desk import Desk
+from services.orchestrator.queueing import waiting
 from services.orchestrator.sharing import Sharing, seats, share
 from services.orchestrator.states import CANCEL, PAUSE, RESUME, JobState
 from spo.job_spec import parse_job_spec
@@ -174,4 +175,4 @@ def test_who_is_paused_again_or_cancelled_no_longer_waits_for_a_place(desk: Desk
         desk.places.fill()
 
     assert states(desk, again, gone) == ["paused", "cancelled"]
-    assert desk.jobs.waiting() == []
+    assert waiting(desk.redis) == []
