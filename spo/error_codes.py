@@ -32,8 +32,12 @@ bad_upload: The uploaded file cannot be read as a whole.
   Check its format and its Content-Type; cut very large files into several.
 batch_not_divisible: A batch cannot be split evenly over the trainer's processes and minibatches.
   Choose a batch_size that is a multiple of both.
+body_timeout: The body of the request did not arrive in time.
+  Send it again over a faster connection, or in several parts.
 body_too_large: The body is larger than this platform takes.
   Send less, or raise SPO_ORCHESTRATOR_MAX_BODY_BYTES (MAX_IMPORT_BYTES for imports).
+cannot_follow: The job cannot follow the run that it names; `errors` says why.
+  Correct `rollout.follow`, or the fields that both must share.
 checkpoint_layout: The checkpoint was written by another number of processes or at another ZeRO stage.
   Resume it with the numbers that the message names.
 conflict: The request does not fit what is there now.

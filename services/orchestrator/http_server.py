@@ -14,6 +14,7 @@ from spo.logs import get_logger
 log = get_logger("http")
 
 STOP_SECONDS = 5
+MAX_HEAD_BYTES = 64 << 10
 
 
 class HttpServer:
@@ -29,6 +30,9 @@ class HttpServer:
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=STOP_SECONDS,
+            # The other parser that uvicorn knows collects headers without end.
+            http="h11",
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         )
         self.server = uvicorn.Server(config)
 

@@ -34,6 +34,7 @@ _BY_CODE = {
     "cross_site": 403,
     "forbidden": 403,
     "method_not_allowed": 405,
+    "body_timeout": 408,
     "body_too_large": 413,
     "unsupported_media_type": 415,
 }

@@ -22,6 +22,7 @@ _MEANINGS = {
     401: "No key, or one that is not valid",
     403: "The key lacks a scope, or the request comes from another site",
     404: "Not there, or not yours",
+    408: "The body did not arrive in time",
     409: "Not in this state, or the name is taken",
     412: "What the request builds on has changed or is missing",
     413: "The body is too large",
@@ -32,8 +33,8 @@ _MEANINGS = {
     503: "Not now; try again",
 }
 # Of every operation that needs a key; the service may be behind a full or absent Redis at any time.
-_ALWAYS = (401, 403, 413, 422, 429, 500, 503)
-_WITH_BODY = (400, 415)
+_ALWAYS = (401, 403, 413, 415, 422, 429, 500, 503)
+_WITH_BODY = (400, 408)
 _WITH_PATH = (404, 412)
 _CHANGING = (404, 409, 412)
 # Query parameters that name something, which may be absent.
@@ -84,7 +85,7 @@ def _add_failures(document: dict[str, Any]) -> None:
 
 def _failures(path: str, method: str, operation: dict[str, Any]) -> list[int]:
     if path in OPEN_PATHS:
-        return [413, 503]
+        return [413, 415, 503]
     statuses = set(_ALWAYS)
     if "{" in path or any(each["name"] in _NAMING for each in operation.get("parameters", [])):
         statuses.update(_WITH_PATH)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from urllib.parse import urlsplit
 
 import redis
@@ -23,6 +24,8 @@ log = get_logger("gate")
 OPEN_PATHS = ("/healthz", "/readyz")
 # What a refusal's `type` leads to must be readable by those who were refused.
 OPEN_PAGES = "/errors"
+# Longest wait for a whole body, so that slow senders hold no connection for ever.
+BODY_SECONDS = 120.0
 # Whole files come this way.
 IMPORT_PATH = "/v1/experience/import"
 CONTENT_SECURITY_POLICY = (
@@ -71,6 +74,11 @@ class Gate:
             response = problem(error)
             if isinstance(error, RateLimited):
                 response.headers["Retry-After"] = str(error.seconds)
+            if response.status_code in (408, 413):
+                # Nobody reads what is still on its way.
+                response.headers["Connection"] = "close"
+            if response.status_code == 415:
+                response.headers["Accept-Encoding"] = "identity"
             await response(scope, receive, visit.send)
         else:
             await self.app(scope, _replay(body, receive), visit.send)
@@ -133,19 +141,30 @@ class Gate:
         declared = headers.get("content-length", "0")
         if not declared.isdecimal() or int(declared) > most_bytes:
             raise _too_large(most_bytes)
-        parts: list[bytes] = []
-        size = 0
-        while True:
-            message = await receive()
-            if message["type"] != "http.request":
-                return b"".join(parts)
-            chunk = message.get("body", b"")
-            size += len(chunk)
-            if size > most_bytes:
-                raise _too_large(most_bytes)
-            parts.append(chunk)
-            if not message.get("more_body"):
-                return b"".join(parts)
+        # A small body can unpack to any size.
+        if headers.get("content-encoding", "identity").lower() != "identity":
+            raise InvalidInput("send the body uncompressed", code="unsupported_media_type")
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                return await _collected(receive, most_bytes)
+        except TimeoutError:
+            raise InvalidInput(f"the body did not arrive within {BODY_SECONDS:g} s", code="body_timeout") from None
+
+
+async def _collected(receive: Receive, most_bytes: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return b"".join(parts)
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > most_bytes:
+            raise _too_large(most_bytes)
+        parts.append(chunk)
+        if not message.get("more_body"):
+            return b"".join(parts)
 
 
 def _too_large(most_bytes: int) -> InvalidInput:
