@@ -50,7 +50,14 @@ check: $(STAMP)  ## Lint, types, import contracts, freshness of generated code
 # The slow tier (whole platforms, kills, thousands of steps) runs in CI and by `make test CI=true`.
 TIER := $(if $(filter true,$(CI)),,-m "not slow")
 
-test: setup system-deps check  ## Check, then every test but the slow tier (CI=true: all); pytest's count is the last line
+# The S3 server of the tests, in an environment of its own: its packages want older ones than the platform's.
+S3_STAMP := .venv-s3/.installed
+$(S3_STAMP): tests/s3/requirements.txt
+	$(PYTHON) -m venv .venv-s3
+	.venv-s3/bin/python -m pip install --quiet -r $<
+	touch $@
+
+test: setup system-deps check $(S3_STAMP)  ## Check, then every test but the slow tier (CI=true: all); pytest's count is the last line
 	@python -m pytest $(TIER) $(PYTEST_ARGUMENTS)
 
 chart-test:  ## The Helm chart against an emulated cluster, by the real Helm engine (needs Python 3.12 or newer)

@@ -39,7 +39,8 @@ class PlatformSettings(BaseSettings):
     trainer_address: str = "127.0.0.1:7075"
     state_path: Path = Field(default=Path(".spo"), description="Weights, checkpoints and caches live below it.")
     experience_url: str = Field(
-        default="", description="Folder or fsspec URL of the experience store; default: experience/ in the state path."
+        default="",
+        description="Folder, s3://bucket/folder or fsspec URL; default: experience/ in the state path.",
     )
     traces_endpoint: str = Field(
         default="", description="OTLP/HTTP collector of traces, http://host:4318; OTEL_EXPORTER_OTLP_ENDPOINT does too."

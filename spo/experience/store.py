@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-import fsspec
 import pyarrow
 from fsspec.implementations.local import LocalFileSystem
 from pyarrow import parquet
@@ -27,6 +26,7 @@ from ulid import ULID
 
 from spo.errors import IntegrityError, InvalidInput, Unreachable
 from spo.experience.columns import FORMAT, SCHEMA, StoredTrajectory, rows_of, table_of
+from spo.experience.places import open_place
 from spo.logs import get_logger
 
 log = get_logger("experience")
@@ -73,7 +73,7 @@ class ExperienceStore:
     def __init__(self, url: str) -> None:
         self.url = url
         try:
-            self._fs, self._root = fsspec.core.url_to_fs(url)
+            self._fs, self._root = open_place(url)
         except (ImportError, ValueError) as error:
             raise InvalidInput(f"SPO_EXPERIENCE_URL={url} cannot be opened: {error}", code="experience_url") from None
 

@@ -1,0 +1,55 @@
+"""Where an experience store may be: a folder, a bucket, or whatever else fsspec opens by its URL.
+
+Buckets go through Arrow's own S3 client, which is there wherever Parquet is. Credentials and region are found as every
+AWS client finds them; AWS_ENDPOINT_URL names a server that is not Amazon's.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from urllib.parse import urlsplit
+
+import fsspec
+from fsspec.implementations.arrow import ArrowFSWrapper
+
+CONNECT_SECONDS = 5.0
+REQUEST_SECONDS = 60.0
+_S3 = "s3://"
+
+
+class BucketFiles(ArrowFSWrapper):  # type: ignore[misc]
+    """The objects of an S3 server."""
+
+    def find(self, path: str, maxdepth: int | None = None, withdirs: bool = False, **options: Any) -> dict[str, Any]:
+        """Every object below a path with its size: one listing, not one for each folder."""
+        from pyarrow.fs import FileSelector, FileType
+
+        found = self.fs.get_file_info(FileSelector(path, allow_not_found=True, recursive=True))
+        files = (each for each in found if each.type == FileType.File)
+        return {each.path: {"name": each.path, "size": each.size, "type": "file"} for each in files}
+
+
+def open_place(url: str) -> tuple[Any, str]:
+    """The file system of a URL and the path within it. Raises ValueError, ImportError when nothing opens it."""
+    if not url.startswith(_S3):
+        file_system, root = fsspec.core.url_to_fs(url)
+        return file_system, str(root)
+    root = url.removeprefix(_S3).strip("/")
+    if not root:
+        raise ValueError("it names no bucket")
+    return BucketFiles(_bucket_client(), skip_instance_cache=True), root
+
+
+def _bucket_client() -> Any:
+    # Only here: importing it starts the client's threads.
+    from pyarrow.fs import S3FileSystem
+
+    named = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    endpoint = urlsplit(named) if named else None
+    return S3FileSystem(
+        endpoint_override=endpoint.netloc if endpoint else None,
+        scheme=endpoint.scheme if endpoint else "https",
+        connect_timeout=CONNECT_SECONDS,
+        request_timeout=REQUEST_SECONDS,
+    )
