@@ -16,6 +16,8 @@ _SECRET_NAME = re.compile(r"(?i)(password|secret|token|api_?key|authorization)$"
 # Lines that wait for the next heartbeat, which takes them to the orchestrator; the oldest give way.
 MAX_WAITING = 2000
 _URL_PASSWORD = re.compile(r"(\w+://[^:/@\s]*:)[^@\s]+@")
+# API keys of the platform, and whatever follows the name of a scheme of authorization.
+_TOKEN = re.compile(r"\b(spo_[0-9a-f]{16}_|(?i:bearer|basic)\s+)[\w.~+/=-]{8,}")
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,20 @@ def _keep(_logger: Any, method: str, event: structlog.typing.EventDict) -> struc
 
 
 def _redact(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    for name, value in event.items():
-        if _SECRET_NAME.search(name):
-            event[name] = "[redacted]"
-        elif isinstance(value, str):
-            event[name] = _URL_PASSWORD.sub(r"\1[redacted]@", value)
-    return event
+    return {name: redacted(value, name) for name, value in event.items()}
+
+
+def redacted(value: Any, name: str = "") -> Any:
+    """The value without what is secret by its name or its form, however deep in it."""
+    if _SECRET_NAME.search(name):
+        return "[redacted]"
+    if isinstance(value, str):
+        return _TOKEN.sub(r"\1[redacted]", _URL_PASSWORD.sub(r"\1[redacted]@", value))
+    if isinstance(value, dict):
+        return {key: redacted(each, str(key)) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted(each) for each in value]
+    return value
 
 
 def configure_logs(service: str, level: str = "info", log_format: str = "json") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from services.orchestrator.states import JobState
 from spo import redis_keys
 from spo.rpc import Client
 from spo.testing_peers import RIGHT, Peers
+from spo.testing_traces import Collector
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 from spo.v1.prompt_pb2 import PromptGroup
@@ -149,3 +151,84 @@ def test_without_redis_it_says_where_it_looked_and_ends(orchestrator: Orchestrat
 
     assert status != 0
     assert "Redis at 127.0.0.1:1/0 did not answer within 1 s" in orchestrator.log.read_text()
+
+
+# --- secrets ---
+
+CANARY = "canary5ecret"
+
+
+def filled(schema: Any, components: Any, name: str = "", depth: int = 0) -> Any:
+    """A body whose every text is a canary, as deep as its description goes."""
+    schema = components[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    schema = next((each for each in schema.get("anyOf", []) if each.get("type") != "null"), schema)
+    if depth > 5 or "$ref" in schema:
+        return filled(schema, components, name, depth + 1) if depth < 5 else {}
+    if "properties" in schema:
+        return {key: filled(each, components, key, depth + 1) for key, each in schema["properties"].items()}
+    match schema.get("type"):
+        case "array":
+            return [filled(schema.get("items", {}), components, name, depth + 1)]
+        case "integer" | "number":
+            return 1
+        case "boolean":
+            return True
+        case "object":
+            return {f"{CANARY}-key": f"{CANARY}-value"}
+        case _:
+            return f"{CANARY}-{name}"
+
+
+def send_canaries(api: httpx.Client, accepted: dict[str, Any]) -> int:
+    """Every operation with canaries in headers, queries and bodies; the number of requests."""
+    described = api.get("/openapi.json").json()
+    components = described["components"]["schemas"]
+    sent = 0
+    for path, operations in described["paths"].items():
+        for method, operation in operations.items():
+            place = path.replace("{job_id}", accepted["id"]).replace("{", "").replace("}", "")
+            query = {each["name"]: CANARY for each in operation.get("parameters", []) if each["in"] == "query"}
+            kinds = operation.get("requestBody", {}).get("content", {})
+            for kind in kinds or [""]:
+                body = json.dumps(filled(kinds[kind]["schema"], components)).encode() if kind else None
+                for headers in ({"Idempotency-Key": CANARY}, {"Authorization": f"Bearer {CANARY}"}):
+                    for asked in ({}, query):
+                        kind_header = {"Content-Type": kind, "Last-Event-ID": CANARY, "Cookie": f"session={CANARY}"}
+                        api.request(method, place, params=asked, content=body, headers={**kind_header, **headers})
+                        sent += 1
+    return sent
+
+
+def test_canary_secrets_of_requests_appear_in_no_log_metric_event_or_trace(
+    orchestrator: Orchestrator, redis_client: redis.Redis, document: dict[str, Any], until: Until
+) -> None:
+    key = f"{CANARY}-operator-key"
+    document |= {"name": f"{CANARY} name", "labels": {CANARY: f"{CANARY}-label"}}
+    with Collector() as collector:
+        orchestrator.environment |= {
+            "SPO_ORCHESTRATOR_API_KEY": key,
+            "SPO_TRACES_ENDPOINT": collector.endpoint,
+            "SPO_ORCHESTRATOR_RATE_LIMIT": "1000000/minute",
+            "SPO_LOG_LEVEL": "debug",
+        }
+        orchestrator.start(until)
+        headers = {"Authorization": f"Bearer {key}"}
+        with httpx.Client(base_url=orchestrator.url, headers=headers, trust_env=False, timeout=60) as api:
+            accepted = api.post("/v1/jobs", json=document, headers={"Idempotency-Key": CANARY}).json()
+            sent = send_canaries(api, accepted)
+            until(lambda: JobStore(redis_client).state(accepted["id"]) is not JobState.QUEUED, "the job is taken up")
+            told = {
+                "metrics": api.get("/metrics").text,
+                "audit": api.get("/v1/audit?limit=1000").text,
+                "events": api.get(f"/v1/jobs/{accepted['id']}/events").text,
+                "logs": api.get(f"/v1/jobs/{accepted['id']}/logs?level=debug").text,
+            }
+        orchestrator.end(signal.SIGTERM)
+        told["traces"] = repr(collector.bodies)
+    told["process log"] = orchestrator.log.read_text()
+
+    assert sent > 100
+    assert told["process log"]
+    assert {
+        place: text[max(0, text.find(CANARY) - 200) :][:400] for place, text in told.items() if CANARY in text
+    } == {}
