@@ -103,6 +103,12 @@ def _depth(length: Any, groups: Any, group: str) -> StreamDepth:
     return StreamDepth(lag=length, pending=0)
 
 
+def oldest_unix_ms(client: redis.Redis, stream: str) -> int | None:
+    """When the oldest entry that is not finished was appended, by the server's clock; None when nothing waits."""
+    first: Any = client.xrange(stream, count=1)
+    return int(first[0][0].split(b"-")[0]) if first else None
+
+
 def read_after(client: redis.Redis, stream: str, position: str, block_seconds: float, count: int = 1000) -> list[Entry]:
     """Entries of an append-only stream after an entry id ("0-0": from the start), without a group.
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import redis
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
+from services.orchestrator.web.rendering import error_page, wants_page
 from spo import errors
 from spo.logs import get_logger
 
@@ -76,23 +79,35 @@ def problem(error: errors.SpoError) -> JSONResponse:
     return JSONResponse(body.model_dump(), status_code=status, media_type=MEDIA_TYPE, headers=headers)
 
 
+def shown(path: str, headers: Headers, answer: JSONResponse) -> Response:
+    """The problem as a page where a person's browser asked for a page, else as it is."""
+    if not wants_page(path, headers):
+        return answer
+    said = json.loads(bytes(answer.body))
+    page = HTMLResponse(error_page(said["status"], said["code"], said["detail"]), answer.status_code)
+    page.headers.update({name: value for name, value in answer.headers.items() if not name.startswith("content-")})
+    return page
+
+
 def install(app: FastAPI) -> None:
     """Make every error of the application a problem."""
 
     @app.exception_handler(errors.SpoError)
-    def known(_request: Request, error: errors.SpoError) -> JSONResponse:
-        return problem(error)
+    def known(request: Request, error: errors.SpoError) -> Response:
+        return _answer(request, error)
 
     @app.exception_handler(RequestValidationError)
-    def unfit(_request: Request, error: RequestValidationError) -> JSONResponse:
+    def unfit(request: Request, error: RequestValidationError) -> Response:
         violations = tuple(_violation(each) for each in error.errors())
-        return problem(errors.InvalidInput("the request is not valid", code="invalid_request", violations=violations))
+        return _answer(
+            request, errors.InvalidInput("the request is not valid", code="invalid_request", violations=violations)
+        )
 
     @app.exception_handler(HTTPException)
-    def plain(request: Request, error: HTTPException) -> JSONResponse:
+    def plain(request: Request, error: HTTPException) -> Response:
         code = _CODES_BY_STATUS.get(error.status_code, "bad_request")
         kind = errors.NotFound if error.status_code == 404 else errors.InvalidInput
-        response = problem(kind(str(error.detail), code=code))
+        response = _answer(request, kind(str(error.detail), code=code))
         response.headers.update(error.headers or {})
         if error.status_code == 405:
             # Starlette names the methods of one route; a path may have several.
@@ -100,14 +115,20 @@ def install(app: FastAPI) -> None:
         return response
 
     @app.exception_handler(redis.RedisError)
-    def without_redis(_request: Request, error: redis.RedisError) -> JSONResponse:
+    def without_redis(request: Request, error: redis.RedisError) -> Response:
         log.warning("Redis did not answer a request", reason=str(error))
-        return problem(errors.Unreachable("Redis does not answer; try again", code="redis_unreachable"))
+        return _answer(request, errors.Unreachable("Redis does not answer; try again", code="redis_unreachable"))
 
     @app.exception_handler(Exception)
-    def unforeseen(request: Request, error: Exception) -> JSONResponse:
+    def unforeseen(request: Request, error: Exception) -> Response:
         log.error("request failed", path=request.url.path, error=f"{type(error).__name__}: {error}")
-        return problem(errors.InternalError("something went wrong on our side; the log of the orchestrator has it"))
+        return _answer(
+            request, errors.InternalError("something went wrong on our side; the log of the orchestrator has it")
+        )
+
+
+def _answer(request: Request, error: errors.SpoError) -> Response:
+    return shown(request.url.path, request.headers, problem(error))
 
 
 def _allowed(request: Request) -> list[str]:

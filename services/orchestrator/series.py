@@ -60,6 +60,12 @@ def latest_step(client: redis.Redis, job_id: str) -> int:
     return int(found[0][1]) if found else 0
 
 
+def latest_point(client: redis.Redis, job_id: str) -> dict[str, float]:
+    """The scalars of the newest reported training step, empty before the first."""
+    found: Any = client.zrevrange(redis_keys.job_metrics(job_id), 0, 0)
+    return _point(found[0]) if found else {}
+
+
 def _point(raw: bytes) -> dict[str, float]:
     point: dict[str, float] = json.loads(raw)
     return point

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import redis
@@ -13,7 +15,7 @@ from services.orchestrator.followed import state_in_words
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import Leases, now_ms
 from services.orchestrator.replicas import Replicas
-from services.orchestrator.series import evaluation_results, latest_step
+from services.orchestrator.series import evaluation_results, latest_point, latest_step
 from services.orchestrator.sharing import Sharing
 from services.orchestrator.states import JobState
 from spo import redis_keys
@@ -25,6 +27,8 @@ SAMPLE_SECONDS = 2.0
 MAX_SAMPLES = 20_000
 MIN_DEAD_LETTERS = 3
 MAX_DEAD_READ = 10_000
+# Those whose heartbeats tell how busy they are.
+MEASURED_POOLS = ("inference", "sandbox-judge")
 
 
 @dataclass(frozen=True)
@@ -147,11 +151,30 @@ class Watch:
     def _sample(self, job_id: str) -> None:
         key = redis_keys.job_platform_series(job_id)
         at = now_ms()
-        replicas = {f"replicas_{pool}": count for pool, count in self.replicas.counts().items()}
         waiting = belt(self.jobs.client, job_id).waiting()
-        sample = {"at_unix_ms": at, "step": latest_step(self.jobs.client, job_id), **waiting, **replicas}
+        sample: dict[str, float] = {
+            "at_unix_ms": at,
+            "step": latest_step(self.jobs.client, job_id),
+            **waiting,
+            **self._pools(),
+        }
+        sample |= self._trainer(job_id)
         self.jobs.client.zadd(key, {json.dumps(sample): at})
         self.jobs.client.zremrangebyrank(key, 0, -MAX_SAMPLES - 1)
+
+    def _pools(self) -> dict[str, float]:
+        """Replicas per pool, and the mean share of them that idles."""
+        loads: dict[str, list[float]] = defaultdict(list)
+        for replica in self.replicas.live():
+            loads[replica.pool].append(replica.load)
+        counts = {f"replicas_{pool}": float(len(found)) for pool, found in loads.items()}
+        idle = {f"idle_{pool}": 1 - min(1.0, fmean(found)) for pool, found in loads.items() if pool in MEASURED_POOLS}
+        return counts | idle
+
+    def _trainer(self, job_id: str) -> dict[str, float]:
+        newest = latest_point(self.jobs.client, job_id)
+        waited, worked = newest.get("wait_seconds", 0.0), newest.get("step_seconds", 0.0)
+        return {"idle_trainer": waited / (waited + worked)} if waited + worked > 0 else {}
 
     def _mark(self, job_id: str) -> object:
         client = self.jobs.client

@@ -12,13 +12,14 @@ Scope = Literal["jobs:read", "jobs:write", "trajectories:read", "weights:push", 
 SCOPES: frozenset[Scope] = frozenset(get_args(Scope))
 READING = ("GET", "HEAD")
 
-# First match counts; what no row names needs jobs:read to read and jobs:write to change.
+# First match counts. A page needs what its REST counterpart needs.
+# What no row names needs jobs:read to read and jobs:write to change.
 _RULES: tuple[tuple[str, Scope, Scope], ...] = (
-    (r"/v1/(keys|audit)(/|$)", "admin", "admin"),
+    (r"(/v1)?/(keys|audit)(/|$)", "admin", "admin"),
     (r"/v1/scale(/|$)", "jobs:read", "admin"),
     (r"/v1/jobs/[^/]+/weights(/|$)", "jobs:read", "weights:push"),
-    (r"/v1/jobs/[^/]+/(trajectories|prompts)(/|$)", "trajectories:read", "jobs:write"),
-    (r"/v1/experience(/|$)", "trajectories:read", "datasets:write"),
+    (r"(/v1)?/jobs/[^/]+/(trajectories|prompts)(/|$)", "trajectories:read", "jobs:write"),
+    (r"(/v1)?/experience(/|$)", "trajectories:read", "datasets:write"),
     (r"/v1/datasets(/|$)", "jobs:read", "datasets:write"),
 )
 

@@ -14,7 +14,7 @@ from ulid import ULID
 from services.orchestrator.access.audit import AuditLog
 from services.orchestrator.access.callers import READING, Caller
 from services.orchestrator.access.doorkeeper import Doorkeeper, RateLimit
-from services.orchestrator.problems import problem
+from services.orchestrator.problems import problem, shown
 from services.orchestrator.settings import LOOPBACK, Settings
 from spo.errors import InvalidInput, ResourceExhausted, SpoError, Unreachable
 from spo.logs import get_logger
@@ -71,7 +71,7 @@ class Gate:
                 await self._admit(visit, scope)
             body = await self._body(receive, Headers(scope=scope), self._most_bytes(scope))
         except SpoError as error:
-            response = problem(error)
+            response = shown(scope["path"], Headers(scope=scope), problem(error))
             if isinstance(error, RateLimited):
                 response.headers["Retry-After"] = str(error.seconds)
             if response.status_code in (408, 413):

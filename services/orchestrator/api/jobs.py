@@ -73,14 +73,23 @@ async def submit(
 def _submit(
     request: Request, desk: Desk, caller: Caller, body: bytes, validate_only: bool, key: str | None
 ) -> Response:
+    spec, job_id = submit_spec(desk, caller, body, validate_only, key)
+    if job_id is None:
+        return JSONResponse(spec.model_dump(mode="json"))
+    return with_etag(request, views.job(desk, job_id), 202, f"/v1/jobs/{job_id}")
+
+
+def submit_spec(
+    desk: Desk, caller: Caller, body: bytes, validate_only: bool, key: str | None
+) -> tuple[JobSpec, str | None]:
+    """The resolved spec and the id of its job, None when it was only to be checked. Raises InvalidInput, quota."""
     spec = accept(body, desk.library)
     require_stored(desk.redis, desk.experience, spec, caller.tenant)
     require_followable(desk.jobs, spec, caller.tenant)
     if validate_only:
-        return JSONResponse(spec.model_dump(mode="json"))
+        return spec, None
     _check_quota(desk, caller)
-    job_id = desk.jobs.submit(spec, key, actor=caller.name, tenant=caller.tenant)
-    return with_etag(request, views.job(desk, job_id), 202, f"/v1/jobs/{job_id}")
+    return spec, desk.jobs.submit(spec, key, actor=caller.name, tenant=caller.tenant)
 
 
 def _check_quota(desk: Desk, caller: Caller) -> None:

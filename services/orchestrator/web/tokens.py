@@ -1,0 +1,39 @@
+"""Tokens as a page colours them: nine steps of advantage, and where the chance of success turned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from services.orchestrator import schemas
+from spo.algorithm.pivotal_tokens import PivotalToken, pivotal_tokens
+from spo.v1.trajectory_pb2 import Annotation
+
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class ColouredToken:
+    """shade is from -4 (the most harmful token of this response) to 4 (the most helpful one)."""
+
+    text: str
+    q: float
+    advantage: float
+    shade: int
+    pivotal: PivotalToken | None
+
+
+def coloured(values: schemas.TokenValues, annotations: Iterable[Annotation], threshold: float) -> list[ColouredToken]:
+    """Each token with its shade, relative to the largest advantage in this response."""
+    largest = max((abs(each) for each in values.advantages), default=0.0)
+    turns = {each.index: each for each in pivotal_of(annotations, threshold)}
+    return [
+        ColouredToken(text, q, advantage, round(STEPS * advantage / largest) if largest else 0, turns.get(index))
+        for index, (text, q, advantage) in enumerate(zip(values.tokens, values.q, values.advantages, strict=True))
+    ]
+
+
+def pivotal_of(annotations: Iterable[Annotation], threshold: float) -> tuple[PivotalToken, ...]:
+    """The tokens that moved pi0's success rate by more than the threshold, from the rollouts of their prefixes."""
+    rates = {each.position: each.successes / each.rollouts for each in annotations if each.rollouts}
+    return pivotal_tokens(rates, threshold=threshold)
