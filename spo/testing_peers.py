@@ -47,7 +47,11 @@ class Judge(JudgeServiceServicer):
         outcomes = [
             OUTCOME_ACCEPTED if program.startswith(RIGHT) else OUTCOME_WRONG_ANSWER for program in request.programs
         ]
-        return judge.JudgeResponse(verdicts=[Verdict(outcome=each, judge_version=self.version) for each in outcomes])
+        verdicts = [Verdict(outcome=each, judge_version=self.version) for each in outcomes]
+        if request.want_details:
+            for verdict in verdicts:
+                verdict.tests.add(outcome=verdict.outcome, output="<b>printed</b>")
+        return judge.JudgeResponse(verdicts=verdicts)
 
 
 class Inference(InferenceServiceServicer):

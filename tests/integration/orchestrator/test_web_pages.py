@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from typing import Any
+from urllib.parse import urlencode
 
 import httpx
 import pytest
 
+from services.orchestrator import desk_keys
 from services.orchestrator.desk import Desk
 from services.orchestrator.states import JobState
 from services.orchestrator.web.pages import STATIC
@@ -22,12 +25,18 @@ from spo.v1.verdict_pb2 import OUTCOME_RUNTIME_ERROR, Verdict
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)>\"'&"
 
 
+def train_prompts(desk: Desk, document: dict[str, Any]) -> list[str]:
+    return [each.problem_id for each in desk.library.load(parse_job_spec(document).tasks).train]
+
+
 @pytest.fixture
 def job_id(desk: Desk, peers: Peers, document: dict[str, Any]) -> str:
     document |= {"name": HOSTILE[:190], "labels": {"team": HOSTILE, HOSTILE: "y"}}
+    prompt_id = train_prompts(desk, document)[0]
     peers.replay.trajectories = [
         Trajectory(
             trajectory_id="traj_1",
+            prompt_id=prompt_id,
             source=SOURCE_ONLINE,
             response_text=HOSTILE,
             verdict=Verdict(outcome=OUTCOME_RUNTIME_ERROR, detail=HOSTILE),
@@ -39,14 +48,33 @@ def job_id(desk: Desk, peers: Peers, document: dict[str, Any]) -> str:
     return found
 
 
-@pytest.mark.parametrize("path", ["/", "/jobs/{job_id}", "/jobs/{job_id}/live"])
-def test_nothing_people_or_models_wrote_becomes_markup(api: httpx.Client, job_id: str, path: str) -> None:
-    page = api.get(path.format(job_id=job_id))
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/?q=%3Cscript%3Ealert",
+        "/jobs/{job_id}",
+        "/jobs/{job_id}/live",
+        "/jobs/{job_id}/trajectories",
+        "/jobs/{job_id}/trajectories/traj_1",
+        "/jobs/{job_id}/trajectories/traj_1/tests",
+        "/jobs/{job_id}/prompts",
+        "/jobs/{job_id}/prompts/{prompt_id}",
+        "/jobs/{job_id}/evaluations",
+        "/jobs/{job_id}/logs",
+    ],
+)
+def test_nothing_people_or_models_wrote_becomes_markup(
+    desk: Desk, api: httpx.Client, document: dict[str, Any], job_id: str, path: str
+) -> None:
+    logged = {"service": "trainer", "replica_id": "t", "level": "info", "at_unix_ms": 1, "line": HOSTILE}
+    desk.redis.xadd(desk_keys.job_logs(job_id), logged)
+    page = api.get(path.format(job_id=job_id, prompt_id=train_prompts(desk, document)[0]))
 
     assert page.status_code == 200
     assert "<script>alert" not in page.text
     assert "<img" not in page.text
-    assert "&lt;script&gt;alert" in page.text
+    assert "&lt;script&gt;alert" in page.text or path.endswith("/tests")
 
 
 def test_pages_may_load_nothing_from_elsewhere_and_run_nothing_inline(api: httpx.Client, job_id: str) -> None:
@@ -57,6 +85,8 @@ def test_pages_may_load_nothing_from_elsewhere_and_run_nothing_inline(api: httpx
     assert "https://" not in page.text
     assert " style=" not in page.text
     assert "onclick" not in page.text
+    assert '"allowEval":false' in page.text
+    assert page.headers["cache-control"] == "no-store"
 
 
 def test_everything_a_page_refers_to_is_served(api: httpx.Client, job_id: str) -> None:
@@ -81,5 +111,53 @@ def test_a_page_is_shown_without_the_replay_buffer(desk: Desk, api: httpx.Client
     assert "replay-buffer at 127.0.0.1:1 did not answer" in page.text
 
 
-def test_the_vendored_plot_library_keeps_its_licence() -> None:
-    assert "MIT" in (STATIC / "vendor" / "uPlot-LICENSE.txt").read_text()
+@pytest.mark.parametrize(("library", "licence"), [("uPlot", "MIT"), ("htmx", "Zero-Clause BSD")])
+def test_vendored_libraries_keep_their_licences(library: str, licence: str) -> None:
+    assert licence in (STATIC / "vendor" / f"{library}-LICENSE.txt").read_text()
+
+
+def test_vendored_files_are_those_that_were_published() -> None:
+    noted = dict(re.findall(r"\| `([\w.]+)` .*?`([0-9a-f]{64})`", (STATIC / "vendor" / "README.md").read_text()))
+    code = [file for file in (STATIC / "vendor").iterdir() if file.suffix in (".js", ".css")]
+
+    assert noted == {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in code}
+
+
+def test_an_error_is_a_page_for_a_browser_and_a_problem_for_a_program(api: httpx.Client) -> None:
+    nothing = "/jobs/job_01ARZ3NDEKTSV4RRFFQ69G5FAV"
+    page = api.get(nothing, headers={"Accept": "text/html"})
+    problem = api.get(nothing)
+
+    assert (page.status_code, problem.status_code) == (404, 404)
+    assert page.headers["content-type"].startswith("text/html")
+    assert "It may have been deleted" in page.text
+    assert problem.json()["code"] == "job_not_found"
+    assert api.get(f"/v1{nothing}", headers={"Accept": "text/html"}).json()["code"] == "job_not_found"
+
+
+def test_a_stored_run_is_browsed_where_there_is_one(api: httpx.Client) -> None:
+    assert "Nothing is stored yet" in api.get("/experience").text
+    assert api.get("/experience/unknown").status_code == 404
+    assert api.get("/experience/..%2f..%2fetc").status_code in (404, 422)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("name: [", "neither YAML nor JSON: line 1"),
+        ("a: &x [1]\nb: *x", "aliases"),
+        ("[" * 100, "nested deeper than 32"),
+        ("just words", "a mapping of fields"),
+        ("when: 2020-01-01", "text, numbers, lists and mappings"),
+        ("!!python/object/apply:os.system [id]", "neither YAML nor JSON"),
+        ("seed: .nan", "text, numbers, lists and mappings"),
+        ("name: x\nmodel:\n  path: p\n  dtype: <b>", "line 4"),
+    ],
+)
+def test_what_cannot_be_a_spec_is_refused_with_a_reason(api: httpx.Client, typed: str, said: str) -> None:
+    answer = api.post("/submit", content=urlencode({"spec": typed, "check": "1"}))
+
+    assert answer.status_code == 200
+    assert said in answer.text
+    assert "nothing was submitted" in answer.text
+    assert "<b>" not in answer.text
