@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 
 from services.orchestrator import views
+from services.orchestrator.access.callers import Caller
 from services.orchestrator.api.answers import CallerOf, DeskOf, JobId
 from services.orchestrator.api.logs import logs
 from services.orchestrator.desk import Desk
@@ -30,14 +31,14 @@ LOG_LINES = 200
 @router.get("")
 def show_job(request: Request, desk: DeskOf, caller: CallerOf, job_id: JobId) -> Response:
     """One job; its script keeps it live."""
-    facts = _live_parts(desk, job_id, caller.may("trajectories:read"))
+    facts = _live_parts(desk, job_id, caller)
     return show(request, "job.html", tab="overview", forks=_forks(request), **facts)
 
 
 @router.get("/live")
 def show_live_parts(request: Request, desk: DeskOf, caller: CallerOf, job_id: JobId) -> Response:
     """The parts of a job's page that change, rendered again."""
-    facts = _live_parts(desk, job_id, caller.may("trajectories:read"))
+    facts = _live_parts(desk, job_id, caller)
     return show(request, "job_live.html", forks=_forks(request), swapped=True, **facts)
 
 
@@ -73,17 +74,17 @@ def show_logs(
     return show(request, "logs.html", tab="logs", job=job, **facts)
 
 
-def _live_parts(desk: Desk, job_id: str, with_trajectories: bool) -> dict[str, Any]:
+def _live_parts(desk: Desk, job_id: str, caller: Caller) -> dict[str, Any]:
     job = views.job(desk, job_id)
     return {
         "job": job,
         "ended": job.state in TERMINAL,
         "slow": job_waits(desk, job_id, job.state),
-        "replicas": [each for each in views.replicas(desk) if each.run_id in ("", job_id)],
+        "replicas": [each for each in views.replicas(desk, caller.sees_tenant) if each.run_id in ("", job_id)],
         "weights": views.weight_versions(desk, job_id)[-SHOWN_VERSIONS:][::-1],
         "checkpoints": views.checkpoints(desk, job_id)[-SHOWN_VERSIONS:][::-1],
         "alarms": _alarms(desk, job_id),
-        **_trajectories(desk, job_id, with_trajectories),
+        **_trajectories(desk, job_id, caller.may("trajectories:read")),
     }
 
 

@@ -23,9 +23,9 @@ AUDIT_ENTRIES = 50
 
 
 @router.get("/replicas")
-def show_replicas(request: Request, desk: DeskOf) -> Response:
+def show_replicas(request: Request, desk: DeskOf, caller: CallerOf) -> Response:
     """Every live replica by pool, and sliders for the pools that scale."""
-    facts = {"replicas": views.replicas(desk), "pools": POOLS, "scale": get_scale(desk)}
+    facts = {"replicas": views.replicas(desk, caller.sees_tenant), "pools": POOLS, "scale": get_scale(desk)}
     return show(request, "replicas_table.html" if is_part(request) else "replicas.html", **facts)
 
 

@@ -13,20 +13,19 @@ from starlette.datastructures import Headers
 
 from services.orchestrator.access.callers import OPERATOR
 from services.orchestrator.states import VERBS, JobState
+from spo.error_codes import CATALOGUE
 
 FOLDER = Path(__file__).parent
 STATIC = FOLDER / "static"
 
 templates = Jinja2Templates(FOLDER / "templates")
 
-# What to do about an error that a page cannot show its content for.
+# Where the way out is another in a browser than for a program.
 ADVICE = {
     "unauthorized": "Reload and sign in: any user name, and your API key as the password.",
     "forbidden": "Ask an administrator for a key with this scope.",
     "cross_site": "Open the page by the address that the platform printed when it started.",
     "job_not_found": "It may have been deleted, or belong to somebody else. The list of jobs has those you may see.",
-    "rate_limited": "Wait a moment, then reload.",
-    "redis_unreachable": "Start Redis, or wait until it is back; jobs go on where they were.",
 }
 OTHERWISE = "Go back to the jobs; if it happens again, the log of the orchestrator has more."
 
@@ -53,7 +52,9 @@ def wants_page(path: str, headers: Headers) -> bool:
 
 def error_page(status: int, code: str, detail: str) -> str:
     """What went wrong and what to do about it, as HTML."""
-    facts = {"status": status, "code": code, "detail": detail, "advice": ADVICE.get(code, OTHERWISE)}
+    known = CATALOGUE.get(code)
+    advice = ADVICE.get(code) or (known.remedy if known else OTHERWISE)
+    facts = {"status": status, "code": code, "detail": detail, "advice": advice}
     return templates.get_template("error.html").render(facts)
 
 

@@ -78,14 +78,14 @@ def parse_typed(text: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}: " if mark else ""
         reason = getattr(error, "problem", None) or str(error) or "nested too deep"
-        raise InvalidInput(f"this is neither YAML nor JSON: {place}{reason}"[:300], code="malformed_spec") from None
+        raise InvalidInput(f"this is neither YAML nor JSON: {place}{reason}"[:300], code="invalid_job_spec") from None
     if not isinstance(document, dict):
-        raise InvalidInput("a job spec is a mapping of fields, such as `name: my job`", code="malformed_spec")
+        raise InvalidInput("a job spec is a mapping of fields, such as `name: my job`", code="invalid_job_spec")
     try:
         json.dumps(document, allow_nan=False)
     except (TypeError, ValueError) as error:
         message = f"a job spec holds text, numbers, lists and mappings: {error}"
-        raise InvalidInput(message, code="malformed_spec") from None
+        raise InvalidInput(message, code="invalid_job_spec") from None
     return document
 
 

@@ -30,6 +30,7 @@ PAGES = {
     "/jobs/{job_id}/prompts": "browsed",
     "/jobs/{job_id}/evaluations": "browsed",
     "/jobs/{job_id}/logs": "browsed",
+    "/errors": "Error codes",
     "/nowhere": "Not found",
 }
 
@@ -113,7 +114,7 @@ def test_jobs_are_searched_as_one_types(desk: Desk, page: Any, document: dict[st
     page.locator("#jobs tbody tr").nth(1).wait_for(state="detached")
     assert page.locator("#jobs tbody").inner_text().startswith("sweep 41")
 
-    page.goto("/?label=half%3D0")
+    page.goto("/?label=half%3A0")
     assert page.locator("#jobs tbody tr").count() == 30
     page.get_by_label("State").select_option(JobState.FAILED)
     page.get_by_text("No job matches").wait_for()
