@@ -23,7 +23,7 @@ from ulid import ULID
 from spo.errors import Conflict, IntegrityError, NotFound
 
 MANIFEST = "manifest.json"
-_ABANDONED_SECONDS = 3600.0
+ABANDONED_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SealedFolder:
     @property
     def manifest_digest(self) -> str:
         """blake3 hex of the manifest; it covers every file, since the manifest holds their digests."""
-        return blake3(_encode(self.manifest)).hexdigest()
+        return blake3(encode_manifest(self.manifest)).hexdigest()
 
 
 @contextlib.contextmanager
@@ -73,8 +73,8 @@ def seal_folder(writing: Path, destination: Path, head: Mapping[str, Any]) -> Se
     Idempotent: an equal folder already there is returned. Raises Conflict when another one, of this epoch or a newer
     one, is there.
     """
-    manifest = {**head, "files": [_entry(path) for path in sorted(writing.iterdir())]}
-    (writing / MANIFEST).write_bytes(_encode(manifest))
+    manifest = {**head, "files": [entry_of(path) for path in sorted(writing.iterdir())]}
+    (writing / MANIFEST).write_bytes(encode_manifest(manifest))
     for path in writing.iterdir():
         _fsync(path)
     _fsync(writing)
@@ -116,9 +116,9 @@ def open_folder(path: Path) -> SealedFolder:
     """
     if not path.is_dir():
         raise NotFound(f"there is no folder {path}")
-    manifest = _read_manifest(path / MANIFEST)
+    manifest = read_manifest(path / MANIFEST)
     for entry in manifest["files"]:
-        _verify(path / entry["name"], entry)
+        verify(path / entry["name"], entry)
     return SealedFolder(path, manifest)
 
 
@@ -143,6 +143,11 @@ def prune_folders(parent: Path, keep: int, spare: Container[int] = ()) -> None:
     for number, path in folders[: max(0, len(folders) - keep)]:
         if number not in spare:
             remove_folder(path)
+    remove_abandoned(parent)
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Remove what crashed writers left behind."""
     for path in _abandoned(parent):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -150,40 +155,55 @@ def prune_folders(parent: Path, keep: int, spare: Container[int] = ()) -> None:
 def _abandoned(parent: Path) -> Iterator[Path]:
     for path in parent.glob(".writing-*") if parent.is_dir() else ():
         with contextlib.suppress(FileNotFoundError):
-            if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+            if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
                 yield path
 
 
-def _entry(path: Path) -> dict[str, Any]:
+def entry_of(path: Path) -> dict[str, Any]:
+    """A file as its manifest names it."""
     return {"name": path.name, "blake3": _digest(path), "size_bytes": path.stat().st_size}
 
 
-def _verify(path: Path, entry: Mapping[str, Any]) -> None:
+def verify(path: Path, entry: Mapping[str, Any], what: str = "") -> None:
+    """Raise IntegrityError unless the file is the one its manifest's entry names; `what` it is for people."""
+    what = what or str(path)
     if path.is_symlink() or not path.is_file():
-        raise IntegrityError(f"{path} is missing")
+        raise IntegrityError(f"{what} is missing")
     size = path.stat().st_size
     if size != entry["size_bytes"]:
-        raise IntegrityError(f"{path} holds {size} bytes, its manifest says {entry['size_bytes']}")
+        raise IntegrityError(f"{what} holds {size} bytes, its manifest says {entry['size_bytes']}")
     if _digest(path) != entry["blake3"]:
-        raise IntegrityError(f"{path} does not match the digest in its manifest")
+        raise IntegrityError(f"{what} does not match the digest in its manifest")
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Raises IntegrityError when it is missing or no manifest."""
     try:
-        manifest = json.loads(path.read_bytes())
-        for entry in manifest["files"]:
-            name, _, _ = entry["name"], str(entry["blake3"]), int(entry["size_bytes"])
-            # A manifest from elsewhere must not lead out of its folder.
-            if name != Path(name).name or name.startswith("."):
-                raise ValueError(f"unsafe file name {name!r}")
+        return parse_manifest(path.read_bytes(), str(path))
     except FileNotFoundError:
         raise IntegrityError(f"{path} is missing") from None
+
+
+def parse_manifest(content: bytes, what: str) -> dict[str, Any]:
+    """The manifest in `content`. Raises IntegrityError, naming `what`, when it is none."""
+    try:
+        manifest = json.loads(content)
+        for entry in manifest["files"]:
+            check_entry(entry)
     except (ValueError, KeyError, TypeError) as error:
-        raise IntegrityError(f"{path} is not a manifest: {error}") from None
+        raise IntegrityError(f"{what} is not a manifest: {error}") from None
     return dict(manifest)
 
 
-def _encode(manifest: Mapping[str, Any]) -> bytes:
+def check_entry(entry: Mapping[str, Any]) -> None:
+    """Raise ValueError, KeyError or TypeError on an entry that is none, or that would lead out of its folder."""
+    name, _, _ = entry["name"], str(entry["blake3"]), int(entry["size_bytes"])
+    if name != Path(name).name or name.startswith("."):
+        raise ValueError(f"unsafe file name {name!r}")
+
+
+def encode_manifest(manifest: Mapping[str, Any]) -> bytes:
+    """The bytes of a manifest, and what its digest is of."""
     return json.dumps(manifest, sort_keys=True, indent=1).encode()
 
 

@@ -45,6 +45,13 @@ class PlatformSettings(BaseSettings):
     traces_endpoint: str = Field(
         default="", description="OTLP/HTTP collector of traces, http://host:4318; OTEL_EXPORTER_OTLP_ENDPOINT does too."
     )
+    weight_store_url: str = Field(
+        default="", description="Folder or s3:// URL of the weight versions; default: weights/ in the state path."
+    )
+    weight_cache_path: str = Field(
+        default="",
+        description="Where a machine keeps versions of an object store; default: /dev/shm where they fit, else TMPDIR.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
 
@@ -52,6 +59,11 @@ class PlatformSettings(BaseSettings):
     def experience_place(self) -> str:
         """Where the experience store is."""
         return self.experience_url or str(self.state_path.absolute() / "experience")
+
+    @property
+    def weight_place(self) -> str:
+        """Where the weight store is."""
+        return self.weight_store_url.rstrip("/") or str(self.state_path.absolute() / "weights")
 
 
 class ServiceSettings(PlatformSettings):

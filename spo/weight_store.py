@@ -1,50 +1,66 @@
-"""Versioned policy weights on a shared folder: `<root>/<run_id>/<version:08d>/` with safetensors shards and a manifest.
+"""Versioned policy weights: whole or absent, verified when opened, in a shared folder or an object store.
 
-Version 0 is the reference model itself and is never here. A version is whole or absent, and verified when opened.
+Version 0 is the reference model itself and is never here. A version is stored whole (an anchor) or as what changed
+since the one before (a delta); whoever opens it gets whole files either way, whose digests the manifest holds. What
+does not lie in a folder of this machine is put together in its cache (spo.weight_cache).
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+import shutil
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spo.errors import IntegrityError, InvalidInput, NotFound
-from spo.sealed_folder import (
-    SealedFolder,
-    folder_aside,
-    link_files,
-    numbered_folders,
-    open_folder,
-    prune_folders,
-    seal_folder,
-)
+from spo.logs import get_logger
+from spo.sealed_folder import SealedFolder, entry_of, link_files, verify
+from spo.weight_assembly import DELTA_NAME, assemble, digest_of, emptied, whole_entries, whole_here
+from spo.weight_cache import Cached, Hold, WeightCache
+from spo.weight_shelves import FolderShelf, Shelf
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+log = get_logger("weights")
+
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}\.safetensors")
+# A delta that saves less than this is not worth a chain.
+WORTHWHILE_SHARE = 0.9
 
 
 @dataclass(frozen=True)
 class WeightVersion:
-    """One verified version; `manifest` has version, parent, step, dtype, epoch and files {name, blake3, size_bytes}."""
+    """One verified version; `manifest` has version, parent, step, dtype, epoch and files {name, blake3, size_bytes}.
+
+    size_bytes: of the whole files; stored_bytes: of what the store holds for it. The files stay while `hold` lives.
+    """
 
     path: Path
     manifest: dict[str, Any]
     files: tuple[Path, ...]
     manifest_digest: str
     size_bytes: int
+    stored_bytes: int
+    uri: str
+    hold: Hold | None = field(default=None, repr=False, compare=False)
 
 
-@dataclass(frozen=True)
 class WeightStore:
-    """All runs' weights below `root` (a local or mounted folder)."""
+    """All runs' weights below `place`, a folder or a URL such as s3://bucket/weights.
 
-    root: Path
+    anchor_interval: every so many versions one is stored whole, the others as deltas; 1: all whole. cache_path: where
+    this machine keeps whole versions; default: shared memory where they fit, else TMPDIR.
+    """
+
+    def __init__(self, place: str | Path, *, cache_path: str = "", anchor_interval: int = 1) -> None:
+        self.shelf: Shelf = shelf_at(place)
+        self.anchor_interval = anchor_interval
+        self._cache = WeightCache(cache_path, self.shelf.name)
 
     def write(
         self,
@@ -56,62 +72,203 @@ class WeightStore:
         dtype: str,
         shards: Iterable[tuple[str, Mapping[str, Tensor]]],
         epoch: int = 0,
+        size_bytes: int = 0,
     ) -> WeightVersion:
         """Store a version; shards are (file name ending in .safetensors, contiguous CPU tensors by parameter name).
 
-        Idempotent for equal content. Raises Conflict when a different version is there, written under this lease epoch
-        or a newer one, and InvalidInput on unsafe names. A crash leaves nothing visible.
+        size_bytes: about how large it will be. Idempotent for equal content. Raises Conflict when a different version
+        is there, written under this lease epoch or a newer one, InvalidInput on unsafe names, and Unreachable. A crash
+        leaves nothing visible.
         """
-        # Imported here: the orchestrator lists and prunes versions without torch.
-        from safetensors.torch import save_file
-
-        destination = self.path_of(run_id, version)
+        _check(run_id, version)
         head = {"version": version, "parent": parent, "step": step, "dtype": dtype, "epoch": epoch}
-        with folder_aside(destination) as writing:
-            for name, tensors in shards:
-                if not _SHARD_NAME.fullmatch(name):
-                    raise InvalidInput(f"{name!r} is no name for a weight shard")
-                save_file(dict(tensors), writing / name)
-            return _weight_version(seal_folder(writing, destination, head))
+        aside = self.shelf.aside(run_id, version)
+        if aside is not None and self.anchor_interval == 1:
+            with aside as writing:
+                _save(shards, writing)
+                return self._version(run_id, self.shelf.seal(run_id, version, writing, head))
+        with self._cache.stage(run_id, f"{version:08d}-written-{epoch}", size_bytes) as stage:
+            whole = emptied(stage / "whole")
+            _save(shards, whole)
+            manifest = self._seal(run_id, head, whole, emptied(stage / "delta"))
+            # Into the cache: the next delta's base, and what replicas of this machine need not fetch.
+            sealed = SealedFolder(whole, manifest)
+            cached = self._cache.keep(whole, run_id, version, sealed.manifest_digest)
+        return self._version(run_id, sealed, cached)
+
+    def _seal(self, run_id: str, head: dict[str, Any], whole: Path, delta: Path) -> dict[str, Any]:
+        """Store a delta where there is a base for one and it is small, else the whole; returns the manifest."""
+        version = head["version"]
+        based = self._write_delta(run_id, head["parent"], whole, delta)
+        aside = self.shelf.aside(run_id, version)
+        with aside or contextlib.nullcontext(delta if based else whole) as writing:
+            if aside:
+                shutil.copytree(delta if based else whole, writing, dirs_exist_ok=True)
+            return self.shelf.seal(run_id, version, writing, head | based).manifest
+
+    def _write_delta(self, run_id: str, parent: int, whole: Path, delta: Path) -> dict[str, Any]:
+        """What the manifest says of a delta, whose files are written; empty when the version is to be stored whole."""
+        from spo.weight_delta import write_delta
+
+        if parent < 1:
+            return {}
+        try:
+            before = self.shelf.manifest(run_id, parent)
+        except (NotFound, IntegrityError):
+            return {}
+        depth = before.get("delta", {}).get("depth", 0) + 1
+        base = whole_here(self.shelf, self._cache, run_id, before) if depth < self.anchor_interval else None
+        if base is None:
+            return {}
+        for path in sorted(whole.iterdir()):
+            older = base.path / path.name
+            if not (older.is_file() and write_delta(older, path, delta / f"{DELTA_NAME}{path.name}")):
+                return {}
+        if _bytes_in(delta) > WORTHWHILE_SHARE * _bytes_in(whole):
+            return {}
+        facts = {"base": parent, "base_digest": digest_of(before), "depth": depth}
+        return {"delta": {**facts, "files": [entry_of(path) for path in sorted(whole.iterdir())]}}
 
     def adopt(self, run_id: str, version: int, source: WeightVersion, *, parent: int, step: int) -> WeightVersion:
         """Store another run's verified version as one of this run; it lives on when the other is removed."""
-        destination = self.path_of(run_id, version)
+        _check(run_id, version)
         dtype = source.manifest.get("dtype", "")
         head = {"version": version, "parent": parent, "step": step, "dtype": dtype, "epoch": 0}
-        with folder_aside(destination) as writing:
-            link_files(source.files, writing)
-            return _weight_version(seal_folder(writing, destination, head))
+        aside = self.shelf.aside(run_id, version)
+        if aside is not None:
+            with aside as writing:
+                link_files(source.files, writing)
+                return self._version(run_id, self.shelf.seal(run_id, version, writing, head))
+        with self._cache.stage(run_id, f"{version:08d}-adopted", source.size_bytes) as stage:
+            whole = emptied(stage / "whole")
+            link_files(source.files, whole)
+            sealed = self.shelf.seal(run_id, version, whole, head)
+            return self._version(run_id, sealed, self._cache.keep(whole, run_id, version, sealed.manifest_digest))
 
     def open(self, run_id: str, version: int) -> WeightVersion:
-        """Verify and return a version. Raises NotFound, or IntegrityError naming the damaged file."""
-        path = self.path_of(run_id, version)
-        if not path.is_dir():
-            raise NotFound(f"run {run_id} has no weight version {version} in {self.root}")
-        folder = open_folder(path)
-        if folder.manifest.get("version") != version:
-            raise IntegrityError(f"{path} holds version {folder.manifest.get('version')}, not {version}")
-        return _weight_version(folder)
+        """Verify and return a version, fetched first where it must be.
+
+        Raises NotFound, IntegrityError naming the damaged file, or Unreachable.
+        """
+        _check(run_id, version)
+        try:
+            manifest = self.shelf.manifest(run_id, version)
+        except NotFound:
+            raise NotFound(f"run {run_id} has no weight version {version} in {self.shelf.name}") from None
+        if manifest.get("version") != version:
+            where = self.shelf.uri(run_id, version)
+            raise IntegrityError(f"{where} holds version {manifest.get('version')}, not {version}")
+        if "delta" not in manifest:
+            in_place = self.shelf.in_place(run_id, version)
+            if in_place:
+                return self._version(run_id, in_place)
+        return self._version(run_id, SealedFolder(Path(), manifest), self._cached(run_id, manifest))
+
+    def _cached(self, run_id: str, manifest: dict[str, Any]) -> Cached:
+        version, digest = int(manifest["version"]), digest_of(manifest)
+        wanted = whole_entries(manifest)
+        found = self._intact(run_id, version, digest, wanted)
+        if found:
+            return found
+        size_bytes = sum(int(entry["size_bytes"]) for entry in wanted)
+        with self._cache.stage(run_id, f"{version:08d}-{digest[:32]}", size_bytes) as stage:
+            # Another process may have done it meanwhile.
+            found = self._intact(run_id, version, digest, wanted)
+            if found:
+                return found
+            whole = assemble(self.shelf, self._cache, run_id, manifest, stage)
+            return self._cache.keep(whole, run_id, version, digest)
+
+    def _intact(self, run_id: str, version: int, digest: str, wanted: list[dict[str, Any]]) -> Cached | None:
+        found = self._cache.find(run_id, version, digest)
+        if found:
+            try:
+                for entry in wanted:
+                    verify(found.path / entry["name"], entry)
+            except IntegrityError as error:
+                log.warning("a cached weight version is damaged and fetched anew", reason=error.message)
+                self._cache.drop(found)
+                return None
+        return found
+
+    def _version(self, run_id: str, stored: SealedFolder, cached: Cached | None = None) -> WeightVersion:
+        entries = whole_entries(stored.manifest)
+        path = cached.path if cached else stored.path
+        return WeightVersion(
+            path=path,
+            manifest=stored.manifest,
+            files=tuple(path / entry["name"] for entry in entries),
+            manifest_digest=stored.manifest_digest,
+            size_bytes=sum(int(entry["size_bytes"]) for entry in entries),
+            stored_bytes=stored.size_bytes,
+            uri=self.shelf.uri(run_id, int(stored.manifest["version"])),
+            hold=cached.hold if cached else None,
+        )
 
     def versions(self, run_id: str) -> list[int]:
         """The stored versions, ascending; not verified."""
-        return [number for number, _ in numbered_folders(self._run_path(run_id))]
+        return self.shelf.versions(_run(run_id))
 
     def prune(self, run_id: str, keep: int, spare: Container[int] = ()) -> None:
-        """Remove all but the newest `keep` versions and those in `spare`."""
-        prune_folders(self._run_path(run_id), keep, spare)
+        """Remove all but the newest `keep` versions, those in `spare`, and what their deltas are based on."""
+        versions = self.versions(run_id)
+        kept = {version for version in versions if version in spare} | set(versions[max(0, len(versions) - keep) :])
+        for version in sorted(kept, reverse=True):
+            for base in self._bases(run_id, version):
+                kept.add(base)
+        for version in versions:
+            if version not in kept:
+                self.shelf.remove(run_id, version)
+        self.shelf.tidy(run_id)
 
-    def path_of(self, run_id: str, version: int) -> Path:
-        """The folder of a version, there or not. Raises InvalidInput on a run id that is no plain name."""
-        if version < 1:
-            raise InvalidInput(f"weight versions count from 1, not {version}; 0 is the reference model itself")
-        return self._run_path(run_id) / f"{version:08d}"
+    def _bases(self, run_id: str, version: int) -> Iterator[int]:
+        while True:
+            try:
+                delta = self.shelf.manifest(run_id, version).get("delta")
+            except (NotFound, IntegrityError):
+                return
+            if not delta:
+                return
+            version = int(delta["base"])
+            yield version
 
-    def _run_path(self, run_id: str) -> Path:
-        if not _RUN_ID.fullmatch(run_id):
-            raise InvalidInput(f"{run_id!r} is no run id")
-        return self.root / run_id
+    def remove_run(self, run_id: str) -> None:
+        """Remove everything of a run."""
+        self.shelf.remove_run(_run(run_id))
 
 
-def _weight_version(folder: SealedFolder) -> WeightVersion:
-    return WeightVersion(folder.path, folder.manifest, folder.files, folder.manifest_digest, folder.size_bytes)
+def shelf_at(place: str | Path) -> Shelf:
+    """The place of weights named by a path or a URL. Raises InvalidInput when it is none."""
+    if "://" not in str(place):
+        return FolderShelf(Path(place))
+    try:
+        from spo.weight_bucket import BucketShelf
+    except ImportError:
+        raise InvalidInput(f"weights at {place} need the package obstore", code="weight_store_url") from None
+    return BucketShelf(str(place))
+
+
+def _save(shards: Iterable[tuple[str, Mapping[str, Tensor]]], folder: Path) -> None:
+    # Imported here: the orchestrator lists and prunes versions without torch.
+    from safetensors.torch import save_file
+
+    for name, tensors in shards:
+        if not _SHARD_NAME.fullmatch(name):
+            raise InvalidInput(f"{name!r} is no name for a weight shard")
+        save_file(dict(tensors), folder / name)
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def _run(run_id: str) -> str:
+    if not _RUN_ID.fullmatch(run_id):
+        raise InvalidInput(f"{run_id!r} is no run id")
+    return run_id
+
+
+def _check(run_id: str, version: int) -> None:
+    _run(run_id)
+    if version < 1:
+        raise InvalidInput(f"weight versions count from 1, not {version}; 0 is the reference model itself")

@@ -179,7 +179,9 @@ class Replica:
             spec=spec,
             engine=engine,
             engine_spec=engine_spec,
-            versions=PolicyVersions(WeightStore(self._settings.state_path / "weights"), reference),
+            versions=PolicyVersions(
+                WeightStore(self._settings.weight_place, cache_path=self._settings.weight_cache_path), reference
+            ),
             tokenizer=load_tokenizer(engine_spec.model_path),
             sampler=engine_spec.sampler,
         )
@@ -202,17 +204,22 @@ class Replica:
         if told.announced_unix_ms > newest.announced_unix_ms:
             newest = told
         if newest.announced_unix_ms > self._applied.announced_unix_ms:
-            self._apply(assignment, newest)
+            self._apply(assignment, newest, stop)
         return position
 
-    def _apply(self, assignment: Assignment, announced: WeightAnnouncement) -> None:
-        self._applied = announced
+    def _apply(self, assignment: Assignment, announced: WeightAnnouncement, stop: threading.Event) -> None:
         try:
             weights = assignment.versions.resolve(assignment.run_id, announced.version, announced.manifest_digest)
         except SpoError as error:
             self._problem = f"version {announced.version}: {error}"
+            if error.retryable:
+                log.warning("announced weights cannot be had yet; the old version serves", reason=str(error))
+                stop.wait(RETRY_SECONDS)
+                return
+            self._applied = announced
             log.error("announced weights refused; the old version keeps serving", reason=str(error))
             return
+        self._applied = announced
         assignment.engine.announce(assignment.run_id, weights)
         self._problem = ""
         metrics.POLICY_VERSION.labels(role="inference").set(announced.version)

@@ -9,10 +9,13 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from spo.errors import IntegrityError, NotFound
+from spo.errors import IntegrityError
+from spo.weight_cache import Hold
 from spo.weight_store import WeightStore
 
 REFERENCE_VERSION = 0
+# Versions that are not read and hashed again: the newest, the one before, and some that are evaluated.
+REMEMBERED = 4
 # A model with tied embeddings may be written with or without this copy of them.
 _TIED = "lm_head.weight"
 
@@ -27,6 +30,8 @@ class Weights:
     version: int
     digest: str
     paths: tuple[Path, ...] = field(repr=False)
+    # Keeps cached files where they are for as long as anybody may load them.
+    hold: Hold | None = field(default=None, repr=False, compare=False)
 
 
 def reference_weights(model_path: Path, model_hash: str) -> Weights:
@@ -52,25 +57,24 @@ class PolicyVersions:
         if version == REFERENCE_VERSION:
             return self.reference
         with self._lock:
-            known = self._verified.get((run_id, version))
-            if known and manifest_digest in ("", known.digest):
-                return _still_there(known)
-            weights = self._open(run_id, version, manifest_digest)
-            self._verified[run_id, version] = weights
-            return weights
+            known = self._verified.pop((run_id, version), None)
+            if not (known and manifest_digest in ("", known.digest) and _still_there(known)):
+                known = self._open(run_id, version, manifest_digest)
+            self._verified[run_id, version] = known
+            while len(self._verified) > REMEMBERED:
+                del self._verified[next(iter(self._verified))]
+            return known
 
     def _open(self, run_id: str, version: int, manifest_digest: str) -> Weights:
         stored = self._store.open(run_id, version)
         if manifest_digest not in ("", stored.manifest_digest):
             raise IntegrityError(f"version {version} of run {run_id} is not the one that was announced")
         _check_shapes(self._shapes, _shapes_of(stored.files), f"version {version} of run {run_id}")
-        return Weights(run_id, version, stored.manifest_digest, stored.files)
+        return Weights(run_id, version, stored.manifest_digest, stored.files, stored.hold)
 
 
-def _still_there(weights: Weights) -> Weights:
-    if not all(path.is_file() for path in weights.paths):
-        raise NotFound(f"version {weights.version} of run {weights.run_id} is no longer kept")
-    return weights
+def _still_there(weights: Weights) -> bool:
+    return all(path.is_file() for path in weights.paths)
 
 
 def _shapes_of(paths: Iterable[Path]) -> Shapes:

@@ -34,6 +34,7 @@ from spo.rpc import Client
 from spo.v1.judge_service_pb2_grpc import JudgeServiceStub
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
 from spo.v1.value_service_pb2_grpc import ValueServiceStub
+from spo.weight_store import WeightStore
 
 
 @dataclass
@@ -54,14 +55,15 @@ class Desk:
         self.experience = ExperienceStore(settings.experience_place)
         self.doorkeeper = Doorkeeper(settings, self.redis)
         self.audit = AuditLog(self.redis)
+        store = WeightStore(settings.weight_place, cache_path=settings.weight_cache_path)
         self.jobs = JobStore(self.redis, settings.durable_writes)
-        self.leases = Leases(self.jobs, settings.state_path, settings.lease_seconds, self.stop)
+        self.leases = Leases(self.jobs, settings.state_path, settings.weight_place, settings.lease_seconds, self.stop)
         self.replicas = Replicas(self.jobs, settings.replica_silence_seconds)
         self.sharing = Sharing(self.jobs, self.replicas)
         self.places = Places(self.jobs, self.replicas, settings.max_running_jobs)
         self.value_progress = ValueProgress(self.redis)
         self.weights = WeightVersions(self.jobs)
-        self.retirement = Retirement(self.jobs, settings.state_path)
+        self.retirement = Retirement(self.jobs, settings.state_path, store)
         self.scale = Scale(settings, self.redis)
         self.alarms = Alarms(self.jobs, self.weights)
         self.feeder = Feeder(self.jobs, self.library, self.replay)
@@ -69,7 +71,7 @@ class Desk:
         self.evaluator = Evaluator(self.jobs, self.library, self.weights, scorer, self.sharing)
         self.examinations = Examinations(self.jobs, self.library, self.weights, scorer, self.sharing)
         self.references = ReferenceRefresh(self.jobs, self.library, self.weights)
-        self.forks = Forks(self.jobs, self.library, self.weights, self.references, settings.state_path)
+        self.forks = Forks(self.jobs, self.library, self.weights, self.references, settings.state_path, store)
         self.runner = JobRunner(
             self.jobs,
             self.library,

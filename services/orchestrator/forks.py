@@ -33,7 +33,7 @@ from spo.weight_store import WeightStore
 
 log = get_logger("forks")
 
-FOLDERS = ("weights", "checkpoints", "models")
+FOLDERS = ("checkpoints", "models")
 FIRST = 1
 
 
@@ -68,13 +68,14 @@ class Forks:
         weights: WeightVersions,
         references: ReferenceRefresh,
         state_path: Path,
+        store: WeightStore,
     ) -> None:
         self.jobs = jobs
         self.library = library
         self.weights = weights
         self.references = references
         self.state_path = state_path
-        self.store = WeightStore(state_path / "weights")
+        self.store = store
 
     def fork(
         self,
@@ -194,7 +195,7 @@ class Forks:
         told: dict[str, Any] = {
             "version": FIRST,
             "step": step,
-            "uri": str(stored.path.absolute()),
+            "uri": stored.uri,
             "manifest_digest": stored.manifest_digest,
         }
         announcement = WeightAnnouncement(run_id=job_id, announced_unix_ms=now_ms(), **told)
@@ -205,6 +206,7 @@ class Forks:
         ]
 
     def _discard(self, job_id: str) -> None:
+        self.store.remove_run(job_id)
         for folder in FOLDERS:
             shutil.rmtree(self.state_path / folder / job_id, ignore_errors=True)
         self.jobs.client.srem(desk_keys.forks_under_way(), job_id)

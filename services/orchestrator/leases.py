@@ -45,9 +45,12 @@ class Lease:
 class Leases:
     """Grants, renews and ends leases; every call of a stale holder raises LeaseLost."""
 
-    def __init__(self, jobs: JobStore, state_path: Path, lease_seconds: float, stop: threading.Event) -> None:
+    def __init__(
+        self, jobs: JobStore, state_path: Path, weight_place: str, lease_seconds: float, stop: threading.Event
+    ) -> None:
         self.jobs = jobs
         self.state_path = state_path
+        self.weight_place = weight_place
         self.lease_seconds = lease_seconds
         self.stop = stop
         self._progress_at: dict[str, float] = {}
@@ -103,7 +106,7 @@ class Leases:
             lease_seconds=self.lease_seconds,
             next_weight_version=max((int(version) for version in versions), default=0) + 1,
             checkpoint_path=str((self.state_path / "checkpoints" / job_id).absolute()),
-            weight_store_path=str((self.state_path / "weights" / job_id).absolute()),
+            weight_store_path=f"{self.weight_place}/{job_id}",
             start_version=int(self.jobs.record(job_id).get("start_version", 0)),
         )
 

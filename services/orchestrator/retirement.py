@@ -18,8 +18,9 @@ from services.orchestrator.listing import label_names
 from services.orchestrator.states import TERMINAL, JobState
 from services.orchestrator.stored import is_complete
 from spo import redis_keys
-from spo.errors import Conflict, NotReady
+from spo.errors import Conflict, NotReady, Unreachable
 from spo.logs import get_logger
+from spo.weight_store import WeightStore
 
 log = get_logger("retirement")
 
@@ -30,8 +31,9 @@ SWEEP_SECONDS = 5.0
 class Retirement:
     """Removes jobs; a crash at any point leaves the id in a set that the next sweep reads."""
 
-    def __init__(self, jobs: JobStore, state_path: Path) -> None:
+    def __init__(self, jobs: JobStore, state_path: Path, weights: WeightStore) -> None:
         self.jobs = jobs
+        self.weights = weights
         self.state_path = state_path
 
     def delete(self, job_id: str) -> None:
@@ -68,7 +70,7 @@ class Retirement:
         while not stop.wait(SWEEP_SECONDS):
             try:
                 self.sweep()
-            except (redis.RedisError, OSError) as error:
+            except (redis.RedisError, OSError, Unreachable) as error:
                 log.warning("deleted jobs are removed later", reason=str(error))
 
     def _adopt(self) -> None:
@@ -85,7 +87,8 @@ class Retirement:
         retired: Any = self.jobs.client.smembers(desk_keys.retired_jobs())
         for raw in retired:
             job_id = raw.decode()
-            for folder in ("weights", "checkpoints", "models"):
+            self.weights.remove_run(job_id)
+            for folder in ("checkpoints", "models"):
                 shutil.rmtree(self.state_path / folder / job_id, ignore_errors=True)
             for keys in _chunks(self.jobs.client.scan_iter(f"spo:{job_id}:*", count=KEYS_PER_SCAN)):
                 self.jobs.client.unlink(*keys)

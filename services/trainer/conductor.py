@@ -233,7 +233,7 @@ class Conductor:
         self.lease.publish(
             progress.weight_version,
             progress.weight_step,
-            uri=str(written.path.absolute()),
+            uri=written.uri,
             manifest_digest=written.manifest_digest,
             size_bytes=written.size_bytes,
         )

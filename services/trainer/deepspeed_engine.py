@@ -113,6 +113,12 @@ class DeepSpeedEngine:
                 # A copy at stage 3: the gathered values are freed when the block ends.
                 yield name, parameter.detach().to("cpu", copy=self.stage == 3).contiguous()
 
+    @property
+    def parameter_bytes(self) -> int:
+        """Of the whole model, as it is published."""
+        parameters = self.model.module.parameters()
+        return sum(getattr(each, "ds_numel", each.numel()) * each.element_size() for each in parameters)
+
     def state_tensors(self) -> dict[str, Tensor]:
         """This rank's part of the training state: fp32 weights, Adam moments and step counts."""
         tensors: dict[str, Tensor] = {}

@@ -31,4 +31,10 @@ class Settings(ServiceSettings, service="trainer"):
         lt=1,
         description="Share of the time that checkpoints between the spec's intervals may take; 0: none.",
     )
+    weight_anchor_interval: int = Field(
+        default=0,
+        ge=0,
+        description="Every so many versions one is stored whole, the others as what changed; 1: all whole; 0: all in a "
+        "shared folder, every 10th in an object store.",
+    )
     weights_kept: int = Field(default=20, ge=2, description="Newest weight versions kept per run.")

@@ -212,7 +212,7 @@ class TrainingRun:
 
     @property
     def _store(self) -> WeightStore:
-        return run_store(self._grant.run_id, self._grant.weight_store_path)
+        return run_store(self._grant.run_id, self._grant.weight_store_path, self._settings)
 
     def _spared(self) -> set[int]:
         """The reference and what may follow it, this version included, and what training started from."""

@@ -13,19 +13,23 @@ from torch import Tensor
 
 from services.trainer.deepspeed_engine import DeepSpeedEngine
 from services.trainer.ranks import Ranks
+from services.trainer.settings import Settings
 from spo.errors import IntegrityError, InvalidInput
 from spo.metrics import WEIGHTS_BYTES, WEIGHTS_PUSH_SECONDS
 from spo.weight_store import WeightStore, WeightVersion
 
 SHARD_BYTES = 2 << 30
+# Deltas save what a network would carry; from a shared folder replicas read whole files in place.
+REMOTE_ANCHOR_INTERVAL = 10
 
 
-def run_store(run_id: str, weight_store_path: str) -> WeightStore:
-    """The store whose folder for the run is weight_store_path. Raises InvalidInput when it is another run's."""
-    path = Path(weight_store_path)
-    if path.name != run_id:
-        raise InvalidInput(f"the weight store of {run_id} cannot lie at {path}")
-    return WeightStore(path.parent)
+def run_store(run_id: str, weight_store_path: str, settings: Settings) -> WeightStore:
+    """The store whose folder (or prefix) for the run is weight_store_path. Raises InvalidInput when it is another's."""
+    place, _, name = weight_store_path.rpartition("/")
+    if name != run_id:
+        raise InvalidInput(f"the weight store of {run_id} cannot lie at {weight_store_path}")
+    interval = settings.weight_anchor_interval or (REMOTE_ANCHOR_INTERVAL if "://" in place else 1)
+    return WeightStore(place, cache_path=settings.weight_cache_path, anchor_interval=interval)
 
 
 @WEIGHTS_PUSH_SECONDS.time()
@@ -53,9 +57,16 @@ def store_weights(
         return None
     dtype = str(next(engine.model.module.parameters()).dtype).removeprefix("torch.")
     written = store.write(
-        run_id, version, parent=parent, step=step, dtype=dtype, shards=_shards(parameters), epoch=epoch
+        run_id,
+        version,
+        parent=parent,
+        step=step,
+        dtype=dtype,
+        shards=_shards(parameters),
+        epoch=epoch,
+        size_bytes=engine.parameter_bytes,
     )
-    WEIGHTS_BYTES.inc(written.size_bytes)
+    WEIGHTS_BYTES.inc(written.stored_bytes)
     store.prune(run_id, keep, spare)
     return written
 

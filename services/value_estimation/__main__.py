@@ -24,7 +24,8 @@ def main() -> int:
     client = connect(settings.redis_url, settings.redis_wait_seconds)
     references = References(client, settings.tokens_per_forward, settings.device)
     peers = connect_peers(settings, process.stop, client)
-    valuer = TokenValuer(client, Policies(references, WeightStore(settings.state_path / "weights")), peers)
+    weights = WeightStore(settings.weight_place, cache_path=settings.weight_cache_path)
+    valuer = TokenValuer(client, Policies(references, weights), peers)
     add_ValueServiceServicer_to_server(ValueService(client, references, valuer), process.server.server)
     shared = (client, references, peers, settings, process.replica_id)
     process.workers += [ValueWorker(*shared).run, PivotalWorker(*shared).run]

@@ -1,0 +1,75 @@
+"""A real S3 server (moto) for tests of what lies in buckets; skips loudly where it cannot be installed, fails in CI."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[2]
+INSTALL_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """A running server; `log` has a line per request."""
+
+    url: str
+    log: Path
+
+    def bucket(self, name: str) -> None:
+        """Make an empty bucket."""
+        httpx.put(f"{self.url}/{name}", trust_env=False, timeout=30).raise_for_status()
+
+    def environment(self) -> dict[str, str]:
+        """What clients need to know."""
+        return {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ACCESS_KEY_ID": "tests",
+            "AWS_SECRET_ACCESS_KEY": "tests",
+            "AWS_REGION": "us-east-1",
+        }
+
+    def requests(self, *words: str) -> int:
+        """Requests so far whose line in the log holds all the words."""
+        return sum(all(word in line for word in words) for line in self.log.read_text().splitlines())
+
+
+@contextmanager
+def serve_s3(folder: Path) -> Iterator[S3Server]:
+    """Run a server until the block ends."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    log = folder / "s3.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            ["bash", str(ROOT / "scripts" / "s3_server.sh"), str(port)], stdout=output, stderr=output
+        )
+    try:
+        server = S3Server(f"http://127.0.0.1:{port}", log)
+        deadline = time.monotonic() + INSTALL_SECONDS
+        while not _answers(server.url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                message = f"the S3 emulator does not start: {log.read_text()[-500:]}"
+                pytest.fail(message) if os.environ.get("CI") == "true" else pytest.skip(message)
+            time.sleep(0.2)
+        yield server
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, trust_env=False, timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
