@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from spo import cli_eval, cli_experience, cli_jobs, cli_judge, cli_platform
+from spo import cli_eval, cli_experience, cli_jobs, cli_judge, cli_mirror, cli_platform
 from spo.cli_output import ExitCode, error_console, exit_code_of, print_error
 from spo.errors import SpoError
 
@@ -26,6 +26,7 @@ app.add_typer(cli_jobs.jobs, name="job")
 app.add_typer(cli_jobs.trajectories, name="trajectory")
 app.add_typer(cli_jobs.weights, name="weights")
 app.command("eval")(cli_eval.evaluate)
+cli_jobs.jobs.command("mirror")(cli_mirror.mirror_job)
 app.add_typer(cli_experience.experience, name="experience")
 app.command()(cli_judge.judge)
 app.command()(cli_platform.scale)

@@ -202,6 +202,10 @@ scaling_refused: Kubernetes refused to scale the pool.
   Install the orchestrator's Role; the message has the reason.
 scaling_unavailable: Nobody scales this platform.
   Set the replicas where it was installed.
+secret_in_target: The target of a mirror holds a password.
+  Leave it out; the sink's library reads its own environment variables.
+sink_missing: The library of this sink is not installed.
+  pip install 'spo-platform[sinks]', in an environment of its own with constraints/sinks.txt.
 source_empty: A source of the replay mix has nothing to give, and nothing more will come.
   Take it out of the mix, or provide its experience.
 stop_timeout: Services did not stop in time.
@@ -230,6 +234,8 @@ unknown_run: There is no such run, or Redis was emptied.
   Submit the job again; its checkpoints are still on disk.
 unknown_setting: There is no such setting to reproduce.
   The message lists them.
+unknown_sink: Nothing here writes to such a target.
+  Use tensorboard:FOLDER, mlflow:TRACKING_URI or wandb:PROJECT.
 unknown_version: The run has no such weight version.
   `spo weights ls JOB` lists them.
 unreachable: A service did not answer in time; the message names it.
@@ -256,6 +262,8 @@ wait_timeout: Only the waiting ended; the job goes on.
   Wait again.
 weight_version_not_found: The job has no such weight version.
   `spo weights ls JOB` lists them.
+which_job: Neither a job nor --all is named, or both.
+  Name a job or give --all.
 which_problems: The problems are not named.
   Give --job or --tasks.
 """

@@ -41,8 +41,8 @@ def page(root: Path) -> str:
     for code, kinds in sorted(found.items()):
         statuses = ", ".join(f"{kind} ({STATUSES[kind]})" for kind in sorted(kinds))
         texts = sorted({text for each in kinds.values() for text in each if text})
-        entry = CATALOGUE[code]
-        said = [f"{entry.meaning} {entry.remedy}", ""]
+        entry = CATALOGUE.get(code)
+        said = [f"{entry.meaning} {entry.remedy}", ""] if entry else []
         lines += [f"## {code}", "", statuses, "", *said, *(f"- {text}" for text in texts), ""]
     return "\n".join(lines)
 

@@ -29,6 +29,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from spo.errors import Conflict, NotReady
 from spo.local.child import Child
 from spo.local.local_replicas import LocalReplicas
+from spo.local.mirror_child import mirror_children
 from spo.local.redis_server import server_command
 from spo.local.state import read_state, write_state
 from spo.logs import get_logger
@@ -53,6 +54,7 @@ class LauncherSettings(BaseSettings):
     start_seconds: float = Field(default=240, gt=0, description="Longest wait until every service is ready.")
     drain_seconds: float = Field(default=10, gt=0, description="Grace of each service after SIGTERM.")
     trainer_ranks: int = Field(default=1, ge=1, le=64, description="Processes of the trainer; above 1 by torchrun.")
+    mirror: str = Field(default="", description="Where all curves go: tensorboard:FOLDER, mlflow:URI, wandb:PROJECT.")
 
 
 @dataclass
@@ -165,6 +167,7 @@ class LocalPlatform:
         children = [self._service(name, name, f"127.0.0.1:{ports[name]}", ports, shared) for name in SERVICES]
         if not own_redis:
             children.insert(0, self._redis(ports[REDIS]))
+        children += mirror_children(self.settings.mirror, self.http_url, self._log_path("mirror"))
         self._replicas = LocalReplicas(
             children,
             lambda name, pool: self._service(name, pool, f"127.0.0.1:{free_ports([name], {})[name]}", ports, shared),
@@ -248,9 +251,8 @@ class LocalPlatform:
     def _stop_children(self) -> None:
         """Services first and all at once, so that they can still write what they hold; Redis last."""
         self.children += self._replicas.leaving
-        services = [child for child in self.children if child.name != REDIS]
         servers = [child for child in self.children if child.name == REDIS]
-        for group in (services, servers):
+        for group in ([child for child in self.children if child.name != REDIS], servers):
             for child in group:
                 child.ask_to_stop()
             deadline = time.monotonic() + self.settings.drain_seconds + 10

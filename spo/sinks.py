@@ -1,0 +1,175 @@
+"""Where curves can be mirrored to: TensorBoard, MLflow, Weights & Biases, each through its own library (extra `sinks`).
+
+A target is `tensorboard:FOLDER`, `mlflow:TRACKING_URI` or `wandb:PROJECT`. Secrets are never part of it: the libraries
+read them from their own environment variables (MLFLOW_TRACKING_TOKEN, WANDB_API_KEY). A sink says itself how far it has
+got, so that a follower that starts again writes nothing twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from spo.errors import InvalidInput
+
+LIBRARIES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
+NEVER = -1
+
+
+class Sink(Protocol):
+    """Takes the points of one job; `curve` is "training" or "evaluation"."""
+
+    def last_step(self, curve: str) -> int:
+        """The last step it has of a curve, NEVER before the first."""
+
+    def write(self, curve: str, step: int, scalars: Mapping[str, float]) -> None:
+        """Take one point."""
+
+    def flush(self) -> None:
+        """Return when what was written is there to be read."""
+
+    def close(self) -> None:
+        """Flush and let go."""
+
+
+def open_sink(target: str, job_id: str, name: str) -> Sink:
+    """The sink of a job at a target. Raises InvalidInput for a target that nothing here writes to."""
+    kind, _, place = target.partition(":")
+    if kind not in LIBRARIES or not place:
+        raise InvalidInput(
+            f"{target!r} is no target: tensorboard:FOLDER, mlflow:TRACKING_URI or wandb:PROJECT", code="unknown_sink"
+        )
+    if urlsplit(place).password:
+        raise InvalidInput(
+            "a target holds no secrets; the libraries take them from their environment variables, such as "
+            "MLFLOW_TRACKING_PASSWORD",
+            code="secret_in_target",
+        )
+    try:
+        importlib.import_module(LIBRARIES[kind])
+    except ImportError:
+        raise InvalidInput(f"{kind} is not installed: pip install 'spo-platform[sinks]'", code="sink_missing") from None
+    match kind:
+        case "tensorboard":
+            return TensorBoardSink(Path(place) / job_id)
+        case "mlflow":
+            return MlflowSink(place, job_id, name)
+        case _:
+            return WandbSink(place, job_id, name)
+
+
+class TensorBoardSink:
+    """Event files in a folder of the job's own, read back for the last step."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        written = EventAccumulator(str(folder), size_guidance={"scalars": 1})
+        written.Reload()
+        self._last: dict[str, int] = {}
+        for tag in written.Tags()["scalars"]:
+            curve = tag.partition("/")[0]
+            self._last[curve] = max(self._last.get(curve, NEVER), written.Scalars(tag)[-1].step)
+        self._open: Callable[[], Any] = lambda: EventFileWriter(str(folder))
+        self._writer: Any = None
+
+    def last_step(self, curve: str) -> int:
+        return self._last.get(curve, NEVER)
+
+    def write(self, curve: str, step: int, scalars: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=f"{curve}/{name}", simple_value=value) for name, value in scalars.items()]
+        # Only now: a job that has all its points gets no further, empty file.
+        self._writer = self._writer or self._open()
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+    def flush(self) -> None:
+        if self._writer:
+            self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer:
+            self._writer.close()
+
+
+class MlflowSink:
+    """A run of the experiment "spo", found again by the tag spo.job."""
+
+    def __init__(self, tracking_uri: str, job_id: str, name: str) -> None:
+        from mlflow import MlflowClient
+
+        self._client = MlflowClient(tracking_uri=tracking_uri)
+        known = self._client.get_experiment_by_name("spo")
+        experiment = known.experiment_id if known else self._client.create_experiment("spo")
+        found = self._client.search_runs([experiment], f"tags.`spo.job` = '{job_id}'", max_results=1)
+        run = found[0] if found else self._client.create_run(experiment, run_name=name, tags={"spo.job": job_id})
+        self._run_id = run.info.run_id
+        self._last: dict[str, int] = {}
+        for tag in run.data.metrics:
+            curve = tag.partition("/")[0]
+            steps = [point.step for point in self._client.get_metric_history(self._run_id, tag)]
+            self._last[curve] = max(self._last.get(curve, NEVER), *steps)
+
+    def last_step(self, curve: str) -> int:
+        return self._last.get(curve, NEVER)
+
+    def write(self, curve: str, step: int, scalars: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        # An MLflow name has no "@"; one call holds at most 1000 metrics, which is one transaction in a store.
+        metrics = [Metric(f"{curve}/{tag.replace('@', '_at_')}", value, now, step) for tag, value in scalars.items()]
+        self._client.log_batch(self._run_id, metrics=metrics[:1000])
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+class WandbSink:
+    """A run with the job's id, gone on with; each curve has an axis of its own, so late points are not refused.
+
+    What was written is noted in a file beside W&B's own (WANDB_DIR), since an offline run cannot be asked.
+    """
+
+    def __init__(self, project: str, job_id: str, name: str) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=project, id=job_id.replace("_", "-").lower(), name=name, resume="allow", config={"spo.job": job_id}
+        )
+        for curve in ("training", "evaluation"):
+            self._run.define_metric(f"{curve}/step")
+            self._run.define_metric(f"{curve}/*", step_metric=f"{curve}/step")
+        self._note = Path(self._run.settings.wandb_dir) / f"spo-{job_id}.json"
+        self._last: dict[str, int] = {}
+        with contextlib.suppress(OSError, ValueError):
+            self._last = json.loads(self._note.read_text())
+
+    def last_step(self, curve: str) -> int:
+        return self._last.get(curve, NEVER)
+
+    def write(self, curve: str, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log({f"{curve}/step": step, **{f"{curve}/{name}": value for name, value in scalars.items()}})
+        self._last[curve] = step
+
+    def flush(self) -> None:
+        writing = self._note.with_suffix(".partial")
+        writing.write_text(json.dumps(self._last))
+        writing.replace(self._note)
+
+    def close(self) -> None:
+        self._run.finish()
+        self.flush()
