@@ -193,10 +193,7 @@ def value_progress(run_id: str, prompt_id: str) -> str:
 
 
 def run_pivotal(run_id: str) -> str:
-    """Hash: prompt id -> number of trajectories annotated; a prompt is here when its search is over. Value-estimation.
-
-    Read by the orchestrator.
-    """
+    """Hash: prompt id -> trajectories annotated, once its search is over. Value-estimation; read by orchestrator."""
     return f"spo:{run_id}:value-estimation:pivotal"
 
 
@@ -267,6 +264,11 @@ def replay_batch(run_id: str, step: int) -> str:
 def replay_stored(run_id: str) -> str:
     """Hash: written (last insertion number in the experience store), planned (last of the file under way). Replay."""
     return f"spo:{run_id}:replay-buffer:stored"
+
+
+def replay_unstored() -> str:
+    """Set: ids of runs whose ledgers hold more than the experience store. Replay."""
+    return "spo:replay-buffer:unstored"
 
 
 def replay_draws(run_id: str) -> str:

@@ -15,6 +15,7 @@ import redis
 from services.orchestrator import desk_keys
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.listing import label_names
+from services.orchestrator.retired_keys import keys_of
 from services.orchestrator.states import TERMINAL, JobState
 from services.orchestrator.stored import is_complete
 from spo import redis_keys
@@ -24,7 +25,6 @@ from spo.weight_store import WeightStore
 
 log = get_logger("retirement")
 
-KEYS_PER_SCAN = 1000
 SWEEP_SECONDS = 5.0
 
 
@@ -90,17 +90,6 @@ class Retirement:
             self.weights.remove_run(job_id)
             for folder in ("checkpoints", "models"):
                 shutil.rmtree(self.state_path / folder / job_id, ignore_errors=True)
-            for keys in _chunks(self.jobs.client.scan_iter(f"spo:{job_id}:*", count=KEYS_PER_SCAN)):
+            for keys in filter(None, keys_of(self.jobs.client, job_id)):
                 self.jobs.client.unlink(*keys)
             self.jobs.client.srem(desk_keys.retired_jobs(), job_id)
-
-
-def _chunks(keys: Any) -> Any:
-    chunk: list[bytes] = []
-    for key in keys:
-        chunk.append(key)
-        if len(chunk) == KEYS_PER_SCAN:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk

@@ -7,15 +7,16 @@
 -- KEYS[6] counters    hash: number (the last insertion number), inserted:<source>, correct:<source>
 -- KEYS[7] copies      hash: id that stands for others -> how many
 -- KEYS[8] payload     the key of a trajectory's payload, without the id at its end
--- KEYS[9..]           per source a sorted set: trajectory id by insertion number
--- ARGV, per trajectory 8 values: id, index of its source's key, source, content digest ('' for online), 1 if correct,
+-- KEYS[9] unstored    set: ids of runs of which something is to be stored outside
+-- KEYS[10..]          per source a sorted set: trajectory id by insertion number
+-- ARGV[1] run id, then per trajectory 8 values: id, index of its source's key, source, content digest ('' for online), 1 if correct,
 --   facts, prompt id, payload
 -- Returns one number per trajectory: 1 entered, 0 same id already there, -1 another id with the same content is there.
 local results = {}
 local before = tonumber(redis.call('HGET', KEYS[6], 'number') or 0)
 local number = before
 local counts = {}
-for at = 1, #ARGV, 8 do
+for at = 2, #ARGV, 8 do
   local id, key, source, content = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2], ARGV[at + 3]
   local result = 1
   if redis.call('ZSCORE', KEYS[1], id) then
@@ -39,6 +40,7 @@ for at = 1, #ARGV, 8 do
 end
 if number > before then
   redis.call('HSET', KEYS[6], 'number', number)
+  redis.call('SADD', KEYS[9], ARGV[1])
   for name, count in pairs(counts) do redis.call('HINCRBY', KEYS[6], name, count) end
 end
 return results

@@ -29,8 +29,7 @@ from spo.v1.trajectory_pb2 import Trajectory
 log = get_logger("spill")
 
 LOOK_SECONDS = 2.0
-# A run that has ended may still get what was on the belt: it is looked at for a while longer.
-LINGER_SECONDS = 600.0
+RUNS_PER_READ = 1000
 ENDED_STATES = (b"succeeded", b"failed", b"cancelled")
 
 
@@ -43,7 +42,7 @@ def spilling(store: ReplayStore, settings: Settings) -> list[Worker]:
 
 
 class Spiller:
-    """Looks at all runs every LOOK_SECONDS: a file when enough has come, time is up or the run has ended."""
+    """Looks at what is unstored every LOOK_SECONDS: a file when enough has come, time is up or the run has ended."""
 
     def __init__(
         self, store: ReplayStore, experience: ExperienceStore, rows_per_file: int, every_seconds: float
@@ -53,22 +52,41 @@ class Spiller:
         self.experience = experience
         self.rows_per_file = rows_per_file
         self.every_seconds = every_seconds
-        self._ended_at: dict[str, float] = {}
         self._spilled_at: dict[str, float] = {}
         here = Path(__file__).parent
         self._plan = self.client.register_script((here / "spill_plan.lua").read_text())
         self._done = self.client.register_script((here / "spill_done.lua").read_text())
+        self._settle = self.client.register_script((here / "spill_settle.lua").read_text())
 
     def run(self, stop: threading.Event) -> None:
         """Spill until stop is set; a store that cannot be written is tried again and delays nothing else."""
+        adopted = False
         while not stop.wait(LOOK_SECONDS):
             try:
-                runs = self._runs()
+                if not adopted:
+                    self.adopt()
+                    adopted = True
+                runs: Any = self.client.smembers(redis_keys.replay_unstored())
             except redis.RedisError as error:
                 log.warning("Redis does not answer; trying again", reason=str(error))
                 continue
-            for run_id in runs:
+            for run_id in map(bytes.decode, runs):
                 self._try(run_id)
+
+    def adopt(self) -> None:
+        """Find the runs with something unstored that an older version of this service did not list."""
+        runs: Any = self.client.zrange(redis_keys.job_index(), 0, -1)
+        for start in range(0, len(runs), RUNS_PER_READ):
+            chunk = [each.decode() for each in runs[start : start + RUNS_PER_READ]]
+            with self.client.pipeline(transaction=False) as pipe:
+                for run_id in chunk:
+                    pipe.hget(redis_keys.replay_counters(run_id), "number")
+                    pipe.hget(redis_keys.replay_stored(run_id), "written")
+                found = pipe.execute()
+            counts = zip(chunk, found[::2], found[1::2], strict=True)
+            unstored = [run_id for run_id, number, written in counts if int(number or 0) > int(written or 0)]
+            if unstored:
+                self.client.sadd(redis_keys.replay_unstored(), *unstored)
 
     def _try(self, run_id: str) -> None:
         try:
@@ -85,12 +103,13 @@ class Spiller:
             pipe.hget(redis_keys.replay_stored(run_id), "written")
             state, number, written = pipe.execute()
         waiting = int(number or 0) - int(written or 0)
-        if state in ENDED_STATES:
-            self._ended_at.setdefault(run_id, time.monotonic())
         since = time.monotonic() - self._spilled_at.setdefault(run_id, time.monotonic())
         if waiting > 0 and (state in ENDED_STATES or waiting >= self.rows_per_file or since > self.every_seconds):
             self.spill(run_id)
             self._spilled_at[run_id] = time.monotonic()
+            waiting = 0
+        if waiting <= 0 and self._settle(keys=_settled_keys(run_id), args=[run_id]):
+            self._spilled_at.pop(run_id, None)
 
     def spill(self, run_id: str) -> int:
         """Store everything a run's ledger holds by now; returns how many trajectories this call wrote."""
@@ -101,11 +120,6 @@ class Spiller:
                 return stored
             stored += self._write(run_id, written, planned)
             self._done(keys=[redis_keys.replay_stored(run_id)], args=[written, planned])
-
-    def _runs(self) -> list[str]:
-        runs: Any = self.client.zrevrange(redis_keys.job_index(), 0, -1)
-        now = time.monotonic()
-        return [run for run in map(bytes.decode, runs) if now - self._ended_at.get(run, now) < LINGER_SECONDS]
 
     def _next_file(self, run_id: str) -> tuple[int, int]:
         key = redis_keys.replay_stored(run_id)
@@ -149,3 +163,11 @@ class Spiller:
             prompt_id: Prompt.FromString(raw) if raw else Prompt(prompt_id=prompt_id, task_set=spec.tasks.kind)
             for prompt_id, raw in zip(prompt_ids, stored, strict=True)
         }
+
+
+def _settled_keys(run_id: str) -> list[str]:
+    return [
+        redis_keys.replay_counters(run_id),
+        redis_keys.replay_stored(run_id),
+        redis_keys.replay_unstored(),
+    ]

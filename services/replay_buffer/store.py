@@ -73,7 +73,7 @@ class ReplayStore:
         results: list[Any] = []
         for chunk in chunks(payloads):
             arguments = _arguments(spec, trajectories[chunk], payloads[chunk])
-            results += self._insert(keys=_keys(run_id), args=arguments)
+            results += self._insert(keys=_keys(run_id), args=[run_id, *arguments])
         for trajectory, payload, result in zip(trajectories, payloads, results, strict=True):
             if result == 1:
                 self.payloads.remember(run_id, trajectory.trajectory_id, payload)
@@ -153,6 +153,7 @@ def _keys(run_id: str) -> list[str]:
         redis_keys.replay_counters(run_id),
         redis_keys.replay_copies(run_id),
         redis_keys.replay_trajectory(run_id, ""),
+        redis_keys.replay_unstored(),
         *(redis_keys.replay_source(run_id, source) for source in map(source_name, SOURCE_CODES)),
     ]
 
@@ -162,7 +163,7 @@ def _arguments(spec: JobSpec, trajectories: Sequence[Trajectory], payloads: Sequ
     for trajectory, payload in zip(trajectories, payloads, strict=True):
         arguments += [
             trajectory.trajectory_id,
-            9 + SOURCE_CODES.index(trajectory.source),
+            10 + SOURCE_CODES.index(trajectory.source),
             _NAMES[trajectory.source],
             content_digest(trajectory),
             int(is_correct(spec, trajectory)),

@@ -176,3 +176,32 @@ def _wait_until(holds: Any, what: str, seconds: float = 150) -> None:
     while not holds():
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
         time.sleep(0.005)
+
+
+def test_only_runs_with_something_unstored_are_looked_at(store: ReplayStore, tmp_path: Path) -> None:
+    store.client.zadd(redis_keys.job_index(), {f"job_OLD{number}": number for number in range(3000)})
+    store.append(RUN, [trajectory(number) for number in range(3)])
+    spiller = spiller_of(store, tmp_path, rows_per_file=2)
+    # As a version that kept no list leaves it.
+    store.client.delete(redis_keys.replay_unstored())
+
+    spiller.adopt()
+    assert store.client.smembers(redis_keys.replay_unstored()) == {RUN.encode()}
+    spiller.spill_when_due(RUN)
+    assert len(stored(tmp_path)) == 3
+    assert store.client.smembers(redis_keys.replay_unstored()) == set()
+
+    store.client.set(redis_keys.run_state(RUN), "succeeded")
+    store.append(RUN, [trajectory(3)])
+    assert store.client.smembers(redis_keys.replay_unstored()) == {RUN.encode()}, "what was still on the belt"
+    spiller.spill_when_due(RUN)
+    assert len(stored(tmp_path)) == 4
+
+
+def test_a_deleted_run_leaves_the_list(store: ReplayStore, tmp_path: Path) -> None:
+    store.append(RUN, [trajectory(0)])
+    store.client.delete(redis_keys.replay_counters(RUN), redis_keys.replay_stored(RUN), redis_keys.run_state(RUN))
+
+    spiller_of(store, tmp_path).spill_when_due(RUN)
+
+    assert store.client.scard(redis_keys.replay_unstored()) == 0
