@@ -48,10 +48,10 @@ class Frame:
 
 
 class EventStream(EventSourceResponse):
-    """Server-sent events with heartbeats; a connection that takes nothing for SEND_SECONDS is cut."""
+    """Server-sent events with heartbeats; a connection that takes nothing for so long is cut."""
 
-    def __init__(self, frames: AsyncIterator[bytes]) -> None:
-        super().__init__(frames, ping=HEARTBEAT_SECONDS, send_timeout=SEND_SECONDS)
+    def __init__(self, frames: AsyncIterator[bytes], send_seconds: float = SEND_SECONDS) -> None:
+        super().__init__(frames, ping=HEARTBEAT_SECONDS, send_timeout=send_seconds)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
+import redis
 
+from services.orchestrator.api.live import KEPT_EVENTS, EventStream
 from services.orchestrator.desk import Desk
 from services.orchestrator.states import CANCEL
 from spo.job_spec import parse_job_spec
@@ -83,3 +89,71 @@ def test_a_drained_orchestrator_ends_its_streams(desk: Desk, api: httpx.Client, 
     threading.Timer(2.0, desk.stop.set).start()
 
     assert follow(api, job_id, 0, at_most=1000) == [1]
+
+
+def test_many_listeners_of_a_job_share_one_reader(
+    desk: Desk,
+    api: httpx.Client,
+    document: dict[str, Any],
+    redis_client: redis.Redis,
+    until: Callable[[Callable[[], Any], str], Any],
+) -> None:
+    job_id = submitted(desk, document)
+    # Waiting in a blocking read.
+    reading = lambda: [each for each in redis_client.client_list() if "b" in each["flags"]]  # noqa: E731
+    with ExitStack() as listening:
+        client = listening.enter_context(httpx.Client(base_url=api.base_url, trust_env=False, timeout=30))
+        answers = [
+            listening.enter_context(client.stream("GET", f"/v1/jobs/{job_id}/events", headers=STREAM))
+            for _ in range(40)
+        ]
+        lines = [answer.iter_lines() for answer in answers]
+        for each in lines:
+            assert next(line for line in each if line.startswith("id: ")) == "id: 1"
+        until(lambda: len(reading()) == 1, "one connection waits for events")
+        desk.jobs.append(job_id, "progress", {})
+        for each in lines:
+            assert next(line for line in each if line.startswith("id: ")) == "id: 2"
+    until(lambda: not reading(), "nobody reads for nobody")
+
+
+def test_a_listener_that_fell_far_behind_misses_nothing(
+    desk: Desk, api: httpx.Client, document: dict[str, Any]
+) -> None:
+    job_id = submitted(desk, document)
+    total = 3 * KEPT_EVENTS
+    with socket.create_connection(("127.0.0.1", api.base_url.port or 0), timeout=30) as slow:
+        slow.sendall(
+            f"GET /v1/jobs/{job_id}/events HTTP/1.0\r\nHost: localhost\r\nAccept: text/event-stream\r\n\r\n".encode()
+        )
+        for number in range(total - 2):
+            desk.jobs.append(job_id, "progress", {"done": number, "padding": "x" * 4000})
+        desk.jobs.act(job_id, CANCEL)
+        told = b"".join(iter(lambda: slow.recv(1 << 16), b""))
+
+    assert [int(line[4:]) for line in told.split(b"\r\n") if line.startswith(b"id: ")] == list(range(1, total + 1))
+
+
+def test_a_listener_that_takes_nothing_is_cut_off() -> None:
+    closed = asyncio.Event()
+
+    async def frames() -> AsyncIterator[bytes]:
+        try:
+            yield b"id: 1\r\n\r\n"
+        finally:
+            closed.set()
+
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    async def send(message: Any) -> None:
+        # As a server does when the peer's window is full.
+        if message["type"] == "http.response.body":
+            await asyncio.sleep(60)
+
+    async def serve() -> None:
+        scope = {"type": "http", "path": "/v1/jobs/x/events", "method": "GET", "headers": []}
+        await EventStream(frames(), send_seconds=0.2)(scope, receive, send)
+
+    asyncio.run(asyncio.wait_for(serve(), 10))
+    assert closed.is_set()
