@@ -1,4 +1,4 @@
-# docker buildx bake -f deploy/docker-bake.hcl            light and cpu
+# docker buildx bake -f deploy/docker-bake.hcl            light, judge and cpu
 # docker buildx bake -f deploy/docker-bake.hcl gpu
 # REGISTRY=registry.example.org/spo/ VERSION=0.1.0 docker buildx bake -f deploy/docker-bake.hcl --push
 
@@ -7,9 +7,10 @@ variable "VERSION" { default = "0.1.0" }
 variable "REVISION" { default = "unknown" }
 variable "BASE_IMAGE" { default = "python:3.11-slim-bookworm" }
 variable "GPU_BASE_IMAGE" { default = "python:3.12-slim-bookworm" }
+variable "JUDGE_PACKAGES" { default = "" }
 variable "PIP_EXTRA_INDEX_URL" { default = "https://download.pytorch.org/whl/cpu" }
 
-group "default" { targets = ["light", "cpu"] }
+group "default" { targets = ["light", "judge", "cpu"] }
 
 target "family" {
   context = "."
@@ -23,7 +24,16 @@ target "family" {
 target "light" {
   inherits   = ["family"]
   dockerfile = "deploy/Dockerfile.light"
+  target     = "light"
   tags       = ["${REGISTRY}spo-light:${VERSION}"]
+}
+
+target "judge" {
+  inherits   = ["family"]
+  dockerfile = "deploy/Dockerfile.light"
+  target     = "judge"
+  args       = { JUDGE_PACKAGES = JUDGE_PACKAGES }
+  tags       = ["${REGISTRY}spo-judge:${VERSION}"]
 }
 
 target "cpu" {

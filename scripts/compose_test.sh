@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Build the images, run the toy job in docker compose, kill and scale inference on the way, tear down.
 # Needs a Docker engine and compose v2 (docker compose, or the path of its binary in COMPOSE). Images and bases are
-# chosen by the variables of docker-compose.yml.
+# chosen by the variables of docker-compose.yml; COMPOSE_BUILD=no takes images that are there.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -33,8 +33,10 @@ ask() { curl -sS --fail-with-body -m 20 -H "Authorization: Bearer $key" "$@"; }
 say() { echo "== $(date +%T) $*"; }
 url=http://127.0.0.1:$SPO_HTTP_PORT
 
-say "build"
-"${compose[@]}" build
+if [ "${COMPOSE_BUILD:-yes}" = yes ]; then
+  say "build"
+  "${compose[@]}" build
+fi
 say "start"
 "${compose[@]}" up --wait --wait-timeout 600
 

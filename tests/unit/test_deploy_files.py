@@ -83,10 +83,12 @@ def test_a_secret_file_is_read_and_a_variable_goes_before_it(tmp_path: Path, mon
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_images_are_pinned_unprivileged_and_checked(path: Path) -> None:
     text = path.read_text()
-    final = text[text.rindex("\nFROM ") :]
-    assert "\nUSER 10001:10001\n" in final
+    # Every stage that an image is made of; stages to build in are called so.
+    stages = [stage for stage in re.split(r"\n(?=FROM )", text)[1:] if not re.match(r"FROM \S+ AS build", stage)]
+    final = "\n".join(stages)
+    assert "\nUSER 10001:10001\n" in stages[-1]
+    assert "LABEL" in stages[-1]
     assert "HEALTHCHECK" in final
-    assert "LABEL" in final
     assert "syntax=" not in text
     installs = re.findall(r"pip install (.*)", text)
     assert installs

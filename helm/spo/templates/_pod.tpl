@@ -2,7 +2,7 @@
 The pod of a service. Argument:
   root, values      the chart's context, the service's section of the values
   component         its name (sandbox-judge); module and variables follow from it
-  image             light or engine
+  image             light, judge or engine
   redis, state      whether it talks to Redis; how it mounts the state folder: "", "read" or "write"
   models, tasks     whether it reads models, task files
   experience        how it mounts the experience store: absent, "read" or "write"
