@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: docs sdk openapi help setup system-deps proto format check test chart-test chart-files compose-test demo demo-experience reproduce up down bench clean
+.PHONY: docs sdk openapi help setup system-deps proto format check test chart-test chart-files compose-test demo screenshots demo-experience reproduce up down bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -80,6 +80,9 @@ compose-test:  ## Build the images, run the demo job in docker compose, kill and
 
 demo: setup system-deps  ## Run a whole job on the toy contest and write runs/demo/report.{json,png}
 	@spo demo
+
+screenshots: setup system-deps  ## Photograph every web page, with a live job on it, into docs/images
+	@PYTHONPATH=. python scripts/take_screenshots.py
 
 demo-experience: setup system-deps  ## Two jobs, the second from the first one's stored experience; runs/demo-experience/report.{json,png,md}
 	@spo demo-experience

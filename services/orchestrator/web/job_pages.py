@@ -32,14 +32,14 @@ LOG_LINES = 200
 def show_job(request: Request, desk: DeskOf, caller: CallerOf, job_id: JobId) -> Response:
     """One job; its script keeps it live."""
     facts = _live_parts(desk, job_id, caller)
-    return show(request, "job.html", tab="overview", forks=_forks(request), **facts)
+    return show(request, "job.html", tab="overview", **facts)
 
 
 @router.get("/live")
 def show_live_parts(request: Request, desk: DeskOf, caller: CallerOf, job_id: JobId) -> Response:
     """The parts of a job's page that change, rendered again."""
     facts = _live_parts(desk, job_id, caller)
-    return show(request, "job_live.html", forks=_forks(request), swapped=True, **facts)
+    return show(request, "job_live.html", swapped=True, **facts)
 
 
 @router.get("/evaluations")
@@ -86,10 +86,6 @@ def _live_parts(desk: Desk, job_id: str, caller: Caller) -> dict[str, Any]:
         "alarms": _alarms(desk, job_id),
         **_trajectories(desk, job_id, caller.may("trajectories:read")),
     }
-
-
-def _forks(request: Request) -> bool:
-    return any(getattr(route, "path", "") == "/v1/jobs/{job_id}/fork" for route in request.app.routes)
 
 
 def _alarms(desk: Desk, job_id: str) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from typing import Any
 from urllib.parse import urlencode
@@ -135,10 +136,26 @@ def test_an_error_is_a_page_for_a_browser_and_a_problem_for_a_program(api: httpx
     assert api.get(f"/v1{nothing}", headers={"Accept": "text/html"}).json()["code"] == "job_not_found"
 
 
-def test_a_stored_run_is_browsed_where_there_is_one(api: httpx.Client) -> None:
+def test_stored_runs_are_browsed_and_filtered(desk: Desk, api: httpx.Client, document: dict[str, Any]) -> None:
     assert "Nothing is stored yet" in api.get("/experience").text
-    assert api.get("/experience/unknown").status_code == 404
-    assert api.get("/experience/..%2f..%2fetc").status_code in (404, 422)
+    prompts = train_prompts(desk, document)
+    answers = [("right", prompts[0]), (f"wrong {HOSTILE}", prompts[1])]
+    rows = "\n".join(json.dumps({"prompt_id": prompt, "response_text": text}) for text, prompt in answers)
+    asked = {"name": "imported", "tasks": json.dumps(document["tasks"]), "licence": "CC0"}
+    kind = {"Content-Type": "application/x-ndjson"}
+    assert api.post("/v1/experience/import", params=asked, content=rows, headers=kind).status_code == 201
+
+    assert 'href="/experience/imported"' in api.get("/experience").text
+    run = api.get("/experience/imported").text
+    assert "&lt;script&gt;alert" in run
+    assert "<script>alert" not in run
+    only_right = api.get("/experience/imported", params={"right": "true"}, headers={"HX-Request": "true"}).text
+    assert (only_right.count('class="card"'), only_right.count("<html")) == (1, 0)
+
+
+@pytest.mark.parametrize("run", ["unknown", "..%2f..%2fetc", "%00"])
+def test_a_run_that_is_not_stored_is_not_found(api: httpx.Client, run: str) -> None:
+    assert api.get(f"/experience/{run}").status_code in (404, 422)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,129 @@
+"""Photograph every page of the web interface, with a live job of a real platform on it, into docs/images.
+
+`make screenshots` runs it. A shortened demo job (deploy/recipes/toy/demo.yaml) trains while the pictures are taken.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from playwright.sync_api import Page, sync_playwright
+
+from spo.cli_jobs import read_spec
+from spo.client import Client
+from spo.local.demo import RECIPE, fresh_demo
+
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+WIDTH, HEIGHT = 1280, 860
+LARGEST_BYTES = 150_000
+PATIENCE_SECONDS = 420.0
+SHORT: dict[str, dict[str, Any]] = {
+    "tasks": {"train_problems": 60, "evaluation_problems": 40},
+    "value": {"samples": 48, "pivotal": {"rollouts": 8, "trajectories_per_prompt": 1, "budget_rollouts": 2000}},
+    "trainer": {"steps": 60, "update_interval": 5, "checkpoint_interval": 20},
+    "evaluation": {"interval_steps": 15, "samples": 10},
+}
+
+
+def main() -> None:
+    """Run a job, photograph it from its middle on; exits with what went wrong."""
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    recipe = read_spec(RECIPE)
+    document = recipe | {name: {**recipe[name], **changes} for name, changes in SHORT.items()}
+    document |= {"name": "half-online SPO on the toy contest", "labels": {"recipe": "toy/demo", "team": "examples"}}
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        sys.exit("chromium is not installed; `make system-deps` installs it")
+    with fresh_demo("screenshots", document) as demo:
+        demo.platform.wait_until_ready()
+        model = demo.build.result(PATIENCE_SECONDS)
+        url = demo.platform.http_url
+        with Client(url) as client, sync_playwright() as playwright, tempfile.TemporaryDirectory() as profile:
+            browser = playwright.chromium.launch_persistent_context(
+                profile,
+                executable_path=chromium,
+                args=["--no-sandbox", "--no-proxy-server"],
+                base_url=url,
+                viewport={"width": WIDTH, "height": HEIGHT},
+            )
+            document["model"] = {**document["model"], "path": str(model)}
+            job_id = client.submit(document).id
+            _wait(lambda: client.get(job_id).progress.step >= 32, "the job is half done")
+            _photograph(browser.new_page(), job_id)
+            browser.close()
+
+
+def _photograph(page: Page, job_id: str) -> None:
+    page.set_default_timeout(120_000)
+    job = f"/jobs/{job_id}"
+    page.goto(job)
+    page.locator("#curve-pass canvas").wait_for()
+    page.locator("#curve-loss canvas").wait_for()
+    page.locator("#curve-idle canvas").wait_for()
+    _save(page, "job")
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_timeout(500)
+    _save(page, "job-dark")
+    page.emulate_media(color_scheme="light")
+    page.locator("#slow").scroll_into_view_if_needed()
+    page.evaluate("document.getElementById('slow').scrollIntoView(); scrollBy(0, -70)")
+    _save(page, "job-why-slow")
+    page.goto(f"{job}/trajectories?source=online")
+    _save(page, "trajectories")
+    page.locator("#trajectories tbody a").first.click()
+    page.locator("#curve-q canvas").wait_for()
+    page.get_by_role("group", name="Tokens").focus()
+    page.keyboard.press("ArrowRight")
+    page.get_by_role("button", name="Judge it again").click()
+    page.locator("#tests table").wait_for()
+    _save(page, "trajectory", whole=True)
+    page.goto(f"{job}/prompts")
+    page.get_by_role("button", name="Measure it").click()
+    page.locator("#curve-calibration canvas").wait_for()
+    _save(page, "prompts")
+    page.locator("#prompts tbody a").first.click()
+    page.get_by_role("heading", name="Responses side by side").wait_for()
+    _save(page, "prompt")
+    for name, path in (
+        ("evaluations", f"{job}/evaluations"),
+        ("logs", f"{job}/logs"),
+        ("jobs", "/"),
+        ("submit", "/submit"),
+        ("replicas", "/replicas"),
+        ("experience", "/experience"),
+        ("keys", "/keys"),
+    ):
+        page.goto(path)
+        page.wait_for_timeout(300)
+        _save(page, name)
+
+
+def _save(page: Page, name: str, whole: bool = False) -> None:
+    """A picture of few colours, as small as the repository wants it."""
+    picture = Image.open(BytesIO(page.screenshot(full_page=whole))).convert("RGB")
+    path = IMAGES / f"{name}.png"
+    for colours in (128, 64, 32, 16):
+        picture.quantize(colours).save(path, optimize=True)
+        if path.stat().st_size < LARGEST_BYTES:
+            break
+    print(f"{path.name}: {path.stat().st_size // 1000} KB", flush=True)
+
+
+def _wait(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not holds():
+        if time.monotonic() > deadline:
+            sys.exit(f"waited {PATIENCE_SECONDS:g} s in vain until {what}")
+        time.sleep(1)
+
+
+if __name__ == "__main__":
+    main()
