@@ -1,7 +1,6 @@
 """The command `spo`. Imports neither torch nor any service.
 
-Exit codes: 0 done, 1 failure, 2 wrong usage, 3 invalid input, 4 not found, 5 conflict, 6 unreachable or not ready,
-7 the job did not succeed, 130 interrupted.
+Exit codes are stable: `spo.cli_output.EXIT_CODES` says what each means.
 """
 
 from __future__ import annotations
@@ -12,19 +11,22 @@ from typing import Annotated
 
 import typer
 
-from spo import cli_eval, cli_experience, cli_jobs, cli_judge, cli_mirror, cli_platform
-from spo.cli_output import ExitCode, error_console, exit_code_of, print_error
+from spo import cli_eval, cli_experience, cli_jobs, cli_judge, cli_mirror, cli_platform, cli_training
+from spo.cli_output import ExitCode, Output, error_console, exit_code_of, print_error
 from spo.errors import SpoError
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Soft Policy Optimization: post-train language models from any experience.",
 )
 app.add_typer(cli_jobs.jobs, name="job")
-app.add_typer(cli_jobs.trajectories, name="trajectory")
-app.add_typer(cli_jobs.weights, name="weights")
+app.add_typer(cli_training.trajectories, name="trajectory")
+app.add_typer(cli_training.weights, name="weights")
+cli_jobs.jobs.command("checkpoints")(cli_training.list_checkpoints)
+cli_jobs.jobs.command("metrics")(cli_training.show_metrics)
+app.command("replicas")(cli_training.list_replicas)
+app.command("ask")(cli_training.ask_policy)
 app.command("eval")(cli_eval.evaluate)
 cli_jobs.jobs.command("mirror")(cli_mirror.mirror_job)
 app.add_typer(cli_experience.experience, name="experience")
@@ -93,11 +95,14 @@ def reproduce(
 
 
 @app.command()
-def doctor() -> None:
-    """Say what this machine has and lacks for running the platform."""
+def doctor(
+    deep: Annotated[bool, typer.Option("--deep", help="Also import vLLM and DeepSpeed; takes a minute.")] = False,
+    output: cli_jobs.OutputOption = Output.TABLE,
+) -> None:
+    """Say what this machine has and lacks for running the platform, why it matters and what to do; 1 when it lacks."""
     from spo.local.doctor import examine
 
-    if not examine():
+    if not examine(deep, output):
         raise typer.Exit(ExitCode.FAILURE)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from spo.cli_jobs import LimitOption, OutputOption, api, read_spec
-from spo.cli_output import Output, console, print_document, print_rows
+from spo.cli_output import Output, print_document, print_rows
 from spo.errors import InvalidInput
 
 experience = typer.Typer(no_args_is_help=True, help="Look at, import, export and judge anew what runs have stored.")
@@ -94,6 +94,7 @@ def export_file(
     run: RunOption = None,
     task_set: TaskSetOption = None,
     right: Annotated[bool | None, typer.Option("--right/--wrong", help="Only successes, or only failures.")] = None,
+    output: OutputOption = Output.TABLE,
 ) -> None:
     """Write stored trajectories to a file."""
     suffix = target.suffix.removeprefix(".")
@@ -102,7 +103,7 @@ def export_file(
     wish = {**_chosen(run, task_set), **({} if right is None else {"right": right})}
     with api() as client:
         size = client.experience.export(target, "jsonl" if suffix == "jsonl" else "parquet", **wish)
-    console.print(f"{target}: {size} bytes", markup=False, highlight=False)
+    print_rows([{"file": str(target), "bytes": size}], ("file", "bytes"), output)
 
 
 @experience.command()

@@ -1,4 +1,4 @@
-"""`spo job`, `spo trajectory`, `spo weights`: what the REST API offers, on the command line."""
+"""`spo job`: jobs from their submission to their end, on the command line."""
 
 from __future__ import annotations
 
@@ -9,30 +9,40 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from spo.cli_output import ExitCode, Output, console, print_document, print_rows
+from spo.cli_output import ExitCode, Output, console, print_document, print_entry, print_rows
+from spo.cli_progress import wait_with_bar
 from spo.client import DEFAULT_URL, Client
 from spo.client_answers import Event, Job
-from spo.errors import InvalidInput
+from spo.errors import InvalidInput, SpoError
 from spo.local.state import running_platforms
 
 jobs = typer.Typer(no_args_is_help=True, help="Submit, watch and steer jobs.")
-trajectories = typer.Typer(no_args_is_help=True, help="Look at trajectories.")
-weights = typer.Typer(no_args_is_help=True, help="Look at weight versions.")
-
-JobId = Annotated[str, typer.Argument(help="Id of the job (job_...).")]
-OutputOption = Annotated[Output, typer.Option("--output", "-o", help="How to print.")]
-WaitOption = Annotated[bool, typer.Option("--wait", help="Return when the job has ended.")]
-TimeoutOption = Annotated[float, typer.Option("--timeout", help="Longest wait, seconds.")]
-LimitOption = Annotated[int, typer.Option("--limit", min=1, help="At most so many.")]
 
 
-def api() -> Client:
+def api(retry_seconds: float = 5) -> Client:
     """A client of SPO_API_URL, else of the platform started last on this machine, else of the default port."""
     url = os.environ.get("SPO_API_URL")
     if not url:
         running = running_platforms(Path(os.environ.get("SPO_LAUNCHER_RUNS_PATH", "runs")))
         url = running[0]["http_url"] if running else DEFAULT_URL
-    return Client(url, os.environ.get("SPO_API_KEY"), retry_seconds=5)
+    return Client(url, os.environ.get("SPO_API_KEY"), retry_seconds=retry_seconds)
+
+
+def known_jobs(incomplete: str) -> list[str]:
+    """Ids for the shell to complete; none when no platform answers at once."""
+    try:
+        with api(retry_seconds=0) as client:
+            client.timeout_seconds = 2
+            return [job.id for job in client.jobs(limit=100) if job.id.startswith(incomplete)]
+    except SpoError:
+        return []
+
+
+JobId = Annotated[str, typer.Argument(help="Id of the job (job_...).", autocompletion=known_jobs)]
+OutputOption = Annotated[Output, typer.Option("--output", "-o", help="How to print.")]
+WaitOption = Annotated[bool, typer.Option("--wait", help="Return when the job has ended.")]
+TimeoutOption = Annotated[float, typer.Option("--timeout", help="Longest wait, seconds.")]
+LimitOption = Annotated[int, typer.Option("--limit", min=1, help="At most so many.")]
 
 
 def read_spec(path: Path) -> dict[str, Any]:
@@ -89,11 +99,14 @@ def get(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
 
 
 @jobs.command()
-def watch(job_id: JobId) -> None:
-    """Print what happens to a job until it ends."""
+def watch(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
+    """Print what happens to a job until it ends; as JSON one object per line, as YAML one document each."""
     with api() as client:
         for event in client.events(job_id):
-            _print_event(event)
+            if output is Output.TABLE:
+                _print_event(event)
+            else:
+                print_entry(event.model_dump(mode="json"), output)
         _exit_as(client.get(job_id))
 
 
@@ -130,7 +143,7 @@ def cancel(
     """Stop a job for good."""
     with api() as client:
         job = client.cancel(job_id)
-        _print_job(client.wait(job_id, timeout) if wait else job, output)
+        _print_job(wait_with_bar(client, job_id, timeout) if wait else job, output)
 
 
 @jobs.command()
@@ -156,11 +169,18 @@ def fork(
 
 
 @jobs.command()
-def delete(job_id: JobId) -> None:
+def delete(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
     """Delete an ended job with its weights and checkpoints; the experience store keeps what it has."""
     with api() as client:
         client.delete(job_id)
-    console.print(f"deleted {job_id}")
+    print_rows([{"deleted": job_id}], ("deleted",), output)
+
+
+@jobs.command()
+def checkpoint(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
+    """Let a running job save its state now."""
+    with api() as client:
+        _print_job(client.checkpoint(job_id), output)
 
 
 @jobs.command()
@@ -181,37 +201,8 @@ def logs(
         _print_line(line)
 
 
-@trajectories.command("ls")
-def list_trajectories(
-    job_id: JobId,
-    prompt: Annotated[str | None, typer.Option("--prompt", help="Only of this prompt.")] = None,
-    source: Annotated[str | None, typer.Option("--source", help="online, reference or human.")] = None,
-    limit: LimitOption = 20,
-    output: OutputOption = Output.TABLE,
-) -> None:
-    """Trajectories of a job."""
-    filters = {name: value for name, value in (("prompt_id", prompt), ("source", source)) if value}
-    with api() as client:
-        rows = client.trajectories(job_id, limit, **filters)
-    print_rows(rows, ("trajectory_id", "source", "reward", "policy_version_first", "response_text"), output)
-
-
-@trajectories.command("show")
-def show_trajectory(job_id: JobId, trajectory_id: str, output: OutputOption = Output.TABLE) -> None:
-    """One trajectory with every hop it took."""
-    with api() as client:
-        print_document(client.trajectory(job_id, trajectory_id), output)
-
-
-@weights.command("ls")
-def list_weights(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
-    """Weight versions of a job and who serves them."""
-    with api() as client:
-        print_rows(client.weights(job_id), ("version", "step", "published_at", "size_bytes", "manifest_digest"), output)
-
-
 def _finish(client: Client, job: Job, wait: bool, timeout_seconds: float, output: Output) -> None:
-    ended = client.wait(job.id, timeout_seconds) if wait else job
+    ended = wait_with_bar(client, job.id, timeout_seconds) if wait else job
     _print_job(ended, output)
     if wait:
         _exit_as(ended)

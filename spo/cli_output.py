@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from spo import errors
+from spo.error_codes import CATALOGUE
 
 console = Console()
 error_console = Console(stderr=True)
@@ -44,19 +45,23 @@ _EXIT_CODES: tuple[tuple[type[errors.SpoError], int], ...] = (
     (errors.NotReady, ExitCode.UNREACHABLE),
     (errors.SpoError, ExitCode.FAILURE),
 )
+EXIT_CODES = (
+    (0, "done"),
+    (ExitCode.FAILURE, "failure; the log of the service says more"),
+    (2, "wrong usage of the command line"),
+    (ExitCode.INVALID_INPUT, "invalid input; each faulty field is named"),
+    (ExitCode.NOT_FOUND, "not found"),
+    (ExitCode.CONFLICT, "conflict: not possible in the present state"),
+    (ExitCode.UNREACHABLE, "unreachable or not ready; may be tried again"),
+    (ExitCode.JOB_DID_NOT_SUCCEED, "the job did not succeed"),
+    (ExitCode.INTERRUPTED, "interrupted"),
+)
 _NEXT_STEP = {
     ExitCode.INVALID_INPUT: "correct the fields named above and submit again",
     ExitCode.NOT_FOUND: "`spo job list` shows the jobs there are",
     ExitCode.CONFLICT: "`spo job get` shows the present state",
     ExitCode.UNREACHABLE: "`spo doctor` looks for the cause",
     ExitCode.FAILURE: "the service's log has the details (runs/<name>/logs)",
-}
-_NEXT_STEP_BY_CODE = {
-    "platform_not_found": "`spo up` starts one",
-    "already_running": "`spo down` stops it",
-    "file_not_found": "check the path",
-    "unknown_language": "say --language, or install what it needs: `spo doctor`",
-    "no_isolation": "`make system-deps` installs bubblewrap and libseccomp; `spo doctor` says what works here",
 }
 
 
@@ -69,8 +74,9 @@ def print_error(error: errors.SpoError) -> None:
     error_console.print(f"[bold red]error[/] {escape(error.message)} [dim]({escape(error.code)})[/]", highlight=False)
     for violation in error.violations:
         error_console.print(f"  [yellow]{escape(violation.pointer)}[/] {escape(violation.message)}", highlight=False)
-    next_step = _NEXT_STEP_BY_CODE.get(error.code) or _NEXT_STEP[exit_code_of(error)]
-    error_console.print(f"[dim]{next_step}[/]", highlight=False)
+    entry, general = CATALOGUE.get(error.code), _NEXT_STEP[exit_code_of(error)]
+    next_step = f"{entry.remedy} ({general})" if entry else general
+    error_console.print(f"[dim]{escape(next_step)}[/]", highlight=False)
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], output: Output) -> None:
@@ -95,6 +101,12 @@ def print_document(document: Any, output: Output) -> None:
         console.print(
             yaml.safe_dump(document, sort_keys=False, allow_unicode=True), markup=False, highlight=False, end=""
         )
+
+
+def print_entry(document: Any, output: Output) -> None:
+    """One of a stream of answers: a line of JSON, or a YAML document."""
+    text = json.dumps(document) if output is Output.JSON else "---\n" + yaml.safe_dump(document, sort_keys=False)
+    console.print(text.rstrip(), markup=False, highlight=False, soft_wrap=True)
 
 
 def _cell(value: Any) -> str:

@@ -40,9 +40,9 @@ def error_of(response: httpx.Response) -> errors.SpoError:
 
 def content_of(response: httpx.Response) -> Any:
     """What a successful answer says: decoded JSON, else its text, None when it is empty."""
-    if "json" in response.headers.get("Content-Type", ""):
-        return response.json()
-    return response.text or None
+    if not response.content:
+        return None
+    return response.json() if "json" in response.headers.get("Content-Type", "") else response.text
 
 
 def pause_asked(response: httpx.Response) -> float:

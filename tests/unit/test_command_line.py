@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 import yaml
 
 from spo import errors
-from spo.cli_output import exit_code_of
+from spo.cli import app
+from spo.cli_output import EXIT_CODES, ExitCode, exit_code_of
+from spo.error_codes import CATALOGUE
 from spo.job_spec import parse_job_spec
 from spo.local.demo import RECIPE
 
+ROOT = Path(__file__).parents[2]
+
 
 def spo(*arguments: str, folder: Path, url: str = "http://127.0.0.1:1") -> subprocess.CompletedProcess[str]:
-    environment = {"PATH": "/usr/bin:/bin", "SPO_API_URL": url, "NO_COLOR": "1", "COLUMNS": "200"}
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": str(ROOT),
+        "SPO_API_URL": url,
+        "NO_COLOR": "1",
+        "COLUMNS": "200",
+    }
     command = [sys.executable, "-m", "spo.cli", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
@@ -65,6 +79,53 @@ def test_every_kind_of_error_has_its_stable_exit_code() -> None:
         errors.ResourceExhausted: 1,
     }
     assert {kind: exit_code_of(kind("x")) for kind in codes} == codes
+
+
+def test_the_next_step_is_the_one_of_the_error_code(tmp_path: Path) -> None:
+    failed = spo("job", "mirror", "--to", "nowhere:x", "--all", "job_1", folder=tmp_path)
+
+    assert failed.returncode == 3
+    assert "which_job" in failed.stderr
+    assert CATALOGUE["which_job"].remedy in " ".join(failed.stderr.split())
+
+
+def test_every_command_that_shows_something_can_show_it_to_a_program() -> None:
+    without = {
+        " ".join(path)
+        for path, command in leaves(typer.main.get_command(app), ())
+        if "--output" not in {option for each in command.params for option in each.opts}
+    }
+
+    # They run until they are stopped, or write files.
+    assert without == {"up", "down", "demo", "demo-experience", "reproduce", "job mirror"}
+
+
+def leaves(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    children: dict[str, Any] = getattr(command, "commands", {})
+    if not children:
+        yield path, command
+    for name, child in children.items():
+        yield from leaves(child, (*path, name))
+
+
+def test_the_shell_completes_commands_once_completion_is_installed(tmp_path: Path) -> None:
+    program = Path(sys.executable).parent / "spo"
+    environment = {**os.environ, "HOME": str(tmp_path), "SHELL": "/bin/bash", "SPO_API_URL": "http://127.0.0.1:1"}
+    # The last command would be executed in the shell's place, and the shell not be recognized.
+    install = ["bash", "-c", f"{program} --install-completion; true"]
+    done = subprocess.run(install, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert "completion installed" in done.stdout, done.stderr
+    assert "spo.sh" in (tmp_path / ".bashrc").read_text()
+
+    asked = {**environment, "_SPO_COMPLETE": "complete_bash", "COMP_WORDS": "spo weights ", "COMP_CWORD": "2"}
+    shown = subprocess.run([program], env=asked, capture_output=True, text=True, timeout=60, check=True)
+    assert {"ls", "push", "rollback"} <= set(shown.stdout.split())
+
+
+def test_every_exit_code_is_documented() -> None:
+    codes = {value for name, value in vars(ExitCode).items() if name.isupper()}
+
+    assert {code for code, _ in EXIT_CODES} == codes | {0, 2}
 
 
 def test_the_demo_recipe_is_a_valid_spec_once_it_has_a_model() -> None:

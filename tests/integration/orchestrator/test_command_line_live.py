@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from services.orchestrator.desk import Desk
 from spo.client import Client
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 
+ROOT = Path(__file__).parents[3]
 OPERATOR_KEY = "the-operators-own-key"
 
 
@@ -28,7 +30,8 @@ def url(desk_with_key: Desk, serve: Callable[[Desk], str]) -> str:
 
 
 def spo(url: str, *arguments: str, key: str = OPERATOR_KEY) -> subprocess.CompletedProcess[str]:
-    environment = {"PATH": "/usr/bin:/bin", "SPO_API_URL": url, "SPO_API_KEY": key, "NO_COLOR": "1", "COLUMNS": "200"}
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "COLUMNS": "200"}
+    environment |= {"SPO_API_URL": url, "SPO_API_KEY": key}
     command = [sys.executable, "-m", "spo.cli", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
