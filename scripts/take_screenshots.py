@@ -108,6 +108,8 @@ def _photograph(page: Page, job_id: str) -> None:
 
 def _save(page: Page, name: str, whole: bool = False) -> None:
     """A picture of few colours, as small as the repository wants it."""
+    if whole:
+        page.evaluate("scrollTo(0, 0)")
     picture = Image.open(BytesIO(page.screenshot(full_page=whole))).convert("RGB")
     path = IMAGES / f"{name}.png"
     for colours in (128, 64, 32, 16):

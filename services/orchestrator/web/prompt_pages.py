@@ -27,6 +27,7 @@ router = APIRouter(prefix="/jobs/{job_id}/prompts")
 PAGE_LENGTH = 50
 # Pivotal tokens are searched in a few correct trajectories of pi0 and people only.
 SEARCHED = 200
+SHOWN_TURNS = 30
 
 
 @router.get("")
@@ -105,8 +106,9 @@ def _pivotal(desk: Desk, job_id: str, prompt_id: str, spec: JobSpec) -> list[dic
     except SpoError:
         # Said once already: the page has no trajectories then either.
         return []
-    return [
+    found = [
         {"trajectory_id": each.trajectory_id, "turn": turn}
         for each in reply.trajectories
         for turn in pivotal_of(each.annotations, search.threshold)
     ]
+    return found[:SHOWN_TURNS]
