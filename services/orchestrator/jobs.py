@@ -54,7 +54,7 @@ class JobStore:
     def __init__(self, client: redis.Redis, durable: bool = True) -> None:
         self.client = client
         self.durable = durable
-        self._parse_spec = lru_cache(maxsize=64)(spec_from_json)
+        self.parse_spec = lru_cache(maxsize=64)(spec_from_json)
 
     def submit(
         self,
@@ -122,7 +122,7 @@ class JobStore:
         document = self.client.get(redis_keys.run_spec(job_id))
         if document is None:
             raise NotFound(f"there is no job {job_id}", code="job_not_found")
-        return self._parse_spec(document)
+        return self.parse_spec(document)
 
     def record(self, job_id: str) -> dict[str, str]:
         """The job's record; raises NotFound."""

@@ -48,9 +48,8 @@ class Places:
             # Cancelled while it waited.
             self.jobs.client.zrem(desk_keys.resuming(), job_id)
 
-    def reasons(self, job_id: str) -> list[str]:
-        """Why a job that waits for a place waits."""
-        state = self.jobs.state(job_id)
+    def reasons(self, job_id: str, state: JobState) -> list[str]:
+        """Why a job in this state that waits for a place waits."""
         waits = state is JobState.QUEUED or (state is JobState.PAUSED and wants_to_resume(self.jobs.client, job_id))
         if not waits:
             return []

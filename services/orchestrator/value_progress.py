@@ -22,9 +22,8 @@ class ValueProgress:
         self.client = client
         self._known: OrderedDict[str, tuple[int, dict[str, Any]]] = OrderedDict()
 
-    def of(self, job_id: str, spec: JobSpec) -> dict[str, Any]:
+    def of(self, job_id: str, spec: JobSpec, done: int) -> dict[str, Any]:
         """values_done, value_samples, and the mean interval width over prompts, reward units (None without any)."""
-        done = int(self.client.hlen(redis_keys.run_values(job_id)))
         known = self._known.get(job_id)
         if known and known[0] == done:
             return known[1]

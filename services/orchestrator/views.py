@@ -11,7 +11,7 @@ from services.orchestrator.desk import Desk
 from services.orchestrator.leases import now_ms
 from services.orchestrator.states import TERMINAL, JobState
 from services.orchestrator.watch import waits
-from services.orchestrator.weights import applied_by
+from services.orchestrator.weights import announcement_of, applied_by
 from spo import redis_keys
 from spo.errors import NotFound
 from spo.prompt_values import qhat_0
@@ -44,7 +44,9 @@ def job_summaries(desk: Desk, job_ids: Sequence[str]) -> list[schemas.JobSummary
     return [_summary(job_id, *stored) for job_id, *stored in found if stored[0] and stored[1]]
 
 
-def _summary(job_id: str, fields: dict[bytes, bytes], state: bytes, newest: list[tuple[bytes, float]]) -> Any:
+def _summary(
+    job_id: str, fields: dict[bytes, bytes], state: bytes, newest: list[tuple[bytes, float]]
+) -> schemas.JobSummary:
     record = {name.decode(): value.decode() for name, value in fields.items()}
     return schemas.JobSummary(
         id=job_id,
@@ -59,43 +61,53 @@ def _summary(job_id: str, fields: dict[bytes, bytes], state: bytes, newest: list
 
 def job(desk: Desk, job_id: str) -> schemas.Job:
     """A job with all that is known of its progress. Raises NotFound."""
-    summary = job_summary(desk, job_id)
-    record = desk.jobs.record(job_id)
-    spec = desk.jobs.spec(job_id)
-    evaluations, latest = _evaluations(desk, job_id)
-    announced = desk.weights.announced(job_id)
+    # One round trip for all of it: jobs are looked at often, and by many.
+    with desk.redis.pipeline(transaction=False) as pipe:
+        pipe.hgetall(redis_keys.job_record(job_id))
+        pipe.get(redis_keys.run_state(job_id))
+        pipe.zrange(redis_keys.job_metrics(job_id), -1, -1, withscores=True)
+        pipe.get(redis_keys.run_spec(job_id))
+        pipe.hlen(redis_keys.run_values(job_id))
+        pipe.hkeys(redis_keys.evaluations(job_id))
+        pipe.xrevrange(redis_keys.weights(job_id), count=1)
+        fields, state, newest, document, values, evaluated, announced = pipe.execute()
+    if not fields or not state or document is None:
+        raise NotFound(f"there is no job {job_id}", code="job_not_found")
+    summary = _summary(job_id, fields, state, newest)
+    record = {name.decode(): value.decode() for name, value in fields.items()}
+    spec = desk.jobs.parse_spec(document)
+    latest = _evaluation(desk, job_id, evaluated)
     total = record.get("prompts_total")
     failure = None
     if "failure_code" in record:
         failure = schemas.Failure(code=record["failure_code"], message=record["failure_message"])
     return schemas.Job(
-        **summary.model_dump(),
+        **vars(summary),
         progress=schemas.Progress(
-            **desk.value_progress.of(job_id, spec),
+            **desk.value_progress.of(job_id, spec, values),
             values_total=int(total) if total else None,
             step=summary.step,
             steps=spec.trainer.steps,
-            weight_version=announced.version if announced else 0,
-            evaluations=evaluations,
+            weight_version=announcement_of(announced[0]).version if announced else 0,
+            evaluations=len(evaluated),
         ),
         latest_evaluation=brief(latest) if latest else None,
         failure=failure,
-        waits=[] if summary.state in TERMINAL else _waits(desk, job_id),
+        waits=[] if summary.state in TERMINAL else _waits(desk, job_id, summary.state),
         spec=spec.model_dump(mode="json"),
         lineage=json.loads(record["lineage"]) if "lineage" in record else None,
     )
 
 
-def _waits(desk: Desk, job_id: str) -> list[str]:
-    return [*desk.places.reasons(job_id), *waits(desk.jobs, desk.replicas, desk.leases, desk.sharing, job_id)]
+def _waits(desk: Desk, job_id: str, state: JobState) -> list[str]:
+    seen = waits(desk.jobs, desk.replicas, desk.leases, desk.sharing, job_id, state)
+    return [*desk.places.reasons(job_id, state), *seen]
 
 
-def _evaluations(desk: Desk, job_id: str) -> tuple[int, dict[str, Any] | None]:
-    """How many evaluations there are, and the latest; each can be large, so only that one is read."""
-    key = redis_keys.evaluations(job_id)
-    steps: Any = desk.redis.hkeys(key)
-    raw: Any = desk.redis.hget(key, str(max(map(int, steps)))) if steps else None
-    return len(steps), json.loads(raw) if raw else None
+def _evaluation(desk: Desk, job_id: str, steps: list[bytes]) -> dict[str, Any] | None:
+    """The latest of them; each can be large, so only that one is read."""
+    raw: Any = desk.redis.hget(redis_keys.evaluations(job_id), max(steps, key=int).decode()) if steps else None
+    return json.loads(raw) if raw else None
 
 
 def brief(evaluation: dict[str, Any]) -> dict[str, Any]:

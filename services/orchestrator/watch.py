@@ -80,9 +80,10 @@ def _dead_payloads(client: redis.Redis, stream: str) -> list[bytes]:
     return [fields[b"payload"] for _, fields in found]
 
 
-def waits(jobs: JobStore, replicas: Replicas, leases: Leases, sharing: Sharing, job_id: str) -> list[str]:
+def waits(
+    jobs: JobStore, replicas: Replicas, leases: Leases, sharing: Sharing, job_id: str, state: JobState
+) -> list[str]:
     """Who waits for whom right now, in words; the first is the likeliest reason of a standstill."""
-    state = jobs.state(job_id)
     if state not in (JobState.ESTIMATING, JobState.RUNNING):
         return []
     pools = replicas.counts()
@@ -139,7 +140,8 @@ class Watch:
             self._progress[job_id] = (mark, now)
         elif now - since > self.stall_seconds:
             self._progress[job_id] = (mark, float("inf"))
-            reasons = waits(self.jobs, self.replicas, self.leases, self.sharing, job_id)
+            state = self.jobs.state(job_id)
+            reasons = waits(self.jobs, self.replicas, self.leases, self.sharing, job_id, state)
             self.jobs.append(job_id, "stalled", {"seconds": self.stall_seconds, "waits": reasons})
 
     def forget(self, active: list[str]) -> None:

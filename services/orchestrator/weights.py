@@ -111,12 +111,17 @@ class WeightVersions:
     def announced(self, job_id: str) -> WeightAnnouncement | None:
         """The announcement replicas should be at; None while only the reference (version 0) exists."""
         newest: Any = self.jobs.client.xrevrange(redis_keys.weights(job_id), count=1)
-        return WeightAnnouncement.FromString(newest[0][1][b"payload"]) if newest else None
+        return announcement_of(newest[0]) if newest else None
 
     def versions(self, job_id: str) -> list[dict[str, Any]]:
         """Every published version, oldest first."""
         found: Any = self.jobs.client.hgetall(redis_keys.job_weights(job_id))
         return sorted((json.loads(raw) for raw in found.values()), key=lambda each: int(each["version"]))
+
+
+def announcement_of(entry: tuple[bytes, dict[bytes, bytes]]) -> WeightAnnouncement:
+    """Decode one entry of a run's weights stream."""
+    return WeightAnnouncement.FromString(entry[1][b"payload"])
 
 
 def applied_by(replicas: Sequence[Replica], job_id: str, version: int) -> dict[str, list[str]]:
