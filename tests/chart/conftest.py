@@ -99,6 +99,9 @@ ELASTIC = {
     "scaling": {"enabled": True, "minReplicas": 1, "maxReplicas": 6},
     "inference": {"replicas": 2},
     "trainer": {"replicas": 2, "nodes": 4, "ranks": 8},
+    "weights": {"url": "s3://models/weights"},
+    "experience": {"url": "s3://models/experience"},
+    "objectStore": {"existingSecret": "bucket", "endpoint": "http://minio.storage:9000", "port": 9000},
 }
 KEDA = {"enabled": True, "engine": "keda", "maxReplicas": 6}
 JOB_SET = {

@@ -184,11 +184,34 @@ def test_experience_is_written_by_the_replay_buffer_and_by_imports_and_read_wher
         for mount in each.get("volumeMounts", [])
         if mount["name"] == "experience"
     }
-    assert mounts == {
+    urls = {
+        each["value"]
+        for pod in pods(objects).values()
+        for each in pod["containers"][0].get("env", [])
+        if each["name"] == "SPO_EXPERIENCE_URL"
+    }
+    on_the_claim = {
         ("replay-buffer", False, "experience"),
         ("orchestrator", False, "experience"),
         ("value-estimation", True, "experience"),
     }
+    assert (mounts, urls) in ((on_the_claim, {"/experience"}), (set(), {"s3://models/experience"}))
+
+
+def test_only_who_reads_or_writes_a_store_gets_its_credentials_and_reaches_it() -> None:
+    objects = rendered("elastic")
+    weights = {"orchestrator", "inference", "value-estimation", "trainer"}
+    told = {name: {each["name"] for each in pod["containers"][0]["env"]} for name, pod in pods(objects).items()}
+    assert {name for name, names in told.items() if "SPO_WEIGHT_STORE_URL" in names} == weights
+    assert {name for name, names in told.items() if "AWS_SECRET_ACCESS_KEY" in names} == weights | {"replay-buffer"}
+    reach = {
+        policy["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
+        for policy in of_kind(objects, "NetworkPolicy")
+        for rule in policy["spec"].get("egress", [])
+        if {port["port"] for port in rule["ports"]} == {9000}
+    }
+    assert reach == weights | {"replay-buffer"}
+    assert "experience" not in {each["name"] for pod in pods(objects).values() for each in pod.get("volumes", [])}
 
 
 def edges_of(objects: list[Object], direction: str) -> set[tuple[str, str, int]]:

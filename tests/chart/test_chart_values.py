@@ -54,6 +54,13 @@ REFUSED = {
     ),
     "wishes without a range": ({"scaling": {"enabled": True, "minReplicas": 9}}, "minReplicas is above maxReplicas"),
     "the scaler as a setting": ({"orchestrator": {"settings": {"scaler": "kubernetes"}}}, "scaler"),
+    "weights in a folder without a volume": ({"weights": {"url": "/somewhere"}}, "url"),
+    "experience in a folder without a volume": ({"experience": {"url": "/somewhere"}}, "url"),
+    "credentials in a URL": ({"weights": {"url": "s3://key:secret@bucket/weights"}}, "url"),
+    "a bucket that nothing uses": (
+        {"objectStore": {"existingSecret": "bucket"}},
+        "neither weights.url nor experience.url",
+    ),
     "no node": ({"trainer": {"nodes": 0}}, "nodes"),
     "nodes that cannot share the state": (
         {"trainer": {"nodes": 2}, "state": {"accessModes": ["ReadWriteOnce"]}},

@@ -8,6 +8,25 @@
 {{- if .experience }}
 - {name: SPO_EXPERIENCE_URL, value: {{ .root.Values.experience.url | default "/experience" | quote }}}
 {{- end }}
+{{- if include "spo.readsWeights" . }}
+{{- with .root.Values.weights.url }}
+- {name: SPO_WEIGHT_STORE_URL, value: {{ . | quote }}}
+{{- end }}
+{{- end }}
+{{- if include "spo.usesBucket" . }}
+{{- with .root.Values.objectStore }}
+- {name: AWS_REGION, value: {{ .region | quote }}}
+{{- with .endpoint }}
+- {name: AWS_ENDPOINT_URL, value: {{ . | quote }}}
+{{- end }}
+{{- with .existingSecret }}
+{{- range list "AWS_ACCESS_KEY_ID" "AWS_SECRET_ACCESS_KEY" }}
+- name: {{ . }}
+  valueFrom: {secretKeyRef: {name: {{ $.root.Values.objectStore.existingSecret }}, key: {{ . }}}}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
 - {name: SPO_ORCHESTRATOR_ADDRESS, value: "{{ $full }}-orchestrator:7070"}
 # Headless services: dns:/// spreads calls over all ready pods.
 {{- range list "inference" "sandbox-judge" "replay-buffer" "value-estimation" }}
@@ -45,6 +64,16 @@
 {{- with .values.extraEnv }}
 {{ toYaml . }}
 {{- end }}
+{{- end -}}
+
+{{/* Not empty where a service reads or writes weights, or any store in a bucket; argument: root, component */}}
+{{- define "spo.readsWeights" -}}
+{{- if has .component (list "orchestrator" "inference" "value-estimation" "trainer") }}true{{ end -}}
+{{- end -}}
+
+{{- define "spo.usesBucket" -}}
+{{- $values := .root.Values -}}
+{{- if or (and $values.weights.url (include "spo.readsWeights" .)) (and (hasPrefix "s3://" $values.experience.url) (has .component (list "orchestrator" "replay-buffer" "value-estimation"))) }}true{{ end -}}
 {{- end -}}
 
 {{- define "spo.redisVariables" -}}

@@ -77,6 +77,9 @@ app.kubernetes.io/component: {{ .component }}
 {{- fail (printf "%s.autoscaling: hpa goes by the share of resources.requests.cpu, which is not set" $name) -}}
 {{- end -}}
 {{- end -}}
+{{- if and (or .Values.objectStore.existingSecret .Values.objectStore.endpoint) (not .Values.weights.url) (not (hasPrefix "s3://" .Values.experience.url)) -}}
+{{- fail "objectStore is set, but neither weights.url nor experience.url is an s3:// URL" -}}
+{{- end -}}
 {{- with .Values.scaling -}}
 {{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
 {{- fail "scaling: minReplicas is above maxReplicas" -}}
