@@ -9,6 +9,8 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from spo import redis_keys
 from spo.errors import FieldViolation, InvalidInput
 from spo.job_spec import JobSpec
@@ -119,6 +121,8 @@ def _refuse(trajectory: Trajectory, faults: Iterable[tuple[str, str, bool]]) -> 
         )
 
 
-def _finite(numbers: Iterable[float]) -> bool:
-    # Single-precision numbers cannot overflow a double's sum, and NaN or infinities never leave one.
-    return math.isfinite(sum(numbers))
+def _finite(numbers: Sequence[float]) -> bool:
+    # Single-precision numbers cannot overflow a double's sum, and NaN or infinities never leave one. An array is made
+    # of a message's numbers at once; walking through them one by one takes ten times as long.
+    with np.errstate(invalid="ignore"):
+        return math.isfinite(np.asarray(numbers).sum(dtype=np.float64))

@@ -149,7 +149,7 @@ class Following:
         if refusals:
             log.warning("rollouts were left out", run=run_id, left_out=len(refusals), first=str(refusals[0])[:500])
         note_hop(scored)
-        self.store.append(run_id, scored)
+        self.store.enter(run_id, scored)
         metrics.REPLAY_INSERTS.labels(result="refused").inc(len(refusals))
         return len(scored)
 

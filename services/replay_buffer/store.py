@@ -14,7 +14,7 @@ import redis
 from services.replay_buffer.admission import check_judged, check_scored, content_digest
 from services.replay_buffer.candidates import Candidates
 from services.replay_buffer.payloads import Payloads, chunks
-from services.replay_buffer.windows import fact_of, is_correct, read_fact
+from services.replay_buffer.windows import fact_of, read_fact
 from spo import metrics, redis_keys
 from spo.errors import IntegrityError, NotFound
 from spo.job_spec import JobSpec
@@ -29,9 +29,6 @@ SOURCE_CODES = tuple(code for code in Source.values() if code != SOURCE_UNSPECIF
 def source_name(source: Source.ValueType) -> str:
     """`online` for SOURCE_ONLINE: the names a JobSpec uses."""
     return Source.Name(source).removeprefix("SOURCE_").lower()
-
-
-_NAMES = {code: source_name(code) for code in SOURCE_CODES}
 
 
 class ReplayStore:
@@ -67,6 +64,11 @@ class ReplayStore:
         for trajectory in trajectories:
             check_judged(run_id, spec, trajectory)
             check_scored(spec, trajectory)
+        return self.enter(run_id, trajectories)
+
+    def enter(self, run_id: str, trajectories: Sequence[Trajectory]) -> tuple[int, int]:
+        """As append, of trajectories that passed both checks already."""
+        spec = self.spec(run_id)
         if not trajectories:
             return 0, 0
         payloads = [trajectory.SerializeToString() for trajectory in trajectories]
@@ -164,11 +166,8 @@ def _arguments(spec: JobSpec, trajectories: Sequence[Trajectory], payloads: Sequ
         arguments += [
             trajectory.trajectory_id,
             10 + SOURCE_CODES.index(trajectory.source),
-            _NAMES[trajectory.source],
             content_digest(trajectory),
-            int(is_correct(spec, trajectory)),
             fact_of(spec, trajectory),
-            trajectory.prompt_id,
             payload,
         ]
     return arguments
