@@ -36,6 +36,8 @@ body_timeout: The body of the request did not arrive in time.
   Send it again over a faster connection, or in several parts.
 body_too_large: The body is larger than this platform takes.
   Send less, or raise SPO_ORCHESTRATOR_MAX_BODY_BYTES (MAX_IMPORT_BYTES for imports).
+cache_lost: Somebody else removed weights from this machine's cache while they were in use.
+  Nothing: they are fetched again. Leave the cache to the platform.
 cannot_follow: The job cannot follow the run that it names; `errors` says why.
   Correct `rollout.follow`, or the fields that both must share.
 checkpoint_layout: The checkpoint was written by another number of processes or at another ZeRO stage.
@@ -260,6 +262,8 @@ version_taken: The version was published before with other bytes.
   Publish under a new number.
 wait_timeout: Only the waiting ended; the job goes on.
   Wait again.
+weight_store_url: Weights cannot be kept at this address.
+  Correct SPO_WEIGHT_STORE_URL as the message says; a bucket needs the package obstore.
 weight_version_not_found: The job has no such weight version.
   `spo weights ls JOB` lists them.
 which_job: Neither a job nor --all is named, or both.

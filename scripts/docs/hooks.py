@@ -30,6 +30,15 @@ def _module(name: str) -> ModuleType:
     return module
 
 
+def on_config(config: Any) -> Any:
+    """Name the decisions in the navigation, by their titles and in their order."""
+    folder = Path(config["docs_dir"])
+    config["nav"].append(
+        {"Decisions": [f"decisions/{each.name}" for each in sorted((folder / "decisions").glob("*.md"))]}
+    )
+    return config
+
+
 def on_files(files: Files, *, config: Any) -> Files:
     """Add the pages that are written from the code."""
     for name in ("cli", "rest", "job_spec", "metrics", "recipes", "errors"):
