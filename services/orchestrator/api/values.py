@@ -18,7 +18,7 @@ router = APIRouter(prefix="/v1/jobs", tags=["values"])
 VALUES_SECONDS = 120.0
 CALIBRATION_SECONDS = 600.0
 
-PolicyVersion = Annotated[int | None, Query(ge=0, description="Weight version; default: the newest, 0: pi0.")]
+PolicyVersion = Annotated[int | None, Query(ge=0, le=2**53, description="Weight version; default: the newest, 0: pi0.")]
 
 
 @router.get("/{job_id}/trajectories/{trajectory_id}/values")

@@ -178,3 +178,27 @@ def test_what_cannot_be_a_spec_is_refused_with_a_reason(api: httpx.Client, typed
     assert said in answer.text
     assert "nothing was submitted" in answer.text
     assert "<b>" not in answer.text
+
+
+QUERIES = {
+    "/": ("q", "label", "status", "cursor"),
+    "/submit": ("recipe",),
+    "/keys": ("cursor",),
+    "/jobs/{job_id}/trajectories": ("prompt_id", "source", "verdict", "policy_version", "cursor"),
+    "/jobs/{job_id}/trajectories/traj_1/tokens": ("policy_version",),
+    "/jobs/{job_id}/prompts": ("q", "cursor"),
+    "/jobs/{job_id}/logs": ("service", "level", "cursor"),
+}
+
+
+@pytest.mark.parametrize("path", QUERIES)
+def test_no_query_breaks_a_page(api: httpx.Client, job_id: str, path: str) -> None:
+    hostile = ["", "9" * 15, "9" * 40, "-1", "\0", "../../etc/passwd", "1-1", "[", "%", "\u202e", "x" * 5000, HOSTILE]
+    statuses = {
+        (name, value[:20], api.get(path.format(job_id=job_id), params={name: value}).status_code)
+        for name in QUERIES[path]
+        for value in hostile
+    }
+
+    # 503: value-estimation is not there to answer.
+    assert {status for _, _, status in statuses} <= {200, 404, 422, 503}, statuses
