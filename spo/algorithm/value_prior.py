@@ -13,7 +13,6 @@ from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import minimize, minimize_scalar
 from scipy.special import betaln, expit, psi
 
 from spo.errors import InvalidInput
@@ -101,6 +100,9 @@ def fit_prior(
     Cross-fitting keeps a prompt's samples from being counted in its prior and again in its posterior, and the strength,
     found on predictions of prompts that a regression has not seen, honest.
     """
+    # Only whoever fits a prior pays for the import: 25 MiB that the orchestrator does without.
+    from scipy.optimize import minimize_scalar
+
     successes_P, samples_P = np.asarray(successes, dtype=np.float64), np.asarray(samples, dtype=np.float64)
     if not len(prompt_ids) == len(successes_P) == len(samples_P) == len(features) > 0:
         raise InvalidInput("a prior is fitted to one or more prompts, each with its counts and features")
@@ -125,6 +127,8 @@ def fit_prior(
 
 def _fit(features_PF: Array, successes_P: Array, samples_P: Array) -> RateModel:
     """The most probable regression under the Beta-binomial, weights and strength together."""
+    from scipy.optimize import minimize
+
     count = features_PF.shape[1]
     if not len(features_PF):
         return RateModel(np.zeros(count), np.ones(count), np.zeros(count), 0.0)
