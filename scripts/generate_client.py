@@ -14,8 +14,8 @@ from pathlib import Path
 import unasync
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("", "_experience", "_platform", "_training")
-CLASSES = ("Client", "BaseTransport", "ExperienceCalls", "PlatformCalls", "TrainingCalls")
+PARTS = ("", "_datasets", "_experience", "_platform", "_training")
+CLASSES = ("Client", "BaseTransport", "DatasetCalls", "ExperienceCalls", "PlatformCalls", "TrainingCalls")
 REPLACEMENTS = {
     **{f"async_client{part}": f"client{part}" for part in PARTS},
     **{f"Async{name}": name for name in CLASSES},

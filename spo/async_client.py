@@ -23,6 +23,7 @@ from httpx_sse import SSEError, aconnect_sse
 from ulid import ULID
 
 from spo import errors
+from spo.async_client_datasets import AsyncDatasetCalls
 from spo.async_client_experience import AsyncExperienceCalls
 from spo.async_client_platform import AsyncPlatformCalls
 from spo.async_client_training import AsyncTrainingCalls
@@ -156,6 +157,11 @@ class AsyncClient(AsyncTrainingCalls):
     def platform(self) -> AsyncPlatformCalls:
         """Replicas to wish for, API keys, the audit log."""
         return AsyncPlatformCalls(self._ask, self._entries)
+
+    @property
+    def datasets(self) -> AsyncDatasetCalls:
+        """Task sets that are uploaded once and named by jobs."""
+        return AsyncDatasetCalls(self._ask, self._entries)
 
     @property
     def experience(self) -> AsyncExperienceCalls:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from spo import cli_eval, cli_experience, cli_jobs, cli_judge, cli_mirror, cli_platform, cli_training
+from spo import cli_datasets, cli_eval, cli_experience, cli_jobs, cli_judge, cli_mirror, cli_platform, cli_training
 from spo.cli_output import ExitCode, Output, error_console, exit_code_of, print_error
 from spo.errors import SpoError
 
@@ -29,6 +29,7 @@ app.command("replicas")(cli_training.list_replicas)
 app.command("ask")(cli_training.ask_policy)
 app.command("eval")(cli_eval.evaluate)
 cli_jobs.jobs.command("mirror")(cli_mirror.mirror_job)
+app.add_typer(cli_datasets.datasets, name="dataset")
 app.add_typer(cli_experience.experience, name="experience")
 app.command()(cli_judge.judge)
 app.command()(cli_platform.scale)

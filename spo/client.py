@@ -24,6 +24,7 @@ from ulid import ULID
 
 from spo import errors
 from spo.client_answers import Event, Job, Page
+from spo.client_datasets import DatasetCalls
 from spo.client_experience import ExperienceCalls
 from spo.client_platform import PlatformCalls
 from spo.client_problems import content_of, error_of, pause_asked
@@ -154,6 +155,11 @@ class Client(TrainingCalls):
     def platform(self) -> PlatformCalls:
         """Replicas to wish for, API keys, the audit log."""
         return PlatformCalls(self._ask, self._entries)
+
+    @property
+    def datasets(self) -> DatasetCalls:
+        """Task sets that are uploaded once and named by jobs."""
+        return DatasetCalls(self._ask, self._entries)
 
     @property
     def experience(self) -> ExperienceCalls:

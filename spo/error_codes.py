@@ -46,6 +46,12 @@ conflict: The request does not fit what is there now.
   Read the resource again and decide anew.
 cross_site: The request comes from another site, or names another host than localhost on a platform without a key.
   Ask from the platform's own address; set SPO_ORCHESTRATOR_API_KEY to serve others.
+dataset_not_found: There is no such dataset, or it is another tenant's.
+  `spo dataset ls` shows those there are.
+dataset_too_large: The dataset is larger than this platform takes.
+  Cut it, or raise SPO_ORCHESTRATOR_MAX_DATASET_BYTES.
+dataset_unusable: The dataset that the tasks name is not there or not ready; `errors` says which.
+  Wait for its report, correct the rows that it names, and upload again.
 demo_timeout: The demo did not end in its time.
   Look at the logs that it names; a loaded machine needs longer.
 digest_mismatch: Orchestrator and judge compute different digests of the same tests.
@@ -68,6 +74,8 @@ experience_store: The place of the experience store cannot be read or written.
   Check SPO_EXPERIENCE_URL, its credentials and its disk.
 experience_url: SPO_EXPERIENCE_URL names no place that can be opened.
   Correct it; other places than folders need the extra `s3`.
+fetch_refused: The platform fetches nothing from addresses.
+  Upload the file: `spo dataset upload FILE`.
 file_not_found: There is no such file.
   Correct the path.
 forbidden: The key lacks the scope that the detail names.
@@ -170,6 +178,8 @@ not_ready: What was asked is not ready yet.
   Try again.
 other_run: This replica serves another run.
   Try again: it is assigned anew, or ask while that run is served.
+part_digest_mismatch: A part of an upload arrived damaged.
+  Send the part again.
 platform_not_found: No platform of this name runs here.
   `spo up`, or give its --name.
 platform_not_ready: A service did not become ready in time.
@@ -222,6 +232,8 @@ too_long: A sequence has more tokens than the model has positions.
   Lower the prompt's or the response's length.
 too_many_dead_letters: So many entries were given up on that the job was stopped.
   Field `reason` of `<stream>:dead`, and `spo job logs JOB --level error`.
+too_many_uploads: Too many uploads of this tenant are unfinished.
+  Finish them; those that nobody continues are removed after a day.
 unauthorized: No key, a wrong one, or one that was revoked or expired.
   Send `Authorization: Bearer <key>`; the command line reads SPO_API_KEY.
 unknown_batch: No batch was drawn for this step.
@@ -258,6 +270,12 @@ unusable_trajectory: A trajectory cannot be learnt from; `errors` says why.
   It is put aside; correct whoever made it.
 unwritable_file: The file cannot be written.
   Check the path, the rights and the disk.
+upload_complete: The dataset has all its bytes; it takes no further part.
+  Begin a new upload for other bytes.
+upload_offset_mismatch: The part does not begin where the bytes so far end.
+  Go on at `uploaded_bytes` of the dataset; the SDK and `spo dataset upload --resume` do.
+upload_overflow: The parts are more than the size that was announced.
+  Begin a new upload with the right size.
 version_taken: The version was published before with other bytes.
   Publish under a new number.
 wait_timeout: Only the waiting ended; the job goes on.

@@ -25,6 +25,7 @@ def main() -> int:
         desk.evaluator.run,
         desk.examinations.run,
         desk.retirement.run,
+        desk.datasets.run,
         http.run,
     ]
     process.on_drain = desk.close

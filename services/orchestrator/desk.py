@@ -10,6 +10,7 @@ import redis
 from services.orchestrator.access.audit import AuditLog
 from services.orchestrator.access.doorkeeper import Doorkeeper
 from services.orchestrator.alarms import Alarms
+from services.orchestrator.datasets import Datasets
 from services.orchestrator.evaluation import Evaluator
 from services.orchestrator.examinations import Examinations
 from services.orchestrator.feeder import Feeder
@@ -52,6 +53,8 @@ class Desk:
         self.judge = Client("sandbox-judge", settings.sandbox_judge_address, JudgeServiceStub)
         self.replay = Client("replay-buffer", settings.replay_buffer_address, ReplayServiceStub)
         self.values = Client("value-estimation", settings.value_estimation_address, ValueServiceStub)
+        self.datasets = Datasets(self.redis, settings.state_path, settings.max_dataset_bytes)
+        self.library.resolve = self.datasets.resolve
         self.experience = ExperienceStore(settings.experience_place)
         self.doorkeeper = Doorkeeper(settings, self.redis)
         self.audit = AuditLog(self.redis)

@@ -55,6 +55,21 @@ def forks_under_way() -> str:
     return "spo:orchestrator:forks_under_way"
 
 
+def datasets() -> str:
+    """Hash: dataset id -> JSON of the dataset with its report. Orchestrator."""
+    return "spo:orchestrator:datasets"
+
+
+def dataset_index(tenant: str | None) -> str:
+    """Sorted set, all scores 0: ids of a tenant's datasets, or with None of all; they sort by time. Orchestrator."""
+    return "spo:orchestrator:datasets:all" if tenant is None else f"spo:orchestrator:tenant:{tenant}:datasets"
+
+
+def open_datasets() -> str:
+    """Set: ids of datasets that are uploaded or examined. Orchestrator."""
+    return "spo:orchestrator:open_datasets"
+
+
 def job_logs(job_id: str) -> str:
     """Stream: service, replica_id, level, at_unix_ms, line (JSON) of the latest 20,000 log lines. Orchestrator."""
     return f"spo:{job_id}:orchestrator:logs"

@@ -100,8 +100,8 @@ class Forks:
         done = ""
         try:
             spec = self._spec(job_id, lineage, wish.overrides)
-            check_spec(spec, self.library)
             check(spec)
+            check_spec(spec, self.library)
             writes = [*self._start(job_id, lineage), ("SREM", desk_keys.forks_under_way(), job_id)]
             writes.append(("HSET", redis_keys.job_record(job_id), "lineage", json.dumps(asdict(lineage))))
             birth = Birth(job_id, request_digest, writes)

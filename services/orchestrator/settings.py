@@ -16,6 +16,8 @@ class Settings(ServiceSettings, service="orchestrator"):
     api_key: SecretStr | None = Field(default=None, description="Bearer key of the API; without it loopback only.")
     max_body_bytes: int = Field(default=1 << 20, ge=1024, description="Largest request body.")
     max_import_bytes: int = Field(default=64 << 20, ge=1024, description="Largest file of an experience import.")
+    max_part_bytes: int = Field(default=64 << 20, ge=1024, description="Largest part of a dataset's upload.")
+    max_dataset_bytes: int = Field(default=16 << 30, ge=1024, description="Largest dataset.")
     rate_limit: str = Field(
         default="3000/minute",
         pattern=r"^\d{1,9}/(second|minute|hour|day)$",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 from spo.job_spec import JobSpec, TasksSpec
@@ -18,11 +19,14 @@ class TaskLibrary:
     """Loads task sets, remembering the last few; a changed file is read again. Safe from several threads."""
 
     def __init__(self) -> None:
+        # Puts the file of an uploaded dataset in place of its id.
+        self.resolve: Callable[[TasksSpec], TasksSpec] = lambda spec: spec
         self._lock = threading.Lock()
         self._loaded: OrderedDict[tuple[object, ...], TaskSets] = OrderedDict()
 
     def load(self, spec: TasksSpec) -> TaskSets:
         """Raises InvalidInput naming the file, the line and the reason."""
+        spec = self.resolve(spec)
         key = (spec, _stamp(spec.path), _stamp(spec.evaluation_path))
         # One at a time: many submits of one spec load its problems once.
         with self._lock:

@@ -47,7 +47,10 @@ class RewardSpec(Section):
 class TasksSpec(Section):
     """Which problems are trained on and which are held out."""
 
-    kind: Literal["toy", "code_contests", "taco", "jsonl"] = "toy"
+    kind: Literal["toy", "code_contests", "taco", "jsonl", "dataset"] = "toy"
+    id: str | None = Field(
+        default=None, pattern=r"^ds_[0-9A-HJKMNP-TV-Z]{26}$", description="The uploaded dataset of kind `dataset`."
+    )
     path: str | None = Field(default=None, description="Local JSONL or Parquet file or folder of training problems.")
     evaluation_path: str | None = Field(default=None, description="Held-out problems; default: split off `path`.")
     evaluation_kind: Literal["code_contests", "taco", "jsonl"] | None = Field(
@@ -70,7 +73,11 @@ class TasksSpec(Section):
 
     @model_validator(mode="after")
     def files_are_named(self) -> Self:
-        if self.kind != "toy" and not self.path:
+        if (self.kind == "dataset") != (self.id is not None):
+            raise impossible(("id", "tasks of kind dataset name the id of an uploaded one, and no others do"))
+        if self.kind == "dataset" and self.path:
+            raise impossible(("path", "a dataset has its own file"))
+        if self.kind not in ("toy", "dataset") and not self.path:
             raise impossible(("path", f"tasks of kind {self.kind} need the path of a local file"))
         if self.kind == "toy" and self.difficulties:
             raise impossible(("difficulties", "the toy contest is not filtered by difficulty"))

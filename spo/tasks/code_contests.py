@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from spo.tasks.problem import Problem
 from spo.tasks.published import STATEMENT_BYTES_MAXIMUM, Columns, ask_for_program, first_distinct, make_test_set
-from spo.tasks.records import malformed, parse_record, read_records
+from spo.tasks.records import Record, malformed, parse_record, read_records
 from spo.v1.verdict_pb2 import TestCase
 
 PYTHON3 = 3
@@ -76,22 +76,27 @@ class CodeContestsRecord(Columns):
 
 def read_code_contests(path: str | Path) -> Iterator[Problem]:
     """Yield the problems that read standard input and write standard output; others cannot be judged here."""
-    for record in read_records(path, CodeContestsRecord.model_fields):
-        row = parse_record(CodeContestsRecord, record)
-        if row.input_file or row.output_file:
-            continue
-        cases = [
-            *row.public_tests.cases(public=True),
-            *row.private_tests.cases(public=False),
-            *row.generated_tests.cases(public=False),
-        ]
-        if not cases:
-            raise malformed(record.place, "the problem has no tests")
-        yield Problem(
-            statement=ask_for_program(row.description),
-            tests=make_test_set(cases, row.time_limit.in_seconds(), row.memory_limit_bytes),
-            response_format="fenced",
-            human_solutions=row.solutions.in_python(),
-            wrong_solutions=row.incorrect_solutions.in_python(),
-            difficulty=DIFFICULTIES[row.difficulty],
-        )
+    problems = map(code_contests_problem, read_records(path, CodeContestsRecord.model_fields))
+    return (problem for problem in problems if problem)
+
+
+def code_contests_problem(record: Record) -> Problem | None:
+    """The problem of a row, None when it reads or writes files. Raises InvalidInput naming its place."""
+    row = parse_record(CodeContestsRecord, record)
+    if row.input_file or row.output_file:
+        return None
+    cases = [
+        *row.public_tests.cases(public=True),
+        *row.private_tests.cases(public=False),
+        *row.generated_tests.cases(public=False),
+    ]
+    if not cases:
+        raise malformed(record.place, "the problem has no tests")
+    return Problem(
+        statement=ask_for_program(row.description),
+        tests=make_test_set(cases, row.time_limit.in_seconds(), row.memory_limit_bytes),
+        response_format="fenced",
+        human_solutions=row.solutions.in_python(),
+        wrong_solutions=row.incorrect_solutions.in_python(),
+        difficulty=DIFFICULTIES[row.difficulty],
+    )

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from spo.tasks.problem import DEFAULT_LIMITS, Problem, ResponseFormat
 from spo.tasks.published import STATEMENT_BYTES_MAXIMUM
-from spo.tasks.records import parse_record, read_records
+from spo.tasks.records import Record, parse_record, read_records
 from spo.v1.verdict_pb2 import Checker, Limits, TestCase, TestSet
 
 CheckerName = Literal["tokens", "exact", "float", "unordered_lines", "case_insensitive", "special"]
@@ -55,17 +55,21 @@ class ProblemRow(Section):
 
 def read_jsonl(path: str | Path) -> Iterator[Problem]:
     """Yield the problems of a file or folder as they are written."""
-    for record in read_records(path, ProblemRow.model_fields):
-        row = parse_record(ProblemRow, record)
-        yield Problem(
-            statement=row.statement,
-            tests=_test_set(row),
-            language=row.language,
-            response_format=row.response_format,
-            human_solutions=row.human_solutions,
-            wrong_solutions=row.wrong_solutions,
-            difficulty=row.difficulty,
-        )
+    return map(jsonl_problem, read_records(path, ProblemRow.model_fields))
+
+
+def jsonl_problem(record: Record) -> Problem:
+    """The problem of a row. Raises InvalidInput naming its place."""
+    row = parse_record(ProblemRow, record)
+    return Problem(
+        statement=row.statement,
+        tests=_test_set(row),
+        language=row.language,
+        response_format=row.response_format,
+        human_solutions=row.human_solutions,
+        wrong_solutions=row.wrong_solutions,
+        difficulty=row.difficulty,
+    )
 
 
 def _test_set(row: ProblemRow) -> TestSet:

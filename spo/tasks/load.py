@@ -1,19 +1,27 @@
 """From the task section of a JobSpec to its problems."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from spo.errors import InvalidInput
 from spo.job_spec import TasksSpec
 from spo.logs import get_logger
-from spo.tasks.code_contests import read_code_contests
-from spo.tasks.jsonl import read_jsonl
+from spo.tasks.code_contests import CodeContestsRecord, code_contests_problem, read_code_contests
+from spo.tasks.jsonl import ProblemRow, jsonl_problem, read_jsonl
 from spo.tasks.problem import Problem, TaskSets
+from spo.tasks.records import Record
 from spo.tasks.splits import split_problems
-from spo.tasks.taco import read_taco
+from spo.tasks.taco import TacoRecord, read_taco, taco_problem
 from spo.tasks.toy import toy_tasks
 
 log = get_logger("tasks")
 
+# Columns of each format, and what makes a problem of a row (None: of a kind that no judge here can decide).
+PARSERS: dict[str, tuple[Iterable[str], Callable[[Record], Problem | None]]] = {
+    "code_contests": (CodeContestsRecord.model_fields, code_contests_problem),
+    "taco": (TacoRecord.model_fields, taco_problem),
+    "jsonl": (ProblemRow.model_fields, jsonl_problem),
+}
 READERS = {"code_contests": read_code_contests, "taco": read_taco, "jsonl": read_jsonl}
 
 
@@ -27,6 +35,8 @@ def _read(spec: TasksSpec) -> TaskSets:
     match spec.kind:
         case "toy":
             return toy_tasks(spec.train_problems, spec.evaluation_problems, spec.seed)
+        case "dataset":
+            raise InvalidInput("uploaded datasets are known to the orchestrator alone", code="dataset_unusable")
         case "code_contests" | "taco" | "jsonl":
             return split_problems(spec, READERS[spec.kind], READERS[spec.evaluation_kind or spec.kind])
 

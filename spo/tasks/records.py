@@ -5,7 +5,7 @@ Files come from users, so sizes are bounded and nothing is ever unpickled.
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,12 +35,17 @@ class Record:
     fields: Any
 
 
-def read_records(path: str | Path, columns: Iterable[str]) -> Iterator[Record]:
-    """Yield the rows of a file, or of all files of a folder in order of name; only `columns` of columnar files."""
+def read_records(
+    path: str | Path, columns: Iterable[str], on_fault: Callable[[InvalidInput], None] | None = None
+) -> Iterator[Record]:
+    """Yield the rows of a file, or of all files of a folder in order of name; only `columns` of columnar files.
+
+    on_fault hears of lines that are no JSON, and reading goes on; without it they are raised.
+    """
     for file in _task_files(Path(path)):
         match file.suffix:
             case ".jsonl":
-                yield from _json_lines(file)
+                yield from _json_lines(file, on_fault)
             case ".parquet":
                 yield from _parquet_rows(file, columns)
             case ".arrow":
@@ -78,7 +83,7 @@ def _task_files(path: Path) -> list[Path]:
     return [path]
 
 
-def _json_lines(file: Path) -> Iterator[Record]:
+def _json_lines(file: Path, on_fault: Callable[[InvalidInput], None] | None) -> Iterator[Record]:
     with file.open("rb") as stream:
         number = 0
         while line := stream.readline(LINE_BYTES_MAXIMUM + 1):
@@ -86,8 +91,16 @@ def _json_lines(file: Path) -> Iterator[Record]:
             place = f"{file}, line {number}"
             if len(line) > LINE_BYTES_MAXIMUM:
                 raise malformed(place, f"longer than {LINE_BYTES_MAXIMUM} bytes")
-            if line.strip():
-                yield Record(place, parse_json(line, place))
+            if not line.strip():
+                continue
+            try:
+                fields = parse_json(line, place)
+            except InvalidInput as error:
+                if on_fault is None:
+                    raise
+                on_fault(error)
+                continue
+            yield Record(place, fields)
 
 
 def parse_json(text: str | bytes, place: str) -> Any:

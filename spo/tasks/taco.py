@@ -51,23 +51,28 @@ def read_taco(path: str | Path) -> Iterator[Problem]:
 
     TACO flags no test as public.
     """
-    for record in read_records(path, TacoRecord.model_fields):
-        row = parse_record(TacoRecord, record)
-        tests = _parse_column(record, "input_output", row.input_output)
-        if isinstance(tests, dict) and tests.get("fn_name"):
-            continue
-        columns = parse_record(TacoTests, Record(f"{record.place}, input_output", tests))
-        cases = [
-            TestCase(stdin=_text(given), stdout=_text(wanted))
-            for given, wanted in zip(columns.inputs, columns.outputs, strict=True)
-        ]
-        yield Problem(
-            statement=ask_for_program(row.question),
-            tests=make_test_set(cases, _cpu_seconds(row, record), _memory_bytes(row, record)),
-            response_format="fenced",
-            human_solutions=_programs(row, record),
-            difficulty=row.difficulty.lower(),
-        )
+    problems = map(taco_problem, read_records(path, TacoRecord.model_fields))
+    return (problem for problem in problems if problem)
+
+
+def taco_problem(record: Record) -> Problem | None:
+    """The problem of a row, None when it calls a function. Raises InvalidInput naming its place."""
+    row = parse_record(TacoRecord, record)
+    tests = _parse_column(record, "input_output", row.input_output)
+    if isinstance(tests, dict) and tests.get("fn_name"):
+        return None
+    columns = parse_record(TacoTests, Record(f"{record.place}, input_output", tests))
+    cases = [
+        TestCase(stdin=_text(given), stdout=_text(wanted))
+        for given, wanted in zip(columns.inputs, columns.outputs, strict=True)
+    ]
+    return Problem(
+        statement=ask_for_program(row.question),
+        tests=make_test_set(cases, _cpu_seconds(row, record), _memory_bytes(row, record)),
+        response_format="fenced",
+        human_solutions=_programs(row, record),
+        difficulty=row.difficulty.lower(),
+    )
 
 
 def _parse_column(record: Record, column: str, text: str) -> Any:

@@ -21,7 +21,7 @@ from spo.client import Client
 from spo.errors import Unreachable
 
 ROOT = Path(__file__).parents[2]
-SECTIONS = ("", "experience", "platform")
+SECTIONS = ("", "datasets", "experience", "platform")
 ENDED = {"seq": 1, "at": "2026-01-01T00:00:00Z", "kind": "state", "body": {"to": "succeeded"}}
 ANSWER = {"id": "job_1", "state": "succeeded", "items": [], "next_cursor": None}
 ARGUMENTS: dict[str, Any] = {

@@ -11,6 +11,7 @@ from starlette.staticfiles import StaticFiles
 
 from services.orchestrator import problems
 from services.orchestrator.api import (
+    datasets,
     evaluations,
     events,
     experience,
@@ -60,6 +61,7 @@ def create_app(desk: Desk) -> FastAPI:
         experience,
         values,
         experience_store,
+        datasets,
         evaluations,
         logs,
         policies,

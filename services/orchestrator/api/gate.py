@@ -28,6 +28,8 @@ OPEN_PAGES = "/errors"
 BODY_SECONDS = 120.0
 # Whole files come this way.
 IMPORT_PATH = "/v1/experience/import"
+# Parts of datasets go to disk as they arrive.
+STREAMED_PATHS = "/v1/datasets/"
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
@@ -55,6 +57,7 @@ class Gate:
         self.app = app
         self.max_body_bytes = settings.max_body_bytes
         self.max_import_bytes = settings.max_import_bytes
+        self.max_part_bytes = settings.max_part_bytes
         self.has_key = settings.api_key is not None
         self.doorkeeper = doorkeeper
         self.audit = audit
@@ -69,7 +72,7 @@ class Gate:
             self._check_origin(scope, Headers(scope=scope))
             if scope["path"] not in OPEN_PATHS and not f"{scope['path']}/".startswith(f"{OPEN_PAGES}/"):
                 await self._admit(visit, scope)
-            body = await self._body(receive, Headers(scope=scope), self._most_bytes(scope))
+            inside = await self._body(receive, Headers(scope=scope), scope)
         except SpoError as error:
             response = shown(scope["path"], Headers(scope=scope), problem(error))
             if isinstance(error, RateLimited):
@@ -81,7 +84,7 @@ class Gate:
                 response.headers["Accept-Encoding"] = "identity"
             await response(scope, receive, visit.send)
         else:
-            await self.app(scope, _replay(body, receive), visit.send)
+            await self.app(scope, inside, visit.send)
         if visit.worth_noting:
             await self._note(visit)
 
@@ -134,37 +137,59 @@ class Gate:
         if scope["method"] not in READING and _cross_site(headers):
             raise InvalidInput("requests of other sites are refused", code="cross_site")
 
-    def _most_bytes(self, scope: Scope) -> int:
-        return self.max_import_bytes if scope["path"] == IMPORT_PATH else self.max_body_bytes
-
-    async def _body(self, receive: Receive, headers: Headers, most_bytes: int) -> bytes:
+    async def _body(self, receive: Receive, headers: Headers, scope: Scope) -> Receive:
+        """What the application receives: a body that was read and counted, or counts while it is read."""
+        streamed = scope["method"] == "PATCH" and scope["path"].startswith(STREAMED_PATHS)
+        most_bytes = self.max_import_bytes if scope["path"] == IMPORT_PATH else self.max_body_bytes
+        if streamed:
+            most_bytes = self.max_part_bytes
         declared = headers.get("content-length", "0")
         if not declared.isdecimal() or int(declared) > most_bytes:
             raise _too_large(most_bytes)
         # A small body can unpack to any size.
         if headers.get("content-encoding", "identity").lower() != "identity":
             raise InvalidInput("send the body uncompressed", code="unsupported_media_type")
+        counted = _counted(receive, most_bytes)
+        if streamed:
+            return counted
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                return await _collected(receive, most_bytes)
+                return _replay(await _whole(counted), receive)
         except TimeoutError:
-            raise InvalidInput(f"the body did not arrive within {BODY_SECONDS:g} s", code="body_timeout") from None
+            raise _too_slow() from None
 
 
-async def _collected(receive: Receive, most_bytes: int) -> bytes:
+async def _whole(receive: Receive) -> bytes:
     parts: list[bytes] = []
-    size = 0
     while True:
         message = await receive()
         if message["type"] != "http.request":
             return b"".join(parts)
-        chunk = message.get("body", b"")
-        size += len(chunk)
-        if size > most_bytes:
-            raise _too_large(most_bytes)
-        parts.append(chunk)
+        parts.append(message.get("body", b""))
         if not message.get("more_body"):
             return b"".join(parts)
+
+
+def _counted(receive: Receive, most_bytes: int) -> Receive:
+    size = 0
+
+    async def counted() -> Message:
+        nonlocal size
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                message = await receive()
+        except TimeoutError:
+            raise _too_slow() from None
+        size += len(message.get("body", b""))
+        if size > most_bytes:
+            raise _too_large(most_bytes)
+        return message
+
+    return counted
+
+
+def _too_slow() -> InvalidInput:
+    return InvalidInput(f"the body did not arrive within {BODY_SECONDS:g} s", code="body_timeout")
 
 
 def _too_large(most_bytes: int) -> InvalidInput:

@@ -47,7 +47,7 @@ def weights(training: Training, job_id: str, version: int) -> dict[str, torch.Te
 def test_a_fork_trains_on_from_the_weights_of_a_parent_that_is_gone(training: Training, parent: str) -> None:
     start = weights(training, parent, 1)
 
-    job_id = fork(training, parent, 1, None, steps=2, update_interval=2, learning_rate=1e-9)
+    job_id = fork(training, parent, 1, None, steps=2, update_interval=2, checkpoint_interval=2, learning_rate=1e-9)
     training.wait_trained(job_id)
 
     after = weights(training, job_id, 2)

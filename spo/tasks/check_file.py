@@ -1,0 +1,80 @@
+"""Reports on every row of a task file that nobody vouches for: `python -m spo.tasks.check_file FILE FORMAT`.
+
+A process of its own, confined in memory and time. Prints one JSON object: rows, problems, left_out (rows that no judge
+here can decide), duplicates, tests, with_solutions, difficulties, faults (the first thousand) and faults_total.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from spo.errors import InvalidInput
+from spo.tasks.load import PARSERS
+from spo.tasks.records import read_records
+
+MEMORY_BYTES = 4 << 30
+CPU_SECONDS = 3600
+SHOWN_FAULTS = 1000
+SHOWN_DIFFICULTIES = 50
+_LIMITS = {resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_CPU: CPU_SECONDS, resource.RLIMIT_CORE: 0}
+
+
+def check_file(file: Path, task_format: str) -> dict[str, Any]:
+    """The report on a file that is read as task_format."""
+    columns, problem_of = PARSERS[task_format]
+    counts: Counter[str] = Counter()
+    difficulties: Counter[str] = Counter()
+    faults: list[dict[str, str]] = []
+    seen: set[bytes] = set()
+
+    def note(error: InvalidInput) -> None:
+        counts["faults_total"] += 1
+        place, _, message = error.message.removeprefix(f"{file}").removeprefix(", ").partition(": ")
+        if len(faults) < SHOWN_FAULTS:
+            faults.append({"place": place or "the file", "message": message[:500]})
+
+    try:
+        for record in read_records(file, columns, on_fault=note):
+            counts["rows"] += 1
+            try:
+                problem = problem_of(record)
+            except InvalidInput as error:
+                note(error)
+                continue
+            if problem is None:
+                counts["left_out"] += 1
+                continue
+            statement = blake3(problem.statement.encode()).digest()
+            counts["duplicates"] += statement in seen
+            seen.add(statement)
+            counts["tests"] += len(problem.tests.tests)
+            counts["with_solutions"] += bool(problem.human_solutions)
+            difficulties[problem.difficulty or "unknown"] += 1
+    except InvalidInput as error:
+        note(error)
+    names = ("rows", "left_out", "duplicates", "tests", "with_solutions", "faults_total")
+    return {
+        **{name: counts[name] for name in names},
+        "problems": len(seen),
+        "difficulties": dict(difficulties.most_common(SHOWN_DIFFICULTIES)),
+        "faults": faults,
+    }
+
+
+def main(path: str, task_format: str) -> int:
+    """Print the report; returns the exit status."""
+    for limit, most in _LIMITS.items():
+        resource.setrlimit(limit, (most, most))
+    print(json.dumps(check_file(Path(path), task_format)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:3]))
