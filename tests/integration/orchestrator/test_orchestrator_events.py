@@ -60,7 +60,8 @@ def test_a_stream_cut_again_and_again_misses_and_repeats_nothing(
     desk: Desk, api: httpx.Client, document: dict[str, Any]
 ) -> None:
     job_id = submitted(desk, document)
-    total = 201
+    # Cut every five events: a hundred times.
+    total = 501
 
     def write() -> None:
         for number in range(total - 2):
