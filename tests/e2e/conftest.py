@@ -65,9 +65,9 @@ class Live:
         return self.platform.http_url
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def live(tmp_path_factory: pytest.TempPathFactory, reference_model: Path) -> Iterator[Live]:
-    """One platform for all tests that only look at it."""
+    """One platform for all tests that only look at it; gone before the tests of other folders begin."""
     folder = tmp_path_factory.mktemp("live")
     recipe: dict[str, Any] = yaml.safe_load(RECIPE.read_text())
     spec = recipe | {name: {**recipe[name], **changes} for name, changes in SHORT.items()}
@@ -84,7 +84,7 @@ def live(tmp_path_factory: pytest.TempPathFactory, reference_model: Path) -> Ite
             yield Live(platform, collector, urls | {"orchestrator": platform.http_url}, spec)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def trained_job(live: Live) -> str:
     """The id of a job that has taken its first steps and published weights."""
     with Client(live.url, retry_seconds=60) as client:
