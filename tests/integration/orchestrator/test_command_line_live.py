@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from services.orchestrator.desk import Desk
+from services.orchestrator.series import report_writes
 from spo.client import Client
+from spo.error_codes import CATALOGUE
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 
 ROOT = Path(__file__).parents[3]
@@ -79,3 +82,56 @@ def test_logs_are_read_and_an_ended_job_is_deleted(url: str, desk_with_key: Desk
 
     assert spo(url, "job", "delete", job_id).returncode == 0
     assert spo(url, "job", "get", job_id).returncode == 4
+
+
+def test_what_is_shown_to_people_is_also_there_for_programs(
+    url: str, desk_with_key: Desk, document: dict[str, Any]
+) -> None:
+    with Client(url, OPERATOR_KEY) as client:
+        job_id = client.submit(document).id
+    writes = report_writes(job_id, [(step, {"loss": 1.0 / step, "reward": -0.5}) for step in (1, 2, 3)])
+    with desk_with_key.redis.pipeline() as pipe:
+        for write in writes:
+            pipe.execute_command(*write)
+        pipe.execute()
+    asked: list[tuple[str, ...]] = [
+        ("job", "list"),
+        ("job", "get", job_id),
+        ("job", "events", job_id),
+        ("job", "metrics", job_id, "loss"),
+        ("job", "checkpoints", job_id),
+        ("replicas",),
+        ("weights", "ls", job_id),
+    ]
+    for words in asked:
+        found = answer(url, *words)
+        shown = [spo(url, *words, "-o", form) for form in ("yaml", "table")]
+        assert [each.returncode for each in shown] == [0, 0], words
+        assert yaml.safe_load(shown[0].stdout) == found, words
+    assert answer(url, "job", "metrics", job_id, "loss") == [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3)]
+    # Last and at once: a replica that is silent for seconds is gone.
+    desk_with_key.replicas.beat(HeartbeatRequest(replica_id="r", pool="inference", run_id=job_id))
+    assert [each["replica_id"] for each in answer(url, "replicas")] == ["r"]
+
+
+def test_waiting_ends_with_the_job_and_its_status(url: str, document: dict[str, Any], tmp_path: Path) -> None:
+    spec = tmp_path / "job.yaml"
+    spec.write_text(yaml.safe_dump(document))
+    late = spo(url, "job", "submit", str(spec), "--wait", "--timeout", "0", "-o", "json")
+    assert late.returncode == 6
+    assert "wait_timeout" in late.stderr
+    job_id = answer(url, "job", "list")[0]["id"]
+
+    assert answer(url, "job", "cancel", job_id, "--wait")["state"] == "cancelled"
+    watched = spo(url, "job", "watch", job_id, "-o", "json")
+    assert watched.returncode == 7
+    assert json.loads(watched.stdout.splitlines()[-1])["body"]["to"] == "cancelled"
+
+
+def test_what_the_server_refuses_comes_with_what_to_do(url: str, document: dict[str, Any]) -> None:
+    with Client(url, OPERATOR_KEY) as client:
+        job_id = client.submit(document).id
+    refused = spo(url, "weights", "rollback", job_id, "7")
+
+    assert refused.returncode in (4, 5)
+    assert any(entry.remedy in " ".join(refused.stderr.split()) for entry in CATALOGUE.values())
