@@ -52,12 +52,8 @@ CHECKS = (
     "allow_header_conformance",
     "ignored_auth",
 )
-# Uploads are bytes to the fuzzer, whatever is in them.
-HOOKS = """
-import schemathesis
-uploads = ["application/x-ndjson", "application/vnd.apache.parquet"]
-schemathesis.serializer.alias(uploads, "application/octet-stream")
-"""
+# What the fuzzer can write by itself; every other body is bytes to it.
+WRITABLE = {"application/json", "application/octet-stream", "multipart/form-data", "text/plain"}
 PATHS = {
     JobState.VALIDATING: [JobState.VALIDATING],
     JobState.RUNNING: [JobState.VALIDATING, JobState.ESTIMATING, JobState.RUNNING],
@@ -139,7 +135,9 @@ def fuzz(url: str, folder: Path, known: dict[str, list[str]]) -> subprocess.Comp
     settings.append("[parameters]")
     settings += [f'"path.{name}" = {{ dictionary = "{name}", probability = 0.7 }}' for name in known]
     (folder / "schemathesis.toml").write_text("\n".join(settings) + "\n")
-    (folder / "upload_hooks.py").write_text(HOOKS)
+    uploads = sorted(_media_types(described) - WRITABLE)
+    alias = f"schemathesis.serializer.alias({uploads}, 'application/octet-stream')"
+    (folder / "upload_hooks.py").write_text(f"import schemathesis\n\n{alias if uploads else ''}\n")
     command = [sys.executable, "-m", "schemathesis.cli", "run", "openapi.json"]
     command += ["--url", url, "--header", f"Authorization: Bearer {KEY}", "--checks", ",".join(CHECKS)]
     command += ["--max-examples", str(EXAMPLES), "--phases", "examples,coverage,fuzzing", "--seed", "6"]
@@ -148,6 +146,11 @@ def fuzz(url: str, folder: Path, known: dict[str, list[str]]) -> subprocess.Comp
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
     )
+
+
+def _media_types(described: Document) -> set[str]:
+    operations = [each for found in described["paths"].values() for each in found.values()]
+    return {kind for each in operations for kind in each.get("requestBody", {}).get("content", {})}
 
 
 def test_every_endpoint_keeps_to_its_own_description(

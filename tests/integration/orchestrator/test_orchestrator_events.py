@@ -71,10 +71,13 @@ def test_a_stream_cut_again_and_again_misses_and_repeats_nothing(
     writer = threading.Thread(target=write)
     writer.start()
     seen: list[int] = []
+    cuts = 0
     while len(seen) < total:
-        seen += follow(api, job_id, seen[-1] if seen else 0, at_most=5)
+        seen += follow(api, job_id, seen[-1] if seen else 0, at_most=2)
+        cuts += 1
     writer.join()
 
+    assert cuts >= 100
     assert seen == list(range(1, total + 1))
 
 
