@@ -26,10 +26,10 @@ WIDTH, HEIGHT = 1280, 860
 LARGEST_BYTES = 150_000
 PATIENCE_SECONDS = 420.0
 SHORT: dict[str, dict[str, Any]] = {
-    "tasks": {"train_problems": 60, "evaluation_problems": 40},
-    "value": {"samples": 48, "pivotal": {"rollouts": 8, "trajectories_per_prompt": 1, "budget_rollouts": 2000}},
-    "trainer": {"steps": 60, "update_interval": 5, "checkpoint_interval": 20},
-    "evaluation": {"interval_steps": 15, "samples": 10},
+    "tasks": {"train_problems": 40, "evaluation_problems": 24},
+    "value": {"samples": 32, "pivotal": {"rollouts": 8, "trajectories_per_prompt": 1, "budget_rollouts": 800}},
+    "trainer": {"steps": 40, "update_interval": 5, "checkpoint_interval": 10},
+    "evaluation": {"interval_steps": 10, "samples": 10},
 }
 
 
@@ -56,7 +56,7 @@ def main() -> None:
             )
             document["model"] = {**document["model"], "path": str(model)}
             job_id = client.submit(document).id
-            _wait(lambda: client.get(job_id).progress.step >= 32, "the job is half done")
+            _wait(lambda: client.get(job_id).progress.step >= 24, "the job is half done")
             _photograph(browser.new_page(), job_id)
             browser.close()
 
@@ -112,7 +112,7 @@ def _save(page: Page, name: str, whole: bool = False) -> None:
         page.evaluate("scrollTo(0, 0)")
     picture = Image.open(BytesIO(page.screenshot(full_page=whole))).convert("RGB")
     path = IMAGES / f"{name}.png"
-    for colours in (128, 64, 32, 16):
+    for colours in (256, 128, 64, 32):
         picture.quantize(colours).save(path, optimize=True)
         if path.stat().st_size < LARGEST_BYTES:
             break
