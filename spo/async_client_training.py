@@ -93,6 +93,11 @@ class AsyncTrainingCalls:
         reply: dict[str, Any] = await self._ask("GET", f"/v1/jobs/{job_id}/weights")
         return list(reply["items"])
 
+    async def weight_version(self, job_id: str, version: int) -> dict[str, Any]:
+        """One published version and which replicas serve it. Raises NotFound."""
+        reply: dict[str, Any] = await self._ask("GET", f"/v1/jobs/{job_id}/weights/{version}")
+        return reply
+
     async def push_weights(self, job_id: str, version: int) -> dict[str, Any]:
         """Announce a stored version again. Raises NotFound, Conflict."""
         reply: dict[str, Any] = await self._ask("POST", f"/v1/jobs/{job_id}/weights/push", json={"version": version})

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Path, Query
 
 from services.orchestrator import schemas, views
 from services.orchestrator.api.answers import DeskOf, JobId
 from services.orchestrator.series import evaluation_results, platform_series, training_series
+from spo.errors import NotFound
 
 router = APIRouter(prefix="/v1/jobs", tags=["training"])
 
@@ -42,6 +43,15 @@ def evaluations(desk: DeskOf, job_id: JobId) -> schemas.Evaluations:
 def weights(desk: DeskOf, job_id: JobId) -> schemas.WeightVersions:
     """Published versions and which replicas serve them, do not yet, or could not."""
     return schemas.WeightVersions(items=views.weight_versions(desk, job_id))
+
+
+@router.get("/{job_id}/weights/{version}")
+def weight_version(desk: DeskOf, job_id: JobId, version: Annotated[int, Path(ge=1, le=2**53)]) -> schemas.WeightVersion:
+    """One published version and which replicas serve it."""
+    for found in views.weight_versions(desk, job_id):
+        if found.version == version:
+            return found
+    raise NotFound(f"job {job_id} has no weight version {version}", code="weight_version_not_found")
 
 
 @router.get("/{job_id}/checkpoints")

@@ -191,6 +191,8 @@ def test_the_versions_list_says_who_applied_which(
 
     (version,) = api.get(f"/v1/jobs/{job_id}/weights").json()["items"]
     assert (version["applied"], version["pending"], version["failed"]) == (["fast"], ["slow"], ["broken"])
+    assert api.get(f"/v1/jobs/{job_id}/weights/1").json() == version
+    assert api.get(f"/v1/jobs/{job_id}/weights/2").json()["code"] == "weight_version_not_found"
     kinds = [event.kind for event in desk.jobs.events(job_id)]
     assert kinds.count("weights_applied") == 1
     assert kinds.count("replica_problem") == 1
