@@ -46,9 +46,9 @@ def check_spec(spec: JobSpec, library: TaskLibrary) -> None:
 
 
 def parse_json(body: bytes) -> Any:
-    """Decode a JSON body; refuses NaN, duplicate keys and absurd depth. Raises InvalidInput (code "malformed_json")."""
+    """Decode a JSON body; refuses NaN, huge integers, duplicate keys, absurd depth. Raises InvalidInput (code "malformed_json")."""
     try:
-        document = json.loads(body, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        document = json.loads(body, parse_constant=_refuse_constant, parse_int=_integer, object_pairs_hook=_unique)
         _check_depth(document, 0)
     except (ValueError, RecursionError) as error:
         reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
@@ -64,6 +64,13 @@ def _load(library: TaskLibrary, spec: JobSpec) -> None:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number in JSON")
+
+
+def _integer(text: str) -> int:
+    number = int(text)
+    if abs(number) >= 2**63:
+        raise ValueError(f"{text[:30]} needs more than 64 bits")
+    return number
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

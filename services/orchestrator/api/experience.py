@@ -29,7 +29,7 @@ def list_trajectories(
     prompt_id: Annotated[str, Query(pattern=r"^[0-9a-f]{0,128}$")] = "",
     source: SourceName | None = None,
     verdict: Annotated[str, Query(pattern=r"^[a-z_]{0,40}$")] = "",
-    policy_version: Annotated[int | None, Query(ge=0)] = None,
+    policy_version: Annotated[int | None, Query(ge=0, le=2**53)] = None,
     limit: Limit = 50,
     cursor: Annotated[str, Query(max_length=200)] = "",
 ) -> schemas.TrajectoryPage:

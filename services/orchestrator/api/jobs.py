@@ -183,14 +183,18 @@ def fork(
 
 
 @router.post("/{job_id}/weights/push", status_code=202)
-def push_weights(desk: DeskOf, job_id: JobId, version: Annotated[int, Body(embed=True, ge=1)]) -> dict[str, int]:
+def push_weights(
+    desk: DeskOf, job_id: JobId, version: Annotated[int, Body(embed=True, ge=1, le=2**53)]
+) -> dict[str, int]:
     """Announce a published weight version to the replicas again."""
     desk.jobs.state(job_id)
     return {"version": desk.weights.announce(job_id, version, "pushed").version}
 
 
 @router.post("/{job_id}/weights/rollback", status_code=202)
-def rollback_weights(desk: DeskOf, job_id: JobId, version: Annotated[int, Body(embed=True, ge=1)]) -> dict[str, int]:
+def rollback_weights(
+    desk: DeskOf, job_id: JobId, version: Annotated[int, Body(embed=True, ge=1, le=2**53)]
+) -> dict[str, int]:
     """Make the replicas serve an older version until the trainer publishes the next one."""
     desk.jobs.state(job_id)
     return {"version": desk.weights.announce(job_id, version, "rolled_back").version}

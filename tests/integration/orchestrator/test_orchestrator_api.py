@@ -145,8 +145,16 @@ def test_a_malformed_dataset_line_is_named_with_its_number(
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b'{"name": NaN}', b'{"name": "a", "name": "b"}', b"[" * 100_000, b'"' + b"\xff" + b'"'],
-    ids=["empty", "cut", "nan", "twice", "deep", "not-utf8"],
+    [
+        b"",
+        b"{",
+        b'{"name": NaN}',
+        b'{"name": "a", "name": "b"}',
+        b"[" * 100_000,
+        b'{"seed": 9223372036854775808}',
+        b'"' + b"\xff" + b'"',
+    ],
+    ids=["empty", "cut", "nan", "twice", "deep", "huge", "not-utf8"],
 )
 def test_what_is_not_json_is_refused_as_such(api: httpx.Client, body: bytes) -> None:
     refused = api.post("/v1/jobs", content=body, headers={"Content-Type": "application/json"})
