@@ -46,7 +46,10 @@ def check_spec(spec: JobSpec, library: TaskLibrary) -> None:
 
 
 def parse_json(body: bytes) -> Any:
-    """Decode a JSON body; refuses NaN, huge integers, duplicate keys, absurd depth. Raises InvalidInput (code "malformed_json")."""
+    """Decode a JSON body. Raises InvalidInput (code "malformed_json").
+
+    NaN, integers of more than 64 bits, a key twice and absurd depth are refused as well.
+    """
     try:
         document = json.loads(body, parse_constant=_refuse_constant, parse_int=_integer, object_pairs_hook=_unique)
         _check_depth(document, 0)
