@@ -48,6 +48,7 @@ class Buffer(RuleBasedStateMachine):
     group_size = 1
     max_times: int | None = None
     sampler = "uniform_fifo"
+    steps = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,6 +78,7 @@ class Buffer(RuleBasedStateMachine):
 
     @rule(deliveries=DELIVERIES)
     def append(self, deliveries: list[tuple[int, Any]]) -> None:
+        Buffer.steps += 1
         sent = [delivered(number, source, self.group_size) for number, source in deliveries]
         before = len(self.entered)
         for each in sent:
@@ -92,6 +94,7 @@ class Buffer(RuleBasedStateMachine):
 
     @rule(step=st.integers(0, 5), published=st.sampled_from([0, 0, 0, 1]))
     def sample(self, step: int, published: int) -> None:
+        Buffer.steps += 1
         self.newest += published
         request = SampleBatchRequest(run_id=RUN, batch_size=8, step=step, policy_version=self.newest)
         try:
@@ -120,6 +123,7 @@ class Buffer(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
+        Buffer.steps += 1
         self.store = ReplayStore(self.client)
 
     @invariant()
@@ -189,5 +193,7 @@ def test_the_buffer_agrees_with_a_dictionary_under_any_deliveries(
 @pytest.mark.timeout(1200)
 def test_the_buffer_agrees_with_a_dictionary_for_ten_thousand_steps(redis_client: redis.Redis) -> None:
     Buffer.client = redis_client
+    Buffer.steps = 0
     for machine in (Buffer, BufferOfGroups, BufferOfTurns):
-        run_state_machine_as_test(machine, settings=settings(max_examples=70, stateful_step_count=50, deadline=None))
+        run_state_machine_as_test(machine, settings=settings(max_examples=80, stateful_step_count=50, deadline=None))
+    assert Buffer.steps >= 10_000
