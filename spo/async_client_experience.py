@@ -103,6 +103,10 @@ class AsyncExperienceCalls:
         """Judge stored trajectories anew; wish: job or tasks, run, task_set, name, dry_run."""
         return await self._post("rejudge", wish)
 
+    async def compact(self, **wish: Any) -> dict[str, Any]:
+        """Merge many small files into few; wish: run, task_set, dry_run. Raises Conflict while another does."""
+        return await self._post("compact", wish)
+
     async def prune(self, **wish: Any) -> dict[str, Any]:
         """Remove experience; wish: run, task_set, older_than_days, dry_run. Raises Conflict for a job under way."""
         return await self._post("prune", wish)

@@ -123,6 +123,18 @@ def rejudge(
 
 
 @experience.command()
+def compact(
+    run: RunOption = None,
+    task_set: TaskSetOption = None,
+    dry_run: DryRunOption = False,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Merge many small files of ended runs and imports into few."""
+    with api() as client:
+        print_document(client.experience.compact(**_chosen(run, task_set), dry_run=dry_run), output)
+
+
+@experience.command()
 def prune(
     run: RunOption = None,
     task_set: TaskSetOption = None,

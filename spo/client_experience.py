@@ -100,6 +100,10 @@ class ExperienceCalls:
         """Judge stored trajectories anew; wish: job or tasks, run, task_set, name, dry_run."""
         return self._post("rejudge", wish)
 
+    def compact(self, **wish: Any) -> dict[str, Any]:
+        """Merge many small files into few; wish: run, task_set, dry_run. Raises Conflict while another does."""
+        return self._post("compact", wish)
+
     def prune(self, **wish: Any) -> dict[str, Any]:
         """Remove experience; wish: run, task_set, older_than_days, dry_run. Raises Conflict for a job under way."""
         return self._post("prune", wish)

@@ -64,6 +64,8 @@ evaluation_not_found: There is no such evaluation, or it is another tenant's.
   `GET /v1/evaluations` lists yours.
 evaluation_timeout: An evaluation of the reproduction did not end in its time.
   Run it again: it goes on where it was.
+experience_busy: Stored experience is being pruned or compacted by somebody else.
+  Try again when that is over.
 experience_in_use: Jobs that have not ended still add to what is to be removed.
   Wait for them, cancel them, or choose a smaller part.
 experience_not_found: Nothing is stored under this name, or it is another tenant's.

@@ -70,6 +70,11 @@ def open_datasets() -> str:
     return "spo:orchestrator:open_datasets"
 
 
+def experience_upkeep() -> str:
+    """String: token of who prunes or compacts the experience store; expires. Orchestrator."""
+    return "spo:orchestrator:experience_upkeep"
+
+
 def job_logs(job_id: str) -> str:
     """Stream: service, replica_id, level, at_unix_ms, line (JSON) of the latest 20,000 log lines. Orchestrator."""
     return f"spo:{job_id}:orchestrator:logs"

@@ -115,6 +115,17 @@ class RejudgeReport(BaseModel):
     changed: list[ChangedVerdict]
 
 
+class CompactReport(BaseModel):
+    """Files as they were and as they are, or would be."""
+
+    runs: list[str]
+    trajectories: int
+    files_before: int
+    files_after: int
+    left_over: int
+    compacted: bool
+
+
 class PruneReport(BaseModel):
     runs: list[str]
     files: int

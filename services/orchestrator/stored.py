@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import redis
 from services.orchestrator import schemas_experience as schemas
 from services.orchestrator.states import TERMINAL
 from spo import redis_keys
-from spo.errors import Conflict, FieldViolation, InvalidInput, NotFound
+from spo.errors import FieldViolation, InvalidInput, NotFound
 from spo.experience.columns import StoredTrajectory, fields_of
 from spo.experience.store import ExperienceStore, StoredFile
 
@@ -42,6 +41,11 @@ class Part:
         if self.run is not None and not found:
             raise NotFound(f"nothing is stored under the name {self.run}", code="experience_not_found")
         return found
+
+    def superseded(self, store: ExperienceStore) -> list[StoredFile]:
+        """Files of it that a compaction cut short left: their rows lie in a merged file."""
+        found = store.superseded(self.run, self.task_set)
+        return [file for file in found if self.tenant in (None, file.origin.tenant)]
 
 
 @dataclass(frozen=True)
@@ -139,30 +143,6 @@ def every_row(store: ExperienceStore, part: Part, wanted: RowFilter) -> Iterator
                 if wanted.takes(fields) and stored.trajectory.trajectory_id not in seen:
                     seen.add(stored.trajectory.trajectory_id)
                     yield stored
-
-
-def prune(
-    client: redis.Redis, store: ExperienceStore, part: Part, older_than_days: float | None, dry_run: bool
-) -> schemas.PruneReport:
-    """Remove a part's files, or say what would go. Raises InvalidInput when nothing says which, Conflict, NotFound."""
-    if part.run is None and part.task_set is None and older_than_days is None:
-        violation = FieldViolation("/run", "name a run, a task set or an age")
-        raise InvalidInput("what is to be removed?", violations=(violation,))
-    newest = (time.time() - (older_than_days or 0) * 86_400) * 1000
-    found = [file for file in part.files(store) if older_than_days is None or file.written_unix_ms < newest]
-    growing = sorted({file.origin.run for file in found if not is_complete(client, file.origin.run)})
-    if growing:
-        raise Conflict(f"jobs still add to {', '.join(growing)}", code="experience_in_use")
-    if not dry_run:
-        for file in found:
-            store.remove(file)
-    return schemas.PruneReport(
-        runs=sorted({file.origin.run for file in found}),
-        files=len(found),
-        trajectories=sum(file.rows for file in found),
-        size_bytes=sum(file.size_bytes for file in found),
-        removed=not dry_run,
-    )
 
 
 def is_right(row: Mapping[str, Any]) -> bool:

@@ -13,9 +13,9 @@ import io
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -62,6 +62,12 @@ class StoredFile:
     rows: int
     size_bytes: int
     written_unix_ms: int
+    merged: frozenset[str] = frozenset()
+
+    @property
+    def name(self) -> str:
+        """Its name within the folder of its origin."""
+        return PurePosixPath(self.path).name
 
 
 class ExperienceStore:
@@ -84,16 +90,37 @@ class ExperienceStore:
         """
         if not (RUN_NAME.fullmatch(origin.run) and RUN_NAME.fullmatch(name)):
             raise InvalidInput(f"{origin.run!r}, {name!r}: not the names of a run and a file")
+        return self.write_table(origin, name, table_of(rows))
+
+    def write_table(
+        self, origin: Origin, name: str, table: pyarrow.Table, merged: Collection[str] = (), written_unix_ms: int = 0
+    ) -> str:
+        """As write, of rows that are a table already; `merged` names files beside it whose rows it holds.
+
+        From then on they do not count any more: in one step, wherever a crash leaves them. written_unix_ms 0: now.
+        """
         path = f"{self._folder(origin)}/{name}.parquet"
         with self._reaching():
-            self._write_whole(path, _encode(origin, rows))
+            self._write_whole(path, _encode(origin, table, merged, written_unix_ms))
         return path
 
     def files(self, run: str | None = None, task_set: str | None = None) -> list[StoredFile]:
         """The readable files, of one run or task set, in order of path; foreign ones are logged and left out.
 
-        Raises Unreachable.
+        So are those whose rows lie in a merged file. Raises Unreachable.
         """
+        return self._sorted_out(run, task_set)[0]
+
+    def superseded(self, run: str | None = None, task_set: str | None = None) -> list[StoredFile]:
+        """Files whose rows lie in a merged one: what a merge that was cut short left. Raises Unreachable."""
+        return self._sorted_out(run, task_set)[1]
+
+    def _sorted_out(self, run: str | None, task_set: str | None) -> tuple[list[StoredFile], list[StoredFile]]:
+        found = self._readable(run, task_set)
+        merged = {str(PurePosixPath(file.path).with_name(name)) for file in found for name in file.merged}
+        return [each for each in found if each.path not in merged], [each for each in found if each.path in merged]
+
+    def _readable(self, run: str | None, task_set: str | None) -> list[StoredFile]:
         found = []
         for path, facts in self._listed(run, task_set):
             try:
@@ -185,7 +212,7 @@ class ExperienceStore:
             ) from error
 
 
-def _encode(origin: Origin, rows: Iterable[StoredTrajectory]) -> bytes:
+def _encode(origin: Origin, table: pyarrow.Table, merged: Collection[str], written_unix_ms: int) -> bytes:
     described = {
         "spo_format": FORMAT,
         "spo_kind": origin.kind,
@@ -193,11 +220,13 @@ def _encode(origin: Origin, rows: Iterable[StoredTrajectory]) -> bytes:
         "spo_licence": origin.licence,
         "spo_parents": " ".join(origin.parents),
         "spo_tenant": origin.tenant,
-        "spo_written_unix_ms": str(int(time.time() * 1000)),
+        "spo_merged": " ".join(sorted(merged)),
+        "spo_written_unix_ms": str(written_unix_ms or int(time.time() * 1000)),
     }
     target = io.BytesIO()
-    table = table_of(rows).replace_schema_metadata(described)
-    parquet.write_table(table, target, compression="zstd", row_group_size=ROW_GROUP_ROWS)
+    parquet.write_table(
+        table.replace_schema_metadata(described), target, compression="zstd", row_group_size=ROW_GROUP_ROWS
+    )
     return target.getvalue()
 
 
@@ -216,7 +245,9 @@ def _described(path: str, size_bytes: int, file: parquet.ParquetFile) -> StoredF
         tenant=said.get("spo_tenant", ""),
     )
     written = said.get("spo_written_unix_ms", "")
-    return StoredFile(path, origin, file.metadata.num_rows, size_bytes, int(written) if written.isdecimal() else 0)
+    written_unix_ms = int(written) if written.isdecimal() else 0
+    merged = frozenset(said.get("spo_merged", "").split())
+    return StoredFile(path, origin, file.metadata.num_rows, size_bytes, written_unix_ms, merged)
 
 
 def _check(file: parquet.ParquetFile, path: str) -> None:

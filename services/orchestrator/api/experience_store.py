@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from ulid import ULID
 
 from services.orchestrator import schemas_experience as schemas
-from services.orchestrator import stored
+from services.orchestrator import stored, stored_upkeep
 from services.orchestrator.access.callers import Caller
 from services.orchestrator.api.answers import CallerOf, DeskOf, Limit
 from services.orchestrator.desk import Desk
@@ -101,6 +101,10 @@ class Rejudge(Chosen):
     dry_run: bool = False
 
 
+class Compact(Chosen):
+    dry_run: bool = False
+
+
 class Prune(Chosen):
     older_than_days: float | None = Field(default=None, ge=0, le=36500)
     dry_run: bool = False
@@ -169,11 +173,18 @@ def rejudge(desk: DeskOf, caller: CallerOf, wish: Rejudge) -> schemas.RejudgeRep
     return pass_over.run(stored.Part(caller.sees_tenant, wish.run, wish.task_set))
 
 
+@router.post("/compact")
+def compact(desk: DeskOf, caller: CallerOf, wish: Compact) -> schemas.CompactReport:
+    """Merge many small files into few; jobs under way are left alone, and what is read does not change."""
+    part = stored.Part(caller.sees_tenant, wish.run, wish.task_set)
+    return stored_upkeep.compact(desk.redis, desk.experience, part, wish.dry_run)
+
+
 @router.post("/prune")
 def prune(desk: DeskOf, caller: CallerOf, wish: Prune) -> schemas.PruneReport:
     """Remove stored experience for good: of one run, of a task set, or what is older than so many days."""
     part = stored.Part(caller.sees_tenant, wish.run, wish.task_set)
-    return stored.prune(desk.redis, desk.experience, part, wish.older_than_days, wish.dry_run)
+    return stored_upkeep.prune(desk.redis, desk.experience, part, wish.older_than_days, wish.dry_run)
 
 
 def _tasks_of(desk: Desk, caller: Caller, job: str | None, tasks: TasksSpec | None) -> tuple[TasksSpec, str]:

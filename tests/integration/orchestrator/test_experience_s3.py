@@ -22,6 +22,7 @@ from services.replay_buffer.spill import Spiller
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.errors import InvalidInput, Unreachable
+from spo.experience.compaction import merge
 from spo.experience.selection import Selection
 from spo.experience.store import ExperienceStore, Origin
 from spo.job_spec import StoredExperience, TasksSpec
@@ -99,6 +100,9 @@ def test_a_run_is_stored_in_a_bucket_and_the_next_one_begins_from_it(buffer: Rep
     selection = Selection(ExperienceStore("s3://bucket/some/folder"), (StoredExperience(run=RUN, per_prompt=6),))
     taken = selection.of(Prompt(prompt_id=PROMPTS[1], text=f"words of {PROMPTS[1]}"))
     assert len(taken) == 6
+    merge(store, files)
+    assert [file.rows for file in store.files()] == [40]
+    assert store.superseded() == []
     assert {each.trajectory.prompt_id for each in taken} == {PROMPTS[1]}
 
 
