@@ -31,9 +31,9 @@ def evidence_of(value: PromptValue, spec: JobSpec) -> Evidence:
 def qhat_0(value: PromptValue, spec: JobSpec, beta: float | None = None) -> SoftValueEstimate | None:
     """Qhat_0 with its interval, reward units; None for a prompt without samples, or one that is dropped.
 
-    A prompt that no sample solved follows value.unsolved. keep, retry_hotter: at the posterior mean of the success
-    rate, (0 + 1/2) / (N + 1) under Jeffreys' prior, since the plain estimate is the lowest of all values that the data
-    allow. floor: the worst reward. drop: none. `beta` in place of the job's re-derives Q without new samples.
+    A prompt that no sample solved follows value.unsolved. keep, retry_hotter: at the posterior mean under Jeffreys'
+    prior, since the plain estimate is the lowest of all values that the data allow. floor: the worst reward. drop:
+    none. `beta` in place of the job's re-derives Q without new samples.
     """
     if not value.samples or spec.value is None:
         return None

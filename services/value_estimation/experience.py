@@ -23,7 +23,7 @@ from spo.experience.store import ExperienceStore
 from spo.job_spec import JobSpec
 from spo.logs import get_logger
 from spo.reward import needs_all_tests
-from spo.v1.prompt_pb2 import SOURCE_ANNOTATED, SOURCE_OTHER_RUN, Prompt
+from spo.v1.prompt_pb2 import SOURCE_ANNOTATED, SOURCE_HUMAN, SOURCE_OTHER_RUN, Prompt
 from spo.v1.trajectory_pb2 import FINISH_REASON_LENGTH, Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict
 
@@ -150,6 +150,8 @@ class StoredImport:
             return False
         if not row.trajectory.HasField("verdict"):
             return row.trajectory.HasField("reward")
+        if row.trajectory.source == SOURCE_HUMAN and not self.spec.offline.judge_human_solutions:
+            return True
         if needs_all_tests(self.spec.tasks.reward) and verdict.outcome != OUTCOME_ACCEPTED:
             # It may have been judged only to its first failure.
             return False

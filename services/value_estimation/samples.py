@@ -66,18 +66,23 @@ class SampleMaker:
         return trajectories
 
     def import_human(
-        self, prompt: Prompt, programs: Sequence[str], max_response_tokens: int, right: bool = True
+        self, prompt: Prompt, programs: Sequence[str], max_response_tokens: int, right: bool = True, judged: bool = True
     ) -> list[Trajectory]:
         """People's programs as trajectories: those the judge accepts, or of published wrong ones those it rejects.
 
-        Longer ones than the run's limit are left out.
+        Longer ones than the run's limit are left out. Not `judged`: they are right because they were published as that;
+        their verdicts name no judge, so a later run judges them.
         """
         kind = "human" if right else "wrong"
         candidates = [self._human(prompt, program, kind, index) for index, program in enumerate(programs)]
         fitting = [each for each in candidates if len(each.response_token_ids) <= max_response_tokens]
         if not fitting:
             return []
-        self.judge(prompt, fitting)
+        if judged:
+            self.judge(prompt, fitting)
+        for each in () if judged else fitting:
+            each.verdict.outcome = OUTCOME_ACCEPTED
+            self.reward(each)
         kept = [each for each in fitting if (each.verdict.outcome == OUTCOME_ACCEPTED) == right]
         if len(kept) < len(programs):
             log.info(f"{kind} solutions left out", prompt=prompt.prompt_id[:12], given=len(programs), kept=len(kept))

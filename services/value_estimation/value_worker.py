@@ -120,7 +120,8 @@ class ValueWorker:
     def _import_human(self, maker: SampleMaker, request: EstimateRequest, spec: JobSpec) -> None:
         if request.human_solutions:
             limit = spec.model.max_response_tokens
-            human = maker.import_human(request.prompt, request.human_solutions, limit)
+            judged = spec.offline.judge_human_solutions
+            human = maker.import_human(request.prompt, request.human_solutions, limit, judged=judged)
             if human:
                 maker.peers.append(request.run_id, human)
 

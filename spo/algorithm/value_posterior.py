@@ -2,8 +2,8 @@
 
 Two points. The frequency of a fixed number of samples makes exp(Q / beta) unbiased, as in the paper. Where the data
 decided when to stop, no frequency is unbiased any more (a lucky streak ends the sampling); the posterior is what it
-was, since the likelihood does not know why sampling ended: sequential estimates are posterior means of exp(Q / beta).
-No torch here.
+was, since the likelihood does not know why sampling ended: sequential estimates are posterior means of Q, whose squared
+error is the least. No torch here.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from spo.algorithm.value_prior import JEFFREYS, BetaPrior
 from spo.errors import InvalidInput
 
 BOOTSTRAP_DRAWS = 2000
+# Midpoints of equally probable pieces of a posterior: what its mean is taken over.
+PIECES = (np.arange(64) + 0.5) / 64
+SMALLEST = 1e-16
 
 
 @dataclass(frozen=True)
 class Evidence:
     """Samples of pi0 on a prompt: successes worth `best`, failures worth `worst`, or `rewards` where there are more.
 
-    With a prior the value is a posterior mean, without one the plain frequency.
+    With a prior the value is the posterior mean of Q, without one that of the plain frequency.
     """
 
     samples: int
@@ -46,6 +49,11 @@ class Evidence:
     def solved(self) -> bool:
         return self.successes > 0
 
+    @property
+    def span(self) -> float:
+        """Reward units between failure and success."""
+        return self.best - self.worst
+
 
 def soft_value_estimate(evidence: Evidence, beta: float, level: float = 0.95) -> SoftValueEstimate:
     """Qhat_0 with its equal-tailed credible interval and a standard error, reward units.
@@ -58,23 +66,33 @@ def soft_value_estimate(evidence: Evidence, beta: float, level: float = 0.95) ->
     if evidence.samples < 1 or not 0 <= evidence.successes <= evidence.samples:
         raise InvalidInput(f"{evidence.successes} successes of {evidence.samples} samples is impossible")
 
-    def q_at(rate: float) -> float:
-        return q_of_two_rewards(rate, beta, best=evidence.best, worst=evidence.worst)
-
-    failures = evidence.samples - evidence.successes
     if evidence.prior is None:
-        low, high = success_rate_interval(evidence.successes, evidence.samples, level)
-        rate = evidence.successes / evidence.samples
-        variance = rate * (1 - rate) / evidence.samples
-    else:
-        a, b = evidence.successes + evidence.prior.successes, failures + evidence.prior.failures
-        tail = (1 - level) / 2
-        low, high = float(betaincinv(a, b, tail)), float(betaincinv(a, b, 1 - tail))
-        rate = a / (a + b)
-        variance = rate * (1 - rate) / (a + b + 1)
-    q, span = q_at(rate), evidence.best - evidence.worst
-    slope = beta * -math.expm1(-span / beta) * math.exp((evidence.best - q) / beta)  # dQ / dS
-    return SoftValueEstimate(q=q, low=q_at(low), high=q_at(high), standard_error=slope * math.sqrt(variance))
+        return _frequency(evidence, beta, level)
+    return _posterior(evidence, evidence.prior, beta, level)
+
+
+def _frequency(evidence: Evidence, beta: float, level: float) -> SoftValueEstimate:
+    """The paper's estimate; the interval is Jeffreys', the standard error that of the delta method."""
+    low, high = success_rate_interval(evidence.successes, evidence.samples, level)
+    rate = evidence.successes / evidence.samples
+    q, low, high = (
+        q_of_two_rewards(each, beta, best=evidence.best, worst=evidence.worst) for each in (rate, low, high)
+    )
+    slope = beta * -math.expm1(-evidence.span / beta) * math.exp((evidence.best - q) / beta)  # dQ / dS
+    error = slope * math.sqrt(rate * (1 - rate) / evidence.samples)
+    return SoftValueEstimate(q=q, low=low, high=high, standard_error=error)
+
+
+def _posterior(evidence: Evidence, prior: BetaPrior, beta: float, level: float) -> SoftValueEstimate:
+    """Mean, deviation and quantiles of Q when S follows the Beta posterior."""
+    a = evidence.successes + prior.successes
+    b = evidence.samples - evidence.successes + prior.failures
+    tail = (1 - level) / 2
+    rates = np.clip(betaincinv(a, b, [tail, 1 - tail, *PIECES]), SMALLEST, 1 - SMALLEST)
+    low, high, *pieces = evidence.best + beta * np.logaddexp(np.log(rates), np.log1p(-rates) - evidence.span / beta)
+    return SoftValueEstimate(
+        q=float(np.mean(pieces)), low=float(low), high=float(high), standard_error=float(np.std(pieces))
+    )
 
 
 def unsolved_posterior(evidence: Evidence) -> Evidence:
@@ -94,19 +112,15 @@ def _from_rewards(evidence: Evidence, beta: float, level: float) -> SoftValueEst
 
     For two rewards that is Jeffreys' posterior, so samples that are all alike still have a width.
     """
-    pseudo = [evidence.best, evidence.worst] if evidence.prior else []
-    rewards = np.array([*evidence.rewards, *pseudo], dtype=np.float64)
-    shares = np.array([1.0] * len(evidence.rewards) + [0.5] * len(pseudo))
-    point = float(beta * np.log(np.average(np.exp((rewards - rewards.max()) / beta), weights=shares)) + rewards.max())
     # Without a prior the interval still needs the pseudo samples: a bootstrap of equal rewards would have no width.
     wide = np.array([*evidence.rewards, evidence.best, evidence.worst], dtype=np.float64)
     widths = np.array([1.0] * len(evidence.rewards) + [0.5, 0.5])
     draws = np.random.default_rng(len(wide)).dirichlet(widths, size=BOOTSTRAP_DRAWS)
-    means = draws @ np.exp((wide - wide.max()) / beta)
-    low, high = beta * np.log(np.quantile(means, [(1 - level) / 2, (1 + level) / 2])) + wide.max()
+    found = beta * np.log(draws @ np.exp((wide - wide.max()) / beta)) + wide.max()
+    low, high = np.quantile(found, [(1 - level) / 2, (1 + level) / 2])
     error = standard_error_from_rewards(evidence.rewards, beta) if len(evidence.rewards) > 1 else high - low
     return SoftValueEstimate(
-        q=point if evidence.prior else q_from_rewards(evidence.rewards, beta),
+        q=float(found.mean()) if evidence.prior else q_from_rewards(evidence.rewards, beta),
         low=float(low),
         high=float(high),
         standard_error=float(error),

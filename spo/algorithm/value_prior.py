@@ -1,12 +1,15 @@
 """What the other prompts tell about a prompt: a Beta prior of its success rate, fitted over the task set.
 
 Empirical Bayes: the successes c of n samples of a prompt follow a Beta-binomial whose mean depends on the prompt's
-features by a logistic regression, and whose strength (pseudo samples) is common to all. Features that tell nothing get
-little weight, prompts that have little in common get a weak prior. No torch here. Axes: P prompt, F feature.
+features by a logistic regression, and whose strength (pseudo samples) is common to all but for a factor: a rare success
+is predicted less well in absolute terms and better in relative ones, so the strength goes with 1 / sqrt(rate). Features
+that tell nothing get little weight, prompts that have little in common get a weak prior. No torch here. Axes: P prompt,
+F feature.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from zlib import crc32
@@ -24,6 +27,8 @@ Array = NDArray[np.float64]
 LIKELIHOOD_DEVIATION, WORD_DEVIATION, INTERCEPT_DEVIATION, LOG_STRENGTH_DEVIATION = 1.0, 0.1, 5.0, 2.0
 LOG_STRENGTH_BOUNDS = (-7.0, 9.0)
 SMALLEST_RATE = 1e-7
+# The rate at which `strength` is meant.
+ORDINARY_RATE = 0.05
 FOLDS = 10
 # Words are folded into so many; a collision only blurs.
 WORD_BUCKETS = 256
@@ -76,7 +81,10 @@ class RateModel:
 
 @dataclass(frozen=True)
 class PriorModel:
-    """One regression per fold, fitted to the other folds, and the strength that their predictions deserve."""
+    """One regression per fold, fitted to the other folds, and the strength that their predictions deserve.
+
+    strength: pseudo samples of a prompt of ordinary rate.
+    """
 
     rates: tuple[RateModel, ...]
     strength: float
@@ -84,7 +92,8 @@ class PriorModel:
     def prior_of(self, prompt_id: str, features: PromptFeatures) -> BetaPrior:
         """The prior of a prompt; its own samples have no part in it."""
         rate = min(max(self.rates[fold_of(prompt_id)].rate(features.row()), SMALLEST_RATE), 1 - SMALLEST_RATE)
-        return BetaPrior(self.strength * rate, self.strength * (1 - rate))
+        strength = self.strength * math.sqrt(ORDINARY_RATE / rate)
+        return BetaPrior(strength * rate, strength * (1 - rate))
 
 
 def fold_of(prompt_id: str) -> int:
@@ -117,8 +126,8 @@ def fit_prior(
     predicted_P = predicted_P.clip(SMALLEST_RATE, 1 - SMALLEST_RATE)
 
     def loss(log_strength: float) -> float:
-        strength = np.exp(log_strength)
-        likelihood = _log_likelihood(strength * predicted_P, strength * (1 - predicted_P), successes_P, samples_P)
+        strength_P = np.exp(log_strength) * np.sqrt(ORDINARY_RATE / predicted_P)
+        likelihood = _log_likelihood(strength_P * predicted_P, strength_P * (1 - predicted_P), successes_P, samples_P)
         return float(0.5 * (log_strength / LOG_STRENGTH_DEVIATION) ** 2 - likelihood.sum())
 
     found = minimize_scalar(loss, bounds=LOG_STRENGTH_BOUNDS, method="bounded")

@@ -113,6 +113,9 @@ class OfflineSpec(Section):
 
     human_solutions: bool = Field(default=True, description="Import the tasks' human solutions as trajectories.")
     human_solutions_per_problem: int = Field(default=3, ge=1, le=1000)
+    judge_human_solutions: bool = Field(
+        default=True, description="Import only human solutions that the judge accepts; false takes them as published."
+    )
     keep_reference_samples: bool = Field(default=True, description="Samples that estimated Qhat_0 become offline data.")
     wrong_human_solutions: bool = Field(default=False, description="Import published wrong solutions too.")
     experience: tuple[StoredExperience, ...] = Field(default=(), max_length=64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 from services.replay_buffer.store import ReplayStore
+from services.trainer.batches import Row, token_batch
 from services.value_estimation.value_worker import ValueWorker
 from spo import redis_keys
 from spo.errors import InvalidInput, NotFound, PreconditionFailed
+from spo.job_spec import RewardSpec
 from spo.policy_model import load_policy, token_logprobs
 from spo.rpc import Client
 from spo.testing_models import random_llama
@@ -179,3 +182,19 @@ def test_cached_reference_logprobs_are_those_of_the_trainers_forward(stage: Stag
             logprobs = token_logprobs(model, tokens, torch.ones_like(tokens))[0, len(each.prompt_token_ids) :]
         # Another batch shape may round differently in the last bit of a float32 sum.
         assert list(each.reference_logprobs) == pytest.approx(logprobs.tolist(), rel=1e-6)
+
+
+def test_reference_logprobs_are_those_of_the_trainers_forward_bit_for_bit(stage: Stage) -> None:
+    """Sequences of one length, since another shape of batch may round differently."""
+    rng = random.Random(0)
+    sequences = [[rng.randrange(4, 20) for _ in range(24)] for _ in range(16)]
+    asked = [wire.TokenSequence(prompt_token_ids=each[:8], response_token_ids=each[8:]) for each in sequences]
+
+    request = wire.ComputeReferenceLogprobsRequest(run_id=RUN, sequences=asked)
+    scored = stage.values.call("ComputeReferenceLogprobs", request, 60).sequences
+
+    trajectories = [Trajectory(prompt_token_ids=each[:8], response_token_ids=each[8:]) for each in sequences]
+    batch = token_batch([Row(each, -0.5, 0) for each in trajectories], BETA, RewardSpec())
+    with torch.no_grad():
+        own_BL = token_logprobs(load_policy(stage.model_path, "float32"), batch.input_ids_BL, batch.attention_mask_BL)
+    assert torch.equal(torch.tensor([list(each.logprobs) for each in scored]), own_BL[:, 8:])

@@ -43,9 +43,9 @@ class Stage:
     judge: Judge
     store: ReplayStore
 
-    def request(self, **fields: Any) -> EstimateRequest:
-        sampling = Sampling(samples=40, temperature_min=1, temperature_max=1, top_p=1, max_tokens=44, seed=5)
-        return EstimateRequest(run_id=RUN, prompt=PROMPT, sampling=sampling, **fields)
+    def request(self, samples: int = 40, run_id: str = RUN, **fields: Any) -> EstimateRequest:
+        sampling = Sampling(samples=samples, temperature_min=1, temperature_max=1, top_p=1, max_tokens=44, seed=5)
+        return EstimateRequest(run_id=run_id, prompt=PROMPT, sampling=sampling, **fields)
 
     def inserted(self, source: str) -> int:
         stored: Any = self.client.hget(redis_keys.replay_counters(RUN), f"inserted:{source}")
@@ -145,6 +145,22 @@ def test_a_run_cancelled_while_its_engine_is_away_does_not_hold_up_the_next(stag
     thread.join(10)
     assert not thread.is_alive()
     assert stage.client.hlen(redis_keys.run_values(RUN)) == 0
+
+
+def test_human_solutions_are_taken_as_published_where_the_job_says_so(stage: Stage) -> None:
+    stage.worker.estimate(stage.request(samples=4))
+    asked = stage.judge.programs
+    stage.around.start("job_TRUSTS", offline={"judge_human_solutions": False})
+
+    stage.worker.estimate(stage.request(samples=4, run_id="job_TRUSTS", human_solutions=[RIGHT, WRONG]))
+
+    stored = stage.store.newest_first("job_TRUSTS", "", "", 50)[0]
+    human = [each for each in stored if each.source == SOURCE_HUMAN]
+    assert {(each.response_text, each.reward, each.verdict.judge_version) for each in human} == {
+        (RIGHT, 0.0, ""),
+        (WRONG, 0.0, ""),
+    }
+    assert stage.judge.programs == asked, "the samples were recalled, and nothing else was judged"
 
 
 def test_only_accepted_human_solutions_that_fit_are_imported(stage: Stage) -> None:
