@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.frame import CpuClock, Row, compare, run
+from benchmarks.frame import CpuClock, Measure, Row, compare, run, within
 from services.trainer.batches import Row as Sampled
 from services.trainer.batches import token_batch
 from services.trainer.deepspeed_engine import leave_deepspeed, prepare_deepspeed
@@ -39,6 +39,7 @@ WIDTH, LAYERS = 192, 4
 BATCH = 32
 LONGEST = 48
 STEPS = 3
+LOSS_STEPS = 10
 # Large enough that what training keeps outweighs what libraries allocate by the way, as it does in earnest.
 MEMORY_WIDTH, MEMORY_LAYERS = 1024, 2
 MEMORY_BATCH, MEMORY_MICRO_BATCH = 8, 2
@@ -60,8 +61,9 @@ def measure() -> list[Row]:
         ranks = join_ranks(timeout_seconds=60)
         prepare_deepspeed(Path(folder))
         found = [step_cost(ranks, model_path, rows), *reference_costs(ranks, model_path, rows)]
+        found.append(same_losses(ranks, model_path, rows))
         leave_deepspeed()
-        found.append(peak_memory(Path(folder)))
+        found += [reference_memory(Path(folder)), peak_memory(Path(folder))]
     return found
 
 
@@ -112,18 +114,59 @@ def reference_costs(ranks: Ranks, model_path: Path, rows: Sequence[Sampled]) -> 
     return [cpu, size]
 
 
+def same_losses(ranks: Ranks, model_path: Path, rows: Sequence[Sampled]) -> Row:
+    """The largest difference of a loss over a few steps, reference cached or in the trainer, both in float32."""
+    curves = []
+    for reference in ("cached", "in_trainer"):
+        learner = Learner(ranks, _spec(model_path, reference=reference))
+        curves.append([learner.learn(_whole(rows), 1e-4).metrics["loss"] for _ in range(LOSS_STEPS)])
+        learner.close()
+    largest = max(abs(cached - own) for cached, own in zip(*curves, strict=True))
+    return within(
+        "largest difference of a loss, cached or in the trainer", "loss", lambda: largest, limit=1e-6, rounds=1
+    )
+
+
+def reference_memory(folder: Path) -> Row:
+    """Cached reference log-probs against a reference model in the trainer: peak memory of the step."""
+    model_path, rows = _larger(folder)
+    in_trainer = {**HALF_ONLINE, "trainer": {"reference": "in_trainer"}}
+    return _compared_memory(
+        "peak memory of training, cached reference",
+        "reference in the trainer",
+        lambda: _alone(HALF_ONLINE, model_path, rows),
+        lambda: _alone(in_trainer, model_path, rows),
+        goal=1.1,
+    )
+
+
 def peak_memory(folder: Path) -> Row:
     """Half-online SPO, which holds one model, against PPO, which holds two, on the same batch."""
-    model_path = folder / "larger"
-    write_random_llama(model_path, seed=0, width=MEMORY_WIDTH, layers=MEMORY_LAYERS)
-    rows = _sampled(model_path, MEMORY_BATCH)
-    return compare(
+    model_path, rows = _larger(folder)
+    return _compared_memory(
         "peak memory of training, SPO half-online",
-        "bytes",
         "PPO, same model and batch",
         lambda: _alone(HALF_ONLINE, model_path, rows),
         lambda: _alone(PPO, model_path, rows),
         goal=1 / 0.6,
+    )
+
+
+def _larger(folder: Path) -> tuple[Path, list[Sampled]]:
+    model_path = folder / "larger"
+    if not model_path.exists():
+        write_random_llama(model_path, seed=0, width=MEMORY_WIDTH, layers=MEMORY_LAYERS)
+    return model_path, _sampled(model_path, MEMORY_BATCH)
+
+
+def _compared_memory(name: str, yardstick: str, product: Measure, peer: Measure, goal: float) -> Row:
+    return compare(
+        name,
+        "bytes",
+        yardstick,
+        product,
+        peer,
+        goal=goal,
         # It hardly varies, and each is measured in a fresh process.
         rounds=1,
         warm_up=False,
@@ -207,7 +250,9 @@ class PlainLoop:
 
 def _spec(model_path: Path, method: dict[str, Any] | None = None, **trainer: Any) -> JobSpec:
     defaults = {"batch_size": BATCH, "micro_batch_size": BATCH, "zero_stage": 0}
-    return parse_job_spec({"model": {"path": str(model_path)}, **(method or {}), "trainer": {**defaults, **trainer}})
+    sections = {**(method or {})}
+    own: dict[str, Any] = sections.pop("trainer", {})
+    return parse_job_spec({"model": {"path": str(model_path)}, **sections, "trainer": {**defaults, **own, **trainer}})
 
 
 def _sampled(model_path: Path, count: int) -> list[Sampled]:
