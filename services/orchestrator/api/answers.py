@@ -7,6 +7,7 @@ from typing import Annotated
 from blake3 import blake3
 from fastapi import Depends, Path, Query, Request, Response
 from pydantic import BaseModel
+from starlette.concurrency import run_in_threadpool
 
 from services.orchestrator.access.callers import Caller
 from services.orchestrator.desk import Desk
@@ -27,13 +28,13 @@ DeskOf = Annotated[Desk, Depends(_desk)]
 CallerOf = Annotated[Caller, Depends(_caller)]
 
 
-def _own_job(
+async def _own_job(
     desk: DeskOf,
     caller: CallerOf,
     job_id: Annotated[str, Path(pattern=r"^job_[0-9A-HJKMNP-TV-Z]{26}$", description="Id of a job.")],
 ) -> str:
     """Another tenant's job is as absent as one that never was."""
-    if not caller.is_admin and desk.jobs.tenant(job_id) != caller.tenant:
+    if not caller.is_admin and await run_in_threadpool(desk.jobs.tenant, job_id) != caller.tenant:
         raise NotFound(f"there is no job {job_id}", code="job_not_found")
     return job_id
 
