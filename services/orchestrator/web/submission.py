@@ -22,7 +22,8 @@ from spo.errors import InvalidInput, SpoError
 
 router = APIRouter()
 
-RECIPES = Path(__file__).parents[3] / "deploy" / "recipes"
+# Of a clone, of the image; where there is neither the form begins empty.
+RECIPE_FOLDERS = (Path(__file__).parents[3] / "deploy" / "recipes", Path("/usr/share/spo/recipes"))
 EXAMPLE = "toy/demo.yaml"
 
 
@@ -38,8 +39,9 @@ class Fault:
 @router.get("/submit")
 def show_form(request: Request, recipe: str = EXAMPLE) -> Response:
     """The form, with a recipe to begin from."""
-    known = sorted(path.relative_to(RECIPES).as_posix() for path in RECIPES.glob("**/*.yaml"))
-    text = (RECIPES / recipe).read_text() if recipe in known else ""
+    folder = next((each for each in RECIPE_FOLDERS if each.is_dir()), RECIPE_FOLDERS[0])
+    known = sorted(path.relative_to(folder).as_posix() for path in folder.glob("**/*.yaml"))
+    text = (folder / recipe).read_text() if recipe in known else ""
     return show(request, "submit.html", recipes=known, recipe=recipe, spec=text)
 
 
