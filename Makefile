@@ -47,7 +47,7 @@ check: $(STAMP)  ## Lint, types, import contracts, freshness of generated code
 	lint-imports
 	bash scripts/check_proto.sh
 
-# The slow tier (whole platforms, kills, thousands of steps) runs in CI and by `make test CI=true`.
+# The slow tier (whole platforms, kills, thousands of steps) and the chart run in CI and by `make test CI=true`.
 TIER := $(if $(filter true,$(CI)),,-m "not slow")
 
 # The S3 server of the tests, in an environment of its own: its packages want older ones than the platform's.
@@ -58,6 +58,7 @@ $(S3_STAMP): tests/s3/requirements.txt
 	touch $@
 
 test: setup system-deps check $(S3_STAMP)  ## Check, then every test but the slow tier (CI=true: all); pytest's count is the last line
+	@$(if $(filter true,$(CI)),bash scripts/chart_test.sh -q)
 	@python -m pytest $(TIER) $(PYTEST_ARGUMENTS)
 
 chart-test:  ## The Helm chart against an emulated cluster, by the real Helm engine (needs Python 3.12 or newer)
