@@ -39,6 +39,7 @@ class Platform:
     grpc_port: int
     bare_port: int
     orchestrator: subprocess.Popen[bytes]
+    bare: subprocess.Popen[bytes]
 
     @property
     def url(self) -> str:
@@ -80,9 +81,9 @@ def platform() -> Iterator[Platform]:
         }
         command = [sys.executable, "-m", "services.orchestrator"]
         orchestrator = stack.enter_context(_running(command, environment, folder / "orchestrator.log"))
-        bare = [sys.executable, "-m", "benchmarks.doors.bare", url, str(bare_port)]
-        stack.enter_context(_running(bare, {}, folder / "bare.log"))
-        found = Platform(client, folder, http_port, grpc_port, bare_port, orchestrator)
+        command = [sys.executable, "-m", "benchmarks.doors.bare", url, str(bare_port)]
+        bare = stack.enter_context(_running(command, {}, folder / "bare.log"))
+        found = Platform(client, folder, http_port, grpc_port, bare_port, orchestrator, bare)
         _await(f"{found.url}/readyz", folder / "orchestrator.log")
         _await(f"http://127.0.0.1:{bare_port}/openapi.json", folder / "bare.log")
         yield found
