@@ -60,7 +60,7 @@ def run_demo_experience() -> None:
     with fresh_demo(NAME, first_document) as demo:
         first = _measure(demo, first_document)
         _await_stored(demo, first.outcome.job.id)
-        second = _measure(demo, _starting_from(first.outcome.job.id, second_document))
+        second = _measure(demo, starting_from(first.outcome.job.id, second_document))
     report = compare(first, second)
     write_comparison(report, first, second, demo.platform.folder)
     console.print(_summary(report), markup=False, highlight=False)
@@ -141,7 +141,8 @@ def _await_stored(demo: Demo, job_id: str) -> None:
             time.sleep(0.5)
 
 
-def _starting_from(run: str, document: Mapping[str, Any]) -> dict[str, Any]:
+def starting_from(run: str, document: Mapping[str, Any]) -> dict[str, Any]:
+    """The second job's document, with the run whose experience it takes."""
     offline = document["offline"]
     sources = [{**each, "run": run} for each in offline["experience"]]
     return {**document, "offline": {**offline, "experience": sources}}

@@ -68,6 +68,11 @@ class EmbeddedJudge:
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def pid(self) -> int:
+        """Its process; 0 before it is started."""
+        return self._process.pid if self._process is not None else 0
+
     def stop(self) -> None:
         """End it and what it runs: it ends by itself when its standard input does."""
         if self._process is not None:
