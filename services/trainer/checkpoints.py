@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +29,9 @@ class TrainingState(Protocol):
     def state_tensors(self) -> dict[str, Tensor]:
         """This rank's part, by name."""
 
+    def recut_state_tensors(self, paths: Sequence[Path]) -> dict[str, Tensor]:
+        """This rank's part of what another number of ranks wrote, one file each. Raises IntegrityError."""
+
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         """The inverse, on the same rank of as many. Raises IntegrityError on another model's."""
 
@@ -46,7 +50,8 @@ class Progress:
     reference_version: int = 0
 
 
-_Found = tuple[Path, Progress] | PreconditionFailed | None
+# Folder, progress, how many ranks wrote it.
+_Found = tuple[Path, Progress, int] | PreconditionFailed | None
 
 
 def save_checkpoint(
@@ -85,19 +90,23 @@ def _save_part(ranks: Ranks, training: TrainingState, writing: Path) -> list[str
 def load_checkpoint(ranks: Ranks, training: TrainingState, root: Path) -> Progress | None:
     """Bring every rank to the newest intact checkpoint of the run; None when there is none.
 
-    A damaged one is named in the log and passed over. Raises PreconditionFailed when it was written by another number
-    of ranks or at another ZeRO stage.
+    A damaged one is named in the log and passed over; one of another number of ranks is cut anew. Raises
+    PreconditionFailed when it was written at another ZeRO stage.
     """
     found: _Found = ranks.share(_newest_intact(ranks, training, root) if ranks.leads else None)
     if isinstance(found, PreconditionFailed):
         raise found
     if found is None:
         return None
-    path, progress = found
-    tensors = load_file(path / _part_name(ranks.rank))
-    torch.set_rng_state(tensors.pop("random.cpu"))
-    if ranks.device.type == "cuda":
-        torch.cuda.set_rng_state(tensors.pop("random.cuda"), ranks.device)
+    path, progress, written_by = found
+    if written_by == ranks.world_size:
+        tensors = load_file(path / _part_name(ranks.rank))
+        torch.set_rng_state(tensors.pop("random.cpu"))
+        if ranks.device.type == "cuda":
+            torch.cuda.set_rng_state(tensors.pop("random.cuda"), ranks.device)
+    else:
+        # The policy is trained without dropout: nothing draws random numbers, so none are carried over.
+        tensors = training.recut_state_tensors([path / _part_name(rank) for rank in range(written_by)])
     training.load_state_tensors(tensors)
     return progress
 
@@ -109,15 +118,15 @@ def _newest_intact(ranks: Ranks, training: TrainingState, root: Path) -> _Found:
         except IntegrityError as error:
             log.warning("a damaged checkpoint is passed over", step=step, reason=error.message)
             continue
-        written = (manifest["world_size"], manifest["zero_stage"])
-        if written != (ranks.world_size, training.stage):
+        written_by, stage = int(manifest["world_size"]), int(manifest["zero_stage"])
+        if stage != training.stage:
             return PreconditionFailed(
-                f"checkpoint {path.name} was written by {written[0]} ranks at ZeRO stage {written[1]}; "
-                f"resume it so, not with {ranks.world_size} ranks at stage {training.stage}",
+                f"checkpoint {path.name} was written at ZeRO stage {stage}; resume it so, not at {training.stage}",
                 code="checkpoint_layout",
             )
-        log.info("resuming", step=step)
-        return path, Progress(**{name: manifest[name] for name in vars(Progress()) if name in manifest})
+        log.info("resuming", step=step, written_by_ranks=written_by, ranks=ranks.world_size)
+        progress = Progress(**{name: manifest[name] for name in vars(Progress()) if name in manifest})
+        return path, progress, written_by
     return None
 
 

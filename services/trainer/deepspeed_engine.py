@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ import torch
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from torch import Tensor, nn
 
+from services.trainer.ranks import Ranks
+from services.trainer.recut import recut_state
 from spo.errors import IntegrityError, PreconditionFailed
 from spo.job_spec import TrainerSpec
 
@@ -144,6 +146,13 @@ class DeepSpeedEngine:
             if f"step.{index}" in tensors:
                 self._adam.state[master]["step"] = tensors[f"step.{index}"].clone()
         self._spread_masters(len(masters))
+
+    def recut(self, paths: Sequence[Path], prefix: str, ranks: Ranks) -> dict[str, Tensor]:
+        """This rank's `state_tensors` out of the files (names begin with prefix) of another number of ranks."""
+        segments: list[int] | None = None if self.stage else []
+        if self.stage == 3:
+            segments = [int(each.ds_numel) for group in self._optimizer.fp16_groups for each in group]
+        return recut_state(paths, prefix, self.state_tensors(), ranks.rank, ranks.world_size, segments)
 
     def close(self) -> None:
         """Free the model and its optimiser; the process goes on to the next job."""

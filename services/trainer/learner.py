@@ -18,7 +18,7 @@ from services.trainer.critic import Appraisal, Critic
 from services.trainer.deepspeed_engine import DeepSpeedEngine
 from services.trainer.ranks import Ranks
 from services.trainer.shares import Minibatch, Piece
-from services.trainer.step_metrics import WeightedMeans
+from services.trainer.step_metrics import WeightedMeans, named_diagnostics
 from services.trainer.weights import take_weights
 from spo.algorithm.diagnostics import batch_diagnostics
 from spo.algorithm.losses import spo_loss
@@ -210,7 +210,7 @@ class Learner:
         if piece.idle:
             return loss, ""
         diagnostics = batch_diagnostics(logprobs_BL.detach(), batch, beta)
-        means.add({"loss": loss.item(), **parts, **_named(diagnostics)}, piece.weight)
+        means.add({"loss": loss.item(), **parts, **named_diagnostics(diagnostics)}, piece.weight)
         online_B = batch.source_B == SOURCE_ONLINE
         if online_B.any():
             # On samples of (nearly) the current policy the mean of -ln pi estimates its entropy per token.
@@ -262,6 +262,14 @@ class Learner:
             tensors |= {CRITIC + name: tensor for name, tensor in self._critic.engine.state_tensors().items()}
         return tensors
 
+    def recut_state_tensors(self, paths: Sequence[Path]) -> dict[str, Tensor]:
+        """This rank's part of what another number of ranks wrote, one file each. Raises IntegrityError."""
+        tensors = self.engine.recut(paths, "", self._ranks)
+        if self._critic:
+            cut = self._critic.engine.recut(paths, CRITIC, self._ranks)
+            tensors |= {CRITIC + name: tensor for name, tensor in cut.items()}
+        return tensors
+
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         """The inverse of `state_tensors`. Raises IntegrityError on another model's."""
         critics = {name.removeprefix(CRITIC): each for name, each in tensors.items() if name.startswith(CRITIC)}
@@ -285,13 +293,3 @@ def _naming_trajectories(error: InvalidInput, piece: Piece) -> str:
 
 def _rows_of(error: InvalidInput) -> list[str]:
     return [row for each in error.violations if (row := each.pointer.rpartition("/")[2]).isdigit()]
-
-
-def _named(diagnostics: dict[str, float]) -> dict[str, float]:
-    """The diagnostics under the names of the curves; the reward is counted from the whole batch already."""
-    renamed = {
-        "kl_to_reference_nats": "kl_to_reference",
-        "log_ratio_nats": "log_ratio",
-        "response_tokens": "response_length",
-    }
-    return {renamed.get(name, name): value for name, value in diagnostics.items() if name != "reward"}

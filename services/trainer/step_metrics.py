@@ -54,3 +54,13 @@ def batch_metrics(rows: Sequence[Row], policy_version: int) -> dict[str, float]:
         "tokens": float(sum(len(row.trajectory.response_token_ids) for row in rows)),
         "trajectories": float(len(rows)),
     }
+
+
+def named_diagnostics(diagnostics: dict[str, float]) -> dict[str, float]:
+    """The diagnostics under the names of the curves; the reward is counted from the whole batch already."""
+    renamed = {
+        "kl_to_reference_nats": "kl_to_reference",
+        "log_ratio_nats": "log_ratio",
+        "response_tokens": "response_length",
+    }
+    return {renamed.get(name, name): value for name, value in diagnostics.items() if name != "reward"}

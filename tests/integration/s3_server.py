@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import time
@@ -14,8 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-ROOT = Path(__file__).parents[2]
-INSTALL_SECONDS = 300.0
+SERVER = Path(__file__).parents[2] / ".venv-s3" / "bin" / "moto_server"
+START_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -49,19 +50,20 @@ def serve_s3(folder: Path) -> Iterator[S3Server]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
+    program = os.environ.get("SPO_TEST_S3_SERVER", str(SERVER))
+    if shutil.which(program) is None:
+        message = f"{program} is not there; `make test` installs it"
+        pytest.fail(message) if os.environ.get("CI") == "true" else pytest.skip(message)
     log = folder / "s3.log"
     with log.open("w") as output:
-        process = subprocess.Popen(
-            ["bash", str(ROOT / "scripts" / "s3_server.sh"), str(port)], stdout=output, stderr=output
-        )
+        process = subprocess.Popen([program, "-H", "127.0.0.1", "-p", str(port)], stdout=output, stderr=output)
     try:
         server = S3Server(f"http://127.0.0.1:{port}", log)
-        deadline = time.monotonic() + INSTALL_SECONDS
+        deadline = time.monotonic() + START_SECONDS
         while not _answers(server.url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                message = f"the S3 emulator does not start: {log.read_text()[-500:]}"
-                pytest.fail(message) if os.environ.get("CI") == "true" else pytest.skip(message)
-            time.sleep(0.2)
+            assert process.poll() is None, f"the S3 server ended: {log.read_text()[-500:]}"
+            assert time.monotonic() < deadline, "the S3 server does not answer"
+            time.sleep(0.1)
         yield server
     finally:
         process.terminate()

@@ -1,0 +1,136 @@
+"""Many simulated inference replicas in one process: all of a replica but the tokens.
+
+    python -m benchmarks.peers.simulated_replicas ORCHESTRATOR REDIS_URL FIRST COUNT GROUP_SECONDS LOG
+
+Each registers and heartbeats over its own gRPC channel, follows the weights stream, takes prompt groups from its
+consumer group, waits as long as an engine would decode, and hands on rollouts of realistic size; two connections to
+Redis each. A line `version unix-time` goes to LOG for every version applied.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from spo import redis_keys, streams
+from spo.errors import SpoError
+from spo.rpc import Client
+from spo.v1 import orchestrator_service_pb2 as wire
+from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
+from spo.v1.prompt_pb2 import PromptGroup
+from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
+from spo.v1.weights_pb2 import WeightAnnouncement
+
+TOKENS = 300
+BLOCK_SECONDS = 1.0
+
+
+class SimulatedReplica:
+    """One replica: a thread for prompts, one for weights and heartbeats."""
+
+    def __init__(self, number: int, orchestrator: str, redis_url: str, group_seconds: float, log: Any) -> None:
+        self.replica_id = f"inference-simulated-{number:06d}"
+        self.group_seconds = group_seconds
+        self.log = log
+        self.run_id = ""
+        self.version = 0
+        self.told = WeightAnnouncement()
+        self.next_beat = 0.0
+        self.client = Client("orchestrator", orchestrator, OrchestratorServiceStub)
+        self.redis = redis.Redis.from_url(redis_url, socket_timeout=30)
+        self.draw = random.Random(number)
+
+    def follow(self) -> None:
+        """Heartbeats and weights, for ever."""
+        position = "0-0"
+        time.sleep(self.draw.random() * 2)
+        while True:
+            if time.monotonic() >= self.next_beat:
+                self._beat()
+            if not self.run_id:
+                time.sleep(BLOCK_SECONDS / 4)
+                continue
+            wait = min(BLOCK_SECONDS, max(0.01, self.next_beat - time.monotonic()))
+            entries = streams.read_after(self.redis, redis_keys.weights(self.run_id), position, wait)
+            if entries:
+                position = entries[-1].entry_id
+                announced = WeightAnnouncement.FromString(entries[-1].payload)
+                self.version = announced.version
+                self.log.write(f"{announced.version} {time.time()}\n")
+                # As a replica that has loaded them would: at the next heartbeat, which it brings forward.
+                self.next_beat = min(self.next_beat, time.monotonic() + self.draw.random())
+
+    def _beat(self) -> None:
+        request = wire.HeartbeatRequest(
+            replica_id=self.replica_id,
+            pool="inference",
+            address="127.0.0.1:1",
+            pid=os.getpid(),
+            run_id=self.run_id,
+            policy_version=self.version,
+            load=0.5,
+        )
+        try:
+            response: wire.HeartbeatResponse = self.client.call("Heartbeat", request, deadline_seconds=10)
+        except SpoError as error:
+            print("heartbeat failed:", error.message, file=sys.stderr, flush=True)
+            self.next_beat = time.monotonic() + 1
+            return
+        self.run_id = response.run_id
+        self.next_beat = time.monotonic() + response.next_heartbeat_seconds
+
+    def serve(self) -> None:
+        """Prompts in, rollouts out, for ever."""
+        while not self.run_id:
+            time.sleep(BLOCK_SECONDS / 4)
+        consumer = streams.Consumer(
+            self.redis, redis_keys.prompts(self.run_id), redis_keys.INFERENCE_GROUP, self.replica_id
+        )
+        while True:
+            for entry in consumer.read(1, BLOCK_SECONDS):
+                group = PromptGroup.FromString(entry.payload)
+                time.sleep(self.group_seconds * self.draw.uniform(0.5, 1.5))
+                consumer.hand_on(entry, redis_keys.rollouts(), self._rollouts(group).SerializeToString())
+
+    def _rollouts(self, group: PromptGroup) -> RolloutGroup:
+        found = RolloutGroup(request=group)
+        for index in range(group.sampling.samples):
+            made = Trajectory(
+                trajectory_id=f"traj_{group.group_id}_{index}",
+                group_id=group.group_id,
+                run_id=group.run_id,
+                prompt_id=group.prompt.prompt_id,
+                sample_index=index,
+                source=group.source,
+                response_token_ids=self.draw.choices(range(32_000), k=TOKENS),
+                sampling_logprobs=[-self.draw.random()] * TOKENS,
+                response_text="x" * (3 * TOKENS),
+                policy_version_first=self.version,
+                policy_version_last=self.version,
+            )
+            found.trajectories.append(made)
+        return found
+
+
+def main() -> None:
+    orchestrator, redis_url, first, count, group_seconds, log = sys.argv[1:7]
+    # Thousands of threads that mostly wait.
+    threading.stack_size(512 * 1024)
+    with Path(log).open("w", buffering=1) as lines:
+        for number in range(int(first), int(first) + int(count)):
+            replica = SimulatedReplica(number, orchestrator, redis_url, float(group_seconds), lines)
+            for body in (replica.follow, replica.serve):
+                threading.Thread(target=body, daemon=True).start()
+        while True:
+            time.sleep(1)
+
+
+if __name__ == "__main__":
+    main()

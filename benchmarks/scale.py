@@ -1,0 +1,271 @@
+"""What a thousand inference replicas cost the orchestrator and Redis, in CPU time, and how fast weights reach them.
+
+The orchestrator is the real process, Redis a real server, a running job is fed at 10,000 groups a minute. Replicas are
+simulated (benchmarks.peers.simulated_replicas): real registration, heartbeats, streams and announcements over real gRPC
+and Redis, no tokens. Judges and replay ingest are two consumers here; a trainer is the lease and the publishing alone.
+Their CPU time, and the simulated replicas', is not counted: they scale out, the two that are counted do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import redis
+
+from benchmarks.frame import Row, run, within
+from services.orchestrator.jobs import JobStore
+from services.orchestrator.states import JobState
+from spo import redis_keys
+from spo.inference_client import TIME_BYTES
+from spo.job_spec import parse_job_spec
+from spo.local.redis_server import server_command
+from spo.redis_client import connect
+from spo.rpc import Client, RpcServer
+from spo.streams import Consumer
+from spo.v1 import orchestrator_service_pb2 as wire
+from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
+from spo.v1.replay_service_pb2 import GetReplayStatusRequest, GetReplayStatusResponse
+from spo.v1.replay_service_pb2_grpc import ReplayServiceServicer, add_ReplayServiceServicer_to_server
+
+REPLICAS = tuple(map(int, os.environ.get("SPO_BENCHMARK_REPLICAS", "1,100,1000").split(",")))
+GROUPS_PER_MINUTE = 10_000
+# A replica's share; fewer replicas get less to do.
+GROUPS_PER_REPLICA_MINUTE = 10
+GROUP_SECONDS = 3.0
+SAMPLES = 4
+PROCESSES = 4
+WINDOW_SECONDS = 20.0
+WAIT_SECONDS = 120.0
+PUSHES = 3
+SPEC: dict[str, Any] = {
+    "model": {"path": "/pi0"},
+    "tasks": {"kind": "toy", "train_problems": 200, "evaluation_problems": 6},
+    "algorithm": {"losses": [{"objective": "group_centred_squared"}]},
+    "replay": {"unit": "group", "mix": [{"source": "online", "share": 1.0}]},
+    "rollout": {"samples_per_prompt": SAMPLES},
+    "evaluation": {"interval_steps": 1_000_000},
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One size: cores of the orchestrator and of Redis, groups a minute, seconds until all had applied and said so."""
+
+    orchestrator_cores: float
+    redis_cores: float
+    groups_per_minute: float
+    applied_seconds: float
+    known_seconds: float
+
+
+@dataclass
+class Belt(ReplayServiceServicer):
+    """The judges and the replay buffer: takes what replicas hand on, and admits groups at the wished rate."""
+
+    per_minute: float
+    finished: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    def GetReplayStatus(self, request: GetReplayStatusRequest, context: Any) -> GetReplayStatusResponse:  # noqa: N802
+        due = self.per_minute * (time.monotonic() - self.began) / 60 - self.finished
+        return GetReplayStatusResponse(admissible_inserts=max(0, int(due) * SAMPLES))
+
+    def judge(self, client: redis.Redis, stop: threading.Event) -> None:
+        """Rollouts to verdicts, as they are."""
+        consumer = Consumer(client, redis_keys.rollouts(), redis_keys.JUDGE_GROUP, "judge")
+        while not stop.is_set():
+            for entry in consumer.read(64):
+                consumer.hand_on(entry, redis_keys.verdicts(), entry.payload)
+
+    def ingest(self, client: redis.Redis, stop: threading.Event) -> None:
+        """Verdicts to nowhere, counted."""
+        consumer = Consumer(client, redis_keys.verdicts(), redis_keys.INGEST_GROUP, "ingest")
+        while not stop.is_set():
+            entries = consumer.read(256)
+            if entries:
+                consumer.finish(entries)
+                self.finished += len(entries)
+
+
+def measure() -> list[Row]:
+    """All claims."""
+    found = {replicas: _measured(replicas) for replicas in REPLICAS}
+    rows = []
+    for replicas, each in found.items():
+        _say(f"{replicas} replicas: {each}")
+        cores = each.orchestrator_cores
+        rows.append(_row(f"orchestrator, {replicas} replicas", "cores", cores, 1.0))
+        rows.append(_row(f"orchestrator per replica, {replicas} replicas", "millicores", 1000 * cores / replicas, 1000))
+    most = found[max(found)]
+    wished = min(GROUPS_PER_MINUTE, GROUPS_PER_REPLICA_MINUTE * max(found))
+    rows.append(_row(f"Redis, {max(found)} replicas", "cores", most.redis_cores, 1.0))
+    rows.append(_row("orchestrator and Redis together", "cores", most.orchestrator_cores + most.redis_cores, 1.0))
+    rows.append(_row("announcement until all have applied it", "s", most.applied_seconds, 5.0))
+    rows.append(_row("announcement until the orchestrator knows so", "s", most.known_seconds, 5.0))
+    # A limit holds from above: what is missing of the wished rate.
+    rows.append(_row(f"missing of {wished:,} groups a minute", "share", 1 - most.groups_per_minute / wished, 0.05))
+    return rows
+
+
+def _row(name: str, unit: str, value: float, limit: float) -> Row:
+    return within(name, unit, lambda: max(0.0, value), limit=limit, rounds=1)
+
+
+def _measured(replicas: int) -> Measured:
+    per_minute = min(GROUPS_PER_MINUTE, GROUPS_PER_REPLICA_MINUTE * replicas)
+    belt, stop = Belt(per_minute), threading.Event()  # type: ignore[abstract]
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spo-benchmark-")))
+        url, redis_process = stack.enter_context(_redis(folder))
+        client = connect(url)
+        job_id = _running_job(client)
+        replay = RpcServer("127.0.0.1", 0)
+        add_ReplayServiceServicer_to_server(belt, replay.server)
+        replay.start()
+        stack.callback(replay.stop, 1)
+        stack.callback(stop.set)
+        for body in (belt.judge, belt.ingest):
+            threading.Thread(target=body, args=(connect(url), stop), daemon=True).start()
+        address, orchestrator = stack.enter_context(_orchestrator(folder, url, replay.address))
+        logs = stack.enter_context(_simulated(folder, address, url, replicas))
+        _wait_for(lambda: _live(client, 0) >= replicas, f"{replicas} replicas have joined")
+        belt.began, belt.finished = time.monotonic(), 0
+        time.sleep(3 * GROUP_SECONDS)
+        counted = [psutil.Process(orchestrator), psutil.Process(redis_process)]
+        began, before, finished = time.monotonic(), list(map(_cpu_seconds, counted)), belt.finished
+        time.sleep(WINDOW_SECONDS / 2)
+        applied, known = _push(client, address, job_id, logs, replicas)
+        time.sleep(WINDOW_SECONDS / 2)
+        seconds = time.monotonic() - began
+        cores = [(_cpu_seconds(each) - used) / seconds for each, used in zip(counted, before, strict=True)]
+        return Measured(cores[0], cores[1], 60 * (belt.finished - finished) / seconds, applied, known)
+
+
+def _push(client: redis.Redis, address: str, job_id: str, logs: Sequence[Path], replicas: int) -> tuple[float, float]:
+    """Publish versions as a trainer does; the slowest: seconds until the last replica applied it, and was known to."""
+    trainer = Client("orchestrator", address, OrchestratorServiceStub)
+    grant = trainer.call("LeaseJob", wire.LeaseJobRequest(trainer_id="trainer", wait_seconds=5), deadline_seconds=15)
+    assert grant.run_id == job_id
+    owner: dict[str, Any] = {"run_id": job_id, "trainer_id": "trainer", "epoch": grant.epoch}
+    applied, known = [], []
+    for version in range(1, PUSHES + 1):
+        trainer.call("RenewLease", wire.RenewLeaseRequest(**owner), deadline_seconds=10)
+        trainer.call("PublishWeights", wire.PublishWeightsRequest(**owner, version=version, step=version, uri="-"))
+        began = time.time()
+        _wait_for(lambda: len(_applied(logs, version)) == replicas, "all replicas apply")  # noqa: B023
+        applied.append(max(_applied(logs, version)) - began)
+        _wait_for(lambda: _live(client, version) >= replicas, "the orchestrator knows")  # noqa: B023
+        known.append(time.time() - began)
+    trainer.close()
+    return max(applied), max(known)
+
+
+def _applied(logs: Sequence[Path], version: int) -> list[float]:
+    words = (line.split() for log in logs for line in log.read_text().splitlines())
+    return [float(each[1]) for each in words if len(each) == 2 and each[0] == str(version)]
+
+
+def _live(client: redis.Redis, version: int) -> int:
+    """Replicas whose last heartbeat said that they serve the run, at a version or later."""
+    found: Any = client.hvals(redis_keys.replicas())
+    beats = [wire.HeartbeatRequest.FromString(raw[TIME_BYTES:]) for raw in found]
+    return sum(bool(beat.run_id) and beat.policy_version >= version for beat in beats if beat.pool == "inference")
+
+
+def _running_job(client: redis.Redis) -> str:
+    """A job as it stands once it runs; it needs no values."""
+    jobs = JobStore(client)
+    job_id = jobs.submit(parse_job_spec(SPEC))
+    for state in (JobState.VALIDATING, JobState.ESTIMATING, JobState.RUNNING):
+        assert jobs.transition(job_id, state, "the benchmark says so")
+    return job_id
+
+
+@contextlib.contextmanager
+def _redis(folder: Path) -> Iterator[tuple[str, int]]:
+    port = _free_port()
+    process = subprocess.Popen(server_command(port, folder / "redis"), stdout=subprocess.DEVNULL)
+    try:
+        yield f"redis://127.0.0.1:{port}/0", process.pid
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+@contextlib.contextmanager
+def _orchestrator(folder: Path, redis_url: str, replay: str) -> Iterator[tuple[str, int]]:
+    port = _free_port()
+    environment = os.environ | {
+        "SPO_REDIS_URL": redis_url,
+        "SPO_STATE_PATH": str(folder / "state"),
+        "SPO_ORCHESTRATOR_PORT": str(port),
+        "SPO_ORCHESTRATOR_ADDRESS": f"127.0.0.1:{port}",
+        "SPO_ORCHESTRATOR_HTTP_PORT": "0",
+        "SPO_REPLAY_BUFFER_ADDRESS": replay,
+        "SPO_LOG_LEVEL": "warning",
+    }
+    process = subprocess.Popen([sys.executable, "-m", "services.orchestrator"], env=environment, stdout=sys.stderr)
+    try:
+        yield f"127.0.0.1:{port}", process.pid
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+@contextlib.contextmanager
+def _simulated(folder: Path, address: str, redis_url: str, replicas: int) -> Iterator[list[Path]]:
+    """Replicas over a few processes; yields the logs of what they applied."""
+    processes, logs = [], []
+    share = -(-replicas // PROCESSES)
+    for first in range(0, replicas, share):
+        log = folder / f"applied-{first}"
+        log.touch()
+        wished = [address, redis_url, str(first), str(min(share, replicas - first)), str(GROUP_SECONDS), str(log)]
+        command = [sys.executable, "-m", "benchmarks.peers.simulated_replicas", *wished]
+        processes.append(subprocess.Popen(command, stdout=sys.stderr))
+        logs.append(log)
+    try:
+        yield logs
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(10)
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _wait_for(condition: Any, what: str) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {WAIT_SECONDS:g} s: {what}")
+        time.sleep(0.1)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run("scale", measure))
