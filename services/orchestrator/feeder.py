@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import redis
@@ -36,6 +37,14 @@ MAX_GROUPS_AT_ONCE = 256
 _POSITION = "position"
 
 
+@lru_cache(maxsize=8)
+def _order(problems: int, seed: int, epoch: int) -> Sequence[int]:
+    """Indices of the problems in the order of an epoch; to shuffle for each prompt would cost more than the prompt."""
+    order = list(range(problems))
+    random.Random(seed_of(seed, "epoch", epoch)).shuffle(order)
+    return order
+
+
 @dataclass(frozen=True)
 class Course:
     """The endless order of a run's prompts: seeded shuffles, one epoch after the other."""
@@ -46,9 +55,7 @@ class Course:
     def at(self, position: int) -> Problem:
         """The problem at a position; every epoch holds each problem once."""
         epoch, index = divmod(position, len(self.problems))
-        order = list(range(len(self.problems)))
-        random.Random(seed_of(self.seed, "epoch", epoch)).shuffle(order)
-        return self.problems[order[index]]
+        return self.problems[_order(len(self.problems), self.seed, epoch)[index]]
 
 
 class Feeder:

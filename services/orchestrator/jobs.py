@@ -224,10 +224,18 @@ class JobStore:
         """Add an event that is not a transition, with the writes it tells of."""
         Commit(job_id, writes=writes, kind=kind, body=json.dumps(body)).run(self.client, durable=False)
 
-    def once(self, job_id: str, guard: Guard, kind: str, body: dict[str, Any], writes: Sequence[Write]) -> bool:
-        """As append, durably, only while the guard holds; False when it does not."""
+    def once(
+        self,
+        job_id: str,
+        guard: Guard,
+        kind: str,
+        body: dict[str, Any],
+        writes: Sequence[Write],
+        durable: bool | None = None,
+    ) -> bool:
+        """As append, durably unless told otherwise, only while the guard holds; False when it does not."""
         commit = Commit(job_id, guard=guard, writes=writes, kind=kind, body=json.dumps(body))
-        return commit.run(self.client, self.durable).done
+        return commit.run(self.client, self.durable if durable is None else durable).done
 
     def fenced(self, commit: Commit) -> Outcome:
         """Run a commit of a lease holder. Raises LeaseLost when another trainer has the job."""

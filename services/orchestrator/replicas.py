@@ -58,8 +58,10 @@ class Replicas:
             raise InvalidInput(f"a heartbeat needs a replica_id and a pool of {', '.join(POOLS)}", code="bad_heartbeat")
         self._keep_logs(request)
         stamped = now_ms().to_bytes(TIME_BYTES, "big") + request.SerializeToString()
-        before: Any = self.jobs.client.hget(redis_keys.replicas(), request.replica_id)
-        self.jobs.client.hset(redis_keys.replicas(), request.replica_id, stamped)
+        with self.jobs.client.pipeline(transaction=False) as pipe:
+            pipe.hget(redis_keys.replicas(), request.replica_id)
+            pipe.hset(redis_keys.replicas(), request.replica_id, stamped)
+            before: Any = pipe.execute()[0]
         if before is None:
             self._counted = (float("-inf"), {})
         self._tell(_replica(before) if before else None, request)
@@ -91,7 +93,13 @@ class Replicas:
 
     def _tell(self, before: Replica | None, now: wire.HeartbeatRequest) -> None:
         """Add events for what people watch for: a replica that joined, applied a version, or has a problem."""
-        if not now.run_id or not self.jobs.client.exists(redis_keys.job_record(now.run_id)):
+        # Nearly every heartbeat has no news, and then costs no look at the job.
+        same = before is not None and (before.run_id, before.policy_version, before.problem) == (
+            now.run_id,
+            now.policy_version,
+            now.problem,
+        )
+        if same or not now.run_id or not self.jobs.client.exists(redis_keys.job_record(now.run_id)):
             return
         about = {"replica_id": now.replica_id, "pool": now.pool}
         if before is None or before.run_id != now.run_id:
@@ -107,7 +115,9 @@ class Replicas:
         highest: Any = self.jobs.client.hget(record, field)
         if int(highest or 0) < now.policy_version:
             guard = Guard(record, field, (highest or b"").decode())
-            self.jobs.once(now.run_id, guard, "weights_applied", body, [("HSET", record, field, now.policy_version)])
+            writes = [("HSET", record, field, now.policy_version)]
+            # Not durably: all replicas tell of a version at once, and would all wait for the append-only file.
+            self.jobs.once(now.run_id, guard, "weights_applied", body, writes, durable=False)
 
     def live(self) -> list[Replica]:
         """Replicas heard of lately, by pool and id."""
