@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -181,86 +177,3 @@ def test_a_stopped_trainer_saves_its_last_step_and_exits_with_success(
     assert last >= 6
     assert last == pool.asked[-1].step
     assert job.finished == []
-
-
-def losses(job: OneJob, first: int, last: int) -> list[float]:
-    return [job.metrics[step]["loss"] for step in range(first, last + 1)]
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.timeout(900)
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(
-    surroundings: Surroundings, tiny_model_path: Path, stage: int
-) -> None:
-    job = surroundings.job
-    whole = job_spec(tiny_model_path, zero_stage=stage, steps=6, checkpoint_interval=3)
-    for ranks, run in ((1, "job_one"), (2, "job_two")):
-        job.reset(whole, run)
-        process = surroundings.start(*(TORCHRUN if ranks == 2 else ()))
-        surroundings.wait_finished()
-        expected, weights = losses(job, 4, 6), surroundings.weights(2)
-        end(process)
-        # The same run, as its checkpoint of step 3 left it, for the other number of ranks.
-        checkpoints = job.state_path / "checkpoints" / run
-        shutil.rmtree(checkpoints / f"{6:010d}")
-        job.reset(whole, run)
-        other = surroundings.start(*(TORCHRUN if ranks == 1 else ()))
-        surroundings.wait_finished()
-
-        assert losses(job, 4, 6) == pytest.approx(expected, rel=1e-4)
-        assert sorted(job.metrics) == [4, 5, 6]
-        again = surroundings.weights(max(each.version for each in job.published))
-        assert max(float((weights[name] - again[name]).abs().max()) for name in weights) < 1e-4
-        end(other)
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    process.wait(LIMIT_SECONDS)
-
-
-ELASTIC = (
-    "-m",
-    "torch.distributed.run",
-    "--nnodes=1",
-    "--nproc-per-node=2",
-    "--max-restarts=3",
-    "--rdzv-backend=c10d",
-    "--local-addr=127.0.0.1",
-)
-
-
-@pytest.mark.timeout(600)
-def test_the_group_goes_on_from_its_checkpoint_when_one_rank_is_killed(
-    surroundings: Surroundings, tiny_model_path: Path, free_port: int
-) -> None:
-    job, pool = surroundings.job, surroundings.pool
-    job.spec = job_spec(tiny_model_path, zero_stage=2)
-    launcher = surroundings.start(*ELASTIC, f"--rdzv-endpoint=127.0.0.1:{free_port}", SPO_LOG_LEVEL="info")
-    killed: list[float] = []
-
-    def kill(step: int, batch: Any) -> None:
-        if step == 10 and not killed:
-            killed.append(time.monotonic())
-            os.kill(rank_of(launcher.pid, 1), signal.SIGKILL)
-            # What the orchestrator does when nobody renews the lease any more.
-            threading.Timer(job.lease_seconds, job.lapse).start()
-
-    pool.spoil = kill
-    job.wait_until(lambda: bool(killed), LIMIT_SECONDS, "a rank is killed")
-    asked = len(pool.asked)
-    surroundings.wait_finished()
-
-    steps = [request.step for request in pool.asked[asked:]]
-    assert steps[0] == 9, "it went on after the checkpoint of step 8"
-    assert sorted(job.metrics) == list(range(1, 13))
-    assert job.epoch >= 2
-    assert launcher.poll() is None
-
-
-def rank_of(launcher: int, rank: int) -> int:
-    """The process id of a rank."""
-    for child in psutil.Process(launcher).children(recursive=True):
-        if child.environ().get("RANK") == str(rank):
-            return int(child.pid)
-    raise AssertionError(f"there is no rank {rank}")
