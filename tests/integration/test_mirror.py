@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,8 +19,10 @@ import pytest
 
 from spo.client import Client
 from spo.errors import InvalidInput
+from spo.local.mirror_child import mirror_children
 from spo.mirror import mirror
 from spo.sinks import open_sink
+from spo.testing_platform import wait_until
 
 BLOCK_BYTES = 32 << 10
 
@@ -68,7 +73,8 @@ class Api:
             steps = range(0, self.step + 1, 10)
             score = {"value": 0.25, "low": 0.1, "high": 0.4}
             return {"items": [{"step": step, "pass_at_k": {"1": score}, "entropy": 0.5} for step in steps]}
-        return {"id": "job_1", "state": self.state, "name": "demo", "progress": {"step": self.step, "steps": 30}}
+        job = {"id": "job_1", "state": self.state, "name": "demo", "progress": {"step": self.step, "steps": 30}}
+        return {"items": [job]} if place == "/v1/jobs" else job
 
 
 @pytest.fixture
@@ -102,6 +108,29 @@ def test_tensorboard_reads_each_point_once_after_a_restart(api: Api, tmp_path: P
     assert read.Scalars("training/loss")[3].value == pytest.approx(0.25)
     assert 2 not in [point.step for point in read.Scalars("training/reward")]
     assert [point.step for point in read.Scalars("evaluation/pass@1")] == list(range(0, 1504, 10))
+
+
+@needs("tensorboard")
+def test_the_launchers_child_mirrors_all_jobs_and_goes_on_after_a_kill(api: Api, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (tmp_path / "job_1").mkdir()
+
+    def steps() -> list[int]:
+        read = EventAccumulator(str(tmp_path / "job_1"), size_guidance={"scalars": 0})
+        read.Reload()
+        return [point.step for point in read.Scalars("training/loss")] if read.Tags()["scalars"] else []
+
+    (child,) = mirror_children(f"tensorboard:{tmp_path}", api.url, tmp_path / "mirror.log")
+    for api.step in (5, 9):
+        child.start()
+        wait_until(lambda: steps() == list(range(1, api.step + 1)), f"{api.step} steps", 60)
+        assert child.pid
+        os.kill(child.pid, signal.SIGKILL if api.step == 5 else signal.SIGTERM)
+        assert child.stop_by(time.monotonic() + 30)
+
+    assert steps() == list(range(1, 10))
+    assert mirror_children("", api.url, tmp_path / "mirror.log") == []
 
 
 @needs("mlflow")
