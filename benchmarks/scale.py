@@ -32,7 +32,7 @@ from spo.inference_client import TIME_BYTES
 from spo.job_spec import parse_job_spec
 from spo.local.redis_server import server_command
 from spo.redis_client import connect
-from spo.rpc import Client, RpcServer
+from spo.rpc import Client, RpcServer, is_healthy
 from spo.streams import Consumer
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
@@ -47,7 +47,7 @@ GROUP_SECONDS = 3.0
 SAMPLES = 4
 PROCESSES = 4
 WINDOW_SECONDS = 20.0
-WAIT_SECONDS = 120.0
+WAIT_SECONDS = 180.0
 PUSHES = 3
 SPEC: dict[str, Any] = {
     "model": {"path": "/pi0"},
@@ -218,6 +218,8 @@ def _orchestrator(folder: Path, redis_url: str, replay: str) -> Iterator[tuple[s
     }
     process = subprocess.Popen([sys.executable, "-m", "services.orchestrator"], env=environment, stdout=sys.stderr)
     try:
+        # Not before: a thousand replicas that look for it would take the CPU that its start needs.
+        _wait_for(lambda: is_healthy(f"127.0.0.1:{port}"), "the orchestrator serves")
         yield f"127.0.0.1:{port}", process.pid
     finally:
         process.kill()
