@@ -31,11 +31,14 @@ def _module(name: str) -> ModuleType:
 
 
 def on_config(config: Any) -> Any:
-    """Name the decisions in the navigation, by their titles and in their order."""
+    """Name the decisions in the navigation, by their titles and in their order, and pages that nobody placed."""
     folder = Path(config["docs_dir"])
-    config["nav"].append(
-        {"Decisions": [f"decisions/{each.name}" for each in sorted((folder / "decisions").glob("*.md"))]}
-    )
+    placed = str(config["nav"])
+    more = [each.name for each in sorted(folder.glob("*.md")) if f"'{each.name}'" not in placed]
+    decisions = sorted((folder / "decisions").glob("*.md"))
+    config["nav"].append({"Decisions": [f"decisions/{each.name}" for each in decisions]})
+    if more:
+        config["nav"].append({"More": more})
     return config
 
 
