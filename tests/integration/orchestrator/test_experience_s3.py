@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 import redis
-from pyarrow.fs import S3FileSystem
 
 from services.orchestrator import stored
 from services.orchestrator.desk import Desk
@@ -29,50 +24,20 @@ from spo.job_spec import StoredExperience, TasksSpec
 from spo.tasks.load import load_tasks
 from spo.testing_replay import PROMPTS, RUN, start_run, trajectory
 from spo.v1.prompt_pb2 import Prompt
+from tests.integration.s3_server import serve_s3
 
 TASKS = TasksSpec(kind="toy", train_problems=6, evaluation_problems=3)
 JSONL = {"Content-Type": "application/x-ndjson"}
-SERVER = Path(__file__).parents[3] / ".venv-s3" / "bin" / "moto_server"
 
 
 @pytest.fixture
-def endpoint(free_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The URL of a server with the bucket `bucket`, known to this process as the AWS of its environment."""
-    program = os.environ.get("SPO_TEST_S3_SERVER", str(SERVER))
-    if shutil.which(program) is None:
-        message = f"{program} is not there; `make test` installs it"
-        if os.environ.get("CI") == "true":
-            pytest.fail(message)
-        pytest.skip(message)
-    command = [program, "-H", "127.0.0.1", "-p", str(free_port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    address = f"http://127.0.0.1:{free_port}"
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": address,
-    }.items():
-        monkeypatch.setenv(name, value)
-    try:
-        _wait_for(address)
-        own = S3FileSystem(endpoint_override=address.removeprefix("http://"), scheme="http", allow_bucket_creation=True)
-        own.create_dir("bucket")
-        yield address
-    finally:
-        process.kill()
-        process.wait(10)
-
-
-def _wait_for(address: str) -> None:
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            urllib.request.urlopen(f"{address}/moto-api/", timeout=2).close()
-            return
-        except OSError:
-            assert time.monotonic() < deadline, "the S3 server does not answer"
-            time.sleep(0.1)
+    with serve_s3(tmp_path) as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        server.bucket("bucket")
+        yield server.url
 
 
 @pytest.fixture
