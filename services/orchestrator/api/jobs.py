@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
 from services.orchestrator import schemas, views
@@ -53,6 +53,16 @@ _SPEC_BODY: dict[str, Any] = {
         "content": {"application/json": {"schema": {"$ref": "#/components/schemas/JobSpec"}}},
     }
 }
+
+
+def _written_out(text: str) -> str:
+    # Numbers would be taken as seconds since 1970.
+    if text.replace(".", "", 1).lstrip("+-").isdecimal():
+        raise ValueError("write the time as RFC 3339 does, 2026-01-31T12:00:00Z")
+    return text
+
+
+Moment = Annotated[AwareDatetime, BeforeValidator(_written_out)]
 
 
 @router.post("", status_code=202, response_model=schemas.Job, openapi_extra=_SPEC_BODY)
@@ -105,8 +115,8 @@ def list_jobs(
     caller: CallerOf,
     status: JobState | None = None,
     label: Labels = None,
-    created_from: AwareDatetime | None = None,
-    created_to: AwareDatetime | None = None,
+    created_from: Moment | None = None,
+    created_to: Moment | None = None,
     limit: Limit = 50,
     cursor: Annotated[str | None, Query(pattern=r"^\d{1,15}$")] = None,
 ) -> schemas.JobPage:

@@ -45,7 +45,8 @@ def weights(desk: DeskOf, job_id: JobId) -> schemas.WeightVersions:
     return schemas.WeightVersions(items=views.weight_versions(desk, job_id))
 
 
-@router.get("/{job_id}/weights/{version}")
+# A number, so that the verbs beside it stay verbs.
+@router.get("/{job_id}/weights/{version:int}")
 def weight_version(desk: DeskOf, job_id: JobId, version: Annotated[int, Path(ge=1, le=2**53)]) -> schemas.WeightVersion:
     """One published version and which replicas serve it."""
     for found in views.weight_versions(desk, job_id):
