@@ -29,6 +29,15 @@ Labels = Annotated[
     Query(max_length=16, description="`key` or `key:value`; repeated: a job has all of them."),
 ]
 
+
+def _written_out(at: Any) -> Any:
+    # Numbers would pass for seconds since 1970.
+    if isinstance(at, str) and "T" not in at.upper():
+        raise ValueError("write it as RFC 3339: 2026-01-31T12:00:00Z")
+    return at
+
+
+Moment = Annotated[AwareDatetime, BeforeValidator(_written_out)]
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
 
 
