@@ -64,16 +64,6 @@ _SPEC_BODY: dict[str, Any] = {
 }
 
 
-def _written_out(text: str) -> str:
-    # Numbers would be taken as seconds since 1970.
-    if text.replace(".", "", 1).lstrip("+-").isdecimal():
-        raise ValueError("write the time as RFC 3339 does, 2026-01-31T12:00:00Z")
-    return text
-
-
-Moment = Annotated[AwareDatetime, BeforeValidator(_written_out)]
-
-
 @router.post("", status_code=202, response_model=schemas.Job, openapi_extra=_SPEC_BODY)
 async def submit(
     request: Request,
