@@ -9,6 +9,7 @@ Their CPU time, and the simulated replicas', is not counted: they scale out, the
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ SPEC: dict[str, Any] = {
     "algorithm": {"losses": [{"objective": "group_centred_squared"}]},
     "replay": {"unit": "group", "mix": [{"source": "online", "share": 1.0}]},
     "rollout": {"samples_per_prompt": SAMPLES},
+    "value": None,
     "evaluation": {"interval_steps": 1_000_000},
 }
 
@@ -76,11 +78,12 @@ class Belt(ReplayServiceServicer):
 
     per_minute: float
     finished: int = 0
-    began: float = field(default_factory=time.monotonic)
+    # Nothing is admitted before.
+    began: float = math.inf
 
     def GetReplayStatus(self, request: GetReplayStatusRequest, context: Any) -> GetReplayStatusResponse:  # noqa: N802
         due = self.per_minute * (time.monotonic() - self.began) / 60 - self.finished
-        return GetReplayStatusResponse(admissible_inserts=max(0, int(due) * SAMPLES))
+        return GetReplayStatusResponse(admissible_inserts=int(max(0.0, due)) * SAMPLES)
 
     def judge(self, client: redis.Redis, stop: threading.Event) -> None:
         """Rollouts to verdicts, as they are."""
@@ -141,7 +144,7 @@ def _measured(replicas: int) -> Measured:
         address, orchestrator = stack.enter_context(_orchestrator(folder, url, replay.address))
         logs = stack.enter_context(_simulated(folder, address, url, replicas))
         _wait_for(lambda: _live(client, 0) >= replicas, f"{replicas} replicas have joined")
-        belt.began, belt.finished = time.monotonic(), 0
+        belt.began = time.monotonic()
         time.sleep(3 * GROUP_SECONDS)
         counted = [psutil.Process(orchestrator), psutil.Process(redis_process)]
         began, before, finished = time.monotonic(), list(map(_cpu_seconds, counted)), belt.finished
