@@ -73,7 +73,7 @@ def _photograph(page: Page, job_id: str) -> None:
     page.wait_for_timeout(500)
     _save(page, "job-dark")
     page.emulate_media(color_scheme="light")
-    page.locator("#slow").scroll_into_view_if_needed()
+    page.locator("#slow").wait_for()
     page.evaluate("document.getElementById('slow').scrollIntoView(); scrollBy(0, -70)")
     _save(page, "job-why-slow")
     page.goto(f"{job}/trajectories?source=online")
