@@ -18,7 +18,7 @@ class RolloutSpec(Section):
     top_p: float = Field(default=0.95, gt=0, le=1)
     follow: str | None = Field(
         default=None,
-        pattern=r"^[\w.-]{1,200}$",
+        pattern=r"^[A-Za-z0-9_.-]{1,200}$",
         description="Id of a job with the same model and tasks: its online rollouts come in too, as source `shared`.",
     )
 

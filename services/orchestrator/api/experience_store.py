@@ -28,7 +28,7 @@ from spo.spec_violations import violations_of
 
 router = APIRouter(prefix="/v1/experience", tags=["experience store"])
 
-RUN_PATTERN = r"^[A-Za-z0-9][\w.-]{0,199}$"
+RUN_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,199}$"
 UPLOAD_FORMATS: dict[str, UploadFormat] = {
     "application/x-ndjson": "jsonl",
     "application/vnd.apache.parquet": "parquet",
@@ -61,7 +61,7 @@ def list_rows(
     caller: CallerOf,
     run: RunName = None,
     task_set: TaskSet = None,
-    prompt_id: Annotated[str, Query(pattern=r"^[\w.-]{0,200}$")] = "",
+    prompt_id: Annotated[str, Query(pattern=r"^[A-Za-z0-9_.-]{0,200}$")] = "",
     source: SourceName | None = None,
     right: bool | None = None,
     limit: Limit = 50,
@@ -74,7 +74,7 @@ def list_rows(
 
 @router.get("/rows/{trajectory_id}")
 def get_row(
-    desk: DeskOf, caller: CallerOf, trajectory_id: Annotated[str, Path(pattern=r"^[\w.-]{1,200}$")]
+    desk: DeskOf, caller: CallerOf, trajectory_id: Annotated[str, Path(pattern=r"^[A-Za-z0-9_.-]{1,200}$")]
 ) -> schemas.StoredRowDetail:
     """One stored trajectory with every column of the file format."""
     return stored.row(desk.experience, stored.Part(caller.sees_tenant), trajectory_id)

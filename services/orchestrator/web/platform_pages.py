@@ -44,7 +44,7 @@ def show_stored_run(
     run: Annotated[str, Path(pattern=RUN_PATTERN)],
     source: Annotated[str, Query(pattern=f"^({'|'.join(get_args(SourceName))})?$")] = "",
     right: Annotated[str, Query(pattern="^(true|false)?$")] = "",
-    prompt_id: Annotated[str, Query(pattern=r"^[\w.-]{0,200}$")] = "",
+    prompt_id: Annotated[str, Query(pattern=r"^[A-Za-z0-9_.-]{0,200}$")] = "",
     cursor: Annotated[str, Query(max_length=4000)] = "",
 ) -> Response:
     """One stored run: counts, lineage and its trajectories."""
