@@ -50,9 +50,10 @@ class Served:
         return self.submit(*requests, weights=weights).future.result(WAIT_SECONDS)
 
 
-def write_version(store: WeightStore, version: int, model: LlamaForCausalLM) -> None:
+def write_version(store: WeightStore, version: int, model: LlamaForCausalLM) -> Path:
     tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
-    store.write(RUN, version, parent=version - 1, step=version, dtype="float32", shards=[("a.safetensors", tensors)])
+    shards = [("a.safetensors", tensors)]
+    return store.write(RUN, version, parent=version - 1, step=version, dtype="float32", shards=shards).path
 
 
 @pytest.fixture(scope="module")
@@ -282,8 +283,7 @@ def test_a_prompt_vllm_cannot_take_fails_alone(served: Served) -> None:
 
 
 def test_damaged_weights_are_refused_before_the_engine_sees_them(served: Served) -> None:
-    write_version(served.store, 2, random_llama(2))
-    shard = served.store.path_of(RUN, 2) / "a.safetensors"
+    shard = write_version(served.store, 2, random_llama(2)) / "a.safetensors"
     content = bytearray(shard.read_bytes())
     content[-5] ^= 1
     shard.write_bytes(bytes(content))
