@@ -41,8 +41,8 @@ FULL = Size(
     changes={},
     problems={"p32": 32},
     long_steps=500,
-    interval_steps=25,
-    long_interval_steps=50,
+    interval_steps=50,
+    long_interval_steps=100,
 )
 QUICK = Size(
     seeds=1,
