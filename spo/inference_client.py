@@ -69,12 +69,13 @@ class InferenceClient(Client):
 
     def _read(self) -> None:
         """Note who serves what; without an answer of Redis what was known stays."""
+        # Also when Redis is away: else every call would wait for it in turn.
+        self._read_at = time.monotonic()
         try:
             stored: Any = self._registry.hvals(redis_keys.replicas())
         except redis.RedisError as error:
             log.warning("the registry of replicas cannot be read", reason=str(error))
             return
-        self._read_at = time.monotonic()
         oldest = time.time() * 1000 - SILENT_MS
         heard = [raw for raw in stored if int.from_bytes(raw[:TIME_BYTES], "big") >= oldest]
         beats = [HeartbeatRequest.FromString(raw[TIME_BYTES:]) for raw in heard]

@@ -19,7 +19,7 @@ from ulid import ULID
 
 from services.orchestrator import desk_keys
 from services.orchestrator.commit import timestamp
-from services.orchestrator.dataset_check import report_on
+from services.orchestrator.dataset_check import broken_report, report_on
 from spo.errors import Conflict, FieldViolation, InvalidInput, NotFound, ResourceExhausted
 from spo.job_spec import TasksSpec
 from spo.logs import get_logger
@@ -142,13 +142,27 @@ class Datasets:
         while not stop.is_set():
             try:
                 ids: Any = self.client.smembers(desk_keys.open_datasets())
-                for dataset in sorted((self.get(each.decode()) for each in ids), key=lambda each: each.touched_at):
+                stored: Any = self.client.hmget(desk_keys.datasets(), list(ids)) if ids else []
+                for dataset in sorted(map(_decode, filter(None, stored)), key=lambda each: each.touched_at):
                     if stop.is_set():
                         return
-                    self._advance(dataset)
-            except (redis.RedisError, OSError) as error:
+                    self._advance_alone(dataset)
+            except redis.RedisError as error:
                 log.warning("datasets wait", reason=str(error))
             stop.wait(LOOK_SECONDS)
+
+    def _advance_alone(self, dataset: Dataset) -> None:
+        """Advance one; what is wrong with it delays no other, and a fault of ours makes it invalid, not us restart."""
+        try:
+            self._advance(dataset)
+        except redis.RedisError:
+            raise
+        except OSError as error:
+            log.warning("a dataset waits", dataset=dataset.id, reason=str(error))
+        except Exception:
+            log.exception("a dataset could not be examined", dataset=dataset.id)
+            report = broken_report("it could not be examined; the log of the orchestrator has the reason")
+            self._store(replace(dataset, state="invalid", report=report))
 
     def _advance(self, dataset: Dataset) -> None:
         if dataset.state == "validating":

@@ -206,6 +206,10 @@ class Forks:
         ]
 
     def _discard(self, job_id: str) -> None:
+        """Remove what a fork that came to nothing had made; without an answer of Redis the next process does it."""
+        # The commit that makes the job takes its id out: it may have happened although its answer was lost.
+        if not self.jobs.client.sismember(desk_keys.forks_under_way(), job_id):
+            return
         self.store.remove_run(job_id)
         for folder in FOLDERS:
             shutil.rmtree(self.state_path / folder / job_id, ignore_errors=True)

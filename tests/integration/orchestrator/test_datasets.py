@@ -147,6 +147,19 @@ def test_a_file_that_is_no_table_breaks_nothing(uploaded: Callable[..., Document
     assert uploaded(rows(problem(1)))["state"] == "ready"
 
 
+def test_a_fault_of_ours_makes_one_dataset_invalid_and_stops_no_other(
+    uploaded: Callable[..., Document], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("a defect")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("services.orchestrator.datasets.report_on", broken)
+        assert uploaded(rows(problem(1)))["state"] == "invalid"
+
+    assert uploaded(rows(problem(2)))["state"] == "ready"
+
+
 def test_a_part_counts_only_with_its_digest_in_its_place_and_once(api: httpx.Client, desk: Desk) -> None:
     body = rows(problem(1), problem(2))
     dataset_id = begin(api, len(body))

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import redis
 from safetensors.numpy import load_file, save_file
 
 from services.orchestrator import desk_keys
@@ -190,6 +191,22 @@ def test_parallel_identical_forks_make_one_job(desk: Desk, api: httpx.Client, pa
     assert len(made) == 1
     assert desk.redis.zcard(redis_keys.job_index()) == 2
     assert {each.name for each in (state_path / "weights").iterdir()} == {parent, *made}
+
+
+def test_a_fork_whose_commit_was_not_answered_keeps_what_it_needs(
+    desk: Desk, api: httpx.Client, parent: str, state_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = desk.jobs.submit
+
+    def submit_and_hear_nothing(*given: Any) -> str:
+        submit(*given)
+        raise redis.ConnectionError("the answer was lost")
+
+    monkeypatch.setattr(desk.jobs, "submit", submit_and_hear_nothing)
+
+    assert api.post(f"/v1/jobs/{parent}/fork", json={}).status_code == 503
+    (made,) = {each["id"] for each in api.get("/v1/jobs").json()["items"]} - {parent}
+    assert WeightStore(state_path / "weights").open(made, 1).files
 
 
 def test_a_fork_cut_short_is_cleaned_up_by_the_next_process(desk: Desk, state_path: Path) -> None:
