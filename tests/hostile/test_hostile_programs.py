@@ -109,7 +109,8 @@ def outcome_of(lane: Lane, source: str, tests: verdict_pb2.TestSet) -> tuple[str
 def assert_nothing_is_left(lane: Lane, descriptors: int) -> None:
     tests = verdict_pb2.TestSet(tests=[verdict_pb2.TestCase(stdout=CLEAN.encode())])
     assert outcome_of(lane, CANARY, tests) == ("accepted", "")
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    # Fewer is no leak: the collector may just have closed what an earlier test left.
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
     below = psutil.Process(lane.zygote(Role.PROGRAM).pid).children(recursive=True)
     assert [child for child in below if child.children() == [] and "zygote" not in " ".join(child.cmdline())] == []
 
