@@ -183,7 +183,7 @@ def value_population(population_digest: str) -> str:
 
 
 def value_origin(value_key_digest: str, extra_sampler: str) -> str:
-    """String: id of a run whose replay buffer holds the counted and the extra samples. Value-estimation."""
+    """String: id of a run whose replay buffer holds the counted and the extra samples, scored. Value-estimation."""
     return f"spo:value-estimation:origin:{digest(value_key_digest, extra_sampler)}"
 
 

@@ -150,9 +150,11 @@ class PromptEstimate:
 
     @property
     def _origin(self) -> str:
-        """Key of the run that holds the samples; one with other samples beside the counted ones is another origin."""
+        """Key of the run that holds the samples; with other samples beside the counted ones, or log-probs of another
+        precision, it is another origin.
+        """
         extra = self.request.extra_sampling
-        beside = f"{extra.samples} {sampler(extra)}"
+        beside = f"{extra.samples} {sampler(extra)} {self.spec.model.dtype}"
         if self.value.unsolved == "retry_hotter":
             beside += f" retry {self.value.retry_samples} {self.value.retry_temperature:g}"
         return redis_keys.value_origin(self.value_key, beside)

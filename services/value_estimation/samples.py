@@ -54,7 +54,10 @@ class SampleMaker:
         return trajectories
 
     def recall_reference(self, prompt: Prompt, origin: str) -> list[Trajectory]:
-        """Samples of pi0 that an earlier run has stored, as this run's own; scored anew, since precision may differ."""
+        """Samples of pi0 that an earlier run at the same precision has stored, as this run's own.
+
+        Their log-probs come with them: on a large model they are the dear part.
+        """
         trajectories = self.peers.stored_samples(origin, prompt.prompt_id)
         for trajectory in trajectories:
             trajectory.run_id = self.run_id
@@ -62,8 +65,12 @@ class SampleMaker:
                 self.run_id, f"{origin}/{trajectory.trajectory_id}", trajectory.sample_index, 0, REFERENCE_VERSION
             )
             trajectory.origin_run_id = trajectory.origin_run_id or origin
-        self.score(trajectories)
+        self.score([each for each in trajectories if not self._is_scored(each)])
         return trajectories
+
+    def _is_scored(self, trajectory: Trajectory) -> bool:
+        known, needed = len(trajectory.reference_logprobs), len(trajectory.response_token_ids)
+        return known == needed and trajectory.reference_hash == self.reference.model_hash
 
     def import_human(
         self, prompt: Prompt, programs: Sequence[str], max_response_tokens: int, right: bool = True, judged: bool = True
