@@ -64,6 +64,11 @@ EVERYTHING = {
     "commonLabels": {"team": "learning"},
     "models": {"existingClaim": "models"},
     "tasks": {"existingClaim": "tasks"},
+    "tracing": {
+        "endpoint": "http://collector.monitoring:4318",
+        "sampleRatio": 0.25,
+        "networkPolicyPeers": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
+    },
     "metrics": {
         "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
         "dashboard": {"enabled": True, "annotations": {"grafana_folder": "learning"}},

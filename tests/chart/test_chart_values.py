@@ -61,6 +61,13 @@ REFUSED = {
         {"objectStore": {"existingSecret": "bucket"}},
         "neither weights.url nor experience.url",
     ),
+    "a collector without http": ({"tracing": {"endpoint": "collector:4317"}}, "endpoint"),
+    "credentials of the collector": ({"tracing": {"endpoint": "https://me:secret@collector"}}, "endpoint"),
+    "more traces than groups": ({"tracing": {"sampleRatio": 2}}, "sampleRatio"),
+    "KEDA with an address of its own": (
+        {"inference": {"autoscaling": {"enabled": True, "engine": "keda", "address": "http://prometheus"}}},
+        "address",
+    ),
     "no node": ({"trainer": {"nodes": 0}}, "nodes"),
     "nodes that cannot share the state": (
         {"trainer": {"nodes": 2}, "state": {"accessModes": ["ReadWriteOnce"]}},

@@ -4,6 +4,13 @@
 {{- $prefix := printf "SPO_%s" (.component | replace "-" "_" | upper) -}}
 - {name: SPO_LOG_LEVEL, value: {{ .root.Values.logLevel }}}
 - {name: SPO_LOG_FORMAT, value: json}
+{{- with .root.Values.tracing }}
+{{- if .endpoint }}
+- {name: SPO_TRACES_ENDPOINT, value: {{ .endpoint | quote }}}
+- {name: OTEL_TRACES_SAMPLER, value: parentbased_traceidratio}
+- {name: OTEL_TRACES_SAMPLER_ARG, value: {{ .sampleRatio | quote }}}
+{{- end }}
+{{- end }}
 - {name: SPO_STATE_PATH, value: {{ ternary "/var/lib/spo" "/tmp/spo" (ne .state "") }}}
 {{- if .experience }}
 - {name: SPO_EXPERIENCE_URL, value: {{ .root.Values.experience.url | default "/experience" | quote }}}
@@ -64,6 +71,12 @@
 {{- with .values.extraEnv }}
 {{ toYaml . }}
 {{- end }}
+{{- end -}}
+
+{{/* The port of the collector of traces: the endpoint's own, or that of its scheme */}}
+{{- define "spo.tracingPort" -}}
+{{- $url := urlParse .Values.tracing.endpoint -}}
+{{- regexFind ":[0-9]+$" $url.host | trimPrefix ":" | default (ternary "443" "80" (eq $url.scheme "https")) -}}
 {{- end -}}
 
 {{/* Not empty where a service reads or writes weights, or any store in a bucket; argument: root, component */}}
