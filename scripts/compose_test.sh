@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Build the images, run the toy job in docker compose, kill and scale inference on the way, tear down.
 # Needs a Docker engine and compose v2 (docker compose, or the path of its binary in COMPOSE). Images and bases are
-# chosen by the variables of docker-compose.yml; COMPOSE_BUILD=no takes images that are there.
+# chosen by the variables of docker-compose.yml; COMPOSE_BUILD=no takes images that are there; STEPS is the length of the
+# job, which has to be at work still when the last replica has left.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -16,20 +17,17 @@ docker info >/dev/null 2>&1 || skip "no Docker engine answers"
 read -ra compose <<<"${COMPOSE:-docker compose}"
 "${compose[@]}" version >/dev/null 2>&1 || skip "there is no compose v2 (${compose[*]})"
 
+STEPS=${STEPS:-1000}
 export COMPOSE_PROJECT_NAME=spo-test SPO_HTTP_PORT=${SPO_HTTP_PORT:-18080}
 deploy/make_secrets.sh
-key=$(cat deploy/secrets/spo_orchestrator_api_key)
-work=$(mktemp -d)
 finish() {
   status=$?
   [ $status -eq 0 ] || "${compose[@]}" logs --tail 30 || true
   "${compose[@]}" --profile demo down --volumes --timeout 40 || true
-  rm -rf "$work"
   exit $status
 }
 trap finish EXIT
 
-ask() { curl -sS --fail-with-body -m 20 -H "Authorization: Bearer $key" "$@"; }
 say() { echo "== $(date +%T) $*"; }
 url=http://127.0.0.1:$SPO_HTTP_PORT
 
@@ -38,41 +36,14 @@ if [ "${COMPOSE_BUILD:-yes}" = yes ]; then
   "${compose[@]}" build
 fi
 say "start"
+began=$SECONDS
 "${compose[@]}" up --wait --wait-timeout 600
+say "all services are healthy, after $((SECONDS - began)) s"
 
 say "without the key the API says no"
-[ "$(curl -s -o /dev/null -w '%{http_code}' "$url/v1/jobs")" = 401 ]
+[ "$(curl -s -m 20 -o /dev/null -w '%{http_code}' "$url/v1/jobs")" = 401 ]
 
-say "pi0 of the toy contest"
-model=$("${compose[@]}" --profile demo run --rm -T toy-model | python3 -c '
-import json, sys
-print([json.loads(line)["folder"] for line in sys.stdin if "folder" in line][-1])')
-"${compose[@]}" run --rm -T --no-deps --entrypoint python orchestrator -c '
-import json, sys, yaml
-spec = yaml.safe_load(open("/usr/share/spo/recipes/toy/demo.yaml"))
-spec["model"]["path"] = sys.argv[1]
-spec["trainer"]["steps"] = 40
-print(json.dumps(spec))' "$model" >"$work/spec.json"
-job=$(ask -H 'Content-Type: application/json' -d @"$work/spec.json" "$url/v1/jobs" |
-  python3 -c 'import json, sys; print(json.load(sys.stdin)["id"])')
-say "job $job"
-
-state() { ask "$url/v1/jobs/$job" | python3 -c 'import json, sys; print(json.load(sys.stdin)["state"])'; }
-await() {
-  for _ in $(seq "$1"); do
-    now=$(state)
-    case " $2 " in *" $now "*) say "job is $now"; return ;; esac
-    case " succeeded failed cancelled " in *" $now "*) say "job is $now, waited for $2"; return 1 ;; esac
-    sleep 2
-  done
-  say "job is still $now, waited for $2"
-  return 1
-}
-await 300 running
-say "inference 1 -> 3, one of them killed"
-"${compose[@]}" up --wait --no-recreate --scale inference=3
-docker kill --signal KILL "$("${compose[@]}" ps -q inference | head -1)"
-await 900 succeeded
-say "inference 3 -> 1"
-"${compose[@]}" up --wait --no-recreate --scale inference=1
-say "passed"
+python3 scripts/compose_job.py "$url" deploy/secrets/spo_orchestrator_api_key "$STEPS" "${compose[@]}"
+say "tear down"
+"${compose[@]}" --profile demo down --volumes --timeout 40
+say "passed, after $SECONDS s"
