@@ -17,6 +17,7 @@ from spo.tasks.problem import Problem
 from spo.tasks.published import INSTRUCTION
 
 SHINGLE_WORDS = 3
+PERMUTATIONS = 128
 # One or two shared tests happen by chance in problems about small numbers.
 SHARED_TESTS_MINIMUM = 3
 SHARED_TESTS_SHARE = 0.5
@@ -37,16 +38,18 @@ class ContaminationIndex:
     """Held-out problems, indexed by words and tests; `similarity` is the Jaccard index of word triples."""
 
     def __init__(self, held_out: Sequence[Problem], similarity: float) -> None:
+        # Imported here: it costs a second that only jobs with a held-out file need to spend.
+        from datasketch import MinHashLSH
+
         self._similarity = similarity
         self._held_out = held_out
         self._shingles = [_shingles(problem) for problem in held_out]
-        # Exact: held-out sets are small enough that no sketch has to stand for them.
-        self._by_shingle: dict[str, list[int]] = {}
+        # Candidates are found below the threshold, then compared exactly: the noise of sketches decides nothing.
+        self._near = MinHashLSH(threshold=max(0.1, similarity - 0.2), num_perm=PERMUTATIONS)
         self._by_statement: dict[str, int] = {}
         self._by_test: dict[bytes, list[int]] = {}
         for index, problem in enumerate(held_out):
-            for shingle in self._shingles[index]:
-                self._by_shingle.setdefault(shingle, []).append(index)
+            self._near.insert(index, _sketch(self._shingles[index]))
             self._by_statement.setdefault(_normal(problem), index)
             for test in _test_digests(problem):
                 self._by_test.setdefault(test, []).append(index)
@@ -64,9 +67,8 @@ class ContaminationIndex:
 
     def _similar_statement(self, problem: Problem) -> Copy | None:
         shingles = _shingles(problem)
-        shared = Counter(index for shingle in shingles for index in self._by_shingle.get(shingle, ()))
         best = max(
-            ((count / (len(shingles) + len(self._shingles[index]) - count), index) for index, count in shared.items()),
+            ((_jaccard(shingles, self._shingles[index]), index) for index in self._near.query(_sketch(shingles))),
             default=(0.0, 0),
         )
         if best[0] < self._similarity:
@@ -91,6 +93,18 @@ def _shingles(problem: Problem) -> frozenset[str]:
     words = _normal(problem).split()
     last = max(1, len(words) - SHINGLE_WORDS + 1)
     return frozenset(" ".join(words[start : start + SHINGLE_WORDS]) for start in range(last))
+
+
+def _sketch(shingles: frozenset[str]) -> object:
+    from datasketch import MinHash
+
+    sketch = MinHash(num_perm=PERMUTATIONS)
+    sketch.update_batch([shingle.encode() for shingle in shingles])
+    return sketch
+
+
+def _jaccard(left: frozenset[str], right: frozenset[str]) -> float:
+    return len(left & right) / max(1, len(left | right))
 
 
 def _test_digests(problem: Problem) -> frozenset[bytes]:
