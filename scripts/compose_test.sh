@@ -37,7 +37,7 @@ if [ "${COMPOSE_BUILD:-yes}" = yes ]; then
 fi
 say "start"
 began=$SECONDS
-"${compose[@]}" up --wait --wait-timeout 600
+"${compose[@]}" up --wait --wait-timeout 900
 say "all services are healthy, after $((SECONDS - began)) s"
 
 say "without the key the API says no"
@@ -46,4 +46,7 @@ say "without the key the API says no"
 python3 scripts/compose_job.py "$url" deploy/secrets/spo_orchestrator_api_key "$STEPS" "${compose[@]}"
 say "tear down"
 "${compose[@]}" --profile demo down --volumes --timeout 40
+own="label=com.docker.compose.project=$COMPOSE_PROJECT_NAME"
+left="$(docker ps -aq --filter "$own")$(docker volume ls -q --filter "$own")$(docker network ls -q --filter "$own")"
+[ -z "$left" ] || { say "left behind: $left"; exit 1; }
 say "passed, after $SECONDS s"
