@@ -11,34 +11,25 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import redis
 
 from benchmarks.frame import Row, run, within
-from services.orchestrator.jobs import JobStore
-from services.orchestrator.states import JobState
+from benchmarks.peers.belt import Belt, cpu_seconds, orchestrator, redis_server, running_job, wait_for
 from spo import redis_keys
 from spo.inference_client import TIME_BYTES
-from spo.job_spec import parse_job_spec
-from spo.local.redis_server import server_command
 from spo.redis_client import connect
-from spo.rpc import Client, RpcServer, is_healthy
-from spo.streams import Consumer
+from spo.rpc import Client
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
-from spo.v1.replay_service_pb2 import GetReplayStatusRequest, GetReplayStatusResponse
-from spo.v1.replay_service_pb2_grpc import ReplayServiceServicer, add_ReplayServiceServicer_to_server
 
 REPLICAS = tuple(map(int, os.environ.get("SPO_BENCHMARK_REPLICAS", "1,100,1000").split(",")))
 GROUPS_PER_MINUTE = 10_000
@@ -48,7 +39,6 @@ GROUP_SECONDS = 3.0
 SAMPLES = 4
 PROCESSES = 4
 WINDOW_SECONDS = 20.0
-WAIT_SECONDS = 180.0
 PUSHES = 3
 SPEC: dict[str, Any] = {
     "model": {"path": "/pi0"},
@@ -70,36 +60,6 @@ class Measured:
     groups_per_minute: float
     applied_seconds: float
     known_seconds: float
-
-
-@dataclass
-class Belt(ReplayServiceServicer):
-    """The judges and the replay buffer: takes what replicas hand on, and admits groups at the wished rate."""
-
-    per_minute: float
-    finished: int = 0
-    # Nothing is admitted before.
-    began: float = math.inf
-
-    def GetReplayStatus(self, request: GetReplayStatusRequest, context: Any) -> GetReplayStatusResponse:  # noqa: N802
-        due = self.per_minute * (time.monotonic() - self.began) / 60 - self.finished
-        return GetReplayStatusResponse(admissible_inserts=int(max(0.0, due)) * SAMPLES)
-
-    def judge(self, client: redis.Redis, stop: threading.Event) -> None:
-        """Rollouts to verdicts, as they are."""
-        consumer = Consumer(client, redis_keys.rollouts(), redis_keys.JUDGE_GROUP, "judge")
-        while not stop.is_set():
-            for entry in consumer.read(64):
-                consumer.hand_on(entry, redis_keys.verdicts(), entry.payload)
-
-    def ingest(self, client: redis.Redis, stop: threading.Event) -> None:
-        """Verdicts to nowhere, counted."""
-        consumer = Consumer(client, redis_keys.verdicts(), redis_keys.INGEST_GROUP, "ingest")
-        while not stop.is_set():
-            entries = consumer.read(256)
-            if entries:
-                consumer.finish(entries)
-                self.finished += len(entries)
 
 
 def measure() -> list[Row]:
@@ -128,31 +88,27 @@ def _row(name: str, unit: str, value: float, limit: float) -> Row:
 
 def _measured(replicas: int) -> Measured:
     per_minute = min(GROUPS_PER_MINUTE, GROUPS_PER_REPLICA_MINUTE * replicas)
-    belt, stop = Belt(per_minute), threading.Event()  # type: ignore[abstract]
+    # Nothing is admitted before all have joined.
+    start = math.inf
+    belt = Belt(SAMPLES, lambda: per_minute * (time.monotonic() - start) / 60 - belt.finished)  # type: ignore[abstract]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spo-benchmark-")))
-        url, redis_process = stack.enter_context(_redis(folder))
+        url, redis_process = stack.enter_context(redis_server(folder))
         client = connect(url)
-        job_id = _running_job(client)
-        replay = RpcServer("127.0.0.1", 0)
-        add_ReplayServiceServicer_to_server(belt, replay.server)
-        replay.start()
-        stack.callback(replay.stop, 1)
-        stack.callback(stop.set)
-        for body in (belt.judge, belt.ingest):
-            threading.Thread(target=body, args=(connect(url), stop), daemon=True).start()
-        address, orchestrator = stack.enter_context(_orchestrator(folder, url, replay.address))
+        job_id = running_job(client, SPEC)
+        replay = stack.enter_context(belt.moving(url))
+        address, process = stack.enter_context(orchestrator(folder, url, replay))
         logs = stack.enter_context(_simulated(folder, address, url, replicas))
-        _wait_for(lambda: _live(client, 0) >= replicas, f"{replicas} replicas have joined")
-        belt.began = time.monotonic()
+        wait_for(lambda: _live(client, 0) >= replicas, f"{replicas} replicas have joined")
+        start = time.monotonic()
         time.sleep(3 * GROUP_SECONDS)
-        counted = [psutil.Process(orchestrator), psutil.Process(redis_process)]
-        began, before, finished = time.monotonic(), list(map(_cpu_seconds, counted)), belt.finished
+        counted = [process, redis_process]
+        began, before, finished = time.monotonic(), list(map(cpu_seconds, counted)), belt.finished
         time.sleep(WINDOW_SECONDS / 2)
         applied, known = _push(client, address, job_id, logs, replicas)
         time.sleep(WINDOW_SECONDS / 2)
         seconds = time.monotonic() - began
-        cores = [(_cpu_seconds(each) - used) / seconds for each, used in zip(counted, before, strict=True)]
+        cores = [(cpu_seconds(each) - used) / seconds for each, used in zip(counted, before, strict=True)]
         return Measured(cores[0], cores[1], 60 * (belt.finished - finished) / seconds, applied, known)
 
 
@@ -167,9 +123,9 @@ def _push(client: redis.Redis, address: str, job_id: str, logs: Sequence[Path], 
         trainer.call("RenewLease", wire.RenewLeaseRequest(**owner), deadline_seconds=10)
         trainer.call("PublishWeights", wire.PublishWeightsRequest(**owner, version=version, step=version, uri="-"))
         began = time.time()
-        _wait_for(lambda: len(_applied(logs, version)) == replicas, "all replicas apply")  # noqa: B023
+        wait_for(lambda: len(_applied(logs, version)) == replicas, "all replicas apply")  # noqa: B023
         applied.append(max(_applied(logs, version)) - began)
-        _wait_for(lambda: _live(client, version) >= replicas, "the orchestrator knows")  # noqa: B023
+        wait_for(lambda: _live(client, version) >= replicas, "the orchestrator knows")  # noqa: B023
         known.append(time.time() - began)
     trainer.close()
     return max(applied), max(known)
@@ -185,48 +141,6 @@ def _live(client: redis.Redis, version: int) -> int:
     found: Any = client.hvals(redis_keys.replicas())
     beats = [wire.HeartbeatRequest.FromString(raw[TIME_BYTES:]) for raw in found]
     return sum(bool(beat.run_id) and beat.policy_version >= version for beat in beats if beat.pool == "inference")
-
-
-def _running_job(client: redis.Redis) -> str:
-    """A job as it stands once it runs; it needs no values."""
-    jobs = JobStore(client)
-    job_id = jobs.submit(parse_job_spec(SPEC))
-    for state in (JobState.VALIDATING, JobState.ESTIMATING, JobState.RUNNING):
-        assert jobs.transition(job_id, state, "the benchmark says so")
-    return job_id
-
-
-@contextlib.contextmanager
-def _redis(folder: Path) -> Iterator[tuple[str, int]]:
-    port = _free_port()
-    process = subprocess.Popen(server_command(port, folder / "redis"), stdout=subprocess.DEVNULL)
-    try:
-        yield f"redis://127.0.0.1:{port}/0", process.pid
-    finally:
-        process.kill()
-        process.wait(10)
-
-
-@contextlib.contextmanager
-def _orchestrator(folder: Path, redis_url: str, replay: str) -> Iterator[tuple[str, int]]:
-    port = _free_port()
-    environment = os.environ | {
-        "SPO_REDIS_URL": redis_url,
-        "SPO_STATE_PATH": str(folder / "state"),
-        "SPO_ORCHESTRATOR_PORT": str(port),
-        "SPO_ORCHESTRATOR_ADDRESS": f"127.0.0.1:{port}",
-        "SPO_ORCHESTRATOR_HTTP_PORT": "0",
-        "SPO_REPLAY_BUFFER_ADDRESS": replay,
-        "SPO_LOG_LEVEL": "warning",
-    }
-    process = subprocess.Popen([sys.executable, "-m", "services.orchestrator"], env=environment, stdout=sys.stderr)
-    try:
-        # Not before: a thousand replicas that look for it would take the CPU that its start needs.
-        _wait_for(lambda: is_healthy(f"127.0.0.1:{port}"), "the orchestrator serves")
-        yield f"127.0.0.1:{port}", process.pid
-    finally:
-        process.kill()
-        process.wait(10)
 
 
 @contextlib.contextmanager
@@ -247,25 +161,6 @@ def _simulated(folder: Path, address: str, redis_url: str, replicas: int) -> Ite
         for process in processes:
             process.kill()
             process.wait(10)
-
-
-def _cpu_seconds(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
-def _wait_for(condition: Any, what: str) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {WAIT_SECONDS:g} s: {what}")
-        time.sleep(0.1)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _say(words: str) -> None:

@@ -30,6 +30,16 @@ from spo.v1.weights_pb2 import WeightAnnouncement
 
 TOKENS = 300
 BLOCK_SECONDS = 1.0
+# Drawn once: a thousand replicas shall leave the CPU to those that are measured.
+_DRAW = random.Random(0)
+_TRAJECTORIES = [
+    Trajectory(
+        response_token_ids=_DRAW.choices(range(32_000), k=TOKENS),
+        sampling_logprobs=[-_DRAW.random() for _ in range(TOKENS)],
+        response_text="x" * (3 * TOKENS),
+    )
+    for _ in range(16)
+]
 
 
 class SimulatedReplica:
@@ -63,9 +73,8 @@ class SimulatedReplica:
                 position = entries[-1].entry_id
                 announced = WeightAnnouncement.FromString(entries[-1].payload)
                 self.version = announced.version
+                # The orchestrator learns of it from the next heartbeat.
                 self.log.write(f"{announced.version} {time.time()}\n")
-                # As a replica that has loaded them would: at the next heartbeat, which it brings forward.
-                self.next_beat = min(self.next_beat, time.monotonic() + self.draw.random())
 
     def _beat(self) -> None:
         request = wire.HeartbeatRequest(
@@ -102,20 +111,12 @@ class SimulatedReplica:
     def _rollouts(self, group: PromptGroup) -> RolloutGroup:
         found = RolloutGroup(request=group)
         for index in range(group.sampling.samples):
-            made = Trajectory(
-                trajectory_id=f"traj_{group.group_id}_{index}",
-                group_id=group.group_id,
-                run_id=group.run_id,
-                prompt_id=group.prompt.prompt_id,
-                sample_index=index,
-                source=group.source,
-                response_token_ids=self.draw.choices(range(32_000), k=TOKENS),
-                sampling_logprobs=[-self.draw.random()] * TOKENS,
-                response_text="x" * (3 * TOKENS),
-                policy_version_first=self.version,
-                policy_version_last=self.version,
-            )
-            found.trajectories.append(made)
+            made = found.trajectories.add()
+            made.CopyFrom(self.draw.choice(_TRAJECTORIES))
+            made.trajectory_id = f"traj_{group.group_id}_{index}"
+            made.group_id, made.run_id, made.prompt_id = group.group_id, group.run_id, group.prompt.prompt_id
+            made.sample_index, made.source = index, group.source
+            made.policy_version_first = made.policy_version_last = self.version
         return found
 
 

@@ -29,6 +29,7 @@ from services.orchestrator.sharing import Sharing
 from services.orchestrator.task_sets import TaskLibrary
 from services.orchestrator.value_progress import ValueProgress
 from services.orchestrator.weights import WeightVersions
+from services.orchestrator.wishes import Wishes
 from spo.experience.store import ExperienceStore
 from spo.inference_client import InferenceClient
 from spo.rpc import Client
@@ -66,6 +67,7 @@ class Desk:
         self.places = Places(self.jobs, self.replicas, settings.max_running_jobs)
         self.value_progress = ValueProgress(self.redis)
         self.weights = WeightVersions(self.jobs)
+        self.wishes = Wishes(self.jobs, self.sharing, self.weights)
         self.retirement = Retirement(self.jobs, settings.state_path, store)
         self.scale = Scale(settings, self.redis)
         self.alarms = Alarms(self.jobs, self.weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ log = get_logger("replicas")
 POOLS = ("inference", "sandbox-judge", "replay-buffer", "value-estimation", "trainer", "orchestrator")
 HEARTBEAT_SECONDS = 2.0
 COUNT_SECONDS = 0.5
+WRITE_SECONDS = 0.2
 LINES_KEPT = 20_000
 MAX_LINE = 4000
 
@@ -44,6 +46,14 @@ class Replica:
     last_seen_unix_ms: int
 
 
+@dataclass(frozen=True)
+class Heard:
+    """A replica's last heartbeat of this process: when it came, and what of it people act on."""
+
+    at: float
+    news: tuple[object, ...]
+
+
 class Replicas:
     """The registry; everything is in Redis, so a restarted orchestrator knows its replicas at once."""
 
@@ -51,6 +61,10 @@ class Replicas:
         self.jobs = jobs
         self.silence_seconds = silence_seconds
         self._counted: tuple[float, dict[str, int]] = (float("-inf"), {})
+        self._lock = threading.Lock()
+        self._heard: dict[str, Heard] = {}
+        self._unwritten: dict[str, bytes] = {}
+        self._wrote_at = float("-inf")
 
     def beat(self, request: wire.HeartbeatRequest) -> None:
         """Register or refresh a replica; a draining one is kept until it falls silent. Raises InvalidInput."""
@@ -58,6 +72,29 @@ class Replicas:
             raise InvalidInput(f"a heartbeat needs a replica_id and a pool of {', '.join(POOLS)}", code="bad_heartbeat")
         self._keep_logs(request)
         stamped = now_ms().to_bytes(TIME_BYTES, "big") + request.SerializeToString()
+        heard = Heard(time.monotonic(), _news(request))
+        before = self._heard.get(request.replica_id)
+        # Who may be forgotten by now is read anew.
+        if before and before.news == heard.news and heard.at - before.at < self.silence_seconds / 2:
+            self._refresh(request.replica_id, stamped)
+        else:
+            self._register(request, stamped)
+        self._heard[request.replica_id] = heard
+
+    def _refresh(self, replica_id: str, stamped: bytes) -> None:
+        """Note that a replica lives; several are written in one go, at the latest with the next heartbeat."""
+        with self._lock:
+            self._unwritten[replica_id] = stamped
+            if time.monotonic() - self._wrote_at < WRITE_SECONDS:
+                return
+            self._wrote_at = time.monotonic()
+            unwritten, self._unwritten = self._unwritten, {}
+        self.jobs.client.hset(redis_keys.replicas(), mapping=unwritten)  # type: ignore[arg-type]
+
+    def _register(self, request: wire.HeartbeatRequest, stamped: bytes) -> None:
+        with self._lock:
+            # An older one must not be written over it.
+            self._unwritten.pop(request.replica_id, None)
         with self.jobs.client.pipeline(transaction=False) as pipe:
             pipe.hget(redis_keys.replicas(), request.replica_id)
             pipe.hset(redis_keys.replicas(), request.replica_id, stamped)
@@ -137,6 +174,7 @@ class Replicas:
             gone = _replica(raw)
             # Only if it is still the same heartbeat: the replica may have come back meanwhile.
             if self.jobs.client.eval(_FORGET, 1, redis_keys.replicas(), raw_id, raw):
+                self._heard.pop(gone.replica_id, None)
                 say = log.info if gone.draining else log.warning
                 say("replica fell silent", replica=gone.replica_id, pool=gone.pool, draining=gone.draining)
                 if gone.run_id and self.jobs.client.exists(redis_keys.job_record(gone.run_id)):
@@ -165,6 +203,10 @@ _FORGET = """
 if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
 return redis.call('HDEL', KEYS[1], ARGV[1])
 """
+
+
+def _news(beat: wire.HeartbeatRequest) -> tuple[object, ...]:
+    return (beat.pool, beat.address, beat.pid, beat.run_id, beat.policy_version, beat.draining, beat.problem)
 
 
 def _replica(raw: bytes) -> Replica:

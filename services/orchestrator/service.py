@@ -5,7 +5,6 @@ from __future__ import annotations
 import grpc
 
 from services.orchestrator.desk import Desk
-from services.orchestrator.replicas import HEARTBEAT_SECONDS
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceServicer
 
@@ -16,17 +15,9 @@ class OrchestratorService(OrchestratorServiceServicer):
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
 
-    def Heartbeat(self, request: wire.HeartbeatRequest, context: grpc.ServicerContext) -> wire.HeartbeatResponse:
+    def Heartbeat(self, request: wire.HeartbeatRequest, context: grpc.ServicerContext) -> bytes:  # type: ignore[override]
         self.desk.replicas.beat(request)
-        response = wire.HeartbeatResponse(next_heartbeat_seconds=HEARTBEAT_SECONDS)
-        run_id = self.desk.sharing.run_of(request.replica_id) if request.pool == "inference" else ""
-        if run_id:
-            response.run_id = run_id
-            response.model_path = self.desk.jobs.spec(run_id).model.path
-            announced = self.desk.weights.announced(run_id)
-            if announced is not None:
-                response.weights.CopyFrom(announced)
-        return response
+        return self.desk.wishes.answer(request)
 
     def LeaseJob(self, request: wire.LeaseJobRequest, context: grpc.ServicerContext) -> wire.LeaseJobResponse:
         return self.desk.leases.wait_for_job(request.trainer_id, request.wait_seconds, wanted=context.is_active)

@@ -97,7 +97,7 @@ class Sharing:
             live = [each for each in self.replicas.live() if each.pool == "inference" and not each.draining]
             ids = [each.replica_id for each in live]
             runs = self.wanted()
-            current = self._assignments()
+            current = self.assignments()
             target = share(ids, current, runs)
             if not self._has_settled(
                 (runs, ids), moves=any(current.get(each) in runs for each in _moved(current, target))
@@ -108,11 +108,11 @@ class Sharing:
 
     def serving(self, job_id: str) -> list[str]:
         """Ids of the replicas assigned to a run."""
-        return sorted(each for each, run_id in self._assignments().items() if run_id == job_id)
+        return sorted(each for each, run_id in self.assignments().items() if run_id == job_id)
 
     def left_out(self, job_id: str) -> bool:
         """Whether other runs have replicas and this one has none."""
-        assigned = set(self._assignments().values()) - {""}
+        assigned = set(self.assignments().values()) - {""}
         return bool(assigned) and job_id not in assigned
 
     def _has_settled(self, situation: object, moves: bool) -> bool:
@@ -121,7 +121,8 @@ class Sharing:
             self._situation = (situation, self.clock())
         return not moves or self.clock() - self._situation[1] >= self.settle_seconds
 
-    def _assignments(self) -> dict[str, str]:
+    def assignments(self) -> dict[str, str]:
+        """The run of each replica as stored, "" for none; `balance` brings it up to date."""
         stored: Any = self.jobs.client.hgetall(desk_keys.assignments())
         return {replica_id.decode(): run_id.decode() for replica_id, run_id in stored.items()}
 

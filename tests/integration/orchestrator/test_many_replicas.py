@@ -1,0 +1,97 @@
+"""Heartbeats of very many replicas: those without news cost little, those with news are answered at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from services.orchestrator import replicas, wishes
+from services.orchestrator.desk import Desk
+from services.orchestrator.replicas import HEARTBEAT_SECONDS
+from services.orchestrator.states import JobState
+from spo.job_spec import parse_job_spec
+from spo.v1 import orchestrator_service_pb2 as wire
+
+REPLICAS = 100
+
+
+def running(desk: Desk, document: dict[str, Any]) -> str:
+    job_id = desk.jobs.submit(parse_job_spec(document))
+    for state in (JobState.VALIDATING, JobState.ESTIMATING, JobState.RUNNING):
+        desk.jobs.transition(job_id, state, "test")
+    return job_id
+
+
+def beat(desk: Desk, replica_id: str, **fields: Any) -> wire.HeartbeatResponse:
+    """As the service answers, by way of the wire."""
+    request = wire.HeartbeatRequest(**{"replica_id": replica_id, "pool": "inference", **fields})
+    desk.replicas.beat(request)
+    return wire.HeartbeatResponse.FromString(desk.wishes.answer(request))
+
+
+def commands(desk: Desk) -> int:
+    return int(desk.redis.info("stats")["total_commands_processed"])
+
+
+def test_heartbeats_without_news_hardly_reach_redis(
+    open_desk: Callable[..., Desk], document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wishes, "LOOK_SECONDS", 60)
+    monkeypatch.setattr(replicas, "WRITE_SECONDS", 60)
+    desk = open_desk(replica_silence_seconds=600)
+    job_id = running(desk, document)
+    names = [f"r{number}" for number in range(REPLICAS)]
+    for run_id in ("", job_id):
+        for name in names:
+            beat(desk, name, run_id=run_id)
+    # What the first of them writes and looks up.
+    beat(desk, names[0], run_id=job_id)
+    before = commands(desk)
+
+    answers = [beat(desk, name, run_id=job_id) for name in names]
+
+    assert {answer.run_id for answer in answers} == {job_id}
+    assert commands(desk) - before == 1, "that of counting"
+    assert len(desk.replicas.live()) == REPLICAS
+
+
+def test_a_replica_with_news_is_registered_with_them_at_once(desk: Desk, document: dict[str, Any]) -> None:
+    job_id = running(desk, document)
+    for version in (0, 0, 3):
+        beat(desk, "r1", run_id=job_id, policy_version=version)
+
+    assert [each.policy_version for each in desk.replicas.live()] == [3]
+    assert [event.kind for event in desk.jobs.events(job_id)].count("weights_applied") == 1
+
+
+def test_a_replica_that_was_forgotten_joins_again(
+    open_desk: Callable[..., Desk], document: dict[str, Any], until: Callable[..., Any]
+) -> None:
+    desk = open_desk(replica_silence_seconds=0.3)
+    job_id = running(desk, document)
+    beat(desk, "r1", run_id=job_id)
+    until(lambda: desk.replicas.live() == [], "the replica is silent for too long")
+    desk.replicas.drop_silent()
+
+    beat(desk, "r1", run_id=job_id)
+
+    assert [each.replica_id for each in desk.replicas.live()] == ["r1"]
+    assert [event.kind for event in desk.jobs.events(job_id)].count("replica_joined") == 2
+
+
+def test_the_more_replicas_there_are_the_less_often_each_is_asked_for(
+    desk: Desk, document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wishes, "BEATS_PER_SECOND", 1)
+    monkeypatch.setattr(wishes, "LOOK_SECONDS", 0)
+    job_id = running(desk, document)
+    pauses = []
+    for number in range(8):
+        beat(desk, f"r{number}")
+        pauses.append(beat(desk, f"r{number}", run_id=job_id).next_heartbeat_seconds)
+
+    assert pauses[:3] == [HEARTBEAT_SECONDS, HEARTBEAT_SECONDS, 3]
+    # Two lost heartbeats make nobody silent.
+    assert max(pauses) == pytest.approx(desk.settings.replica_silence_seconds / 3)
