@@ -69,7 +69,7 @@ def test_a_replica_with_news_is_registered_with_them_at_once(desk: Desk, documen
 def test_a_replica_that_was_forgotten_joins_again(
     open_desk: Callable[..., Desk], document: dict[str, Any], until: Callable[..., Any]
 ) -> None:
-    desk = open_desk(replica_silence_seconds=0.3)
+    desk = open_desk(replica_silence_seconds=1)
     job_id = running(desk, document)
     beat(desk, "r1", run_id=job_id)
     until(lambda: desk.replicas.live() == [], "the replica is silent for too long")

@@ -214,7 +214,7 @@ def test_a_rollback_announces_the_older_version_again(
 def test_a_silent_replica_is_dropped_and_the_run_is_told(
     open_desk: Callable[..., Desk], document: dict[str, Any], until: Callable[[Callable[[], Any], str], Any]
 ) -> None:
-    desk = open_desk(replica_silence_seconds=0.2)
+    desk = open_desk(replica_silence_seconds=1)
     job_id = running(desk, document)
     desk.replicas.beat(wire.HeartbeatRequest(replica_id="r1", pool="inference", run_id=job_id))
     assert [replica.replica_id for replica in desk.replicas.live()] == ["r1"]
