@@ -51,12 +51,18 @@ class Belt(ReplayServiceServicer):
         replay = RpcServer("127.0.0.1", 0)
         add_ReplayServiceServicer_to_server(self, replay.server)
         replay.start()
-        for body in (self._judge, self._ingest):
-            threading.Thread(target=body, args=(connect(redis_url), stop), daemon=True).start()
+        ends = [
+            threading.Thread(target=body, args=(connect(redis_url), stop), daemon=True)
+            for body in (self._judge, self._ingest)
+        ]
+        for end in ends:
+            end.start()
         try:
             yield replay.address
         finally:
             stop.set()
+            for end in ends:
+                end.join(10)
             replay.stop(1)
 
     def _judge(self, client: redis.Redis, stop: threading.Event) -> None:
