@@ -15,7 +15,8 @@ OPERATION_TIMEOUT_SECONDS = 30.0
 def connect(url: str, wait_seconds: float = 30.0) -> redis.Redis:
     """Return a client that has answered PING; payloads stay bytes.
 
-    Raises Unreachable (code "redis_unreachable") naming the address when the server does not answer in wait_seconds.
+    Raises Unreachable naming the address: "redis_unreachable" when the server does not answer in wait_seconds,
+    "redis_refused" at once when it does not take the password.
     """
     client = redis.Redis.from_url(
         url,
@@ -28,8 +29,13 @@ def connect(url: str, wait_seconds: float = 30.0) -> redis.Redis:
         try:
             client.ping()
             return client
+        except redis.AuthenticationError as error:
+            raise Unreachable(
+                f"Redis at {public_address(url)} refuses the user or password in SPO_REDIS_URL ({error})",
+                code="redis_refused",
+            ) from error
         except redis.RedisError as error:
-            if isinstance(error, redis.AuthenticationError) or time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 raise Unreachable(
                     f"Redis at {public_address(url)} did not answer within {wait_seconds:g} s ({error}); "
                     "start it or set SPO_REDIS_URL",

@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from spo import errors, tracing
+from spo.healthcheck import REASON
 from spo.logs import get_logger
 from spo.redis_client import as_spo_error
 from spo.v1 import errors_pb2
@@ -28,6 +29,7 @@ PAUSE_SECONDS = 0.5
 # Servers end connections of this age (calls under way go on), so that clients ask DNS again and find new replicas.
 CONNECTION_AGE_SECONDS = 60
 KEEPALIVE_SECONDS = 30
+MOST_REASON_CHARACTERS = 500
 SAY_SECONDS = 10.0
 
 _CODES: tuple[tuple[type[errors.SpoError], int], ...] = (
@@ -128,6 +130,17 @@ class _TypedErrors(grpc.ServerInterceptor):
         )
 
 
+class _Health(health.HealthServicer):  # type: ignore[misc]
+    """The standard health check, whose trailing metadata says why it is not SERVING."""
+
+    reason = ""
+
+    def Check(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        if self.reason:
+            context.set_trailing_metadata(((REASON, self.reason),))
+        return super().Check(request, context)
+
+
 class RpcServer:
     """A gRPC server with health checking; `add` registers servicers before `start`."""
 
@@ -143,14 +156,17 @@ class RpcServer:
                 ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_SECONDS * 1000 // 2),
             ],
         )
-        self.health = health.HealthServicer()
+        self.health = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         self.set_serving(False)
         self.port = self.server.add_insecure_port(f"{host}:{port}")
         self.address = f"{host}:{self.port}"
 
-    def set_serving(self, serving: bool) -> None:
-        """Readiness as seen by the standard gRPC health check."""
+    def set_serving(self, serving: bool, reason: str = "") -> None:
+        """Readiness as seen by the standard gRPC health check; `spo.healthcheck` shows the reason why not."""
+        # Metadata takes printable ASCII.
+        printable = " ".join(reason.split()).encode("ascii", "replace").decode()
+        self.health.reason = "" if serving else printable[:MOST_REASON_CHARACTERS]
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         self.health.set("", status)
 

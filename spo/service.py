@@ -6,9 +6,11 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import TracebackType
 
 from ulid import ULID
 
@@ -49,6 +51,7 @@ class ServiceProcess:
 
     def __post_init__(self) -> None:
         configure_logs(self.pool, self.settings.log_level, self.settings.log_format)
+        sys.excepthook = _say_why_it_cannot_start
         self.server = RpcServer(self.settings.host, self.settings.port, self.rpc_threads)
         self.replica_id = f"{self.pool}-{ULID()}".lower()
         tracing.configure_traces(self.pool, self.replica_id, self.settings.traces_endpoint)
@@ -138,6 +141,14 @@ class ServiceProcess:
         """Put lines back before those that came meanwhile; where room is short the oldest give way."""
         room = max(0, MAX_WAITING - len(waiting))
         waiting.extendleft(reversed(lines[max(0, len(lines) - room) :]))
+
+
+def _say_why_it_cannot_start(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """One line for errors that say what to do; others keep their traceback."""
+    if isinstance(error, SpoError):
+        log.error("the process cannot start", reason=error.message, code=error.code)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ does not lie in a folder of this machine is put together in its cache (spo.weigh
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 import shutil
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spo.errors import IntegrityError, InvalidInput, NotFound
+from spo.errors import IntegrityError, InvalidInput, NotFound, NotReady
 from spo.logs import get_logger
 from spo.sealed_folder import SealedFolder, entry_of, link_files, verify
 from spo.weight_assembly import DELTA_NAME, assemble, digest_of, emptied, whole_entries, whole_here
@@ -31,6 +32,18 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}\.safetensors")
 # A delta that saves less than this is not worth a chain.
 WORTHWHILE_SHARE = 0.9
+
+
+@contextlib.contextmanager
+def _told_when_full() -> Iterator[None]:
+    """Make a full disk or shared memory an error that says so and is worth a retry."""
+    try:
+        yield
+    except Exception as error:
+        # safetensors' own error has no errno.
+        if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT) and "os error 28" not in str(error):
+            raise
+        raise NotReady(f"no space is left for weights: {error}", code="disk_full") from error
 
 
 @dataclass(frozen=True)
@@ -62,6 +75,7 @@ class WeightStore:
         self.anchor_interval = anchor_interval
         self._cache = WeightCache(cache_path, self.shelf.name)
 
+    @_told_when_full()
     def write(
         self,
         run_id: str,
@@ -77,8 +91,8 @@ class WeightStore:
         """Store a version; shards are (file name ending in .safetensors, contiguous CPU tensors by parameter name).
 
         size_bytes: about how large it will be. Idempotent for equal content. Raises Conflict when a different version
-        is there, written under this lease epoch or a newer one, InvalidInput on unsafe names, and Unreachable. A crash
-        leaves nothing visible.
+        is there, written under this lease epoch or a newer one, InvalidInput on unsafe names, and Unreachable; NotReady
+        where no space is left. A crash leaves nothing visible.
         """
         _check(run_id, version)
         head = {"version": version, "parent": parent, "step": step, "dtype": dtype, "epoch": epoch}
@@ -129,6 +143,7 @@ class WeightStore:
         facts = {"base": parent, "base_digest": digest_of(before), "depth": depth}
         return {"delta": {**facts, "files": [entry_of(path) for path in sorted(whole.iterdir())]}}
 
+    @_told_when_full()
     def adopt(self, run_id: str, version: int, source: WeightVersion, *, parent: int, step: int) -> WeightVersion:
         """Store another run's verified version as one of this run; it lives on when the other is removed."""
         _check(run_id, version)
@@ -145,6 +160,7 @@ class WeightStore:
             sealed = self.shelf.seal(run_id, version, whole, head)
             return self._version(run_id, sealed, self._cache.keep(whole, run_id, version, sealed.manifest_digest))
 
+    @_told_when_full()
     def open(self, run_id: str, version: int) -> WeightVersion:
         """Verify and return a version, fetched first where it must be.
 

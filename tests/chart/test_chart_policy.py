@@ -113,6 +113,11 @@ def test_readiness_is_what_the_service_says_of_itself(objects: list[Object]) -> 
         assert ("httpGet" if name == "orchestrator" else "grpc") in probe
 
 
+def test_what_a_process_died_of_stands_in_the_status_of_its_pod(objects: list[Object]) -> None:
+    for name in SERVICES:
+        assert pods(objects)[name]["containers"][0]["terminationMessagePolicy"] == "FallbackToLogsOnError"
+
+
 def test_pods_outlive_their_own_drain(objects: list[Object]) -> None:
     for name in SERVICES:
         pod = pods(objects)[name]

@@ -16,6 +16,9 @@ def test_a_service_is_well_only_while_it_says_so(capsys: pytest.CaptureFixture[s
     server.start()
     try:
         assert main([server.address]) == 1
+        server.set_serving(False, "version 3:\nits file does not match é")
+        assert main([server.address]) == 1
+        assert "version 3: its file does not match ?" in capsys.readouterr().err
         server.set_serving(True)
         assert main([server.address]) == 0
         assert main([server.address, "127.0.0.1:1"]) == 1

@@ -49,6 +49,8 @@ spec:
     - name: {{ .component }}
       image: {{ include "spo.image" . }}
       imagePullPolicy: {{ .root.Values.images.pullPolicy }}
+      # A process that cannot start says why in its last line of log: so does the pod's status.
+      terminationMessagePolicy: FallbackToLogsOnError
       args: {{ .arguments | default (list (printf "services.%s" $underscored)) | toJson }}
       securityContext:
         {{- include "spo.containerSecurity" . | nindent 8 }}
