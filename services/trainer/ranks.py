@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -10,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+PR_SET_PDEATHSIG = 1
 
 T = TypeVar("T")
 
@@ -52,6 +57,7 @@ class Ranks:
 
 def join_ranks(timeout_seconds: float) -> Ranks:
     """Set up torch.distributed from torchrun's environment, or alone without it."""
+    _end_with_torchrun()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -66,3 +72,14 @@ def join_ranks(timeout_seconds: float) -> Ranks:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     control = dist.new_group(backend="gloo", timeout=timeout)
     return Ranks(rank, world_size, device, control)
+
+
+def _end_with_torchrun() -> None:
+    """Have the kernel end this rank when the torchrun that started it dies, even by kill -9.
+
+    torchrun gives every rank a session of its own, so that nobody else would: ranks left behind would train on, beside
+    those that are started in their place. A torchrun that died before this line took its store with it, without which
+    no rank gets further.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,38 @@
+"""Ranks end with the torchrun that started them, however it ends: left behind, they train beside the next ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+LIMIT_SECONDS = 240.0
+# Alive for longer than the test looks for its end.
+RANK = """
+import os, time
+from services.trainer.ranks import join_ranks
+join_ranks(60)
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_killed_torchrun_leaves_no_rank_behind(tmp_path: Path) -> None:
+    program = tmp_path / "rank.py"
+    program.write_text(RANK)
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=1", "--standalone", "--local-addr=127.0.0.1"]
+    with subprocess.Popen([sys.executable, *launcher, str(program)], stdout=subprocess.PIPE, text=True) as torchrun:
+        assert torchrun.stdout is not None
+        rank = psutil.Process(int(torchrun.stdout.readline()))
+        assert rank.ppid() == torchrun.pid
+        torchrun.kill()
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, "the rank outlived its torchrun"
+            time.sleep(0.1)
