@@ -64,10 +64,12 @@ class Measured:
 
 def measure() -> list[Row]:
     """All claims."""
-    found = {replicas: _measured(replicas) for replicas in REPLICAS}
+    found = {}
+    for replicas in REPLICAS:
+        found[replicas] = _measured(replicas)
+        _say(f"{replicas} replicas: {found[replicas]}")
     rows = []
     for replicas, each in found.items():
-        _say(f"{replicas} replicas: {each}")
         cores = each.orchestrator_cores
         rows.append(_row(f"orchestrator, {replicas} replicas", "cores", cores, 1.0))
         rows.append(_row(f"orchestrator per replica, {replicas} replicas", "millicores", 1000 * cores / replicas, 1000))
@@ -121,8 +123,8 @@ def _push(client: redis.Redis, address: str, job_id: str, logs: Sequence[Path], 
     applied, known = [], []
     for version in range(1, PUSHES + 1):
         trainer.call("RenewLease", wire.RenewLeaseRequest(**owner), deadline_seconds=10)
-        trainer.call("PublishWeights", wire.PublishWeightsRequest(**owner, version=version, step=version, uri="-"))
         began = time.time()
+        trainer.call("PublishWeights", wire.PublishWeightsRequest(**owner, version=version, step=version, uri="-"))
         wait_for(lambda: len(_applied(logs, version)) == replicas, "all replicas apply")  # noqa: B023
         applied.append(max(_applied(logs, version)) - began)
         wait_for(lambda: _live(client, version) >= replicas, "the orchestrator knows")  # noqa: B023

@@ -50,14 +50,18 @@ class Wishes:
         return self._told(self.sharing.run_of(request.replica_id))
 
     def _latest(self) -> _Look:
-        with self._lock:
-            if time.monotonic() - self._look.at > LOOK_SECONDS:
+        look = self._look
+        # Who finds somebody looking already goes on with what is known, instead of waiting for Redis too.
+        if time.monotonic() - look.at > LOOK_SECONDS and self._lock.acquire(blocking=False):
+            try:
                 at = time.monotonic()
                 assignments = self.sharing.assignments()
                 pause = self._pause_seconds(len(assignments))
                 answers = {run_id: self._told(run_id, pause) for run_id in self.sharing.wanted()}
-                self._look = _Look(at, assignments, answers)
-            return self._look
+                self._look = look = _Look(at, assignments, answers)
+            finally:
+                self._lock.release()
+        return look
 
     def _pause_seconds(self, replicas: int) -> float:
         seldom = min(replicas / BEATS_PER_SECOND, self.sharing.replicas.silence_seconds / 3)
