@@ -149,6 +149,7 @@ def _damped(mean_part: float) -> Document:
     return merged(_losses(*terms), {"replay": {"unit": "group"}})
 
 
+_PAPERS = {"algorithm": {"beta": PAPER_BETA}}
 STABILITY = {
     "online_squared": MAIN["online_squared"],
     "online_group_centred": MAIN["online_group_centred"],
@@ -158,6 +159,10 @@ STABILITY = {
     "online_cross_entropy": MAIN["online_cross_entropy"],
     "half_online_squared": MAIN["half_online_squared"],
     "half_online_group_centred": MAIN["half_online_group_centred"],
+    # Where the study saw the squared loss collapse soonest.
+    "online_squared_paper_beta": Method("toy/online_squared", _PAPERS),
+    "online_group_centred_paper_beta": Method("toy/online_group_centred", _PAPERS),
+    "online_damped_0.1_paper_beta": Method("toy/online_squared", merged(_damped(0.1), _PAPERS)),
 }
 METHODS: dict[str, dict[str, Method]] = {
     "p160": MAIN,

@@ -97,6 +97,9 @@ LATER = {
         "online_cross_entropy",
         "half_online_squared",
         "half_online_group_centred",
+        "online_squared_paper_beta",
+        "online_group_centred_paper_beta",
+        "online_damped_0.1_paper_beta",
     ),
 }
 
