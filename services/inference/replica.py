@@ -53,7 +53,11 @@ class Replica:
     """Follows the orchestrator. `follow` is the worker; the other methods may be called from any thread."""
 
     def __init__(
-        self, settings: Settings, client: redis.Redis, set_serving: Callable[[bool], None], restart: Callable[[], None]
+        self,
+        settings: Settings,
+        client: redis.Redis,
+        set_serving: Callable[[bool, str], None],
+        restart: Callable[[], None],
     ) -> None:
         self._settings = settings
         self._client = client
@@ -65,6 +69,7 @@ class Replica:
         self._warm: Assignment | None = None
         self._applied = WeightAnnouncement()
         self._problem = ""
+        self._is_ready = False
 
     # --- heartbeat thread ---
 
@@ -128,16 +133,23 @@ class Replica:
         self._applied = WeightAnnouncement()
         self._problem = ""
         if not wish.run_id:
-            self._set_serving(True)
+            self._be_ready(True)
             return
-        self._set_serving(False)
+        self._be_ready(False, f"loads the model of run {wish.run_id}")
         try:
             self._assignment = self._assign(wish, stop)
-            self._set_serving(self._assignment is not None)
+            # One that joins late is ready once it has the run's current weights.
+            late = f"loads version {wish.weights.version} of run {wish.run_id}" if wish.weights.version else ""
+            self._be_ready(self._assignment is not None and not late, late)
         except SpoError as error:
             self._problem = str(error)
+            self._be_ready(False, self._problem)
             log.error("cannot serve the assigned run; will try again", run=wish.run_id, reason=str(error))
             stop.wait(RETRY_SECONDS)
+
+    def _be_ready(self, is_ready: bool, reason: str = "") -> None:
+        self._is_ready = is_ready
+        self._set_serving(is_ready, reason)
 
     def _assign(self, wish: orchestrator.HeartbeatResponse, stop: threading.Event) -> Assignment | None:
         text: Any = self._client.get(redis_keys.run_spec(wish.run_id))
@@ -170,6 +182,7 @@ class Replica:
             if engine.failure:
                 # Told before the process ends: the next one may well fail the same way.
                 self._problem = f"vLLM cannot serve the model: {engine.failure}"
+                self._be_ready(False, self._problem)
                 stop.wait(RETRY_SECONDS)
                 raise engine.failure
             if stop.is_set():
@@ -212,6 +225,8 @@ class Replica:
             weights = assignment.versions.resolve(assignment.run_id, announced.version, announced.manifest_digest)
         except SpoError as error:
             self._problem = f"version {announced.version}: {error}"
+            if not self._is_ready:
+                self._be_ready(False, self._problem)
             if error.retryable:
                 log.warning("announced weights cannot be had yet; the old version serves", reason=str(error))
                 stop.wait(RETRY_SECONDS)
@@ -222,4 +237,5 @@ class Replica:
         self._applied = announced
         assignment.engine.announce(assignment.run_id, weights)
         self._problem = ""
+        self._be_ready(True)
         metrics.POLICY_VERSION.labels(role="inference").set(announced.version)

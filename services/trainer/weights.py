@@ -56,16 +56,20 @@ def store_weights(
         deque(parameters, maxlen=0)
         return None
     dtype = str(next(engine.model.module.parameters()).dtype).removeprefix("torch.")
-    written = store.write(
-        run_id,
-        version,
-        parent=parent,
-        step=step,
-        dtype=dtype,
-        shards=_shards(parameters),
-        epoch=epoch,
-        size_bytes=engine.parameter_bytes,
-    )
+    try:
+        written = store.write(
+            run_id,
+            version,
+            parent=parent,
+            step=step,
+            dtype=dtype,
+            shards=_shards(parameters),
+            epoch=epoch,
+            size_bytes=engine.parameter_bytes,
+        )
+    finally:
+        # Where the store fails half-way: the other ranks wait in the gathers that are left.
+        deque(parameters, maxlen=0)
     WEIGHTS_BYTES.inc(written.stored_bytes)
     store.prune(run_id, keep, spare)
     return written

@@ -17,6 +17,7 @@ import redis
 
 from spo import redis_keys, rpc, streams
 from spo.errors import IntegrityError, InvalidInput, NotReady, PreconditionFailed
+from spo.healthcheck import why_not_serving
 from spo.job_spec import parse_job_spec, spec_to_json
 from spo.testing_models import random_llama, write_random_llama
 from spo.v1 import inference_service_pb2 as inference
@@ -122,15 +123,18 @@ def write_version(store: WeightStore, version: int) -> WeightVersion:
     return store.write(RUN, version, parent=0, step=version, dtype="float32", shards=[("a.safetensors", tensors)])
 
 
-def announce(client: redis.Redis, stored: WeightVersion) -> None:
-    announced = WeightAnnouncement(
+def announcement(stored: WeightVersion) -> WeightAnnouncement:
+    return WeightAnnouncement(
         run_id=RUN,
         version=int(stored.manifest["version"]),
         uri=str(stored.path),
         manifest_digest=stored.manifest_digest,
         announced_unix_ms=int(time.time() * 1000),
     )
-    streams.publish(client, redis_keys.weights(RUN), [announced.SerializeToString()])
+
+
+def announce(client: redis.Redis, stored: WeightVersion) -> None:
+    streams.publish(client, redis_keys.weights(RUN), [announcement(stored).SerializeToString()])
 
 
 def prompt_group(number: int, *, text: str = STATEMENT, samples: int = 4, version: int | None = None) -> PromptGroup:
@@ -358,8 +362,34 @@ def test_an_idle_replica_is_ready_and_a_model_that_runs_code_is_refused(
         with pytest.raises(NotReady):
             platform.client(replica).call("Generate", inference.GenerateRequest(group=prompt_group(1)))
         assert not rpc.is_healthy(address)
+        assert "pytorch_model.bin" in why_not_serving(address)
         replica.terminate()
         assert replica.wait(WAIT_SECONDS) == 0, platform.log_of(replica)
+    finally:
+        platform.close()
+
+
+def test_a_late_replica_is_ready_with_the_current_weights_only_and_says_what_is_wrong_with_them(
+    folder: Path, redis_server: str, redis_client: redis.Redis
+) -> None:
+    write_run(redis_client, RUN, folder / "model")
+    platform = Platform(folder, redis_server)
+    damaged = write_version(platform.store, 11)
+    damaged.files[0].write_bytes(damaged.files[0].read_bytes()[:-1])
+    try:
+        platform.assign(RUN)
+        platform.orchestrator.response.weights.CopyFrom(announcement(damaged))
+        replica = platform.start_replica()
+        address = eventually("a heartbeat", lambda: platform.beat(replica).address)
+        eventually("the refusal", lambda: "version 11" in platform.beat(replica).problem)
+        assert not rpc.is_healthy(address)
+        assert "version 11" in why_not_serving(address)
+        assert "its manifest says" in why_not_serving(address)
+        assert "announced weights refused" in platform.log_of(replica)
+
+        announce(redis_client, write_version(platform.store, 12))
+        eventually("the replica to be ready", lambda: why_not_serving(address) == "")
+        eventually("version 12 to be applied", lambda: platform.beat(replica).policy_version == 12)
     finally:
         platform.close()
 
