@@ -22,7 +22,7 @@ SHORTENED: dict[str, dict[str, Any]] = {
     "trainer": {"steps": STEPS, "checkpoint_interval": STEPS},
     "evaluation": {"interval_steps": STEPS, "samples": 10, "ks": [1]},
 }
-JOB_SECONDS = 400.0
+JOB_SECONDS = 600.0
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
