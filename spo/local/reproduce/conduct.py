@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from spo.client_answers import Event, Job
 from spo.errors import InternalError, NotReady
 from spo.local.launcher import LocalPlatform
 from spo.local.report import seconds_between
-from spo.local.reproduce.measure import cpu_seconds, rollouts, trainer_memory_bytes
+from spo.local.reproduce.measure import CpuMeter, rollouts, trainer_memory_bytes
 from spo.local.reproduce.plan import Run
 from spo.local.reproduce.results import remember_estimate
 
@@ -52,6 +52,10 @@ class Conductor:
     client: Client
     folder: Path
     on_poll: Callable[[Run, Job], None]
+    cpu: CpuMeter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cpu = CpuMeter(self.platform)
 
     def carry_out(
         self, run: Run, document: Mapping[str, Any], training_exam: Mapping[str, Any] | None = None
@@ -63,7 +67,7 @@ class Conductor:
         Raises NotReady when it takes longer than LONGEST_RUN_SECONDS, InvalidInput when it is refused.
         """
         attempt = _attempt(self.folder, run)
-        began, cpu_began = time.monotonic(), cpu_seconds(self.platform)
+        began, cpu_began = time.monotonic(), self.cpu.seconds()
         # The same key finds the job of a command that was interrupted, and follows it to its end.
         job = self.client.submit(document, idempotency_key=f"reproduce {run.name} {attempt} {_digest(document)}")
         cpu_running, memory = None, 0
@@ -72,15 +76,16 @@ class Conductor:
             if time.monotonic() - began > LONGEST_RUN_SECONDS:
                 waits = "; ".join(job.waits) or "nothing in particular"
                 raise NotReady(f"{run.name} ({job.id}) took too long; it waits for: {waits}", code="run_timeout")
+            cpu_now = self.cpu.seconds()
             if cpu_running is None and job.state == "running":
-                cpu_running = cpu_seconds(self.platform)
+                cpu_running = cpu_now
             if job.state == "running" and time.monotonic() >= next_memory:
                 next_memory = time.monotonic() + MEMORY_EVERY_SECONDS
                 memory = max(memory, trainer_memory_bytes(self.platform))
             self.on_poll(run, job)
             time.sleep(POLL_SECONDS)
             job = self.client.get(job.id)
-        cpu_ended = cpu_seconds(self.platform)
+        cpu_ended = self.cpu.seconds()
         result = self._result(run, job, attempt) | {
             "trainer_memory_bytes": memory,
             "cpu_seconds": {

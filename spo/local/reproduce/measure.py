@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -19,16 +20,23 @@ from spo.v1.value_pb2 import PromptValue
 REDIS_WAIT_SECONDS = 10.0
 
 
-def cpu_seconds(platform: LocalPlatform) -> float:
-    """CPU of the platform's processes so far, with that of their ended children; a restarted process begins at 0."""
-    total = 0.0
-    for process in _processes(service["pid"] for service in platform.services()):
-        try:
-            times = process.cpu_times()
-        except psutil.Error:
-            continue
-        total += times.user + times.system + times.children_user + times.children_system
-    return total
+@dataclass
+class CpuMeter:
+    """CPU of the platform's processes; what one had used when it was last looked at stays when it is replaced."""
+
+    platform: LocalPlatform
+    _used: dict[tuple[int, float], float] = field(default_factory=dict)
+
+    def seconds(self) -> float:
+        """All CPU so far, with that of ended children; call it often, as every service may be restarted."""
+        for process in _processes(service["pid"] for service in self.platform.services()):
+            try:
+                times = process.cpu_times()
+                name = (process.pid, process.create_time())
+            except psutil.Error:
+                continue
+            self._used[name] = times.user + times.system + times.children_user + times.children_system
+        return sum(self._used.values())
 
 
 def trainer_memory_bytes(platform: LocalPlatform) -> int:
