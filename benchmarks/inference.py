@@ -59,7 +59,7 @@ class Service:
         self._client = client
         self._stop = threading.Event()
         client.set(redis_keys.run_spec(RUN), spec_to_json(parse_job_spec({"model": {"path": str(folder)}})))
-        self._replica = Replica(settings, client, lambda serving: None, self._stop.set)
+        self._replica = Replica(settings, client, lambda serving, reason: None, self._stop.set)
         self._replica.on_heartbeat(HeartbeatResponse(run_id=RUN, model_path=str(folder)))
         self._worker = RolloutWorker(client, self._replica, "benchmark", settings)
         self._numbers = itertools.count()
