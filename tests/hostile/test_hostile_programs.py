@@ -6,12 +6,16 @@ the tests; when that is root, once more as an unprivileged user.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import sysconfig
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,18 +110,35 @@ def outcome_of(lane: Lane, source: str, tests: verdict_pb2.TestSet) -> tuple[str
     return verdict_pb2.Outcome.Name(verdict.outcome).removeprefix("OUTCOME_").lower(), verdict.detail
 
 
-def assert_nothing_is_left(lane: Lane, descriptors: int) -> None:
+def open_descriptors() -> Counter[str]:
+    """How many descriptors of each kind this process holds: the judge's pipes, Unix sockets, files and memory."""
+    gc.collect()
+    network = {connection.fd for connection in psutil.Process().net_connections("inet")}
+    kinds: Counter[str] = Counter()
+    for number in os.listdir("/proc/self/fd"):
+        # The judge speaks to its sandboxes over no network; clients of earlier tests in this process may reconnect.
+        with contextlib.suppress(FileNotFoundError):
+            link = os.readlink(f"/proc/self/fd/{number}")
+            if int(number) not in network:
+                kinds[link.partition(":[")[0]] += 1
+    return kinds
+
+
+def assert_nothing_is_left(lane: Lane, before: Counter[str]) -> None:
     tests = verdict_pb2.TestSet(tests=[verdict_pb2.TestCase(stdout=CLEAN.encode())])
     assert outcome_of(lane, CANARY, tests) == ("accepted", "")
-    # Fewer is no leak: the collector may just have closed what an earlier test left.
-    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    # Fewer is no leak, and other threads of this process open files for moments: what stays is a leak.
+    end = time.monotonic() + 5
+    while (left := open_descriptors() - before) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not left
     below = psutil.Process(lane.zygote(Role.PROGRAM).pid).children(recursive=True)
     assert [child for child in below if child.children() == [] and "zygote" not in " ".join(child.cmdline())] == []
 
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_program_meets_its_end(lane: Lane, case: dict[str, Any]) -> None:
-    descriptors = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     expected = [case["outcome"]] if isinstance(case["outcome"], str) else case["outcome"]
 
     # Touching memory takes CPU time too, on a busy machine a lot.
@@ -125,17 +146,17 @@ def test_a_hostile_program_meets_its_end(lane: Lane, case: dict[str, Any]) -> No
     outcome, detail = outcome_of(lane, source_of(case), case_tests(case, limits))
 
     assert outcome in expected, detail
-    assert_nothing_is_left(lane, descriptors)
+    assert_nothing_is_left(lane, before)
 
 
 @pytest.mark.parametrize("case", HONEST)
 def test_an_honest_program_is_accepted(lane: Lane, tier: str, case: dict[str, Any]) -> None:
     if case.get("needs", "") not in tier:
         pytest.skip(f"needs {case['needs']}")
-    descriptors = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
 
     assert outcome_of(lane, source_of(case), case_tests(case, verdict_pb2.Limits())) == ("accepted", "")
-    assert_nothing_is_left(lane, descriptors)
+    assert_nothing_is_left(lane, before)
 
 
 def test_there_are_at_least_sixty_hostile_programs_and_thirty_honest_ones() -> None:
