@@ -9,6 +9,7 @@ import redis
 
 from services.orchestrator.access.audit import AuditLog
 from services.orchestrator.access.doorkeeper import Doorkeeper
+from services.orchestrator.access.local_files import require_within
 from services.orchestrator.alarms import Alarms
 from services.orchestrator.datasets import Datasets
 from services.orchestrator.evaluation import Evaluator
@@ -32,6 +33,7 @@ from services.orchestrator.weights import WeightVersions
 from services.orchestrator.wishes import Wishes
 from spo.experience.store import ExperienceStore
 from spo.inference_client import InferenceClient
+from spo.job_spec import TasksSpec
 from spo.rpc import Client
 from spo.v1.judge_service_pb2_grpc import JudgeServiceStub
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
@@ -89,6 +91,18 @@ class Desk:
             self.places,
             self.sharing,
         )
+
+    def require_usable(self, tasks: TasksSpec | None, tenant: str | None, model: str | None = None) -> None:
+        """Refuse tasks, and the folder of a model, that are not the tenant's to use (None: anybody's).
+
+        Raises InvalidInput with a pointer to each.
+        """
+        self.datasets.require_usable(tasks, tenant)
+        if tenant is not None:
+            named = {"/model/path": model}
+            if tasks is not None:
+                named |= {"/tasks/path": tasks.path, "/tasks/evaluation_path": tasks.evaluation_path}
+            require_within(self.settings.tenant_folders, named)
 
     def close(self) -> None:
         """End the connections to the other services, so that no wait for them outlives the process."""

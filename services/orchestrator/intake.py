@@ -8,19 +8,19 @@ from typing import Any
 
 from services.orchestrator.task_sets import TaskLibrary
 from spo.errors import FieldViolation, InvalidInput
-from spo.job_spec import JobSpec, TasksSpec, parse_job_spec
+from spo.job_spec import JobSpec, parse_job_spec
 from spo.model_folder import inspect_model_folder
 
 MAX_DEPTH = 32
 
 
-def accept(body: bytes, library: TaskLibrary, allowed: Callable[[TasksSpec], None] = lambda tasks: None) -> JobSpec:
-    """Return the resolved spec of a request body; `allowed` refuses tasks that are not the caller's.
+def accept(body: bytes, library: TaskLibrary, allowed: Callable[[JobSpec], None] = lambda spec: None) -> JobSpec:
+    """Return the resolved spec of a request body; `allowed` refuses what is not the caller's.
 
     Raises InvalidInput: code "malformed_json" (HTTP 400) or "invalid_job_spec" with a pointer to each fault.
     """
     spec = parse_job_spec(parse_json(body))
-    allowed(spec.tasks)
+    allowed(spec)
     check_spec(spec, library)
     return spec
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
@@ -26,6 +27,10 @@ class Settings(ServiceSettings, service="orchestrator"):
     oidc_issuer: str = Field(default="", description="OpenID Connect provider whose bearer tokens are accepted.")
     oidc_audience: str = Field(default="", description="Audience the provider's tokens must name.")
     oidc_tenant_claim: str = Field(default="tenant", description="Claim that names the tenant.")
+    tenant_paths: str = Field(
+        default="/models:/tasks",
+        description="Folders, with colons between, where tenants may name models and task files; admins: anywhere.",
+    )
     scaler: Literal["none", "local", "kubernetes"] = Field(
         default="none", description="Who starts and stops replicas when PUT /v1/scale asks for it."
     )
@@ -46,6 +51,12 @@ class Settings(ServiceSettings, service="orchestrator"):
     stall_seconds: float = Field(default=120, gt=0, description="No progress for this long becomes an event.")
     max_dead_letter_share: float = Field(default=0.05, ge=0, le=1, description="Above it a job fails loudly.")
     evaluation_requests: int = Field(default=32, ge=1, le=256, description="Held-out problems in flight at once.")
+
+    @property
+    def tenant_folders(self) -> tuple[Path, ...]:
+        """`tenant_paths`, and where models that the platform makes itself are kept."""
+        opened = [Path(each) for each in self.tenant_paths.split(":") if each]
+        return (*opened, self.state_path / "cache" / "models")
 
     @model_validator(mode="after")
     def open_only_on_loopback(self) -> Self:

@@ -53,6 +53,16 @@ class Doorkeeper:
             raise InvalidInput("an API key is needed: Authorization: Bearer <key>", code="unauthorized")
         return found
 
+    def admits(self, authorization: str) -> bool:
+        """Whether somebody who was let in before still would be; yes while Redis cannot say."""
+        try:
+            self.caller(authorization)
+        except InvalidInput:
+            return False
+        except redis.RedisError:
+            return True
+        return True
+
 
 class RateLimit:
     """So many requests of one caller in a moving window, counted in this process (there is one orchestrator)."""

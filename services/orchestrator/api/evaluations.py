@@ -57,7 +57,7 @@ class EvaluationList(BaseModel):
 def ask(desk: DeskOf, caller: CallerOf, wanted: EvaluationRequest, response: Response) -> Evaluation:
     """Queue an evaluation; it is carried out when no other job is active."""
     _check_owner(desk, caller.sees_tenant, wanted.job_id)
-    desk.datasets.require_usable(wanted.tasks, caller.sees_tenant)
+    desk.require_usable(wanted.tasks, caller.sees_tenant)
     if wanted.samples < max(wanted.ks):
         message = f"pass@{max(wanted.ks)} needs at least {max(wanted.ks)} samples"
         raise InvalidInput(message, code="invalid_request", violations=(FieldViolation("/ks", message),))

@@ -36,7 +36,13 @@ async def events(
     if "text/event-stream" not in accept:
         return JSONResponse(await run_in_threadpool(_history, desk, job_id, after_seq, limit))
     live: LiveEvents = request.app.state.live
-    return EventStream(live.follow(job_id, int(last_event_id) if last_event_id is not None else after_seq))
+    authorization = request.headers.get("authorization", "")
+
+    async def is_admitted() -> bool:
+        return await run_in_threadpool(desk.doorkeeper.admits, authorization)
+
+    since = int(last_event_id) if last_event_id is not None else after_seq
+    return EventStream(live.follow(job_id, since, is_admitted))
 
 
 def _history(desk: Desk, job_id: str, after_seq: int, limit: int) -> dict[str, Any]:

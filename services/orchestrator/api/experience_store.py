@@ -193,7 +193,7 @@ def _tasks_of(desk: Desk, caller: Caller, job: str | None, tasks: TasksSpec | No
         violation = FieldViolation("/job", "name either a job or tasks")
         raise InvalidInput("which problems are meant?", violations=(violation,))
     if tasks is not None:
-        desk.datasets.require_usable(tasks, caller.sees_tenant)
+        desk.require_usable(tasks, caller.sees_tenant)
         return tasks, ""
     if not caller.is_admin and desk.jobs.tenant(str(job)) != caller.tenant:
         raise NotFound(f"there is no job {job}", code="job_not_found")

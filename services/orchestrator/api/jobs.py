@@ -92,7 +92,9 @@ def submit_spec(
     desk: Desk, caller: Caller, body: bytes, validate_only: bool, key: str | None
 ) -> tuple[JobSpec, str | None]:
     """The resolved spec and the id of its job, None when it was only to be checked. Raises InvalidInput, quota."""
-    spec = accept(body, desk.library, lambda tasks: desk.datasets.require_usable(tasks, caller.sees_tenant))
+    spec = accept(
+        body, desk.library, lambda asked: desk.require_usable(asked.tasks, caller.sees_tenant, asked.model.path)
+    )
     require_stored(desk.redis, desk.experience, spec, caller.tenant)
     require_followable(desk.jobs, spec, caller.tenant)
     if validate_only:
@@ -183,7 +185,7 @@ def fork(
     wish = ForkWish(wanted.version, wanted.checkpoint_step, wanted.as_reference, wanted.overrides)
 
     def check(spec: JobSpec) -> None:
-        desk.datasets.require_usable(spec.tasks, caller.sees_tenant)
+        desk.require_usable(spec.tasks, caller.sees_tenant)
         require_stored(desk.redis, desk.experience, spec, caller.tenant)
         require_followable(desk.jobs, spec, caller.tenant)
 

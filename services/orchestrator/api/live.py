@@ -8,10 +8,12 @@ own beyond what its connection buffers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
@@ -36,6 +38,8 @@ HISTORY_READS = 8
 HEARTBEAT_SECONDS = 15
 # A connection that takes nothing for so long is cut; its client comes back with Last-Event-ID.
 SEND_SECONDS = 30.0
+# How long a listener whose key was revoked, or whose token ran out, may go on listening.
+ADMISSION_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -101,11 +105,16 @@ class LiveEvents:
         self._readers: set[asyncio.Task[None]] = set()
         self._history_reads = asyncio.Semaphore(HISTORY_READS)
 
-    async def follow(self, job_id: str, seq: int) -> AsyncIterator[bytes]:
-        """Every event after seq, encoded, until the job has ended or the process stops."""
+    async def follow(self, job_id: str, seq: int, is_admitted: Callable[[], Awaitable[bool]]) -> AsyncIterator[bytes]:
+        """Every event after seq, encoded, until the job has ended, the process stops or the listener may not listen."""
         tail = self._join(job_id)
+        looked = time.monotonic()
         try:
             while not tail.is_closed:
+                if time.monotonic() - looked >= ADMISSION_SECONDS:
+                    if not await is_admitted():
+                        return
+                    looked = time.monotonic()
                 news = tail.news
                 frames = tail.after(seq)
                 if frames is None:
@@ -116,7 +125,8 @@ class LiveEvents:
                     if frame.is_last:
                         return
                 if not frames:
-                    await news.wait()
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(news.wait(), ADMISSION_SECONDS)
         finally:
             tail.listeners -= 1
 

@@ -51,7 +51,8 @@ def open_desk(
 
     def build(**settings: Any) -> Desk:
         addresses = {f"{name}_address": peers.address for name in ("inference", "sandbox_judge", "replay_buffer")}
-        chosen = {"redis_url": redis_server, "state_path": tmp_path / "state", "http_port": 0, **addresses, **settings}
+        places = {"state_path": tmp_path / "state", "tenant_paths": str(tmp_path)}
+        chosen = {"redis_url": redis_server, "http_port": 0, **places, **addresses, **settings}
         desk = Desk(Settings(**chosen), redis.Redis.from_url(redis_server), threading.Event())
         desks.append(desk)
         return desk

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,6 +21,7 @@ from pydantic import SecretStr, ValidationError
 
 from services.orchestrator.access.callers import SCOPES, Caller, needed_scope
 from services.orchestrator.access.keys import REMEMBER_SECONDS
+from services.orchestrator.api import live
 from services.orchestrator.desk import Desk
 from services.orchestrator.settings import Settings
 from services.orchestrator.states import JobState
@@ -100,6 +103,24 @@ def test_a_revoked_key_stops_working(door: Door) -> None:
     assert door.ask("DELETE", f"/v1/keys/{key_id}").json() == revoked
 
 
+def test_an_event_stream_ends_soon_after_its_key_is_revoked(
+    door: Door, document: Document, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "ADMISSION_SECONDS", 0.2)
+    token = door.key("red", "jobs:read", "jobs:write")
+    job_id = door.ask("POST", "/v1/jobs", token, json=document).json()["id"]
+    listening = {"Authorization": f"Bearer {token}", "Accept": "text/event-stream"}
+
+    with httpx.stream("GET", f"{door.url}/v1/jobs/{job_id}/events", headers=listening, timeout=10) as stream:
+        lines = stream.iter_lines()
+        assert any("queued" in line for line in lines)
+        time.sleep(1)
+        door.ask("DELETE", f"/v1/keys/{door.ask('GET', '/v1/keys').json()['items'][0]['key_id']}")
+        # Silence of ten seconds, which a stream that stays would keep, is an error.
+        rest = [line for line in lines if line.startswith("id:")]
+    assert rest == []
+
+
 def test_a_key_revoked_behind_our_back_stops_soon(door: Door, open_desk: Callable[..., Desk]) -> None:
     token = door.key("red", "jobs:read")
     assert door.ask("GET", "/v1/jobs", token).status_code == 200
@@ -171,6 +192,32 @@ def test_a_page_shows_no_more_than_its_readers_scopes(door: Door, document: Docu
         assert "lacks the scope" not in door.ask("GET", path).text
     assert "queued 1" not in door.ask("GET", "/", blue).text
     assert "queued 1" in door.ask("GET", "/").text
+
+
+def test_a_tenant_names_only_files_in_folders_that_are_open_to_it(
+    open_desk: Callable[..., Desk], serve: Callable[[Desk], str], document: Document, tmp_path: Path
+) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open" / "way out").symlink_to(tmp_path)
+    desk = open_desk(api_key=OPERATOR_KEY, tenant_paths=str(tmp_path / "open"))
+    door = Door(desk, serve(desk))
+    red = door.key("red", "jobs:read", "jobs:write", "trajectories:read", "datasets:write")
+    outside = str(tmp_path / "open" / "way out" / "pi0")
+
+    for path, body, pointer in (
+        ("/v1/jobs", document, "/model/path"),
+        ("/v1/jobs", document | {"model": {"path": outside}}, "/model/path"),
+        ("/v1/jobs", document | {"model": {"path": "/absent"}}, "/model/path"),
+        ("/v1/jobs", document | {"tasks": {"kind": "jsonl", "path": "/etc/passwd"}}, "/tasks/path"),
+    ):
+        refused = door.ask("POST", path, red, json=body)
+        assert refusal(refused) == (422, "invalid_job_spec")
+        assert pointer in [each["pointer"] for each in refused.json()["errors"]]
+        assert "may name files in" in refused.text
+    shutil.copytree(tmp_path / "pi0", tmp_path / "open" / "pi0")
+    inside = document | {"model": {"path": str(tmp_path / "open" / "pi0")}}
+    assert door.ask("POST", "/v1/jobs", red, json=inside).status_code == 202
+    assert door.ask("POST", "/v1/jobs", json=document).status_code == 202
 
 
 def test_two_tenants_may_use_the_same_idempotency_key(door: Door, document: Document) -> None:
