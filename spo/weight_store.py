@@ -74,6 +74,8 @@ class WeightStore:
         self.shelf: Shelf = shelf_at(place)
         self.anchor_interval = anchor_interval
         self._cache = WeightCache(cache_path, self.shelf.name)
+        # Manifests change only when their version is written again: each is read once for pruning, not at every push.
+        self._base_of: dict[tuple[str, int], int] = {}
 
     @_told_when_full()
     def write(
@@ -96,6 +98,7 @@ class WeightStore:
         """
         _check(run_id, version)
         head = {"version": version, "parent": parent, "step": step, "dtype": dtype, "epoch": epoch}
+        self._base_of.pop((run_id, version), None)
         aside = self.shelf.aside(run_id, version)
         if aside is not None and self.anchor_interval == 1:
             with aside as writing:
@@ -229,24 +232,28 @@ class WeightStore:
         """Remove all but the newest `keep` versions, those in `spare`, and what their deltas are based on."""
         versions = self.versions(run_id)
         kept = {version for version in versions if version in spare} | set(versions[max(0, len(versions) - keep) :])
-        for version in sorted(kept, reverse=True):
-            for base in self._bases(run_id, version):
+        for version in tuple(kept):
+            base = self._base(run_id, version)
+            while base and base not in kept:
                 kept.add(base)
+                base = self._base(run_id, base)
+        self._base_of = {key: base for key, base in self._base_of.items() if key[0] == run_id and key[1] in kept}
         for version in versions:
             if version not in kept:
                 self.shelf.remove(run_id, version)
         self.shelf.tidy(run_id)
 
-    def _bases(self, run_id: str, version: int) -> Iterator[int]:
-        while True:
-            try:
-                delta = self.shelf.manifest(run_id, version).get("delta")
-            except (NotFound, IntegrityError):
-                return
-            if not delta:
-                return
-            version = int(delta["base"])
-            yield version
+    def _base(self, run_id: str, version: int) -> int:
+        """The version that a delta is based on; 0 for a whole version and for one that cannot be read."""
+        known = self._base_of.get((run_id, version))
+        if known is not None:
+            return known
+        try:
+            delta = self.shelf.manifest(run_id, version).get("delta")
+        except (NotFound, IntegrityError):
+            return 0
+        base = self._base_of[run_id, version] = int(delta["base"]) if delta else 0
+        return base
 
     def remove_run(self, run_id: str) -> None:
         """Remove everything of a run."""

@@ -1,4 +1,8 @@
-"""Inference replicas come, go and die while a job runs: nothing is lost, the trainer goes on, and metrics are real."""
+"""Inference replicas come, go and die while a job runs: nothing is lost, the trainer goes on, and metrics are real.
+
+Weights lie in a bucket, and two of the replicas come back as if on another machine: what they load leaves the bucket
+once for both.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import json
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +24,7 @@ from spo.client import Client
 from spo.local.demo import RECIPE
 from spo.local.launcher import LauncherSettings, LocalPlatform, free_ports
 from spo.testing_platform import check_ledger, wait_for_progress, wait_until
+from tests.integration.s3_server import S3Server, serve_s3
 
 ROOT = Path(__file__).parents[2]
 SHORTENED: dict[str, dict[str, Any]] = {
@@ -52,19 +58,33 @@ def metrics_ports() -> dict[str, int]:
 
 
 @pytest.fixture
-def platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metrics_ports: dict[str, int]) -> Iterator[LocalPlatform]:
+def bucket(tmp_path: Path) -> Iterator[S3Server]:
+    with serve_s3(tmp_path) as server:
+        server.bucket("policies")
+        yield server
+
+
+@pytest.fixture
+def platform(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metrics_ports: dict[str, int], bucket: S3Server
+) -> Iterator[LocalPlatform]:
     monkeypatch.delenv("SPO_REDIS_URL", raising=False)
     settings = LauncherSettings(runs_path=tmp_path / "runs", start_seconds=300, drain_seconds=20)
     metered = {f"SPO_{name.replace('-', '_').upper()}_METRICS_PORT": str(port) for name, port in metrics_ports.items()}
-    with LocalPlatform(
-        "elastic", tmp_path / "state", settings, {**metered, "SPO_INFERENCE_RECLAIM_AFTER_SECONDS": "5"}
-    ) as started:
+    environment = {
+        **metered,
+        **bucket.environment(),
+        "SPO_WEIGHT_STORE_URL": "s3://policies/weights",
+        "SPO_WEIGHT_CACHE_PATH": str(tmp_path / "cache"),
+        "SPO_INFERENCE_RECLAIM_AFTER_SECONDS": "5",
+    }
+    with LocalPlatform("elastic", tmp_path / "state", settings, environment) as started:
         started.wait_until_ready()
         yield started
 
 
 def test_replicas_scale_and_die_during_a_job_and_nothing_is_lost(
-    platform: LocalPlatform, reference_model: Path, metrics_ports: dict[str, int]
+    platform: LocalPlatform, reference_model: Path, metrics_ports: dict[str, int], bucket: S3Server
 ) -> None:
     recipe: dict[str, Any] = yaml.safe_load(RECIPE.read_text())
     spec = recipe | {name: {**recipe[name], **changes} for name, changes in SHORTENED.items()}
@@ -77,7 +97,7 @@ def test_replicas_scale_and_die_during_a_job_and_nothing_is_lost(
         named = {name for port in metrics_ports.values() for name in scraped(f"http://127.0.0.1:{port}")}
         named |= scraped(platform.http_url)
         for victim in ("inference-2", "inference"):
-            kill(platform, victim)
+            kill(platform, victim, {"SPO_WEIGHT_CACHE_PATH": str(platform.state_path / "elsewhere")})
         wait_until(lambda: joined(platform) >= 3, "the killed replicas are back", 240)
         scale(platform, 1)
         wait_until(lambda: len(pool(platform)) == 1, "two replicas have left", 60)
@@ -88,8 +108,21 @@ def test_replicas_scale_and_die_during_a_job_and_nothing_is_lost(
         check_ledger(store, job_id)
     print(f"the trainer waited {sum(waits):.1f} s in all, {max(waits):.1f} s at most for one batch")
     assert max(waits) < 120
+    fetched = downloads(bucket)
+    published = job.progress.weight_version
+    print(f"{published} versions published, {len(fetched)} objects left the bucket, {fetched.total()} times in all")
+    assert not list((platform.state_path / "weights").rglob("*.safetensors"))
+    assert published >= SHORTENED["trainer"]["steps"] // SHORTENED["trainer"]["update_interval"]
+    # By the two that came back elsewhere, which share their downloads; the others have what the trainer has kept.
+    assert fetched
+    assert set(fetched.values()) == {1}
     unknown = drawn() - named
     assert not unknown, f"dashboards and alerts name what no live service exports: {sorted(unknown)}"
+
+
+def downloads(bucket: S3Server) -> Counter[str]:
+    """How often each object with weights was asked for."""
+    return Counter(re.findall(r"GET (\S+\.safetensors) HTTP", bucket.log.read_text()))
 
 
 def scale(platform: LocalPlatform, replicas: int) -> None:
@@ -106,8 +139,10 @@ def joined(platform: LocalPlatform) -> int:
     return sum(item["pool"] == "inference" and bool(item["run_id"]) and not item["draining"] for item in items)
 
 
-def kill(platform: LocalPlatform, name: str) -> None:
+def kill(platform: LocalPlatform, name: str, changed: dict[str, str]) -> None:
+    """SIGKILL; what is started in its place has a changed environment."""
     child = next(child for child in platform.children if child.name == name)
+    child.environment = {**child.environment, **changed}
     before, restarts = child.pid, child.restarts
     assert before is not None
     os.kill(before, signal.SIGKILL)

@@ -177,3 +177,15 @@ def test_a_store_that_does_not_answer_is_unreachable(monkeypatch: pytest.MonkeyP
 
     with pytest.raises(Unreachable, match="does not answer"):
         WeightStore(url).versions(RUN)
+
+
+def test_pruning_at_every_push_reads_each_manifest_once(url: str, server: S3Server, tmp_path: Path) -> None:
+    writer = WeightStore(url, cache_path=str(tmp_path / "a"), anchor_interval=4)
+    for number in range(1, 9):
+        write(writer, number)
+        before = server.requests("GET", "/manifest.json")
+        writer.prune(RUN, keep=20)
+
+        assert server.requests("GET", "/manifest.json") - before <= 1
+
+    assert WeightStore(url).versions(RUN) == list(range(1, 9))
