@@ -6,6 +6,7 @@ platform's Redis stays too: values of prompts, samples of pi0 and labels of pivo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,11 +18,11 @@ from typing import Any
 from spo import redis_keys
 from spo.client import Client
 from spo.client_answers import Event, Job
-from spo.errors import InternalError, NotReady
+from spo.errors import Conflict, InternalError, NotReady
 from spo.local.launcher import LocalPlatform
 from spo.local.report import seconds_between
 from spo.local.reproduce.measure import CpuMeter, rollouts, trainer_memory_bytes
-from spo.local.reproduce.plan import Run
+from spo.local.reproduce.plan import SETTINGS, Run
 from spo.local.reproduce.results import remember_estimate
 
 LONGEST_RUN_SECONDS = 3600.0
@@ -68,8 +69,7 @@ class Conductor:
         """
         attempt = _attempt(self.folder, run)
         began, cpu_began = time.monotonic(), self.cpu.seconds()
-        # The same key finds the job of a command that was interrupted, and follows it to its end.
-        job = self.client.submit(document, idempotency_key=f"reproduce {run.name} {attempt} {_digest(document)}")
+        job = self._submit(document, f"reproduce {run.name} {attempt} {_digest(document)}")
         cpu_running, memory = None, 0
         next_memory = 0.0
         while not job.is_final:
@@ -100,6 +100,19 @@ class Conductor:
         path.write_text(json.dumps(result) + "\n")
         remember_estimate(self.folder, run.document, result["cpu_seconds"]["estimate"])
         return result
+
+    def _submit(self, document: Mapping[str, Any], key: str) -> Job:
+        """The job of a key, also that of a command that was interrupted; what else such a command left is cancelled."""
+        job = self.client.submit(document, idempotency_key=key)
+        while job.state == "cancelled":
+            key += " again"
+            job = self.client.submit(document, idempotency_key=key)
+        for other in self.client.jobs():
+            # It would have its turn first, and this run would seem to wait for nothing.
+            if not other.is_final and other.id != job.id and other.name.partition("/")[0] in SETTINGS:
+                with contextlib.suppress(Conflict):
+                    self.client.cancel(other.id)
+        return job
 
     def _examine(self, job: Job, tasks: Mapping[str, Any]) -> dict[str, Any]:
         asked = self.client.ask_evaluation({"job_id": job.id, "tasks": tasks, "samples": EXAM_SAMPLES, "ks": [1]})

@@ -163,6 +163,8 @@ STABILITY = {
     "online_squared_paper_beta": Method("toy/online_squared", _PAPERS),
     "online_group_centred_paper_beta": Method("toy/online_group_centred", _PAPERS),
     "online_damped_0.1_paper_beta": Method("toy/online_squared", merged(_damped(0.1), _PAPERS)),
+    "online_damped_0.02_paper_beta": Method("toy/online_squared", merged(_damped(0.02), _PAPERS)),
+    "online_cross_entropy_paper_beta": Method("toy/online_cross_entropy", _PAPERS),
 }
 METHODS: dict[str, dict[str, Method]] = {
     "p160": MAIN,

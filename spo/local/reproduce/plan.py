@@ -100,6 +100,8 @@ LATER = {
         "online_squared_paper_beta",
         "online_group_centred_paper_beta",
         "online_damped_0.1_paper_beta",
+        "online_damped_0.02_paper_beta",
+        "online_cross_entropy_paper_beta",
     ),
 }
 
