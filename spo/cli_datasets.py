@@ -47,6 +47,14 @@ def show(dataset_id: str, output: OutputOption = Output.TABLE) -> None:
         _print(client.datasets.get(dataset_id), output)
 
 
+@datasets.command()
+def delete(dataset_id: str, output: OutputOption = Output.TABLE) -> None:
+    """Remove a dataset, or an upload that will not be finished; refused while a job uses it."""
+    with api() as client:
+        client.datasets.delete(dataset_id)
+    print_rows([{"deleted": dataset_id}], ("deleted",), output)
+
+
 def _print(found: dict[str, Any], output: Output) -> None:
     if output is not Output.TABLE:
         print_document(found, output)

@@ -60,6 +60,10 @@ class DatasetCalls:
         found: dict[str, Any] = self._ask("GET", f"/v1/datasets/{dataset_id}")
         return found
 
+    def delete(self, dataset_id: str) -> None:
+        """Remove a dataset for good. Raises NotFound, Conflict (code "dataset_in_use")."""
+        self._ask("DELETE", f"/v1/datasets/{dataset_id}")
+
     def wait(self, dataset_id: str, timeout_seconds: float) -> dict[str, Any]:
         """The dataset once it is `ready` or `invalid`. Raises NotReady (code "wait_timeout")."""
         deadline = time.monotonic() + timeout_seconds

@@ -10,6 +10,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -119,6 +120,18 @@ class Datasets:
             grown = replace(dataset, uploaded_bytes=offset + size, touched_at=time.time(), state=state)
             self._store(grown)
             return grown
+
+    def delete(self, dataset_id: str, tenant: str | None, users: Sequence[str]) -> None:
+        """Remove it for good unless one of these jobs uses it. Raises NotFound, Conflict (code "dataset_in_use")."""
+        with self._lock:
+            dataset = self.get(dataset_id, tenant)
+            if dataset.state == "validating":
+                raise Conflict("its rows are being examined; wait for the report", code="dataset_in_use")
+            if users:
+                named = ", ".join(users[:3]) + (", ..." if len(users) > 3 else "")
+                raise Conflict(f"jobs that have not ended use the dataset: {named}", code="dataset_in_use")
+            self._remove(dataset)
+            log.info("dataset deleted", dataset=dataset.id)
 
     def file_of(self, dataset: Dataset) -> Path:
         """Where its bytes are; the suffix tells readers the format."""

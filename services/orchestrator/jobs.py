@@ -171,6 +171,13 @@ class JobStore:
             found = [(score, raw.decode()) for members in pipe.execute() for raw, score in members]
         return [job_id for _, job_id in sorted(found)]
 
+    def users_of(self, dataset_id: str) -> list[str]:
+        """Jobs that have not ended and whose tasks are this dataset."""
+        unfinished = self.in_states([state for state in JobState if state not in TERMINAL])
+        stored: Any = self.client.mget(list(map(redis_keys.run_spec, unfinished))) if unfinished else []
+        found = zip(unfinished, stored, strict=True)
+        return [job_id for job_id, raw in found if raw and self.parse_spec(raw).tasks.id == dataset_id]
+
     def counts(self) -> dict[JobState, int]:
         """How many jobs are in each state."""
         with self.client.pipeline(transaction=False) as pipe:

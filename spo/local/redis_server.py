@@ -18,6 +18,8 @@ def server_command(port: int, folder: Path) -> list[str]:
         *("--dir", os.fspath(folder.absolute())),
         *("--appendonly", "yes"),
         *("--appendfsync", "everysec"),
+        # WAITAOF is answered at a tick: at the default of 10 a durable write takes up to 100 ms.
+        *("--hz", "100"),
         *("--maxmemory-policy", "noeviction"),
         *("--save", ""),
         *("--daemonize", "no"),

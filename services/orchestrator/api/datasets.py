@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 
 from services.orchestrator.api.answers import CallerOf, DeskOf, Limit
 from services.orchestrator.datasets import Dataset, FileFormat, State, TaskFormat
-from spo.errors import FieldViolation, InvalidInput
+from spo.errors import FieldViolation, InvalidInput, NotFound
 
 router = APIRouter(prefix="/v1/datasets", tags=["datasets"])
 
@@ -116,6 +116,12 @@ def get_dataset(desk: DeskOf, caller: CallerOf, dataset_id: DatasetId) -> Datase
     return _shown(desk.datasets.get(dataset_id, caller.sees_tenant))
 
 
+@router.delete("/{dataset_id}", status_code=204)
+def delete_dataset(desk: DeskOf, caller: CallerOf, dataset_id: DatasetId) -> None:
+    """Remove a dataset with its file, or an upload with its parts; refused while a job that has not ended uses it."""
+    desk.datasets.delete(dataset_id, caller.sees_tenant, desk.jobs.users_of(dataset_id))
+
+
 @router.patch("/{dataset_id}", openapi_extra=_PART)
 async def add_part(
     request: Request,
@@ -138,6 +144,8 @@ async def add_part(
             message = "the part does not have the digest that came with it; send it again"
             raise InvalidInput(message, code="part_digest_mismatch")
         grown = await run_in_threadpool(desk.datasets.add_part, dataset_id, upload_offset, part)
+    except FileNotFoundError as error:
+        raise NotFound(f"dataset {dataset_id} was deleted meanwhile", code="dataset_not_found") from error
     finally:
         part.unlink(missing_ok=True)
     response.headers["Upload-Offset"] = str(grown.uploaded_bytes)

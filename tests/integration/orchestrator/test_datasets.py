@@ -20,7 +20,7 @@ from pyarrow import parquet
 
 from services.orchestrator.desk import Desk
 from spo.client import Client
-from spo.errors import InvalidInput, Unreachable
+from spo.errors import InvalidInput, NotFound, Unreachable
 from spo.job_spec import TasksSpec
 
 Document = dict[str, Any]
@@ -217,6 +217,43 @@ def test_a_tenants_datasets_are_absent_for_others(desk: Desk) -> None:
     assert refused.value.violations[0].message == f"there is no dataset {mine.id}"
 
 
+def test_a_dataset_is_deleted_when_no_unfinished_job_uses_it(
+    api: httpx.Client, desk: Desk, document: Document, uploaded: Callable[..., Document]
+) -> None:
+    dataset = uploaded(rows(*map(problem, range(12))))
+    address = f"/v1/datasets/{dataset['id']}"
+    tasks = {"kind": "dataset", "id": dataset["id"], "train_problems": 8, "evaluation_problems": 4}
+    job = api.post("/v1/jobs", json=document | {"tasks": tasks}).json()["id"]
+
+    refused = api.delete(address)
+    assert (refused.status_code, refused.json()["code"]) == (409, "dataset_in_use")
+    assert job in refused.json()["detail"]
+    assert api.post(f"/v1/jobs/{job}/cancel").status_code == 202
+    with pytest.raises(NotFound):
+        desk.datasets.delete(dataset["id"], "another tenant", [])
+    file = desk.datasets.file_of(desk.datasets.get(dataset["id"]))
+    assert file.exists()
+    assert api.delete(address).status_code == 204
+
+    assert not file.parent.exists()
+    assert [api.get(address).status_code, api.delete(address).status_code] == [404, 404]
+    assert api.get("/v1/datasets").json()["items"] == []
+    late = api.post("/v1/jobs", json=document | {"tasks": tasks})
+    assert (late.status_code, late.json()["code"]) == (422, "dataset_unusable")
+
+
+def test_an_upload_is_deleted_and_takes_no_more_parts(api: httpx.Client, desk: Desk) -> None:
+    dataset_id = begin(api, 10)
+    assert send(api, dataset_id, 0, b"12345").status_code == 200
+    part = desk.datasets.begin_part(dataset_id, None, 5)
+    assert api.delete(f"/v1/datasets/{dataset_id}").status_code == 204
+
+    assert send(api, dataset_id, 5, b"67890").status_code == 404
+    with pytest.raises(NotFound):
+        desk.datasets.add_part(dataset_id, 5, part)
+    assert not part.parent.exists()
+
+
 def test_datasets_are_listed_page_by_page_newest_first(api: httpx.Client) -> None:
     ids = [begin(api, 5, name=f"n{number}") for number in range(5)]
     listed: list[str] = []
@@ -260,7 +297,7 @@ def test_an_upload_that_was_cut_off_goes_on_where_it_was(api: httpx.Client, desk
     assert desk.datasets.file_of(desk.datasets.get(found["id"])).read_bytes() == file.read_bytes()
 
 
-def test_the_command_line_uploads_lists_and_shows(api: httpx.Client, tmp_path: Path) -> None:
+def test_the_command_line_uploads_lists_shows_and_deletes(api: httpx.Client, tmp_path: Path) -> None:
     file = tmp_path / "tasks.jsonl"
     file.write_bytes(rows(problem(1), b"{"))
 
@@ -276,4 +313,7 @@ def test_the_command_line_uploads_lists_and_shows(api: httpx.Client, tmp_path: P
     good = spo("upload", str(file), "--name", "good", "-o", "json")
     assert good.returncode == 0, good.stderr
     assert [each["name"] for each in json.loads(spo("ls", "-o", "json").stdout)] == ["good", "tasks"]
-    assert json.loads(spo("show", json.loads(good.stdout)["id"], "-o", "json").stdout)["report"]["rows"] == 1
+    made = json.loads(good.stdout)["id"]
+    assert json.loads(spo("show", made, "-o", "json").stdout)["report"]["rows"] == 1
+    assert json.loads(spo("delete", made, "-o", "json").stdout) == [{"deleted": made}]
+    assert [each["name"] for each in json.loads(spo("ls", "-o", "json").stdout)] == ["tasks"]
