@@ -182,6 +182,6 @@ def keep_alive_while(beat: Callable[[], None], every_seconds: float) -> Iterator
 
 
 def _keep_for_good() -> None:
-    """Spare the garbage collector what lives as long as the process: walking modules alone stops all threads for 0.1 s."""
+    """Spare the garbage collector what lives as long as the process: a walk through it stops all threads for 0.1 s."""
     gc.collect()
     gc.freeze()
