@@ -40,7 +40,8 @@ def table_lines(report: Mapping[str, Any], report_path: Path) -> Iterator[str]:
     yield ""
     counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(report["verdicts"].items()))
     seeds = {row["seeds"] for found in rows.values() for row in found.values()} or {0}
-    yield f"± is half the 95 % interval of pass@10; a row has {min(seeds)} to {max(seeds)} seeds, as the report says."
+    several = str(min(seeds)) if min(seeds) == max(seeds) else f"{min(seeds)} to {max(seeds)}"
+    yield f"± is half the 95 % interval of pass@10; a row has {several} seeds, as the report says."
     yield f"Claims: {counts}. {'QUICK run, which decides nothing. ' if report['quick'] else ''}"
     at = report["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in at["versions"].items() if version)
