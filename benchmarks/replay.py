@@ -24,7 +24,6 @@ import numpy as np
 import redis
 
 from benchmarks.frame import CpuClock, Row, compare, run
-from services.replay_buffer.allocator import keep_large_buffers
 from services.replay_buffer.batches import BatchDrawer
 from services.replay_buffer.service import ReplayService
 from services.replay_buffer.store import ReplayStore
@@ -58,8 +57,6 @@ Clock = Callable[[Callable[[], None]], float]
 
 def measure() -> list[Row]:
     """All claims."""
-    # As the service does.
-    keep_large_buffers()
     rows = []
     for size, (tokens, inserts, batches) in SIZES.items():
         with _server() as (client, clock):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from services.replay_buffer.allocator import keep_large_buffers
 from services.replay_buffer.batches import BatchDrawer
 from services.replay_buffer.following import Following
 from services.replay_buffer.ingest_worker import IngestWorker
@@ -22,7 +21,6 @@ from spo.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
 
 def main() -> int:
     settings = Settings()
-    keep_large_buffers()
     process = ServiceProcess("replay-buffer", settings)
     client = connect(settings.redis_url, settings.redis_wait_seconds)
     store = ReplayStore(client)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from services.replay_buffer.allocator import keep_large_buffers
 from services.replay_buffer.batches import BatchDrawer
 from services.replay_buffer.candidates import Candidates
 from services.replay_buffer.limiter import Limiter
@@ -29,6 +30,8 @@ class ReplayService(ReplayServiceServicer):
     """Append, SampleBatch, status and listing; errors are typed in spo.rpc."""
 
     def __init__(self, store: ReplayStore, drawer: BatchDrawer, stop_memory_share: float = 0.9) -> None:
+        # Its answers are the large messages; what keeps their memory is the whole process.
+        keep_large_buffers()
         self.store = store
         self.drawer = drawer
         self.storage = StorageWatch(store.client, stop_memory_share)
