@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import math
 import os
 import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -28,8 +25,6 @@ from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 log = get_logger("service")
 
 LINES_PER_BEAT = 200
-# By then all is imported and built that a service builds once.
-SETTLED_SECONDS = 5.0
 
 Worker = Callable[[threading.Event], None]
 Beat = Callable[[orchestrator.HeartbeatResponse], None]
@@ -77,11 +72,8 @@ class ServiceProcess:
         self.server.set_serving(True)
         log.info("serving", address=self.address, pid=os.getpid(), replica=self.replica_id)
         # With a limit: the kernel may give SIGTERM to another thread, and its handler runs only when this one wakes.
-        settles = time.monotonic() + SETTLED_SECONDS
         while not self.stop.wait(1.0):
-            if time.monotonic() > settles:
-                settles = math.inf
-                _keep_for_good()
+            pass
         return self._drain(threads)
 
     def _drain(self, threads: list[threading.Thread]) -> int:
@@ -179,9 +171,3 @@ def keep_alive_while(beat: Callable[[], None], every_seconds: float) -> Iterator
     finally:
         done.set()
         thread.join(every_seconds + 1)
-
-
-def _keep_for_good() -> None:
-    """Spare the garbage collector what lives as long as the process: a walk through it stops all threads for 0.1 s."""
-    gc.collect()
-    gc.freeze()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from services.orchestrator.desk import Desk
-from services.orchestrator.http_server import HttpServer
+from services.orchestrator.http_server import HttpServer, spare_what_lasts
 from services.orchestrator.service import OrchestratorService
 from services.orchestrator.settings import Settings
 from spo.redis_client import connect
@@ -27,6 +27,7 @@ def main() -> int:
         desk.retirement.run,
         desk.datasets.run,
         http.run,
+        spare_what_lasts,
     ]
     process.on_drain = desk.close
     return process.run()

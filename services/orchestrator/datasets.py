@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -121,15 +121,19 @@ class Datasets:
             self._store(grown)
             return grown
 
-    def delete(self, dataset_id: str, tenant: str | None, users: Sequence[str]) -> None:
-        """Remove it for good unless one of these jobs uses it. Raises NotFound, Conflict (code "dataset_in_use")."""
+    def delete(self, dataset_id: str, tenant: str | None, users_of: Callable[[str], Sequence[str]]) -> None:
+        """Remove it for good unless jobs use it, which users_of tells by its id.
+
+        Raises NotFound, also for another tenant's (None: anybody's); Conflict (code "dataset_in_use").
+        """
         with self._lock:
             dataset = self.get(dataset_id, tenant)
             if dataset.state == "validating":
                 raise Conflict("its rows are being examined; wait for the report", code="dataset_in_use")
-            if users:
-                named = ", ".join(users[:3]) + (", ..." if len(users) > 3 else "")
-                raise Conflict(f"jobs that have not ended use the dataset: {named}", code="dataset_in_use")
+            if users := users_of(dataset_id):
+                # Some may be the operator's, whose ids are no tenant's business.
+                named = f", such as {users[0]}" if tenant is None else ""
+                raise Conflict(f"unfinished jobs use the dataset: {len(users)}{named}", code="dataset_in_use")
             self._remove(dataset)
             log.info("dataset deleted", dataset=dataset.id)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import uvicorn
@@ -15,6 +16,8 @@ log = get_logger("http")
 
 STOP_SECONDS = 5
 MAX_HEAD_BYTES = 64 << 10
+# By then all is imported and built that the orchestrator builds once.
+SETTLED_SECONDS = 5.0
 
 
 class HttpServer:
@@ -58,3 +61,13 @@ class HttpServer:
         except SystemExit:
             # uvicorn exits when it cannot bind; the thread's end tells `run`.
             log.error("could not listen", host=self.host, port=self.server.config.port)
+
+
+def spare_what_lasts(stop: threading.Event) -> None:
+    """Keep the garbage collector, once, from walking what lives as long as the process: that stops requests for 0.1 s.
+
+    Not for processes that hold models: those are built in time to be kept, and freed by the collector.
+    """
+    if not stop.wait(SETTLED_SECONDS):
+        gc.collect()
+        gc.freeze()

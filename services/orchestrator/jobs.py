@@ -175,8 +175,11 @@ class JobStore:
         """Jobs that have not ended and whose tasks are this dataset."""
         unfinished = self.in_states([state for state in JobState if state not in TERMINAL])
         stored: Any = self.client.mget(list(map(redis_keys.run_spec, unfinished))) if unfinished else []
-        found = zip(unfinished, stored, strict=True)
-        return [job_id for job_id, raw in found if raw and self.parse_spec(raw).tasks.id == dataset_id]
+        # Thousands may wait; only those that hold the id somewhere are worth parsing.
+        found = [
+            (job_id, raw) for job_id, raw in zip(unfinished, stored, strict=True) if dataset_id.encode() in (raw or b"")
+        ]
+        return [job_id for job_id, raw in found if self.parse_spec(raw).tasks.id == dataset_id]
 
     def counts(self) -> dict[JobState, int]:
         """How many jobs are in each state."""

@@ -12,7 +12,7 @@ MOST_KEPT_BYTES = 128 << 20
 
 
 def keep_large_buffers() -> None:
-    """Let a process that sends and receives messages of megabytes use their memory again, at most so much of it.
+    """Let a process of large messages use their memory again, so much per arena of malloc at most.
 
     Otherwise glibc may give each buffer back to the kernel, whose zeroed pages then cost more than the message does.
     Does nothing with another C library.

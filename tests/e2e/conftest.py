@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from spo.cli_jobs import read_spec
 from spo.client import Client
 from spo.local.demo import RECIPE
 from spo.local.launcher import SERVICES, LauncherSettings, LocalPlatform, free_ports
+from spo.local.reproduce.methods import merged
 from spo.testing_platform import wait_for_progress
 from spo.testing_traces import Collector
 
@@ -39,6 +40,11 @@ SHORT: dict[str, dict[str, Any]] = {
     },
     "evaluation": {"interval_steps": 20, "samples": 2, "ks": [1]},
 }
+
+
+def demo_spec(reference_model: Path, *changes: dict[str, Any]) -> dict[str, Any]:
+    """The demo's job on this pi0, with changes by section."""
+    return merged(read_spec(RECIPE), *changes, {"model": {"path": str(reference_model)}})
 
 
 @pytest.fixture(scope="session")
@@ -69,9 +75,7 @@ class Live:
 def live(tmp_path_factory: pytest.TempPathFactory, reference_model: Path) -> Iterator[Live]:
     """One platform for all tests that only look at it; gone before the tests of other folders begin."""
     folder = tmp_path_factory.mktemp("live")
-    recipe: dict[str, Any] = yaml.safe_load(RECIPE.read_text())
-    spec = recipe | {name: {**recipe[name], **changes} for name, changes in SHORT.items()}
-    spec["model"] = {**recipe["model"], "path": str(reference_model)}
+    spec = demo_spec(reference_model, SHORT)
     ports = free_ports(list(SERVICES), {})
     metered = {f"SPO_{name.replace('-', '_').upper()}_METRICS_PORT": str(port) for name, port in ports.items()}
     settings = LauncherSettings(runs_path=folder / "runs", start_seconds=300, drain_seconds=20)

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import redis
-import yaml
 
 from spo.client import Client
 from spo.client_answers import Job
-from spo.local.demo import RECIPE
 from spo.local.launcher import LauncherSettings, LocalPlatform
 from spo.testing_platform import check_ledger, wait_for_progress, wait_until
+from tests.e2e.conftest import demo_spec
 
 # Belt stages give the work of a dead consumer to the next one after this; short, so that the test is.
 RECLAIM_SECONDS = "5"
@@ -70,7 +69,7 @@ def test_a_job_outlives_the_death_of_every_service_and_loses_nothing(
     platform: LocalPlatform, reference_model: Path
 ) -> None:
     with Client(platform.http_url, retry_seconds=120) as client:
-        job_id = client.submit(_shortened_spec(reference_model)).id
+        job_id = client.submit(demo_spec(reference_model, SHORTENED)).id
         for values, service in KILLS_WHILE_ESTIMATING:
             wait_for_progress(client, job_id, _values(values))
             _kill(platform, service)
@@ -95,12 +94,6 @@ def _values(least: int) -> Callable[[Job], bool]:
 
 def _steps(least: int) -> Callable[[Job], bool]:
     return lambda job: job.progress.step >= least
-
-
-def _shortened_spec(reference_model: Path) -> dict[str, Any]:
-    recipe: dict[str, Any] = yaml.safe_load(RECIPE.read_text())
-    spec = {name: {**recipe[name], **SHORTENED.get(name, {})} for name in recipe if isinstance(recipe[name], dict)}
-    return {**recipe, **spec, "model": {**recipe["model"], "path": str(reference_model)}}
 
 
 def _kill(platform: LocalPlatform, service: str) -> None:

@@ -21,9 +21,9 @@ import redis
 import yaml
 
 from spo.client import Client
-from spo.local.demo import RECIPE
 from spo.local.launcher import LauncherSettings, LocalPlatform, free_ports
 from spo.testing_platform import check_ledger, wait_for_progress, wait_until
+from tests.e2e.conftest import demo_spec
 from tests.integration.s3_server import S3Server, serve_s3
 
 ROOT = Path(__file__).parents[2]
@@ -86,9 +86,7 @@ def platform(
 def test_replicas_scale_and_die_during_a_job_and_nothing_is_lost(
     platform: LocalPlatform, reference_model: Path, metrics_ports: dict[str, int], bucket: S3Server
 ) -> None:
-    recipe: dict[str, Any] = yaml.safe_load(RECIPE.read_text())
-    spec = recipe | {name: {**recipe[name], **changes} for name, changes in SHORTENED.items()}
-    spec["model"] = {**recipe["model"], "path": str(reference_model)}
+    spec = demo_spec(reference_model, SHORTENED)
     with Client(platform.http_url, retry_seconds=120) as client:
         job_id = client.submit(spec).id
         wait_for_progress(client, job_id, lambda job: job.progress.step >= 5)

@@ -15,16 +15,14 @@ from typing import Any
 import psutil
 import pytest
 import redis
-import yaml
 from safetensors import safe_open
 
 from spo.client import Client
 from spo.local.child import Child
-from spo.local.demo import RECIPE
 from spo.local.launcher import LauncherSettings, LocalPlatform
 from spo.sealed_folder import numbered_folders
 from spo.testing_platform import check_ledger, wait_for_progress, wait_until
-from tests.e2e.conftest import SHORT
+from tests.e2e.conftest import SHORT, demo_spec
 
 LEASE_SECONDS = 6
 STEPS = 36
@@ -51,11 +49,7 @@ def platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalP
 def test_a_dead_rank_restarts_the_group_from_the_last_checkpoint_and_no_step_is_lost_or_taken_twice(
     platform: LocalPlatform, reference_model: Path
 ) -> None:
-    recipe: dict[str, Any] = yaml.safe_load(RECIPE.read_text())
-    spec = recipe | {name: {**recipe[name], **changes} for name, changes in SHORT.items()}
-    spec["model"] = {**recipe["model"], "path": str(reference_model)}
-    spec["trainer"] |= TRAINER
-    spec["evaluation"]["interval_steps"] = STEPS
+    spec = demo_spec(reference_model, SHORT, {"trainer": TRAINER, "evaluation": {"interval_steps": STEPS}})
     trainer = next(child for child in platform.children if child.name == "trainer")
     saved, pauses = [], []
     with Client(platform.http_url, retry_seconds=120) as client:

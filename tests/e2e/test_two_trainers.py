@@ -12,15 +12,13 @@ from typing import Any
 import httpx
 import pytest
 import redis
-import yaml
 
 from spo.client import Client
 from spo.local.child import Child
-from spo.local.demo import RECIPE
 from spo.local.launcher import LauncherSettings, LocalPlatform, free_ports
 from spo.rpc import is_healthy
 from spo.testing_platform import check_ledger, wait_until
-from tests.e2e.conftest import SHORT
+from tests.e2e.conftest import SHORT, demo_spec
 
 LEASE_SECONDS = 6
 STEPS = 120
@@ -56,10 +54,7 @@ def second_trainer(platform: LocalPlatform) -> Iterator[Child]:
 def test_two_jobs_train_at_one_time_and_the_one_that_loses_its_trainer_goes_on_with_the_others(
     platform: LocalPlatform, second_trainer: Child, reference_model: Path
 ) -> None:
-    recipe: dict[str, Any] = yaml.safe_load(RECIPE.read_text())
-    spec = recipe | {name: {**recipe[name], **changes} for name, changes in SHORT.items()}
-    spec["model"] = {**recipe["model"], "path": str(reference_model)}
-    spec["trainer"] |= {"steps": STEPS}
+    spec = demo_spec(reference_model, SHORT, {"trainer": {"steps": STEPS}})
     with Client(platform.http_url, retry_seconds=120) as client:
         ask(platform, "PUT", "/v1/scale", {"inference": 2})
         wait_until(lambda: pools(platform) >= {("trainer", 2), ("inference", 2)}, "two trainers, two replicas", 240)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from spo.local.redis_server import server_command
 from spo.settings import PlatformSettings, ServiceSettings
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +72,16 @@ def test_secrets_are_files_whose_names_are_settings() -> None:
         wants_redis = "trainer" not in name
         assert ("spo_redis_url" in service.get("secrets", [])) is wants_redis
     assert all(secret["file"].startswith("deploy/secrets/") for secret in COMPOSE["secrets"].values())
+
+
+def test_redis_is_started_alike_everywhere(tmp_path: Path) -> None:
+    local = server_command(1, tmp_path)
+    options = {
+        name: local[local.index(name) + 1] for name in ("--appendonly", "--appendfsync", "--hz", "--maxmemory-policy")
+    }
+    chart = (ROOT / "helm" / "spo" / "templates" / "redis.yaml").read_text()
+    for command in (" ".join(COMPOSE["services"]["redis"]["command"]), chart):
+        assert {name: found[1] for name in options if (found := re.search(rf"{name} (\S+)", command))} == options
 
 
 def test_a_secret_file_is_read_and_a_variable_goes_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

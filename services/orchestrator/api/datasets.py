@@ -119,7 +119,7 @@ def get_dataset(desk: DeskOf, caller: CallerOf, dataset_id: DatasetId) -> Datase
 @router.delete("/{dataset_id}", status_code=204)
 def delete_dataset(desk: DeskOf, caller: CallerOf, dataset_id: DatasetId) -> None:
     """Remove a dataset with its file, or an upload with its parts; refused while a job that has not ended uses it."""
-    desk.datasets.delete(dataset_id, caller.sees_tenant, desk.jobs.users_of(dataset_id))
+    desk.datasets.delete(dataset_id, caller.sees_tenant, desk.jobs.users_of)
 
 
 @router.patch("/{dataset_id}", openapi_extra=_PART)

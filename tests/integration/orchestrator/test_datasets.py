@@ -6,6 +6,7 @@ import base64
 import contextlib
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -230,7 +231,7 @@ def test_a_dataset_is_deleted_when_no_unfinished_job_uses_it(
     assert job in refused.json()["detail"]
     assert api.post(f"/v1/jobs/{job}/cancel").status_code == 202
     with pytest.raises(NotFound):
-        desk.datasets.delete(dataset["id"], "another tenant", [])
+        desk.datasets.delete(dataset["id"], "another tenant", desk.jobs.users_of)
     file = desk.datasets.file_of(desk.datasets.get(dataset["id"]))
     assert file.exists()
     assert api.delete(address).status_code == 204
@@ -252,6 +253,22 @@ def test_an_upload_is_deleted_and_takes_no_more_parts(api: httpx.Client, desk: D
     with pytest.raises(NotFound):
         desk.datasets.add_part(dataset_id, 5, part)
     assert not part.parent.exists()
+
+
+def test_a_part_whose_dataset_goes_while_it_arrives_is_refused(api: httpx.Client, desk: Desk) -> None:
+    first, second = begin(api, 10), begin(api, 10)
+
+    def arriving() -> Iterator[bytes]:
+        yield b"12345"
+        assert httpx.delete(f"{api.base_url}/v1/datasets/{first}", trust_env=False, timeout=30).status_code == 204
+        yield b"67890"
+
+    assert send(api, first, 0, arriving(), of=digest(b"1234567890")).status_code == 404
+    # As a deletion leaves it that has not come to the record yet.
+    shutil.rmtree(desk.datasets.root / second)
+    late = send(api, second, 0, b"12345")
+    assert (late.status_code, late.json()["code"]) == (404, "dataset_not_found")
+    assert [path for path in desk.datasets.root.rglob("*") if path.is_file()] == []
 
 
 def test_datasets_are_listed_page_by_page_newest_first(api: httpx.Client) -> None:
