@@ -70,7 +70,7 @@ chart-files: $(STAMP)  ## Write the chart's README table and the settings its sc
 docs: $(STAMP)  ## Build the documentation site into site/, strictly; no network
 	@NO_MKDOCS_2_WARNING=1 mkdocs build --strict && echo "open site/index.html"
 
-sdk: $(STAMP)  ## Write the synchronous SDK, spo/client*.py, from the asynchronous one
+sdk: $(STAMP)  ## Write the synchronous SDK, spo/client/_sync, from the asynchronous one
 	@python scripts/generate_client.py
 
 openapi: $(STAMP)  ## Write docs/openapi.json from the code

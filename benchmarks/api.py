@@ -21,13 +21,13 @@ from collections.abc import Callable
 import psutil
 from playwright.sync_api import sync_playwright
 
-from benchmarks.doors.load import Listeners, ask, request
-from benchmarks.doors.stage import KEY, Platform, platform
 from benchmarks.frame import Row, compare, run, within
-from services.orchestrator.jobs import JobStore
-from services.orchestrator.states import JobState
-from spo.job_spec import parse_job_spec
-from spo.rpc import Client
+from benchmarks.http_load.load import Listeners, ask, request
+from benchmarks.http_load.stage import KEY, Platform, platform
+from services.orchestrator.jobs.states import JobState
+from services.orchestrator.jobs.store import JobStore
+from spo.rpc.client import RpcClient
+from spo.spec.job_spec import parse_job_spec
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 
@@ -162,7 +162,7 @@ async def _listen(found: Platform, jobs: JobStore, job_id: str) -> tuple[float, 
 def _beating(found: Platform, job_id: str) -> list[Row]:
     """What a heartbeat costs the orchestrator when a thousand replicas send them in turn, and when one does."""
     process = psutil.Process(found.orchestrator.pid)
-    client = Client("orchestrator", f"127.0.0.1:{found.grpc_port}", OrchestratorServiceStub)
+    client = RpcClient("orchestrator", f"127.0.0.1:{found.grpc_port}", OrchestratorServiceStub)
 
     def cost_ms(replicas: int) -> Callable[[], float]:
         def spent() -> float:

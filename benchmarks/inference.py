@@ -22,17 +22,18 @@ import vllm
 
 from benchmarks.frame import CpuClock, Row, compare, run
 from services.inference.engine import CPU_BLOCK_TOKENS
-from services.inference.replica import Replica
+from services.inference.replica import ServingReplica
 from services.inference.rollout_worker import RolloutWorker
 from services.inference.settings import Settings
-from spo import redis_keys, streams
-from spo.job_spec import parse_job_spec, spec_to_json
+from spo import redis_keys
 from spo.local.launcher import free_ports
 from spo.local.redis_server import server_command
-from spo.logs import configure_logs
-from spo.policy_model import encode_prompt, load_tokenizer
-from spo.redis_client import connect
-from spo.testing_models import write_random_llama
+from spo.messaging import streams
+from spo.messaging.connection import connect
+from spo.model.logprobs import encode_prompt, load_tokenizer
+from spo.observability.logs import configure_logs
+from spo.spec.job_spec import parse_job_spec, spec_to_json
+from spo.testing.models import write_random_llama
 from spo.v1.orchestrator_service_pb2 import HeartbeatResponse
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, Prompt, PromptGroup, Sampling
 from spo.v1.trajectory_pb2 import RolloutGroup
@@ -59,11 +60,11 @@ class Service:
         self._client = client
         self._stop = threading.Event()
         client.set(redis_keys.run_spec(RUN), spec_to_json(parse_job_spec({"model": {"path": str(folder)}})))
-        self._replica = Replica(settings, client, lambda serving, reason: None, self._stop.set)
+        self._replica = ServingReplica(settings, client, lambda serving, reason: None, self._stop.set)
         self._replica.on_heartbeat(HeartbeatResponse(run_id=RUN, model_path=str(folder)))
         self._worker = RolloutWorker(client, self._replica, "benchmark", settings)
         self._numbers = itertools.count()
-        loops = (self._replica.follow, self._worker.read, self._worker.hand_on)
+        loops = (self._replica.follow, self._worker.read, self._worker.forward)
         self._threads = [threading.Thread(target=loop, args=(self._stop,), daemon=True) for loop in loops]
         for thread in self._threads:
             thread.start()

@@ -21,12 +21,12 @@ import psutil
 import redis
 
 from benchmarks.frame import Measure, Row, compare, run
-from services.sandbox_judge.docket import Docket
-from services.sandbox_judge.isolation import launch
-from services.sandbox_judge.lanes import Lane, Role
-from services.sandbox_judge.probe import choose_tier
+from services.sandbox_judge.isolation.probe import choose_tier
+from services.sandbox_judge.isolation.tiers import launch
+from services.sandbox_judge.program_judge import ProgramJudge
+from services.sandbox_judge.sandbox_worker import Role, SandboxWorker
+from services.sandbox_judge.scheduler import JudgeScheduler
 from services.sandbox_judge.settings import IsolationTier, Settings
-from services.sandbox_judge.verdict import Court
 from spo.local.redis_server import server_command
 from spo.v1 import verdict_pb2
 from spo.v1.judge_service_pb2 import Priority
@@ -84,15 +84,15 @@ def _programs(count: int) -> list[str]:
 
 def _judging(tier: IsolationTier, tests: verdict_pb2.TestSet) -> float:
     """CPU seconds to judge PROGRAMS different programs."""
-    court, lane = Court(max_source_bytes=1 << 16), Lane(tier, 0)
-    zygote = psutil.Process(lane.zygote(Role.PROGRAM).pid)
+    program_judge, worker = ProgramJudge(max_source_bytes=1 << 16), SandboxWorker(tier, 0)
+    zygote = psutil.Process(worker.zygote(Role.PROGRAM).pid)
     family = [zygote, *zygote.children(recursive=True)]
     started = _cpu_seconds() + _cpu_seconds_of(family)
     for program in _programs(PROGRAMS):
-        verdict = court.judge(lane, program, "python", tests, want_details=False)
+        verdict = program_judge.judge(worker, program, "python", tests, want_details=False)
         assert verdict.outcome == Outcome.OUTCOME_ACCEPTED, verdict.detail
     used = _cpu_seconds() + _cpu_seconds_of(family) - started
-    lane.close()
+    worker.close()
     return used
 
 
@@ -121,17 +121,17 @@ def _cold(tier: IsolationTier) -> float:
 def _warm(tier: IsolationTier) -> float:
     """Verdicts per CPU second of the judge when the cache knows them all, in requests of 128 programs."""
     with _redis() as client:
-        docket = Docket(client, Settings(), tier, lanes=os.cpu_count() or 1)
-        digest = docket.test_sets.upload(_test_set(1))
+        scheduler = JudgeScheduler(client, Settings(), tier, workers=os.cpu_count() or 1)
+        digest = scheduler.test_sets.upload(_test_set(1))
         programs = _programs(WARM_PROGRAMS)
         requests = [programs[start : start + 128] for start in range(0, WARM_PROGRAMS, 128)]
         for request in requests:
-            docket.submit(request, "python", digest, Priority.PRIORITY_TRAINING, False).verdicts(600)
+            scheduler.submit(request, "python", digest, Priority.PRIORITY_TRAINING, False).verdicts(600)
         started = time.process_time()
         for request in requests:
-            docket.submit(request, "python", digest, Priority.PRIORITY_TRAINING, False).verdicts(600)
+            scheduler.submit(request, "python", digest, Priority.PRIORITY_TRAINING, False).verdicts(600)
         used = time.process_time() - started
-        docket.close()
+        scheduler.close()
     return WARM_PROGRAMS / used
 
 

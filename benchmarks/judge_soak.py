@@ -16,15 +16,15 @@ from pathlib import Path
 import psutil
 
 from benchmarks.frame import Row, run
-from services.sandbox_judge.lanes import Lane, Role
-from services.sandbox_judge.probe import choose_tier
+from services.sandbox_judge.isolation.probe import choose_tier
+from services.sandbox_judge.program_judge import ProgramJudge
+from services.sandbox_judge.sandbox_worker import Role, SandboxWorker
 from services.sandbox_judge.settings import Settings
-from services.sandbox_judge.verdict import Court
 from spo.v1.verdict_pb2 import Outcome, TestCase, TestSet
 
 PROGRAMS = int(os.environ.get("SPO_SOAK_PROGRAMS", "100000"))
 LOOKS = 10
-LANES = 4 * (os.cpu_count() or 1)
+WORKERS = 4 * (os.cpu_count() or 1)
 SETTLING_PROGRAMS = 500
 MEMORY_GROWTH_BYTES = 8 << 20
 TESTS = TestSet(tests=[TestCase(stdin=b"4\n", stdout=b"8\n")])
@@ -53,36 +53,38 @@ class Footprint:
 
 
 def measure() -> list[Row]:
-    """Run the programs in several lanes; every kind of leak is a row whose yardstick is what is allowed."""
-    court, tier = Court(max_source_bytes=1 << 16), choose_tier(Settings())
+    """Run the programs in several workers; every kind of leak is a row whose yardstick is what is allowed."""
+    program_judge, tier = ProgramJudge(max_source_bytes=1 << 16), choose_tier(Settings())
     with tempfile.TemporaryDirectory(prefix="spo-soak-") as folder:
         tempfile.tempdir = folder  # so that files of the judge can be told from others'
-        lanes = [Lane(tier, index) for index in range(LANES)]
+        workers = [SandboxWorker(tier, index) for index in range(WORKERS)]
         # Threads that last: the kernel ends a zygote together with the thread that has started it.
-        with ThreadPoolExecutor(LANES) as threads:
-            _judge(threads, court, lanes, SETTLING_PROGRAMS)
+        with ThreadPoolExecutor(WORKERS) as threads:
+            _judge(threads, program_judge, workers, SETTLING_PROGRAMS)
             series = [_footprint(folder)]
             for _ in range(LOOKS):
-                _judge(threads, court, lanes, PROGRAMS // LOOKS)
+                _judge(threads, program_judge, workers, PROGRAMS // LOOKS)
                 series.append(_footprint(folder))
-            for lane in lanes:
-                lane.close()
+            for worker in workers:
+                worker.close()
     return [*_memory_series(series), *_growths(series)]
 
 
-def _judge(threads: ThreadPoolExecutor, court: Court, lanes: Sequence[Lane], count: int) -> None:
-    for done in [threads.submit(_judge_in, court, lane, count // len(lanes)) for lane in lanes]:
+def _judge(
+    threads: ThreadPoolExecutor, program_judge: ProgramJudge, workers: Sequence[SandboxWorker], count: int
+) -> None:
+    for done in [threads.submit(_judge_in, program_judge, worker, count // len(workers)) for worker in workers]:
         done.result()
 
 
-def _judge_in(court: Court, lane: Lane, count: int) -> None:
+def _judge_in(program_judge: ProgramJudge, worker: SandboxWorker, count: int) -> None:
     for number in range(count):
         program, outcome = KINDS[number % len(KINDS)]
-        verdict = court.judge(lane, program, "python", TESTS)
+        verdict = program_judge.judge(worker, program, "python", TESTS)
         if verdict.outcome != outcome:
             raise AssertionError(f"{Outcome.Name(verdict.outcome)} for {program}: {verdict.detail}")
-        lane.retire_old()
-    lane.zygote(Role.PROGRAM)
+        worker.retire_old()
+    worker.zygote(Role.PROGRAM)
 
 
 def _footprint(folder: str) -> Footprint:

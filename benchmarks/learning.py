@@ -35,14 +35,14 @@ from typing import Any, Literal
 from benchmarks.frame import Row, run
 from benchmarks.peers.contestants import Checkpoint, Contest, own_judge, platform_contest, tree_cpu_seconds, trl_contest
 from spo import redis_keys
-from spo.cli_jobs import read_spec
+from spo.cli.jobs import read_spec
+from spo.demo.demo import RECIPE
+from spo.demo.experience import starting_from
+from spo.demo.reference_model import cached_reference_model
 from spo.errors import NotReady
 from spo.local.child import bound_to_this_process
-from spo.local.demo import RECIPE
-from spo.local.demo_experience import starting_from
-from spo.local.judge_link import EmbeddedJudge
-from spo.local.reference_model import cached_reference_model
-from spo.settings import PlatformSettings
+from spo.local.judge_client import EmbeddedJudge
+from spo.service.settings import PlatformSettings
 
 FOLDER = Path("runs/benchmark-learning")
 FIRST_RECIPE, SECOND_RECIPE = (RECIPE.with_name(f"{name}.yaml") for name in ("thrifty", "thrifty_second"))
@@ -92,7 +92,7 @@ def measure() -> list[Row]:
     """Every contestant with every seed, then one row per claim."""
     cache = PlatformSettings().state_path / "cache" / "models"
     pi0 = cached_reference_model(cache, "standard", lambda done, total: None).absolute()
-    return rows_of([course for seed in SEEDS for course in _courses(pi0, seed)])
+    return rows_of([course for seed in SEEDS for course in _schedules(pi0, seed)])
 
 
 def rows_of(courses: Sequence[Course]) -> list[Row]:
@@ -114,7 +114,7 @@ def _median(courses: Sequence[Course], contestant: str, score: float, way: Way) 
     return statistics.median(spent for spent, _ in found), all(reached for _, reached in found)
 
 
-def _courses(pi0: Path, seed: int) -> list[Course]:
+def _schedules(pi0: Path, seed: int) -> list[Course]:
     """All contestants with one seed, the platform's and the peer side by side."""
     with ThreadPoolExecutor(2) as sides:
         found = [sides.submit(side, pi0, seed) for side in (spo_courses, trl_courses)]
@@ -169,7 +169,7 @@ def _remembered(path: Path, hold: Callable[[], dict[str, Contest]]) -> dict[str,
 
 
 def stored_courses(path: Path) -> list[Course]:
-    """What `_courses` has kept."""
+    """What `_schedules` has kept."""
     return [
         Course(**{**each, "points": [Examined(**point) for point in each["points"]]})
         for each in json.loads(path.read_text())

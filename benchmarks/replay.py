@@ -24,14 +24,15 @@ import numpy as np
 import redis
 
 from benchmarks.frame import CpuClock, Row, compare, run
-from services.replay_buffer.batches import BatchDrawer
+from services.replay_buffer.sampler import BatchSampler
 from services.replay_buffer.service import ReplayService
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
-from spo.job_spec import parse_job_spec, spec_to_json
 from spo.local.redis_server import server_command
-from spo.redis_client import connect
-from spo.rpc import Client, RpcServer
+from spo.messaging.connection import connect
+from spo.rpc.client import RpcClient
+from spo.rpc.server import RpcServer
+from spo.spec.job_spec import parse_job_spec, spec_to_json
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.replay_service_pb2 import SampleBatchRequest
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub, add_ReplayServiceServicer_to_server
@@ -187,7 +188,7 @@ class _Puts:
 class _Draws:
     """The batches of ever new steps, decoded."""
 
-    def __init__(self, replay: Client) -> None:
+    def __init__(self, replay: RpcClient) -> None:
         self.replay = replay
         self.step = 0
 
@@ -264,7 +265,7 @@ def _server() -> Iterator[tuple[redis.Redis, Clock]]:
 
 
 @contextlib.contextmanager
-def _service(client: redis.Redis) -> Iterator[tuple[ReplayStore, Client]]:
+def _service(client: redis.Redis) -> Iterator[tuple[ReplayStore, RpcClient]]:
     """A replay buffer with a run that only samples online, and a client of it."""
     spec = parse_job_spec(
         {
@@ -284,9 +285,9 @@ def _service(client: redis.Redis) -> Iterator[tuple[ReplayStore, Client]]:
         client.hset(redis_keys.run_values(RUN), prompt_id, value.SerializeToString())
     store = ReplayStore(client)
     server = RpcServer("127.0.0.1", 0)
-    add_ReplayServiceServicer_to_server(ReplayService(store, BatchDrawer(store)), server.server)
+    add_ReplayServiceServicer_to_server(ReplayService(store, BatchSampler(store)), server.server)
     server.start()
-    replay = Client("replay-buffer", server.address, ReplayServiceStub)
+    replay = RpcClient("replay-buffer", server.address, ReplayServiceStub)
     try:
         yield store, replay
     finally:

@@ -1,7 +1,7 @@
 """Rollouts a second of a rollout-bound job with one real inference replica, with two, and with one again.
 
 Redis, the orchestrator and the replicas (vLLM on CPU, one thread each) are real processes; prompts always wait, since
-the ends of the belt take all that comes (benchmarks.peers.belt) and no trainer is waited for. Two replicas can only
+the ends of the belt take all that comes (benchmarks.peers.pipeline) and no trainer is waited for. Two replicas can only
 bring what cores are free: the rows say how many cores the replicas got, and how many were idle beside them.
 """
 
@@ -23,17 +23,24 @@ import psutil
 import redis
 
 from benchmarks.frame import Row, run, within
-from benchmarks.peers.belt import Belt, cpu_seconds, orchestrator, redis_server, running_job, wait_for
+from benchmarks.peers.pipeline import (
+    Belt,
+    cpu_seconds,
+    orchestrator,
+    redis_server,
+    running_job,
+    wait_for,
+)
 from spo import redis_keys
-from spo.inference_client import TIME_BYTES
-from spo.redis_client import connect
-from spo.testing_models import write_random_llama
+from spo.messaging.connection import connect
+from spo.rpc.inference_client import TIME_BYTES
+from spo.testing.models import write_random_llama
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 
 SAMPLES = 8
 # Always more than two replicas have in hand.
 GROUPS_WAITING = 64
-GROUPS_IN_HAND = 16
+GROUPS_IN_FLIGHT = 16
 SETTLE_SECONDS = 8.0
 WINDOW_SECONDS = float(os.environ.get("SPO_BENCHMARK_WINDOW_SECONDS", "30"))
 GOAL = 1.2
@@ -120,7 +127,7 @@ def _replica(folder: Path, address: str, redis_url: str) -> Iterator[int]:
         "SPO_REDIS_URL": redis_url,
         "SPO_STATE_PATH": str(folder / "state"),
         "SPO_ORCHESTRATOR_ADDRESS": address,
-        "SPO_INFERENCE_GROUPS_IN_HAND": str(GROUPS_IN_HAND),
+        "SPO_INFERENCE_GROUPS_IN_HAND": str(GROUPS_IN_FLIGHT),
         "SPO_LOG_LEVEL": "warning",
         "OMP_NUM_THREADS": "1",
     }

@@ -23,11 +23,18 @@ from typing import Any
 import redis
 
 from benchmarks.frame import Row, run, within
-from benchmarks.peers.belt import Belt, cpu_seconds, orchestrator, redis_server, running_job, wait_for
+from benchmarks.peers.pipeline import (
+    Belt,
+    cpu_seconds,
+    orchestrator,
+    redis_server,
+    running_job,
+    wait_for,
+)
 from spo import redis_keys
-from spo.inference_client import TIME_BYTES
-from spo.redis_client import connect
-from spo.rpc import Client
+from spo.messaging.connection import connect
+from spo.rpc.client import RpcClient
+from spo.rpc.inference_client import TIME_BYTES
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 
@@ -116,7 +123,7 @@ def _measured(replicas: int) -> Measured:
 
 def _push(client: redis.Redis, address: str, job_id: str, logs: Sequence[Path], replicas: int) -> tuple[float, float]:
     """Publish versions as a trainer does; the slowest: seconds until the last replica applied it, and was known to."""
-    trainer = Client("orchestrator", address, OrchestratorServiceStub)
+    trainer = RpcClient("orchestrator", address, OrchestratorServiceStub)
     grant = trainer.call("LeaseJob", wire.LeaseJobRequest(trainer_id="trainer", wait_seconds=5), deadline_seconds=15)
     assert grant.run_id == job_id
     owner: dict[str, Any] = {"run_id": job_id, "trainer_id": "trainer", "epoch": grant.epoch}

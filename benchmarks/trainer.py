@@ -22,18 +22,17 @@ from typing import Any
 import torch
 
 from benchmarks.frame import CpuClock, Measure, Row, compare, run, within
-from services.trainer.batches import Row as Sampled
-from services.trainer.batches import token_batch
+from services.trainer.batches import TrainingSample, token_batch
 from services.trainer.deepspeed_engine import leave_deepspeed, prepare_deepspeed
 from services.trainer.learner import Learner
+from services.trainer.microbatches import MicroBatch, Minibatch, cut_into_minibatches
 from services.trainer.ranks import Ranks, join_ranks
-from services.trainer.shares import Minibatch, Piece, cut_into_minibatches
 from spo.algorithm.losses import spo_loss
 from spo.algorithm.types import LossTerm
-from spo.job_spec import JobSpec, RewardSpec, parse_job_spec
-from spo.policy_model import load_policy, token_logprobs
-from spo.testing_models import write_random_llama
-from spo.testing_trainer import sampled_trajectories
+from spo.model.logprobs import load_policy, token_logprobs
+from spo.spec.job_spec import JobSpec, RewardSpec, parse_job_spec
+from spo.testing.models import write_random_llama
+from spo.testing.trainer import sampled_trajectories
 
 WIDTH, LAYERS = 192, 4
 BATCH = 32
@@ -67,7 +66,7 @@ def measure() -> list[Row]:
     return found
 
 
-def step_cost(ranks: Ranks, model_path: Path, rows: Sequence[Sampled]) -> Row:
+def step_cost(ranks: Ranks, model_path: Path, rows: Sequence[TrainingSample]) -> Row:
     """The trainer's step at ZeRO-0 against the plain loop."""
     learner, plain = Learner(ranks, _spec(model_path)), PlainLoop(model_path)
     row = compare(
@@ -83,7 +82,7 @@ def step_cost(ranks: Ranks, model_path: Path, rows: Sequence[Sampled]) -> Row:
     return row
 
 
-def reference_costs(ranks: Ranks, model_path: Path, rows: Sequence[Sampled]) -> list[Row]:
+def reference_costs(ranks: Ranks, model_path: Path, rows: Sequence[TrainingSample]) -> list[Row]:
     """Cached reference log-probs against a reference model in the trainer: CPU time and bytes of tensors."""
     before = _tensor_bytes()
     cached = Learner(ranks, _spec(model_path))
@@ -114,7 +113,7 @@ def reference_costs(ranks: Ranks, model_path: Path, rows: Sequence[Sampled]) -> 
     return [cpu, size]
 
 
-def same_losses(ranks: Ranks, model_path: Path, rows: Sequence[Sampled]) -> Row:
+def same_losses(ranks: Ranks, model_path: Path, rows: Sequence[TrainingSample]) -> Row:
     """The largest difference of a loss over a few steps, reference cached or in the trainer, both in float32."""
     curves = []
     for reference in ("cached", "in_trainer"):
@@ -152,7 +151,7 @@ def peak_memory(folder: Path) -> Row:
     )
 
 
-def _larger(folder: Path) -> tuple[Path, list[Sampled]]:
+def _larger(folder: Path) -> tuple[Path, list[TrainingSample]]:
     model_path = folder / "larger"
     if not model_path.exists():
         write_random_llama(model_path, seed=0, width=MEMORY_WIDTH, layers=MEMORY_LAYERS)
@@ -174,13 +173,13 @@ def _compared_memory(name: str, yardstick: str, product: Measure, peer: Measure,
     )
 
 
-def _alone(method: dict[str, Any], model_path: Path, rows: Sequence[Sampled]) -> float:
+def _alone(method: dict[str, Any], model_path: Path, rows: Sequence[TrainingSample]) -> float:
     """`training_bytes` of a fresh process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(training_bytes, method, model_path, rows).result(MEMORY_SECONDS)
 
 
-def training_bytes(method: dict[str, Any], model_path: Path, rows: Sequence[Sampled]) -> float:
+def training_bytes(method: dict[str, Any], model_path: Path, rows: Sequence[TrainingSample]) -> float:
     """The most memory that two steps of a method take in this process, over what it has before it loads the model."""
     torch.set_num_threads(1)
     ranks = join_ranks(timeout_seconds=60)
@@ -197,7 +196,7 @@ def training_bytes(method: dict[str, Any], model_path: Path, rows: Sequence[Samp
     return peak
 
 
-def _two_steps(ranks: Ranks, method: dict[str, Any], model_path: Path, rows: Sequence[Sampled]) -> None:
+def _two_steps(ranks: Ranks, method: dict[str, Any], model_path: Path, rows: Sequence[TrainingSample]) -> None:
     """Two: the optimiser's state comes into being in the first."""
     size = {"batch_size": MEMORY_BATCH, "micro_batch_size": MEMORY_MICRO_BATCH}
     learner = Learner(ranks, _spec(model_path, method, **size))
@@ -238,7 +237,7 @@ class PlainLoop:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, betas=(0.9, 0.98), weight_decay=0.0)
         self._beta = _spec(model_path).algorithm.beta
 
-    def step(self, rows: Sequence[Sampled]) -> None:
+    def step(self, rows: Sequence[TrainingSample]) -> None:
         batch = token_batch(rows, self._beta, RewardSpec())
         logprobs_BL = token_logprobs(self._model, batch.input_ids_BL, batch.attention_mask_BL)
         loss, _ = spo_loss(logprobs_BL, batch, [LossTerm("terminal_squared")], self._beta)
@@ -255,14 +254,14 @@ def _spec(model_path: Path, method: dict[str, Any] | None = None, **trainer: Any
     return parse_job_spec({"model": {"path": str(model_path)}, **sections, "trainer": {**defaults, **own, **trainer}})
 
 
-def _sampled(model_path: Path, count: int) -> list[Sampled]:
+def _sampled(model_path: Path, count: int) -> list[TrainingSample]:
     found = sampled_trajectories(model_path, count, longest=LONGEST)
-    return [Sampled(each.trajectory, each.qhat_0, index) for index, each in enumerate(found)]
+    return [TrainingSample(each.trajectory, each.qhat_0, index) for index, each in enumerate(found)]
 
 
-def _whole(rows: Sequence[Sampled]) -> list[Minibatch]:
+def _whole(rows: Sequence[TrainingSample]) -> list[Minibatch]:
     """The batch as one piece."""
-    return [Minibatch([Piece(rows)], len(rows))]
+    return [Minibatch([MicroBatch(rows)], len(rows))]
 
 
 def _cpu_per_step(step: Any) -> float:

@@ -27,7 +27,7 @@ from benchmarks.frame import Row, run
 from spo.algorithm.monte_carlo import q_from_success_rate
 from spo.algorithm.value_posterior import Evidence, soft_value_estimate
 from spo.algorithm.value_prior import PriorModel, PromptFeatures, fit_prior
-from spo.job_spec import PAPER_BETA, SequentialSpec
+from spo.spec.job_spec import PAPER_BETA, SequentialSpec
 
 POOL = Path(__file__).parent / "value_pool.json"
 DEMO_BETA = 1 / math.log(100)

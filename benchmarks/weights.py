@@ -26,7 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from benchmarks.frame import Row, compare, run, within
-from spo.weight_store import WeightStore
+from spo.weights.store import WeightStore
 
 RUN = "job_BENCHMARK"
 MEGABYTES = 500

@@ -35,12 +35,12 @@ print(json.dumps(spec))
 LEDGER = """
 import json, sys, redis
 from spo import redis_keys
-from spo.settings import PlatformSettings
-from spo.testing_platform import check_ledger
+from spo.service.settings import PlatformSettings
+from spo.testing.platform import check_ledger
 store, job = redis.Redis.from_url(PlatformSettings().redis_url), sys.argv[1]
 check_ledger(store, job)
 found = {name.decode(): int(count) for name, count in store.hgetall(redis_keys.replay_counters(job)).items()}
-groups = int(store.hget(redis_keys.feeder_cursor(job), "position") or 0)
+groups = int(store.hget(redis_keys.dispatch_cursor(job), "position") or 0)
 waiting = store.xlen(redis_keys.prompts(job))
 duplicates = store.hlen(redis_keys.replay_duplicates(job))
 print(json.dumps({"groups_fed": groups, "groups_waiting": waiting, "duplicates": duplicates, **found}))

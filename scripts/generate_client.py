@@ -1,6 +1,6 @@
 """Write the synchronous SDK from the asynchronous one with unasync: `make sdk`; a test holds it.
 
-spo/async_client*.py  ->  spo/client*.py
+spo/client/_async/*.py  ->  spo/client/_sync/*.py
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 import unasync
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("", "_datasets", "_experience", "_platform", "_training")
+SOURCE, TARGET = (ROOT / "spo" / "client" / name for name in ("_async", "_sync"))
 CLASSES = ("Client", "BaseTransport", "DatasetCalls", "ExperienceCalls", "PlatformCalls", "TrainingCalls")
 REPLACEMENTS = {
-    **{f"async_client{part}": f"client{part}" for part in PARTS},
+    "_async": "_sync",
     **{f"Async{name}": name for name in CLASSES},
     "asyncio": "time",
     "aclose": "close",
@@ -34,7 +34,7 @@ def synchronous() -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         before, after = Path(folder) / "before", Path(folder) / "after"
         before.mkdir()
-        sources = {f"client{part}.py": ROOT / "spo" / f"async_client{part}.py" for part in PARTS}
+        sources = {path.name: path for path in sorted(SOURCE.glob("*.py")) if path.name != "__init__.py"}
         for name, source in sources.items():
             (before / name).write_text(source.read_text())
         rule = unasync.Rule(f"{before}/", f"{after}/", REPLACEMENTS)
@@ -52,7 +52,7 @@ def synchronous() -> dict[str, str]:
 def _spoken(text: str) -> str:
     """The module's docstring, where unasync does not go, without asyncio."""
     docstring, quotes, rest = text[3:].partition('"""')
-    docstring = docstring.replace(", for asyncio. `spo.client` is made from it: edit here, then `make sdk`.", ".")
+    docstring = docstring.replace(", for asyncio. `spo/client/_sync` is made from it: edit here, then `make sdk`.", ".")
     docstring = re.sub(r"\basync (with|for)", r"\1", docstring).replace("AsyncClient", "Client")
     docstring = re.sub(r"\(await ([^\n]*?\))\)\.", r"\1.", docstring).replace("await ", "")
     return '"""' + docstring + quotes + rest
@@ -60,4 +60,4 @@ def _spoken(text: str) -> str:
 
 if __name__ == "__main__":
     for name, text in synchronous().items():
-        (ROOT / "spo" / name).write_text(text)
+        (TARGET / name).write_text(text)

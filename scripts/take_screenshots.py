@@ -17,9 +17,9 @@ from typing import Any
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-from spo.cli_jobs import read_spec
+from spo.cli.jobs import read_spec
 from spo.client import Client
-from spo.local.demo import RECIPE, fresh_demo
+from spo.demo.demo import RECIPE, fresh_demo
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 WIDTH, HEIGHT = 1280, 860

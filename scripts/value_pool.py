@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from spo.local.judge_link import EmbeddedJudge
-from spo.policy_model import encode_prompt, encode_response, load_policy, load_tokenizer, response_logprobs
-from spo.rpc import Client
+from spo.local.judge_client import EmbeddedJudge
+from spo.model.logprobs import encode_prompt, encode_response, load_policy, load_tokenizer, response_logprobs
+from spo.rpc.client import RpcClient
 from spo.tasks.problem import Problem
-from spo.tasks.toy import toy_tasks
+from spo.tasks.toy.problems import toy_tasks
 from spo.v1.judge_service_pb2 import JudgeRequest, JudgeResponse, Priority, UploadTestsRequest
 from spo.v1.judge_service_pb2_grpc import JudgeServiceStub
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED
@@ -58,7 +58,7 @@ def sample_programs(model: Any, tokenizer: Any, prompt: list[int], count: int, r
     return finished
 
 
-def accepted(judge: Client, problem: Problem, programs: list[str]) -> set[str]:
+def accepted(judge: RpcClient, problem: Problem, programs: list[str]) -> set[str]:
     """The programs that pass all tests."""
     judge.call("UploadTests", UploadTestsRequest(test_sets=[problem.tests]), 60)
     right: set[str] = set()
@@ -85,7 +85,7 @@ def main(arguments: list[str]) -> None:
     rng = torch.Generator().manual_seed(1)
     embedded = EmbeddedJudge()
     embedded.start()
-    judge = Client("sandbox-judge", embedded.address, JudgeServiceStub)
+    judge = RpcClient("sandbox-judge", embedded.address, JudgeServiceStub)
     found = []
     for number, problem in enumerate(toy_tasks(PROBLEMS, HELD_OUT, seed=0).train):
         prompt = encode_prompt(tokenizer, problem.statement)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import redis
 
-from services.orchestrator.api.app import create_app
-from services.orchestrator.desk import Desk
+from services.orchestrator.container import AppContext
+from services.orchestrator.http.app import create_app
 from services.orchestrator.settings import Settings
 
 PLACE = Path(__file__).parents[1] / "docs" / "openapi.json"
@@ -19,11 +19,11 @@ PLACE = Path(__file__).parents[1] / "docs" / "openapi.json"
 def document() -> str:
     """The OpenAPI document as committed; no server is asked, so none needs to run."""
     # A client connects when it is first used, and describing the API uses none.
-    desk = Desk(Settings(), redis.Redis(), threading.Event())
+    context = AppContext(Settings(), redis.Redis(), threading.Event())
     try:
-        return json.dumps(create_app(desk).openapi(), indent=1, sort_keys=True) + "\n"
+        return json.dumps(create_app(context).openapi(), indent=1, sort_keys=True) + "\n"
     finally:
-        desk.close()
+        context.close()
 
 
 if __name__ == "__main__":

@@ -12,17 +12,17 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogueEntry:
     """What a code means, and what to do."""
 
     meaning: str
     remedy: str
 
 
-def _entries() -> dict[str, Entry]:
+def _entries() -> dict[str, CatalogueEntry]:
     lines = Path(__file__).with_name("error_codes.txt").read_text(encoding="utf-8").splitlines()
     pairs = zip(lines[::2], lines[1::2], strict=True)
-    return {line.partition(": ")[0]: Entry(line.partition(": ")[2], remedy.strip()) for line, remedy in pairs}
+    return {line.partition(": ")[0]: CatalogueEntry(line.partition(": ")[2], remedy.strip()) for line, remedy in pairs}
 
 
 CATALOGUE = _entries()

@@ -12,7 +12,7 @@
     |-- IntegrityError           digest mismatch, malformed file; REST 500, gRPC DATA_LOSS
     `-- InternalError            our fault; REST 500, gRPC INTERNAL
 
-Errors become gRPC statuses only in `spo.rpc`, dead letters only in `spo.streams`, problem+json only in the
+Errors become gRPC statuses only in `spo.rpc`, dead letters only in `spo.messaging.streams`, problem+json only in the
 orchestrator.
 """
 

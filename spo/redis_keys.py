@@ -119,19 +119,19 @@ def evaluations(job_id: str) -> str:
     return f"spo:{job_id}:orchestrator:evaluations"
 
 
-def examinations() -> str:
+def on_demand_evaluations() -> str:
     """Hash: evaluation id -> JSON of an evaluation that somebody asked for, with its result. Orchestrator."""
     return "spo:orchestrator:examinations"
 
 
-def examined_run() -> str:
+def evaluated_run() -> str:
     """String: the run whose weights are being evaluated while no job is active; expires. Orchestrator."""
-    return "spo:orchestrator:examined_run"
+    return "spo:orchestrator:evaluated_run"
 
 
-def feeder_cursor(run_id: str) -> str:
-    """Hash: next prompt position, groups dispatched, so that a restarted feeder goes on. Orchestrator."""
-    return f"spo:{run_id}:orchestrator:feeder"
+def dispatch_cursor(run_id: str) -> str:
+    """Hash: next prompt position, groups dispatched, so that a restarted dispatcher goes on. Orchestrator."""
+    return f"spo:{run_id}:orchestrator:dispatcher"
 
 
 def idempotency(key_digest: str) -> str:

@@ -23,12 +23,12 @@ import numpy as np
 import psutil
 
 from spo.client import Client
-from spo.client_answers import Job
+from spo.client.models import Job
 from spo.errors import NotReady
 from spo.local.child import bound_to_this_process
-from spo.local.judge_link import EmbeddedJudge
+from spo.local.judge_client import EmbeddedJudge
 from spo.local.launcher import LauncherSettings, LocalPlatform
-from spo.local.reproduce.measure import CpuMeter
+from spo.reproduce.measure import CpuMeter
 
 SAMPLING_SECONDS = 0.25
 LONGEST_JOB_SECONDS = 1800.0

@@ -17,13 +17,13 @@ from pathlib import Path
 
 from services.inference.engine import Engine, EngineSpec, SampleRequest
 from services.inference.settings import Settings
-from services.orchestrator.seeds import seed_of
+from services.orchestrator.jobs.seeds import seed_of
 from spo.algorithm.pass_at_k import ProblemCounts, mean_pass_at_k
-from spo.policy_model import encode_prompt, load_tokenizer
-from spo.rpc import Client
+from spo.model.logprobs import encode_prompt, load_tokenizer
+from spo.rpc.client import RpcClient
 from spo.spec.training import EvaluationSpec
 from spo.tasks.problem import Problem, extract_program
-from spo.tasks.toy import toy_tasks
+from spo.tasks.toy.problems import toy_tasks
 from spo.v1.judge_service_pb2 import PRIORITY_EVALUATION, JudgeRequest, JudgeResponse, UploadTestsRequest
 from spo.v1.judge_service_pb2_grpc import JudgeServiceStub
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED
@@ -50,7 +50,7 @@ def sampled(engine: Engine, prompts: Sequence[tuple[int, ...]], seeds: Sequence[
     return texts
 
 
-def counted(judge: Client, problems: Sequence[Problem], texts: Sequence[Sequence[str]]) -> Iterator[ProblemCounts]:
+def counted(judge: RpcClient, problems: Sequence[Problem], texts: Sequence[Sequence[str]]) -> Iterator[ProblemCounts]:
     """How many of each problem's programs are right."""
     for problem, responses in zip(problems, texts, strict=True):
         programs = [extract_program(text, "raw") for text in responses]
@@ -69,7 +69,7 @@ def counted(judge: Client, problems: Sequence[Problem], texts: Sequence[Sequence
 
 def main(arguments: Sequence[str]) -> None:
     """Answer until the input ends."""
-    pi0, judge = Path(arguments[0]), Client("sandbox-judge", arguments[1], JudgeServiceStub)
+    pi0, judge = Path(arguments[0]), RpcClient("sandbox-judge", arguments[1], JudgeServiceStub)
     problems = toy_tasks(TRAIN, HELD_OUT, TASK_SEED).evaluation
     judge.call("UploadTests", UploadTestsRequest(test_sets=[each.tests for each in problems]), JUDGE_SECONDS)
     tokenizer = load_tokenizer(pi0)

@@ -19,9 +19,10 @@ from typing import Any
 
 import redis
 
-from spo import redis_keys, streams
+from spo import redis_keys
 from spo.errors import SpoError
-from spo.rpc import Client
+from spo.messaging import streams
+from spo.rpc.client import RpcClient
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 from spo.v1.prompt_pb2 import PromptGroup
@@ -53,7 +54,7 @@ class SimulatedReplica:
         self.version = 0
         self.told = WeightAnnouncement()
         self.next_beat = 0.0
-        self.client = Client("orchestrator", orchestrator, OrchestratorServiceStub)
+        self.client = RpcClient("orchestrator", orchestrator, OrchestratorServiceStub)
         self.redis = redis.Redis.from_url(redis_url, socket_timeout=30)
         self.draw = random.Random(number)
 
@@ -106,7 +107,7 @@ class SimulatedReplica:
             for entry in consumer.read(1, BLOCK_SECONDS):
                 group = PromptGroup.FromString(entry.payload)
                 time.sleep(self.group_seconds * self.draw.uniform(0.5, 1.5))
-                consumer.hand_on(entry, redis_keys.rollouts(), self._rollouts(group).SerializeToString())
+                consumer.forward(entry, redis_keys.rollouts(), self._rollouts(group).SerializeToString())
 
     def _rollouts(self, group: PromptGroup) -> RolloutGroup:
         found = RolloutGroup(request=group)

@@ -20,10 +20,10 @@ from datasets import Dataset  # type: ignore[import-not-found]
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
-from spo.policy_model import load_policy, load_tokenizer
-from spo.rpc import Client
+from spo.model.logprobs import load_policy, load_tokenizer
+from spo.rpc.client import RpcClient
 from spo.tasks.problem import Problem, extract_program
-from spo.tasks.toy import toy_tasks
+from spo.tasks.toy.problems import toy_tasks
 from spo.v1.judge_service_pb2 import PRIORITY_TRAINING, JudgeRequest, JudgeResponse, UploadTestsRequest
 from spo.v1.judge_service_pb2_grpc import JudgeServiceStub
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED
@@ -38,7 +38,7 @@ class Rewards:
 
     __name__ = "right"
 
-    def __init__(self, judge: Client, problems: list[Problem]) -> None:
+    def __init__(self, judge: RpcClient, problems: list[Problem]) -> None:
         self._judge = judge
         self._problems = {each.problem_id: each for each in problems}
         self._known: dict[tuple[str, str], bool] = {}
@@ -99,7 +99,7 @@ def main(arguments: list[str]) -> None:
     tokenizer = load_tokenizer(pi0)
     # TRL pads prompts on the left.
     tokenizer.padding_side = "left"
-    judge = Client("sandbox-judge", judge_address, JudgeServiceStub)
+    judge = RpcClient("sandbox-judge", judge_address, JudgeServiceStub)
     rows = [
         {"prompt": [{"role": "user", "content": each.statement}], "problem_id": each.problem_id} for each in problems
     ]

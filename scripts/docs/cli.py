@@ -11,8 +11,8 @@ import typer
 
 def page(_root: Path) -> str:
     """Markdown of every command with its arguments and options."""
-    from spo.cli import app
-    from spo.cli_output import EXIT_CODES
+    from spo.cli.app import app
+    from spo.console import EXIT_CODES
 
     command = typer.main.get_command(app)
     lines = [

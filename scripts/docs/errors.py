@@ -8,7 +8,7 @@ from pathlib import Path
 
 from spo.error_codes import CATALOGUE
 
-# Kind -> HTTP status, as services/orchestrator/problems.py maps them.
+# Kind -> HTTP status, as services/orchestrator/http/errors.py maps them.
 STATUSES = {
     "InvalidInput": "422",
     "NotFound": "404",

@@ -9,7 +9,7 @@ from typing import Any
 
 def page(root: Path) -> str:
     """Markdown of the JobSpec's schema."""
-    from spo.job_spec import JobSpec
+    from spo.spec.job_spec import JobSpec
 
     place = importlib.util.spec_from_file_location("spo_docs_rest_tables", root / "scripts" / "docs" / "rest.py")
     assert place

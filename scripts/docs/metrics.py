@@ -12,7 +12,7 @@ def page(root: Path) -> str:
     """Markdown of the Prometheus metrics and alert rules."""
     from prometheus_client.metrics import MetricWrapperBase
 
-    from spo import metrics
+    from spo.observability import metrics
 
     drawn = (root / "deploy" / "grafana" / "spo.json").read_text()
     rules = yaml.safe_load((root / "deploy" / "prometheus" / "alerts.yml").read_text())["groups"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from services.inference.replica import Replica
+from services.inference.replica import ServingReplica
 from services.inference.rollout_worker import RolloutWorker
 from services.inference.service import RPC_THREADS, InferenceService
 from services.inference.settings import Settings
-from spo.redis_client import connect
-from spo.service import ServiceProcess
+from spo.messaging.connection import connect
+from spo.service.process import ServiceProcess
 from spo.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 
 
@@ -17,12 +17,12 @@ def main() -> int:
     settings = Settings()
     process = ServiceProcess("inference", settings, rpc_threads=RPC_THREADS)
     client = connect(settings.redis_url, settings.redis_wait_seconds)
-    replica = Replica(settings, client, process.server.set_serving, process.stop.set)
+    replica = ServingReplica(settings, client, process.server.set_serving, process.stop.set)
     worker = RolloutWorker(client, replica, process.replica_id, settings)
     add_InferenceServiceServicer_to_server(InferenceService(replica, process.replica_id), process.server.server)
     process.report = replica.report
     process.on_heartbeat = replica.on_heartbeat
-    process.workers = [replica.follow, worker.read, worker.hand_on]
+    process.workers = [replica.follow, worker.read, worker.forward]
     status = process.run()
     replica.close()
     return status

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 from services.inference.engine import Engine, Sample, SampleRequest
 from services.inference.settings import Settings
-from services.inference.turns import next_turn
+from services.inference.weight_schedule import next_turn
 from services.inference.weights import Weights
-from spo import metrics
 from spo.errors import InvalidInput, NotReady
-from spo.logs import get_logger
+from spo.observability import metrics
+from spo.observability.logs import get_logger
 
 log = get_logger("engine")
 

@@ -14,15 +14,17 @@ from services.inference.engine import Engine, EngineSpec
 from services.inference.engine_thread import EngineThread
 from services.inference.settings import Settings
 from services.inference.weights import REFERENCE_VERSION, PolicyVersions, reference_weights
-from spo import metrics, redis_keys, streams
+from spo import redis_keys
 from spo.errors import NotFound, NotReady, PreconditionFailed, SpoError
-from spo.job_spec import JobSpec, spec_from_json
-from spo.logs import get_logger
-from spo.model_folder import inspect_model_folder
-from spo.policy_model import load_tokenizer
+from spo.messaging import streams
+from spo.model.folder import inspect_model_folder
+from spo.model.logprobs import load_tokenizer
+from spo.observability import metrics
+from spo.observability.logs import get_logger
+from spo.spec.job_spec import JobSpec, spec_from_json
 from spo.v1 import orchestrator_service_pb2 as orchestrator
 from spo.v1.weights_pb2 import WeightAnnouncement
-from spo.weight_store import WeightStore
+from spo.weights.store import WeightStore
 
 log = get_logger("replica")
 
@@ -49,7 +51,7 @@ class Assignment:
         return loaded.version if loaded.run_id == self.run_id else REFERENCE_VERSION
 
 
-class Replica:
+class ServingReplica:
     """Follows the orchestrator. `follow` is the worker; the other methods may be called from any thread."""
 
     def __init__(
@@ -63,7 +65,7 @@ class Replica:
         self._client = client
         self._set_serving = set_serving
         self._restart = restart
-        self._wish = orchestrator.HeartbeatResponse()
+        self._requested = orchestrator.HeartbeatResponse()
         self._assignment: Assignment | None = None
         # The last assignment's engine outlives it: the next run on the same model starts at once.
         self._warm: Assignment | None = None
@@ -75,7 +77,7 @@ class Replica:
 
     def on_heartbeat(self, response: orchestrator.HeartbeatResponse) -> None:
         """Take note of the run and the weights the orchestrator wants here."""
-        self._wish = response
+        self._requested = response
 
     def report(self, request: orchestrator.HeartbeatRequest) -> None:
         """Fill in what is served, how full the engine is, and why an announced version could not be applied."""
@@ -106,10 +108,10 @@ class Replica:
         """Keep the assignment and its weights up to date until stop; raises when the engine died."""
         position = "0-0"
         while not stop.is_set():
-            wish = self._wish
-            if wish.run_id != self._serving_run():
+            requested = self._requested
+            if requested.run_id != self._serving_run():
                 position = "0-0"
-                self._reassign(wish, stop)
+                self._reassign(requested, stop)
             assignment = self._assignment
             if assignment is None:
                 stop.wait(FOLLOW_SECONDS / 4)
@@ -127,36 +129,40 @@ class Replica:
     def _serving_run(self) -> str:
         return self._assignment.run_id if self._assignment else ""
 
-    def _reassign(self, wish: orchestrator.HeartbeatResponse, stop: threading.Event) -> None:
+    def _reassign(self, requested: orchestrator.HeartbeatResponse, stop: threading.Event) -> None:
         before, self._assignment = self._assignment, None
         self._warm = before or self._warm
         self._applied = WeightAnnouncement()
         self._problem = ""
-        if not wish.run_id:
+        if not requested.run_id:
             self._be_ready(True)
             return
-        self._be_ready(False, f"loads the model of run {wish.run_id}")
+        self._be_ready(False, f"loads the model of run {requested.run_id}")
         try:
-            self._assignment = self._assign(wish, stop)
+            self._assignment = self._assign(requested, stop)
             # One that joins late is ready once it has the run's current weights.
-            late = f"loads version {wish.weights.version} of run {wish.run_id}" if wish.weights.version else ""
+            late = (
+                f"loads version {requested.weights.version} of run {requested.run_id}"
+                if requested.weights.version
+                else ""
+            )
             self._be_ready(self._assignment is not None and not late, late)
         except SpoError as error:
             self._problem = str(error)
             self._be_ready(False, self._problem)
-            log.error("cannot serve the assigned run; will try again", run=wish.run_id, reason=str(error))
+            log.error("cannot serve the assigned run; will try again", run=requested.run_id, reason=str(error))
             stop.wait(RETRY_SECONDS)
 
     def _be_ready(self, is_ready: bool, reason: str = "") -> None:
         self._is_ready = is_ready
         self._set_serving(is_ready, reason)
 
-    def _assign(self, wish: orchestrator.HeartbeatResponse, stop: threading.Event) -> Assignment | None:
-        text: Any = self._client.get(redis_keys.run_spec(wish.run_id))
+    def _assign(self, requested: orchestrator.HeartbeatResponse, stop: threading.Event) -> Assignment | None:
+        text: Any = self._client.get(redis_keys.run_spec(requested.run_id))
         if text is None:
-            raise NotFound(f"run {wish.run_id} has no spec")
+            raise NotFound(f"run {requested.run_id} has no spec")
         spec = spec_from_json(text)
-        model_path = Path(wish.model_path or spec.model.path)
+        model_path = Path(requested.model_path or spec.model.path)
         engine_spec = EngineSpec(
             model_path,
             inspect_model_folder(model_path).model_hash,
@@ -165,13 +171,13 @@ class Replica:
         )
         warm = self._warm
         if warm and warm.engine_spec.fits(engine_spec):
-            warm.engine.announce(wish.run_id, warm.versions.reference)
-            return replace(warm, run_id=wish.run_id, spec=spec)
+            warm.engine.announce(requested.run_id, warm.versions.reference)
+            return replace(warm, run_id=requested.run_id, spec=spec)
         if warm:
             log.info("another model is wanted; the process ends so that it starts with a clean engine")
             self._restart()
             return None
-        return self._build(wish.run_id, spec, engine_spec, stop)
+        return self._build(requested.run_id, spec, engine_spec, stop)
 
     def _build(self, run_id: str, spec: JobSpec, engine_spec: EngineSpec, stop: threading.Event) -> Assignment | None:
         reference = reference_weights(engine_spec.model_path, engine_spec.model_hash)
@@ -213,7 +219,7 @@ class Replica:
         if entries:
             position = entries[-1].entry_id
             newest = WeightAnnouncement.FromString(entries[-1].payload)
-        told = self._wish.weights if self._wish.run_id == assignment.run_id else WeightAnnouncement()
+        told = self._requested.weights if self._requested.run_id == assignment.run_id else WeightAnnouncement()
         if told.announced_unix_ms > newest.announced_unix_ms:
             newest = told
         if newest.announced_unix_ms > self._applied.announced_unix_ms:

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 import redis
 from google.protobuf.message import DecodeError
 
-from services.inference.replica import Replica
+from services.inference.replica import ServingReplica
 from services.inference.rollouts import StartedGroup, start_group
 from services.inference.settings import Settings
-from spo import redis_keys, tracing
+from spo import redis_keys
 from spo.errors import SpoError
-from spo.logs import get_logger
-from spo.streams import Consumer, Entry
+from spo.messaging.streams import Consumer, Entry
+from spo.observability import tracing
+from spo.observability.logs import get_logger
 from spo.v1.prompt_pb2 import PromptGroup
 
 log = get_logger("rollouts")
@@ -29,7 +30,7 @@ BLOCK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class InHand:
+class InFlight:
     """An entry read from a stream and the group the engine makes of it."""
 
     consumer: Consumer
@@ -39,20 +40,20 @@ class InHand:
 
 
 class RolloutWorker:
-    """Two loops: `read` takes prompts, `hand_on` passes finished groups to the judges."""
+    """Two loops: `read` takes prompts, `forward` passes finished groups to the judges."""
 
-    def __init__(self, client: redis.Redis, replica: Replica, replica_id: str, settings: Settings) -> None:
+    def __init__(self, client: redis.Redis, replica: ServingReplica, replica_id: str, settings: Settings) -> None:
         self._client = client
         self._replica = replica
         self._replica_id = replica_id
         self._settings = settings
-        self._in_hand: dict[str, InHand] = {}
+        self._in_flight: dict[str, InFlight] = {}
         self._lock = threading.Lock()
         self._room = threading.Event()
-        self._finished: queue.SimpleQueue[InHand] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[InFlight] = queue.SimpleQueue()
 
     def read(self, stop: threading.Event) -> None:
-        """Take prompt groups of the assigned run until stop, at most `groups_in_hand` at once."""
+        """Take prompt groups of the assigned run until stop, at most `groups_in_flight` at once."""
         consumer: Consumer | None = None
         while not stop.is_set():
             assignment = self._replica.current()
@@ -62,7 +63,7 @@ class RolloutWorker:
             if consumer is None or consumer.stream != redis_keys.prompts(assignment.run_id):
                 consumer = self._consumer(assignment.run_id)
             self._room.clear()
-            room = self._settings.groups_in_hand - len(self._in_hand)
+            room = self._settings.groups_in_flight - len(self._in_flight)
             if room <= 0:
                 self._room.wait(BLOCK_SECONDS)
                 continue
@@ -77,7 +78,7 @@ class RolloutWorker:
             for entry in entries:
                 self._start(consumer, entry)
 
-    def hand_on(self, stop: threading.Event) -> None:
+    def forward(self, stop: threading.Event) -> None:
         """Pass on finished groups; after stop, those in hand as far as the grace reaches."""
         keep_alive_seconds = self._settings.reclaim_after_seconds / 4
         next_keep_alive = time.monotonic() + keep_alive_seconds
@@ -85,7 +86,7 @@ class RolloutWorker:
         while time.monotonic() < deadline:
             if stop.is_set():
                 deadline = min(deadline, time.monotonic() + self._settings.drain_seconds)
-                if not self._in_hand:
+                if not self._in_flight:
                     return
             if time.monotonic() >= next_keep_alive:
                 self._keep_alive()
@@ -95,7 +96,7 @@ class RolloutWorker:
             except queue.Empty:
                 continue
             self._finish(held)
-        log.warning("grace is over; unfinished groups are left to other replicas", groups=len(self._in_hand))
+        log.warning("grace is over; unfinished groups are left to other replicas", groups=len(self._in_flight))
 
     def _consumer(self, run_id: str) -> Consumer:
         return Consumer(
@@ -107,27 +108,27 @@ class RolloutWorker:
         )
 
     def _start(self, consumer: Consumer, entry: Entry) -> None:
-        if entry.entry_id in self._in_hand:
+        if entry.entry_id in self._in_flight:
             return
         try:
             started = start_group(self._replica, PromptGroup.FromString(entry.payload))
         except DecodeError as error:
-            consumer.bury(entry, f"not a PromptGroup: {error}")
+            consumer.dead_letter(entry, f"not a PromptGroup: {error}")
             return
         except SpoError as error:
             self._give_up(consumer, entry, error)
             return
         span = _span(entry, started)
-        held = InHand(consumer, entry, started, span)
+        held = InFlight(consumer, entry, started, span)
         with self._lock:
-            self._in_hand[entry.entry_id] = held
+            self._in_flight[entry.entry_id] = held
         started.future.add_done_callback(lambda _: self._finished.put(held))
 
-    def _finish(self, held: InHand) -> None:
+    def _finish(self, held: InFlight) -> None:
         try:
             rollouts = held.started.result(timeout_seconds=0)
             held.span.note(tokens=sum(len(each.response_token_ids) for each in rollouts.trajectories))
-            held.consumer.hand_on(held.entry, redis_keys.rollouts(), rollouts.SerializeToString(), held.span.header)
+            held.consumer.forward(held.entry, redis_keys.rollouts(), rollouts.SerializeToString(), held.span.header)
             held.span.end()
         except redis.RedisError as error:
             log.warning("cannot write rollouts; trying again", reason=str(error))
@@ -138,7 +139,7 @@ class RolloutWorker:
             held.span.end(error.code)
             self._give_up(held.consumer, held.entry, error)
         with self._lock:
-            del self._in_hand[held.entry.entry_id]
+            del self._in_flight[held.entry.entry_id]
         self._room.set()
 
     def _give_up(self, consumer: Consumer, entry: Entry, error: SpoError) -> None:
@@ -147,11 +148,11 @@ class RolloutWorker:
         if error.retryable or error.code == "other_run":
             log.warning("group left for redelivery", entry=entry.entry_id, reason=str(error))
         else:
-            consumer.bury(entry, str(error))
+            consumer.dead_letter(entry, str(error))
 
     def _keep_alive(self) -> None:
         with self._lock:
-            held = list(self._in_hand.values())
+            held = list(self._in_flight.values())
         for consumer in {id(each.consumer): each.consumer for each in held}.values():
             try:
                 consumer.keep_alive([each.entry for each in held if each.consumer is consumer])

@@ -13,10 +13,10 @@ import numpy as np
 
 from services.inference.engine import Sample, SampleRequest
 from services.inference.engine_thread import SampleGroup
-from services.inference.replica import Assignment, Replica
+from services.inference.replica import Assignment, ServingReplica
 from spo import redis_keys
 from spo.errors import InvalidInput, Unreachable
-from spo.policy_model import encode_prompt
+from spo.model.logprobs import encode_prompt
 from spo.v1.prompt_pb2 import PromptGroup, Sampling
 from spo.v1.trajectory_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Hop, RolloutGroup, Trajectory
 
@@ -92,7 +92,7 @@ class StartedGroup:
             return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
-def start_group(replica: Replica, group: PromptGroup) -> StartedGroup:
+def start_group(replica: ServingReplica, group: PromptGroup) -> StartedGroup:
     """Give a group to the engine.
 
     Raises InvalidInput on a prompt or sampling that can never be served, NotFound or IntegrityError when the policy

@@ -6,10 +6,10 @@ import threading
 
 import grpc
 
-from services.inference.replica import Replica
+from services.inference.replica import ServingReplica
 from services.inference.rollouts import start_group
 from spo.errors import ResourceExhausted
-from spo.rpc import DEFAULT_DEADLINE_SECONDS
+from spo.rpc.client import DEFAULT_DEADLINE_SECONDS
 from spo.v1 import inference_service_pb2 as inference
 from spo.v1.inference_service_pb2_grpc import InferenceServiceServicer
 
@@ -21,7 +21,7 @@ MAX_GENERATE_CALLS = 56
 class InferenceService(InferenceServiceServicer):
     """Generate for evaluation and value estimation, DescribeReplica for people."""
 
-    def __init__(self, replica: Replica, replica_id: str) -> None:
+    def __init__(self, replica: ServingReplica, replica_id: str) -> None:
         self._replica = replica
         self._replica_id = replica_id
         self._slots = threading.BoundedSemaphore(MAX_GENERATE_CALLS)

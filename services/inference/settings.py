@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from spo.settings import ServiceSettings
+from spo.service.settings import ServiceSettings
 
 
 class Settings(ServiceSettings, service="inference"):
@@ -19,7 +19,7 @@ class Settings(ServiceSettings, service="inference"):
     tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs that share the model.")
     max_sequences: int = Field(default=256, ge=1, description="Sequences decoded at once.")
     enforce_eager: bool | None = Field(default=None, description="Default: eager on CPU, captured graphs on GPUs.")
-    groups_in_hand: int = Field(default=64, ge=1, description="Prompt groups taken from the stream at once.")
+    groups_in_flight: int = Field(default=64, ge=1, description="Prompt groups taken from the stream at once.")
     in_flight: Literal["finish", "keep"] = Field(
         default="finish",
         description="New weights: finish started groups on the old ones first, or go on with them under the new.",

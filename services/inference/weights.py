@@ -10,8 +10,8 @@ from pathlib import Path
 from safetensors import safe_open
 
 from spo.errors import IntegrityError
-from spo.weight_cache import Hold
-from spo.weight_store import WeightStore
+from spo.weights.cache import Pin
+from spo.weights.store import WeightStore
 
 REFERENCE_VERSION = 0
 # Versions that are not read and hashed again: the newest, the one before, and some that are evaluated.
@@ -31,7 +31,7 @@ class Weights:
     digest: str
     paths: tuple[Path, ...] = field(repr=False)
     # Keeps cached files where they are for as long as anybody may load them.
-    hold: Hold | None = field(default=None, repr=False, compare=False)
+    hold: Pin | None = field(default=None, repr=False, compare=False)
 
 
 def reference_weights(model_path: Path, model_hash: str) -> Weights:

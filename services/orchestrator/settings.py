@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
-from spo.settings import ServiceSettings
+from spo.service.settings import ServiceSettings
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 

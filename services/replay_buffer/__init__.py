@@ -1,0 +1,1 @@
+"""Keeps every trajectory exactly once and serves batches mixed by source."""

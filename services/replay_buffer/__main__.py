@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import sys
 
-from services.replay_buffer.batches import BatchDrawer
-from services.replay_buffer.following import Following
+from services.replay_buffer.experience_archiver import archiving
 from services.replay_buffer.ingest_worker import IngestWorker
 from services.replay_buffer.reference_scores import ReferenceScores
+from services.replay_buffer.sampler import BatchSampler
 from services.replay_buffer.service import ReplayService
 from services.replay_buffer.settings import Settings
-from services.replay_buffer.spill import spilling
+from services.replay_buffer.shared_rollout_ingest import SharedRolloutIngest
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
-from spo.redis_client import connect
-from spo.service import ServiceProcess
-from spo.streams import Consumer
+from spo.messaging.connection import connect
+from spo.messaging.streams import Consumer
+from spo.service.process import ServiceProcess
 from spo.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
 
 
@@ -24,15 +24,15 @@ def main() -> int:
     process = ServiceProcess("replay-buffer", settings)
     client = connect(settings.redis_url, settings.redis_wait_seconds)
     store = ReplayStore(client)
-    service = ReplayService(store, BatchDrawer(store), settings.stop_memory_share)
+    service = ReplayService(store, BatchSampler(store), settings.stop_memory_share)
     add_ReplayServiceServicer_to_server(service, process.server.server)
     consumer = Consumer(
         client, redis_keys.verdicts(), redis_keys.INGEST_GROUP, process.replica_id, settings.reclaim_seconds
     )
     scores = ReferenceScores.at(settings.value_estimation_address, settings.logprobs_deadline_seconds)
     ingest = IngestWorker(store, consumer, scores, settings.groups_per_read)
-    following = Following(store, scores, service.storage)
-    process.workers += [ingest.run, following.run, *spilling(store, settings)]
+    following = SharedRolloutIngest(store, scores, service.storage)
+    process.workers += [ingest.run, following.run, *archiving(store, settings)]
     return process.run()
 
 

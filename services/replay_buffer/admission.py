@@ -13,7 +13,7 @@ import numpy as np
 
 from spo import redis_keys
 from spo.errors import FieldViolation, InvalidInput
-from spo.job_spec import JobSpec
+from spo.spec.job_spec import JobSpec
 from spo.tasks.problem import extract_program
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_SHARED, SOURCE_UNSPECIFIED, Source
 from spo.v1.trajectory_pb2 import Trajectory

@@ -16,12 +16,12 @@ from google.protobuf.message import DecodeError
 from services.replay_buffer.admission import check_judged, check_scored, sort_out
 from services.replay_buffer.reference_scores import ReferenceScores, note_hop
 from services.replay_buffer.store import ReplayStore
-from spo import metrics, tracing
 from spo.errors import InvalidInput
-from spo.logs import get_logger
-from spo.redis_client import as_spo_error, refuses_writes
-from spo.service import keep_alive_while
-from spo.streams import Consumer, Entry, consume
+from spo.messaging.connection import as_spo_error, refuses_writes
+from spo.messaging.streams import Consumer, Entry, consume
+from spo.observability import metrics, tracing
+from spo.observability.logs import get_logger
+from spo.service.process import keep_alive_while
 from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
 
 log = get_logger("ingest")

@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 
 from spo.algorithm.replay_sampling import exact_counts
-from spo.job_spec import JobSpec, SourceName
+from spo.spec.job_spec import JobSpec, SourceName
 
 # More than any feeder asks for; keeps tiny samples_per_insert out of the infinities.
 MAX_ADMISSIBLE = 1_000_000

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spo.rpc import Client
+from spo.rpc.client import RpcClient
 from spo.v1.trajectory_pb2 import Hop, Trajectory
 from spo.v1.value_service_pb2 import (
     ComputeReferenceLogprobsRequest,
@@ -21,13 +21,13 @@ from spo.v1.value_service_pb2_grpc import ValueServiceStub
 class ReferenceScores:
     """Asks value-estimation; deadline_seconds is for one call."""
 
-    values: Client
+    values: RpcClient
     deadline_seconds: float
 
     @staticmethod
     def at(address: str, deadline_seconds: float) -> ReferenceScores:
         """Those of the service at an address."""
-        return ReferenceScores(Client("value-estimation", address, ValueServiceStub), deadline_seconds)
+        return ReferenceScores(RpcClient("value-estimation", address, ValueServiceStub), deadline_seconds)
 
     def add(
         self, run_id: str, trajectories: Sequence[Trajectory], *, patience_seconds: float, stop: threading.Event

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from services.replay_buffer.allocator import keep_large_buffers
-from services.replay_buffer.batches import BatchDrawer
-from services.replay_buffer.candidates import Candidates
+from services.replay_buffer.batch_encoding import batch_bytes
 from services.replay_buffer.limiter import Limiter
-from services.replay_buffer.storage_watch import StorageWatch
+from services.replay_buffer.malloc_tuning import keep_large_buffers
+from services.replay_buffer.sampler import BatchSampler
+from services.replay_buffer.sampling_index import SamplingIndex
+from services.replay_buffer.storage_monitor import StorageMonitor
 from services.replay_buffer.store import SOURCE_CODES, ReplayStore, source_name
-from services.replay_buffer.wire import batch_bytes
 from spo.errors import FieldViolation, InvalidInput, NotFound
 from spo.v1 import replay_service_pb2 as replay
 from spo.v1.prompt_pb2 import SOURCE_UNSPECIFIED, Source
@@ -29,12 +29,12 @@ MAX_SCANNED = 5000
 class ReplayService(ReplayServiceServicer):
     """Append, SampleBatch, status and listing; errors are typed in spo.rpc."""
 
-    def __init__(self, store: ReplayStore, drawer: BatchDrawer, stop_memory_share: float = 0.9) -> None:
+    def __init__(self, store: ReplayStore, drawer: BatchSampler, stop_memory_share: float = 0.9) -> None:
         # Its answers are the large messages; what keeps their memory is the whole process.
         keep_large_buffers()
         self.store = store
         self.drawer = drawer
-        self.storage = StorageWatch(store.client, stop_memory_share)
+        self.storage = StorageMonitor(store.client, stop_memory_share)
 
     def Append(self, request: replay.AppendRequest, context: Any) -> replay.AppendResponse:
         inserted, duplicates = self.store.append(request.run_id, request.trajectories)
@@ -44,15 +44,15 @@ class ReplayService(ReplayServiceServicer):
         return batch_bytes(self.drawer.sample(request))
 
     def GetReplayStatus(self, request: replay.GetReplayStatusRequest, context: Any) -> replay.GetReplayStatusResponse:
-        candidates = self.store.candidates(request.run_id)
+        index = self.store.index(request.run_id)
         pressure = self.storage.pressure()
-        with candidates.lock:
-            candidates.refresh([source_name(code) for code in SOURCE_CODES])
-            online = candidates.live(candidates.rule("online"))
-            counts = [_count(candidates, code) for code in SOURCE_CODES]
+        with index.lock:
+            index.refresh([source_name(code) for code in SOURCE_CODES])
+            online = index.live(index.rule("online"))
+            counts = [_count(index, code) for code in SOURCE_CODES]
         return replay.GetReplayStatusResponse(
             counts=[count for count in counts if count.inserted],
-            admissible_inserts=0 if pressure else Limiter.of(candidates.spec).admissible_inserts(online),
+            admissible_inserts=0 if pressure else Limiter.of(index.spec).admissible_inserts(online),
             duplicates=self.store.duplicates(request.run_id),
             backpressure=pressure,
         )
@@ -77,11 +77,11 @@ class ReplayService(ReplayServiceServicer):
     def GetTrajectory(self, request: replay.GetTrajectoryRequest, context: Any) -> replay.GetTrajectoryResponse:
         found = self.store.one(request.run_id, request.trajectory_id)
         limit = max(1, min(request.steps_limit or DEFAULT_STEPS, MAX_STEPS))
-        candidates = self.store.candidates(request.run_id)
-        with candidates.lock:
-            candidates.refresh([])
-            candidates.uses.refresh()
-            steps = candidates.uses.of(found.trajectory_id)
+        index = self.store.index(request.run_id)
+        with index.lock:
+            index.refresh([])
+            index.counts.refresh()
+            steps = index.counts.of(found.trajectory_id)
         start = max(0, min(request.steps_from, len(steps)))
         return replay.GetTrajectoryResponse(
             trajectory=found,
@@ -92,16 +92,16 @@ class ReplayService(ReplayServiceServicer):
 
     def GetBatch(self, request: replay.GetBatchRequest, context: Any) -> replay.GetBatchResponse:
         self.store.spec(request.run_id)
-        ids = self.drawer.draws.recorded(request.run_id, request.step)
+        ids = self.drawer.batch_log.recorded(request.run_id, request.step)
         if not ids:
             raise NotFound(f"run {request.run_id} has drawn no batch for step {request.step}", code="unknown_batch")
         return replay.GetBatchResponse(trajectory_ids=ids)
 
 
-def _count(candidates: Candidates, code: Source.ValueType) -> replay.SourceCount:
+def _count(index: SamplingIndex, code: Source.ValueType) -> replay.SourceCount:
     name = source_name(code)
     return replay.SourceCount(
         source=code,
-        available=candidates.available(candidates.rule(name)),
-        **{count: candidates.counters.get(f"{count}:{name}", 0) for count in ("inserted", "sampled", "correct")},
+        available=index.available(index.rule(name)),
+        **{count: index.counters.get(f"{count}:{name}", 0) for count in ("inserted", "sampled", "correct")},
     )

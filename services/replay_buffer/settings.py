@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from spo.settings import ServiceSettings
+from spo.service.settings import ServiceSettings
 
 
 class Settings(ServiceSettings, service="replay_buffer"):

@@ -12,13 +12,14 @@ from typing import Any
 import redis
 
 from services.replay_buffer.admission import check_judged, check_scored, content_digest
-from services.replay_buffer.candidates import Candidates
 from services.replay_buffer.payloads import Payloads, chunks
+from services.replay_buffer.sampling_index import SamplingIndex
 from services.replay_buffer.windows import fact_of, read_fact
-from spo import metrics, redis_keys
+from spo import redis_keys
 from spo.errors import IntegrityError, NotFound
-from spo.job_spec import JobSpec
-from spo.run_specs import RunSpecs
+from spo.messaging.run_specs import RunSpecs
+from spo.observability import metrics
+from spo.spec.job_spec import JobSpec
 from spo.v1.prompt_pb2 import SOURCE_UNSPECIFIED, Source
 from spo.v1.trajectory_pb2 import Trajectory
 
@@ -38,21 +39,21 @@ class ReplayStore:
         self.client = client
         self.payloads = Payloads(client, payload_memory_bytes)
         self.specs = RunSpecs(client)
-        self._candidates: dict[str, Candidates] = {}
-        self._insert = client.register_script((Path(__file__).parent / "insert.lua").read_text())
+        self._indices: dict[str, SamplingIndex] = {}
+        self._insert = client.register_script((Path(__file__).parent / "lua" / "insert.lua").read_text())
 
     def spec(self, run_id: str) -> JobSpec:
         """The run's spec. Raises NotFound for a run nobody started."""
         return self.specs.of(run_id)
 
-    def candidates(self, run_id: str) -> Candidates:
+    def index(self, run_id: str) -> SamplingIndex:
         """The mirror of the run's candidates; the one longest out of use is given up for a new one."""
         spec = self.spec(run_id)
-        found = self._candidates.pop(run_id, None) or Candidates(self.client, run_id, spec)
+        found = self._indices.pop(run_id, None) or SamplingIndex(self.client, run_id, spec)
         # setdefault: of two threads that made one, both must use the same.
-        found = self._candidates.setdefault(run_id, found)
-        for oldest in list(self._candidates)[:-MIRRORED_RUNS]:
-            self._candidates.pop(oldest, None)
+        found = self._indices.setdefault(run_id, found)
+        for oldest in list(self._indices)[:-MIRRORED_RUNS]:
+            self._indices.pop(oldest, None)
         return found
 
     def append(self, run_id: str, trajectories: Sequence[Trajectory]) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from services.replay_buffer.limiter import groups_kept
-from spo.job_spec import JobSpec, SourceMix, SourceName
+from spo.spec.job_spec import JobSpec, SourceMix, SourceName
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.trajectory_pb2 import Trajectory
 
@@ -73,7 +73,7 @@ class LiveWindow:
             del self._incomplete[group]
             self._kept.append(_whole(members))
 
-    def candidates(self, rule: SourceMix, oldest: int) -> list[Candidate]:
+    def index(self, rule: SourceMix, oldest: int) -> list[Candidate]:
         """Those of version `oldest` or newer that the rule takes."""
         return [each for each in self._kept if each.version >= oldest and (each.correct or not rule.correct_only)]
 
@@ -93,13 +93,13 @@ class OfflineWindow:
 
     def add(self, candidate: Candidate) -> None:
         """Take in the next trajectory of the ledger."""
-        for shelf in ("first", "right" if candidate.correct else "wrong"):
-            place = (shelf, candidate.prompt_id)
+        for backend in ("first", "right" if candidate.correct else "wrong"):
+            place = (backend, candidate.prompt_id)
             if self._keeps_all or self._counts[place] < self._per_prompt:
                 self._counts[place] += 1
-                self._kept[shelf].append(candidate)
+                self._kept[backend].append(candidate)
 
-    def candidates(self, rule: SourceMix) -> list[Candidate]:
+    def index(self, rule: SourceMix) -> list[Candidate]:
         """Those that the rule takes."""
         if rule.correct_only:
             return self._kept["right"]

@@ -3,15 +3,15 @@
 import os
 import sys
 
-from services.sandbox_judge.docket import Docket
+from services.sandbox_judge.isolation.probe import choose_tier
 from services.sandbox_judge.judge_worker import JudgeWorker
-from services.sandbox_judge.probe import choose_tier
+from services.sandbox_judge.scheduler import JudgeScheduler
 from services.sandbox_judge.service import JudgeService
 from services.sandbox_judge.settings import Settings
 from spo.errors import SpoError
-from spo.logs import get_logger
-from spo.redis_client import connect
-from spo.service import ServiceProcess
+from spo.messaging.connection import connect
+from spo.observability.logs import get_logger
+from spo.service.process import ServiceProcess
 from spo.v1.judge_service_pb2_grpc import add_JudgeServiceServicer_to_server
 
 
@@ -24,13 +24,13 @@ def main() -> int:
     except SpoError as error:
         get_logger("start").error("the judge will not serve", reason=error.message, code=error.code)
         return 1
-    docket = Docket(client, settings, tier, settings.lanes or os.cpu_count() or 1)
-    add_JudgeServiceServicer_to_server(JudgeService(docket), process.server.server)
-    for number in range(2):  # two, so that lanes are busy while the other waits for its slowest program
-        process.workers.append(JudgeWorker(client, docket, f"{process.replica_id}-{number}", settings))
-    process.report = lambda beat: setattr(beat, "load", docket.load)
+    scheduler = JudgeScheduler(client, settings, tier, settings.workers or os.cpu_count() or 1)
+    add_JudgeServiceServicer_to_server(JudgeService(scheduler), process.server.server)
+    for number in range(2):  # two, so that workers are busy while the other waits for its slowest program
+        process.workers.append(JudgeWorker(client, scheduler, f"{process.replica_id}-{number}", settings))
+    process.report = lambda beat: setattr(beat, "load", scheduler.load)
     status = process.run()
-    docket.close()
+    scheduler.close()
     return status
 
 

@@ -9,13 +9,13 @@ import json
 import os
 import sys
 
-from services.sandbox_judge.docket import Docket
-from services.sandbox_judge.probe import choose_tier
+from services.sandbox_judge.isolation.probe import choose_tier
+from services.sandbox_judge.scheduler import JudgeScheduler
 from services.sandbox_judge.service import JudgeService
 from services.sandbox_judge.settings import Settings
 from spo.errors import SpoError
-from spo.logs import configure_logs
-from spo.rpc import RpcServer
+from spo.observability.logs import configure_logs
+from spo.rpc.server import RpcServer
 from spo.v1.judge_service_pb2_grpc import add_JudgeServiceServicer_to_server
 
 
@@ -45,17 +45,17 @@ def main() -> int:
     except SpoError as error:
         print(json.dumps({"code": error.code, "message": error.message}), flush=True)
         return 1
-    lanes = settings.lanes or len(os.sched_getaffinity(0))
-    docket = Docket(MemoryStore(), settings, tier, lanes)
-    server = RpcServer("127.0.0.1", 0, max_workers=4 * lanes + 2)
-    add_JudgeServiceServicer_to_server(JudgeService(docket), server.server)
+    workers = settings.workers or len(os.sched_getaffinity(0))
+    scheduler = JudgeScheduler(MemoryStore(), settings, tier, workers)
+    server = RpcServer("127.0.0.1", 0, max_workers=4 * workers + 2)
+    add_JudgeServiceServicer_to_server(JudgeService(scheduler), server.server)
     server.start()
     server.set_serving(True)
-    print(json.dumps({"address": server.address, "lanes": lanes}), flush=True)
+    print(json.dumps({"address": server.address, "workers": workers}), flush=True)
     sys.stdin.read()
     server.stop(0)  # calls under way are cancelled and give their programs up
-    docket.interrupt()
-    docket.close()
+    scheduler.interrupt()
+    scheduler.close()
     return 0
 
 

@@ -15,7 +15,7 @@ import tokenize
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from services.sandbox_judge.sandbox import Ending, Run
+from services.sandbox_judge.executor import ProgramRun, RunEnding
 from spo.v1.verdict_pb2 import Outcome, TestCase, TestResult, TestSet
 
 SUSPICIOUS = (Outcome.OUTCOME_WRONG_ANSWER, Outcome.OUTCOME_RUNTIME_ERROR)
@@ -27,7 +27,7 @@ SPEAKING_INPUT_CHARACTERS = 2
 _COMMENTS = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _LITERALS = re.compile(r'"((?:[^"\\\n]|\\.)*)"|(-?\d+(?:\.\d+)?)')
 
-RunOnce = Callable[[bytes], Run]
+RunOnce = Callable[[bytes], ProgramRun]
 Check = Callable[[TestCase, bytes], str | None]
 
 
@@ -59,7 +59,7 @@ def ignores_input(run: RunOnce, public: TestCase, failed: TestCase) -> bool:
     outputs = set()
     for stdin in (b"", public.stdin, failed.stdin):
         seen = run(stdin)
-        if seen.ending is not Ending.EXITED or seen.code != 0:
+        if seen.ending is not RunEnding.EXITED or seen.code != 0:
             return False
         outputs.add(seen.stdout)
         if len(outputs) > 1:
@@ -88,8 +88,8 @@ def _words(text: bytes) -> tuple[bytes, ...]:
     return tuple(text.split())
 
 
-def _passes(seen: Run, test: TestCase, check: Check) -> bool:
-    return seen.ending is Ending.EXITED and seen.code == 0 and check(test, seen.stdout) is None
+def _passes(seen: ProgramRun, test: TestCase, check: Check) -> bool:
+    return seen.ending is RunEnding.EXITED and seen.code == 0 and check(test, seen.stdout) is None
 
 
 def _python_literals(source: str) -> tuple[list[str], list[str]]:

@@ -8,15 +8,16 @@ import time
 import redis
 from google.protobuf.message import DecodeError
 
-from services.sandbox_judge.docket import Batch, Docket
+from services.sandbox_judge.scheduler import Batch, JudgeScheduler
 from services.sandbox_judge.settings import Settings
-from spo import redis_keys, tracing
+from spo import redis_keys
 from spo.errors import InvalidInput
-from spo.job_spec import RewardSpec
-from spo.reward import needs_all_tests, reward_of
-from spo.run_specs import RunSpecs
-from spo.service import keep_alive_while
-from spo.streams import Consumer, Entry, consume
+from spo.messaging.run_specs import RunSpecs
+from spo.messaging.streams import Consumer, Entry, consume
+from spo.observability import tracing
+from spo.service.process import keep_alive_while
+from spo.spec.job_spec import RewardSpec
+from spo.spec.reward import needs_all_tests, reward_of
 from spo.tasks.problem import extract_program
 from spo.v1.judge_service_pb2 import Priority
 from spo.v1.trajectory_pb2 import RolloutGroup
@@ -27,8 +28,8 @@ SERVICE = "sandbox-judge"
 class JudgeWorker:
     """Judges rollout groups from the stream; call it with a stop event."""
 
-    def __init__(self, client: redis.Redis, docket: Docket, consumer_name: str, settings: Settings) -> None:
-        self.docket = docket
+    def __init__(self, client: redis.Redis, scheduler: JudgeScheduler, consumer_name: str, settings: Settings) -> None:
+        self.scheduler = scheduler
         self.settings = settings
         self.specs = RunSpecs(client)
         self.consumer = Consumer(
@@ -45,13 +46,13 @@ class JudgeWorker:
             batches = [self._submit(group) for group in groups]
             for entry, group, batch, span in zip(entries, groups, batches, spans, strict=True):
                 _set_verdicts(group, batch, self._reward(group))
-                self.consumer.hand_on(entry, redis_keys.verdicts(), group.SerializeToString(), span.header)
+                self.consumer.forward(entry, redis_keys.verdicts(), group.SerializeToString(), span.header)
                 span.end()
 
     def _submit(self, group: RolloutGroup) -> Batch:
         prompt = group.request.prompt
         programs = [extract_program(each.response_text, prompt.response_format) for each in group.trajectories]
-        return self.docket.submit(
+        return self.scheduler.submit(
             programs,
             prompt.language,
             prompt.tests_digest,

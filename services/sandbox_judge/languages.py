@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from services.sandbox_judge.sandbox import RunLimits
+from services.sandbox_judge.executor import RunLimits
 from services.sandbox_judge.settings import Settings
 from spo.errors import InvalidInput
 from spo.redis_keys import digest

@@ -6,11 +6,11 @@ from concurrent.futures import CancelledError
 
 import grpc
 
-from services.sandbox_judge.docket import Docket
 from services.sandbox_judge.languages import languages, version_of
-from services.sandbox_judge.verdict import Abandoned
+from services.sandbox_judge.program_judge import Cancelled
+from services.sandbox_judge.scheduler import JudgeScheduler
 from spo.errors import InvalidInput, NotReady
-from spo.rpc import DEFAULT_DEADLINE_SECONDS
+from spo.rpc.client import DEFAULT_DEADLINE_SECONDS
 from spo.v1 import judge_service_pb2 as judge
 from spo.v1.judge_service_pb2_grpc import JudgeServiceServicer
 
@@ -19,14 +19,14 @@ MOST_DETAILS = 20_000
 
 
 class JudgeService(JudgeServiceServicer):
-    def __init__(self, docket: Docket) -> None:
-        self.docket = docket
+    def __init__(self, scheduler: JudgeScheduler) -> None:
+        self.scheduler = scheduler
 
     def UploadTests(
         self, request: judge.UploadTestsRequest, context: grpc.ServicerContext
     ) -> judge.UploadTestsResponse:
         """Store test sets by digest."""
-        return judge.UploadTestsResponse(digests=[self.docket.test_sets.upload(each) for each in request.test_sets])
+        return judge.UploadTestsResponse(digests=[self.scheduler.test_sets.upload(each) for each in request.test_sets])
 
     def Judge(self, request: judge.JudgeRequest, context: grpc.ServicerContext) -> judge.JudgeResponse:
         """One verdict per program; a caller that vanishes takes its waiting programs along."""
@@ -34,7 +34,7 @@ class JudgeService(JudgeServiceServicer):
         programs = [*request.programs, *raw]
         if request.want_details:
             self._require_tellable(len(programs), request.tests_digest)
-        batch = self.docket.submit(
+        batch = self.scheduler.submit(
             programs,
             request.language,
             request.tests_digest,
@@ -46,13 +46,13 @@ class JudgeService(JudgeServiceServicer):
             batch.cancel()
         try:
             verdicts = batch.verdicts(context.time_remaining() or DEFAULT_DEADLINE_SECONDS)
-        except (Abandoned, CancelledError, TimeoutError):
+        except (Cancelled, CancelledError, TimeoutError):
             batch.cancel()
             raise NotReady("the caller's deadline passed before all programs were judged") from None
         return judge.JudgeResponse(verdicts=verdicts)
 
     def _require_tellable(self, programs: int, tests_digest: str) -> None:
-        runs = programs * len(self.docket.test_sets.get(tests_digest).tests)
+        runs = programs * len(self.scheduler.test_sets.get(tests_digest).tests)
         if runs > MOST_DETAILS:
             raise InvalidInput(f"details of {runs} runs do not fit one answer; at most {MOST_DETAILS} do")
 
@@ -61,9 +61,9 @@ class JudgeService(JudgeServiceServicer):
     ) -> judge.DescribeJudgeResponse:
         """What this judge is: part of every value key."""
         return judge.DescribeJudgeResponse(
-            judge_version=self.docket.judge_version,
-            isolation=self.docket.isolation,
+            judge_version=self.scheduler.judge_version,
+            isolation=self.scheduler.isolation,
             languages=languages(),
-            features=self.docket.features,
+            features=self.scheduler.features,
             language_versions={name: version_of(name) for name in languages()},
         )

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from spo.settings import ServiceSettings
+from spo.service.settings import ServiceSettings
 
 # Strongest first.
 IsolationTier = Literal["namespaces+seccomp+landlock", "namespaces+seccomp", "docker", "seccomp+landlock"]
@@ -14,7 +14,7 @@ IsolationTier = Literal["namespaces+seccomp+landlock", "namespaces+seccomp", "do
 
 class Settings(ServiceSettings, service="sandbox_judge"):
     port: int = Field(default=7072, ge=0, le=65535)
-    lanes: int = Field(default=0, ge=0, le=256, description="Programs run at once; 0: one per core.")
+    workers: int = Field(default=0, ge=0, le=256, description="Programs run at once; 0: one per core.")
     isolation: IsolationTier | Literal["auto"] = Field(
         default="auto", description="Use exactly this tier instead of the strongest one that works; docker only so."
     )

@@ -1,0 +1,1 @@
+"""Leases a job, takes optimiser steps with DeepSpeed, publishes weights, writes checkpoints."""

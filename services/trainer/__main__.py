@@ -7,7 +7,7 @@ import signal
 import sys
 
 from services.trainer.settings import Settings
-from spo.logs import configure_logs
+from spo.observability.logs import configure_logs
 
 
 def main() -> int:

@@ -14,15 +14,15 @@ import torch
 from spo.algorithm.monte_carlo import q_of_two_rewards
 from spo.algorithm.types import TokenBatch
 from spo.errors import IntegrityError
-from spo.job_spec import RewardSpec
-from spo.rpc import Client
+from spo.rpc.client import RpcClient
+from spo.spec.job_spec import RewardSpec
 from spo.v1 import replay_service_pb2 as wire
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_SHARED
 from spo.v1.trajectory_pb2 import Annotation, Trajectory
 
 
 @dataclass(frozen=True)
-class Row:
+class TrainingSample:
     """One sampled trajectory; `group` numbers its prompt within the whole batch."""
 
     trajectory: Trajectory
@@ -31,15 +31,17 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Replay:
+class ReplayClient:
     """The replay buffer as the trainer sees it."""
 
-    client: Client
+    client: RpcClient
     run_id: str
     batch_size: int
     seed: int
 
-    def sample(self, step: int, policy_version: int, wait_seconds: float, refreshed: Mapping[str, float]) -> list[Row]:
+    def sample(
+        self, step: int, policy_version: int, wait_seconds: float, refreshed: Mapping[str, float]
+    ) -> list[TrainingSample]:
         """The batch of a step; the same step gets the same batch. Raises NotReady when there is not enough yet.
 
         refreshed: Qhat_0 by prompt id under a later reference than the model folder, which then counts.
@@ -59,7 +61,7 @@ class Replay:
             raise IntegrityError(f"asked for {self.batch_size} trajectories, got {len(response.batch)}")
         groups: dict[str, int] = {}
         return [
-            Row(
+            TrainingSample(
                 each.trajectory,
                 refreshed.get(each.trajectory.prompt_id, each.qhat_0),
                 groups.setdefault(each.trajectory.prompt_id, len(groups)),
@@ -68,13 +70,13 @@ class Replay:
         ]
 
 
-def groups_of(rows: Sequence[Row]) -> list[tuple[str, str]]:
+def groups_of(rows: Sequence[TrainingSample]) -> list[tuple[str, str]]:
     """Run id and group id of what the policy sampled during the run: the groups that were dispatched."""
     sampled = (row.trajectory for row in rows if row.trajectory.source == SOURCE_ONLINE)
     return [(each.run_id, each.group_id) for each in sampled]
 
 
-def faults(rows: Sequence[Row], *, cached_reference: bool, behaviour: bool) -> dict[str, str]:
+def faults(rows: Sequence[TrainingSample], *, cached_reference: bool, behaviour: bool) -> dict[str, str]:
     """Trajectory id -> why no loss may be computed from it; empty when the batch is sound.
 
     behaviour: online and shared trajectories must bring the sampler's log-probs.
@@ -95,7 +97,7 @@ def _sampling_fault(trajectory: Trajectory, wanted: bool) -> str:
     return ""
 
 
-def _fault(row: Row, cached_reference: bool) -> str:
+def _fault(row: TrainingSample, cached_reference: bool) -> str:
     trajectory = row.trajectory
     length = len(trajectory.response_token_ids)
     if not trajectory.prompt_token_ids or not length:
@@ -117,7 +119,7 @@ def _is_possible(annotation: Annotation, length: int) -> bool:
     return 0 <= annotation.position <= length and 0 <= annotation.successes <= annotation.rollouts > 0
 
 
-def token_batch(rows: Sequence[Row], beta: float, reward: RewardSpec) -> TokenBatch:
+def token_batch(rows: Sequence[TrainingSample], beta: float, reward: RewardSpec) -> TokenBatch:
     """Right-padded tensors of the rows, on the CPU; reference log-probs are 0 where a trajectory brings none.
 
     An annotation speaks of the prefix of `position` tokens: its target, found with beta, stands at the last of them.
@@ -175,6 +177,6 @@ def annotated_targets(trajectory: Trajectory, beta: float, reward: RewardSpec) -
     }
 
 
-def length_of(row: Row) -> int:
+def length_of(row: TrainingSample) -> int:
     """Tokens of prompt and response."""
     return len(row.trajectory.prompt_token_ids) + len(row.trajectory.response_token_ids)

@@ -13,8 +13,15 @@ from torch import Tensor
 
 from services.trainer.ranks import Ranks
 from spo.errors import IntegrityError, PreconditionFailed
-from spo.logs import get_logger
-from spo.sealed_folder import SealedFolder, folder_aside, numbered_folders, open_folder, prune_folders, seal_folder
+from spo.manifest_folder import (
+    ManifestFolder,
+    numbered_folders,
+    open_folder,
+    prune_folders,
+    seal_folder,
+    staging_folder,
+)
+from spo.observability.logs import get_logger
 
 log = get_logger("checkpoints")
 
@@ -29,7 +36,7 @@ class TrainingState(Protocol):
     def state_tensors(self) -> dict[str, Tensor]:
         """This rank's part, by name."""
 
-    def recut_state_tensors(self, paths: Sequence[Path]) -> dict[str, Tensor]:
+    def reshard_state_tensors(self, paths: Sequence[Path]) -> dict[str, Tensor]:
         """This rank's part of what another number of ranks wrote, one file each. Raises IntegrityError."""
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
@@ -37,7 +44,7 @@ class TrainingState(Protocol):
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """Where a run stands: steps done, updates applied, the newest weight version and the step it was gathered after.
 
     reference_version: the weight version that is the reference; 0 is the model folder.
@@ -51,12 +58,12 @@ class Progress:
 
 
 # Folder, progress, how many ranks wrote it.
-_Found = tuple[Path, Progress, int] | PreconditionFailed | None
+_Found = tuple[Path, TrainingProgress, int] | PreconditionFailed | None
 
 
 def save_checkpoint(
-    ranks: Ranks, training: TrainingState, root: Path, progress: Progress, *, epoch: int, keep: int
-) -> SealedFolder | None:
+    ranks: Ranks, training: TrainingState, root: Path, progress: TrainingProgress, *, epoch: int, keep: int
+) -> ManifestFolder | None:
     """All ranks write their part, rank 0 seals the folder and prunes older ones; rank 0 gets it.
 
     None when it could not be written (a full disk): logged, the previous one stays, training goes on. Raises Conflict
@@ -66,7 +73,7 @@ def save_checkpoint(
     if not ranks.leads:
         _save_part(ranks, training, ranks.share(None))
         return None
-    with folder_aside(destination) as writing:
+    with staging_folder(destination) as writing:
         problems = _save_part(ranks, training, ranks.share(writing))
         if problems:
             log.error("the checkpoint was not written; training goes on without it", step=progress.step, why=problems)
@@ -87,7 +94,7 @@ def _save_part(ranks: Ranks, training: TrainingState, writing: Path) -> list[str
     return [each for each in ranks.gather(problem) if each]
 
 
-def load_checkpoint(ranks: Ranks, training: TrainingState, root: Path) -> Progress | None:
+def load_checkpoint(ranks: Ranks, training: TrainingState, root: Path) -> TrainingProgress | None:
     """Bring every rank to the newest intact checkpoint of the run; None when there is none.
 
     A damaged one is named in the log and passed over; one of another number of ranks is cut anew. Raises
@@ -106,7 +113,7 @@ def load_checkpoint(ranks: Ranks, training: TrainingState, root: Path) -> Progre
             torch.cuda.set_rng_state(tensors.pop("random.cuda"), ranks.device)
     else:
         # The policy is trained without dropout: nothing draws random numbers, so none are carried over.
-        tensors = training.recut_state_tensors([path / _part_name(rank) for rank in range(written_by)])
+        tensors = training.reshard_state_tensors([path / _part_name(rank) for rank in range(written_by)])
     training.load_state_tensors(tensors)
     return progress
 
@@ -125,7 +132,7 @@ def _newest_intact(ranks: Ranks, training: TrainingState, root: Path) -> _Found:
                 code="checkpoint_layout",
             )
         log.info("resuming", step=step, written_by_ranks=written_by, ranks=ranks.world_size)
-        progress = Progress(**{name: manifest[name] for name in vars(Progress()) if name in manifest})
+        progress = TrainingProgress(**{name: manifest[name] for name in vars(TrainingProgress()) if name in manifest})
         return path, progress, written_by
     return None
 

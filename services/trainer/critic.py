@@ -16,7 +16,7 @@ from services.trainer.deepspeed_engine import DeepSpeedEngine
 from spo.algorithm.policy_gradient import generalised_advantages, kl_regularised_rewards, value_loss
 from spo.algorithm.types import LossTerm, TokenBatch
 from spo.errors import InvalidInput
-from spo.job_spec import AlgorithmSpec, TrainerSpec
+from spo.spec.job_spec import AlgorithmSpec, TrainerSpec
 
 
 class ValueModel(nn.Module):
@@ -44,7 +44,7 @@ class ValueModel(nn.Module):
 
 
 @dataclass(frozen=True)
-class Appraisal:
+class CriticOutput:
     """Advantage of each response token, and the return that its value is regressed on; 0 outside the response.
 
     mask_BL: the response tokens of trajectories that PPO learns from.
@@ -59,7 +59,7 @@ class Appraisal:
         advantages = self.advantage_BL[self.mask_BL].double()
         return torch.stack([self.mask_BL.sum().double(), advantages.sum(), advantages.square().sum()]).cpu()
 
-    def normalised(self, moments: Sequence[Tensor]) -> Appraisal:
+    def normalised(self, moments: Sequence[Tensor]) -> CriticOutput:
         """Advantages less their mean, over their standard deviation, both of the whole batch: its `moments` summed."""
         count, total, squares = torch.stack(list(moments)).sum(dim=0).tolist()
         mean = total / max(count, 1)
@@ -85,7 +85,7 @@ class Critic:
         self.engine = DeepSpeedEngine(ValueModel(policy).to(device), own, micro_batches)
 
     @torch.no_grad()
-    def appraise(self, logprobs_BL: Tensor, batch: TokenBatch) -> Appraisal:
+    def evaluate(self, logprobs_BL: Tensor, batch: TokenBatch) -> CriticOutput:
         """Advantages and returns under the policy and values of this moment (GAE on the KL-regularised reward).
 
         Raises InvalidInput when a value is not finite.
@@ -100,20 +100,22 @@ class Critic:
             discount=self._spec.discount,
             trace=self._spec.trace,
         )
-        return Appraisal(advantage_BL, return_BL, batch.response_mask_BL & self._rows(batch)[:, None])
+        return CriticOutput(advantage_BL, return_BL, batch.response_mask_BL & self._rows(batch)[:, None])
 
-    def normalised(self, appraisals: Mapping[int, Appraisal], moments: Sequence[Tensor]) -> dict[int, Appraisal]:
+    def normalised(
+        self, critic_outputs: Mapping[int, CriticOutput], moments: Sequence[Tensor]
+    ) -> dict[int, CriticOutput]:
         """The appraisals as the job wants them; moments: of all pieces of the batch, those of other ranks included."""
         if self._spec.normalise == "none":
-            return dict(appraisals)
-        return {key: appraisal.normalised(moments) for key, appraisal in appraisals.items()}
+            return dict(critic_outputs)
+        return {key: critic_output.normalised(moments) for key, critic_output in critic_outputs.items()}
 
-    def loss(self, batch: TokenBatch, appraisal: Appraisal) -> Tensor:
+    def loss(self, batch: TokenBatch, critic_output: CriticOutput) -> Tensor:
         """Half the squared error of V: its mean over a trajectory's tokens, summed over PPO's trajectories, over B.
 
         Raises InvalidInput when it is not finite.
         """
-        loss_BL = value_loss(self.values(batch), appraisal.return_BL, batch.response_mask_BL)
+        loss_BL = value_loss(self.values(batch), critic_output.return_BL, batch.response_mask_BL)
         loss_B = loss_BL.sum(dim=1) / batch.response_lengths.clamp(min=1)
         loss = torch.where(self._rows(batch), loss_B, 0.0).mean()
         if not torch.isfinite(loss):

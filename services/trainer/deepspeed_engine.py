@@ -19,9 +19,9 @@ from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from torch import Tensor, nn
 
 from services.trainer.ranks import Ranks
-from services.trainer.recut import recut_state
+from services.trainer.reshard import reshard_state
 from spo.errors import IntegrityError, PreconditionFailed
-from spo.job_spec import TrainerSpec
+from spo.spec.job_spec import TrainerSpec
 
 # Optimiser state of torch's AdamW, per parameter or per flat partition.
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -147,12 +147,12 @@ class DeepSpeedEngine:
                 self._adam.state[master]["step"] = tensors[f"step.{index}"].clone()
         self._spread_masters(len(masters))
 
-    def recut(self, paths: Sequence[Path], prefix: str, ranks: Ranks) -> dict[str, Tensor]:
+    def reshard(self, paths: Sequence[Path], prefix: str, ranks: Ranks) -> dict[str, Tensor]:
         """This rank's `state_tensors` out of the files (names begin with prefix) of another number of ranks."""
         segments: list[int] | None = None if self.stage else []
         if self.stage == 3:
             segments = [int(each.ds_numel) for group in self._optimizer.fp16_groups for each in group]
-        return recut_state(paths, prefix, self.state_tensors(), ranks.rank, ranks.world_size, segments)
+        return reshard_state(paths, prefix, self.state_tensors(), ranks.rank, ranks.world_size, segments)
 
     def close(self) -> None:
         """Free the model and its optimiser; the process goes on to the next job."""

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.trainer.batches import Row, token_batch
-from services.trainer.critic import Appraisal, Critic
+from services.trainer.batches import TrainingSample, token_batch
+from services.trainer.critic import Critic, CriticOutput
 from services.trainer.deepspeed_engine import DeepSpeedEngine
+from services.trainer.microbatches import MicroBatch, Minibatch
 from services.trainer.ranks import Ranks
-from services.trainer.shares import Minibatch, Piece
 from services.trainer.step_metrics import WeightedMeans, named_diagnostics
 from services.trainer.weights import take_weights
 from spo.algorithm.diagnostics import batch_diagnostics
@@ -25,13 +25,13 @@ from spo.algorithm.losses import spo_loss
 from spo.algorithm.q_values import check_starts_at_reference
 from spo.algorithm.types import LossTerm, TokenBatch
 from spo.errors import FieldViolation, InvalidInput, SpoError
-from spo.job_spec import JobSpec
-from spo.policy_model import load_policy, packed_token_logprobs, token_logprobs
+from spo.model.logprobs import load_policy, packed_token_logprobs, token_logprobs
+from spo.spec.job_spec import JobSpec
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 
 
 @dataclass(frozen=True)
-class Learned:
+class StepResult:
     """What a step did: its metrics, or why it changed nothing (the same on every rank); the updates it made."""
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Learned:
 
 
 # What the critic said about each piece before the batch's first update; empty without a critic.
-Appraisals = dict[int, Appraisal]
+CriticOutputs = dict[int, CriticOutput]
 # Prefix of the critic's tensors in a checkpoint.
 CRITIC = "critic."
 
@@ -84,15 +84,15 @@ class Learner:
             raise InvalidInput("only a reference held by the trainer can change", code="no_reference")
         take_weights(self._reference, files)
 
-    def check_reference(self, pieces: Sequence[Piece], tolerance: float) -> None:
+    def check_reference(self, micro_batches: Sequence[MicroBatch], tolerance: float) -> None:
         """Raise InvalidInput (code "reference_mismatch") unless Q_t = Qhat_0 for every t, as it must before any step.
 
         Raised on every rank when it holds on any.
         """
         problem: SpoError | None = None
         try:
-            for piece in pieces:
-                batch = self._batch(piece.rows)
+            for micro_batch in micro_batches:
+                batch = self._batch(micro_batch.rows)
                 with torch.no_grad():
                     logprobs_BL = self._logprobs(batch)
                 check_starts_at_reference(logprobs_BL, batch, self._spec.algorithm.beta, tolerance)
@@ -102,7 +102,7 @@ class Learner:
             if found:
                 raise found
 
-    def learn(self, minibatches: Sequence[Minibatch], learning_rate: float) -> Learned:
+    def learn(self, minibatches: Sequence[Minibatch], learning_rate: float) -> StepResult:
         """An optimiser step on each minibatch in turn, `trainer.epochs` times; a loss is the mean over the minibatch.
 
         Refused when any rank meets a number that is not finite. What the trajectories bring is looked at before the
@@ -110,54 +110,62 @@ class Learner:
         minibatch, the updates before stay.
         """
         means = WeightedMeans()
-        appraisals, refused = self._look_through(minibatches)
+        critic_outputs, refused = self._look_through(minibatches)
         updates = 0
         for minibatch in list(minibatches) * self._spec.trainer.epochs:
-            refused = refused or self._update(minibatch, appraisals, learning_rate, means)
+            refused = refused or self._update(minibatch, critic_outputs, learning_rate, means)
             if refused:
-                return Learned(refused=refused, updates=updates)
+                return StepResult(refused=refused, updates=updates)
             updates += 1
         metrics = means.means(self._ranks.gather(means))
-        return Learned({**metrics, "learning_rate": learning_rate}, updates=updates)
+        return StepResult({**metrics, "learning_rate": learning_rate}, updates=updates)
 
-    def _look_through(self, minibatches: Sequence[Minibatch]) -> tuple[Appraisals, str]:
+    def _look_through(self, minibatches: Sequence[Minibatch]) -> tuple[CriticOutputs, str]:
         """The critic's opinion of every piece under the policy before the batch; why there can be none, or ""."""
-        appraisals: Appraisals = {}
+        critic_outputs: CriticOutputs = {}
         if not self._critic and len(minibatches) * self._spec.trainer.epochs == 1:
-            return appraisals, ""
+            return critic_outputs, ""
 
-        def appraise(piece: Piece) -> None:
+        def evaluate(micro_batch: MicroBatch) -> None:
             if self._critic:
                 with torch.no_grad():
-                    batch = self._batch(piece.rows)
-                    appraisals[id(piece)] = self._critic.appraise(self._logprobs(batch), batch)
+                    batch = self._batch(micro_batch.rows)
+                    critic_outputs[id(micro_batch)] = self._critic.evaluate(self._logprobs(batch), batch)
 
-        pieces = [piece for minibatch in minibatches for piece in minibatch.pieces]
-        refused = self._faults(pieces, lambda piece: self._batch(piece.rows)) or self._faults(pieces, appraise)
+        micro_batches = [micro_batch for minibatch in minibatches for micro_batch in minibatch.micro_batches]
+        refused = self._faults(micro_batches, lambda micro_batch: self._batch(micro_batch.rows)) or self._faults(
+            micro_batches, evaluate
+        )
         if self._critic and not refused:
-            own = [appraisals[id(piece)].moments() for piece in pieces if not piece.idle]
-            appraisals = self._critic.normalised(
-                appraisals, [each for found in self._ranks.gather(own) for each in found]
+            own = [critic_outputs[id(micro_batch)].moments() for micro_batch in micro_batches if not micro_batch.idle]
+            critic_outputs = self._critic.normalised(
+                critic_outputs, [each for found in self._ranks.gather(own) for each in found]
             )
-        return appraisals, refused
+        return critic_outputs, refused
 
-    def _faults(self, pieces: Sequence[Piece], look: Callable[[Piece], object]) -> str:
+    def _faults(self, micro_batches: Sequence[MicroBatch], look: Callable[[MicroBatch], object]) -> str:
         """What `look` finds wrong in any rank's pieces; each is looked at, since forwards gather from all ranks."""
         faults = []
-        for piece in pieces:
+        for micro_batch in micro_batches:
             try:
-                look(piece)
+                look(micro_batch)
             except InvalidInput as error:
-                faults.append(_naming_trajectories(error, piece))
+                faults.append(_naming_trajectories(error, micro_batch))
         return "; ".join(fault for found in self._ranks.gather(faults) for fault in found)
 
-    def _update(self, minibatch: Minibatch, appraisals: Appraisals, learning_rate: float, means: WeightedMeans) -> str:
+    def _update(
+        self, minibatch: Minibatch, critic_outputs: CriticOutputs, learning_rate: float, means: WeightedMeans
+    ) -> str:
         """One step of the policy, and of the critic if there is one; why nothing was updated, or ""."""
         critic = self._critic
-        refused = self._accumulate(self.engine, minibatch, lambda piece: self._loss(piece, appraisals, means))
+        refused = self._accumulate(
+            self.engine, minibatch, lambda micro_batch: self._loss(micro_batch, critic_outputs, means)
+        )
         if critic and not refused:
             refused = self._accumulate(
-                critic.engine, minibatch, lambda piece: self._value_loss(critic, piece, appraisals[id(piece)], means)
+                critic.engine,
+                minibatch,
+                lambda micro_batch: self._value_loss(critic, micro_batch, critic_outputs[id(micro_batch)], means),
             )
         if refused:
             self._discard_gradients()
@@ -178,17 +186,17 @@ class Learner:
         self,
         engine: DeepSpeedEngine,
         minibatch: Minibatch,
-        loss_of: Callable[[Piece], tuple[Tensor | None, str]],
+        loss_of: Callable[[MicroBatch], tuple[Tensor | None, str]],
     ) -> str:
         """Add up the gradients of all pieces; why a piece has no loss on some rank, or ""."""
         # DeepSpeed averages gradients over ranks, so a rank's losses add up to world_size times its part of the mean.
         scale = self._ranks.world_size / minibatch.size
-        for number, piece in enumerate(minibatch.pieces, start=1):
-            loss, problem = loss_of(piece)
+        for number, micro_batch in enumerate(minibatch.micro_batches, start=1):
+            loss, problem = loss_of(micro_batch)
             problems = [each for each in self._ranks.gather(problem) if each]
             if problems or loss is None:
                 return "; ".join(problems)
-            engine.backward(loss * (piece.weight * scale), last=number == len(minibatch.pieces))
+            engine.backward(loss * (micro_batch.weight * scale), last=number == len(minibatch.micro_batches))
         return ""
 
     def _discard_gradients(self) -> None:
@@ -196,21 +204,23 @@ class Learner:
         if self._critic:
             self._critic.engine.discard_gradients()
 
-    def _loss(self, piece: Piece, appraisals: Appraisals, means: WeightedMeans) -> tuple[Tensor | None, str]:
+    def _loss(
+        self, micro_batch: MicroBatch, critic_outputs: CriticOutputs, means: WeightedMeans
+    ) -> tuple[Tensor | None, str]:
         """The mean loss of a micro-batch, or why there is none."""
         try:
-            batch = self._batch(piece.rows)
-            if id(piece) in appraisals:
-                batch = replace(batch, critic_advantage_BL=appraisals[id(piece)].advantage_BL)
+            batch = self._batch(micro_batch.rows)
+            if id(micro_batch) in critic_outputs:
+                batch = replace(batch, critic_advantage_BL=critic_outputs[id(micro_batch)].advantage_BL)
             logprobs_BL = self._logprobs(batch)
             beta = self._spec.algorithm.beta
             loss, parts = spo_loss(logprobs_BL, batch, self._terms, beta)
         except InvalidInput as error:
-            return None, _naming_trajectories(error, piece)
-        if piece.idle:
+            return None, _naming_trajectories(error, micro_batch)
+        if micro_batch.idle:
             return loss, ""
         diagnostics = batch_diagnostics(logprobs_BL.detach(), batch, beta)
-        means.add({"loss": loss.item(), **parts, **named_diagnostics(diagnostics)}, piece.weight)
+        means.add({"loss": loss.item(), **parts, **named_diagnostics(diagnostics)}, micro_batch.weight)
         online_B = batch.source_B == SOURCE_ONLINE
         if online_B.any():
             # On samples of (nearly) the current policy the mean of -ln pi estimates its entropy per token.
@@ -220,21 +230,21 @@ class Learner:
         return loss, ""
 
     def _value_loss(
-        self, critic: Critic, piece: Piece, appraisal: Appraisal, means: WeightedMeans
+        self, critic: Critic, micro_batch: MicroBatch, critic_output: CriticOutput, means: WeightedMeans
     ) -> tuple[Tensor | None, str]:
         """The critic's mean loss on a micro-batch, or why there is none."""
         try:
-            loss = critic.loss(self._batch(piece.rows), appraisal)
+            loss = critic.loss(self._batch(micro_batch.rows), critic_output)
         except InvalidInput as error:
-            return None, _naming_trajectories(error, piece)
-        means.add({"value_loss": loss.item()}, piece.weight)
+            return None, _naming_trajectories(error, micro_batch)
+        means.add({"value_loss": loss.item()}, micro_batch.weight)
         return loss, ""
 
     def _logprobs(self, batch: TokenBatch) -> Tensor:
         forward = packed_token_logprobs if self._spec.trainer.packing else token_logprobs
         return forward(self.engine.model, batch.input_ids_BL, batch.attention_mask_BL)
 
-    def _batch(self, rows: Sequence[Row]) -> TokenBatch:
+    def _batch(self, rows: Sequence[TrainingSample]) -> TokenBatch:
         batch = token_batch(rows, self._spec.algorithm.beta, self._spec.tasks.reward).to(self._ranks.device)
         foreign_BL = (batch.input_ids_BL < 0) | (batch.input_ids_BL >= self._vocabulary_size)
         if foreign_BL.any():
@@ -262,11 +272,11 @@ class Learner:
             tensors |= {CRITIC + name: tensor for name, tensor in self._critic.engine.state_tensors().items()}
         return tensors
 
-    def recut_state_tensors(self, paths: Sequence[Path]) -> dict[str, Tensor]:
+    def reshard_state_tensors(self, paths: Sequence[Path]) -> dict[str, Tensor]:
         """This rank's part of what another number of ranks wrote, one file each. Raises IntegrityError."""
-        tensors = self.engine.recut(paths, "", self._ranks)
+        tensors = self.engine.reshard(paths, "", self._ranks)
         if self._critic:
-            cut = self._critic.engine.recut(paths, CRITIC, self._ranks)
+            cut = self._critic.engine.reshard(paths, CRITIC, self._ranks)
             tensors |= {CRITIC + name: tensor for name, tensor in cut.items()}
         return tensors
 
@@ -285,9 +295,9 @@ class Learner:
         self.engine.close()
 
 
-def _naming_trajectories(error: InvalidInput, piece: Piece) -> str:
+def _naming_trajectories(error: InvalidInput, micro_batch: MicroBatch) -> str:
     """The error in words, with the ids of the trajectories that its pointers (/tensor/row) mean."""
-    ids = [piece.rows[int(row)].trajectory.trajectory_id for row in _rows_of(error)]
+    ids = [micro_batch.rows[int(row)].trajectory.trajectory_id for row in _rows_of(error)]
     return f"{error.message} ({', '.join(sorted(set(ids)))})" if ids else str(error)
 
 

@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 from spo.errors import InternalError, LeaseLost, NotReady, SpoError
-from spo.logs import get_logger
-from spo.rpc import Client
+from spo.observability.logs import get_logger
+from spo.rpc.client import RpcClient
 from spo.v1 import orchestrator_service_pb2 as wire
 
 log = get_logger("lease")
@@ -26,7 +26,7 @@ TRANSIENT = (NotReady, InternalError)
 
 
 def take_lease(
-    orchestrator: Client, trainer_id: str, wait_seconds: float, stop: threading.Event
+    orchestrator: RpcClient, trainer_id: str, wait_seconds: float, stop: threading.Event
 ) -> wire.LeaseJobResponse | None:
     """Wait up to wait_seconds for a job; None when there is none, or the orchestrator is away (logged)."""
     request = wire.LeaseJobRequest(trainer_id=trainer_id, wait_seconds=wait_seconds)
@@ -41,12 +41,12 @@ def take_lease(
     return grant if grant.run_id else None
 
 
-class Lease:
+class JobLease:
     """One leased job. Every method raises LeaseLost once the orchestrator has said so; nothing gets out after that."""
 
     def __init__(
         self,
-        orchestrator: Client,
+        orchestrator: RpcClient,
         trainer_id: str,
         grant: wire.LeaseJobResponse,
         *,

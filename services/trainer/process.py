@@ -7,10 +7,11 @@ import threading
 
 from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
-from services.trainer.train import Desk, serve_jobs
-from spo.metrics import serve_metrics
-from spo.rpc import Client, RpcServer
-from spo.service import ServiceProcess
+from services.trainer.train import TrainerContext, serve_jobs
+from spo.observability.metrics import serve_metrics
+from spo.rpc.client import RpcClient
+from spo.rpc.server import RpcServer
+from spo.service.process import ServiceProcess
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
@@ -19,19 +20,19 @@ from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
 def lead(ranks: Ranks, settings: Settings) -> int:
     """Serve health, send heartbeats and train until SIGTERM; returns the exit status."""
     process = ServiceProcess("trainer", settings)
-    desk = Desk(
-        Client("orchestrator", settings.orchestrator_address, OrchestratorServiceStub),
-        Client("replay-buffer", settings.replay_buffer_address, ReplayServiceStub),
+    context = TrainerContext(
+        RpcClient("orchestrator", settings.orchestrator_address, OrchestratorServiceStub),
+        RpcClient("replay-buffer", settings.replay_buffer_address, ReplayServiceStub),
         process.replica_id,
         process.stop,
     )
 
     def report(request: HeartbeatRequest) -> None:
-        request.run_id, request.policy_version = desk.run_id, desk.weight_version
-        request.load = 1.0 if desk.run_id else 0.0
+        request.run_id, request.policy_version = context.run_id, context.weight_version
+        request.load = 1.0 if context.run_id else 0.0
 
     def train(stop: threading.Event) -> None:
-        serve_jobs(ranks, settings, desk)
+        serve_jobs(ranks, settings, context)
 
     process.report = report
     process.workers = [train]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from services.trainer.batches import Row
+from services.trainer.batches import TrainingSample
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, Source
 from spo.v1.trajectory_pb2 import FINISH_REASON_LENGTH
 
@@ -32,7 +32,7 @@ class WeightedMeans:
         return {name: merged.sums[name] / weight for name, weight in merged.weights.items()}
 
 
-def batch_metrics(rows: Sequence[Row], policy_version: int) -> dict[str, float]:
+def batch_metrics(rows: Sequence[TrainingSample], policy_version: int) -> dict[str, float]:
     """What a batch says before it is learned from: reward in all and by source, token count.
 
     Of online trajectories also the staleness in versions, the length in tokens and the share that was cut off.

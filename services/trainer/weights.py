@@ -15,8 +15,8 @@ from services.trainer.deepspeed_engine import DeepSpeedEngine
 from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
 from spo.errors import IntegrityError, InvalidInput
-from spo.metrics import WEIGHTS_BYTES, WEIGHTS_PUSH_SECONDS
-from spo.weight_store import WeightStore, WeightVersion
+from spo.observability.metrics import WEIGHTS_BYTES, WEIGHTS_PUSH_SECONDS
+from spo.weights.store import StoredVersion, WeightStore
 
 SHARD_BYTES = 2 << 30
 # Deltas save what a network would carry; from a shared folder replicas read whole files in place.
@@ -45,7 +45,7 @@ def store_weights(
     epoch: int,
     keep: int,
     spare: Container[int] = (),
-) -> WeightVersion | None:
+) -> StoredVersion | None:
     """Gather the weights (all ranks take part) and store them as `version`; rank 0 gets it.
 
     All but the newest `keep` versions and the spared ones are removed. Raises Conflict when a newer owner has written

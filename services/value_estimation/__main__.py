@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import sys
 
-from services.value_estimation.peers import connect_peers
 from services.value_estimation.pivotal_worker import PivotalWorker
 from services.value_estimation.policies import Policies
 from services.value_estimation.reference import References
 from services.value_estimation.service import ValueService
+from services.value_estimation.service_clients import connect_clients
 from services.value_estimation.settings import Settings
 from services.value_estimation.token_values import TokenValuer
 from services.value_estimation.value_worker import ValueWorker
-from spo.redis_client import connect
-from spo.service import ServiceProcess
+from spo.messaging.connection import connect
+from spo.service.process import ServiceProcess
 from spo.v1.value_service_pb2_grpc import add_ValueServiceServicer_to_server
-from spo.weight_store import WeightStore
+from spo.weights.store import WeightStore
 
 
 def main() -> int:
@@ -23,11 +23,11 @@ def main() -> int:
     process = ServiceProcess("value-estimation", settings)
     client = connect(settings.redis_url, settings.redis_wait_seconds)
     references = References(client, settings.tokens_per_forward, settings.device)
-    peers = connect_peers(settings, process.stop, client)
+    clients = connect_clients(settings, process.stop, client)
     weights = WeightStore(settings.weight_place, cache_path=settings.weight_cache_path)
-    valuer = TokenValuer(client, Policies(references, weights), peers)
+    valuer = TokenValuer(client, Policies(references, weights), clients)
     add_ValueServiceServicer_to_server(ValueService(client, references, valuer), process.server.server)
-    shared = (client, references, peers, settings, process.replica_id)
+    shared = (client, references, clients, settings, process.replica_id)
     process.workers += [ValueWorker(*shared).run, PivotalWorker(*shared).run]
     return process.run()
 

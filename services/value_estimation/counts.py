@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from spo.job_spec import RewardSpec
-from spo.reward import is_best
+from spo.spec.job_spec import RewardSpec
+from spo.spec.reward import is_best
 from spo.v1.trajectory_pb2 import Trajectory
 
 

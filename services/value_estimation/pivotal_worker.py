@@ -18,17 +18,18 @@ from typing import Any
 
 import redis
 
-from services.value_estimation.hands import decoded, is_wanted, work_through
-from services.value_estimation.peers import Peers
 from services.value_estimation.reference import Reference, References
 from services.value_estimation.samples import SampleMaker
+from services.value_estimation.service_clients import ServiceClients
 from services.value_estimation.settings import Settings
-from spo import metrics, redis_keys
+from services.value_estimation.stream_workers import decoded, is_wanted, work_through
+from spo import redis_keys
 from spo.algorithm.pivotal_tokens import next_positions
 from spo.errors import InvalidInput, NotReady
-from spo.job_spec import JobSpec, PivotalSpec, ValueSpec
-from spo.reward import is_best
-from spo.streams import depth
+from spo.messaging.streams import depth
+from spo.observability import metrics
+from spo.spec.job_spec import JobSpec, PivotalSpec, ValueSpec
+from spo.spec.reward import is_best
 from spo.v1.prompt_pb2 import SOURCE_ANNOTATED, Prompt, Sampling, Source
 from spo.v1.trajectory_pb2 import FINISH_REASON_STOP, Annotation, Hop, Trajectory
 from spo.v1.value_pb2 import PivotalRequest, PromptValue
@@ -76,11 +77,11 @@ class Search:
 
 @dataclass
 class PivotalWorker:
-    """Searches prompts_in_hand prompts at once."""
+    """Searches prompts_in_flight prompts at once."""
 
     client: redis.Redis
     references: References
-    peers: Peers
+    clients: ServiceClients
     settings: Settings
     name: str
 
@@ -122,19 +123,19 @@ class PivotalWorker:
     def _search(
         self, run_id: str, prompt: Prompt, spec: JobSpec, value: ValueSpec, pivotal: PivotalSpec, reference: Reference
     ) -> Search:
-        peers = replace(self.peers, wanted=lambda: is_wanted(self.client, run_id))
-        maker = SampleMaker(run_id, reference, peers, spec.tasks.reward)
+        clients = replace(self.clients, wanted=lambda: is_wanted(self.client, run_id))
+        maker = SampleMaker(run_id, reference, clients, spec.tasks.reward)
         stored: Any = self.client.hget(redis_keys.run_values(run_id), prompt.prompt_id)
         known = PromptValue.FromString(stored or b"")
         start = Count(known.samples, known.successes) if known.samples else None
-        return Search(prompt, spec, value, pivotal, maker, maker.peers.judge_version(), start)
+        return Search(prompt, spec, value, pivotal, maker, maker.clients.judge_version(), start)
 
     def _trajectories(self, search: Search) -> list[Trajectory]:
         """The finished correct trajectories to search, in an order that only their tokens decide."""
         found: dict[str, Trajectory] = {}
         for source in search.pivotal.sources:
             code = Source.Value(f"SOURCE_{source.upper()}")
-            for each in search.maker.peers.stored_samples(search.maker.run_id, search.prompt.prompt_id, code):
+            for each in search.maker.clients.stored_samples(search.maker.run_id, search.prompt.prompt_id, code):
                 # Rollouts of a search are no ground for another one.
                 if _succeeded(search.spec, each) and not each.group_id.startswith("pivotal-"):
                     found.setdefault(search.labels_digest(each), each)
@@ -161,7 +162,7 @@ class PivotalWorker:
         inner = {position: count for position, count in counts.items() if 0 < position < length}
         if not inner:
             return False
-        search.maker.peers.append(search.maker.run_id, [_with_annotations(search.maker.run_id, trajectory, counts)])
+        search.maker.clients.append(search.maker.run_id, [_with_annotations(search.maker.run_id, trajectory, counts)])
         return True
 
     def _known(self, labels: str) -> dict[int, Count]:
@@ -195,7 +196,7 @@ class PivotalWorker:
         )
         metrics.PIVOTAL_ROLLOUTS.inc(len(found))
         if search.pivotal.keep_rollouts:
-            search.maker.peers.append(search.maker.run_id, found)
+            search.maker.clients.append(search.maker.run_id, found)
         count = Count(len(found), sum(_succeeded(search.spec, each) for each in found))
         self.client.hset(redis_keys.pivotal_labels(labels), str(position), f"{count.rollouts}:{count.successes}")
         return count

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from services.value_estimation.reference import Reference, References
 from spo.errors import IntegrityError, NotFound
-from spo.policy_model import load_policy
-from spo.weight_store import WeightStore
+from spo.model.logprobs import load_policy
+from spo.weights.store import WeightStore
 
 REFERENCE_VERSION = 0
 

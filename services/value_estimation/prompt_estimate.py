@@ -20,9 +20,10 @@ import redis
 
 from services.value_estimation.counts import Counts, count, total
 from services.value_estimation.samples import SampleMaker
-from spo import metrics, redis_keys
+from spo import redis_keys
 from spo.algorithm.value_prior import PromptFeatures
-from spo.job_spec import JobSpec, ValueSpec
+from spo.observability import metrics
+from spo.spec.job_spec import JobSpec, ValueSpec
 from spo.v1.prompt_pb2 import Sampling
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.value_pb2 import EstimateRequest
@@ -83,7 +84,7 @@ class PromptEstimate:
             if not found:
                 # The values are known but their samples are gone or were others: both are made anew.
                 return
-            self.maker.peers.append(self.request.run_id, found)
+            self.maker.clients.append(self.request.run_id, found)
         self.client.hset(self._progress, RECALLED, counts.encode())
 
     def sample_until(self, wanted: int) -> None:
@@ -132,7 +133,7 @@ class PromptEstimate:
 
     def _store(self, name: str, found: Sequence[Trajectory]) -> None:
         if self.keeps_samples:
-            self.maker.peers.append(self.request.run_id, found)
+            self.maker.clients.append(self.request.run_id, found)
         self.client.hset(self._progress, name, count(found, self.spec.tasks.reward).encode())
         metrics.VALUE_SAMPLES.inc(len(found))
 

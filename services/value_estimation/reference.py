@@ -11,10 +11,10 @@ import redis
 import torch
 
 from spo.errors import InvalidInput
-from spo.job_spec import JobSpec, ModelSpec
-from spo.model_folder import inspect_model_folder
-from spo.policy_model import encode_prompt, encode_response, load_policy, load_tokenizer, response_logprobs
-from spo.run_specs import RunSpecs
+from spo.messaging.run_specs import RunSpecs
+from spo.model.folder import inspect_model_folder
+from spo.model.logprobs import encode_prompt, encode_response, load_policy, load_tokenizer, response_logprobs
+from spo.spec.job_spec import JobSpec, ModelSpec
 
 Tokens = tuple[int, ...]
 

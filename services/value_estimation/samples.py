@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.value_estimation.peers import Peers
 from services.value_estimation.reference import Reference
+from services.value_estimation.service_clients import ServiceClients
 from spo import redis_keys
-from spo.job_spec import RewardSpec
-from spo.logs import get_logger
-from spo.reward import needs_all_tests, reward_of
+from spo.observability.logs import get_logger
+from spo.spec.job_spec import RewardSpec
+from spo.spec.reward import needs_all_tests, reward_of
 from spo.tasks.problem import extract_program, write_response
 from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_REFERENCE, Prompt, PromptGroup, Sampling
 from spo.v1.trajectory_pb2 import FINISH_REASON_STOP, Hop, Trajectory
@@ -28,7 +28,7 @@ class SampleMaker:
 
     run_id: str
     reference: Reference
-    peers: Peers
+    clients: ServiceClients
     reward_spec: RewardSpec
 
     def sample_reference(
@@ -48,7 +48,7 @@ class SampleMaker:
             dispatched_unix_ms=int(time.time() * 1000),
             response_prefix_token_ids=prefix,
         )
-        trajectories = self.peers.generate(group)
+        trajectories = self.clients.generate(group)
         self.judge(prompt, trajectories)
         self.score(trajectories)
         return trajectories
@@ -58,7 +58,7 @@ class SampleMaker:
 
         Their log-probs come with them: on a large model they are the dear part.
         """
-        trajectories = self.peers.stored_samples(origin, prompt.prompt_id)
+        trajectories = self.clients.stored_samples(origin, prompt.prompt_id)
         for trajectory in trajectories:
             trajectory.run_id = self.run_id
             trajectory.trajectory_id = redis_keys.trajectory_id(
@@ -118,7 +118,7 @@ class SampleMaker:
     def judge(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
         """Set verdicts and rewards. Raises NotReady when the judge stayed away."""
         programs = [extract_program(each.response_text, prompt.response_format) for each in trajectories]
-        verdicts = self.peers.judge_programs(prompt, programs, all_tests=needs_all_tests(self.reward_spec))
+        verdicts = self.clients.judge_programs(prompt, programs, all_tests=needs_all_tests(self.reward_spec))
         for trajectory, verdict in zip(trajectories, verdicts, strict=True):
             trajectory.verdict.CopyFrom(verdict)
             # The counts say enough; a trajectory stays small.

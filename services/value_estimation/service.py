@@ -9,7 +9,7 @@ import redis
 from services.value_estimation.reference import References
 from services.value_estimation.token_values import CalibrationDesign, CalibrationReport, TokenValuer
 from spo import redis_keys
-from spo.prompt_values import qhat_0
+from spo.spec.prompt_values import qhat_0
 from spo.v1 import value_service_pb2 as value
 from spo.v1.value_pb2 import PromptValue
 from spo.v1.value_service_pb2_grpc import ValueServiceServicer

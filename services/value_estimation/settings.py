@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from spo.settings import ServiceSettings
+from spo.service.settings import ServiceSettings
 
 
 class Settings(ServiceSettings, service="value_estimation"):
     """Value-estimation's own settings."""
 
-    prompts_in_hand: int = Field(
+    prompts_in_flight: int = Field(
         default=6, ge=1, le=256, description="Prompts estimated at once, to keep engines full."
     )
     chunk_samples: int = Field(default=64, ge=1, le=4096, description="Samples of one prompt asked for in one call.")

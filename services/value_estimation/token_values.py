@@ -14,15 +14,15 @@ from typing import Any
 
 import redis
 
-from services.value_estimation.peers import Peers
 from services.value_estimation.policies import Policies
 from services.value_estimation.samples import SampleMaker
+from services.value_estimation.service_clients import ServiceClients
 from spo import redis_keys
-from spo.algorithm.calibration import Calibration, calibration, success_probability
+from spo.algorithm.calibration import CalibrationCurve, calibration, success_probability
 from spo.errors import InvalidInput, NotFound, PreconditionFailed
-from spo.job_spec import JobSpec, ValueSpec
-from spo.prompt_values import qhat_0
-from spo.reward import is_best
+from spo.spec.job_spec import JobSpec, ValueSpec
+from spo.spec.prompt_values import qhat_0
+from spo.spec.reward import is_best
 from spo.v1.prompt_pb2 import Prompt, Sampling
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.value_pb2 import PromptValue
@@ -46,8 +46,8 @@ class Valued:
 class CalibrationReport:
     """Of the policy's Q_t, and of Qhat_0 used for every prefix: what the policy must beat."""
 
-    of_q: Calibration
-    of_qhat_0: Calibration
+    of_q: CalibrationCurve
+    of_qhat_0: CalibrationCurve
     prefixes: int
 
 
@@ -79,11 +79,11 @@ class TokenValuer:
 
     client: redis.Redis
     policies: Policies
-    peers: Peers
+    clients: ServiceClients
 
     def values_of(self, run_id: str, version: int, trajectory_ids: Sequence[str]) -> list[Valued]:
         """Q_t and A_t of stored trajectories. Raises NotFound."""
-        return self.values(run_id, version, [self.peers.trajectory(run_id, each) for each in trajectory_ids])
+        return self.values(run_id, version, [self.clients.trajectory(run_id, each) for each in trajectory_ids])
 
     def values(self, run_id: str, version: int, trajectories: Sequence[Trajectory]) -> list[Valued]:
         """Q_t and A_t of trajectories. Raises NotFound when a prompt has no value or the version is gone."""
@@ -118,8 +118,8 @@ class TokenValuer:
             )
         samples = self._samples(run_id, design)
         repeats = self._repeats(run_id)
-        peers = replace(self.peers, wanted=wanted)
-        maker = SampleMaker(run_id, self.policies.references.of(run_id), peers, spec.tasks.reward)
+        clients = replace(self.clients, wanted=wanted)
+        maker = SampleMaker(run_id, self.policies.references.of(run_id), clients, spec.tasks.reward)
         prefixes = [
             (valued, position)
             for valued in self.values(run_id, version, samples)
@@ -133,7 +133,7 @@ class TokenValuer:
             came = is_best(valued.trajectory.reward, spec.tasks.reward)
             return [came] * (1 + repeats[valued.trajectory.trajectory_id])
 
-        with ThreadPoolExecutor(self.peers.settings.prompts_in_hand, thread_name_prefix="calibration") as pool:
+        with ThreadPoolExecutor(self.clients.settings.prompts_in_flight, thread_name_prefix="calibration") as pool:
             came = list(pool.map(outcomes, prefixes))
 
         def probabilities(q_of: Callable[[Valued, int], float]) -> list[float]:
@@ -174,7 +174,7 @@ class TokenValuer:
         each_prompts = -(-design.trajectories // max(1, len(prompt_ids)))
         found: list[Trajectory] = []
         for prompt_id in prompt_ids:
-            found += self.peers.some_samples(run_id, prompt_id, each_prompts)
+            found += self.clients.some_samples(run_id, prompt_id, each_prompts)
         if not found:
             raise PreconditionFailed(f"run {run_id} keeps no samples of pi0 to be measured by", code="no_samples")
         return found[: design.trajectories]

@@ -12,21 +12,21 @@ from dataclasses import dataclass, field, replace
 
 import redis
 
-from services.value_estimation.experience import StoredImport, StoredSelections
-from services.value_estimation.hands import decoded, is_wanted, work_through
-from services.value_estimation.peers import Peers
 from services.value_estimation.population import Population
 from services.value_estimation.prompt_estimate import PromptEstimate, sampler
 from services.value_estimation.reference import References
-from services.value_estimation.refreshed import value_under
+from services.value_estimation.refreshed_values import value_under
 from services.value_estimation.samples import SampleMaker, write_solution
+from services.value_estimation.service_clients import ServiceClients
 from services.value_estimation.settings import Settings
+from services.value_estimation.stored_experience import StoredImport, StoredSelections
+from services.value_estimation.stream_workers import decoded, is_wanted, work_through
 from spo import redis_keys
 from spo.algorithm.value_posterior import soft_value_estimate
 from spo.algorithm.value_prior import JEFFREYS, BetaPrior, PromptFeatures
 from spo.errors import NotReady
-from spo.job_spec import JobSpec, RewardSpec, SequentialSpec, ValueSpec
-from spo.prompt_values import evidence_of
+from spo.spec.job_spec import JobSpec, RewardSpec, SequentialSpec, ValueSpec
+from spo.spec.prompt_values import evidence_of
 from spo.v1.value_pb2 import EstimateRequest, PromptValue
 
 NO_PRIOR = BetaPrior(0.0, 0.0)
@@ -34,11 +34,11 @@ NO_PRIOR = BetaPrior(0.0, 0.0)
 
 @dataclass
 class ValueWorker:
-    """Estimates prompts_in_hand prompts at once, one thread each, so that engine and judge overlap."""
+    """Estimates prompts_in_flight prompts at once, one thread each, so that engine and judge overlap."""
 
     client: redis.Redis
     references: References
-    peers: Peers
+    clients: ServiceClients
     settings: Settings
     name: str
     population: Population = field(init=False)
@@ -75,15 +75,15 @@ class ValueWorker:
 
     def _estimate_under(self, request: EstimateRequest, key: str) -> bool:
         reward = self.references.spec(request.run_id).tasks.reward
-        peers = replace(self.peers, wanted=lambda: is_wanted(self.client, request.run_id))
-        value = value_under(request, peers, reward, self.settings.chunk_samples)
+        clients = replace(self.clients, wanted=lambda: is_wanted(self.client, request.run_id))
+        value = value_under(request, clients, reward, self.settings.chunk_samples)
         self.client.hset(key, request.prompt.prompt_id, value.SerializeToString())
         return True
 
     def _estimate(self, request: EstimateRequest) -> bool:
         run_id, spec = request.run_id, self.references.spec(request.run_id)
-        peers = replace(self.peers, wanted=lambda: is_wanted(self.client, run_id))
-        maker = SampleMaker(run_id, self.references.of(run_id), peers, spec.tasks.reward)
+        clients = replace(self.clients, wanted=lambda: is_wanted(self.client, run_id))
+        maker = SampleMaker(run_id, self.references.of(run_id), clients, spec.tasks.reward)
         estimate = self._open(request, spec, maker)
         if not estimate.imports_are_noted:
             self._import_human(maker, request, spec)
@@ -105,7 +105,7 @@ class ValueWorker:
     def _open(self, request: EstimateRequest, spec: JobSpec, maker: SampleMaker) -> PromptEstimate:
         prompt, reward = request.prompt, spec.tasks.reward
         sampled_how = sampler(request.sampling) + ("" if reward == RewardSpec() else f" r={reward.model_dump_json()}")
-        model_hash, judge_version = maker.reference.model_hash, maker.peers.judge_version()
+        model_hash, judge_version = maker.reference.model_hash, maker.clients.judge_version()
         return PromptEstimate(
             self.client,
             request,
@@ -123,7 +123,7 @@ class ValueWorker:
             judged = spec.offline.judge_human_solutions
             human = maker.import_human(request.prompt, request.human_solutions, limit, judged=judged)
             if human:
-                maker.peers.append(request.run_id, human)
+                maker.clients.append(request.run_id, human)
 
     def _import_stored(self, maker: SampleMaker, request: EstimateRequest, spec: JobSpec) -> None:
         """Published wrong solutions, and what earlier runs and imports have on the prompt."""
@@ -131,9 +131,9 @@ class ValueWorker:
         found = maker.import_human(prompt, request.wrong_solutions, limit, right=False)
         if request.import_experience:
             stored = self.selections.of(request.run_id, spec).of(prompt)
-            found += StoredImport(maker, spec, maker.peers.judge_version()).trajectories(prompt, stored)
+            found += StoredImport(maker, spec, maker.clients.judge_version()).trajectories(prompt, stored)
         if found:
-            maker.peers.append(request.run_id, found)
+            maker.clients.append(request.run_id, found)
 
     def _sample(self, estimate: PromptEstimate) -> BetaPrior | None:
         """Sample as the budget says; the prior of the finished value, or None when more is wanted later.

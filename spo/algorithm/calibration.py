@@ -27,7 +27,7 @@ class Bin:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class CalibrationCurve:
     """`expected_error`: mean over outcomes of |predicted - observed| by bin; `brier`: of (prediction - outcome)^2."""
 
     bins: tuple[Bin, ...]
@@ -50,7 +50,7 @@ def success_probability(q: float, beta: float, *, best: float = 0.0, worst: floa
     return float((np.exp((clipped - best) / beta) - floor) / (1 - floor))
 
 
-def calibration(predictions: Sequence[float], outcomes: Sequence[bool], bins: int = 10) -> Calibration:
+def calibration(predictions: Sequence[float], outcomes: Sequence[bool], bins: int = 10) -> CalibrationCurve:
     """Compare predicted probabilities with outcomes in `bins` bins of equal count, ties kept together.
 
     Raises InvalidInput: no outcomes, other lengths, predictions outside [0, 1], or fewer than one bin.
@@ -65,7 +65,7 @@ def calibration(predictions: Sequence[float], outcomes: Sequence[bool], bins: in
     bin_N = np.searchsorted(np.unique(edges), predicted_N, side="left")
     found = [_bin(predicted_N[bin_N == number], outcome_N[bin_N == number]) for number in np.unique(bin_N)]
     error = sum(each.outcomes * abs(each.predicted - each.observed) for each in found) / len(outcome_N)
-    return Calibration(tuple(found), float(error), float(((predicted_N - outcome_N) ** 2).mean()))
+    return CalibrationCurve(tuple(found), float(error), float(((predicted_N - outcome_N) ** 2).mean()))
 
 
 def _bin(predicted_N: np.ndarray, outcome_N: np.ndarray) -> Bin:

@@ -34,7 +34,7 @@ SOURCE_CODES = {"online": 1, "reference": 2, "human": 3, "other_run": 4, "annota
 
 @dataclass(frozen=True)
 class LossTerm:
-    """One objective on some sources; same field names as `spo.job_spec.LossTerm`.
+    """One objective on some sources; same field names as `spo.spec.job_spec.LossTerm`.
 
     epsilon: clip of the cross-entropy forms, log-prob units, > 0.
     sigmoid_scale: factor inside the sigmoid of the advantage regression, on log-probs or on Q (reward units).

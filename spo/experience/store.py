@@ -26,8 +26,8 @@ from ulid import ULID
 
 from spo.errors import IntegrityError, InvalidInput, Unreachable
 from spo.experience.columns import FORMAT, SCHEMA, StoredTrajectory, rows_of, table_of
-from spo.experience.places import open_place
-from spo.logs import get_logger
+from spo.experience.filesystems import open_place
+from spo.observability.logs import get_logger
 
 log = get_logger("experience")
 

@@ -10,12 +10,12 @@ import psutil
 from rich.live import Live
 from rich.table import Table
 
-from spo.cli_output import console
+from spo.console import console
 from spo.errors import NotFound, NotReady
 from spo.local.launcher import LauncherSettings, LocalPlatform
 from spo.local.state import running_platforms
-from spo.logs import configure_logs
-from spo.settings import PlatformSettings
+from spo.observability.logs import configure_logs
+from spo.service.settings import PlatformSettings
 
 STOP_SECONDS = 60.0
 

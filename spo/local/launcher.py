@@ -28,14 +28,14 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from spo.errors import Conflict, NotReady
 from spo.local.child import Child
-from spo.local.local_replicas import LocalReplicas
 from spo.local.mirror_child import mirror_children
 from spo.local.redis_server import server_command
+from spo.local.replicas import LocalReplicas
 from spo.local.state import read_state, write_state
-from spo.logs import get_logger
-from spo.redis_client import connect
-from spo.rpc import is_healthy
-from spo.settings import PlatformSettings
+from spo.messaging.connection import connect
+from spo.observability.logs import get_logger
+from spo.rpc.client import is_healthy
+from spo.service.settings import PlatformSettings
 
 log = get_logger("launcher")
 

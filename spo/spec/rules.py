@@ -12,7 +12,7 @@ from spo.spec.algorithm import NEEDS_ANNOTATIONS, NEEDS_BEHAVIOUR, NEEDS_GROUPS,
 from spo.spec.section import LIVE_SOURCES
 
 if TYPE_CHECKING:
-    from spo.job_spec import JobSpec
+    from spo.spec.job_spec import JobSpec
 
 Violation = tuple[str, str]
 

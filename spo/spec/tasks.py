@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from spo.spec.section import Section
-from spo.spec_violations import impossible
+from spo.spec.violations import impossible
 
 
 class ModelSpec(Section):

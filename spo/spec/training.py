@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from spo.spec.section import Section, Share, Temperature
-from spo.spec_violations import impossible
+from spo.spec.violations import impossible
 
 
 class TrainerSpec(Section):

@@ -1,0 +1,1 @@
+"""Problems: readers of published and own task files, splits, decontamination, and the toy contest."""

@@ -18,17 +18,17 @@ from spo.v1.verdict_pb2 import Checker, Limits, TestCase, TestSet
 CheckerName = Literal["tokens", "exact", "float", "unordered_lines", "case_insensitive", "special"]
 
 
-class Section(BaseModel):
+class RowSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class TestRow(Section):
+class TestRow(RowSection):
     stdin: str
     stdout: str
     public: bool = False
 
 
-class LimitsRow(Section):
+class LimitsRow(RowSection):
     cpu_seconds: float = Field(default=DEFAULT_LIMITS.cpu_seconds, gt=0, le=600)
     wall_seconds: float = Field(default=DEFAULT_LIMITS.wall_seconds, gt=0, le=3600)
     memory_bytes: int = Field(default=DEFAULT_LIMITS.memory_bytes, ge=1 << 20, le=1 << 40)
@@ -36,7 +36,7 @@ class LimitsRow(Section):
     processes: int = Field(default=DEFAULT_LIMITS.processes, ge=1, le=4096)
 
 
-class ProblemRow(Section):
+class ProblemRow(RowSection):
     """The schema of a line."""
 
     statement: str = Field(min_length=1, max_length=STATEMENT_BYTES_MAXIMUM)

@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from spo.errors import InvalidInput
-from spo.job_spec import TasksSpec
-from spo.logs import get_logger
+from spo.observability.logs import get_logger
+from spo.spec.job_spec import TasksSpec
 from spo.tasks.code_contests import CodeContestsRecord, code_contests_problem, read_code_contests
 from spo.tasks.jsonl import ProblemRow, jsonl_problem, read_jsonl
 from spo.tasks.problem import Problem, TaskSets
 from spo.tasks.records import Record
 from spo.tasks.splits import split_problems
 from spo.tasks.taco import TacoRecord, read_taco, taco_problem
-from spo.tasks.toy import toy_tasks
+from spo.tasks.toy.problems import toy_tasks
 
 log = get_logger("tasks")
 

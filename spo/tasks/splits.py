@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from blake3 import blake3
 
 from spo.errors import FieldViolation, InvalidInput
-from spo.job_spec import TasksSpec
+from spo.spec.job_spec import TasksSpec
 from spo.tasks.decontaminate import ContaminationIndex
 from spo.tasks.problem import Problem, TaskSets
 

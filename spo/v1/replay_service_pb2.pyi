@@ -239,7 +239,7 @@ class GetReplayStatusResponse(_message.Message):
     DUPLICATES_FIELD_NUMBER: _builtins.int
     BACKPRESSURE_FIELD_NUMBER: _builtins.int
     admissible_inserts: _builtins.int
-    """How many further online trajectories the limiter admits now; the feeder stops at 0."""
+    """How many further online trajectories the limiter admits now; the dispatcher stops at 0."""
     duplicates: _builtins.int
     backpressure: _builtins.str
     """Why nothing is admitted although the limiter would: Redis is nearly full. Empty otherwise."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from spo.settings import PlatformSettings
+from spo.service.settings import PlatformSettings
 
 CHART = Path(__file__).parents[2] / "helm" / "spo"
 BEGIN = "<!-- values:"

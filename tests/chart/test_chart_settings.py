@@ -9,7 +9,7 @@ from conftest import CHART, SETS, rendered
 from derived import settings_of, with_settings
 from test_chart_policy import SERVICES, pods
 
-from spo.settings import PlatformSettings
+from spo.service.settings import PlatformSettings
 
 
 def variables_of(service: str) -> set[str]:

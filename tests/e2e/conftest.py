@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from spo.cli_jobs import read_spec
+from spo.cli.jobs import read_spec
 from spo.client import Client
-from spo.local.demo import RECIPE
+from spo.demo.demo import RECIPE
 from spo.local.launcher import SERVICES, LauncherSettings, LocalPlatform, free_ports
-from spo.local.reproduce.methods import merged
-from spo.testing_platform import wait_for_progress
-from spo.testing_traces import Collector
+from spo.reproduce.methods import merged
+from spo.testing.platform import wait_for_progress
+from spo.testing.traces import Collector
 
 ROOT = Path(__file__).parents[2]
 # A short run: what is looked at is the platform, not what is learnt.
@@ -51,7 +51,7 @@ def demo_spec(reference_model: Path, *changes: dict[str, Any]) -> dict[str, Any]
 def reference_model() -> Path:
     """pi0 of the toy contest, shared with the demo's cache so that it is built once."""
     cache = ROOT / ".spo" / "cache" / "models"
-    command = [sys.executable, "-m", "spo.local.reference_model", str(cache), "standard"]
+    command = [sys.executable, "-m", "spo.demo.reference_model", str(cache), "standard"]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert finished.returncode == 0, finished.stderr
     return Path(json.loads(finished.stdout.splitlines()[-1])["folder"])

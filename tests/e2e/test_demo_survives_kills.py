@@ -13,9 +13,9 @@ import pytest
 import redis
 
 from spo.client import Client
-from spo.client_answers import Job
+from spo.client.models import Job
 from spo.local.launcher import LauncherSettings, LocalPlatform
-from spo.testing_platform import check_ledger, wait_for_progress, wait_until
+from spo.testing.platform import check_ledger, wait_for_progress, wait_until
 from tests.e2e.conftest import demo_spec
 
 # Belt stages give the work of a dead consumer to the next one after this; short, so that the test is.

@@ -22,9 +22,9 @@ import yaml
 
 from spo.client import Client
 from spo.local.launcher import LauncherSettings, LocalPlatform, free_ports
-from spo.testing_platform import check_ledger, wait_for_progress, wait_until
+from spo.testing.platform import check_ledger, wait_for_progress, wait_until
 from tests.e2e.conftest import demo_spec
-from tests.integration.s3_server import S3Server, serve_s3
+from tests.support.s3_server import S3Server, serve_s3
 
 ROOT = Path(__file__).parents[2]
 SHORTENED: dict[str, dict[str, Any]] = {

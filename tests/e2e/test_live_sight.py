@@ -11,9 +11,9 @@ import httpx
 import pytest
 import yaml
 
-from spo import tracing
 from spo.client import Client
-from spo.testing_traces import ReceivedSpan
+from spo.observability import tracing
+from spo.testing.traces import ReceivedSpan
 
 ROOT = Path(__file__).parents[2]
 # Of one group: who has it in hand, in order.

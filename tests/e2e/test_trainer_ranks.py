@@ -20,8 +20,8 @@ from safetensors import safe_open
 from spo.client import Client
 from spo.local.child import Child
 from spo.local.launcher import LauncherSettings, LocalPlatform
-from spo.sealed_folder import numbered_folders
-from spo.testing_platform import check_ledger, wait_for_progress, wait_until
+from spo.manifest_folder import numbered_folders
+from spo.testing.platform import check_ledger, wait_for_progress, wait_until
 from tests.e2e.conftest import SHORT, demo_spec
 
 LEASE_SECONDS = 6

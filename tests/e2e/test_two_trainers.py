@@ -16,8 +16,8 @@ import redis
 from spo.client import Client
 from spo.local.child import Child
 from spo.local.launcher import LauncherSettings, LocalPlatform, free_ports
-from spo.rpc import is_healthy
-from spo.testing_platform import check_ledger, wait_until
+from spo.rpc.client import is_healthy
+from spo.testing.platform import check_ledger, wait_until
 from tests.e2e.conftest import SHORT, demo_spec
 
 LEASE_SECONDS = 6

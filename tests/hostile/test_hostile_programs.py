@@ -24,18 +24,18 @@ import psutil
 import pytest
 import yaml
 
-from services.sandbox_judge.isolation import TIERS
-from services.sandbox_judge.lanes import Lane, Role
-from services.sandbox_judge.probe import why_not
+from services.sandbox_judge.isolation.probe import why_not
+from services.sandbox_judge.isolation.tiers import TIERS
+from services.sandbox_judge.program_judge import ProgramJudge
+from services.sandbox_judge.sandbox_worker import Role, SandboxWorker
 from services.sandbox_judge.settings import Settings
-from services.sandbox_judge.verdict import Court
 from spo.v1 import verdict_pb2
 
 FOLDER = Path(__file__).parent / "programs"
 SECRET = {"stdin": "21\n", "stdout": "7391745528"}
 TIGHT = verdict_pb2.Limits(cpu_seconds=0.3, wall_seconds=0.6, memory_bytes=64 << 20, output_bytes=64 << 10)
 PATIENT = verdict_pb2.Limits(cpu_seconds=3, wall_seconds=3, memory_bytes=64 << 20, output_bytes=64 << 10)
-COURT = Court(max_source_bytes=64 << 10)
+PROGRAM_JUDGE = ProgramJudge(max_source_bytes=64 << 10)
 AS_NOBODY = "SPO_TEST_AS_NOBODY"
 TOOLS = ("unshare", "setpriv")
 
@@ -98,15 +98,15 @@ def tier(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def lane(tier: str) -> Iterator[Lane]:
-    lane = Lane(tier, 0)
-    lane.zygote(Role.PROGRAM)
-    yield lane
-    lane.close()
+def worker(tier: str) -> Iterator[SandboxWorker]:
+    worker = SandboxWorker(tier, 0)
+    worker.zygote(Role.PROGRAM)
+    yield worker
+    worker.close()
 
 
-def outcome_of(lane: Lane, source: str, tests: verdict_pb2.TestSet) -> tuple[str, str]:
-    verdict = COURT.judge(lane, source, "python", tests, want_details=False)
+def outcome_of(worker: SandboxWorker, source: str, tests: verdict_pb2.TestSet) -> tuple[str, str]:
+    verdict = PROGRAM_JUDGE.judge(worker, source, "python", tests, want_details=False)
     return verdict_pb2.Outcome.Name(verdict.outcome).removeprefix("OUTCOME_").lower(), verdict.detail
 
 
@@ -124,39 +124,39 @@ def open_descriptors() -> Counter[str]:
     return kinds
 
 
-def assert_nothing_is_left(lane: Lane, before: Counter[str]) -> None:
+def assert_nothing_is_left(worker: SandboxWorker, before: Counter[str]) -> None:
     tests = verdict_pb2.TestSet(tests=[verdict_pb2.TestCase(stdout=CLEAN.encode())])
-    assert outcome_of(lane, CANARY, tests) == ("accepted", "")
+    assert outcome_of(worker, CANARY, tests) == ("accepted", "")
     # Fewer is no leak, and other threads of this process open files for moments: what stays is a leak.
     end = time.monotonic() + 5
     while (left := open_descriptors() - before) and time.monotonic() < end:
         time.sleep(0.1)
     assert not left
-    below = psutil.Process(lane.zygote(Role.PROGRAM).pid).children(recursive=True)
+    below = psutil.Process(worker.zygote(Role.PROGRAM).pid).children(recursive=True)
     assert [child for child in below if child.children() == [] and "zygote" not in " ".join(child.cmdline())] == []
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_program_meets_its_end(lane: Lane, case: dict[str, Any]) -> None:
+def test_a_hostile_program_meets_its_end(worker: SandboxWorker, case: dict[str, Any]) -> None:
     before = open_descriptors()
     expected = [case["outcome"]] if isinstance(case["outcome"], str) else case["outcome"]
 
     # Touching memory takes CPU time too, on a busy machine a lot.
     limits = PATIENT if "memory_limit" in expected else TIGHT
-    outcome, detail = outcome_of(lane, source_of(case), case_tests(case, limits))
+    outcome, detail = outcome_of(worker, source_of(case), case_tests(case, limits))
 
     assert outcome in expected, detail
-    assert_nothing_is_left(lane, before)
+    assert_nothing_is_left(worker, before)
 
 
 @pytest.mark.parametrize("case", HONEST)
-def test_an_honest_program_is_accepted(lane: Lane, tier: str, case: dict[str, Any]) -> None:
+def test_an_honest_program_is_accepted(worker: SandboxWorker, tier: str, case: dict[str, Any]) -> None:
     if case.get("needs", "") not in tier:
         pytest.skip(f"needs {case['needs']}")
     before = open_descriptors()
 
-    assert outcome_of(lane, source_of(case), case_tests(case, verdict_pb2.Limits())) == ("accepted", "")
-    assert_nothing_is_left(lane, before)
+    assert outcome_of(worker, source_of(case), case_tests(case, verdict_pb2.Limits())) == ("accepted", "")
+    assert_nothing_is_left(worker, before)
 
 
 def test_there_are_at_least_sixty_hostile_programs_and_thirty_honest_ones() -> None:

@@ -14,7 +14,7 @@ import redis
 
 if TYPE_CHECKING:
     from services.trainer.ranks import Ranks
-    from spo.testing_value import Surroundings
+    from spo.testing.value import Surroundings
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def free_port() -> int:
 @pytest.fixture(scope="module")
 def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a random Llama of about 20,000 parameters."""
-    from spo.testing_models import write_random_llama
+    from spo.testing.models import write_random_llama
 
     folder = tmp_path_factory.mktemp("model") / "pi0"
     write_random_llama(folder, seed=0, width=32)
@@ -38,7 +38,7 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trajectories(tiny_model_path: Path) -> list[Any]:
     """SampledTrajectory messages for the tiny model, with its own reference log-probs."""
-    from spo.testing_trainer import sampled_trajectories
+    from spo.testing.trainer import sampled_trajectories
 
     return sampled_trajectories(tiny_model_path, 24)
 
@@ -64,7 +64,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def value_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the random pi0 whose values are estimated; nobody writes into it."""
-    from spo.testing_models import write_random_llama
+    from spo.testing.models import write_random_llama
 
     folder = tmp_path_factory.mktemp("pi0")
     write_random_llama(folder, seed=1)
@@ -78,42 +78,42 @@ def surroundings(
     """Builds what value-estimation works among; takes other doubles and Settings' fields."""
     import torch
 
-    from services.replay_buffer.batches import BatchDrawer
+    from services.replay_buffer.sampler import BatchSampler
     from services.replay_buffer.service import ReplayService
     from services.replay_buffer.store import ReplayStore
-    from services.value_estimation.peers import connect_peers
     from services.value_estimation.policies import Policies
     from services.value_estimation.reference import References
     from services.value_estimation.service import ValueService
+    from services.value_estimation.service_clients import connect_clients
     from services.value_estimation.settings import Settings
     from services.value_estimation.token_values import TokenValuer
-    from spo.policy_model import load_tokenizer
-    from spo.rpc import RpcServer
-    from spo.testing_value import Engine, Judge, Surroundings
+    from spo.model.logprobs import load_tokenizer
+    from spo.rpc.server import RpcServer
+    from spo.testing.value import EngineDouble, JudgeDouble, Surroundings
     from spo.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
     from spo.v1.judge_service_pb2_grpc import add_JudgeServiceServicer_to_server
     from spo.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
     from spo.v1.value_service_pb2_grpc import add_ValueServiceServicer_to_server
-    from spo.weight_store import WeightStore
+    from spo.weights.store import WeightStore
 
     torch.set_num_threads(1)
 
-    def build(engine_class: Any = Engine, judge_class: Any = Judge, **fields: Any) -> Surroundings:
+    def build(engine_class: Any = EngineDouble, judge_class: Any = JudgeDouble, **fields: Any) -> Surroundings:
         server = RpcServer("127.0.0.1", 0)
         addresses = {f"{name}_address": server.address for name in ("inference", "sandbox_judge", "replay_buffer")}
-        settings = Settings(**{"patience_seconds": 20, "prompts_in_hand": 2, **addresses, **fields})
-        peers = connect_peers(settings, threading.Event(), redis_client)
+        settings = Settings(**{"patience_seconds": 20, "prompts_in_flight": 2, **addresses, **fields})
+        clients = connect_clients(settings, threading.Event(), redis_client)
         store, weights = ReplayStore(redis_client), WeightStore(tmp_path / "weights")
         references = References(redis_client, 4096, "cpu")
-        valuer = TokenValuer(redis_client, Policies(references, weights), peers)
+        valuer = TokenValuer(redis_client, Policies(references, weights), clients)
         engine, judge = engine_class(load_tokenizer(value_model_path)), judge_class()
         add_InferenceServiceServicer_to_server(engine, server.server)
         add_JudgeServiceServicer_to_server(judge, server.server)
-        add_ReplayServiceServicer_to_server(ReplayService(store, BatchDrawer(store)), server.server)
+        add_ReplayServiceServicer_to_server(ReplayService(store, BatchSampler(store)), server.server)
         add_ValueServiceServicer_to_server(ValueService(redis_client, references, valuer), server.server)
         server.start()
         ended.callback(server.stop, 1)
-        for client in (peers.inference, peers.judge, peers.replay):
+        for client in (clients.inference, clients.judge, clients.replay):
             ended.callback(client.close)
         return Surroundings(
             redis_client,
@@ -123,7 +123,7 @@ def surroundings(
             judge,
             store,
             weights,
-            peers,
+            clients,
             references,
             settings,
         )

@@ -7,15 +7,15 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.batches import Row
-from services.trainer.shares import Minibatch, cut_into_minibatches
+from services.trainer.batches import TrainingSample
+from services.trainer.microbatches import Minibatch, cut_into_minibatches
 from spo.v1.trajectory_pb2 import Trajectory
 
 
-def rows_of(groups: list[int]) -> list[Row]:
+def rows_of(groups: list[int]) -> list[TrainingSample]:
     """One row per response length; `group` is the index of its list entry divided by two."""
     return [
-        Row(
+        TrainingSample(
             Trajectory(trajectory_id=str(index), prompt_token_ids=[1], response_token_ids=[2] * length),
             -0.5,
             index // 2,
@@ -25,7 +25,12 @@ def rows_of(groups: list[int]) -> list[Row]:
 
 
 def ids(minibatch: Minibatch) -> list[str]:
-    return [row.trajectory.trajectory_id for piece in minibatch.pieces if not piece.idle for row in piece.rows]
+    return [
+        row.trajectory.trajectory_id
+        for micro_batch in minibatch.micro_batches
+        if not micro_batch.idle
+        for row in micro_batch.rows
+    ]
 
 
 @settings(deadline=None, max_examples=60)
@@ -56,10 +61,10 @@ def test_whole_groups_stay_in_one_piece_and_ranks_make_equally_many_passes(
     shares = cut_into_minibatches(rows, count, world_size, size, whole_groups=True)
 
     for steps in zip(*shares, strict=True):
-        assert len({len(minibatch.pieces) for minibatch in steps}) == 1
+        assert len({len(minibatch.micro_batches) for minibatch in steps}) == 1
         assert {minibatch.size for minibatch in steps} == {sum(len(ids(minibatch)) for minibatch in steps)}
     found = Counter(each for share in shares for minibatch in share for each in ids(minibatch))
     assert found == Counter(row.trajectory.trajectory_id for row in rows)
     for minibatch in (minibatch for share in shares for minibatch in share):
-        for piece in minibatch.pieces:
-            assert set(Counter(row.group for row in piece.rows).values()) == {2}
+        for micro_batch in minibatch.micro_batches:
+            assert set(Counter(row.group for row in micro_batch.rows).values()) == {2}

@@ -82,8 +82,8 @@ def test_padding_changes_no_loss_and_receives_no_gradient(
 @given(rows_and_widths, st.integers(0, 2**31))
 def test_the_order_of_trajectories_does_not_matter(shape: tuple[int, int], seed: int) -> None:
     logprobs_BL, batch = draw_batch(*shape, seed=seed)
-    order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(seed))
+    command = torch.randperm(shape[0], generator=torch.Generator().manual_seed(seed))
     terms = [LossTerm(objective) for objective in get_args(ObjectiveName)]
     straight, _ = spo_loss(logprobs_BL, batch, terms, beta=0.3)
-    shuffled, _ = spo_loss(logprobs_BL[order], batch.select(order), terms, beta=0.3)
+    shuffled, _ = spo_loss(logprobs_BL[command], batch.select(command), terms, beta=0.3)
     torch.testing.assert_close(shuffled, straight, atol=1e-10, rtol=1e-10)

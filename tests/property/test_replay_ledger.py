@@ -11,11 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from services.replay_buffer.batches import BatchDrawer
+from services.replay_buffer.sampler import BatchSampler
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.errors import NotReady
-from spo.testing_replay import RUN, start_run, trajectory
+from spo.testing.replay import RUN, start_run, trajectory
 from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_ONLINE, SOURCE_REFERENCE
 from spo.v1.replay_service_pb2 import SampleBatchRequest
 from spo.v1.trajectory_pb2 import Trajectory
@@ -98,7 +98,7 @@ class Buffer(RuleBasedStateMachine):
         self.newest += published
         request = SampleBatchRequest(run_id=RUN, batch_size=8, step=step, policy_version=self.newest)
         try:
-            batch = [each.trajectory for each in BatchDrawer(self.store).sample(request)]
+            batch = [each.trajectory for each in BatchSampler(self.store).sample(request)]
         except NotReady:
             assert step not in self.batches
             return
@@ -138,10 +138,10 @@ class Buffer(RuleBasedStateMachine):
 
     @invariant()
     def no_prompt_is_served_from_more_than_its_share(self) -> None:
-        candidates = self.store.candidates(RUN)
-        candidates.refresh(["human"])
+        index = self.store.index(RUN)
+        index.refresh(["human"])
         human = Counter(each.prompt_id for each in self.entered.values() if each.source == SOURCE_HUMAN)
-        served = Counter(each.prompt_id for each in candidates.servable(candidates.rule("human")))
+        served = Counter(each.prompt_id for each in index.servable(index.rule("human")))
         assert served == Counter({prompt: min(count, PER_PROMPT) for prompt, count in human.items()})
 
     @invariant()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.replay_buffer.limiter import Limiter, LiveCounts, groups_kept
-from spo.job_spec import parse_job_spec
+from spo.spec.job_spec import parse_job_spec
 
 SPECS = st.builds(
     lambda share, **fields: parse_job_spec(

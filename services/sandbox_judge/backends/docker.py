@@ -21,8 +21,8 @@ import requests
 from docker.errors import DockerException, NotFound
 
 from services.sandbox_judge.backends.zygote import START_SECONDS, Zygote
-from services.sandbox_judge.isolation import FIRST_PROGRAM_UID, Launch, container_launch, jail_sources
-from services.sandbox_judge.sandbox import JudgeFault
+from services.sandbox_judge.executor import JudgeFault
+from services.sandbox_judge.isolation.tiers import FIRST_PROGRAM_UID, Launch, container_launch, jail_sources
 from services.sandbox_judge.settings import Settings
 
 ENGINE_SECONDS = 30
@@ -35,13 +35,13 @@ _FAILURES = (DockerException, requests.RequestException, OSError)
 class ContainerZygote(Zygote):
     """A zygote in a container of its own. Raises JudgeFault when the engine or the zygote does not start."""
 
-    def __init__(self, lane: int, settings: Settings) -> None:
+    def __init__(self, worker: int, settings: Settings) -> None:
         self.programs = 0
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         self._folder = Path(tempfile.mkdtemp(prefix="spo-judge-", dir=settings.docker_folder or None))
         try:
             launch = container_launch(settings.docker_python)
-            self._process = _Container(self._folder, launch, lane, settings)  # type: ignore[assignment]
+            self._process = _Container(self._folder, launch, worker, settings)  # type: ignore[assignment]
             self._control = self._accept()
         except _FAILURES as error:
             self._log.close()
@@ -74,14 +74,14 @@ class _Container:
 
     stdin = stdout = None
 
-    def __init__(self, folder: Path, launch: Launch, lane: int, settings: Settings) -> None:
+    def __init__(self, folder: Path, launch: Launch, worker: int, settings: Settings) -> None:
         folder.chmod(0o755)
         shutil.copytree(jail_sources(), folder / "services" / "sandbox_judge" / "jail")
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.listener.bind(str(folder / "control"))
         (folder / "control").chmod(0o666)
         self.listener.listen(1)
-        user = f"{FIRST_PROGRAM_UID + lane}:{FIRST_PROGRAM_UID + lane}"
+        user = f"{FIRST_PROGRAM_UID + worker}:{FIRST_PROGRAM_UID + worker}"
         try:
             self._engine = docker.from_env(timeout=ENGINE_SECONDS)
             self._container = self._engine.containers.create(

@@ -14,9 +14,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.sandbox_judge.isolation import Launch
-from services.sandbox_judge.sandbox import CompileFailed, JudgeFault, Run, RunLimits, memory_file, run_test
-from services.sandbox_judge.seccomp_filter import Freedom
+from services.sandbox_judge.executor import (
+    CompileFailed,
+    JudgeFault,
+    ProgramRun,
+    RunLimits,
+    memory_file,
+    run_test,
+)
+from services.sandbox_judge.isolation.seccomp_filter import Freedom
+from services.sandbox_judge.isolation.tiers import Launch
 
 START_SECONDS = 30.0
 COMPILE_SECONDS = 10.0
@@ -44,7 +51,7 @@ class OpenProgram:
     channel: socket.socket
     limits: RunLimits
 
-    def run(self, stdin: bytes, files: Sequence[bytes] = ()) -> Run:
+    def run(self, stdin: bytes, files: Sequence[bytes] = ()) -> ProgramRun:
         """One run from the program's pristine state. Raises JudgeFault."""
         return run_test(self.channel, stdin, self.limits, files)
 

@@ -15,21 +15,22 @@ import httpx
 import pytest
 import redis
 
-from services.orchestrator.desk import Desk
-from services.orchestrator.http_server import HttpServer
-from services.orchestrator.jobs import Event
+from services.orchestrator.container import AppContext
+from services.orchestrator.http.server import HttpServer
+from services.orchestrator.jobs.states import JobState
+from services.orchestrator.jobs.store import JobEvent
 from services.orchestrator.service import OrchestratorService
 from services.orchestrator.settings import Settings
-from services.orchestrator.states import JobState
-from spo.job_spec import parse_job_spec
-from spo.rpc import Client, RpcServer
-from spo.testing_peers import Peers
+from spo.rpc.client import RpcClient
+from spo.rpc.server import RpcServer
+from spo.spec.job_spec import parse_job_spec
+from spo.testing.peers import ServiceDoubles
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub, add_OrchestratorServiceServicer_to_server
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
 
 if TYPE_CHECKING:
     from services.trainer.ranks import Ranks
-    from spo.testing_trainer import Pool
+    from spo.testing.trainer import TrajectoryPool
 
 TRAINING_SECONDS = 100.0
 
@@ -37,61 +38,61 @@ Document = dict[str, Any]
 
 
 @pytest.fixture
-def peers() -> Iterator[Peers]:
-    with Peers() as playing:
+def peers() -> Iterator[ServiceDoubles]:
+    with ServiceDoubles() as playing:
         yield playing
 
 
 @pytest.fixture
-def open_desk(
-    redis_server: str, redis_client: redis.Redis, peers: Peers, tmp_path: Path
-) -> Iterator[Callable[..., Desk]]:
+def open_context(
+    redis_server: str, redis_client: redis.Redis, peers: ServiceDoubles, tmp_path: Path
+) -> Iterator[Callable[..., AppContext]]:
     """Builds desks on the same Redis, as a restarted orchestrator would be; keyword arguments are settings."""
-    desks: list[Desk] = []
+    desks: list[AppContext] = []
 
-    def build(**settings: Any) -> Desk:
+    def build(**settings: Any) -> AppContext:
         addresses = {f"{name}_address": peers.address for name in ("inference", "sandbox_judge", "replay_buffer")}
-        places = {"state_path": tmp_path / "state", "tenant_paths": str(tmp_path)}
-        chosen = {"redis_url": redis_server, "http_port": 0, **places, **addresses, **settings}
-        desk = Desk(Settings(**chosen), redis.Redis.from_url(redis_server), threading.Event())
-        desks.append(desk)
-        return desk
+        queue = {"state_path": tmp_path / "state", "tenant_paths": str(tmp_path)}
+        chosen = {"redis_url": redis_server, "http_port": 0, **queue, **addresses, **settings}
+        context = AppContext(Settings(**chosen), redis.Redis.from_url(redis_server), threading.Event())
+        desks.append(context)
+        return context
 
     yield build
-    for desk in desks:
-        desk.stop.set()
-        desk.close()
-        desk.redis.close()
+    for context in desks:
+        context.stop.set()
+        context.close()
+        context.redis.close()
 
 
 @pytest.fixture
-def desk(open_desk: Callable[..., Desk]) -> Desk:
-    return open_desk()
+def context(open_context: Callable[..., AppContext]) -> AppContext:
+    return open_context()
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Desk], str]]:
+def serve() -> Iterator[Callable[[AppContext], str]]:
     """Really serves a desk over HTTP; returns the URL."""
-    running: list[tuple[Desk, threading.Thread]] = []
+    running: list[tuple[AppContext, threading.Thread]] = []
 
-    def start(desk: Desk) -> str:
-        http = HttpServer(desk)
-        thread = threading.Thread(target=http.run, args=(desk.stop,))
+    def start(context: AppContext) -> str:
+        http = HttpServer(context)
+        thread = threading.Thread(target=http.run, args=(context.stop,))
         thread.start()
-        running.append((desk, thread))
+        running.append((context, thread))
         wait_until(lambda: http.port > 0, "the HTTP server listens")
         return f"http://127.0.0.1:{http.port}"
 
     yield start
-    for desk, thread in running:
-        desk.stop.set()
+    for context, thread in running:
+        context.stop.set()
         thread.join(15)
         assert not thread.is_alive()
 
 
 @pytest.fixture
-def api(desk: Desk, serve: Callable[[Desk], str]) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=serve(desk), timeout=30, trust_env=False) as client:
+def api(context: AppContext, serve: Callable[[AppContext], str]) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=serve(context), timeout=30, trust_env=False) as client:
         yield client
 
 
@@ -132,14 +133,14 @@ def wait_until(holds: Callable[[], Any], what: str, seconds: float = 20) -> Any:
 class Training:
     """A real trainer with DeepSpeed and the real orchestrator over gRPC; batches come from a pool of trajectories."""
 
-    desk: Desk
-    pool: Pool
+    context: AppContext
+    pool: TrajectoryPool
     model_path: Path
     start_trainer: Callable[[], None]
 
     def run_job(self, trainer: dict[str, Any], **sections: Any) -> str:
         """A job in the state running, and a trainer that takes it."""
-        job_id = self.desk.jobs.submit(
+        job_id = self.context.jobs.submit(
             parse_job_spec(
                 {
                     "model": {"path": str(self.model_path)},
@@ -150,7 +151,7 @@ class Training:
             )
         )
         for state in (JobState.VALIDATING, JobState.ESTIMATING, JobState.RUNNING):
-            self.desk.jobs.transition(job_id, state, "test")
+            self.context.jobs.transition(job_id, state, "test")
         self.start_trainer()
         return job_id
 
@@ -159,45 +160,45 @@ class Training:
         deadline = time.monotonic() + TRAINING_SECONDS
         while not holds():
             assert time.monotonic() < deadline, f"waited {TRAINING_SECONDS:g} s in vain until {what}"
-            self.desk.runner.tick()
+            self.context.runner.tick()
             time.sleep(0.05)
 
     def wait_trained(self, job_id: str) -> None:
         """Until all steps are done."""
-        self.wait_until(lambda: self.desk.jobs.state(job_id) is JobState.SUCCEEDED, "the job is trained")
+        self.wait_until(lambda: self.context.jobs.state(job_id) is JobState.SUCCEEDED, "the job is trained")
 
-    def events(self, job_id: str, kind: str) -> list[Event]:
+    def events(self, job_id: str, kind: str) -> list[JobEvent]:
         """The job's events of a kind."""
-        return [each for each in self.desk.jobs.events(job_id) if each.kind == kind]
+        return [each for each in self.context.jobs.events(job_id) if each.kind == kind]
 
 
 @pytest.fixture
-def training(desk: Desk, ranks: Ranks, tiny_model_path: Path, trajectories: list[Any]) -> Iterator[Training]:
+def training(context: AppContext, ranks: Ranks, tiny_model_path: Path, trajectories: list[Any]) -> Iterator[Training]:
     # Only here: the other tests of this folder do without torch.
     from services.trainer.settings import Settings as TrainerSettings
-    from services.trainer.train import Desk as TrainerDesk
+    from services.trainer.train import AppContext as TrainerContext
     from services.trainer.train import serve_jobs
-    from spo.testing_trainer import Pool, served
+    from spo.testing.trainer import TrajectoryPool, served
 
-    pool = Pool(trajectories)  # type: ignore[abstract]
+    pool = TrajectoryPool(trajectories)  # type: ignore[abstract]
     server = RpcServer("127.0.0.1", 0)
-    add_OrchestratorServiceServicer_to_server(OrchestratorService(desk), server.server)
+    add_OrchestratorServiceServicer_to_server(OrchestratorService(context), server.server)
     server.start()
     stop = threading.Event()
     threads: list[threading.Thread] = []
     with served(pool) as address:
-        orchestrator = Client("orchestrator", server.address, OrchestratorServiceStub)
-        replay = Client("replay-buffer", address, ReplayServiceStub)
+        orchestrator = RpcClient("orchestrator", server.address, OrchestratorServiceStub)
+        replay = RpcClient("replay-buffer", address, ReplayServiceStub)
 
         def start() -> None:
             settings = TrainerSettings(lease_wait_seconds=0.2, batch_wait_seconds=0.2, checkpoint_share=0)
-            trainer_desk = TrainerDesk(orchestrator, replay, f"trainer-{len(threads)}", stop)
-            threads.append(threading.Thread(target=serve_jobs, args=(ranks, settings, trainer_desk), daemon=True))
+            trainer_context = TrainerContext(orchestrator, replay, f"trainer-{len(threads)}", stop)
+            threads.append(threading.Thread(target=serve_jobs, args=(ranks, settings, trainer_context), daemon=True))
             threads[-1].start()
 
-        yield Training(desk, pool, tiny_model_path, start)
+        yield Training(context, pool, tiny_model_path, start)
         stop.set()
-        desk.stop.set()
+        context.stop.set()
         for thread in threads:
             thread.join(60)
             assert not thread.is_alive()

@@ -1,0 +1,1 @@
+"""`benchmarks.api`'s platform, yardstick and load."""

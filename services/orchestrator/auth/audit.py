@@ -1,0 +1,60 @@
+"""The audit log: who changed what and when, and who was refused. Paths and statuses only, never bodies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import redis
+from pydantic import BaseModel
+
+from services.orchestrator import redis_keys as own_keys
+from services.orchestrator.jobs.commit import timestamp
+from spo.messaging.capped_log import append_record
+
+# About a year of a busy desk; older entries are trimmed, as /v1/audit says.
+KEPT_ENTRIES = 1_000_000
+
+
+class AuditRecord(BaseModel):
+    """One request that changed something or was refused."""
+
+    entry_id: str
+    at: str
+    principal: str
+    tenant: str
+    method: str
+    path: str
+    status: int
+    request_id: str
+
+
+class AuditLog:
+    """Append-only stream in Redis."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self.client = client
+
+    def record(self, principal: str, tenant: str, method: str, path: str, status: int, request_id: str) -> None:
+        """Append one entry."""
+        fields: dict[str, str | int] = {
+            "at": timestamp(),
+            "principal": principal,
+            "tenant": tenant,
+            "method": method,
+            "path": path[:500],
+            "status": status,
+            "request_id": request_id,
+        }
+        append_record(self.client, own_keys.audit_log(), fields, KEPT_ENTRIES)
+
+    def page(self, cursor: str, limit: int) -> tuple[list[AuditRecord], str | None]:
+        """Entries, newest first, and where the next page begins."""
+        newest = f"({cursor}" if cursor else "+"
+        found: Any = self.client.xrevrange(own_keys.audit_log(), max=newest, count=limit)
+        entries = [_entry(entry_id.decode(), fields) for entry_id, fields in found]
+        return entries, entries[-1].entry_id if len(entries) == limit else None
+
+
+def _entry(entry_id: str, fields: dict[bytes, bytes]) -> AuditRecord:
+    words = {name.decode(): value.decode() for name, value in fields.items()}
+    return AuditRecord.model_validate({"entry_id": entry_id, **words})

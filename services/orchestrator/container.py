@@ -1,0 +1,110 @@
+"""Everything the orchestrator's doors (REST, gRPC, pages) share, put together once."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import redis
+
+from services.orchestrator.auth.audit import AuditLog
+from services.orchestrator.auth.authenticator import Authenticator
+from services.orchestrator.auth.paths import require_within
+from services.orchestrator.datasets.library import TaskLibrary
+from services.orchestrator.datasets.store import Datasets
+from services.orchestrator.evaluation.on_demand import OnDemandEvaluations
+from services.orchestrator.evaluation.scheduled import Evaluator
+from services.orchestrator.evaluation.scorer import Scorer
+from services.orchestrator.jobs.leases import Leases
+from services.orchestrator.jobs.store import JobStore
+from services.orchestrator.lifecycle.alarms import Alarms
+from services.orchestrator.lifecycle.deletion import JobDeletion
+from services.orchestrator.lifecycle.dispatcher import PromptDispatcher
+from services.orchestrator.lifecycle.forks import Forks
+from services.orchestrator.lifecycle.queue import JobQueue
+from services.orchestrator.lifecycle.runner import JobRunner
+from services.orchestrator.replicas.assignment import ReplicaAssigner
+from services.orchestrator.replicas.heartbeats import HeartbeatResponder
+from services.orchestrator.replicas.registry import ReplicaRegistry
+from services.orchestrator.replicas.scaling import Scale
+from services.orchestrator.replicas.weights import WeightAnnouncements
+from services.orchestrator.settings import Settings
+from services.orchestrator.values.progress import ValueProgress
+from services.orchestrator.values.refresh import ReferenceRefresh
+from spo.experience.store import ExperienceStore
+from spo.rpc.client import RpcClient
+from spo.rpc.inference_client import InferenceClient
+from spo.spec.job_spec import TasksSpec
+from spo.v1.judge_service_pb2_grpc import JudgeServiceStub
+from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
+from spo.v1.value_service_pb2_grpc import ValueServiceStub
+from spo.weights.store import WeightStore
+
+
+@dataclass
+class AppContext:
+    """The orchestrator without its doors; `stop` ends its waits."""
+
+    settings: Settings
+    redis: redis.Redis
+    stop: threading.Event
+    library: TaskLibrary = field(default_factory=TaskLibrary)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.inference = InferenceClient(settings.inference_address, self.redis)
+        self.judge = RpcClient("sandbox-judge", settings.sandbox_judge_address, JudgeServiceStub)
+        self.replay = RpcClient("replay-buffer", settings.replay_buffer_address, ReplayServiceStub)
+        self.values = RpcClient("value-estimation", settings.value_estimation_address, ValueServiceStub)
+        self.datasets = Datasets(self.redis, settings.state_path, settings.max_dataset_bytes)
+        self.library.resolve = self.datasets.resolve
+        self.experience = ExperienceStore(settings.experience_place)
+        self.authenticator = Authenticator(settings, self.redis)
+        self.audit = AuditLog(self.redis)
+        store = WeightStore(settings.weight_place, cache_path=settings.weight_cache_path)
+        self.jobs = JobStore(self.redis, settings.durable_writes)
+        self.leases = Leases(self.jobs, settings.state_path, settings.weight_place, settings.lease_seconds, self.stop)
+        self.replicas = ReplicaRegistry(self.jobs, settings.replica_silence_seconds)
+        self.assigner = ReplicaAssigner(self.jobs, self.replicas)
+        self.queue = JobQueue(self.jobs, self.replicas, settings.max_running_jobs)
+        self.value_progress = ValueProgress(self.redis)
+        self.weights = WeightAnnouncements(self.jobs)
+        self.heartbeats = HeartbeatResponder(self.jobs, self.assigner, self.weights)
+        self.deletion = JobDeletion(self.jobs, settings.state_path, store)
+        self.scale = Scale(settings, self.redis)
+        self.alarms = Alarms(self.jobs, self.weights)
+        self.dispatcher = PromptDispatcher(self.jobs, self.library, self.replay)
+        scorer = Scorer(self.inference, self.judge, settings.evaluation_requests)
+        self.evaluator = Evaluator(self.jobs, self.library, self.weights, scorer, self.assigner)
+        self.on_demand_evaluations = OnDemandEvaluations(self.jobs, self.library, self.weights, scorer, self.assigner)
+        self.references = ReferenceRefresh(self.jobs, self.library, self.weights)
+        self.forks = Forks(self.jobs, self.library, self.weights, self.references, settings.state_path, store)
+        self.runner = JobRunner(
+            self.jobs,
+            self.library,
+            self.evaluator,
+            self.leases,
+            self.replicas,
+            self.judge,
+            settings,
+            self.references,
+            self.queue,
+            self.assigner,
+        )
+
+    def require_usable(self, tasks: TasksSpec | None, tenant: str | None, model: str | None = None) -> None:
+        """Refuse tasks, and the folder of a model, that are not the tenant's to use (None: anybody's).
+
+        Raises InvalidInput with a pointer to each.
+        """
+        self.datasets.require_usable(tasks, tenant)
+        if tenant is not None:
+            named = {"/model/path": model}
+            if tasks is not None:
+                named |= {"/tasks/path": tasks.path, "/tasks/evaluation_path": tasks.evaluation_path}
+            require_within(self.settings.tenant_folders, named)
+
+    def close(self) -> None:
+        """End the connections to the other services, so that no wait for them outlives the process."""
+        for client in (self.inference, self.judge, self.replay, self.values):
+            client.close()

@@ -1,0 +1,1 @@
+"""Uploaded task sets: stored in parts, checked in a confined process, loaded for jobs."""

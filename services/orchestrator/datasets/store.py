@@ -1,0 +1,249 @@
+"""Uploaded task sets: parts with a digest each on their way to one file, a report on every row, then usable by jobs.
+
+uploading -> validating -> ready | invalid
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import redis
+from ulid import ULID
+
+from services.orchestrator import redis_keys as own_keys
+from services.orchestrator.datasets.check import broken_report, report_on
+from services.orchestrator.jobs.commit import timestamp
+from spo.errors import Conflict, FieldViolation, InvalidInput, NotFound, ResourceExhausted
+from spo.observability.logs import get_logger
+from spo.spec.job_spec import TasksSpec
+
+log = get_logger("datasets")
+
+State = Literal["uploading", "validating", "ready", "invalid"]
+TaskFormat = Literal["jsonl", "code_contests", "taco"]
+FileFormat = Literal["jsonl", "parquet"]
+
+LOOK_SECONDS = 1.0
+MAX_UPLOADS = 20
+# Nobody sent a part for so long: the upload is given up.
+ABANDONED_SECONDS = 86_400.0
+PART = "part-"
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What is known of an uploaded task set; digest is the blake3 of the whole file."""
+
+    id: str
+    tenant: str
+    name: str
+    task_format: TaskFormat
+    file_format: FileFormat
+    size_bytes: int
+    uploaded_bytes: int = 0
+    state: State = "uploading"
+    created_at: str = ""
+    touched_at: float = 0.0
+    digest: str = ""
+    report: dict[str, Any] | None = None
+
+
+class Datasets:
+    """Files below the state folder, records in Redis; a record counts a part only when its bytes are on disk."""
+
+    def __init__(self, client: redis.Redis, state_path: Path, max_bytes: int) -> None:
+        self.client = client
+        self.root = state_path / "datasets"
+        self.max_bytes = max_bytes
+        self._lock = threading.Lock()
+
+    def create(self, name: str, task_format: TaskFormat, file_format: FileFormat, size: int, tenant: str) -> Dataset:
+        """Begin an upload of so many bytes. Raises InvalidInput, ResourceExhausted (too many unfinished ones)."""
+        if size > self.max_bytes:
+            message = f"at most {self.max_bytes} bytes are taken"
+            raise InvalidInput(
+                "the dataset is too large",
+                code="dataset_too_large",
+                violations=(FieldViolation("/size_bytes", message),),
+            )
+        open_uploads = [each for each in self._all(tenant) if each.state == "uploading"]
+        if len(open_uploads) >= MAX_UPLOADS:
+            raise ResourceExhausted(f"{MAX_UPLOADS} uploads are unfinished; finish them first", code="too_many_uploads")
+        made = Dataset(
+            f"ds_{ULID()}", tenant, name, task_format, file_format, size, created_at=timestamp(), touched_at=time.time()
+        )
+        (self.root / made.id).mkdir(parents=True)
+        self._store(made)
+        return made
+
+    def get(self, dataset_id: str, tenant: str | None = None) -> Dataset:
+        """Raises NotFound, also for another tenant's (None: anybody's)."""
+        stored: Any = self.client.hget(own_keys.datasets(), dataset_id)
+        found = _decode(stored) if stored else None
+        if found is None or tenant not in (None, found.tenant):
+            raise NotFound(f"there is no dataset {dataset_id}", code="dataset_not_found")
+        return found
+
+    def page(self, tenant: str | None, cursor: str, limit: int) -> tuple[list[Dataset], str | None]:
+        """Newest first, and where the next page begins."""
+        before = f"({cursor}" if cursor else "+"
+        key = own_keys.dataset_index(tenant)
+        ids: Any = self.client.zrevrangebylex(key, before, "-", start=0, num=limit + 1)
+        stored: Any = self.client.hmget(own_keys.datasets(), ids[:limit]) if ids else []
+        found = [_decode(raw) for raw in stored if raw]
+        return found, found[-1].id if len(ids) > limit else None
+
+    def begin_part(self, dataset_id: str, tenant: str | None, offset: int) -> Path:
+        """A new file for a part that is to follow the bytes so far. Raises NotFound, Conflict."""
+        self._check_offset(self.get(dataset_id, tenant), offset)
+        return self.root / dataset_id / f"{PART}{ULID()}"
+
+    def add_part(self, dataset_id: str, offset: int, part: Path) -> Dataset:
+        """Append a part whose digest was right, durably; of two with one offset the first counts. Raises Conflict."""
+        with self._lock:
+            dataset = self.get(dataset_id)
+            self._check_offset(dataset, offset)
+            size = part.stat().st_size
+            if offset + size > dataset.size_bytes:
+                raise Conflict(f"more than the {dataset.size_bytes} bytes announced", code="upload_overflow")
+            self._append(self.file_of(dataset), offset, part)
+            done = offset + size == dataset.size_bytes
+            state: State = "validating" if done else "uploading"
+            grown = replace(dataset, uploaded_bytes=offset + size, touched_at=time.time(), state=state)
+            self._store(grown)
+            return grown
+
+    def delete(self, dataset_id: str, tenant: str | None, users_of: Callable[[str], Sequence[str]]) -> None:
+        """Remove it for good unless jobs use it, which users_of tells by its id.
+
+        Raises NotFound, also for another tenant's (None: anybody's); Conflict (code "dataset_in_use").
+        """
+        with self._lock:
+            dataset = self.get(dataset_id, tenant)
+            if dataset.state == "validating":
+                raise Conflict("its rows are being examined; wait for the report", code="dataset_in_use")
+            if users := users_of(dataset_id):
+                # Some may be the operator's, whose ids are no tenant's business.
+                named = f", such as {users[0]}" if tenant is None else ""
+                raise Conflict(f"unfinished jobs use the dataset: {len(users)}{named}", code="dataset_in_use")
+            self._remove(dataset)
+            log.info("dataset deleted", dataset=dataset.id)
+
+    def file_of(self, dataset: Dataset) -> Path:
+        """Where its bytes are; the suffix tells readers the format."""
+        return (self.root / dataset.id / f"tasks.{dataset.file_format}").absolute()
+
+    def resolve(self, tasks: TasksSpec) -> TasksSpec:
+        """The tasks with a dataset's file in place of its id. Raises InvalidInput (pointer /tasks/id)."""
+        if tasks.kind != "dataset":
+            return tasks
+        dataset = self._usable(tasks, None)
+        update = {"kind": dataset.task_format, "path": str(self.file_of(dataset)), "id": None}
+        return tasks.model_copy(update=update)
+
+    def require_usable(self, tasks: TasksSpec | None, tenant: str | None) -> None:
+        """Refuse a dataset that is not there for the tenant, or not ready. Raises InvalidInput (pointer /tasks/id)."""
+        if tasks is not None and tasks.kind == "dataset":
+            self._usable(tasks, tenant)
+
+    def run(self, stop: threading.Event) -> None:
+        """Report on uploaded files until stop; what a dead process left unfinished begins anew."""
+        while not stop.is_set():
+            try:
+                ids: Any = self.client.smembers(own_keys.open_datasets())
+                stored: Any = self.client.hmget(own_keys.datasets(), list(ids)) if ids else []
+                for dataset in sorted(map(_decode, filter(None, stored)), key=lambda each: each.touched_at):
+                    if stop.is_set():
+                        return
+                    self._advance_alone(dataset)
+            except redis.RedisError as error:
+                log.warning("datasets wait", reason=str(error))
+            stop.wait(LOOK_SECONDS)
+
+    def _advance_alone(self, dataset: Dataset) -> None:
+        """Advance one; what is wrong with it delays no other, and a fault of ours makes it invalid, not us restart."""
+        try:
+            self._advance(dataset)
+        except redis.RedisError:
+            raise
+        except OSError as error:
+            log.warning("a dataset waits", dataset=dataset.id, reason=str(error))
+        except Exception:
+            log.exception("a dataset could not be examined", dataset=dataset.id)
+            report = broken_report("it could not be examined; the log of the orchestrator has the reason")
+            self._store(replace(dataset, state="invalid", report=report))
+
+    def _advance(self, dataset: Dataset) -> None:
+        if dataset.state == "validating":
+            report, digest = report_on(self.file_of(dataset), dataset.task_format)
+            state: State = "ready" if report["problems"] and not report["faults_total"] else "invalid"
+            self._store(replace(dataset, state=state, report=report, digest=digest))
+            log.info("dataset examined", dataset=dataset.id, state=state, problems=report["problems"])
+        elif time.time() - dataset.touched_at > ABANDONED_SECONDS:
+            log.info("an abandoned upload is removed", dataset=dataset.id)
+            self._remove(dataset)
+
+    def _usable(self, tasks: TasksSpec, tenant: str | None) -> Dataset:
+        message = f"there is no dataset {tasks.id}"
+        try:
+            dataset = self.get(tasks.id or "", tenant)
+            if dataset.state == "ready":
+                return dataset
+            message = f"the dataset is {dataset.state}; `spo dataset show {tasks.id}` has its report"
+        except NotFound:
+            pass
+        violation = FieldViolation("/tasks/id", message)
+        raise InvalidInput("the dataset cannot be used", code="dataset_unusable", violations=(violation,))
+
+    def _check_offset(self, dataset: Dataset, offset: int) -> None:
+        if dataset.state != "uploading":
+            raise Conflict(f"the dataset is {dataset.state}; it takes no part", code="upload_complete")
+        if offset != dataset.uploaded_bytes:
+            raise Conflict(
+                f"the next part begins at byte {dataset.uploaded_bytes}, not {offset}", code="upload_offset_mismatch"
+            )
+
+    def _append(self, file: Path, offset: int, part: Path) -> None:
+        file.touch()
+        with file.open("r+b") as target, part.open("rb") as source:
+            # A crash may have left bytes that no record counts.
+            target.truncate(offset)
+            target.seek(offset)
+            shutil.copyfileobj(source, target, 1 << 20)
+            target.flush()
+            os.fsync(target.fileno())
+
+    def _all(self, tenant: str) -> list[Dataset]:
+        ids: Any = self.client.smembers(own_keys.open_datasets())
+        return [each for each in (self.get(raw.decode()) for raw in ids) if each.tenant == tenant]
+
+    def _store(self, dataset: Dataset) -> None:
+        open_ones = own_keys.open_datasets()
+        with self.client.pipeline(transaction=True) as pipe:
+            pipe.hset(own_keys.datasets(), dataset.id, json.dumps(asdict(dataset)))
+            for key in (own_keys.dataset_index(None), own_keys.dataset_index(dataset.tenant)):
+                pipe.zadd(key, {dataset.id: 0})
+            move = pipe.sadd if dataset.state in ("uploading", "validating") else pipe.srem
+            move(open_ones, dataset.id)
+            pipe.execute()
+
+    def _remove(self, dataset: Dataset) -> None:
+        shutil.rmtree(self.root / dataset.id, ignore_errors=True)
+        with self.client.pipeline(transaction=True) as pipe:
+            for key in (own_keys.dataset_index(None), own_keys.dataset_index(dataset.tenant)):
+                pipe.zrem(key, dataset.id)
+            pipe.srem(own_keys.open_datasets(), dataset.id)
+            pipe.hdel(own_keys.datasets(), dataset.id)
+            pipe.execute()
+
+
+def _decode(raw: bytes) -> Dataset:
+    return Dataset(**json.loads(raw))

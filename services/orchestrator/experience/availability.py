@@ -1,0 +1,92 @@
+"""Experience from before a job: which prompts may take it, and when it is there to be taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import redis
+
+from services.orchestrator.datasets.library import prompt_of
+from services.orchestrator.jobs.states import TERMINAL
+from spo import redis_keys
+from spo.errors import FieldViolation, InvalidInput, NotReady
+from spo.experience.store import ExperienceStore
+from spo.spec.job_spec import JobSpec
+from spo.tasks.decontaminate import ContaminationIndex
+from spo.tasks.problem import Problem, TaskSets
+
+PROMPTS_PER_WRITE = 256
+_ENDED = {state.value.encode() for state in TERMINAL}
+
+
+def needs_estimates(spec: JobSpec) -> bool:
+    """Whether value-estimation has anything to do for a job before it trains."""
+    offline = spec.offline
+    wants_programs = offline.human_solutions or offline.wrong_human_solutions
+    return spec.value is not None or wants_programs or bool(offline.experience)
+
+
+def require_stored(client: redis.Redis, store: ExperienceStore, spec: JobSpec, tenant: str) -> None:
+    """Refuse a spec that names a run nobody has stored, or another tenant has.
+
+    Raises InvalidInput with the pointer of each.
+    """
+    violations = []
+    for index, wanted in enumerate(spec.offline.experience):
+        if wanted.run is not None and not _is_there(client, store, wanted.run, tenant):
+            message = f"there is no stored run or import {wanted.run}; `spo experience ls` shows what there is"
+            violations.append(FieldViolation(f"/offline/experience/{index}/run", message))
+    if violations:
+        raise InvalidInput("stored experience is missing", code="unknown_experience", violations=tuple(violations))
+
+
+def await_stored(client: redis.Redis, spec: JobSpec) -> None:
+    """Raise NotReady while an ended run that the job names is still on its way into the store."""
+    for run_id in {wanted.run for wanted in spec.offline.experience if wanted.run}:
+        with client.pipeline(transaction=False) as pipe:
+            pipe.get(redis_keys.run_state(run_id))
+            pipe.hget(redis_keys.replay_counters(run_id), "number")
+            pipe.hget(redis_keys.replay_stored(run_id), "written")
+            state, number, written = pipe.execute()
+        if state in _ENDED and int(written or 0) < int(number or 0):
+            raise NotReady(f"the experience of {run_id} is being stored: {int(written or 0)} of {int(number)}")
+
+
+def write_prompts(client: redis.Redis, job_id: str, problems: Sequence[Problem], spec: JobSpec) -> None:
+    """Leave the prompts where the replay buffer finds them when it stores their trajectories."""
+    key = redis_keys.run_prompts(job_id)
+    for start in range(0, len(problems), PROMPTS_PER_WRITE):
+        chunk = problems[start : start + PROMPTS_PER_WRITE]
+        client.hset(key, mapping={each.problem_id: prompt_of(each, spec).SerializeToString() for each in chunk})
+
+
+class Decontamination:
+    """Whether a training problem may take stored experience: not where it copies a held-out one."""
+
+    def __init__(self, tasks: TaskSets, spec: JobSpec) -> None:
+        self.tasks = tasks
+        self.spec = spec
+        self.left_out = 0
+
+    def may_import(self, problem: Problem) -> bool:
+        """Also counts those that may not."""
+        if not self.spec.offline.experience:
+            return False
+        copies = self._index is not None and self._index.find_copy(problem) is not None
+        self.left_out += copies
+        return not copies
+
+    @cached_property
+    def _index(self) -> ContaminationIndex | None:
+        if not (self.spec.offline.decontaminate and self.tasks.evaluation):
+            return None
+        return ContaminationIndex(self.tasks.evaluation, self.spec.tasks.near_duplicate_similarity)
+
+
+def _is_there(client: redis.Redis, store: ExperienceStore, run: str, tenant: str) -> bool:
+    record: Any = client.hget(redis_keys.job_record(run), "tenant")
+    if record is not None:
+        return bool(record.decode() == tenant)
+    return any(file.origin.tenant == tenant for file in store.files(run))

@@ -1,0 +1,138 @@
+"""Experience from elsewhere: rows of a file become stored trajectories, judged where they bring no reward."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from blake3 import blake3
+
+from services.orchestrator.evaluation.scorer import upload_tests
+from services.orchestrator.schemas import experience as schemas
+from spo.errors import FieldViolation, InvalidInput, NotReady
+from spo.experience.columns import StoredTrajectory
+from spo.experience.import_row import ImportTerms, ProblemIndex, RowRefusal, stored_row
+from spo.experience.store import ExperienceStore, Origin
+from spo.experience.uploads import UploadedRow, UploadFormat, uploaded_rows
+from spo.rpc.client import RpcClient
+from spo.spec.reward import reward_of
+from spo.spec.tasks import RewardSpec
+from spo.tasks.problem import Problem, extract_program
+from spo.v1.judge_service_pb2 import PRIORITY_TRAINING, JudgeRequest, JudgeResponse
+from spo.v1.verdict_pb2 import OUTCOME_INTERNAL_ERROR, Verdict
+
+SHOWN_FAULTS = 100
+PROGRAMS_PER_CALL = 64
+JUDGE_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """How an upload is to be read; `judging` says for which rows a verdict is asked for."""
+
+    terms: ImportTerms
+    upload_format: UploadFormat
+    judging: Literal["missing", "all", "never"]
+    keep_good: bool
+    tenant: str
+
+
+def import_rows(
+    store: ExperienceStore, judge: RpcClient, problems: Sequence[Problem], body: bytes, requested: ImportOptions
+) -> schemas.ImportReport:
+    """Store a file's rows under the name of the terms; the same file again changes nothing.
+
+    Raises InvalidInput (code "bad_rows", a violation per row) when rows are refused and the good ones are not to be
+    kept, NotReady when the judge could not decide: nothing is stored then.
+    """
+    index = ProblemIndex(problems)
+    good, faults, rows = _sort_out(uploaded_rows(body, requested.upload_format), index, requested.terms)
+    if faults and not requested.keep_good:
+        raise _refusal(faults, rows)
+    unique = {row.trajectory.trajectory_id: row for row in good}
+    judged = judge_rows(judge, index, [row for row in unique.values() if not row.trajectory.HasField("reward")])
+    name = f"part-{blake3(body + repr(requested).encode()).hexdigest(16)}"
+    by_reference: dict[str, list[StoredTrajectory]] = defaultdict(list)
+    for row in unique.values():
+        by_reference[row.trajectory.reference_hash].append(row)
+    for reference_hash, chosen in by_reference.items():
+        terms = requested.terms
+        origin = Origin(
+            terms.run, "import", terms.task_set, reference_hash, licence=terms.licence, tenant=requested.tenant
+        )
+        store.write(origin, name, chosen)
+    return schemas.ImportReport(
+        run=requested.terms.run,
+        rows=rows,
+        stored=len(unique),
+        refused=len(faults),
+        judged=judged,
+        duplicates=len(good) - len(unique),
+        faults=faults[:SHOWN_FAULTS],
+        faults_by_code=dict(Counter(fault.code for fault in faults)),
+    )
+
+
+def judge_rows(judge: RpcClient, index: ProblemIndex, rows: Iterable[StoredTrajectory]) -> int:
+    """Set verdict and reward of each row by its problem's tests; returns how many rows that were.
+
+    Raises NotReady when the judge could not decide on a program.
+    """
+    by_problem: dict[str, list[StoredTrajectory]] = defaultdict(list)
+    for row in rows:
+        by_problem[row.prompt.prompt_id].append(row)
+    problems = [found for prompt_id in by_problem if (found := index.find(prompt_id, "")) is not None]
+    upload_tests(judge, problems)
+    for problem in problems:
+        same = by_problem[problem.problem_id]
+        programs = [extract_program(row.trajectory.response_text, problem.response_format) for row in same]
+        verdicts = _verdicts(judge, problem, list(dict.fromkeys(programs)))
+        for row, program in zip(same, programs, strict=True):
+            row.trajectory.verdict.CopyFrom(verdicts[program])
+            row.trajectory.reward = reward_of(verdicts[program], RewardSpec())
+    return sum(map(len, by_problem.values()))
+
+
+def _verdicts(judge: RpcClient, problem: Problem, programs: Sequence[str]) -> dict[str, Verdict]:
+    found: dict[str, Verdict] = {}
+    for start in range(0, len(programs), PROGRAMS_PER_CALL):
+        chunk = programs[start : start + PROGRAMS_PER_CALL]
+        request = JudgeRequest(
+            programs=chunk, language=problem.language, tests_digest=problem.tests_digest, priority=PRIORITY_TRAINING
+        )
+        reply: JudgeResponse = judge.call("Judge", request, JUDGE_SECONDS)
+        if any(verdict.outcome == OUTCOME_INTERNAL_ERROR for verdict in reply.verdicts):
+            raise NotReady("the judge could not decide on a program", code="judge_fault")
+        found |= zip(chunk, reply.verdicts, strict=True)
+    return found
+
+
+def _sort_out(
+    uploaded: Iterable[UploadedRow], index: ProblemIndex, terms: ImportTerms
+) -> tuple[list[StoredTrajectory], list[schemas.RowFault], int]:
+    good: list[StoredTrajectory] = []
+    faults: list[schemas.RowFault] = []
+    rows = 0
+    for row in uploaded:
+        rows += 1
+        try:
+            good.append(stored_row(row, index, terms))
+        except RowRefusal as refusal:
+            fault = {"code": refusal.code, "pointer": refusal.pointer, "message": refusal.message}
+            faults.append(schemas.RowFault(row=row.number, **fault))
+    return good, faults, rows
+
+
+def _refusal(faults: Sequence[schemas.RowFault], rows: int) -> InvalidInput:
+    shown = tuple(
+        FieldViolation(f"/rows/{fault.row}{fault.pointer}", f"{fault.code}: {fault.message}")
+        for fault in faults[:SHOWN_FAULTS]
+    )
+    counts = ", ".join(f"{code} {count}" for code, count in Counter(fault.code for fault in faults).most_common())
+    return InvalidInput(
+        f"{len(faults)} of {rows} rows cannot be imported ({counts}); nothing is stored. keep_good stores the others",
+        code="bad_rows",
+        violations=shown,
+    )

@@ -1,0 +1,133 @@
+"""New verdicts for stored trajectories: other tests of a task set, or another judge, under a lineage of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from services.orchestrator.experience import queries
+from services.orchestrator.experience.imports import judge_rows
+from services.orchestrator.schemas import experience as schemas
+from spo import redis_keys
+from spo.errors import InvalidInput
+from spo.experience.columns import StoredTrajectory
+from spo.experience.import_row import ProblemIndex
+from spo.experience.store import ExperienceStore, Origin, StoredFile
+from spo.rpc.client import RpcClient
+from spo.tasks.problem import Problem
+from spo.v1.judge_service_pb2 import DescribeJudgeRequest, DescribeJudgeResponse
+from spo.v1.prompt_pb2 import Prompt
+from spo.v1.trajectory_pb2 import Trajectory
+from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, Outcome
+
+SHOWN_CHANGES = 100
+
+
+@dataclass
+class Rejudging:
+    """One pass over a part of the store with the tests of a task set; rows already judged so are left alone."""
+
+    store: ExperienceStore
+    judge: RpcClient
+    problems: Sequence[Problem]
+    task_set: str
+    name: str
+    tenant: str
+    writes: bool
+    looked_at: int = field(default=0, init=False)
+    judged: int = field(default=0, init=False)
+    unknown: int = field(default=0, init=False)
+    accepted: int = field(default=0, init=False)
+    rejected: int = field(default=0, init=False)
+    changes: list[schemas.ChangedVerdict] = field(default_factory=list, init=False)
+
+    def run(self, scope: queries.Scope) -> schemas.RejudgeReport:
+        """Judge and, unless it is only looked at, store the rows under the new name; repeating it changes nothing.
+
+        Raises NotFound, NotReady.
+        """
+        index = ProblemIndex(self.problems)
+        reply: DescribeJudgeResponse = self.judge.call("DescribeJudge", DescribeJudgeRequest())
+        seen: set[str] = set()
+        for file in scope.files(self.store):
+            if file.origin.run != self.name:
+                self._file(file, index, reply.judge_version, seen)
+        return schemas.RejudgeReport(
+            run=self.name if self.writes and self.judged else None,
+            looked_at=self.looked_at,
+            judged=self.judged,
+            unknown_problems=self.unknown,
+            newly_accepted=self.accepted,
+            newly_rejected=self.rejected,
+            changed=self.changes[:SHOWN_CHANGES],
+        )
+
+    def _file(self, file: StoredFile, index: ProblemIndex, judge_version: str, seen: set[str]) -> None:
+        before = [row for batch in self.store.batches(file) for row in self._outdated(batch, index, judge_version)]
+        before = [row for row in before if row.trajectory.trajectory_id not in seen]
+        seen.update(row.trajectory.trajectory_id for row in before)
+        after = [self._anew(row, index) for row in before]
+        judge_rows(self.judge, index, after)
+        for old, new in zip(before, after, strict=True):
+            self._compare(old.trajectory, new.trajectory)
+        self.judged += len(after)
+        if self.writes and after:
+            reference_hash, licence = file.origin.reference_hash, file.origin.licence
+            parents = (file.origin.run,)
+            origin = Origin(self.name, "rejudge", self.task_set, reference_hash, licence, parents, self.tenant)
+            self.store.write(origin, f"part-{redis_keys.digest(file.path)[:32]}", after)
+
+    def _outdated(
+        self, batch: Iterable[StoredTrajectory], index: ProblemIndex, judge_version: str
+    ) -> Iterable[StoredTrajectory]:
+        for row in batch:
+            self.looked_at += 1
+            problem = index.find(row.prompt.prompt_id, row.prompt.text)
+            if problem is None:
+                self.unknown += 1
+                continue
+            verdict = row.trajectory.verdict
+            if problem.tests_digest != row.prompt.tests_digest or verdict.judge_version != judge_version:
+                yield row
+
+    def _anew(self, row: StoredTrajectory, index: ProblemIndex) -> StoredTrajectory:
+        problem = index.find(row.prompt.prompt_id, row.prompt.text)
+        if problem is None:
+            raise InvalidInput(f"no problem for {row.trajectory.trajectory_id}")
+        was, anew = row.trajectory, Trajectory()
+        anew.CopyFrom(was)
+        anew.ClearField("verdict")
+        if problem.tests_digest != row.prompt.tests_digest:
+            # The labels count successes by the old tests.
+            del anew.annotations[:]
+        anew.trajectory_id = "traj_" + redis_keys.digest(self.name, was.trajectory_id)[:32]
+        anew.parents[:] = [was.trajectory_id]
+        anew.run_id = self.name
+        anew.prompt_id = problem.problem_id
+        prompt = Prompt(
+            prompt_id=problem.problem_id,
+            text=problem.statement,
+            task_set=self.task_set,
+            tests_digest=problem.tests_digest,
+            language=problem.language,
+            response_format=problem.response_format,
+        )
+        return StoredTrajectory(anew, prompt, row.reference_dtype)
+
+    def _compare(self, old: Trajectory, new: Trajectory) -> None:
+        before = _outcome(old)
+        after = _outcome(new)
+        if (before == "accepted") == (after == "accepted"):
+            return
+        accepted = new.verdict.outcome == OUTCOME_ACCEPTED
+        self.accepted += accepted
+        self.rejected += not accepted
+        self.changes.append(
+            schemas.ChangedVerdict(trajectory_id=old.trajectory_id, prompt_id=new.prompt_id, before=before, after=after)
+        )
+
+
+def _outcome(trajectory: Trajectory) -> str:
+    if trajectory.HasField("verdict"):
+        return Outcome.Name(trajectory.verdict.outcome).removeprefix("OUTCOME_").lower()
+    return "accepted" if trajectory.reward == 0 else "rewarded at import"

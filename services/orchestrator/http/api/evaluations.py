@@ -1,0 +1,121 @@
+"""Ask how good a weight version or checkpoint is, on any task set."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from services.orchestrator.container import AppContext
+from services.orchestrator.evaluation.on_demand import OnDemandEvaluation
+from services.orchestrator.http import views
+from services.orchestrator.http.dependencies import ContextOf, PrincipalOf
+from spo.errors import FieldViolation, InvalidInput, NotFound
+from spo.spec.job_spec import EvaluationSpec, TasksSpec
+
+router = APIRouter(prefix="/v1/evaluations", tags=["evaluations"])
+
+EvaluationId = Annotated[str, Path(pattern=r"^eval_[0-9A-HJKMNP-TV-Z]{26}$")]
+
+
+class EvaluationRequest(BaseModel):
+    """Which policy, and the exam. Without version and checkpoint_step: the newest version; 0 is the reference."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    job_id: str = Field(pattern=r"^job_[0-9A-HJKMNP-TV-Z]{26}$")
+    version: int | None = Field(default=None, ge=0, le=2**53)
+    checkpoint_step: int | None = Field(default=None, ge=1, le=2**53, description="The weights of this checkpoint.")
+    tasks: TasksSpec | None = Field(default=None, description="Whose held-out problems; default: the job's.")
+    samples: int = Field(default=20, ge=1, le=10_000)
+    temperature: float = Field(default=0.4, gt=0, le=5)
+    top_p: float = Field(default=0.95, gt=0, le=1)
+    ks: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1, 10), min_length=1, max_length=64)
+
+
+class Evaluation(BaseModel):
+    id: str
+    job_id: str
+    version: int
+    tasks: dict[str, Any] | None
+    protocol: dict[str, Any]
+    state: str
+    created_at: str
+    result: dict[str, Any] | None
+    failure: dict[str, str]
+
+
+class EvaluationList(BaseModel):
+    """Without the tables of problems."""
+
+    items: list[Evaluation]
+
+
+@router.post("", status_code=202)
+def ask(context: ContextOf, principal: PrincipalOf, wanted: EvaluationRequest, response: Response) -> Evaluation:
+    """Queue an evaluation; it is carried out when no other job is active."""
+    _check_owner(context, principal.sees_tenant, wanted.job_id)
+    context.require_usable(wanted.tasks, principal.sees_tenant)
+    if wanted.samples < max(wanted.ks):
+        message = f"pass@{max(wanted.ks)} needs at least {max(wanted.ks)} samples"
+        raise InvalidInput(message, code="invalid_request", violations=(FieldViolation("/ks", message),))
+    protocol = EvaluationSpec(samples=wanted.samples, temperature=wanted.temperature, top_p=wanted.top_p, ks=wanted.ks)
+    asked = context.on_demand_evaluations.ask(wanted.job_id, _version(context, wanted), wanted.tasks, protocol)
+    response.headers["Location"] = f"/v1/evaluations/{asked.id}"
+    return _shown(asked)
+
+
+@router.get("")
+def list_evaluations(context: ContextOf, principal: PrincipalOf) -> EvaluationList:
+    """Newest first."""
+    found = [each for each in context.on_demand_evaluations.all() if _may_see(context, principal.sees_tenant, each)]
+    for each in found:
+        if each.result:
+            each.result.pop("per_problem", None)
+    return EvaluationList(items=[_shown(each) for each in found])
+
+
+@router.get("/{evaluation_id}")
+def get_evaluation(context: ContextOf, principal: PrincipalOf, evaluation_id: EvaluationId) -> Evaluation:
+    """One evaluation with its table of problems."""
+    found = context.on_demand_evaluations.get(evaluation_id)
+    if not _may_see(context, principal.sees_tenant, found):
+        raise NotFound(f"there is no evaluation {evaluation_id}", code="evaluation_not_found")
+    return _shown(found)
+
+
+def _version(context: AppContext, wanted: EvaluationRequest) -> int:
+    if wanted.version is not None:
+        return wanted.version
+    if wanted.checkpoint_step is None:
+        return max((int(each["version"]) for each in context.weights.versions(wanted.job_id)), default=0)
+    heads = {head.step: head for head in views.checkpoints(context, wanted.job_id)}
+    if wanted.checkpoint_step not in heads:
+        message = f"job {wanted.job_id} has checkpoints at {sorted(heads) or 'no step'}"
+        raise InvalidInput(
+            message, code="invalid_evaluation", violations=(FieldViolation("/checkpoint_step", message),)
+        )
+    return heads[wanted.checkpoint_step].weight_version
+
+
+def _shown(found: OnDemandEvaluation) -> Evaluation:
+    return Evaluation(**asdict(found))
+
+
+def _may_see(context: AppContext, tenant: str | None, found: OnDemandEvaluation) -> bool:
+    """Whether a tenant (None: all of them) owns an evaluation, also once its job is deleted."""
+    if tenant is None or found.tenant is not None:
+        return tenant in (None, found.tenant)
+    try:
+        return context.jobs.tenant(found.job_id) == tenant
+    except NotFound:
+        return False
+
+
+def _check_owner(context: AppContext, tenant: str | None, job_id: str) -> None:
+    """Another tenant's job is as absent as one that never was."""
+    context.jobs.state(job_id)
+    if tenant not in (None, context.jobs.tenant(job_id)):
+        raise NotFound(f"there is no job {job_id}", code="job_not_found")

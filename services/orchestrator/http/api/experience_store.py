@@ -1,0 +1,219 @@
+"""The cross-run experience store: what there is, imports and exports, new verdicts, pruning."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Query, Request
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.concurrency import run_in_threadpool
+from ulid import ULID
+
+from services.orchestrator.auth.principals import Principal
+from services.orchestrator.container import AppContext
+from services.orchestrator.experience import maintenance, queries
+from services.orchestrator.experience.exports import exported
+from services.orchestrator.experience.imports import ImportOptions, import_rows
+from services.orchestrator.experience.rejudge import Rejudging
+from services.orchestrator.http.dependencies import ContextOf, Limit, PrincipalOf
+from services.orchestrator.lifecycle.submission import parse_json
+from services.orchestrator.schemas import experience as schemas
+from spo.errors import Conflict, FieldViolation, InvalidInput, NotFound
+from spo.experience.import_row import ImportTerms
+from spo.experience.uploads import UploadFormat
+from spo.model.folder import inspect_model_folder
+from spo.spec.job_spec import SourceName, TasksSpec
+from spo.spec.violations import violations_of
+
+router = APIRouter(prefix="/v1/experience", tags=["experience store"])
+
+RUN_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,199}$"
+UPLOAD_FORMATS: dict[str, UploadFormat] = {
+    "application/x-ndjson": "jsonl",
+    "application/vnd.apache.parquet": "parquet",
+}
+_FILES: dict[str, Any] = {
+    "content": {kind: {"schema": {"type": "string", "format": "binary"}} for kind in UPLOAD_FORMATS}
+}
+RunName = Annotated[str | None, Query(pattern=RUN_PATTERN, description="A job's id or a name.")]
+TaskSet = Annotated[str | None, Query(max_length=200)]
+
+
+@router.get("")
+def list_runs(
+    context: ContextOf, principal: PrincipalOf, run: RunName = None, task_set: TaskSet = None
+) -> schemas.StoredRuns:
+    """Stored runs and imports with their lineage, newest first."""
+    scope = queries.Scope(principal.sees_tenant, run, task_set)
+    return schemas.StoredRuns(items=queries.runs(context.redis, context.experience, scope))
+
+
+@router.get("/stats")
+def statistics(
+    context: ContextOf, principal: PrincipalOf, run: RunName = None, task_set: TaskSet = None
+) -> schemas.ExperienceStatistics:
+    """Counts by run, source, outcome, judge and licence."""
+    return queries.statistics(context.experience, queries.Scope(principal.sees_tenant, run, task_set))
+
+
+@router.get("/rows")
+def list_rows(
+    context: ContextOf,
+    principal: PrincipalOf,
+    run: RunName = None,
+    task_set: TaskSet = None,
+    prompt_id: Annotated[str, Query(pattern=r"^[A-Za-z0-9_.-]{0,200}$")] = "",
+    source: SourceName | None = None,
+    right: bool | None = None,
+    limit: Limit = 50,
+    cursor: Annotated[str, Query(max_length=4000)] = "",
+) -> schemas.StoredRowPage:
+    """Stored trajectories, by run, prompt, source or outcome."""
+    scope = queries.Scope(principal.sees_tenant, run, task_set)
+    return queries.rows(context.experience, scope, queries.RowFilter(prompt_id, source or "", right), limit, cursor)
+
+
+@router.get("/rows/{trajectory_id}")
+def get_row(
+    context: ContextOf, principal: PrincipalOf, trajectory_id: Annotated[str, Path(pattern=r"^[A-Za-z0-9_.-]{1,200}$")]
+) -> schemas.StoredRowDetail:
+    """One stored trajectory with every column of the file format."""
+    return queries.row(context.experience, queries.Scope(principal.sees_tenant), trajectory_id)
+
+
+class Chosen(BaseModel):
+    """Part of the store in a request's body."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    run: str | None = Field(default=None, pattern=RUN_PATTERN)
+    task_set: str | None = Field(default=None, max_length=200)
+
+
+class Export(Chosen):
+    right: bool | None = Field(default=None, description="Only successes, or only failures.")
+    format: Literal["jsonl", "parquet"] = "jsonl"
+
+
+class Rejudge(Chosen):
+    job: str | None = Field(default=None, pattern=r"^job_[0-9A-Z]{26}$", description="Judge by this job's tasks ...")
+    tasks: TasksSpec | None = Field(default=None, description="... or by these.")
+    name: str | None = Field(default=None, pattern=RUN_PATTERN, description="Of the new lineage; default: a new one.")
+    dry_run: bool = False
+
+
+class Compact(Chosen):
+    dry_run: bool = False
+
+
+class Prune(Chosen):
+    older_than_days: float | None = Field(default=None, ge=0, le=36500)
+    dry_run: bool = False
+
+
+@router.post("/import", status_code=201, openapi_extra={"requestBody": {"required": True, **_FILES}})
+async def import_experience(
+    request: Request,
+    context: ContextOf,
+    principal: PrincipalOf,
+    name: Annotated[str, Query(pattern=RUN_PATTERN, description="Of the import; jobs name it as their source.")],
+    job: Annotated[str | None, Query(pattern=r"^job_[0-9A-Z]{26}$")] = None,
+    tasks: Annotated[str | None, Query(max_length=10_000, description="TasksSpec as JSON, instead of a job.")] = None,
+    licence: Annotated[str, Query(max_length=200)] = "",
+    reward_scale: Annotated[float, Query(allow_inf_nan=False)] = 1.0,
+    reward_shift: Annotated[float, Query(allow_inf_nan=False)] = 0.0,
+    judging: Literal["missing", "all", "never"] = "missing",
+    keep_good: bool = False,
+) -> schemas.ImportReport:
+    """Rows of prompts, responses and perhaps rewards; all or none are stored, unless the good ones are to be kept."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip()
+    if kind not in UPLOAD_FORMATS:
+        raise InvalidInput(f"send the rows as one of {', '.join(UPLOAD_FORMATS)}", code="unsupported_media_type")
+    asked = _parse_tasks(tasks) if tasks else None
+    body = await request.body()
+
+    def carry_out() -> schemas.ImportReport:
+        spec, model_hash = _tasks_of(context, principal, job, asked)
+        _check_name(context, principal, name, "import")
+        terms = ImportTerms(
+            run=name,
+            task_set=spec.kind,
+            reward_scale=reward_scale,
+            reward_shift=reward_shift,
+            needs_reward=judging == "never",
+            ignores_rewards=judging == "all",
+            model_hash=model_hash,
+            licence=licence,
+        )
+        requested = ImportOptions(terms, UPLOAD_FORMATS[kind], judging, keep_good, principal.tenant)
+        return import_rows(context.experience, context.judge, context.library.load(spec).train, body, requested)
+
+    return await run_in_threadpool(carry_out)
+
+
+@router.post("/export", response_class=StreamingResponse, responses={200: _FILES})
+def export_experience(context: ContextOf, principal: PrincipalOf, requested: Export) -> StreamingResponse:
+    """The chosen trajectories as JSONL, a column per field, or as one Parquet file of the store's own format."""
+    scope = queries.Scope(principal.sees_tenant, requested.run, requested.task_set)
+    scope.files(context.experience)
+    rows = queries.every_row(context.experience, scope, queries.RowFilter(right=requested.right))
+    kind = next(name for name, upload_format in UPLOAD_FORMATS.items() if upload_format == requested.format)
+    return StreamingResponse(exported(rows, requested.format), media_type=kind)
+
+
+@router.post("/rejudge")
+def rejudge(context: ContextOf, principal: PrincipalOf, requested: Rejudge) -> schemas.RejudgeReport:
+    """Judge stored trajectories by the tests that a task set has now; the answers are stored as a new lineage."""
+    spec, _ = _tasks_of(context, principal, requested.job, requested.tasks)
+    name = requested.name or f"rejudge-{ULID()}"
+    _check_name(context, principal, name, "rejudge")
+    tasks = context.library.load(spec)
+    pass_over = Rejudging(
+        context.experience, context.judge, tasks.train, spec.kind, name, principal.tenant, writes=not requested.dry_run
+    )
+    return pass_over.run(queries.Scope(principal.sees_tenant, requested.run, requested.task_set))
+
+
+@router.post("/compact")
+def compact(context: ContextOf, principal: PrincipalOf, requested: Compact) -> schemas.CompactReport:
+    """Merge many small files into few; jobs under way are left alone, and what is read does not change."""
+    scope = queries.Scope(principal.sees_tenant, requested.run, requested.task_set)
+    return maintenance.compact(context.redis, context.experience, scope, requested.dry_run)
+
+
+@router.post("/prune")
+def prune(context: ContextOf, principal: PrincipalOf, requested: Prune) -> schemas.PruneReport:
+    """Remove stored experience for good: of one run, of a task set, or what is older than so many days."""
+    scope = queries.Scope(principal.sees_tenant, requested.run, requested.task_set)
+    return maintenance.prune(context.redis, context.experience, scope, requested.older_than_days, requested.dry_run)
+
+
+def _tasks_of(
+    context: AppContext, principal: Principal, job: str | None, tasks: TasksSpec | None
+) -> tuple[TasksSpec, str]:
+    """The tasks that are meant, and the hash of the model where a job says so. Raises InvalidInput, NotFound."""
+    if (job is None) == (tasks is None):
+        violation = FieldViolation("/job", "name either a job or tasks")
+        raise InvalidInput("which problems are meant?", violations=(violation,))
+    if tasks is not None:
+        context.require_usable(tasks, principal.sees_tenant)
+        return tasks, ""
+    if not principal.is_admin and context.jobs.tenant(str(job)) != principal.tenant:
+        raise NotFound(f"there is no job {job}", code="job_not_found")
+    spec = context.jobs.spec(str(job))
+    return spec.tasks, inspect_model_folder(spec.model.path).model_hash
+
+
+def _parse_tasks(text: str) -> TasksSpec:
+    try:
+        return TasksSpec.model_validate(parse_json(text.encode()))
+    except ValidationError as error:
+        raise InvalidInput("the tasks are not valid", code="invalid_tasks", violations=violations_of(error)) from None
+
+
+def _check_name(context: AppContext, principal: Principal, name: str, kind: str) -> None:
+    """A name belongs to one tenant and one kind; jobs' ids are the jobs'. Raises Conflict."""
+    theirs = [file.origin for file in context.experience.files(name)]
+    if name.startswith("job_") or any((each.kind, each.tenant) != (kind, principal.tenant) for each in theirs):
+        raise Conflict(f"the name {name} is taken; choose another", code="name_taken")

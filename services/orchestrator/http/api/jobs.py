@@ -1,0 +1,228 @@
+"""Submit, list, read and steer jobs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Header, Query, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
+from starlette.concurrency import run_in_threadpool
+
+from services.orchestrator import schemas
+from services.orchestrator.auth.principals import Principal
+from services.orchestrator.container import AppContext
+from services.orchestrator.experience.availability import require_stored
+from services.orchestrator.http import views
+from services.orchestrator.http.dependencies import ContextOf, JobId, Limit, PrincipalOf, with_etag
+from services.orchestrator.jobs.states import (
+    CANCEL,
+    PAUSE,
+    RESUME,
+    JobAction,
+    JobState,
+    refuse,
+)
+from services.orchestrator.lifecycle.forks import ForkOptions
+from services.orchestrator.lifecycle.shared_rollout_rules import require_followable
+from services.orchestrator.lifecycle.submission import accept
+from spo import redis_keys
+from spo.errors import InvalidInput, ResourceExhausted
+from spo.spec.job_spec import JobSpec
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+Labels = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=800)]] | None,
+    Query(max_length=16, description="`key` or `key:value`; repeated: a job has all of them."),
+]
+
+
+def _written_out(at: Any) -> Any:
+    # Numbers would pass for seconds since 1970.
+    if isinstance(at, str) and "T" not in at.upper():
+        raise ValueError("write it as RFC 3339: 2026-01-31T12:00:00Z")
+    return at
+
+
+Moment = Annotated[AwareDatetime, BeforeValidator(_written_out)]
+IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
+
+
+class ForkRequest(BaseModel):
+    """Where to start: a weight version, by default the newest, or a checkpoint with its optimiser state."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    version: int | None = Field(default=None, ge=1, le=2**53, description="Start at step 0 with these weights.")
+    checkpoint_step: int | None = Field(default=None, ge=1, le=2**53, description="Go on from this checkpoint.")
+    as_reference: bool = Field(
+        default=False, description="The weights become pi0, with new values; otherwise pi0 is the parent's."
+    )
+    overrides: dict[str, Any] = Field(
+        default_factory=dict, max_length=64, description="Changes to the parent's JobSpec (JSON merge patch)."
+    )
+
+
+_SPEC_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/JobSpec"}}},
+    }
+}
+
+
+@router.post("", status_code=202, response_model=schemas.Job, openapi_extra=_SPEC_BODY)
+async def submit(
+    request: Request,
+    context: ContextOf,
+    principal: PrincipalOf,
+    validate_only: bool = False,
+    idempotency_key: IdempotencyKey = None,
+) -> Response:
+    """Submit a JobSpec. With `validate_only` nothing is created and the resolved spec comes back."""
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise InvalidInput("send the job spec as application/json", code="unsupported_media_type")
+    body = await request.body()
+    return await run_in_threadpool(_submit, request, context, principal, body, validate_only, idempotency_key)
+
+
+def _submit(
+    request: Request, context: AppContext, principal: Principal, body: bytes, validate_only: bool, key: str | None
+) -> Response:
+    spec, job_id = submit_spec(context, principal, body, validate_only, key)
+    if job_id is None:
+        return JSONResponse(spec.model_dump(mode="json"))
+    return with_etag(request, views.job(context, job_id), 202, f"/v1/jobs/{job_id}")
+
+
+def submit_spec(
+    context: AppContext, principal: Principal, body: bytes, validate_only: bool, key: str | None
+) -> tuple[JobSpec, str | None]:
+    """The resolved spec and the id of its job, None when it was only to be checked. Raises InvalidInput, quota."""
+    spec = accept(
+        body,
+        context.library,
+        lambda asked: context.require_usable(asked.tasks, principal.sees_tenant, asked.model.path),
+    )
+    require_stored(context.redis, context.experience, spec, principal.tenant)
+    require_followable(context.jobs, spec, principal.tenant)
+    if validate_only:
+        return spec, None
+    _check_quota(context, principal)
+    return spec, context.jobs.submit(spec, key, actor=principal.name, tenant=principal.tenant)
+
+
+def _check_quota(context: AppContext, principal: Principal) -> None:
+    if principal.max_active_jobs is not None and context.jobs.active_of(principal.tenant) >= principal.max_active_jobs:
+        raise ResourceExhausted(
+            f"this key may have {principal.max_active_jobs} jobs that have not ended", code="quota_exceeded"
+        )
+
+
+@router.get("")
+def list_jobs(
+    context: ContextOf,
+    principal: PrincipalOf,
+    status: JobState | None = None,
+    label: Labels = None,
+    created_from: Moment | None = None,
+    created_to: Moment | None = None,
+    limit: Limit = 50,
+    cursor: Annotated[str | None, Query(pattern=r"^\d{1,15}$")] = None,
+) -> schemas.JobPage:
+    """Jobs, newest first."""
+    created = (_unix_ms(created_from), _unix_ms(created_to))
+    page = context.jobs.page([status] if status else [], cursor, limit, principal.sees_tenant, label or (), created)
+    return schemas.JobPage(items=views.job_summaries(context, page.job_ids), next_cursor=page.next_cursor)
+
+
+def _unix_ms(at: AwareDatetime | None) -> int | None:
+    return None if at is None else int(at.timestamp() * 1000)
+
+
+@router.get("/{job_id}", response_model=schemas.Job)
+def get_job(request: Request, context: ContextOf, job_id: JobId) -> Response:
+    """One job with its progress, its spec and who waits for whom."""
+    return with_etag(request, views.job(context, job_id))
+
+
+@router.delete("/{job_id}", status_code=204)
+def delete_job(context: ContextOf, job_id: JobId) -> None:
+    """Delete an ended job with its trajectories, weights and checkpoints; the experience store keeps what it has."""
+    context.deletion.delete(job_id)
+
+
+@router.post("/{job_id}/cancel", status_code=202)
+def cancel(context: ContextOf, job_id: JobId) -> schemas.JobSummary:
+    """Stop a job for good."""
+    return _act(context, job_id, CANCEL)
+
+
+@router.post("/{job_id}/pause", status_code=202)
+def pause(context: ContextOf, job_id: JobId) -> schemas.JobSummary:
+    """Checkpoint a running job and let it wait."""
+    return _act(context, job_id, PAUSE)
+
+
+@router.post("/{job_id}/resume", status_code=202)
+def resume(context: ContextOf, job_id: JobId) -> schemas.JobSummary:
+    """Let a paused job go on as soon as there is a place for it; until then it stays `paused` and `waits` says so."""
+    return _act(context, job_id, RESUME)
+
+
+@router.post("/{job_id}/checkpoint", status_code=202)
+def checkpoint(context: ContextOf, job_id: JobId) -> schemas.JobSummary:
+    """Ask the trainer of a running job for a checkpoint now."""
+    state = context.jobs.state(job_id)
+    if state is not JobState.RUNNING:
+        raise refuse("checkpoint", state)
+    context.redis.hset(redis_keys.job_record(job_id), "checkpoint_asked", 1)
+    return views.job_summary(context, job_id)
+
+
+@router.post("/{job_id}/fork", status_code=202, response_model=schemas.Job)
+def fork(
+    request: Request,
+    context: ContextOf,
+    principal: PrincipalOf,
+    job_id: JobId,
+    wanted: ForkRequest,
+    idempotency_key: IdempotencyKey = None,
+) -> Response:
+    """A new job that starts from this one's weights or goes on from its checkpoint, whatever becomes of this one."""
+    _check_quota(context, principal)
+    requested = ForkOptions(wanted.version, wanted.checkpoint_step, wanted.as_reference, wanted.overrides)
+
+    def check(spec: JobSpec) -> None:
+        context.require_usable(spec.tasks, principal.sees_tenant)
+        require_stored(context.redis, context.experience, spec, principal.tenant)
+        require_followable(context.jobs, spec, principal.tenant)
+
+    forked = context.forks.fork(job_id, requested, check, idempotency_key, principal.name, principal.tenant)
+    return with_etag(request, views.job(context, forked), 202, f"/v1/jobs/{forked}")
+
+
+@router.post("/{job_id}/weights/push", status_code=202)
+def push_weights(
+    context: ContextOf, job_id: JobId, version: Annotated[int, Body(embed=True, ge=1, le=2**53)]
+) -> dict[str, int]:
+    """Announce a published weight version to the replicas again."""
+    context.jobs.state(job_id)
+    return {"version": context.weights.announce(job_id, version, "pushed").version}
+
+
+@router.post("/{job_id}/weights/rollback", status_code=202)
+def rollback_weights(
+    context: ContextOf, job_id: JobId, version: Annotated[int, Body(embed=True, ge=1, le=2**53)]
+) -> dict[str, int]:
+    """Make the replicas serve an older version until the trainer publishes the next one."""
+    context.jobs.state(job_id)
+    return {"version": context.weights.announce(job_id, version, "rolled_back").version}
+
+
+def _act(context: AppContext, job_id: str, action: JobAction) -> schemas.JobSummary:
+    context.jobs.act(job_id, action)
+    if action is RESUME:
+        context.queue.fill()
+    return views.job_summary(context, job_id)

@@ -1,0 +1,92 @@
+"""Try a trained policy: its versions, and completions by any of them while its run is served."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+from ulid import ULID
+
+from services.orchestrator import schemas
+from services.orchestrator.http import views
+from services.orchestrator.http.dependencies import ContextOf, JobId
+from spo.v1.inference_service_pb2 import GenerateRequest, GenerateResponse
+from spo.v1.prompt_pb2 import Prompt, PromptGroup, Sampling
+from spo.v1.trajectory_pb2 import FinishReason
+
+router = APIRouter(prefix="/v1/policies", tags=["policies"])
+
+COMPLETION_SECONDS = 120.0
+MAX_TOKENS_IN_ALL = 262_144
+
+
+class CompletionRequest(BaseModel):
+    """What to ask the policy; `version` 0 is the reference, none the newest announced."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    prompt: str = Field(min_length=1, max_length=200_000)
+    version: int | None = Field(default=None, ge=0, le=2**53)
+    samples: int = Field(default=1, ge=1, le=64)
+    temperature: float = Field(default=0.4, gt=0, le=5)
+    top_p: float = Field(default=0.95, gt=0, le=1)
+    max_tokens: int | None = Field(default=None, ge=1, le=131_072, description="Default: the job's response length.")
+    seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
+
+
+class Completion(BaseModel):
+    text: str
+    tokens: int
+    finish_reason: str
+    version: int
+    mean_logprob: float
+
+
+class Completions(BaseModel):
+    items: list[Completion]
+    seed: int
+
+
+@router.get("/{job_id}/versions")
+def list_versions(context: ContextOf, job_id: JobId) -> schemas.WeightVersions:
+    """Published versions of a job's policy; version 0 is its reference."""
+    return schemas.WeightVersions(items=views.weight_versions(context, job_id))
+
+
+@router.post("/{job_id}/completions")
+def complete(context: ContextOf, job_id: JobId, wanted: CompletionRequest) -> Completions:
+    """Sample the policy. Answers 503 while no replica serves the job, 412 when they serve another."""
+    spec = context.jobs.spec(job_id)
+    seed = secrets.randbits(62) if wanted.seed is None else wanted.seed
+    longest = min(spec.model.max_response_tokens, MAX_TOKENS_IN_ALL // wanted.samples)
+    group = PromptGroup(
+        group_id=f"completion-{ULID()}",
+        run_id=job_id,
+        prompt=Prompt(prompt_id="completion", text=wanted.prompt),
+        sampling=Sampling(
+            samples=wanted.samples,
+            temperature_min=wanted.temperature,
+            temperature_max=wanted.temperature,
+            top_p=wanted.top_p,
+            max_tokens=min(wanted.max_tokens or longest, longest),
+            seed=seed,
+        ),
+        policy_version=wanted.version,
+        dispatched_unix_ms=int(time.time() * 1000),
+    )
+    reply: GenerateResponse = context.inference.call("Generate", GenerateRequest(group=group), COMPLETION_SECONDS)
+    return Completions(
+        items=[
+            Completion(
+                text=each.response_text,
+                tokens=len(each.response_token_ids),
+                finish_reason=FinishReason.Name(each.finish_reason).removeprefix("FINISH_REASON_").lower(),
+                version=each.policy_version_first,
+                mean_logprob=sum(each.sampling_logprobs) / max(1, len(each.sampling_logprobs)),
+            )
+            for each in reply.group.trajectories
+        ],
+        seed=seed,
+    )

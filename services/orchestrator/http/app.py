@@ -1,0 +1,81 @@
+"""The HTTP application: routers, errors, limits and the OpenAPI document."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import redis.asyncio
+from fastapi import FastAPI
+from starlette.staticfiles import StaticFiles
+
+from services.orchestrator.container import AppContext
+from services.orchestrator.http import errors
+from services.orchestrator.http.api import (
+    datasets,
+    evaluations,
+    events,
+    experience,
+    experience_store,
+    jobs,
+    keys,
+    logs,
+    platform,
+    policies,
+    scale,
+    training,
+    values,
+)
+from services.orchestrator.http.live_events import LiveEvents
+from services.orchestrator.http.middleware import RequestMiddleware
+from services.orchestrator.http.openapi import describe
+from services.orchestrator.http.pages import errors as error_pages
+from services.orchestrator.http.pages import router as pages
+
+
+def create_app(context: AppContext) -> FastAPI:
+    """The application over a desk; live events have their own asyncio connections to Redis."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        client = redis.asyncio.Redis.from_url(context.settings.redis_url)
+        app.state.live = LiveEvents(client, context.stop)
+        yield
+        await app.state.live.close()
+        await client.aclose()
+
+    app = FastAPI(
+        title="SPO orchestrator",
+        version=platform.version(),
+        description="Soft Policy Optimization (Cohen et al., 2025): submit, watch and steer post-training jobs.",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        responses={"default": {"description": "RFC 9457 problem"}},
+    )
+    app.state.context = context
+    errors.install(app)
+    for door in (
+        jobs,
+        events,
+        training,
+        experience,
+        values,
+        experience_store,
+        datasets,
+        evaluations,
+        logs,
+        policies,
+        keys,
+        scale,
+        platform,
+        pages,
+        error_pages,
+    ):
+        app.include_router(door.router)
+    app.mount("/static", StaticFiles(directory=pages.STATIC), name="static")
+    app.add_middleware(
+        RequestMiddleware, settings=context.settings, authenticator=context.authenticator, audit=context.audit
+    )
+    describe(app)
+    return app

@@ -1,0 +1,69 @@
+"""Why a job is slow: who waits for whom, in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.orchestrator.container import AppContext
+from services.orchestrator.jobs.leases import now_ms
+from services.orchestrator.jobs.series import training_series
+from services.orchestrator.jobs.states import JobState
+from services.orchestrator.lifecycle.monitor import pipeline_depths
+from spo import redis_keys
+from spo.messaging.streams import oldest_unix_ms
+
+RECENT_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Wait:
+    """`who` has waited for `whom` for so many seconds; entries is how much lies there (None: nothing to count)."""
+
+    who: str
+    whom: str
+    seconds: float
+    entries: int | None
+    meaning: str
+
+
+def job_waits(context: AppContext, job_id: str, state: JobState) -> list[Wait]:
+    """The longest wait first; waits below a tenth of a second are left out."""
+    found = _trainer(context, job_id) if state in (JobState.RUNNING, JobState.PAUSING) else []
+    found += _pipeline(context, job_id) if state in (JobState.ESTIMATING, JobState.RUNNING, JobState.PAUSING) else []
+    return sorted((each for each in found if each.seconds >= 0.1), key=lambda each: -each.seconds)
+
+
+def _trainer(context: AppContext, job_id: str) -> list[Wait]:
+    recent = training_series(context.redis, job_id).columns
+    waited = _mean(recent.get("wait_seconds", ()))
+    worked = _mean(recent.get("step_seconds", ()))
+    if waited is None or worked is None:
+        return []
+    share = waited / (waited + worked) if waited + worked else 0
+    idle = f"of each step {waited:.2f} s are waiting and {worked:.2f} s training: the trainer idles {share:.0%}"
+    return [Wait("trainer", "a batch from the replay buffer", waited, None, idle)]
+
+
+def _mean(column: Sequence[float | None]) -> float | None:
+    known = [value for value in column[-RECENT_STEPS:] if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _pipeline(context: AppContext, job_id: str) -> list[Wait]:
+    """The oldest entry of each stream; all streams but the prompts are shared with other jobs."""
+    depths = pipeline_depths(context.redis, job_id).waiting()
+    stages = (
+        ("estimates", redis_keys.estimates(), "prompts without a value", "value-estimation", "pi0 is being sampled"),
+        ("pivotal", redis_keys.pivotal(), "pivotal searches", "value-estimation", "prefixes are being rolled out"),
+        ("prompts", redis_keys.prompts(job_id), "prompts", "inference", "some always wait, so that no replica idles"),
+        ("rollouts", redis_keys.rollouts(), "responses", "sandbox-judge", "long waits ask for more judges"),
+        ("verdicts", redis_keys.verdicts(), "judged responses", "replay-buffer", "it stores them and may be full"),
+    )
+    now = now_ms()
+    waits = []
+    for name, stream, who, whom, meaning in stages:
+        since = oldest_unix_ms(context.redis, stream)
+        if since is not None and depths[name]:
+            waits.append(Wait(who, whom, max(0, now - since) / 1000, depths[name], meaning))
+    return waits

@@ -1,0 +1,143 @@
+"""Errors as RFC 9457 problem+json; the one place where SpoErrors become HTTP statuses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import redis
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse
+from pydantic import BaseModel
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+
+from services.orchestrator.http.pages.rendering import error_page, wants_page
+from spo import errors
+from spo.observability.logs import get_logger
+
+log = get_logger("http")
+
+MEDIA_TYPE = "application/problem+json"
+_STATUSES: tuple[tuple[type[errors.SpoError], int], ...] = (
+    (errors.InvalidInput, 422),
+    (errors.NotFound, 404),
+    (errors.Conflict, 409),
+    (errors.PreconditionFailed, 412),
+    (errors.NotReady, 503),
+    (errors.ResourceExhausted, 429),
+    (errors.SpoError, 500),
+)
+# Codes whose HTTP status says more than their kind does.
+_BY_CODE = {
+    "malformed_json": 400,
+    "unauthorized": 401,
+    "cross_site": 403,
+    "forbidden": 403,
+    "method_not_allowed": 405,
+    "body_timeout": 408,
+    "body_too_large": 413,
+    "unsupported_media_type": 415,
+}
+_CODES_BY_STATUS = {404: "not_found", 405: "method_not_allowed", 400: "bad_request"}
+
+
+class FieldProblem(BaseModel):
+    pointer: str
+    message: str
+
+
+class ProblemDocument(BaseModel):
+    """RFC 9457 problem details; errors point at each faulty field (RFC 6901)."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    retryable: bool
+    errors: list[FieldProblem] = []
+
+
+def problem(error: errors.SpoError) -> JSONResponse:
+    """The response that says what the error says."""
+    status = _BY_CODE.get(error.code) or next(number for kind, number in _STATUSES if isinstance(error, kind))
+    body = ProblemDocument(
+        type=f"/errors/{error.code}",
+        title=error.code.replace("_", " "),
+        status=status,
+        detail=error.message,
+        code=error.code,
+        retryable=error.retryable,
+        errors=[FieldProblem(pointer=each.pointer, message=each.message) for each in error.violations],
+    )
+    headers = {"Retry-After": "1"} if error.retryable else {}
+    if status == 401:
+        headers["WWW-Authenticate"] = 'Basic realm="spo", charset="UTF-8"'
+    return JSONResponse(body.model_dump(), status_code=status, media_type=MEDIA_TYPE, headers=headers)
+
+
+def shown(path: str, headers: Headers, answer: JSONResponse) -> Response:
+    """The problem as a page where a person's browser asked for a page, else as it is."""
+    if not wants_page(path, headers):
+        return answer
+    said = json.loads(bytes(answer.body))
+    page = HTMLResponse(error_page(said["status"], said["code"], said["detail"]), answer.status_code)
+    page.headers.update({name: value for name, value in answer.headers.items() if not name.startswith("content-")})
+    return page
+
+
+def install(app: FastAPI) -> None:
+    """Make every error of the application a problem."""
+
+    @app.exception_handler(errors.SpoError)
+    def known(request: Request, error: errors.SpoError) -> Response:
+        return _answer(request, error)
+
+    @app.exception_handler(RequestValidationError)
+    def unfit(request: Request, error: RequestValidationError) -> Response:
+        violations = tuple(_violation(each) for each in error.errors())
+        return _answer(
+            request, errors.InvalidInput("the request is not valid", code="invalid_request", violations=violations)
+        )
+
+    @app.exception_handler(HTTPException)
+    def plain(request: Request, error: HTTPException) -> Response:
+        code = _CODES_BY_STATUS.get(error.status_code, "bad_request")
+        kind = errors.NotFound if error.status_code == 404 else errors.InvalidInput
+        response = _answer(request, kind(str(error.detail), code=code))
+        response.headers.update(error.headers or {})
+        if error.status_code == 405:
+            # Starlette names the methods of one route; a path may have several.
+            response.headers["Allow"] = ", ".join(_allowed(request))
+        return response
+
+    @app.exception_handler(redis.RedisError)
+    def without_redis(request: Request, error: redis.RedisError) -> Response:
+        log.warning("Redis did not answer a request", reason=str(error))
+        return _answer(request, errors.Unreachable("Redis does not answer; try again", code="redis_unreachable"))
+
+    @app.exception_handler(Exception)
+    def unforeseen(request: Request, error: Exception) -> Response:
+        log.error("request failed", path=request.url.path, error=f"{type(error).__name__}: {error}")
+        return _answer(
+            request, errors.InternalError("something went wrong on our side; the log of the orchestrator has it")
+        )
+
+
+def _answer(request: Request, error: errors.SpoError) -> Response:
+    return shown(request.url.path, request.headers, problem(error))
+
+
+def _allowed(request: Request) -> list[str]:
+    matching = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
+    return sorted({method for route in matching for method in getattr(route, "methods", None) or ()})
+
+
+def _violation(found: dict[str, Any]) -> errors.FieldViolation:
+    place, *path = found["loc"]
+    steps = path if place == "body" else [place, *path]
+    pointer = "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in steps)
+    return errors.FieldViolation(pointer or "/", found["msg"])

@@ -1,0 +1,246 @@
+"""What every request passes first: who asks, what they may, how often; size of its body, origin; headers of answers."""
+
+from __future__ import annotations
+
+import asyncio
+from urllib.parse import urlsplit
+
+import redis
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from ulid import ULID
+
+from services.orchestrator.auth.audit import AuditLog
+from services.orchestrator.auth.authenticator import Authenticator, RateLimit
+from services.orchestrator.auth.principals import READING, Principal
+from services.orchestrator.http.errors import problem, shown
+from services.orchestrator.settings import LOOPBACK, Settings
+from spo.errors import InvalidInput, ResourceExhausted, SpoError, Unreachable
+from spo.observability.logs import get_logger
+
+log = get_logger("middleware")
+
+OPEN_PATHS = ("/healthz", "/readyz")
+# What a refusal's `type` leads to must be readable by those who were refused.
+OPEN_PAGES = "/errors"
+# Longest wait for a whole body, so that slow senders hold no connection for ever.
+BODY_SECONDS = 120.0
+# Whole files come this way.
+IMPORT_PATH = "/v1/experience/import"
+# Parts of datasets go to disk as they arrive.
+STREAMED_PATHS = "/v1/datasets/"
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+)
+_ANSWER_HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+NOBODY = Principal("nobody")
+
+
+class RateLimited(ResourceExhausted):
+    """Too many requests of one caller."""
+
+    def __init__(self, seconds: int) -> None:
+        super().__init__(f"too many requests; the next may come in {seconds} s", code="rate_limited")
+        self.seconds = seconds
+
+
+class RequestMiddleware:
+    """ASGI middleware. Refuses before anything is parsed; a body is counted as it arrives, whatever its length says."""
+
+    def __init__(self, app: ASGIApp, settings: Settings, authenticator: Authenticator, audit: AuditLog) -> None:
+        self.app = app
+        self.max_body_bytes = settings.max_body_bytes
+        self.max_import_bytes = settings.max_import_bytes
+        self.max_part_bytes = settings.max_part_bytes
+        self.has_key = settings.api_key is not None
+        self.authenticator = authenticator
+        self.audit = audit
+        self.rate = RateLimit(settings.rate_limit)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        visit = _Visit(scope, send)
+        try:
+            self._check_origin(scope, Headers(scope=scope))
+            if scope["path"] not in OPEN_PATHS and not f"{scope['path']}/".startswith(f"{OPEN_PAGES}/"):
+                await self._admit(visit, scope)
+            inside = await self._body(receive, Headers(scope=scope), scope)
+        except SpoError as error:
+            response = shown(scope["path"], Headers(scope=scope), problem(error))
+            if isinstance(error, RateLimited):
+                response.headers["Retry-After"] = str(error.seconds)
+            if response.status_code in (408, 413):
+                # Nobody reads what is still on its way.
+                response.headers["Connection"] = "close"
+            if response.status_code == 415:
+                response.headers["Accept-Encoding"] = "identity"
+            await response(scope, receive, visit.send)
+        else:
+            await self.app(scope, inside, visit.send)
+        if visit.worth_noting:
+            await self._note(visit)
+
+    async def _admit(self, visit: _Visit, scope: Scope) -> None:
+        client = scope.get("client") or ("unknown", 0)
+        try:
+            authorization = Headers(scope=scope).get("authorization", "")
+            # Most requests come from callers seen a moment ago: no thread is needed to know them.
+            known = self.authenticator.known(authorization)
+            visit.principal = known if known else await run_in_threadpool(self.authenticator.principal, authorization)
+        except InvalidInput:
+            # Guessing is limited by address, so that it cannot be used against a caller's own rate.
+            await self._count(f"address:{client[0]}")
+            raise
+        except redis.RedisError:
+            raise Unreachable("Redis does not answer; try again", code="redis_unreachable") from None
+        scope.setdefault("state", {})["principal"] = visit.principal
+        await self._count(visit.principal.name)
+        visit.principal.check(visit.method, visit.path)
+
+    async def _count(self, name: str) -> None:
+        seconds = await self.rate.seconds_to_wait(name)
+        if seconds:
+            raise RateLimited(seconds)
+
+    async def _note(self, visit: _Visit) -> None:
+        try:
+            await run_in_threadpool(
+                self.audit.record,
+                visit.principal.name,
+                visit.principal.tenant,
+                visit.method,
+                visit.path,
+                visit.status,
+                visit.request_id,
+            )
+        except redis.RedisError as error:
+            log.error(
+                "the audit log could not be written",
+                reason=str(error),
+                principal=visit.principal.name,
+                method=visit.method,
+                path=visit.path,
+                status=visit.status,
+            )
+
+    def _check_origin(self, scope: Scope, headers: Headers) -> None:
+        if not self.has_key and not _names_loopback(headers.get("host", "")):
+            raise InvalidInput("without an API key only requests to localhost are taken", code="cross_site")
+        if scope["method"] not in READING and _cross_site(headers):
+            raise InvalidInput("requests of other sites are refused", code="cross_site")
+
+    async def _body(self, receive: Receive, headers: Headers, scope: Scope) -> Receive:
+        """What the application receives: a body that was read and counted, or counts while it is read."""
+        streamed = scope["method"] == "PATCH" and scope["path"].startswith(STREAMED_PATHS)
+        most_bytes = self.max_import_bytes if scope["path"] == IMPORT_PATH else self.max_body_bytes
+        if streamed:
+            most_bytes = self.max_part_bytes
+        declared = headers.get("content-length", "0")
+        if not declared.isdecimal() or int(declared) > most_bytes:
+            raise _too_large(most_bytes)
+        # A small body can unpack to any size.
+        if headers.get("content-encoding", "identity").lower() != "identity":
+            raise InvalidInput("send the body uncompressed", code="unsupported_media_type")
+        counted = _counted(receive, most_bytes)
+        if streamed:
+            return counted
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                return _replay(await _whole(counted), receive)
+        except TimeoutError:
+            raise _too_slow() from None
+
+
+async def _whole(receive: Receive) -> bytes:
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return b"".join(parts)
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+def _counted(receive: Receive, most_bytes: int) -> Receive:
+    size = 0
+
+    async def counted() -> Message:
+        nonlocal size
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                message = await receive()
+        except TimeoutError:
+            raise _too_slow() from None
+        size += len(message.get("body", b""))
+        if size > most_bytes:
+            raise _too_large(most_bytes)
+        return message
+
+    return counted
+
+
+def _too_slow() -> InvalidInput:
+    return InvalidInput(f"the body did not arrive within {BODY_SECONDS:g} s", code="body_timeout")
+
+
+def _too_large(most_bytes: int) -> InvalidInput:
+    return InvalidInput(f"the body is larger than {most_bytes} bytes", code="body_too_large")
+
+
+class _Visit:
+    """One request on its way through: who, what, and how it ended."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.request_id = str(ULID())
+        self.principal = NOBODY
+        self.status = 0
+        self._send = send
+
+    @property
+    def worth_noting(self) -> bool:
+        """Changes and refusals; a flood of what the rate limit stops is not written down."""
+        return self.status in (401, 403) or (self.method not in READING and self.status != 429)
+
+    async def send(self, message: Message) -> None:
+        """Pass an answer on with the headers that every answer has."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = MutableHeaders(scope=message)
+            for name, value in _ANSWER_HEADERS.items():
+                headers.setdefault(name, value)
+            headers["X-Request-Id"] = self.request_id
+        await self._send(message)
+
+
+def _names_loopback(host: str) -> bool:
+    # A site whose name is made to resolve to loopback (DNS rebinding) still sends its own name.
+    return urlsplit(f"//{host}").hostname in LOOPBACK
+
+
+def _cross_site(headers: Headers) -> bool:
+    origin = headers.get("origin")
+    return origin is not None and urlsplit(origin).netloc != headers.get("host")
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    sent = False
+
+    async def replay() -> Message:
+        nonlocal sent
+        if not sent:
+            sent = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await receive()
+
+    return replay

@@ -1,0 +1,1 @@
+"""The web pages, one module per subject, with their templates and static files."""

@@ -1,0 +1,106 @@
+"""One job: state and controls, curves, who waits for whom, weights, alarms; its evaluations and its logs."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+
+from services.orchestrator.auth.principals import Principal
+from services.orchestrator.container import AppContext
+from services.orchestrator.http import views
+from services.orchestrator.http.api.logs import logs
+from services.orchestrator.http.bottlenecks import job_waits
+from services.orchestrator.http.dependencies import ContextOf, JobId, PrincipalOf
+from services.orchestrator.http.pages.rendering import is_part, show
+from services.orchestrator.jobs.series import evaluation_results
+from services.orchestrator.jobs.states import TERMINAL
+from services.orchestrator.replicas.registry import POOLS
+from spo import redis_keys
+from spo.errors import SpoError
+
+router = APIRouter(prefix="/jobs/{job_id}")
+
+LATEST_TRAJECTORIES = 6
+SHOWN_VERSIONS = 8
+SHOWN_ALARMS = 20
+LOG_LINES = 200
+
+
+@router.get("")
+def show_job(request: Request, context: ContextOf, principal: PrincipalOf, job_id: JobId) -> Response:
+    """One job; its script keeps it live."""
+    facts = _live_parts(context, job_id, principal)
+    return show(request, "job.html", tab="overview", **facts)
+
+
+@router.get("/live")
+def show_live_parts(request: Request, context: ContextOf, principal: PrincipalOf, job_id: JobId) -> Response:
+    """The parts of a job's page that change, rendered again."""
+    facts = _live_parts(context, job_id, principal)
+    return show(request, "job_live.html", swapped=True, **facts)
+
+
+@router.get("/evaluations")
+def show_evaluations(request: Request, context: ContextOf, job_id: JobId) -> Response:
+    """pass@k as training went, and what somebody asked for beside."""
+    facts = {
+        "job": views.job(context, job_id),
+        "results": [views.brief(each) for each in evaluation_results(context.redis, job_id)][::-1],
+        "asked": [each for each in context.on_demand_evaluations.all() if each.job_id == job_id],
+        "versions": [each["version"] for each in context.weights.versions(job_id)][::-1],
+    }
+    if is_part(request):
+        return show(request, "evaluations_tables.html", **facts)
+    return show(request, "evaluations.html", tab="evaluations", **facts)
+
+
+@router.get("/logs")
+def show_logs(
+    request: Request,
+    context: ContextOf,
+    job_id: JobId,
+    service: Annotated[str, Query(pattern=f"^({'|'.join(POOLS)})?$")] = "",
+    level: Literal["debug", "info", "warning", "error"] = "info",
+    cursor: Annotated[str, Query(pattern=r"^(\d{1,16}-\d{1,16})?$")] = "",
+) -> Response:
+    """The latest log lines of every service that worked on the job."""
+    page = logs(context, job_id, service, level, LOG_LINES, cursor)
+    facts = {"page": page, "service": service, "level": level, "services": POOLS, "cursor": cursor}
+    job = views.job(context, job_id)
+    if is_part(request):
+        return show(request, "logs_lines.html", job=job, **facts)
+    return show(request, "logs.html", tab="logs", job=job, **facts)
+
+
+def _live_parts(context: AppContext, job_id: str, principal: Principal) -> dict[str, Any]:
+    job = views.job(context, job_id)
+    return {
+        "job": job,
+        "ended": job.state in TERMINAL,
+        "slow": job_waits(context, job_id, job.state),
+        "replicas": [each for each in views.replicas(context, principal.sees_tenant) if each.run_id in ("", job_id)],
+        "weights": views.weight_versions(context, job_id)[-SHOWN_VERSIONS:][::-1],
+        "checkpoints": views.checkpoints(context, job_id)[-SHOWN_VERSIONS:][::-1],
+        "alarms": _alarms(context, job_id),
+        **_trajectories(context, job_id, principal.may("trajectories:read")),
+    }
+
+
+def _alarms(context: AppContext, job_id: str) -> list[dict[str, Any]]:
+    """Collapse alarms and quarantined batches, latest step first."""
+    found: Any = context.redis.hgetall(redis_keys.job_alarms(job_id))
+    bodies = [json.loads(raw) for raw in found.values() if raw.startswith(b"{")]
+    return sorted(bodies, key=lambda body: -int(body["step"]))[:SHOWN_ALARMS]
+
+
+def _trajectories(context: AppContext, job_id: str, allowed: bool) -> dict[str, Any]:
+    if not allowed:
+        return {"trajectories": [], "trajectories_missing": "this key lacks the scope trajectories:read"}
+    try:
+        page = views.trajectories(context, job_id, limit=LATEST_TRAJECTORIES)
+    except SpoError as error:
+        # The page is worth showing without them.
+        return {"trajectories": [], "trajectories_missing": error.message}
+    return {"trajectories": page.items, "trajectories_missing": ""}

@@ -1,0 +1,63 @@
+"""The list of jobs: pages by cursor, filters, progress."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Query, Request, Response
+
+from services.orchestrator.container import AppContext
+from services.orchestrator.http import views
+from services.orchestrator.http.dependencies import ContextOf, PrincipalOf
+from services.orchestrator.http.pages.rendering import is_part, show
+from services.orchestrator.jobs.listing import JobFilter
+from services.orchestrator.jobs.search import find_jobs
+from services.orchestrator.jobs.states import JobState
+from spo import redis_keys
+
+router = APIRouter()
+
+PAGE_LENGTH = 50
+
+
+@router.get("/")
+def show_jobs(
+    request: Request,
+    context: ContextOf,
+    principal: PrincipalOf,
+    status: Annotated[str, Query(pattern=f"^({'|'.join(JobState)})?$")] = "",
+    label: Annotated[str, Query(max_length=800)] = "",
+    q: Annotated[str, Query(max_length=200)] = "",
+    cursor: Annotated[str, Query(pattern=r"^\d{0,15}$")] = "",
+) -> Response:
+    """The jobs, newest first."""
+    labels = [label.strip()] if label.strip() else []
+    wanted = JobFilter([JobState(status)] if status else [], labels, tenant=principal.sees_tenant)
+    page = find_jobs(context.jobs, wanted, q.strip(), cursor or None, PAGE_LENGTH)
+    chosen = {"status": status, "label": label, "q": q}
+    kept = {name: value for name, value in chosen.items() if value}
+    older = urlencode({**kept, "cursor": page.next_cursor}) if page.next_cursor else ""
+    facts = {
+        "jobs": _lines(context, page.job_ids),
+        "older": older,
+        "newest": urlencode(kept),
+        "cursor": cursor,
+        "chosen": chosen,
+        "states": list(JobState),
+        # How many jobs others have is not everybody's business.
+        "counts": context.jobs.counts() if principal.sees_tenant is None else {},
+    }
+    return show(request, "jobs_table.html" if is_part(request) else "jobs.html", **facts)
+
+
+def _lines(context: AppContext, job_ids: Sequence[str]) -> list[dict[str, Any]]:
+    """The jobs in one line each, with how many steps they are to take."""
+    summaries = views.job_summaries(context, job_ids)
+    specs: Any = context.redis.mget([redis_keys.run_spec(each.id) for each in summaries]) if summaries else []
+    return [
+        {**summary.model_dump(), "steps": json.loads(spec)["trainer"]["steps"] if spec else 0}
+        for summary, spec in zip(summaries, specs, strict=True)
+    ]

@@ -1,0 +1,89 @@
+"""The platform: replicas and how many, the experience store, keys and the audit log."""
+
+from __future__ import annotations
+
+from typing import Annotated, get_args
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Path, Query, Request, Response
+
+from services.orchestrator.auth.principals import Scope
+from services.orchestrator.experience import queries
+from services.orchestrator.http import views
+from services.orchestrator.http.api.experience_store import RUN_PATTERN
+from services.orchestrator.http.api.scale import get_scale
+from services.orchestrator.http.dependencies import ContextOf, PrincipalOf
+from services.orchestrator.http.pages.rendering import is_part, show
+from services.orchestrator.replicas.registry import POOLS
+from spo.spec.job_spec import SourceName
+
+router = APIRouter()
+
+ROWS = 25
+AUDIT_ENTRIES = 50
+
+
+@router.get("/replicas")
+def show_replicas(request: Request, context: ContextOf, principal: PrincipalOf) -> Response:
+    """Every live replica by pool, and sliders for the pools that scale."""
+    facts = {"replicas": views.replicas(context, principal.sees_tenant), "pools": POOLS, "scale": get_scale(context)}
+    return show(request, "replicas_table.html" if is_part(request) else "replicas.html", **facts)
+
+
+@router.get("/experience")
+def show_experience(request: Request, context: ContextOf, principal: PrincipalOf) -> Response:
+    """What the cross-run store holds, run by run."""
+    scope = queries.Scope(principal.sees_tenant, None, None)
+    return show(request, "experience.html", runs=queries.runs(context.redis, context.experience, scope))
+
+
+@router.get("/experience/{run}")
+def show_stored_run(
+    request: Request,
+    context: ContextOf,
+    principal: PrincipalOf,
+    run: Annotated[str, Path(pattern=RUN_PATTERN)],
+    source: Annotated[str, Query(pattern=f"^({'|'.join(get_args(SourceName))})?$")] = "",
+    right: Annotated[str, Query(pattern="^(true|false)?$")] = "",
+    prompt_id: Annotated[str, Query(pattern=r"^[A-Za-z0-9_.-]{0,200}$")] = "",
+    cursor: Annotated[str, Query(max_length=4000)] = "",
+) -> Response:
+    """One stored run: counts, lineage and its trajectories."""
+    scope = queries.Scope(principal.sees_tenant, run, None)
+    chosen = {"source": source, "right": right, "prompt_id": prompt_id}
+    wanted = queries.RowFilter(prompt_id, source, None if not right else right == "true")
+    page = queries.rows(context.experience, scope, wanted, ROWS, cursor)
+    kept = {name: value for name, value in chosen.items() if value}
+    facts = {
+        "run": run,
+        "rows": page.items,
+        "chosen": chosen,
+        "cursor": cursor,
+        "newest": urlencode(kept),
+        "older": urlencode({**kept, "cursor": page.next_cursor}) if page.next_cursor else "",
+        "sources": get_args(SourceName),
+    }
+    if is_part(request):
+        return show(request, "stored_rows.html", **facts)
+    (found,) = queries.runs(context.redis, context.experience, scope)
+    return show(
+        request, "stored_run.html", about=found, statistics=queries.statistics(context.experience, scope), **facts
+    )
+
+
+@router.get("/keys")
+def show_keys(
+    request: Request,
+    context: ContextOf,
+    cursor: Annotated[str, Query(pattern=r"^(\d{1,16}-\d{1,16})?$")] = "",
+) -> Response:
+    """Keys without their secrets, and who changed what lately."""
+    entries, next_cursor = context.audit.page(cursor, AUDIT_ENTRIES)
+    facts = {
+        "keys": context.authenticator.keys.all()[::-1],
+        "scopes": get_args(Scope),
+        "entries": entries,
+        "older": urlencode({"cursor": next_cursor}) if next_cursor else "",
+        "cursor": cursor,
+    }
+    return show(request, "keys_tables.html" if is_part(request) else "keys.html", **facts)

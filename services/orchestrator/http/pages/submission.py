@@ -1,0 +1,130 @@
+"""Submit a job from a page: YAML or JSON as typed, every fault shown at the line of its field."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+import yaml
+from fastapi import APIRouter, Request, Response
+from starlette.concurrency import run_in_threadpool
+
+from services.orchestrator.auth.principals import Principal
+from services.orchestrator.container import AppContext
+from services.orchestrator.http.api.jobs import submit_spec
+from services.orchestrator.http.dependencies import ContextOf, PrincipalOf
+from services.orchestrator.http.pages.rendering import show
+from services.orchestrator.lifecycle.submission import MAX_DEPTH
+from spo.errors import InvalidInput, SpoError
+
+router = APIRouter()
+
+# Of a clone, of the image; where there is neither the form begins empty.
+RECIPE_FOLDERS = (Path(__file__).parents[4] / "deploy" / "recipes", Path("/usr/share/spo/recipes"))
+EXAMPLE = "toy/demo.yaml"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with a field, and on which line (from 1; 0 where it is not written) of what was typed."""
+
+    pointer: str
+    message: str
+    line: int
+
+
+@router.get("/submit")
+def show_form(request: Request, recipe: str = EXAMPLE) -> Response:
+    """The form, with a recipe to begin from."""
+    folder = next((each for each in RECIPE_FOLDERS if each.is_dir()), RECIPE_FOLDERS[0])
+    known = sorted(path.relative_to(folder).as_posix() for path in folder.glob("**/*.yaml"))
+    text = (folder / recipe).read_text() if recipe in known else ""
+    return show(request, "submit.html", recipes=known, recipe=recipe, spec=text)
+
+
+@router.post("/submit")
+async def take_form(request: Request, context: ContextOf, principal: PrincipalOf) -> Response:
+    """Check what was typed, and submit it unless it was only to be checked."""
+    form = parse_qs((await request.body()).decode("utf-8", errors="replace"), max_num_fields=10)
+    typed = form.get("spec", [""])[0].replace("\r\n", "\n")
+    only_check = "check" in form
+    key = form.get("idempotency_key", [""])[0][:255] or None
+    return await run_in_threadpool(_answer, request, context, principal, typed, None if only_check else (key,))
+
+
+def _answer(
+    request: Request, context: AppContext, principal: Principal, typed: str, submit: tuple[str | None] | None
+) -> Response:
+    """The verdict on a spec as part of the page; a submitted job's page is where the browser goes next."""
+    try:
+        body = json.dumps(parse_typed(typed)).encode()
+        spec, job_id = submit_spec(
+            context, principal, body, validate_only=submit is None, key=submit[0] if submit else None
+        )
+    except SpoError as error:
+        faults = [Fault(each.pointer, each.message, line_of(typed, each.pointer)) for each in error.violations]
+        return show(request, "submit_answer.html", error=error, faults=faults)
+    if job_id is None:
+        resolved = yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        return show(request, "submit_answer.html", resolved=resolved)
+    response = show(request, "submit_answer.html", job_id=job_id)
+    response.headers["HX-Redirect"] = f"/jobs/{job_id}"
+    return response
+
+
+def parse_typed(text: str) -> Any:
+    """Decode YAML, of which JSON is a part. Raises InvalidInput; refuses aliases, which could unfold without bound."""
+    try:
+        _check_tokens(text)
+        document = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"line {mark.line + 1}: " if mark else ""
+        reason = getattr(error, "problem", None) or str(error) or "nested too deep"
+        raise InvalidInput(f"this is neither YAML nor JSON: {place}{reason}"[:300], code="invalid_job_spec") from None
+    if not isinstance(document, dict):
+        raise InvalidInput("a job spec is a mapping of fields, such as `name: my job`", code="invalid_job_spec")
+    try:
+        json.dumps(document, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        message = f"a job spec holds text, numbers, lists and mappings: {error}"
+        raise InvalidInput(message, code="invalid_job_spec") from None
+    return document
+
+
+def _check_tokens(text: str) -> None:
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError("YAML aliases (*name) are not taken here; write the value out")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH}")
+
+
+def line_of(text: str, pointer: str) -> int:
+    """The line (from 1) of the field that a JSON pointer names, of the nearest parent that is written, else 0."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError:
+        return 0
+    line = 0
+    for step in pointer.split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        found = _child(node, name)
+        if found is None:
+            break
+        key, node = found
+        line = key.start_mark.line + 1
+    return line
+
+
+def _child(node: Any, name: str) -> tuple[Any, Any] | None:
+    if isinstance(node, yaml.MappingNode):
+        return next(((key, value) for key, value in node.value if key.value == name), None)
+    if isinstance(node, yaml.SequenceNode) and name.isdigit() and int(name) < len(node.value):
+        return node.value[int(name)], node.value[int(name)]
+    return None

@@ -1,0 +1,1 @@
+"""Jobs as records and events in Redis: states, atomic changes, leases, lists, curves."""

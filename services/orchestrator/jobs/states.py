@@ -1,0 +1,107 @@
+"""The life of a job: ONE table of legal transitions, used by the code, the error messages and the documents.
+
+queued -> validating -> estimating -> running -> succeeded
+                                        |  ^
+                                        v  |
+                                    pausing -> paused
+paused -> running waits for a place in the queue;
+every state before the last may go to failed, and by cancelling to cancelled
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from spo.errors import Conflict, IntegrityError
+
+
+class JobState(StrEnum):
+    QUEUED = "queued"
+    VALIDATING = "validating"
+    ESTIMATING = "estimating"
+    RUNNING = "running"
+    PAUSING = "pausing"
+    PAUSED = "paused"
+    CANCELLING = "cancelling"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+TRANSITIONS: dict[JobState, frozenset[JobState]] = {
+    JobState.QUEUED: frozenset({JobState.VALIDATING, JobState.FAILED, JobState.CANCELLED}),
+    JobState.VALIDATING: frozenset({JobState.ESTIMATING, JobState.FAILED, JobState.CANCELLING}),
+    JobState.ESTIMATING: frozenset({JobState.RUNNING, JobState.FAILED, JobState.CANCELLING}),
+    JobState.RUNNING: frozenset({JobState.SUCCEEDED, JobState.PAUSING, JobState.FAILED, JobState.CANCELLING}),
+    JobState.PAUSING: frozenset({JobState.PAUSED, JobState.RUNNING, JobState.FAILED, JobState.CANCELLING}),
+    JobState.PAUSED: frozenset({JobState.RUNNING, JobState.FAILED, JobState.CANCELLING}),
+    JobState.CANCELLING: frozenset({JobState.CANCELLED, JobState.FAILED}),
+    JobState.SUCCEEDED: frozenset(),
+    JobState.FAILED: frozenset(),
+    JobState.CANCELLED: frozenset(),
+}
+TERMINAL = frozenset(state for state, following in TRANSITIONS.items() if not following)
+ACTIVE = frozenset(TRANSITIONS) - TERMINAL - {JobState.QUEUED}
+# A paused job gives its place, its trainer and its replicas back, and waits for a place when it is to go on.
+HOLDS_PLACE = ACTIVE - {JobState.PAUSED}
+
+
+def may_become(state: JobState) -> frozenset[JobState]:
+    """The states from which this one may be entered."""
+    return frozenset(before for before, following in TRANSITIONS.items() if state in following)
+
+
+@dataclass(frozen=True)
+class JobAction:
+    """What a person may ask of a job: where each state goes, and the states in which it is already so.
+
+    Moves out of `queues` happen when there is a place.
+    """
+
+    name: str
+    moves: dict[JobState, JobState]
+    already: frozenset[JobState]
+    queues: frozenset[JobState] = frozenset()
+
+
+CANCEL = JobAction(
+    "cancel",
+    {JobState.QUEUED: JobState.CANCELLED} | dict.fromkeys(sorted(may_become(JobState.CANCELLING)), JobState.CANCELLING),
+    frozenset({JobState.CANCELLING, JobState.CANCELLED}),
+)
+PAUSE = JobAction("pause", {JobState.RUNNING: JobState.PAUSING}, frozenset({JobState.PAUSING, JobState.PAUSED}))
+RESUME = JobAction(
+    "resume",
+    {JobState.PAUSING: JobState.RUNNING, JobState.PAUSED: JobState.RUNNING},
+    frozenset({JobState.RUNNING}),
+    queues=frozenset({JobState.PAUSED}),
+)
+ACTIONS = (CANCEL, PAUSE, RESUME)
+
+
+def refuse(action: str, state: JobState) -> Conflict:
+    """The error of a verb that this state does not allow; names the transitions and verbs that are legal."""
+    states = ", ".join(sorted(TRANSITIONS[state])) or "none"
+    verbs = ", ".join(each.name for each in ACTIONS if state in each.moves) or "none"
+    return Conflict(
+        f"a job that is {state} cannot {action}; legal transitions: {states}; legal verbs: {verbs}",
+        code="illegal_transition",
+    )
+
+
+def fold(transitions: Iterable[dict[str, Any]]) -> JobState:
+    """The state after transition bodies {"from", "to"} in order. Raises IntegrityError at an illegal or missing one."""
+    state: JobState | None = None
+    for body in transitions:
+        before = JobState(body["from"]) if body["from"] else None
+        after = JobState(body["to"])
+        legal = after is JobState.QUEUED if state is None else before is state and after in TRANSITIONS[state]
+        if not legal:
+            raise IntegrityError(f"the events of the job go from {state} by {before} to {after}")
+        state = after
+    if state is None:
+        raise IntegrityError("the job has no events")
+    return state

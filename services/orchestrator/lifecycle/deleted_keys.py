@@ -1,0 +1,70 @@
+"""Every Redis key of one run, found from its own indices: deleting a job costs what it left, not what all left."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, get_args
+
+import redis
+
+from services.orchestrator import redis_keys as own_keys
+from spo import redis_keys
+from spo.spec.job_spec import SourceName
+
+IDS_PER_READ = 1000
+_OF_A_RUN = ("run_id", "job_id")
+
+
+def keys_of(client: redis.Redis, run_id: str) -> Iterator[list[str]]:
+    """Chunks of keys, indices last: whoever is cut short finds the rest again."""
+    for chunk in _ids(client, redis_keys.replay_ids(run_id)):
+        yield [redis_keys.replay_trajectory(run_id, each) for each in chunk]
+    for chunk in _ids(client, redis_keys.replay_draws(run_id)):
+        yield [redis_keys.replay_batch(run_id, int(each)) for each in chunk]
+    prompts = {*_fields(client, redis_keys.run_prompts(run_id)), *_fields(client, redis_keys.run_values(run_id))}
+    yield [redis_keys.value_progress(run_id, prompt_id) for prompt_id in sorted(prompts)]
+    versions = _fields(client, redis_keys.job_weights(run_id))
+    yield [redis_keys.run_values_under(run_id, int(version)) for version in versions]
+    yield [redis_keys.replay_source(run_id, source) for source in get_args(SourceName)]
+    yield [redis_keys.dead_letters(redis_keys.prompts(run_id))]
+    yield [key(run_id) for key in single_keys(redis_keys, own_keys)]
+
+
+def single_keys(*modules: ModuleType) -> list[Callable[[str], str]]:
+    """The functions that name one key of a run."""
+    return [each for each in _functions(*modules) if tuple(inspect.signature(each).parameters) in ONLY_A_RUN]
+
+
+def families(*modules: ModuleType) -> set[str]:
+    """The names of the functions that name one of many keys of a run."""
+    many = [each for each in _functions(*modules) if next(iter(inspect.signature(each).parameters), "") in _OF_A_RUN]
+    return {each.__name__ for each in many} - {each.__name__ for each in single_keys(*modules)}
+
+
+ONLY_A_RUN = tuple((name,) for name in _OF_A_RUN)
+
+
+def _functions(*modules: ModuleType) -> list[Callable[[str], str]]:
+    return [
+        each
+        for module in modules
+        for _, each in inspect.getmembers(module, inspect.isfunction)
+        if each.__module__ == module.__name__
+    ]
+
+
+def _ids(client: redis.Redis, key: str) -> Iterator[list[str]]:
+    start = 0
+    while True:
+        found: Any = client.zrange(key, start, start + IDS_PER_READ - 1)
+        if not found:
+            return
+        yield [each.decode() for each in found]
+        start += len(found)
+
+
+def _fields(client: redis.Redis, key: str) -> list[str]:
+    found: Any = client.hkeys(key)
+    return [each.decode() for each in found]

@@ -1,0 +1,95 @@
+"""Deleting ended jobs: out of every list at once, keys and folders after that, repeated until done.
+
+What the job left in the experience store stays: it outlives runs on purpose.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from services.orchestrator import redis_keys as own_keys
+from services.orchestrator.experience.queries import is_complete
+from services.orchestrator.jobs.listing import label_names
+from services.orchestrator.jobs.states import TERMINAL, JobState
+from services.orchestrator.jobs.store import JobStore
+from services.orchestrator.lifecycle.deleted_keys import keys_of
+from spo import redis_keys
+from spo.errors import Conflict, NotReady, Unreachable
+from spo.observability.logs import get_logger
+from spo.weights.store import WeightStore
+
+log = get_logger("deletion")
+
+SWEEP_SECONDS = 5.0
+
+
+class JobDeletion:
+    """Removes jobs; a crash at any point leaves the id in a set that the next sweep reads."""
+
+    def __init__(self, jobs: JobStore, state_path: Path, weights: WeightStore) -> None:
+        self.jobs = jobs
+        self.weights = weights
+        self.state_path = state_path
+
+    def delete(self, job_id: str) -> None:
+        """Make an ended job absent.
+
+        Raises NotFound, Conflict (illegal_transition) when it has not ended, NotReady while it is being stored.
+        """
+        state = self.jobs.state(job_id)
+        if state not in TERMINAL:
+            ended = ", ".join(sorted(TERMINAL))
+            raise Conflict(
+                f"a job that is {state} cannot be deleted, only {ended}; cancel it", code="illegal_transition"
+            )
+        if self.jobs.client.exists(redis_keys.replay_stored(job_id)) and not is_complete(self.jobs.client, job_id):
+            raise NotReady(f"the experience of {job_id} is still being stored", code="experience_on_its_way")
+        tenant = self.jobs.tenant(job_id)
+        labels = label_names(self.jobs.spec(job_id).labels)
+        with self.jobs.client.pipeline(transaction=True) as pipe:
+            pipe.sadd(own_keys.deleted_jobs(), job_id)
+            for key in (
+                redis_keys.job_index(),
+                own_keys.tenant_jobs(tenant),
+                *map(own_keys.labelled_jobs, labels),
+                *map(redis_keys.jobs_in_state, JobState),
+            ):
+                pipe.zrem(key, job_id)
+            pipe.delete(redis_keys.run_state(job_id), redis_keys.job_record(job_id))
+            pipe.execute()
+        log.info("job deleted", deleted=job_id)
+
+    def run(self, stop: threading.Event) -> None:
+        """Sweep now and then until stop."""
+        self._adopt()
+        while not stop.wait(SWEEP_SECONDS):
+            try:
+                self.sweep()
+            except (redis.RedisError, OSError, Unreachable) as error:
+                log.warning("deleted jobs are removed later", reason=str(error))
+
+    def _adopt(self) -> None:
+        """Forks that a dead process left half-made are no jobs."""
+        try:
+            begun: Any = self.jobs.client.smembers(own_keys.forks_under_way())
+            for raw in begun:
+                self.jobs.client.smove(own_keys.forks_under_way(), own_keys.deleted_jobs(), raw)
+        except redis.RedisError as error:
+            log.warning("half-made forks are removed later", reason=str(error))
+
+    def sweep(self) -> None:
+        """Remove the keys, weights and checkpoints of deleted jobs."""
+        retired: Any = self.jobs.client.smembers(own_keys.deleted_jobs())
+        for raw in retired:
+            job_id = raw.decode()
+            self.weights.remove_run(job_id)
+            for folder in ("checkpoints", "models"):
+                shutil.rmtree(self.state_path / folder / job_id, ignore_errors=True)
+            for keys in filter(None, keys_of(self.jobs.client, job_id)):
+                self.jobs.client.unlink(*keys)
+            self.jobs.client.srem(own_keys.deleted_jobs(), job_id)

@@ -1,0 +1,197 @@
+"""Puts prompts on the belt: never more trajectories than the replay limiter admits, never a prompt twice or skipped."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import redis
+
+from services.orchestrator.datasets.library import TaskLibrary, prompt_of
+from services.orchestrator.jobs.commit import Commit, Precondition, Write
+from services.orchestrator.jobs.leases import now_ms
+from services.orchestrator.jobs.seeds import seed_of
+from services.orchestrator.jobs.states import JobState
+from services.orchestrator.jobs.store import JobStore
+from spo import redis_keys
+from spo.algorithm.replay_sampling import value_spread
+from spo.errors import PreconditionFailed, SpoError
+from spo.messaging.streams import append_words
+from spo.observability import tracing
+from spo.observability.logs import get_logger
+from spo.rpc.client import RpcClient
+from spo.spec.job_spec import JobSpec
+from spo.tasks.problem import Problem
+from spo.v1.prompt_pb2 import SOURCE_ONLINE, PromptGroup, Sampling
+from spo.v1.replay_service_pb2 import GetReplayStatusRequest, GetReplayStatusResponse
+from spo.v1.value_pb2 import PromptValue
+
+log = get_logger("dispatcher")
+
+POLL_SECONDS = 0.2
+IDLE_SECONDS = 1.0
+MAX_GROUPS_AT_ONCE = 256
+_POSITION = "position"
+
+
+@lru_cache(maxsize=8)
+def _order(problems: int, seed: int, epoch: int) -> Sequence[int]:
+    """Indices of the problems in the order of an epoch; to shuffle for each prompt would cost more than the prompt."""
+    order = list(range(problems))
+    random.Random(seed_of(seed, "epoch", epoch)).shuffle(order)
+    return order
+
+
+@dataclass(frozen=True)
+class PromptSchedule:
+    """The endless order of a run's prompts: seeded shuffles, one epoch after the other."""
+
+    problems: Sequence[Problem]
+    seed: int
+
+    def at(self, position: int) -> Problem:
+        """The problem at a position; every epoch holds each problem once."""
+        epoch, index = divmod(position, len(self.problems))
+        return self.problems[_order(len(self.problems), self.seed, epoch)[index]]
+
+
+class PromptDispatcher:
+    """Feeds every running job; its position is in Redis and moves in the same step as the prompts it publishes."""
+
+    def __init__(self, jobs: JobStore, library: TaskLibrary, replay: RpcClient) -> None:
+        self.jobs = jobs
+        self.library = library
+        self.replay = replay
+        self._schedules: dict[str, PromptSchedule] = {}
+
+    def run(self, stop: threading.Event) -> None:
+        """Feed until stop; trouble with a peer costs time, never a prompt."""
+        while not stop.is_set():
+            running: list[str] = []
+            try:
+                running = self.jobs.in_states((JobState.RUNNING,))
+                for job_id in running:
+                    self._dispatch_or_fail(job_id)
+            except redis.RedisError as error:
+                log.warning("Redis does not answer; trying again", reason=str(error))
+            for ended in set(self._schedules) - set(running):
+                del self._schedules[ended]
+            stop.wait(POLL_SECONDS if running else IDLE_SECONDS)
+
+    def _dispatch_or_fail(self, job_id: str) -> None:
+        try:
+            self.dispatch(job_id)
+        except SpoError as error:
+            if error.retryable:
+                log.warning("could not feed; trying again", job=job_id, reason=error.message)
+            else:
+                self.jobs.fail(job_id, error.code, error.message)
+
+    def dispatch(self, job_id: str) -> int:
+        """Publish as many groups as the limiter has room for; returns how many."""
+        spec = self.jobs.spec(job_id)
+        if spec.replay.online_share == 0 or "trained_steps" in self.jobs.record(job_id):
+            return 0
+        # Counted before the limiter is asked: a group ingested in between is counted twice, never forgotten.
+        in_pipeline = groups_in_pipeline(self.jobs.client, job_id)
+        status: GetReplayStatusResponse = self.replay.call(
+            "GetReplayStatus", GetReplayStatusRequest(run_id=job_id), deadline_seconds=10
+        )
+        room = status.admissible_inserts // spec.rollout.samples_per_prompt - in_pipeline
+        return self._publish(job_id, spec, min(room, MAX_GROUPS_AT_ONCE)) if room > 0 else 0
+
+    def _publish(self, job_id: str, spec: JobSpec, groups: int) -> int:
+        cursor = redis_keys.dispatch_cursor(job_id)
+        position = int(self.jobs.client.hget(cursor, _POSITION) or 0)
+        schedule = self._schedule(job_id, spec)
+        dispatched = [_group(job_id, spec, schedule, number) for number in range(position, position + groups)]
+        spans = [_span(group) for group in dispatched]
+        writes: list[Write] = [
+            append_words(redis_keys.prompts(job_id), group.SerializeToString(), span.header)
+            for group, span in zip(dispatched, spans, strict=True)
+        ]
+        outcome = Commit(
+            job_id,
+            (JobState.RUNNING,),
+            guard=Precondition(cursor, _POSITION, str(position) if position else ""),
+            writes=[*writes, ("HSET", cursor, _POSITION, position + groups)],
+        ).run(self.jobs.client, durable=False)
+        if not outcome.done:
+            return 0
+        for span in spans:
+            span.end()
+        return groups
+
+    def _schedule(self, job_id: str, spec: JobSpec) -> PromptSchedule:
+        if job_id not in self._schedules:
+            problems = self.library.load(spec.tasks).train
+            if spec.value is not None:
+                problems = self._with_value(job_id, spec, problems)
+            if not problems:
+                raise PreconditionFailed(
+                    "no training prompt has a value that the mix takes; nothing can be fed", code="no_prompts"
+                )
+            self._schedules[job_id] = PromptSchedule(problems, spec.seed)
+        return self._schedules[job_id]
+
+    def _with_value(self, job_id: str, spec: JobSpec, problems: Sequence[Problem]) -> tuple[Problem, ...]:
+        """Problems that can be learnt from: with a value, neither unsolved nor too certain where these are left out."""
+        found: Any = self.jobs.client.hgetall(redis_keys.run_values(job_id))
+        values = {prompt_id.decode(): PromptValue.FromString(raw) for prompt_id, raw in found.items()}
+        drops = spec.value is not None and spec.value.unsolved == "drop"
+        least_spread = max((part.min_value_spread for part in spec.replay.mix if part.source == "online"), default=0.0)
+        return tuple(
+            problem
+            for problem in problems
+            if problem.problem_id in values
+            and not (drops and values[problem.problem_id].successes == 0)
+            and _spread(values[problem.problem_id]) >= least_spread
+        )
+
+
+def _spread(value: PromptValue) -> float:
+    return value_spread(value.successes / value.samples) if value.samples else 0.0
+
+
+def groups_in_pipeline(client: redis.Redis, run_id: str) -> int:
+    """Groups dispatched and not yet in the replay buffer: finished entries are deleted, so lengths count them."""
+    with client.pipeline(transaction=True) as pipe:
+        for stream in (redis_keys.prompts(run_id), redis_keys.rollouts(), redis_keys.verdicts()):
+            pipe.xlen(stream)
+        return sum(map(int, pipe.execute()))
+
+
+def _span(group: PromptGroup) -> tracing.Span:
+    """The first span of the group's trace; one that never ends is never told."""
+    return tracing.begin(
+        "dispatch",
+        ids=tracing.group_ids(group.run_id, group.group_id),
+        kind="PRODUCER",
+        run=group.run_id,
+        group=group.group_id,
+        prompt=group.prompt.prompt_id,
+        samples=group.sampling.samples,
+    )
+
+
+def _group(job_id: str, spec: JobSpec, schedule: PromptSchedule, number: int) -> PromptGroup:
+    low, high = spec.rollout.temperature_range
+    return PromptGroup(
+        group_id=f"{job_id}-{number}",
+        run_id=job_id,
+        prompt=prompt_of(schedule.at(number), spec),
+        sampling=Sampling(
+            samples=spec.rollout.samples_per_prompt,
+            temperature_min=low,
+            temperature_max=high,
+            top_p=spec.rollout.top_p,
+            max_tokens=spec.model.max_response_tokens,
+            seed=seed_of(spec.seed, "rollout", number),
+        ),
+        source=SOURCE_ONLINE,
+        dispatched_unix_ms=now_ms(),
+    )

@@ -1,0 +1,233 @@
+"""New jobs from the weights or the checkpoint of another: everything they need is theirs before they are submitted.
+
+from a version: training starts at step 0 with its weights; pi0 and Qhat_0 stay the parent's, or with as_reference the
+weights become them. From a checkpoint: training goes on at its step, with the optimiser's state.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from services.orchestrator import redis_keys as own_keys
+from services.orchestrator.datasets.library import TaskLibrary
+from services.orchestrator.jobs.commit import Write, timestamp
+from services.orchestrator.jobs.leases import now_ms
+from services.orchestrator.jobs.store import JobStore, NewJob, new_job_id
+from services.orchestrator.lifecycle.fork_models import link_model, model_of_version
+from services.orchestrator.lifecycle.submission import check_spec
+from services.orchestrator.replicas.weights import WeightAnnouncements
+from services.orchestrator.values.refresh import ReferenceRefresh
+from spo import redis_keys
+from spo.errors import FieldViolation, IntegrityError, InvalidInput, NotFound, PreconditionFailed
+from spo.manifest_folder import link_files, open_folder, seal_folder, staging_folder
+from spo.messaging.streams import append_words
+from spo.observability.logs import get_logger
+from spo.spec.job_spec import JobSpec, parse_job_spec
+from spo.v1.weights_pb2 import WeightAnnouncement
+from spo.weights.store import WeightStore
+
+log = get_logger("forks")
+
+FOLDERS = ("checkpoints", "models")
+FIRST = 1
+
+
+@dataclass(frozen=True)
+class ForkOptions:
+    """Where to start, and what of the parent's spec to change (RFC 7386: null removes)."""
+
+    version: int | None
+    checkpoint_step: int | None
+    as_reference: bool
+    overrides: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ForkLineage:
+    """Where a job comes from; null: not from there."""
+
+    parent: str
+    version: int | None
+    checkpoint_step: int | None
+    as_reference: bool
+    forked_at: str
+
+
+class Forks:
+    """Makes forks. A crash on the way leaves an id in a set that the next process cleans up after."""
+
+    def __init__(
+        self,
+        jobs: JobStore,
+        library: TaskLibrary,
+        weights: WeightAnnouncements,
+        references: ReferenceRefresh,
+        state_path: Path,
+        store: WeightStore,
+    ) -> None:
+        self.jobs = jobs
+        self.library = library
+        self.weights = weights
+        self.references = references
+        self.state_path = state_path
+        self.store = store
+
+    def fork(
+        self,
+        parent: str,
+        requested: ForkOptions,
+        check: Callable[[JobSpec], None],
+        idempotency_key: str | None,
+        actor: str,
+        tenant: str,
+    ) -> str:
+        """Submit the new job and return its id. check: further demands on its spec.
+
+        Raises NotFound, InvalidInput by field, PreconditionFailed when what it would start from is damaged.
+        """
+        request_digest = redis_keys.digest(parent, json.dumps(asdict(requested), sort_keys=True))
+        made = self.jobs.made_before(idempotency_key, request_digest, tenant)
+        if made:
+            return made
+        lineage = self._lineage(parent, requested)
+        job_id = new_job_id()
+        self.jobs.client.sadd(own_keys.forks_under_way(), job_id)
+        done = ""
+        try:
+            spec = self._spec(job_id, lineage, requested.overrides)
+            check(spec)
+            check_spec(spec, self.library)
+            writes = [*self._start(job_id, lineage), ("SREM", own_keys.forks_under_way(), job_id)]
+            writes.append(("HSET", redis_keys.job_record(job_id), "lineage", json.dumps(asdict(lineage))))
+            new_job = NewJob(job_id, request_digest, writes)
+            done = self.jobs.submit(spec, idempotency_key, actor, tenant, new_job)
+        except (IntegrityError, NotFound) as error:
+            message = f"what the fork would start from is damaged or no longer kept: {error.message}"
+            raise PreconditionFailed(message, code="fork_start_lost") from None
+        finally:
+            if done != job_id:
+                self._discard(job_id)
+        self.jobs.append(parent, "forked", {"job": done} | asdict(lineage))
+        log.info("job forked", job=done, parent=parent)
+        return done
+
+    def _lineage(self, parent: str, requested: ForkOptions) -> ForkLineage:
+        versions = {int(each["version"]): each for each in self.weights.versions(parent)}
+        version, step = requested.version, requested.checkpoint_step
+        if version is not None and step is not None:
+            raise _refusal("/checkpoint_step", "name a version or a checkpoint, not both")
+        if step is None:
+            version = max(versions, default=0) if version is None else version
+            if version not in versions:
+                known = ", ".join(map(str, versions)) or "none"
+                raise _refusal("/version", f"{parent} has published these versions: {known}")
+        elif not self.jobs.client.hexists(redis_keys.job_checkpoints(parent), str(step)):
+            raise _refusal("/checkpoint_step", f"{parent} has no checkpoint of step {step}")
+        elif requested.as_reference:
+            # Only published weights can become a model folder.
+            version, step = next((v for v, each in versions.items() if int(each["step"]) == step), None), None
+            if version is None:
+                raise _refusal("/checkpoint_step", "no weights were published at this step, which the reference needs")
+        if not requested.as_reference and self.references.in_force(parent):
+            message = f"the reference of {parent} is a later one, version {self.references.in_force(parent)}"
+            raise _refusal("/as_reference", f"{message}; a fork with as_reference has its own")
+        return ForkLineage(parent, version, step, requested.as_reference, timestamp())
+
+    def _spec(self, job_id: str, lineage: ForkLineage, overrides: dict[str, Any]) -> JobSpec:
+        parent = self.jobs.spec(lineage.parent)
+        document = parent.model_dump(mode="json")
+        merged = merge_patch(document, overrides)
+        if not isinstance(merged.get("model"), dict) or merged["model"].get("path") != parent.model.path:
+            raise _refusal("/overrides/model/path", "a fork keeps its parent's model; as_reference changes what it is")
+        try:
+            spec = parse_job_spec(merged)
+        except InvalidInput as error:
+            found = tuple(FieldViolation(f"/overrides{each.pointer}", each.message) for each in error.violations)
+            raise InvalidInput(error.message, code="invalid_job_spec", violations=found) from None
+        path = self._model(job_id, Path(parent.model.path), lineage)
+        return spec.model_copy(update={"model": spec.model.model_copy(update={"path": str(path)})})
+
+    def _model(self, job_id: str, model: Path, lineage: ForkLineage) -> Path:
+        """The folder of the new job's pi0; one that a fork made is copied, since it goes with that fork."""
+        made = self.state_path.absolute() / "models"
+        if lineage.as_reference:
+            assert lineage.version is not None
+            return model_of_version(model, self.store.open(lineage.parent, lineage.version), made / job_id)
+        return link_model(model, made / job_id) if model.is_relative_to(made) else model
+
+    def _start(self, job_id: str, lineage: ForkLineage) -> list[Write]:
+        """Give the job what it starts from; returns what there is to write of it."""
+        if lineage.as_reference:
+            return []
+        if lineage.checkpoint_step is None:
+            assert lineage.version is not None
+            writes = self._adopt_version(job_id, lineage.parent, lineage.version, step=0)
+            return [*writes, ("HSET", redis_keys.job_record(job_id), "start_version", FIRST)]
+        return self._adopt_checkpoint(job_id, lineage.parent, lineage.checkpoint_step)
+
+    def _adopt_checkpoint(self, job_id: str, parent: str, step: int) -> list[Write]:
+        checkpoints = self.state_path.absolute() / "checkpoints"
+        source = open_folder(checkpoints / parent / f"{step:010d}")
+        version = int(source.manifest.get("weight_version", 0))
+        head = {name: value for name, value in source.manifest.items() if name != "files"}
+        head |= {"epoch": 0, "weight_version": FIRST if version else 0}
+        destination = checkpoints / job_id / source.path.name
+        with staging_folder(destination) as writing:
+            link_files(source.files, writing)
+            sealed = seal_folder(writing, destination, head)
+        told: dict[str, Any] = {
+            "step": step,
+            "path": str(destination),
+            "manifest_digest": sealed.manifest_digest,
+            "weight_version": head["weight_version"],
+        }
+        writes: list[Write] = [("HSET", redis_keys.job_checkpoints(job_id), step, json.dumps(told))]
+        return writes + (self._adopt_version(job_id, parent, version, int(head["weight_step"])) if version else [])
+
+    def _adopt_version(self, job_id: str, parent: str, version: int, step: int) -> list[Write]:
+        """The parent's version becomes the job's first, announced as if the job had published it."""
+        stored = self.store.adopt(job_id, FIRST, self.store.open(parent, version), parent=0, step=step)
+        told: dict[str, Any] = {
+            "version": FIRST,
+            "step": step,
+            "uri": stored.uri,
+            "manifest_digest": stored.manifest_digest,
+        }
+        announcement = WeightAnnouncement(run_id=job_id, announced_unix_ms=now_ms(), **told)
+        published = told | {"size_bytes": stored.size_bytes, "published_at": timestamp()}
+        return [
+            ("HSET", redis_keys.job_weights(job_id), FIRST, json.dumps(published)),
+            append_words(redis_keys.weights(job_id), announcement.SerializeToString()),
+        ]
+
+    def _discard(self, job_id: str) -> None:
+        """Remove what a fork that came to nothing had made; without an answer of Redis the next process does it."""
+        # The commit that makes the job takes its id out: it may have happened although its answer was lost.
+        if not self.jobs.client.sismember(own_keys.forks_under_way(), job_id):
+            return
+        self.store.remove_run(job_id)
+        for folder in FOLDERS:
+            shutil.rmtree(self.state_path / folder / job_id, ignore_errors=True)
+        self.jobs.client.srem(own_keys.forks_under_way(), job_id)
+
+
+def merge_patch(document: Any, patch: Any) -> Any:
+    """RFC 7386: members of the patch replace the document's, objects are merged, null removes."""
+    if not isinstance(patch, dict):
+        return patch
+    merged = dict(document) if isinstance(document, dict) else {}
+    for name, value in patch.items():
+        if value is None:
+            merged.pop(name, None)
+        else:
+            merged[name] = merge_patch(merged.get(name), value)
+    return merged
+
+
+def _refusal(pointer: str, message: str) -> InvalidInput:
+    return InvalidInput("this fork cannot be made", code="invalid_fork", violations=(FieldViolation(pointer, message),))

@@ -1,0 +1,1 @@
+"""Live replicas: heartbeats, assignment to runs, scaling, announced weights."""

@@ -1,0 +1,146 @@
+"""Which inference replica serves which run: in proportion to the jobs' priorities, at least one each where possible.
+
+A replica moves only when jobs or replicas came or went, and only once that has lasted a while: to move costs it the
+groups in hand and perhaps a new model.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from services.orchestrator import redis_keys as own_keys
+from services.orchestrator.jobs.states import HOLDS_PLACE, JobState
+from services.orchestrator.jobs.store import JobStore
+from services.orchestrator.jobs.waiting import by_priority
+from services.orchestrator.replicas.registry import ReplicaRegistry
+from spo import redis_keys
+from spo.observability.logs import get_logger
+
+log = get_logger("assignment")
+
+SETTLE_SECONDS = 5.0
+SERVED = HOLDS_PLACE - {JobState.CANCELLING}
+
+
+def fair_counts(replicas: int, weights: Mapping[str, int]) -> dict[str, int]:
+    """How many replicas each run gets; weights in order of precedence.
+
+    One each as far as they go, the others by Sainte-Lague's divisors: one more replica adds one seat and moves none.
+    """
+    found = dict.fromkeys(weights, 0)
+    for run_id in list(weights)[:replicas]:
+        found[run_id] = 1
+    for _ in range(replicas - len(weights) if weights else 0):
+        found[max(weights, key=lambda run_id: weights[run_id] / (found[run_id] + 0.5))] += 1
+    return found
+
+
+def share(replicas: Sequence[str], current: Mapping[str, str], weights: Mapping[str, int]) -> dict[str, str]:
+    """The run of each replica, "" for none; whoever serves a run that may keep it stays."""
+    left = fair_counts(len(replicas), weights)
+    found: dict[str, str] = {}
+    for replica_id in replicas:
+        run_id = current.get(replica_id, "")
+        if left.get(run_id, 0) > 0:
+            found[replica_id] = run_id
+            left[run_id] -= 1
+    free = (run_id for run_id, count in left.items() for _ in range(count))
+    return {replica_id: found[replica_id] if replica_id in found else next(free, "") for replica_id in replicas}
+
+
+class ReplicaAssigner:
+    """Keeps the assignment in Redis, so that a restarted orchestrator moves nobody. Safe from several threads."""
+
+    def __init__(
+        self,
+        jobs: JobStore,
+        replicas: ReplicaRegistry,
+        settle_seconds: float = SETTLE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.jobs = jobs
+        self.replicas = replicas
+        self.settle_seconds = settle_seconds
+        self.clock = clock
+        self._lock = threading.Lock()
+        self._situation: tuple[object, float] = (None, 0.0)
+
+    def wanted(self) -> dict[str, int]:
+        """Runs that want replicas with their weights, first in precedence first; else the one under evaluation."""
+        runs = by_priority(self.jobs.client, self.jobs.in_states(SERVED))
+        if runs:
+            return runs
+        examined: Any = self.jobs.client.get(redis_keys.evaluated_run())
+        return {examined.decode(): 1} if examined else {}
+
+    def run_of(self, replica_id: str) -> str:
+        """The run that a replica is to serve, or "". One that nobody has assigned yet is assigned at once."""
+        stored: Any = self.jobs.client.hget(own_keys.assignments(), replica_id)
+        run_id = stored.decode() if stored else ""
+        wanted = self.wanted()
+        if run_id in wanted or not (wanted or run_id):
+            return str(run_id)
+        if len(wanted) == 1:
+            # Everybody serves the only run: a thousand newcomers need not be weighed against each other.
+            (only,) = wanted
+            self.jobs.client.hset(own_keys.assignments(), replica_id, only)
+            log.info("replica assigned", replica=replica_id, before=run_id or "none", run=only)
+            return only
+        return self.balance().get(replica_id, "")
+
+    def balance(self) -> dict[str, str]:
+        """Bring the assignment up to date and return it."""
+        with self._lock:
+            live = [each for each in self.replicas.live() if each.pool == "inference" and not each.draining]
+            ids = [each.replica_id for each in live]
+            runs = self.wanted()
+            current = self.assignments()
+            target = share(ids, current, runs)
+            if not self._has_settled(
+                (runs, ids), moves=any(current.get(each) in runs for each in _moved(current, target))
+            ):
+                target = {each: current[each] if current.get(each) in runs else target[each] for each in ids}
+            self._write(current, target)
+            return target
+
+    def serving(self, job_id: str) -> list[str]:
+        """Ids of the replicas assigned to a run."""
+        return sorted(each for each, run_id in self.assignments().items() if run_id == job_id)
+
+    def left_out(self, job_id: str) -> bool:
+        """Whether other runs have replicas and this one has none."""
+        assigned = set(self.assignments().values()) - {""}
+        return bool(assigned) and job_id not in assigned
+
+    def _has_settled(self, situation: object, moves: bool) -> bool:
+        """Whether replicas may be taken from runs: when the same runs and replicas were there for settle_seconds."""
+        if situation != self._situation[0]:
+            self._situation = (situation, self.clock())
+        return not moves or self.clock() - self._situation[1] >= self.settle_seconds
+
+    def assignments(self) -> dict[str, str]:
+        """The run of each replica as stored, "" for none; `balance` brings it up to date."""
+        stored: Any = self.jobs.client.hgetall(own_keys.assignments())
+        return {replica_id.decode(): run_id.decode() for replica_id, run_id in stored.items()}
+
+    def _write(self, before: Mapping[str, str], after: Mapping[str, str]) -> None:
+        gone = [each for each in before if each not in after]
+        changed: dict[Any, Any] = {each: after[each] for each in _moved(before, after)}
+        with self.jobs.client.pipeline(transaction=True) as pipe:
+            if gone:
+                pipe.hdel(own_keys.assignments(), *gone)
+            if changed:
+                pipe.hset(own_keys.assignments(), mapping=changed)
+            if gone or changed:
+                pipe.execute()
+        for replica_id, run_id in changed.items():
+            log.info(
+                "replica assigned", replica=replica_id, run=run_id or "none", before=before.get(replica_id, "none")
+            )
+
+
+def _moved(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    return [each for each, run_id in after.items() if before.get(each) != run_id]

@@ -1,0 +1,134 @@
+"""Weight versions of a run: recorded and announced in one step, tracked per replica."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from services.orchestrator.jobs.commit import Commit, CommitOutcome, Fence, Precondition, timestamp
+from services.orchestrator.jobs.leases import now_ms
+from services.orchestrator.jobs.states import ACTIVE
+from services.orchestrator.jobs.store import JobStore
+from services.orchestrator.replicas.registry import LiveReplica
+from spo import redis_keys
+from spo.errors import Conflict, NotFound
+from spo.messaging.streams import append_words
+from spo.observability.metrics import POLICY_VERSION
+from spo.v1 import orchestrator_service_pb2 as wire
+from spo.v1.weights_pb2 import WeightAnnouncement
+
+REFERENCE_VERSION = 0
+
+
+class WeightAnnouncements:
+    """What was published, and which of it is announced (the newest entry of the run's weights stream)."""
+
+    def __init__(self, jobs: JobStore) -> None:
+        self.jobs = jobs
+
+    def publish(self, request: wire.PublishWeightsRequest) -> bool:
+        """Record and announce a version; the same version again changes nothing.
+
+        Raises LeaseLost for a stale trainer, Conflict (code "version_taken") for other bytes under a known number.
+        """
+        job_id = request.run_id
+        announcement = WeightAnnouncement(
+            run_id=job_id,
+            version=request.version,
+            step=request.step,
+            uri=request.uri,
+            manifest_digest=request.manifest_digest,
+            announced_unix_ms=now_ms(),
+        )
+        version = {
+            "version": request.version,
+            "step": request.step,
+            "uri": request.uri,
+            "manifest_digest": request.manifest_digest,
+            "size_bytes": request.size_bytes,
+            "published_at": timestamp(),
+        }
+        outcome = self.jobs.fenced(
+            Commit(
+                job_id,
+                sorted(ACTIVE),
+                fence=Fence(request.trainer_id, request.epoch),
+                guard=Precondition(redis_keys.job_weights(job_id), str(request.version)),
+                writes=[
+                    ("HSET", redis_keys.job_weights(job_id), request.version, json.dumps(version)),
+                    append_words(redis_keys.weights(job_id), announcement.SerializeToString()),
+                ],
+                kind="weights",
+                body=json.dumps({"action": "announced", "version": request.version, "step": request.step}),
+            )
+        )
+        self._check_repeat(outcome, request)
+        POLICY_VERSION.labels(role="announced").set(request.version)
+        return True
+
+    def _check_repeat(self, outcome: CommitOutcome, request: wire.PublishWeightsRequest) -> None:
+        if outcome.verdict == "state":
+            raise Conflict(f"job {request.run_id} is {outcome.state}; it takes no weights", code="job_not_active")
+        if outcome.verdict == "guard" and json.loads(outcome.guard_value)["manifest_digest"] != request.manifest_digest:
+            raise Conflict(
+                f"version {request.version} of {request.run_id} was published with another digest",
+                code="version_taken",
+            )
+
+    def announce(self, job_id: str, version: int, action: str, actor: str = "api") -> WeightAnnouncement:
+        """Announce a published version, or the reference, again ("pushed" or "rolled_back"). NotFound, Conflict."""
+        published = self._published(job_id, version)
+        announcement = WeightAnnouncement(
+            run_id=job_id,
+            version=version,
+            step=published["step"],
+            uri=published["uri"],
+            manifest_digest=published["manifest_digest"],
+            announced_unix_ms=now_ms(),
+        )
+        outcome = Commit(
+            job_id,
+            sorted(ACTIVE),
+            writes=[append_words(redis_keys.weights(job_id), announcement.SerializeToString())],
+            kind="weights",
+            body=json.dumps({"action": action, "version": version, "step": published["step"]}),
+            actor=actor,
+        ).run(self.jobs.client, self.jobs.durable)
+        if not outcome.done:
+            raise Conflict(f"job {job_id} is {outcome.state}; it serves no weights", code="job_not_active")
+        return announcement
+
+    def _published(self, job_id: str, version: int) -> dict[str, Any]:
+        if version == REFERENCE_VERSION:
+            return {"step": 0, "uri": "", "manifest_digest": ""}
+        raw: Any = self.jobs.client.hget(redis_keys.job_weights(job_id), str(version))
+        if raw is None:
+            raise NotFound(f"job {job_id} has no weight version {version}", code="weight_version_not_found")
+        published: dict[str, Any] = json.loads(raw)
+        return published
+
+    def announced(self, job_id: str) -> WeightAnnouncement | None:
+        """The announcement replicas should be at; None while only the reference (version 0) exists."""
+        newest: Any = self.jobs.client.xrevrange(redis_keys.weights(job_id), count=1)
+        return announcement_of(newest[0]) if newest else None
+
+    def versions(self, job_id: str) -> list[dict[str, Any]]:
+        """Every published version, oldest first."""
+        found: Any = self.jobs.client.hgetall(redis_keys.job_weights(job_id))
+        return sorted((json.loads(raw) for raw in found.values()), key=lambda each: int(each["version"]))
+
+
+def announcement_of(entry: tuple[bytes, dict[bytes, bytes]]) -> WeightAnnouncement:
+    """Decode one entry of a run's weights stream."""
+    return WeightAnnouncement.FromString(entry[1][b"payload"])
+
+
+def applied_by(replicas: Sequence[LiveReplica], job_id: str, version: int) -> dict[str, list[str]]:
+    """Which inference replicas of the run serve a version, do not yet, or could not."""
+    serving = [replica for replica in replicas if replica.pool == "inference" and replica.run_id == job_id]
+    return {
+        "applied": [replica.replica_id for replica in serving if replica.policy_version >= version],
+        "pending": [r.replica_id for r in serving if r.policy_version < version and not r.problem],
+        "failed": [r.replica_id for r in serving if r.policy_version < version and r.problem],
+    }

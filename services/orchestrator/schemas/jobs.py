@@ -1,0 +1,77 @@
+"""What the API says of jobs and their events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from services.orchestrator.jobs.states import JobState
+
+
+class Progress(BaseModel):
+    """How far the job is; totals are null until the tasks are loaded.
+
+    value_samples made the values so far; value_interval_width is the mean width of their intervals, reward units.
+    """
+
+    values_done: int
+    values_total: int | None
+    value_samples: int = 0
+    value_interval_width: float | None = None
+    step: int
+    steps: int
+    weight_version: int
+    evaluations: int
+
+
+class Failure(BaseModel):
+    code: str
+    message: str
+
+
+class Lineage(BaseModel):
+    """The job that this one was forked from, and where: a version of its weights or a checkpoint."""
+
+    parent: str
+    version: int | None
+    checkpoint_step: int | None
+    as_reference: bool
+    forked_at: str
+
+
+class JobSummary(BaseModel):
+    id: str
+    name: str
+    labels: dict[str, str]
+    state: JobState
+    step: int
+    created_at: str
+    updated_at: str
+
+
+class Job(JobSummary):
+    progress: Progress
+    latest_evaluation: dict[str, Any] | None
+    failure: Failure | None
+    waits: list[str]
+    spec: dict[str, Any]
+    lineage: Lineage | None = None
+
+
+class JobPage(BaseModel):
+    items: list[JobSummary]
+    next_cursor: str | None
+
+
+class Event(BaseModel):
+    seq: int
+    at: str
+    actor: str
+    kind: str
+    body: dict[str, Any]
+
+
+class EventPage(BaseModel):
+    items: list[Event]
+    next_cursor: str | None

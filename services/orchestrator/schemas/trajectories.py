@@ -1,0 +1,109 @@
+"""What the API says of trajectories, prompts and values."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel
+
+
+class Verdict(BaseModel):
+    outcome: str
+    tests_passed: int
+    tests_total: int
+    cpu_seconds: float
+    detail: str
+    cached: bool
+    isolation: str
+    judge_version: str
+
+
+class Hop(BaseModel):
+    service: str
+    at_unix_ms: int
+
+
+class Trajectory(BaseModel):
+    trajectory_id: str
+    group_id: str
+    prompt_id: str
+    source: str
+    response_text: str
+    response_tokens: int
+    policy_version_first: int
+    policy_version_last: int
+    temperature: float
+    top_p: float
+    finish_reason: str
+    created_unix_ms: int
+    reward: float | None
+    verdict: Verdict | None
+    hops: list[Hop]
+
+
+class TrajectoryDetail(Trajectory):
+    """With the tokens and their log-probs, nats."""
+
+    prompt_token_ids: list[int]
+    response_token_ids: list[int]
+    sampling_logprobs: list[float]
+    reference_logprobs: list[float]
+    reference_hash: str
+    # Training steps whose batches held it, in the order of draws; one page, of times_sampled in all.
+    steps: list[int]
+    times_sampled: int
+    # Further trajectories with the same normalised content, which it stands for.
+    copies: int
+
+
+class BatchView(BaseModel):
+    """What the replay buffer drew for a training step."""
+
+    step: int
+    trajectory_ids: list[str]
+
+
+class TrajectoryPage(BaseModel):
+    items: list[Trajectory]
+    next_cursor: str | None
+
+
+class PromptView(BaseModel):
+    """A prompt with what is known of it: its value, if estimated, and its latest trajectories."""
+
+    prompt_id: str
+    text: str
+    samples: int | None
+    successes: int | None
+    qhat_0: float | None
+    qhat_0_low: float | None = None
+    qhat_0_high: float | None = None
+    trajectories: list[Trajectory]
+
+
+class TokenValues(BaseModel):
+    """The policy as value: Q_t after each response token and its advantage A_t, reward units (Eq. 11, 12)."""
+
+    trajectory_id: str
+    policy_version: int
+    qhat_0: float
+    tokens: list[str]
+    q: list[float]
+    advantages: list[float]
+
+
+class CalibrationBin(BaseModel):
+    predicted: float
+    observed: float
+    outcomes: int
+    low: float
+    high: float
+
+
+class Calibration(BaseModel):
+    """Success of pi0 going on from prefixes, as Q_t predicts it and as it came; bins of about equal count."""
+
+    policy_version: int
+    bins: list[CalibrationBin]
+    expected_calibration_error: float
+    brier_score: float
+    brier_score_of_qhat_0: float
+    prefixes: int

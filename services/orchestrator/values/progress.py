@@ -1,0 +1,43 @@
+"""How well the values of a job's prompts are known so far."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import redis
+
+from spo import redis_keys
+from spo.spec.job_spec import JobSpec
+from spo.spec.prompt_values import qhat_0
+from spo.v1.value_pb2 import PromptValue
+
+REMEMBERED = 64
+
+
+class ValueProgress:
+    """Remembers each job's figures by how many values there are: they are only added, and jobs are looked at often."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self.client = client
+        self._known: OrderedDict[str, tuple[int, dict[str, Any]]] = OrderedDict()
+
+    def of(self, job_id: str, spec: JobSpec, done: int) -> dict[str, Any]:
+        """values_done, value_samples, and the mean interval width over prompts, reward units (None without any)."""
+        known = self._known.get(job_id)
+        if known and known[0] == done:
+            return known[1]
+        found = {"values_done": done, **self._summary(job_id, spec, done)}
+        self._known[job_id] = (done, found)
+        if len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+        return found
+
+    def _summary(self, job_id: str, spec: JobSpec, done: int) -> dict[str, Any]:
+        stored: Any = self.client.hvals(redis_keys.run_values(job_id)) if done else []
+        values = [PromptValue.FromString(payload) for payload in stored]
+        widths = [found.high - found.low for found in (qhat_0(value, spec) for value in values) if found]
+        return {
+            "value_samples": sum(value.samples for value in values),
+            "value_interval_width": sum(widths) / len(widths) if widths else None,
+        }

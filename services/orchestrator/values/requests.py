@@ -1,0 +1,120 @@
+"""Asking about pi0: an EstimateRequest per training prompt, then a PivotalRequest where the spec wants pivotal tokens.
+
+Each is published once, whatever restarts in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from services.orchestrator.datasets.library import prompt_of
+from services.orchestrator.experience.availability import Decontamination
+from services.orchestrator.jobs.commit import Commit, Precondition, Write
+from services.orchestrator.jobs.seeds import seed_of
+from services.orchestrator.jobs.states import JobState
+from services.orchestrator.jobs.store import JobStore
+from spo import redis_keys
+from spo.messaging.streams import append_words
+from spo.spec.job_spec import JobSpec
+from spo.tasks.problem import Problem, TaskSets
+from spo.v1.prompt_pb2 import Sampling
+from spo.v1.value_pb2 import EstimateRequest, PivotalRequest
+
+CHUNK = 128
+# Beyond them, another one tells little more of what pi0 can do.
+FURTHER_SOLUTIONS = 12
+
+
+def publish_estimates(jobs: JobStore, job_id: str, tasks: TaskSets) -> None:
+    """Put the prompts without a value on the stream `estimates`."""
+    spec = jobs.spec(job_id)
+    clean = Decontamination(tasks, spec)
+
+    def entry(problem: Problem) -> Write:
+        request = _request(job_id, spec, problem)
+        request.import_experience = clean.may_import(problem)
+        return append_words(redis_keys.estimates(), request.SerializeToString())
+
+    done_key = redis_keys.run_values(job_id)
+    _publish(jobs, job_id, tasks.train, position_field="estimates_published", done_key=done_key, entry=entry)
+    if clean.left_out:
+        told = {"prompts_left_out": clean.left_out, "reason": "they copy held-out problems"}
+        jobs.append(job_id, "experience", told)
+
+
+def publish_pivotal(jobs: JobStore, job_id: str, problems: Sequence[Problem]) -> None:
+    """Put the prompts whose correct trajectories are not yet searched for pivotal tokens on the stream `pivotal`."""
+    spec = jobs.spec(job_id)
+
+    def entry(problem: Problem) -> Write:
+        request = PivotalRequest(run_id=job_id, prompt=prompt_of(problem, spec))
+        return append_words(redis_keys.pivotal(), request.SerializeToString())
+
+    done_key = redis_keys.run_pivotal(job_id)
+    _publish(jobs, job_id, problems, position_field="pivotal_published", done_key=done_key, entry=entry)
+
+
+def _publish(
+    jobs: JobStore,
+    job_id: str,
+    problems: Sequence[Problem],
+    *,
+    position_field: str,
+    done_key: str,
+    entry: Callable[[Problem], Write],
+) -> None:
+    """Continue where an earlier process stopped.
+
+    The position moves in the same atomic step as the entries, so no prompt is asked for twice or forgotten.
+    """
+    stored = jobs.client.hget(redis_keys.job_record(job_id), position_field)
+    position = int(stored or 0)
+    while position < len(problems):
+        chunk = problems[position : position + CHUNK]
+        known = jobs.client.hmget(done_key, [problem.problem_id for problem in chunk])
+        writes = [entry(problem) for problem, done in zip(chunk, known, strict=True) if done is None]
+        outcome = Commit(
+            job_id,
+            (JobState.ESTIMATING,),
+            guard=Precondition(redis_keys.job_record(job_id), position_field, str(position) if position else ""),
+            writes=[*writes, ("HSET", redis_keys.job_record(job_id), position_field, position + len(chunk))],
+        ).run(jobs.client, jobs.durable)
+        if not outcome.done:
+            # Cancelled meanwhile, or another orchestrator is at it: its position decides.
+            return
+        position += len(chunk)
+
+
+def _request(job_id: str, spec: JobSpec, problem: Problem) -> EstimateRequest:
+    request = EstimateRequest(run_id=job_id, prompt=prompt_of(problem, spec))
+    if spec.offline.human_solutions:
+        request.human_solutions.extend(problem.human_solutions[: spec.offline.human_solutions_per_problem])
+        if spec.value and spec.value.sequential:
+            further = problem.human_solutions[spec.offline.human_solutions_per_problem :]
+            request.further_solutions.extend(further[:FURTHER_SOLUTIONS])
+    if spec.offline.wrong_human_solutions:
+        request.wrong_solutions.extend(problem.wrong_solutions[: spec.offline.human_solutions_per_problem])
+    if spec.value is not None:
+        value = spec.value
+        limit = spec.model.max_response_tokens
+        request.sampling.CopyFrom(
+            Sampling(
+                samples=value.samples,
+                temperature_min=value.temperature,
+                temperature_max=value.temperature,
+                top_p=value.top_p,
+                max_tokens=limit,
+                seed=seed_of(spec.seed, "estimate", problem.problem_id),
+            )
+        )
+        request.extra_sampling.CopyFrom(
+            Sampling(
+                samples=value.extra_samples,
+                temperature_min=value.extra_temperature[0],
+                temperature_max=value.extra_temperature[1],
+                top_p=value.extra_top_p,
+                max_tokens=limit,
+                seed=seed_of(spec.seed, "extra", problem.problem_id),
+            )
+        )
+    return request

@@ -1,0 +1,242 @@
+"""One run of a program on one input: limits in, what happened out; nothing here knows the expected output."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import fcntl
+import os
+import select
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.sandbox_judge.jail.program import RESULT, SETUP_FAILED
+from services.sandbox_judge.jail.supervisor import CPU_LIMIT, STARVATION, WALL_LIMIT
+from spo.v1 import verdict_pb2
+
+STDERR_KEPT_BYTES = 16 << 10
+_CHUNK_BYTES = 1 << 16
+# The jail enforces the limits; this much later the judge stops believing in the jail.
+_PATIENCE_SECONDS = 5.0
+# Most programs end within this time and print less than a pipe holds: one wake-up for the report is enough for them.
+_SHORT_MILLISECONDS = 20
+_SIGXCPU, _SIGSYS = 24, 31
+_ALL_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+
+class JudgeFault(Exception):
+    """The judge, not the program, broke: retried, never a verdict."""
+
+
+class CompileFailed(Exception):
+    """The program is not one; the text says why."""
+
+
+class RunEnding(enum.Enum):
+    """How a run ended; limits are values, not errors."""
+
+    EXITED = "exited"
+    SIGNALLED = "signalled"
+    CPU_TIME_LIMIT = "cpu time limit"
+    WALL_TIME_LIMIT = "wall time limit"
+    MEMORY_LIMIT = "memory limit"
+    OUTPUT_LIMIT = "output limit"
+    SECURITY_VIOLATION = "security violation"
+
+
+@dataclass(frozen=True)
+class RunLimits:
+    """Limits of one run, all positive; processes counts threads too."""
+
+    cpu_seconds: float = 2.0
+    wall_seconds: float = 10.0
+    memory_bytes: int = 256 << 20
+    output_bytes: int = 1 << 20
+    processes: int = 16
+
+
+def limits_of(test_set: verdict_pb2.TestSet) -> RunLimits:
+    """The limits of a TestSet with defaults where a field is 0; a right output is never too long by default."""
+    limits, defaults = test_set.limits, RunLimits()
+    longest = 0 if limits.output_bytes else max((len(test.stdout) for test in test_set.tests), default=0)
+    return RunLimits(
+        cpu_seconds=limits.cpu_seconds or defaults.cpu_seconds,
+        wall_seconds=limits.wall_seconds or max(defaults.wall_seconds, 2 * limits.cpu_seconds),
+        memory_bytes=limits.memory_bytes or defaults.memory_bytes,
+        output_bytes=limits.output_bytes or max(defaults.output_bytes, 2 * longest),
+        processes=max(limits.processes, defaults.processes),
+    )
+
+
+@dataclass(frozen=True)
+class ProgramRun:
+    """What one run did; code is the exit status or the signal's number."""
+
+    ending: RunEnding
+    code: int
+    cpu_seconds: float
+    wall_seconds: float
+    memory_bytes: int
+    stdout: bytes
+    stderr: bytes
+
+
+@dataclass
+class _Exchange:
+    """The judge's ends of one run's pipes and what has come through them."""
+
+    stdin_left: memoryview
+    writer: int
+    readers: dict[int, bytearray]
+    poller: select.poll = field(default_factory=select.poll)
+    overflow: bool = False
+    result: bytes = b""
+
+
+def run_test(channel: socket.socket, stdin: bytes, limits: RunLimits, files: Sequence[bytes] = ()) -> ProgramRun:
+    """Run the program behind the channel once; it finds the files at descriptors 3, 4 and so on.
+
+    Raises JudgeFault when its jail fails.
+    """
+    exchange, theirs = _open_pipes(stdin)
+    try:
+        try:
+            theirs += [memory_file("file", content) for content in files]
+            socket.send_fds(channel, [b"test"], theirs)
+        finally:
+            for descriptor in theirs:
+                os.close(descriptor)
+        stdout, stderr = exchange.readers.values()
+        _converse(exchange, channel, limits)
+    except OSError as error:
+        raise JudgeFault(f"jail gone: {error}") from error
+    finally:
+        for descriptor in (exchange.writer, *exchange.readers):
+            if descriptor >= 0:
+                os.close(descriptor)
+    return _classify(exchange, limits, bytes(stdout), bytes(stderr[-STDERR_KEPT_BYTES:]))
+
+
+def _open_pipes(stdin: bytes) -> tuple[_Exchange, list[int]]:
+    stdin_reader, writer = os.pipe()
+    stdout, stdout_writer = os.pipe()
+    stderr, stderr_writer = os.pipe()
+    exchange = _Exchange(memoryview(stdin), writer, {stdout: bytearray(), stderr: bytearray()})
+    os.set_blocking(writer, False)
+    theirs = [stdin_reader, stdout_writer, stderr_writer]
+    for descriptor in theirs:
+        os.fchmod(descriptor, 0o666)  # the program, another user, may open /dev/stdin
+    return exchange, theirs
+
+
+def _converse(exchange: _Exchange, channel: socket.socket, limits: RunLimits) -> None:
+    """Feed stdin and collect outputs until the jail has reported; then nobody is left who could print more."""
+    poller = exchange.poller
+    poller.register(channel, select.POLLIN)
+    _feed(exchange)
+    if exchange.writer >= 0:
+        poller.register(exchange.writer, select.POLLOUT)
+    elif poller.poll(_SHORT_MILLISECONDS):
+        _take_result(exchange, channel)
+    for reader in exchange.readers:
+        poller.register(reader, select.POLLIN)
+    deadline = time.monotonic() + limits.wall_seconds + limits.cpu_seconds * STARVATION + _PATIENCE_SECONDS
+    while not exchange.result:
+        _wait_on(exchange, channel, limits, deadline)
+    while ready := poller.poll(0):
+        for descriptor, _ in ready:
+            if descriptor == exchange.writer or _collect(exchange, descriptor, limits, channel) < _CHUNK_BYTES:
+                poller.unregister(descriptor)
+
+
+def _wait_on(exchange: _Exchange, channel: socket.socket, limits: RunLimits, deadline: float) -> None:
+    """Do what can be done next on any of the pipes or the channel."""
+    ready = exchange.poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+    if not ready:
+        raise JudgeFault("the jail did not report in time")
+    for descriptor, _ in ready:
+        if descriptor == exchange.writer:
+            _feed_on(exchange, descriptor)
+        elif descriptor == channel.fileno():
+            _take_result(exchange, channel)
+        elif not _collect(exchange, descriptor, limits, channel):
+            exchange.poller.unregister(descriptor)
+
+
+def _take_result(exchange: _Exchange, channel: socket.socket) -> None:
+    exchange.result = channel.recv(256)
+    if not exchange.result.startswith(b"="):
+        raise JudgeFault(f"the jail failed: {exchange.result[1:].decode(errors='replace') or 'it died'}")
+    exchange.poller.unregister(channel)
+
+
+def _feed(exchange: _Exchange) -> None:
+    try:
+        while exchange.stdin_left:
+            exchange.stdin_left = exchange.stdin_left[os.write(exchange.writer, exchange.stdin_left[:_CHUNK_BYTES]) :]
+    except BlockingIOError:
+        return
+    except BrokenPipeError:
+        pass  # a program need not read its input
+    os.close(exchange.writer)
+    exchange.writer = -1
+
+
+def _feed_on(exchange: _Exchange, descriptor: int) -> None:
+    _feed(exchange)
+    if exchange.writer < 0:
+        exchange.poller.unregister(descriptor)
+
+
+def _collect(exchange: _Exchange, reader: int, limits: RunLimits, channel: socket.socket) -> int:
+    """Read what has come; how much it was, 0 when this output has ended or grown past its limit."""
+    chunk = os.read(reader, _CHUNK_BYTES)
+    collected = exchange.readers[reader]
+    collected += chunk
+    if len(collected) <= limits.output_bytes:
+        return len(chunk)
+    exchange.overflow = True
+    with contextlib.suppress(OSError):
+        channel.send(b"stop")
+    return 0
+
+
+def _classify(exchange: _Exchange, limits: RunLimits, stdout: bytes, stderr: bytes) -> ProgramRun:
+    how, status, cpu_seconds, wall_seconds, memory_bytes = RESULT.unpack(exchange.result[1:])
+    code = os.waitstatus_to_exitcode(status)
+    if code == SETUP_FAILED and stderr.startswith(b"jail failed"):
+        raise JudgeFault(stderr.decode(errors="replace"))
+    if exchange.overflow:
+        ending = RunEnding.OUTPUT_LIMIT
+    elif how == CPU_LIMIT or cpu_seconds > limits.cpu_seconds or code == -_SIGXCPU:
+        ending = RunEnding.CPU_TIME_LIMIT
+    elif how == WALL_LIMIT:
+        ending = RunEnding.WALL_TIME_LIMIT
+    elif code == -_SIGSYS:
+        ending = RunEnding.SECURITY_VIOLATION
+    elif memory_bytes > limits.memory_bytes or (code and _out_of_memory(stderr)):
+        ending = RunEnding.MEMORY_LIMIT
+    else:
+        ending = RunEnding.SIGNALLED if code < 0 else RunEnding.EXITED
+    return ProgramRun(ending, abs(code), cpu_seconds, wall_seconds, memory_bytes, stdout, stderr)
+
+
+def _out_of_memory(stderr: bytes) -> bool:
+    """Whether a failed program says that an allocation was refused; lying gains nothing: it failed either way."""
+    if b"java.lang.OutOfMemoryError" in stderr:
+        return True
+    last_line = stderr.rstrip().rsplit(b"\n", 1)[-1]
+    return last_line.startswith(b"MemoryError") or b"bad_alloc" in last_line or b"Cannot allocate memory" in last_line
+
+
+def memory_file(name: str, content: bytes) -> int:
+    """A descriptor of an anonymous file that nobody can change; the caller closes it."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _ALL_SEALS)
+    return descriptor

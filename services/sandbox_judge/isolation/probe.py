@@ -1,0 +1,122 @@
+"""Which isolation tier works here? Found out by running honest and forbidden programs in each, strongest first.
+
+`python -m services.sandbox_judge.isolation.probe` prints what it found as JSON; `spo doctor` shows it.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+
+from services.sandbox_judge.backends.zygote import Executable, Zygote
+from services.sandbox_judge.executor import CompileFailed, JudgeFault, RunEnding, RunLimits
+from services.sandbox_judge.isolation.memory_cgroup import memory_parent
+from services.sandbox_judge.isolation.tiers import TIERS
+from services.sandbox_judge.sandbox_worker import start_zygote
+from services.sandbox_judge.settings import IsolationTier, Settings
+from spo.errors import NotReady
+from spo.observability.logs import configure_logs, get_logger
+
+log = get_logger("isolation")
+
+PROBES = 3
+_HONEST = b"import platform; print(int(input()) + 1, platform.python_version())"
+# Each of them prints "escaped" when the tier does not hold.
+_FORBIDDEN = (
+    b"import socket; socket.socket(socket.AF_INET, socket.SOCK_STREAM); print('escaped')",
+    b"import os; os.fork(); print('escaped')",
+    b"open('/usr/escaped', 'w'); print('escaped')",
+    b"import os; os.kill(1, 0); print('escaped')",
+    b"import os; os.execv('/bin/true', ['true'])",
+    b"import ctypes; ctypes.CDLL(None).ptrace(0, 0, 0, 0); print('escaped')",
+)
+_READS_SYSTEM = b"open('/etc/hostname').read(); print('escaped')"
+
+
+def choose_tier(settings: Settings) -> IsolationTier:
+    """The strongest tier that works and settings allow. Raises NotReady (code "no_isolation") when there is none."""
+    floor = TIERS.index(settings.minimum_isolation)
+    allowed = _automatic(floor) if settings.isolation == "auto" else (settings.isolation,)
+    reasons = []
+    for tier in allowed:
+        if TIERS.index(tier) > floor:
+            reasons.append(f"{tier}: below the required {settings.minimum_isolation}")
+            continue
+        problem = why_not(tier, settings)
+        if problem is None:
+            log.info("isolation tier chosen", tier=tier, rejected=reasons)
+            return tier
+        reasons.append(f"{tier}: {problem}")
+        log.warning("isolation tier does not work here", tier=tier, reason=problem)
+    raise NotReady("no safe way to run programs on this machine: " + "; ".join(reasons), code="no_isolation")
+
+
+def _automatic(floor: int) -> tuple[IsolationTier, ...]:
+    """Docker only where it is asked for: whoever may talk to the engine is root."""
+    return tuple(tier for tier in TIERS[: floor + 1] if tier != "docker")
+
+
+def why_not(tier: IsolationTier, settings: Settings | None = None) -> str | None:
+    """None when the tier starts, runs an honest program and stops the forbidden ones; otherwise the reason.
+
+    A tier is given up only when it fails again and again: bad luck at the start must not lower it.
+    """
+    problem = None
+    for _ in range(PROBES):
+        problem = _probe(tier, settings or Settings())
+        if problem is None:
+            break
+    return problem
+
+
+def _probe(tier: IsolationTier, settings: Settings) -> str | None:
+    if tier == "docker" and not settings.docker_image:
+        return "SPO_SANDBOX_JUDGE_DOCKER_IMAGE names no image"
+    try:
+        zygote = start_zygote(tier, 0, settings)
+    except (JudgeFault, NotReady) as fault:
+        return str(fault)
+    try:
+        if tier.endswith("landlock") and not zygote.landlock_abi:
+            return f"no Landlock in kernel {platform.release()}"
+        return _first_failure(zygote, may_read_image=bool(tier == "docker" and settings.docker_runtime))
+    except (JudgeFault, CompileFailed) as fault:
+        return str(fault)
+    finally:
+        zygote.close()
+
+
+def _first_failure(zygote: Zygote, may_read_image: bool) -> str | None:
+    limits = RunLimits()
+    with zygote.open(Executable(source=_HONEST), limits) as opened:
+        run = opened.run(b"41\n")
+        if run.stdout.split()[:1] != [b"42"]:
+            return f"an honest program failed: {run.stderr.decode(errors='replace')}"
+        if run.stdout.split()[1].decode() != platform.python_version():
+            return f"its Python is {run.stdout.split()[1].decode()}, the judge's {platform.python_version()}"
+    # A runtime with a kernel of its own may lack Landlock; what it lets programs read is the image.
+    excused = may_read_image and not zygote.landlock_abi
+    for source in _FORBIDDEN if excused else (*_FORBIDDEN, _READS_SYSTEM):
+        with zygote.open(Executable(source=source), limits) as opened:
+            run = opened.run(b"")
+            if b"escaped" in run.stdout or (run.ending is RunEnding.EXITED and run.code == 0):
+                return f"a forbidden program got through: {source.decode()}"
+    return None
+
+
+def main() -> None:
+    """Print every tier with the reason why it does not work, null where it does, and the one that would be chosen."""
+    configure_logs("probe", "error")
+    settings = Settings()
+    tiers = {tier: why_not(tier, settings) for tier in TIERS if tier != "docker" or settings.docker_image}
+    try:
+        chosen, refusal = choose_tier(settings), ""
+    except NotReady as error:
+        chosen, refusal = None, error.message
+    cgroup = memory_parent(settings.memory_cgroup) is not None
+    json.dump({"tiers": tiers, "chosen": chosen, "refusal": refusal, "memory_cgroup": cgroup}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Isolation tiers: how a zygote is started in each, strongest first. What works is found out by trying."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import services.sandbox_judge
+from services.sandbox_judge.isolation.seccomp_filter import OWN_PID, Freedom, base_filter, narrowing_filter
+from services.sandbox_judge.languages import readable_folders
+from services.sandbox_judge.settings import IsolationTier
+
+TIERS: tuple[IsolationTier, ...] = get_args(IsolationTier)
+
+# Programs of lane n run as this user id plus n when the judge is root.
+FIRST_PROGRAM_UID = 61000
+_CAP_DAC_READ_SEARCH = 1 << 2
+_JUDGE_SIDE = "/judge"
+_JAIL = Path("services", "sandbox_judge", "jail")
+_OPTIONS = ("-s", "-S", "-B", "-c")
+_BOOT = "sys.path.insert(0, sys.argv[1]); from services.sandbox_judge.jail import zygote; zygote.main()"
+_SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LC_ALL": "C.UTF-8",
+    # One hash seed for all: a program's verdict must not depend on the order of a set.
+    "PYTHONHASHSEED": "0",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start one zygote and what to tell it first."""
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    setting: dict[str, Any]
+
+
+def program_uid(worker: int) -> int | None:
+    """The user that programs of a lane run as; None: the judge's own, because it is not root."""
+    return FIRST_PROGRAM_UID + worker if os.geteuid() == 0 else None
+
+
+def launch(tier: IsolationTier, worker: int, scratch: str | None = None) -> Launch:
+    """The way to start a zygote of a lane on this machine; tiers with namespaces bring their own scratch.
+
+    Raises NotReady when seccomp filters cannot be built.
+    """
+    namespaces = tier.startswith("namespaces")
+    source_root = _JUDGE_SIDE if namespaces else str(_source_root())
+    python = (_interpreter(), *_OPTIONS, f"import sys; {_BOOT}", source_root)
+    root = os.geteuid() == 0
+    return Launch(
+        command=(*_bubblewrap(root), *python) if namespaces else python,
+        environment=_ENVIRONMENT,
+        setting=_setting(namespaces, tier.endswith("landlock"), "/tmp" if namespaces else scratch)
+        | {
+            "uid": program_uid(worker),
+            "capabilities": 0 if namespaces or not root or _open_to_all(_prefix()) else _CAP_DAC_READ_SEARCH,
+        },
+    )
+
+
+def container_launch(python: str) -> Launch:
+    """The way to start a zygote in a container that has the folder of the control socket at /judge.
+
+    Raises NotReady when seccomp filters cannot be built.
+    """
+    connect = (
+        "import socket, sys; link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); "
+        f"link.connect({_JUDGE_SIDE + '/control'!r}); sys.argv.append(str(link.detach())); "
+    )
+    return Launch(
+        command=(python, *_OPTIONS, connect + _BOOT, _JUDGE_SIDE),
+        environment=_ENVIRONMENT,
+        setting=_setting(namespaces=False, landlock=True, scratch="/tmp") | {"uid": None, "capabilities": 0},
+    )
+
+
+def jail_sources() -> Path:
+    """The folder of the modules that run inside."""
+    return _source_root() / _JAIL
+
+
+def _setting(namespaces: bool, landlock: bool, scratch: str | None) -> dict[str, Any]:
+    return {
+        "namespaces": namespaces,
+        "landlock": landlock,
+        "readable": ["/usr", *_SYSTEM_FOLDERS, "/etc/ld.so.cache", "/etc/alternatives", *_outside_usr()],
+        "scratch": scratch,
+        "base_filter": base_filter(),
+        "filters": {freedom.value: narrowing_filter(freedom, namespaces) for freedom in Freedom},
+        "own_pid_marker": struct.pack("=I", OWN_PID),
+    }
+
+
+def _bubblewrap(root: bool) -> tuple[str, ...]:
+    arguments = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--as-pid-1"]
+    arguments += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    if root:
+        # A real user id instead of a mapped root: the zygote drops to it with these two capabilities, then loses them.
+        arguments += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        arguments += ["--unshare-user", "--cap-drop", "ALL"]
+    # Bubblewrap would give the folders above a bind the modes they have outside: /root, say, closed to the program.
+    parents = {parent for folder in _outside_usr() for parent in Path(folder).parents[:-1]}
+    for parent in sorted(parents):
+        arguments += ["--perms", "0755", "--dir", str(parent)]
+    for folder in dict.fromkeys(("/usr", *_outside_usr())):
+        arguments += ["--ro-bind", folder, folder]
+    for name in _SYSTEM_FOLDERS:
+        if os.path.islink(name):
+            arguments += ["--symlink", os.readlink(name), name]
+        elif os.path.exists(name):
+            arguments += ["--ro-bind", name, name]
+    for name in ("/etc/ld.so.cache", "/etc/alternatives"):
+        arguments += ["--ro-bind-try", name, name]
+    arguments += ["--ro-bind", str(jail_sources()), f"{_JUDGE_SIDE}/{_JAIL}"]
+    arguments += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--chdir", "/", "--"]
+    return tuple(arguments)
+
+
+def _interpreter() -> str:
+    """The real binary: a virtual environment's link or a version manager's shim would be slower or not in the jail."""
+    return os.path.realpath(sys.executable)
+
+
+def _outside_usr() -> tuple[str, ...]:
+    """What programs may read beside the system: this interpreter and the languages of other places."""
+    return (str(_prefix()), *readable_folders())
+
+
+def _prefix() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"]).parent.parent
+
+
+def _source_root() -> Path:
+    return Path(next(iter(services.sandbox_judge.__path__))).parent.parent
+
+
+def _open_to_all(path: Path) -> bool:
+    return all(folder.stat().st_mode & 0o001 for folder in (path, *path.parents))

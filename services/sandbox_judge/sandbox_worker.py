@@ -1,0 +1,151 @@
+"""A lane judges one program at a time; it owns the zygotes that it needs and replaces those that fail or have aged."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services.sandbox_judge.backends.zygote import Executable, OpenProgram, Zygote
+from services.sandbox_judge.executor import JudgeFault, ProgramRun, RunEnding, RunLimits
+from services.sandbox_judge.isolation.memory_cgroup import MemoryCgroup, child_name
+from services.sandbox_judge.isolation.tiers import launch, program_uid
+from services.sandbox_judge.settings import IsolationTier, Settings
+
+
+class Role(enum.Enum):
+    """Zygotes never serve two roles: a checker sees answers, a compiler may write and start processes."""
+
+    PROGRAM = "program"
+    COMPILER = "compiler"
+    CHECKER = "checker"
+
+
+@dataclass
+class PreparedProgram:
+    """A program in its jail that brings files to every run; who is killed for its tree's shared limit has met it."""
+
+    program: OpenProgram
+    files: tuple[bytes, ...]
+    cgroup: MemoryCgroup | None
+
+    def run(self, stdin: bytes, files: Sequence[bytes] = ()) -> ProgramRun:
+        """One run from the program's pristine state. Raises JudgeFault."""
+        run = self.program.run(stdin, (*self.files, *files))
+        killed = run.code != 0 and self.cgroup is not None and self.cgroup.has_killed()
+        return dataclasses.replace(run, ending=RunEnding.MEMORY_LIMIT) if killed else run
+
+
+@dataclass
+class SandboxWorker:
+    """The zygotes of one worker thread, started when first needed; cgroups: where theirs can be made."""
+
+    tier: IsolationTier
+    index: int
+    settings: Settings = field(default_factory=Settings)
+    cgroups: Path | None = None
+    _zygotes: dict[Role, Zygote] = field(default_factory=dict, init=False)
+    _cgroups: dict[Role, MemoryCgroup] = field(default_factory=dict, init=False)
+    _scratch: str | None = field(default=None, init=False)
+
+    def zygote(self, role: Role) -> Zygote:
+        """The lane's zygote for a role. Raises JudgeFault when it cannot be started."""
+        zygote = self._zygotes.get(role)
+        if zygote is None:
+            if self.cgroups and self.tier != "docker":
+                self._cgroups[role] = _cgroup(self.cgroups / child_name(self.index, role.value))
+            scratch = self._private_folder() if role is Role.COMPILER else None
+            zygote = start_zygote(self.tier, self.index, self.settings, scratch, self._cgroups.get(role))
+            self._zygotes[role] = zygote
+        return zygote
+
+    @contextlib.contextmanager
+    def open(
+        self, role: Role, executable: Executable, limits: RunLimits, files: tuple[bytes, ...] = ()
+    ) -> Iterator[PreparedProgram]:
+        """A jail with the program in it, its tree held to the memory limit; every run finds the files.
+
+        Raises CompileFailed or JudgeFault.
+        """
+        zygote = self.zygote(role)
+        cgroup = self._cgroups.get(role)
+        if cgroup:
+            with _faults():
+                cgroup.limit(limits.memory_bytes)
+        with zygote.open(executable, limits) as opened:
+            yield PreparedProgram(opened, files, cgroup)
+
+    def retire_old(self) -> None:
+        """End zygotes that have served long enough."""
+        for role, zygote in list(self._zygotes.items()):
+            if zygote.programs >= self.settings.programs_per_zygote:
+                self._end(role)
+
+    def kill(self) -> None:
+        """From another thread: what the lane runs ends as a judge fault."""
+        for zygote in list(self._zygotes.values()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(zygote.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End everything the lane has started; it can be used again."""
+        for role in {*self._zygotes, *self._cgroups}:
+            self._end(role)
+        if self._scratch:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
+
+    def _end(self, role: Role) -> None:
+        if zygote := self._zygotes.pop(role, None):
+            zygote.close()
+        if cgroup := self._cgroups.pop(role, None):
+            cgroup.remove()
+
+    def _private_folder(self) -> str | None:
+        """Where compilers write in tiers without a file system of their own."""
+        if self.tier != "seccomp+landlock":
+            return None
+        if self._scratch is None:
+            self._scratch = tempfile.mkdtemp(prefix="spo-judge-")
+            if (uid := program_uid(self.index)) is not None:
+                os.chown(self._scratch, uid, uid)
+        return self._scratch
+
+
+def start_zygote(
+    tier: IsolationTier,
+    worker: int,
+    settings: Settings,
+    scratch: str | None = None,
+    cgroup: MemoryCgroup | None = None,
+) -> Zygote:
+    """A zygote of a tier. Raises JudgeFault, or NotReady when seccomp filters cannot be built."""
+    if tier == "docker":
+        # Only this tier pays for importing the engine's SDK.
+        from services.sandbox_judge.backends.docker import ContainerZygote
+
+        return ContainerZygote(worker, settings)
+    started = launch(tier, worker, scratch)
+    if cgroup:
+        started = dataclasses.replace(started, command=cgroup.enter(started.command))
+    return Zygote(started)
+
+
+def _cgroup(folder: Path) -> MemoryCgroup:
+    with _faults():
+        return MemoryCgroup(folder)
+
+
+@contextlib.contextmanager
+def _faults() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, StopIteration) as error:
+        raise JudgeFault(f"memory cgroup: {error}") from error

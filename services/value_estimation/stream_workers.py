@@ -1,0 +1,82 @@
+"""Several entries of a stream at once, one thread each, so that engine and judge overlap; and is one still wanted?"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import redis
+from google.protobuf.message import DecodeError, Message
+
+from services.value_estimation.settings import Settings
+from spo import redis_keys
+from spo.errors import InvalidInput
+from spo.messaging.streams import Consumer, Entry, consume
+from spo.service.process import keep_alive_while
+
+# Of a run that may still use what is asked about it.
+WANTED_STATES = (b"validating", b"estimating", b"running", b"pausing", b"paused")
+
+Request = TypeVar("Request", bound=Message)
+
+
+def is_wanted(client: redis.Redis, run_id: str) -> bool:
+    """Whether the run is under way."""
+    state: Any = client.get(redis_keys.run_state(run_id))
+    return state in WANTED_STATES
+
+
+def decoded(kind: type[Request], payload: bytes) -> Request:
+    """The request that an entry holds. Raises InvalidInput."""
+    try:
+        return kind.FromString(payload)
+    except DecodeError as error:
+        raise InvalidInput(f"not a {kind.__name__}: {error}", code="malformed_entry") from None
+
+
+def work_through(
+    client: redis.Redis,
+    stream: str,
+    name: str,
+    settings: Settings,
+    do: Callable[[bytes], bytes | None],
+    stop: threading.Event,
+) -> None:
+    """Do what the stream's entries ask until stop; an entry is kept alive until `do` returns.
+
+    Then it is finished, or, where `do` returns what is left to do, that goes to the end of the stream in its place.
+    """
+    threads = [
+        threading.Thread(
+            target=_work, args=(client, stream, f"{name}-{number}", settings, do, stop), name=f"{name}-{number}"
+        )
+        for number in range(settings.prompts_in_flight)
+    ]
+    for thread in threads:
+        thread.daemon = True
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _work(
+    client: redis.Redis,
+    stream: str,
+    name: str,
+    settings: Settings,
+    do: Callable[[bytes], bytes | None],
+    stop: threading.Event,
+) -> None:
+    consumer = Consumer(client, stream, redis_keys.VALUE_GROUP, name, settings.reclaim_seconds)
+
+    def finish(entries: list[Entry]) -> None:
+        with keep_alive_while(lambda: consumer.keep_alive(entries), settings.reclaim_seconds / 4):
+            for entry in entries:
+                rest = do(entry.payload)
+                if rest is None:
+                    consumer.finish([entry])
+                else:
+                    consumer.forward(entry, stream, rest)
+
+    consume(consumer, finish, stop, count=1)

@@ -1,0 +1,1 @@
+"""The command `spo`: one module per group of commands; `app` puts them together."""

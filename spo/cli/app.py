@@ -1,0 +1,142 @@
+"""The command `spo`. Imports neither torch nor any service.
+
+Exit codes are stable: `spo.console.EXIT_CODES` says what each means.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spo.cli import (
+    datasets as cli_datasets,
+)
+from spo.cli import (
+    evaluations as cli_eval,
+)
+from spo.cli import (
+    experience as cli_experience,
+)
+from spo.cli import (
+    jobs as cli_jobs,
+)
+from spo.cli import (
+    judge as cli_judge,
+)
+from spo.cli import (
+    mirror as cli_mirror,
+)
+from spo.cli import (
+    platform as cli_platform,
+)
+from spo.cli import (
+    training as cli_training,
+)
+from spo.console import ExitCode, Output, error_console, exit_code_of, print_error
+from spo.errors import SpoError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Soft Policy Optimization: post-train language models from any experience.",
+)
+app.add_typer(cli_jobs.jobs, name="job")
+app.add_typer(cli_training.trajectories, name="trajectory")
+app.add_typer(cli_training.weights, name="weights")
+cli_jobs.jobs.command("checkpoints")(cli_training.list_checkpoints)
+cli_jobs.jobs.command("metrics")(cli_training.show_metrics)
+app.command("replicas")(cli_training.list_replicas)
+app.command("ask")(cli_training.ask_policy)
+app.command("eval")(cli_eval.evaluate)
+cli_jobs.jobs.command("mirror")(cli_mirror.mirror_job)
+app.add_typer(cli_datasets.datasets, name="dataset")
+app.add_typer(cli_experience.experience, name="experience")
+app.command()(cli_judge.judge)
+app.command()(cli_platform.scale)
+app.command()(cli_platform.audit)
+app.add_typer(cli_platform.keys, name="key")
+
+# The launcher needs the `embedded` extra, so its modules are imported by the commands that use them and not above:
+# a client-only install can still submit and watch jobs.
+
+
+@app.command()
+def up(name: Annotated[str, typer.Option("--name", help="Folder below runs/ for state and logs.")] = "local") -> None:
+    """Start every service on this machine and stay until Ctrl-C or `spo down`."""
+    from spo.local.commands import run_platform
+
+    run_platform(name)
+
+
+@app.command()
+def down(
+    name: Annotated[str | None, typer.Option("--name", help="Which one; default: all on this machine.")] = None,
+) -> None:
+    """Stop what `spo up` or `spo demo` started."""
+    from spo.local.commands import stop_platforms
+
+    stop_platforms(name)
+
+
+@app.command()
+def demo() -> None:
+    """Run a whole job on the toy contest and write runs/demo/report.json and report.png."""
+    from spo.demo.demo import run_demo
+
+    run_demo()
+
+
+@app.command("demo-experience")
+def demo_experience() -> None:
+    """Run two jobs, the second from the first one's experience, and write runs/demo-experience/report.{json,png,md}."""
+    from spo.demo.experience import run_demo_experience
+
+    run_demo_experience()
+
+
+@app.command()
+def reproduce(
+    quick: Annotated[bool, typer.Option("--quick", help="One seed, few steps: under 15 minutes on two cores.")] = False,
+    seeds: Annotated[int | None, typer.Option("--seeds", min=1, help="Seeds per method; default 3, quick 1.")] = None,
+    runs: Annotated[str, typer.Option("--runs", help="Only runs whose name matches this regular expression.")] = "",
+    only: Annotated[list[str] | None, typer.Option("--only", help="Only this setting, such as stability.")] = None,
+    readme: Annotated[
+        Path | None, typer.Option("--readme", help="Only write README's results table from this report.json.")
+    ] = None,
+) -> None:
+    """Run the paper's comparisons on the toy contest and write runs/reproduce/report.{json,md} and plots."""
+    if readme is not None:
+        from spo.reproduce.readme import write_readme_table
+
+        write_readme_table(readme, Path("README.md"))
+        return
+    from spo.reproduce.command import run_reproduce
+
+    run_reproduce(quick=quick, seeds=seeds, pattern=runs, only=only or [])
+
+
+@app.command()
+def doctor(
+    deep: Annotated[bool, typer.Option("--deep", help="Also import vLLM and DeepSpeed; takes a minute.")] = False,
+    output: cli_jobs.OutputOption = Output.TABLE,
+) -> None:
+    """Say what this machine has and lacks for running the platform, why it matters and what to do; 1 when it lacks."""
+    from spo.doctor.doctor import examine
+
+    if not examine(deep, output):
+        raise typer.Exit(ExitCode.FAILURE)
+
+
+def main() -> None:
+    """Entry point: every SpoError becomes a message with the next step and a stable exit code."""
+    try:
+        app()
+    except SpoError as error:
+        print_error(error)
+        sys.exit(exit_code_of(error))
+    except KeyboardInterrupt:
+        error_console.print("interrupted")
+        sys.exit(ExitCode.INTERRUPTED)

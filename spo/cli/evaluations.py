@@ -1,0 +1,78 @@
+"""`spo eval`: how good is a weight version, on any task set?"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from spo.cli.jobs import JobId, OutputOption, TimeoutOption, api, read_spec
+from spo.client import Client
+from spo.console import ExitCode, Output, console, print_document, print_rows
+from spo.errors import NotReady
+
+POLL_SECONDS = 1.0
+COLUMNS = ("prompt_id", "samples", "correct", "distinct", "public_only", "hard_coded", "entropy", "response_tokens")
+
+
+def evaluate(
+    job_id: JobId,
+    version: Annotated[
+        int | None, typer.Option("--version", help="Weight version; default: the newest. 0 is pi0.")
+    ] = None,
+    checkpoint: Annotated[
+        int | None, typer.Option("--checkpoint", help="The weights of this checkpoint's step.")
+    ] = None,
+    tasks: Annotated[
+        Path | None, typer.Option("--tasks", help="YAML or JSON of a `tasks` section; default: the job's.")
+    ] = None,
+    samples: Annotated[int, typer.Option("--samples", help="Samples per problem.")] = 20,
+    temperature: Annotated[float, typer.Option("--temperature")] = 0.4,
+    top_p: Annotated[float, typer.Option("--top-p")] = 0.95,
+    k: Annotated[
+        list[int] | None, typer.Option("-k", help="pass@k; may be given several times. Default: 1 and 10.")
+    ] = None,
+    problems: Annotated[bool, typer.Option("--problems", help="Show every problem.")] = False,
+    timeout: TimeoutOption = 3600,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Evaluate a weight version or checkpoint and wait for the result."""
+    wanted: dict[str, Any] = {
+        "job_id": job_id,
+        "version": version,
+        "checkpoint_step": checkpoint,
+        "tasks": read_spec(tasks) if tasks else None,
+        "samples": samples,
+        "temperature": temperature,
+        "top_p": top_p,
+        "ks": k or [1, 10],
+    }
+    with api() as client:
+        found = _wait(client, client.ask_evaluation(wanted)["id"], timeout)
+    if found["state"] != "succeeded":
+        console.print(f"{found['id']} failed: {found['failure'].get('message', '')}", markup=False)
+        raise typer.Exit(ExitCode.FAILURE)
+    result = found["result"]
+    if output is not Output.TABLE:
+        print_document(found, output)
+        return
+    for name, score in result["pass_at_k"].items():
+        console.print(f"pass@{name} {score['value']:.3f} [{score['low']:.3f}, {score['high']:.3f}]", highlight=False)
+    shown = ("problems", "samples", "distinct_solutions", "entropy", "response_tokens", "public_only_rate")
+    console.print(", ".join(f"{name} {result[name]:.4g}" for name in shown), highlight=False)
+    if problems:
+        print_rows(result["per_problem"], COLUMNS, output)
+
+
+def _wait(client: Client, evaluation_id: str, timeout_seconds: float) -> dict[str, Any]:
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        found = client.evaluation(evaluation_id)
+        if found["state"] in ("succeeded", "failed"):
+            return found
+        if time.monotonic() > deadline:
+            message = f"{evaluation_id} is still {found['state']} after {timeout_seconds:g} s; it waits for active jobs"
+            raise NotReady(message, code="wait_timeout")
+        time.sleep(POLL_SECONDS)

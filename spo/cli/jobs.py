@@ -1,0 +1,246 @@
+"""`spo job`: jobs from their submission to their end, on the command line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from spo.cli.progress import wait_with_bar
+from spo.client import DEFAULT_URL, Client
+from spo.client.models import Event, Job
+from spo.console import (
+    ExitCode,
+    Output,
+    console,
+    print_document,
+    print_entry,
+    print_rows,
+)
+from spo.errors import InvalidInput, SpoError
+from spo.local.state import running_platforms
+
+jobs = typer.Typer(no_args_is_help=True, help="Submit, watch and steer jobs.")
+
+
+def api(retry_seconds: float = 5) -> Client:
+    """A client of SPO_API_URL, else of the platform started last on this machine, else of the default port."""
+    url = os.environ.get("SPO_API_URL")
+    if not url:
+        running = running_platforms(Path(os.environ.get("SPO_LAUNCHER_RUNS_PATH", "runs")))
+        url = running[0]["http_url"] if running else DEFAULT_URL
+    return Client(url, os.environ.get("SPO_API_KEY"), retry_seconds=retry_seconds)
+
+
+def known_jobs(incomplete: str) -> list[str]:
+    """Ids for the shell to complete; none when no platform answers at once."""
+    try:
+        with api(retry_seconds=0) as client:
+            client.timeout_seconds = 2
+            return [job.id for job in client.jobs(limit=100) if job.id.startswith(incomplete)]
+    except SpoError:
+        return []
+
+
+JobId = Annotated[str, typer.Argument(help="Id of the job (job_...).", autocompletion=known_jobs)]
+OutputOption = Annotated[Output, typer.Option("--output", "-o", help="How to print.")]
+WaitOption = Annotated[bool, typer.Option("--wait", help="Return when the job has ended.")]
+TimeoutOption = Annotated[float, typer.Option("--timeout", help="Longest wait, seconds.")]
+LimitOption = Annotated[int, typer.Option("--limit", min=1, help="At most so many.")]
+
+
+def read_spec(path: Path) -> dict[str, Any]:
+    """A JobSpec document from a YAML or JSON file. Raises InvalidInput naming the file."""
+    try:
+        document = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise InvalidInput(f"cannot read {path}: {error.strerror}", code="unreadable_spec") from None
+    except yaml.YAMLError as error:
+        raise InvalidInput(f"{path} is neither YAML nor JSON: {error}", code="unreadable_spec") from None
+    if not isinstance(document, dict):
+        raise InvalidInput(f"{path} must hold a mapping", code="unreadable_spec")
+    return document
+
+
+@jobs.command()
+def submit(
+    spec_file: Annotated[Path, typer.Argument(help="JobSpec, YAML or JSON.")],
+    wait: WaitOption = False,
+    timeout: TimeoutOption = 86_400,
+    validate_only: Annotated[
+        bool, typer.Option("--validate-only", help="Show the resolved spec, start nothing.")
+    ] = False,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Submit a job."""
+    with api() as client:
+        if validate_only:
+            print_document(client.validate(read_spec(spec_file)), output)
+            return
+        job = client.submit(read_spec(spec_file))
+        _finish(client, job, wait, timeout, output)
+
+
+@jobs.command("list")
+def list_jobs(
+    status: Annotated[str | None, typer.Option("--status", help="Only jobs in this state.")] = None,
+    label: Annotated[list[str] | None, typer.Option("--label", help="Only with this key or key:value.")] = None,
+    since: Annotated[str | None, typer.Option("--since", help="Made at this time or later, RFC 3339.")] = None,
+    limit: LimitOption = 50,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Jobs, newest first."""
+    filters = {name: value for name, value in (("label", label), ("created_from", since)) if value}
+    with api() as client:
+        _print_jobs(client.jobs(status, limit, **filters), output)
+
+
+@jobs.command()
+def get(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
+    """One job in full."""
+    with api() as client:
+        print_document(client.get(job_id).model_dump(mode="json"), output)
+
+
+@jobs.command()
+def watch(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
+    """Print what happens to a job until it ends; as JSON one object per line, as YAML one document each."""
+    with api() as client:
+        for event in client.events(job_id):
+            if output is Output.TABLE:
+                _print_event(event)
+            else:
+                print_entry(event.model_dump(mode="json"), output)
+        _exit_as(client.get(job_id))
+
+
+@jobs.command()
+def events(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
+    """What has happened to a job so far."""
+    with api() as client:
+        history = client.history(job_id)
+    if output is Output.TABLE:
+        for event in history:
+            _print_event(event)
+    else:
+        print_document([event.model_dump(mode="json") for event in history], output)
+
+
+@jobs.command()
+def pause(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
+    """Let a running job checkpoint and wait."""
+    with api() as client:
+        _print_job(client.pause(job_id), output)
+
+
+@jobs.command()
+def resume(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
+    """Let a paused job go on."""
+    with api() as client:
+        _print_job(client.resume(job_id), output)
+
+
+@jobs.command()
+def cancel(
+    job_id: JobId, wait: WaitOption = False, timeout: TimeoutOption = 120, output: OutputOption = Output.TABLE
+) -> None:
+    """Stop a job for good."""
+    with api() as client:
+        job = client.cancel(job_id)
+        _print_job(wait_with_bar(client, job_id, timeout) if wait else job, output)
+
+
+@jobs.command()
+def fork(
+    job_id: JobId,
+    version: Annotated[int | None, typer.Option("--version", help="Start from these weights; default: newest.")] = None,
+    checkpoint: Annotated[
+        int | None, typer.Option("--checkpoint", help="Go on from the checkpoint of this step.")
+    ] = None,
+    as_reference: Annotated[
+        bool, typer.Option("--as-reference", help="The weights become the reference; otherwise it is the parent's.")
+    ] = False,
+    overrides: Annotated[
+        Path | None, typer.Option("--overrides", help="YAML or JSON with the parts of the JobSpec that differ.")
+    ] = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """A new job that starts from another's weights or goes on from its checkpoint."""
+    requested: dict[str, Any] = {"version": version, "checkpoint_step": checkpoint, "as_reference": as_reference}
+    with api() as client:
+        job = client.fork(job_id, **requested, overrides=read_spec(overrides) if overrides else {})
+        _print_job(job, output)
+
+
+@jobs.command()
+def delete(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
+    """Delete an ended job with its weights and checkpoints; the experience store keeps what it has."""
+    with api() as client:
+        client.delete(job_id)
+    print_rows([{"deleted": job_id}], ("deleted",), output)
+
+
+@jobs.command()
+def checkpoint(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
+    """Let a running job save its state now."""
+    with api() as client:
+        _print_job(client.checkpoint(job_id), output)
+
+
+@jobs.command()
+def logs(
+    job_id: JobId,
+    service: Annotated[str, typer.Option("--service", help="Only of this service.")] = "",
+    level: Annotated[str, typer.Option("--level", help="At least: debug, info, warning or error.")] = "info",
+    limit: LimitOption = 200,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Latest log lines of a job from every service, oldest first."""
+    with api() as client:
+        lines = client.logs(job_id, limit, service=service, level=level)[::-1]
+    if output is not Output.TABLE:
+        print_document(lines, output)
+        return
+    for line in lines:
+        _print_line(line)
+
+
+def _finish(client: Client, job: Job, wait: bool, timeout_seconds: float, output: Output) -> None:
+    ended = wait_with_bar(client, job.id, timeout_seconds) if wait else job
+    _print_job(ended, output)
+    if wait:
+        _exit_as(ended)
+
+
+def _exit_as(job: Job) -> None:
+    if job.state != "succeeded":
+        raise typer.Exit(ExitCode.JOB_DID_NOT_SUCCEED)
+
+
+def _print_jobs(found: list[Job], output: Output) -> None:
+    rows = [job.model_dump(mode="json") for job in found]
+    print_rows(rows, ("id", "name", "state", "created_at"), output)
+
+
+def _print_job(job: Job, output: Output) -> None:
+    if output is Output.TABLE:
+        _print_jobs([job], output)
+    else:
+        print_document(job.model_dump(mode="json"), output)
+
+
+def _print_line(line: dict[str, Any]) -> None:
+    fields = dict(line["fields"])
+    at, event = fields.pop("timestamp", ""), fields.pop("event", "")
+    facts = " ".join(f"{name}={value}" for name, value in fields.items() if name not in ("level", "service"))
+    text = f"{at} {line['service']:<16} {line['level']:<8} {event} {facts}"
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_event(event: Event) -> None:
+    facts = " ".join(f"{name}={value}" for name, value in event.body.items())
+    line = f"{event.seq:>5} {event.at} {event.kind:<16} {facts}"
+    console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,66 @@
+"""`spo scale`, `spo key`, `spo audit`: the platform itself, on the command line."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from spo.cli.jobs import LimitOption, OutputOption, api
+from spo.console import Output, print_document, print_rows
+
+keys = typer.Typer(no_args_is_help=True, help="API keys; needs the scope admin.")
+
+
+def scale(
+    inference: Annotated[int | None, typer.Option("--inference", min=0, help="Replicas to have.")] = None,
+    sandbox_judge: Annotated[int | None, typer.Option("--sandbox-judge", min=0, help="Replicas to have.")] = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Show how many replicas each pool has, or ask for other numbers; they join and drain while jobs run."""
+    heartbeats = {"inference": inference, "sandbox_judge": sandbox_judge}
+    named = {pool: count for pool, count in heartbeats.items() if count is not None}
+    with api() as client:
+        found = client.platform.requested(**named) if named else client.platform.scale()
+    if output is not Output.TABLE:
+        print_document(found, output)
+        return
+    rows = [{"pool": pool, **counts} for pool, counts in found["pools"].items()]
+    print_rows(rows, ("pool", "desired", "live", "draining", "minimum", "maximum"), output)
+
+
+@keys.command("create")
+def create_key(
+    name: Annotated[str, typer.Argument(help="Whose it is.")],
+    tenant: Annotated[str, typer.Option("--tenant", help="Owns the jobs submitted with it; sees no others.")],
+    scope: Annotated[list[str], typer.Option("--scope", help="jobs:read, jobs:write, ...; repeat it.")],
+    max_active_jobs: Annotated[int | None, typer.Option("--max-active-jobs", min=1, help="Quota.")] = None,
+    days: Annotated[float | None, typer.Option("--days", min=0.001, help="Life; default: until revoked.")] = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Make a key and print its token, which nobody can see again."""
+    seconds = int(days * 86400) if days else None
+    with api() as client:
+        print_document(client.platform.create_key(name, tenant, scope, max_active_jobs, seconds), output)
+
+
+@keys.command("ls")
+def list_keys(output: OutputOption = Output.TABLE) -> None:
+    """Every key, revoked ones too."""
+    with api() as client:
+        found = client.platform.keys()
+    print_rows(found, ("key_id", "name", "tenant", "scopes", "created_at", "revoked_at"), output)
+
+
+@keys.command("revoke")
+def revoke_key(key_id: Annotated[str, typer.Argument()], output: OutputOption = Output.TABLE) -> None:
+    """Make a key useless."""
+    with api() as client:
+        print_document(client.platform.revoke_key(key_id), output)
+
+
+def audit(limit: LimitOption = 50, output: OutputOption = Output.TABLE) -> None:
+    """Who changed what and when, and who was refused; needs the scope admin."""
+    with api() as client:
+        found = client.platform.audit(limit)
+    print_rows(found, ("at", "principal", "tenant", "method", "path", "status"), output)

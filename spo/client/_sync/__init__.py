@@ -1,0 +1,1 @@
+"""The SDK for threads, generated from `_async` by `make sdk`."""

@@ -1,0 +1,1 @@
+"""`spo doctor`: what this machine has, what it lacks, and what to do about it."""

@@ -1,0 +1,167 @@
+"""`spo doctor`: what this machine has and lacks, why that matters, and what to do about it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import httpx
+import psutil
+import redis
+from rich.markup import escape
+from rich.table import Table
+
+from spo.console import Output, console, print_document
+from spo.doctor.check import DoctorCheck
+from spo.doctor.sandbox import sandbox_findings
+from spo.doctor.versions import version_findings
+from spo.errors import SpoError
+from spo.local.launcher import LauncherSettings
+from spo.local.state import running_platforms
+from spo.messaging.connection import connect, public_address
+from spo.service.settings import PlatformSettings
+
+DEMO_MEMORY_BYTES = 8 << 30
+DEMO_DISK_BYTES = 2 << 30
+PROBE_SECONDS = 20
+OLDEST_REDIS = (7, 2)
+
+
+def examine(deep: bool = False, output: Output = Output.TABLE) -> bool:
+    """Print every finding; True when nothing needed is missing."""
+    checks = [
+        *_machine(),
+        _gpu(),
+        *version_findings(deep),
+        *sandbox_findings(),
+        *_redis(),
+        *_platform(),
+    ]
+    if output is Output.TABLE:
+        _print(checks)
+    else:
+        print_document([{"finding": each.mark, **asdict(each)} for each in checks], output)
+    return all(check.well or not check.needed for check in checks)
+
+
+def _print(checks: list[DoctorCheck]) -> None:
+    colours = {"ok": "green", "missing": "red", "absent": "yellow"}
+    table = Table(box=None, header_style="bold")
+    for column in ("", "what", "why", "what to do"):
+        table.add_column(column, overflow="fold")
+    for each in checks:
+        mark = f"[{colours[each.mark]}]{each.mark}[/]"
+        table.add_row(mark, escape(each.what), escape(each.why), "" if each.well else escape(each.step))
+    console.print(table)
+
+
+def _machine() -> list[DoctorCheck]:
+    memory_bytes = psutil.virtual_memory().available
+    disk_bytes = psutil.disk_usage(str(Path.cwd())).free
+    python = f"Python {sys.version.split()[0]}"
+    return [
+        DoctorCheck(python, sys.version_info >= (3, 11), "the services need 3.11", "install Python 3.11 or newer"),
+        DoctorCheck("Linux", sys.platform == "linux", "the sandbox is made of Linux parts", "run it on Linux"),
+        DoctorCheck(
+            f"{memory_bytes >> 30} GiB of memory free",
+            memory_bytes >= DEMO_MEMORY_BYTES,
+            "the demo's services take 8 GiB",
+            "end other programs, or take a larger machine",
+        ),
+        DoctorCheck(
+            f"{disk_bytes >> 30} GiB of disk free here",
+            disk_bytes >= DEMO_DISK_BYTES,
+            "weights, checkpoints and logs are written below the present folder",
+            "free 2 GiB, or set SPO_STATE_PATH and SPO_LAUNCHER_RUNS_PATH",
+        ),
+        DoctorCheck(
+            "C++ compiler",
+            shutil.which("c++") is not None,
+            "DeepSpeed and vLLM may build small parts",
+            "install g++",
+            needed=False,
+        ),
+    ]
+
+
+def _gpu() -> DoctorCheck:
+    why = "the toy contest trains on a CPU; real models need CUDA"
+    step = "with an NVIDIA GPU: its driver, then pip install -c constraints/gpu.txt '.[gpu]'"
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return DoctorCheck("GPU", False, why, step, needed=False)
+    return DoctorCheck(f"GPU {'; '.join(asked.stdout.strip().splitlines())}", True, why, step, needed=False)
+
+
+def _redis() -> list[DoctorCheck]:
+    """The Redis that is set or that a platform here runs; none is needed where `spo up` starts its own."""
+    settings = PlatformSettings()
+    running = running_platforms(LauncherSettings().runs_path)
+    own = settings.redis_url != PlatformSettings.model_fields["redis_url"].default
+    url = settings.redis_url if own else (running[0]["redis_url"] if running else "")
+    why = "all state and every stream is in it"
+    if not url:
+        return [DoctorCheck("Redis: `spo up` starts its own", True, why, "")]
+    what = f"Redis at {public_address(url)}"
+    try:
+        client = connect(url, 2)
+    except SpoError as error:
+        return [DoctorCheck(what, False, why, f"{error.message}; start it or correct SPO_REDIS_URL")]
+    with client:
+        return [DoctorCheck(what, True, why, ""), *_redis_settings(client)]
+
+
+def _redis_settings(client: redis.Redis) -> list[DoctorCheck]:
+    try:
+        told: dict[str, str] = client.info("server")
+        version = str(told.get("valkey_version") or told["redis_version"])
+        number = tuple(int(part) for part in version.split(".")[:2])
+        kept = dict(client.config_get("appendonly", "maxmemory-policy"))
+    except (redis.RedisError, ValueError, KeyError) as error:
+        step = f"allow INFO and CONFIG GET to see them ({error})"
+        return [DoctorCheck("Redis' settings", False, "durability rests on them", step, needed=False)]
+    return [
+        DoctorCheck(
+            f"Redis {version}", number >= OLDEST_REDIS, "WAITAOF came with 7.2", "use Redis 7.2 or newer, or Valkey"
+        ),
+        DoctorCheck(
+            "Redis keeps an append-only file",
+            kept.get("appendonly") == "yes",
+            "an accepted job must outlive a crash",
+            "CONFIG SET appendonly yes, and in its configuration",
+        ),
+        DoctorCheck(
+            "Redis evicts nothing",
+            kept.get("maxmemory-policy") == "noeviction",
+            "an evicted key is lost experience",
+            "CONFIG SET maxmemory-policy noeviction, and in its configuration",
+        ),
+    ]
+
+
+def _platform() -> list[DoctorCheck]:
+    running = running_platforms(LauncherSettings().runs_path)
+    why = "jobs are submitted to it"
+    if not running:
+        return [DoctorCheck("platform", False, why, "`spo up` starts one", needed=False)]
+    return [
+        DoctorCheck(
+            f"platform {state['name']} at {state['http_url']}",
+            _answers(f"{state['http_url']}/readyz"),
+            why,
+            f"it does not answer: its logs are in {LauncherSettings().runs_path / str(state['name']) / 'logs'}",
+        )
+        for state in running
+    ]
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5, trust_env=False).is_success
+    except httpx.HTTPError:
+        return False

@@ -1,0 +1,219 @@
+"""Folders that are whole or absent: files written aside, a manifest of digests last, one atomic rename.
+
+Weights and checkpoints are kept this way. A folder carries the epoch of the lease it was written under; only a newer
+epoch may replace it, so a trainer that lost its lease cannot overwrite what its successor wrote (a fencing token).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+from ulid import ULID
+
+from spo.errors import Conflict, IntegrityError, NotFound
+
+MANIFEST = "manifest.json"
+ABANDONED_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class ManifestFolder:
+    """A verified folder; `manifest` is the head given when it was sealed plus `files`: {name, blake3, size_bytes}."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(self.path / entry["name"] for entry in self.manifest["files"])
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(int(entry["size_bytes"]) for entry in self.manifest["files"])
+
+    @property
+    def manifest_digest(self) -> str:
+        """blake3 hex of the manifest; it covers every file, since the manifest holds their digests."""
+        return blake3(encode_manifest(self.manifest)).hexdigest()
+
+
+@contextlib.contextmanager
+def staging_folder(destination: Path) -> Iterator[Path]:
+    """A hidden folder beside `destination` to write files into before `seal_folder`; gone when the block ends."""
+    writing = destination.parent / f".writing-{destination.name}-{ULID()}"
+    writing.mkdir(parents=True)
+    try:
+        yield writing
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
+
+
+def link_files(files: Iterable[Path], folder: Path) -> None:
+    """Put files that nobody will change into another folder, without their bytes where the file system can."""
+    for file in files:
+        try:
+            os.link(file, folder / file.name)
+        except OSError:
+            shutil.copy2(file, folder / file.name)
+
+
+def seal_folder(writing: Path, destination: Path, head: Mapping[str, Any]) -> ManifestFolder:
+    """Make everything in `writing` visible as `destination`, durably and at once; `head` must hold an int `epoch`.
+
+    Idempotent: an equal folder already there is returned. Raises Conflict when another one, of this epoch or a newer
+    one, is there.
+    """
+    manifest = {**head, "files": [entry_of(path) for path in sorted(writing.iterdir())]}
+    (writing / MANIFEST).write_bytes(encode_manifest(manifest))
+    for path in writing.iterdir():
+        _fsync(path)
+    _fsync(writing)
+    for _ in range(2):  # The second time after a replacement.
+        if _renamed(writing, destination):
+            return ManifestFolder(destination, manifest)
+        existing = _intact(destination)
+        if existing and existing.manifest == manifest:
+            return existing
+        if existing and existing.manifest.get("epoch", 0) >= manifest["epoch"]:
+            break
+        remove_folder(destination)
+    raise Conflict(f"{destination} was already written by another owner", code="already_written")
+
+
+def _renamed(writing: Path, destination: Path) -> bool:
+    """Whether this writer won the name: rename refuses a folder that is there, so of two writers one succeeds."""
+    try:
+        os.rename(writing, destination)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            return False
+        raise
+    _fsync(destination.parent)
+    return True
+
+
+def _intact(path: Path) -> ManifestFolder | None:
+    try:
+        return open_folder(path)
+    except (IntegrityError, NotFound):
+        return None
+
+
+def open_folder(path: Path) -> ManifestFolder:
+    """Check every size and digest and return the folder.
+
+    Raises NotFound when there is none and IntegrityError naming the file that is missing, truncated or altered.
+    """
+    if not path.is_dir():
+        raise NotFound(f"there is no folder {path}")
+    manifest = read_manifest(path / MANIFEST)
+    for entry in manifest["files"]:
+        verify(path / entry["name"], entry)
+    return ManifestFolder(path, manifest)
+
+
+def remove_folder(path: Path) -> None:
+    """Take a folder away in one step, so that no reader meets half of it."""
+    hidden = path.parent / f".writing-removed-{ULID()}"
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(path, hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def numbered_folders(parent: Path) -> list[tuple[int, Path]]:
+    """(number, folder) of the sealed folders in `parent` whose names are numbers, ascending; not verified."""
+    if not parent.is_dir():
+        return []
+    return sorted((int(path.name), path) for path in parent.iterdir() if path.name.isdecimal() and path.is_dir())
+
+
+def prune_folders(parent: Path, keep: int, spare: Container[int] = ()) -> None:
+    """Remove all but the newest `keep` numbered folders and those in `spare`, and what crashed writers left behind."""
+    folders = numbered_folders(parent)
+    for number, path in folders[: max(0, len(folders) - keep)]:
+        if number not in spare:
+            remove_folder(path)
+    remove_abandoned(parent)
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Remove what crashed writers left behind."""
+    for path in _abandoned(parent):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _abandoned(parent: Path) -> Iterator[Path]:
+    for path in parent.glob(".writing-*") if parent.is_dir() else ():
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                yield path
+
+
+def entry_of(path: Path) -> dict[str, Any]:
+    """A file as its manifest names it."""
+    return {"name": path.name, "blake3": _digest(path), "size_bytes": path.stat().st_size}
+
+
+def verify(path: Path, entry: Mapping[str, Any], what: str = "") -> None:
+    """Raise IntegrityError unless the file is the one its manifest's entry names; `what` it is for people."""
+    what = what or str(path)
+    if path.is_symlink() or not path.is_file():
+        raise IntegrityError(f"{what} is missing")
+    size = path.stat().st_size
+    if size != entry["size_bytes"]:
+        raise IntegrityError(f"{what} holds {size} bytes, its manifest says {entry['size_bytes']}")
+    if _digest(path) != entry["blake3"]:
+        raise IntegrityError(f"{what} does not match the digest in its manifest")
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Raises IntegrityError when it is missing or no manifest."""
+    try:
+        return parse_manifest(path.read_bytes(), str(path))
+    except FileNotFoundError:
+        raise IntegrityError(f"{path} is missing") from None
+
+
+def parse_manifest(content: bytes, what: str) -> dict[str, Any]:
+    """The manifest in `content`. Raises IntegrityError, naming `what`, when it is none."""
+    try:
+        manifest = json.loads(content)
+        for entry in manifest["files"]:
+            check_entry(entry)
+    except (ValueError, KeyError, TypeError) as error:
+        raise IntegrityError(f"{what} is not a manifest: {error}") from None
+    return dict(manifest)
+
+
+def check_entry(entry: Mapping[str, Any]) -> None:
+    """Raise ValueError, KeyError or TypeError on an entry that is none, or that would lead out of its folder."""
+    name, _, _ = entry["name"], str(entry["blake3"]), int(entry["size_bytes"])
+    if name != Path(name).name or name.startswith("."):
+        raise ValueError(f"unsafe file name {name!r}")
+
+
+def encode_manifest(manifest: Mapping[str, Any]) -> bytes:
+    """The bytes of a manifest, and what its digest is of."""
+    return json.dumps(manifest, sort_keys=True, indent=1).encode()
+
+
+def _digest(path: Path) -> str:
+    return blake3().update_mmap(path).hexdigest() if path.stat().st_size else blake3(b"").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,17 @@
+"""Records that are kept for people to read, the newest so many of them: audit entries, log lines.
+
+Not work: nobody consumes them, so trimming loses nothing that is owed. Work travels by `spo.messaging.streams`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import redis
+
+
+def append_record(client: redis.Redis, stream: str, fields: Mapping[str, str | int], keep: int) -> None:
+    """Append one record (also to a pipeline) and let go of those beyond about `keep`."""
+    entry: dict[Any, Any] = dict(fields)
+    client.xadd(stream, entry, maxlen=keep, approximate=True)

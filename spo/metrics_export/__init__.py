@@ -1,0 +1,1 @@
+"""Curves of jobs mirrored to TensorBoard, MLflow or Weights & Biases."""

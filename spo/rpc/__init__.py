@@ -1,0 +1,1 @@
+"""gRPC: servers with health checks, clients with deadlines, and the mapping between errors and statuses."""

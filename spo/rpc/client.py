@@ -1,0 +1,149 @@
+"""gRPC clients: every call has a deadline and fails with a SpoError."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from spo import errors
+from spo.observability import tracing
+from spo.observability.logs import get_logger
+from spo.rpc.statuses import error_of
+
+log = get_logger("rpc")
+
+DEFAULT_DEADLINE_SECONDS = 30.0
+MAX_MESSAGE_BYTES = 64 << 20
+KEEPALIVE_SECONDS = 30
+OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+]
+PAUSE_SECONDS = 0.5
+SAY_SECONDS = 10.0
+
+
+def channel(address: str) -> grpc.Channel:
+    """A channel that spreads calls over all addresses of its target and reconnects quickly."""
+    return grpc.insecure_channel(
+        address,
+        options=[
+            *OPTIONS,
+            ("grpc.service_config", '{"loadBalancingConfig":[{"round_robin":{}}]}'),
+            ("grpc.max_reconnect_backoff_ms", 2000),
+            ("grpc.initial_reconnect_backoff_ms", 200),
+            ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
+        ],
+    )
+
+
+class RpcClient:
+    """A stub whose every call has a deadline and fails with a SpoError.
+
+    `RpcClient("replay-buffer", address, ReplayServiceStub).call("SampleBatch", request, deadline_seconds=5)`.
+    """
+
+    def __init__(self, service: str, address: str, stub: Callable[[grpc.Channel], Any]) -> None:
+        self.service = service
+        self.address = address
+        self._channel = channel(address)
+        self._closed = False
+        self._stub = stub(self._channel)
+
+    def call(
+        self,
+        method: str,
+        request: Any,
+        deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
+        *,
+        stop: threading.Event | None = None,
+    ) -> Any:
+        """Return the response. Raises the SpoError the server raised, or Unreachable after deadline_seconds.
+
+        With `stop`, for long polls: the call is given up, Unreachable, soon after the event is set. Within a span the
+        call is a span too.
+        """
+        if not tracing.current():
+            return self._call(method, request, deadline_seconds, stop, ())
+        with tracing.span(method, kind="CLIENT", service=self.service) as begun:
+            return self._call(method, request, deadline_seconds, stop, ((tracing.HEADER, begun.header),))
+
+    def _call(
+        self,
+        method: str,
+        request: Any,
+        deadline_seconds: float,
+        stop: threading.Event | None,
+        metadata: tuple[tuple[str, str], ...],
+    ) -> Any:
+        try:
+            if stop is None:
+                return getattr(self._stub, method)(request, timeout=deadline_seconds, metadata=metadata)
+            reply = getattr(self._stub, method).future(request, timeout=deadline_seconds, metadata=metadata)
+            arrived = threading.Event()
+            reply.add_done_callback(lambda _: arrived.set())
+            while not arrived.wait(PAUSE_SECONDS):
+                if stop.is_set():
+                    reply.cancel()
+                    raise errors.Unreachable(f"gave up on {self.service}: the process is stopping")
+            return reply.result()
+        except grpc.RpcError as failure:
+            raise error_of(failure, self.service, self.address) from None
+        except ValueError:
+            # gRPC's way of refusing calls after close; anything else is a fault of ours.
+            if not self._closed:
+                raise
+            raise errors.Unreachable(f"the connection to {self.service} is closed: the process is stopping") from None
+
+    def call_patiently(
+        self,
+        method: str,
+        request: Any,
+        deadline_seconds: float,
+        *,
+        patience_seconds: float,
+        stop: threading.Event,
+        wanted: Callable[[], bool] = lambda: True,
+        passing: frozenset[str] = frozenset(),
+    ) -> Any:
+        """Like `call`, repeated while the error is retryable or its code is one of `passing`, for callers with time.
+
+        Each try has the deadline. The last error is raised after patience_seconds or when the result is no longer
+        wanted, NotReady once stop is set. What is waited for is logged every SAY_SECONDS.
+        """
+        began = said = time.monotonic()
+        while True:
+            try:
+                return self.call(method, request, deadline_seconds)
+            except errors.SpoError as error:
+                now = time.monotonic()
+                passes = error.retryable or error.code in passing
+                if not passes or now - began > patience_seconds or not wanted():
+                    raise
+                if now - said > SAY_SECONDS:
+                    said = now
+                    log.warning("waiting for a service", waits_for=self.service, method=method, reason=error.message)
+                if stop.wait(PAUSE_SECONDS):
+                    raise errors.NotReady(f"stopped while waiting for {self.service}: {error.message}") from None
+
+    def close(self) -> None:
+        """End the connection; calls under way fail with Unreachable."""
+        self._closed = True
+        self._channel.close()
+
+
+def is_healthy(address: str, deadline_seconds: float = 1.0) -> bool:
+    """Whether the service at address says SERVING to the standard health check."""
+    with channel(address) as connection:
+        try:
+            reply = health_pb2_grpc.HealthStub(connection).Check(
+                health_pb2.HealthCheckRequest(), timeout=deadline_seconds
+            )
+        except grpc.RpcError:
+            return False
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

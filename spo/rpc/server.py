@@ -1,0 +1,110 @@
+"""gRPC servers with health checking; what a handler raises becomes a status with details."""
+
+from __future__ import annotations
+
+from concurrent import futures
+from typing import Any
+
+import grpc
+import redis
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from spo import errors
+from spo.messaging.connection import as_spo_error
+from spo.observability import tracing
+from spo.observability.logs import get_logger
+from spo.rpc.client import KEEPALIVE_SECONDS, OPTIONS
+from spo.rpc.healthcheck import REASON
+from spo.rpc.statuses import status_of
+
+log = get_logger("rpc")
+
+# Servers end connections of this age (calls under way go on), so that clients ask DNS again and find new replicas.
+CONNECTION_AGE_SECONDS = 60
+MOST_REASON_CHARACTERS = 500
+
+
+class _TypedErrors(grpc.ServerInterceptor):
+    """Turns what a handler raises into a status with details; anything unexpected is logged and becomes INTERNAL."""
+
+    def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        handler = continuation(handler_call_details)
+        if handler is None or handler.unary_unary is None:
+            return handler
+
+        serialize = handler.response_serializer
+        method = handler_call_details.method
+        trace = next((value for name, value in handler_call_details.invocation_metadata if name == tracing.HEADER), "")
+
+        def answer(request: Any, context: grpc.ServicerContext) -> Any:
+            if not trace:
+                return handler.unary_unary(request, context)
+            with tracing.span(method.rsplit("/", 1)[-1], parent=trace, kind="SERVER"):
+                return handler.unary_unary(request, context)
+
+        def behaviour(request: Any, context: grpc.ServicerContext) -> Any:
+            try:
+                return answer(request, context)
+            except errors.SpoError as error:
+                context.abort_with_status(status_of(error))
+            except redis.RedisError as error:
+                log.warning("rpc handler failed on Redis", method=method, reason=str(error)[:500])
+                context.abort_with_status(status_of(as_spo_error(error)))
+            except Exception as error:
+                log.exception("rpc handler failed", method=method)
+                context.abort_with_status(status_of(errors.InternalError(f"{type(error).__name__}: {error}")))
+
+        return grpc.unary_unary_rpc_method_handler(
+            behaviour,
+            request_deserializer=handler.request_deserializer,
+            # A handler may answer with its response's bytes: what is stored serialized is passed on as it is.
+            response_serializer=lambda answer: answer if isinstance(answer, bytes) else serialize(answer),
+        )
+
+
+class _Health(health.HealthServicer):  # type: ignore[misc]
+    """The standard health check, whose trailing metadata says why it is not SERVING."""
+
+    reason = ""
+
+    def Check(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        if self.reason:
+            context.set_trailing_metadata(((REASON, self.reason),))
+        return super().Check(request, context)
+
+
+class RpcServer:
+    """A gRPC server with health checking; `add` registers servicers before `start`."""
+
+    def __init__(self, host: str, port: int, max_workers: int = 16) -> None:
+        self.server = grpc.server(
+            futures.ThreadPoolExecutor(max_workers=max_workers, thread_name_prefix="rpc"),
+            interceptors=[_TypedErrors()],
+            options=[
+                *OPTIONS,
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_connection_age_ms", CONNECTION_AGE_SECONDS * 1000),
+                # By default a server hangs up on clients that ping so often during a long call ("too many pings").
+                ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_SECONDS * 1000 // 2),
+            ],
+        )
+        self.health = _Health()
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
+        self.set_serving(False)
+        self.port = self.server.add_insecure_port(f"{host}:{port}")
+        self.address = f"{host}:{self.port}"
+
+    def set_serving(self, serving: bool, reason: str = "") -> None:
+        """Readiness as seen by the standard gRPC health check; `spo.rpc.healthcheck` shows the reason why not."""
+        # Metadata takes printable ASCII.
+        printable = " ".join(reason.split()).encode("ascii", "replace").decode()
+        self.health.reason = "" if serving else printable[:MOST_REASON_CHARACTERS]
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        self.health.set("", status)
+
+    def start(self) -> None:
+        self.server.start()
+
+    def stop(self, grace_seconds: float) -> None:
+        self.health.enter_graceful_shutdown()
+        self.server.stop(grace_seconds).wait(grace_seconds + 1)

@@ -1,0 +1,1 @@
+"""What every service process shares: its life from start to drain, and its settings."""

@@ -1,0 +1,174 @@
+"""The life of a service process, the same for all: connect, serve, work, heartbeat, drain on SIGTERM, exit 0."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from ulid import ULID
+
+from spo.errors import SpoError
+from spo.observability import metrics, tracing
+from spo.observability.logs import MAX_WAITING, Line, configure_logs, get_logger, waiting
+from spo.rpc.client import RpcClient
+from spo.rpc.server import RpcServer
+from spo.service.settings import ServiceSettings
+from spo.v1 import orchestrator_service_pb2 as orchestrator
+from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
+
+log = get_logger("service")
+
+LINES_PER_BEAT = 200
+
+Worker = Callable[[threading.Event], None]
+Beat = Callable[[orchestrator.HeartbeatResponse], None]
+
+
+@dataclass
+class ServiceProcess:
+    """One running service.
+
+    Fill `server` with servicers and `workers` with functions that return when their stop event is set, then `run()`.
+    `report` fills in the heartbeat's changing fields, `on_heartbeat` receives the orchestrator's answer.
+    """
+
+    pool: str
+    settings: ServiceSettings
+    server: RpcServer = field(init=False)
+    workers: list[Worker] = field(default_factory=list)
+    report: Callable[[orchestrator.HeartbeatRequest], None] = lambda request: None
+    on_heartbeat: Beat = lambda response: None
+    on_drain: Callable[[], None] = lambda: None
+    rpc_threads: int = 16
+    stop: threading.Event = field(default_factory=threading.Event)
+    failed: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        configure_logs(self.pool, self.settings.log_level, self.settings.log_format)
+        sys.excepthook = _say_why_it_cannot_start
+        self.server = RpcServer(self.settings.host, self.settings.port, self.rpc_threads)
+        self.replica_id = f"{self.pool}-{ULID()}".lower()
+        tracing.configure_traces(self.pool, self.replica_id, self.settings.traces_endpoint)
+
+    @property
+    def address(self) -> str:
+        if self.settings.host in ("0.0.0.0", "::") and not self.settings.advertise_address:
+            return f"{socket.gethostname()}:{self.server.port}"
+        return self.settings.advertise_address or self.server.address
+
+    def run(self) -> int:
+        """Serve until SIGTERM or SIGINT or until a worker fails; returns the exit status."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self.stop.set())
+        metrics.serve_metrics(self.settings.host, self.settings.metrics_port)
+        self.server.start()
+        threads = [self._thread(worker) for worker in [*self.workers, self._heartbeats]]
+        self.server.set_serving(True)
+        log.info("serving", address=self.address, pid=os.getpid(), replica=self.replica_id)
+        # With a limit: the kernel may give SIGTERM to another thread, and its handler runs only when this one wakes.
+        while not self.stop.wait(1.0):
+            pass
+        return self._drain(threads)
+
+    def _drain(self, threads: list[threading.Thread]) -> int:
+        log.info("draining", grace_seconds=self.settings.drain_seconds)
+        self.server.set_serving(False)
+        self.on_drain()
+        for thread in threads:
+            thread.join(self.settings.drain_seconds)
+        unfinished = [thread.name for thread in threads if thread.is_alive()]
+        self.server.stop(min(5.0, self.settings.drain_seconds))
+        tracing.finish_traces()
+        if unfinished:
+            log.error("stopped with workers still busy; their entries will be reclaimed", workers=unfinished)
+        return 1 if self.failed else 0
+
+    def _thread(self, worker: Worker) -> threading.Thread:
+        def body() -> None:
+            try:
+                worker(self.stop)
+            except Exception:
+                # A worker that ends by surprise must end the process: a half-alive service looks healthy and is not.
+                log.exception("worker failed; the process ends so that it is restarted")
+                self.failed = True
+                self.stop.set()
+
+        thread = threading.Thread(target=body, name=getattr(worker, "__name__", "worker"), daemon=True)
+        thread.start()
+        return thread
+
+    def _heartbeats(self, stop: threading.Event) -> None:
+        client = RpcClient("orchestrator", self.settings.orchestrator_address, OrchestratorServiceStub)
+        pause = 1.0
+        while not stop.is_set():
+            pause = self._beat(client, draining=False, otherwise=pause)
+            stop.wait(pause)
+        self._beat(client, draining=True, otherwise=pause)
+        client.close()
+
+    def _beat(self, client: RpcClient, draining: bool, otherwise: float) -> float:
+        request = orchestrator.HeartbeatRequest(
+            replica_id=self.replica_id, pool=self.pool, address=self.address, pid=os.getpid(), draining=draining
+        )
+        lines: list[Line] = []
+        try:
+            self.report(request)
+            lines = self._take_lines(request)
+            response: orchestrator.HeartbeatResponse = client.call("Heartbeat", request, deadline_seconds=3)
+            self.on_heartbeat(response)
+        except SpoError as error:
+            self._give_back(lines)
+            log.warning("orchestrator did not take the heartbeat; trying again", reason=error.message)
+            return min(5.0, max(1.0, otherwise))
+        return response.next_heartbeat_seconds or 1.0
+
+    @staticmethod
+    def _take_lines(request: orchestrator.HeartbeatRequest) -> list[Line]:
+        """Put waiting log lines into the heartbeat; they are returned so that a failed one can give them back."""
+        lines = [waiting.popleft() for _ in range(min(len(waiting), LINES_PER_BEAT))]
+        for line in lines:
+            request.logs.add(run_id=line.run_id, level=line.level, at_unix_ms=line.at_unix_ms, line=line.text)
+        return lines
+
+    @staticmethod
+    def _give_back(lines: list[Line]) -> None:
+        """Put lines back before those that came meanwhile; where room is short the oldest give way."""
+        room = max(0, MAX_WAITING - len(waiting))
+        waiting.extendleft(reversed(lines[max(0, len(lines) - room) :]))
+
+
+def _say_why_it_cannot_start(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """One line for errors that say what to do; others keep their traceback."""
+    if isinstance(error, SpoError):
+        log.error("the process cannot start", reason=error.message, code=error.code)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+@contextlib.contextmanager
+def keep_alive_while(beat: Callable[[], None], every_seconds: float) -> Iterator[None]:
+    """Call beat in the background every so often while the body runs (stream entries in hand, leases)."""
+    done = threading.Event()
+
+    def body() -> None:
+        while not done.wait(every_seconds):
+            try:
+                beat()
+            except Exception as error:
+                # Losing one beat costs at most a redelivery, which every handler tolerates.
+                log.warning("keep-alive failed; will try again", error=str(error))
+
+    thread = threading.Thread(target=body, name="keep-alive", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(every_seconds + 1)

@@ -1,0 +1,103 @@
+"""JobSpec: the science of a job, as a person writes it in YAML or JSON.
+
+Where a process lives (addresses, ports, folders) is not here but in `spo.service.settings`. Unknown fields are refused,
+specs are frozen, and every impossible combination is reported with the JSON pointer of its field by `parse_job_spec`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from spo.errors import InvalidInput
+from spo.spec.algorithm import PAPER_BETA, AlgorithmSpec, CriticSpec, LossTerm, Objective
+from spo.spec.experience import OfflineSpec, ReplaySpec, RolloutSpec, SourceMix, StoredExperience
+from spo.spec.rules import violations
+from spo.spec.section import Section, SourceName
+from spo.spec.tasks import ModelSpec, RewardSpec, TasksSpec
+from spo.spec.training import CollapseGuardSpec, EvaluationSpec, TrainerSpec
+from spo.spec.value import PivotalSpec, SequentialSpec, ValueSpec
+from spo.spec.violations import impossible, violations_of
+
+__all__ = [
+    "PAPER_BETA",
+    "AlgorithmSpec",
+    "CollapseGuardSpec",
+    "CriticSpec",
+    "EvaluationSpec",
+    "JobSpec",
+    "LossTerm",
+    "ModelSpec",
+    "Objective",
+    "OfflineSpec",
+    "PivotalSpec",
+    "ReplaySpec",
+    "RewardSpec",
+    "RolloutSpec",
+    "SequentialSpec",
+    "SourceMix",
+    "SourceName",
+    "StoredExperience",
+    "TasksSpec",
+    "TrainerSpec",
+    "ValueSpec",
+    "parse_job_spec",
+    "spec_from_json",
+    "spec_to_json",
+]
+
+
+class JobSpec(Section):
+    """Everything that defines a run; equal specs and seeds ask for the same experiment."""
+
+    name: str = Field(default="job", min_length=1, max_length=200)
+    labels: dict[str, Annotated[str, Field(max_length=500)]] = Field(default_factory=dict, max_length=64)
+    priority: int = Field(
+        default=1,
+        ge=1,
+        le=100,
+        description="Place in the queue, and share of the inference replicas beside other jobs.",
+    )
+    seed: int = Field(default=0, ge=0, le=2**63 - 1)
+    model: ModelSpec
+    tasks: TasksSpec = TasksSpec()
+    algorithm: AlgorithmSpec = AlgorithmSpec()
+    value: ValueSpec | None = ValueSpec()
+    rollout: RolloutSpec = RolloutSpec()
+    offline: OfflineSpec = OfflineSpec()
+    replay: ReplaySpec = ReplaySpec()
+    trainer: TrainerSpec = TrainerSpec()
+    evaluation: EvaluationSpec = EvaluationSpec()
+    collapse_guard: CollapseGuardSpec = CollapseGuardSpec()
+
+    @model_validator(mode="after")
+    def combination_is_possible(self) -> Self:
+        found = violations(self)
+        if found:
+            raise impossible(*found)
+        return self
+
+
+def parse_job_spec(document: Any) -> JobSpec:
+    """Check a decoded JSON/YAML document and return the spec with every default filled in.
+
+    Raises InvalidInput (code "invalid_job_spec") with one JSON pointer per fault.
+    """
+    try:
+        return JobSpec.model_validate(document)
+    except ValidationError as error:
+        raise InvalidInput(
+            "the job spec is not valid", code="invalid_job_spec", violations=violations_of(error)
+        ) from None
+
+
+def spec_to_json(spec: JobSpec) -> str:
+    """Canonical JSON of a spec: sorted keys, no spaces; what is stored in Redis and leased to the trainer."""
+    return json.dumps(spec.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+
+def spec_from_json(text: str | bytes) -> JobSpec:
+    """The inverse of spec_to_json. Raises InvalidInput."""
+    return parse_job_spec(json.loads(text))

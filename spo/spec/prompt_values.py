@@ -1,0 +1,46 @@
+"""From the counts of a prompt, as services exchange them, to Qhat_0: the one place that knows a job's policy.
+
+No torch: the replay buffer, the orchestrator and value-estimation derive values here, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spo.algorithm.monte_carlo import SoftValueEstimate
+from spo.algorithm.value_posterior import Evidence, soft_value_estimate, unsolved_posterior
+from spo.algorithm.value_prior import BetaPrior
+from spo.spec.job_spec import JobSpec
+from spo.v1.value_pb2 import PromptValue
+
+
+def evidence_of(value: PromptValue, spec: JobSpec) -> Evidence:
+    """The samples behind a value, with the prior it was estimated under."""
+    reward = spec.tasks.reward
+    has_prior = value.prior_successes > 0 or value.prior_failures > 0
+    return Evidence(
+        value.samples,
+        value.successes,
+        tuple(value.rewards),
+        BetaPrior(value.prior_successes, value.prior_failures) if has_prior else None,
+        best=reward.best,
+        worst=reward.shift,
+    )
+
+
+def qhat_0(value: PromptValue, spec: JobSpec, beta: float | None = None) -> SoftValueEstimate | None:
+    """Qhat_0 with its interval, reward units; None for a prompt without samples, or one that is dropped.
+
+    A prompt that no sample solved follows value.unsolved. keep, retry_hotter: at the posterior mean under Jeffreys'
+    prior, since the plain estimate is the lowest of all values that the data allow. floor: the worst reward. drop:
+    none. `beta` in place of the job's re-derives Q without new samples.
+    """
+    if not value.samples or spec.value is None:
+        return None
+    evidence = evidence_of(value, spec)
+    if not evidence.solved and spec.value.unsolved == "drop":
+        return None
+    found = soft_value_estimate(unsolved_posterior(evidence), spec.algorithm.beta if beta is None else beta)
+    if not evidence.solved and spec.value.unsolved == "floor":
+        return replace(found, q=evidence.worst)
+    return found

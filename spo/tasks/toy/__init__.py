@@ -1,0 +1,1 @@
+"""The toy contest: generated word problems, a grammar, solutions, and a tiny model that is half right."""

@@ -1,0 +1,196 @@
+"""Doubles of what the trainer talks to, over real gRPC: an orchestrator that leases a job, a replay buffer."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spo.errors import LeaseLost, NotReady
+from spo.model.logprobs import load_policy, response_logprobs
+from spo.rpc.server import RpcServer
+from spo.spec.job_spec import JobSpec, spec_to_json
+from spo.v1 import orchestrator_service_pb2 as wire
+from spo.v1 import replay_service_pb2 as replay_wire
+from spo.v1.orchestrator_service_pb2_grpc import (
+    OrchestratorServiceServicer,
+    add_OrchestratorServiceServicer_to_server,
+)
+from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_REFERENCE
+from spo.v1.replay_service_pb2_grpc import ReplayServiceServicer, add_ReplayServiceServicer_to_server
+from spo.v1.trajectory_pb2 import Trajectory
+
+
+@dataclass
+class OneJob(OrchestratorServiceServicer):
+    """Leases one job to whoever asks, again after `lapse`, and records what it is told; `changed` wakes waiters."""
+
+    spec: JobSpec
+    state_path: Path
+    run_id: str = "job_test"
+    lease_seconds: float = 5.0
+    away: bool = False
+    directive: int = wire.DIRECTIVE_CONTINUE
+    epoch: int = 0
+    renewals: int = 0
+    refused: int = 0
+    leased: bool = False
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    quarantined: dict[int, wire.StepReport] = field(default_factory=dict)
+    published: list[wire.PublishWeightsRequest] = field(default_factory=list)
+    checkpoints: list[wire.ReportCheckpointRequest] = field(default_factory=list)
+    finished: list[wire.FinishRunRequest] = field(default_factory=list)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
+        """Block until a recorded fact holds; AssertionError naming it otherwise."""
+        with self.changed:
+            assert self.changed.wait_for(condition, seconds), f"not within {seconds:g} s: {what}"
+
+    def wait_for_renewals(self, count: int) -> None:
+        """Block until the lease was renewed so many times more: the trainer then knows the directive."""
+        target = self.renewals + count
+        self.wait_until(lambda: self.renewals >= target, 30, f"{count} renewals")
+
+    def reset(self, spec: JobSpec, run_id: str) -> None:
+        """Offer another job, with nothing recorded."""
+        with self.changed:
+            for records in (self.metrics, self.quarantined, self.published, self.checkpoints, self.finished):
+                records.clear()
+            self.spec, self.run_id, self.leased = spec, run_id, False
+
+    def lapse(self) -> None:
+        """The lease ran out: its holder is refused from now on and the job can be leased again."""
+        with self.changed:
+            self.leased, self.epoch = False, self.epoch + 1
+
+    def LeaseJob(self, request: wire.LeaseJobRequest, context: Any) -> wire.LeaseJobResponse:  # noqa: N802
+        if self.away:
+            raise NotReady("away")
+        with self.changed:
+            if self.leased or self.finished:
+                self.changed.wait(min(0.1, request.wait_seconds))
+                return wire.LeaseJobResponse()
+            self.leased, self.epoch = True, self.epoch + 1
+        return wire.LeaseJobResponse(
+            run_id=self.run_id,
+            spec_json=spec_to_json(self.spec),
+            epoch=self.epoch,
+            lease_seconds=self.lease_seconds,
+            next_weight_version=max((each.version for each in self.published), default=0) + 1,
+            checkpoint_path=str(self.state_path / "checkpoints" / self.run_id),
+            weight_store_path=str(self.state_path / "weights" / self.run_id),
+        )
+
+    def Heartbeat(self, request: wire.HeartbeatRequest, context: Any) -> wire.HeartbeatResponse:  # noqa: N802
+        return wire.HeartbeatResponse(next_heartbeat_seconds=1)
+
+    def RenewLease(self, request: wire.RenewLeaseRequest, context: Any) -> wire.RenewLeaseResponse:  # noqa: N802
+        with self._from_owner(request):
+            self.renewals += 1
+            for report in request.reports:
+                self.metrics[report.step] = dict(report.metrics)
+                if report.quarantine_reason:
+                    self.quarantined[report.step] = report
+        return wire.RenewLeaseResponse(directive=self.directive)  # type: ignore[arg-type]
+
+    def GetReferenceValues(  # noqa: N802
+        self, request: wire.GetReferenceValuesRequest, context: Any
+    ) -> wire.GetReferenceValuesResponse:
+        return wire.GetReferenceValuesResponse()
+
+    def PublishWeights(self, request: wire.PublishWeightsRequest, context: Any) -> wire.PublishWeightsResponse:  # noqa: N802
+        with self._from_owner(request):
+            if request not in self.published:
+                self.published.append(request)
+        return wire.PublishWeightsResponse(announced=True)
+
+    def ReportCheckpoint(self, request: wire.ReportCheckpointRequest, context: Any) -> wire.ReportCheckpointResponse:  # noqa: N802
+        with self._from_owner(request):
+            self.checkpoints.append(request)
+        return wire.ReportCheckpointResponse()
+
+    def FinishRun(self, request: wire.FinishRunRequest, context: Any) -> wire.FinishRunResponse:  # noqa: N802
+        with self._from_owner(request):
+            self.finished.append(request)
+        return wire.FinishRunResponse()
+
+    @contextmanager
+    def _from_owner(self, request: Any) -> Iterator[None]:
+        if self.away:
+            raise NotReady("away")
+        with self.changed:
+            if request.epoch != self.epoch:
+                self.refused += 1
+                self.changed.notify_all()
+                raise LeaseLost(f"epoch {request.epoch} is over")
+            yield
+            self.changed.notify_all()
+
+
+@dataclass
+class TrajectoryPool(ReplayServiceServicer):
+    """Serves each step a batch drawn from fixed trajectories; `spoil` may change a batch before it is sent."""
+
+    trajectories: Sequence[replay_wire.SampledTrajectory]
+    spoil: Callable[[int, replay_wire.SampleBatchResponse], None] = lambda step, batch: None
+    ready: bool = True
+    asked: list[replay_wire.SampleBatchRequest] = field(default_factory=list)
+
+    def SampleBatch(self, request: replay_wire.SampleBatchRequest, context: Any) -> replay_wire.SampleBatchResponse:  # noqa: N802
+        self.asked.append(request)
+        if not self.ready:
+            raise NotReady("0 of 64 online trajectories")
+        draw = random.Random(f"{request.seed}:{request.step}")
+        batch = replay_wire.SampleBatchResponse(batch=draw.choices(self.trajectories, k=request.batch_size))
+        self.spoil(request.step, batch)
+        return batch
+
+
+def sampled_trajectories(
+    model_path: Path, count: int, *, qhat_0: float = -0.3, seed: int = 0, longest: int = 12
+) -> list[Any]:
+    """Trajectories of random tokens with true reference log-probs; those with an even first token are right.
+
+    Prompts and responses have up to `longest` tokens each.
+    """
+    draw = random.Random(seed)
+    model = load_policy(model_path, "float32")
+    prompts = [[draw.randrange(4, 20) for _ in range(draw.randrange(longest // 4, longest))] for _ in range(count)]
+    responses = [[draw.randrange(4, 20) for _ in range(draw.randrange(longest // 4, longest))] for _ in range(count)]
+    references = response_logprobs(model, prompts, responses, max_tokens_per_batch=4096)
+    return [
+        replay_wire.SampledTrajectory(
+            qhat_0=qhat_0,
+            trajectory=Trajectory(
+                trajectory_id=f"traj_{index:04d}",
+                prompt_id=f"prompt_{index // 4}",
+                source=SOURCE_ONLINE if index % 2 else SOURCE_REFERENCE,
+                prompt_token_ids=prompt,
+                response_token_ids=response,
+                reward=0.0 if response[0] % 2 == 0 else -1.0,
+                reference_logprobs=reference,
+                sampling_logprobs=reference,
+            ),
+        )
+        for index, (prompt, response, reference) in enumerate(zip(prompts, responses, references, strict=True))
+    ]
+
+
+@contextmanager
+def served(servicer: OneJob | TrajectoryPool) -> Iterator[str]:
+    """The address of a running server with this double."""
+    server = RpcServer("127.0.0.1", 0)
+    if isinstance(servicer, OneJob):
+        add_OrchestratorServiceServicer_to_server(servicer, server.server)
+    else:
+        add_ReplayServiceServicer_to_server(servicer, server.server)
+    server.start()
+    try:
+        yield server.address
+    finally:
+        server.stop(1)

@@ -1,0 +1,1 @@
+"""Versioned policy weights: stored in a folder or bucket, sent as deltas, cached on each machine."""

@@ -1,0 +1,113 @@
+"""Where published weight versions lie: what a place must offer, and a folder that all machines share.
+
+<root>/<run>/<version:08d>/{manifest.json, *.safetensors}; the other place is a bucket (spo.weights.s3_backend).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+from spo.errors import IntegrityError, NotFound
+from spo.manifest_folder import (
+    MANIFEST,
+    ManifestFolder,
+    numbered_folders,
+    open_folder,
+    parse_manifest,
+    remove_abandoned,
+    remove_folder,
+    seal_folder,
+    staging_folder,
+    verify,
+)
+
+
+class WeightBackend(Protocol):
+    """Versions of all runs. Everything raises Unreachable when the place does not answer."""
+
+    name: str
+
+    def staging_dir(self, run_id: str, version: int) -> AbstractContextManager[Path] | None:
+        """A folder to write a version in, gone when the block ends; None where any will do."""
+
+    def seal(self, run_id: str, version: int, writing: Path, head: Mapping[str, Any]) -> ManifestFolder:
+        """Make the files in `writing` the version, as `seal_folder` does. Raises Conflict."""
+
+    def manifest(self, run_id: str, version: int) -> dict[str, Any]:
+        """Raises NotFound, or IntegrityError when it is no manifest."""
+
+    def in_place(self, run_id: str, version: int) -> ManifestFolder | None:
+        """The verified files where they lie; None where they must be fetched. Raises IntegrityError."""
+
+    def fetch(self, run_id: str, version: int, entry: Mapping[str, Any], destination: Path) -> None:
+        """Bring one file here, verified, going on where an earlier try stopped. Raises IntegrityError."""
+
+    def uri(self, run_id: str, version: int) -> str:
+        """Where the version lies, for people."""
+
+    def versions(self, run_id: str) -> list[int]:
+        """Ascending; not verified."""
+
+    def remove(self, run_id: str, version: int) -> None:
+        """At once for readers."""
+
+    def tidy(self, run_id: str) -> None:
+        """Remove what crashed writers left."""
+
+    def remove_run(self, run_id: str) -> None:
+        """All versions of a run."""
+
+
+class FolderBackend:
+    """A local or mounted folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.name = str(root.absolute())
+
+    def staging_dir(self, run_id: str, version: int) -> AbstractContextManager[Path] | None:
+        return staging_folder(self._path(run_id, version))
+
+    def seal(self, run_id: str, version: int, writing: Path, head: Mapping[str, Any]) -> ManifestFolder:
+        return seal_folder(writing, self._path(run_id, version), head)
+
+    def manifest(self, run_id: str, version: int) -> dict[str, Any]:
+        path = self._path(run_id, version) / MANIFEST
+        try:
+            return parse_manifest(path.read_bytes(), str(path))
+        except FileNotFoundError:
+            if path.parent.is_dir():
+                raise IntegrityError(f"{path} is missing") from None
+            raise NotFound(f"there is no folder {path.parent}") from None
+
+    def in_place(self, run_id: str, version: int) -> ManifestFolder | None:
+        return open_folder(self._path(run_id, version))
+
+    def fetch(self, run_id: str, version: int, entry: Mapping[str, Any], destination: Path) -> None:
+        source = self._path(run_id, version) / entry["name"]
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(source, destination)
+        verify(destination, entry, str(source))
+
+    def uri(self, run_id: str, version: int) -> str:
+        return str(self._path(run_id, version).absolute())
+
+    def versions(self, run_id: str) -> list[int]:
+        return [number for number, _ in numbered_folders(self.root / run_id)]
+
+    def remove(self, run_id: str, version: int) -> None:
+        remove_folder(self._path(run_id, version))
+
+    def tidy(self, run_id: str) -> None:
+        remove_abandoned(self.root / run_id)
+
+    def remove_run(self, run_id: str) -> None:
+        shutil.rmtree(self.root / run_id, ignore_errors=True)
+
+    def _path(self, run_id: str, version: int) -> Path:
+        return self.root / run_id / f"{version:08d}"

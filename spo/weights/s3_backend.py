@@ -1,0 +1,178 @@
+"""Weight versions in a bucket of an S3-compatible object store.
+
+<prefix>/<run>/<version:08d>/{manifest.json, <digest>-*.safetensors}. A version is there once its manifest is. Objects
+carry their digest in their name, so that no writer overwrites another's bytes; the manifest is put on condition, so
+that of two writers one wins, and only a newer lease replaces what an older one wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError, PreconditionError
+from obstore.store import ObjectStore
+
+from spo.errors import Conflict, IntegrityError, InvalidInput, NotFound, Unreachable
+from spo.manifest_folder import (
+    ABANDONED_SECONDS,
+    MANIFEST,
+    ManifestFolder,
+    encode_manifest,
+    entry_of,
+    parse_manifest,
+    verify,
+)
+from spo.weights.ranged_download import download
+
+# A call, retries included, may take this long; bytes travel in parts of a size that takes less.
+RETRY_SECONDS = 60
+
+
+class S3Backend:
+    """A bucket, or a part of one; credentials and endpoint come from the usual AWS_* variables."""
+
+    def __init__(self, url: str) -> None:
+        self.name = url.rstrip("/")
+        try:
+            self._store: ObjectStore = obstore.store.from_url(
+                self.name,
+                client_options={"allow_http": True, "timeout": f"{RETRY_SECONDS}s", "connect_timeout": "10s"},
+                retry_config={"max_retries": 5},
+            )
+        except (BaseError, ValueError) as error:
+            raise InvalidInput(f"weights cannot be kept at {self.name}: {error}", code="weight_store_url") from None
+
+    def staging_dir(self, run_id: str, version: int) -> AbstractContextManager[Path] | None:
+        return None
+
+    def seal(self, run_id: str, version: int, writing: Path, head: Mapping[str, Any]) -> ManifestFolder:
+        manifest = {**head, "files": [entry_of(path) for path in sorted(writing.iterdir())]}
+        with self._reaching():
+            for entry in manifest["files"]:
+                obstore.put(self._store, _object(run_id, version, entry), writing / entry["name"])
+            self._put_manifest(run_id, version, manifest)
+        return ManifestFolder(writing, manifest)
+
+    def _put_manifest(self, run_id: str, version: int, manifest: dict[str, Any]) -> None:
+        path, content = _manifest(run_id, version), encode_manifest(manifest)
+        try:
+            obstore.put(self._store, path, content, mode="create")
+            return
+        except (AlreadyExistsError, PreconditionError):
+            found = obstore.get(self._store, path)
+            e_tag, before = found.meta["e_tag"], bytes(found.bytes())
+        if before == content:
+            return
+        with contextlib.suppress(IntegrityError, PreconditionError):
+            if _epoch(before) < manifest["epoch"]:
+                obstore.put(self._store, path, content, mode={"e_tag": e_tag})
+                return
+        raise Conflict(f"{self.uri(run_id, version)} was already written by another owner", code="already_written")
+
+    def manifest(self, run_id: str, version: int) -> dict[str, Any]:
+        path = _manifest(run_id, version)
+        try:
+            with self._reaching():
+                return parse_manifest(bytes(obstore.get(self._store, path).bytes()), f"{self.name}/{path}")
+        except FileNotFoundError:
+            raise NotFound(f"there is no {self.uri(run_id, version)}") from None
+
+    def in_place(self, run_id: str, version: int) -> ManifestFolder | None:
+        return None
+
+    def fetch(self, run_id: str, version: int, entry: Mapping[str, Any], destination: Path) -> None:
+        path = _object(run_id, version, entry)
+        what = f"{self.name}/{path}"
+        try:
+            with self._reaching():
+                held = int(obstore.head(self._store, path)["size"])
+                if held != entry["size_bytes"]:
+                    raise IntegrityError(f"{what} holds {held} bytes, its manifest says {entry['size_bytes']}")
+                download(
+                    lambda start, length: bytes(obstore.get_range(self._store, path, start=start, length=length)),
+                    held,
+                    destination,
+                )
+        except FileNotFoundError:
+            raise IntegrityError(f"{what} is missing") from None
+        try:
+            verify(destination, entry, what)
+        except IntegrityError:
+            # So that the next try takes every byte anew.
+            destination.unlink()
+            raise
+
+    def uri(self, run_id: str, version: int) -> str:
+        return f"{self.name}/{run_id}/{version:08d}"
+
+    def versions(self, run_id: str) -> list[int]:
+        return sorted({int(path.split("/")[1]) for path, _ in self._objects(run_id) if path.endswith(f"/{MANIFEST}")})
+
+    def remove(self, run_id: str, version: int) -> None:
+        with self._reaching(), contextlib.suppress(FileNotFoundError):
+            # First: without it the version is gone.
+            obstore.delete(self._store, _manifest(run_id, version))
+        self._delete([path for path, _ in self._objects(f"{run_id}/{version:08d}")])
+
+    def tidy(self, run_id: str) -> None:
+        objects, now = self._objects(run_id), datetime.now(UTC)
+        whole = {path.split("/")[1] for path, _ in objects if path.endswith(f"/{MANIFEST}")}
+        self._delete(
+            [
+                path
+                for path, written in objects
+                if path.split("/")[1] not in whole and (now - written).total_seconds() > ABANDONED_SECONDS
+            ]
+        )
+
+    def remove_run(self, run_id: str) -> None:
+        for version in self.versions(run_id):
+            self.remove(run_id, version)
+        self._delete([path for path, _ in self._objects(run_id)])
+
+    def _objects(self, prefix: str) -> list[tuple[str, datetime]]:
+        """(path, time of writing) of what lies below a folder of numbered versions."""
+        with self._reaching():
+            found = [entry for page in obstore.list(self._store, prefix=f"{prefix}/") for entry in page]
+        parts = [(entry["path"], entry["last_modified"]) for entry in found]
+        return [(path, at) for path, at in parts if path.count("/") == 2 and path.split("/")[1].isdecimal()]
+
+    def _delete(self, paths: list[str]) -> None:
+        with self._reaching():
+            for path in paths:
+                with contextlib.suppress(FileNotFoundError):
+                    obstore.delete(self._store, path)
+
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except NotFoundError as error:
+            raise FileNotFoundError(str(error)) from None
+        except FileNotFoundError:
+            raise
+        except (BaseError, OSError) as error:
+            raise Unreachable(f"the weight store {self.name} does not answer: {str(error)[:500]}") from None
+
+
+def _object(run_id: str, version: int, entry: Mapping[str, Any]) -> str:
+    return f"{run_id}/{version:08d}/{entry['blake3'][:16]}-{entry['name']}"
+
+
+def _manifest(run_id: str, version: int) -> str:
+    return f"{run_id}/{version:08d}/{MANIFEST}"
+
+
+def _epoch(manifest: bytes) -> int:
+    """-1 for what is no manifest: anybody may replace that."""
+    try:
+        return int(json.loads(manifest).get("epoch", 0))
+    except (ValueError, AttributeError, TypeError):
+        return -1

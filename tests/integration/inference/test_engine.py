@@ -1,0 +1,317 @@
+"""The real engine on a tiny Llama: what it samples, how it follows weights, and that versions take turns."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from services.inference.engine import Engine, EngineSpec, Sample, SampleRequest
+from services.inference.engine_thread import EngineThread, SampleGroup
+from services.inference.rollouts import MAX_SAMPLES, draw_samples
+from services.inference.settings import Settings
+from services.inference.weights import PolicyVersions, Weights, reference_weights
+from spo.errors import IntegrityError, InvalidInput, NotFound, NotReady
+from spo.tasks.toy.tokenizer import build_tokenizer
+from spo.testing.models import random_llama, write_random_llama
+from spo.v1.prompt_pb2 import Sampling
+from spo.weights.store import WeightStore
+
+pytestmark = pytest.mark.slow
+RUN = "job_test"
+WAIT_SECONDS = 120.0
+# Longer than one cache block, so that the prefix cache has something to keep.
+PROMPT = tuple(range(5, 75))
+
+
+@dataclass
+class Served:
+    """An engine thread at version 0 of a tiny model, with version 1 of the run in the store."""
+
+    thread: EngineThread
+    engine: Engine
+    versions: PolicyVersions
+    store: WeightStore
+    reference: Weights
+    models: dict[int, LlamaForCausalLM]
+
+    def submit(self, *requests: SampleRequest, weights: Weights | None = None, run_id: str = RUN) -> SampleGroup:
+        group = SampleGroup(run_id, requests, weights)
+        self.thread.submit(group)
+        return group
+
+    def sample(self, *requests: SampleRequest, weights: Weights | None = None) -> list[Sample]:
+        return self.submit(*requests, weights=weights).future.result(WAIT_SECONDS)
+
+
+def write_version(store: WeightStore, version: int, model: LlamaForCausalLM) -> Path:
+    tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+    shards = [("a.safetensors", tensors)]
+    return store.write(RUN, version, parent=version - 1, step=version, dtype="float32", shards=shards).path
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("inference")
+    model_path = folder / "model"
+    write_random_llama(model_path, seed=0)
+    store = WeightStore(folder / "weights")
+    models = {version: random_llama(version) for version in (0, 1)}
+    write_version(store, 1, models[1])
+    reference = reference_weights(model_path, "hash")
+    engines: list[Engine] = []
+    settings = Settings(max_sequences=32, kv_cache_memory_bytes=32 << 20, turn_seconds=0.05)
+
+    def build() -> Engine:
+        engines.append(Engine(EngineSpec(model_path, "hash", "float32", 128), settings))
+        return engines[0]
+
+    thread = EngineThread(build, reference, settings)
+    thread.start()
+    assert thread.ready.wait(WAIT_SECONDS), thread.failure
+    yield Served(thread, engines[0], PolicyVersions(store, reference), store, reference, models)
+    thread.stop()
+
+
+def wait_until(what: str, probe: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not probe():
+        assert time.monotonic() < deadline, f"waited {WAIT_SECONDS:g} s for {what}"
+        time.sleep(0.002)
+
+
+def greedy_request(max_tokens: int = 24, prompt: tuple[int, ...] = PROMPT) -> SampleRequest:
+    return SampleRequest(prompt, temperature=0.0, top_p=1.0, max_tokens=max_tokens, seed=0)
+
+
+def sampled_request(seed: int, temperature: float = 0.7, top_p: float = 0.9, max_tokens: int = 24) -> SampleRequest:
+    return SampleRequest(PROMPT[:20], temperature, top_p, max_tokens, seed)
+
+
+def transformers_greedy(model: LlamaForCausalLM, max_tokens: int = 24) -> tuple[int, ...]:
+    with torch.no_grad():
+        tokens = model.generate(torch.tensor([PROMPT]), max_new_tokens=max_tokens, do_sample=False)
+    return tuple(tokens[0, len(PROMPT) :].tolist())
+
+
+def test_greedy_output_equals_transformers_after_a_live_weight_update(served: Served) -> None:
+    first = served.versions.resolve(RUN, 1)
+    before, after = served.sample(greedy_request())[0], served.sample(greedy_request(), weights=first)[0]
+    again = served.sample(greedy_request(), weights=served.reference)[0]
+
+    assert before.token_ids == transformers_greedy(served.models[0])
+    assert after.token_ids == transformers_greedy(served.models[1])
+    assert again.token_ids == before.token_ids
+    assert before.token_ids != after.token_ids
+    assert (before.version_first, after.version_first, after.version_last) == (0, 1, 1)
+
+
+def test_the_comparison_with_transformers_would_have_caught_a_stale_prefix_cache(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.sample(greedy_request(), weights=served.reference)
+    monkeypatch.setattr(served.engine, "forget_prefixes", lambda: None)
+    stale = served.sample(greedy_request(), weights=served.versions.resolve(RUN, 1))[0]
+    monkeypatch.undo()
+    served.engine.forget_prefixes()
+
+    assert stale.token_ids != transformers_greedy(served.models[1])
+
+
+def test_logprobs_are_those_of_the_distribution_that_was_sampled(served: Served) -> None:
+    requests = [sampled_request(seed, 0.3 + 0.1 * seed, 0.6 + 0.05 * seed) for seed in range(8)]
+    for request, sample in zip(requests, served.sample(*requests, weights=served.reference), strict=True):
+        expected = sampling_logprobs(served.models[0], request, sample.token_ids)
+        torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def sampling_logprobs(model: LlamaForCausalLM, request: SampleRequest, response: tuple[int, ...]) -> torch.Tensor:
+    """log-probs under temperature, then the smallest set of tokens that holds top_p of the mass, renormalised."""
+    tokens = torch.tensor([request.prompt_token_ids + response])
+    with torch.no_grad():
+        logits_TV = model(tokens).logits[0, len(request.prompt_token_ids) - 1 : -1].double() / request.temperature
+    probabilities, order = logits_TV.softmax(-1).sort(-1, descending=True)
+    outside = probabilities.cumsum(-1) - probabilities >= request.top_p
+    logits_TV = logits_TV.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), float("-inf"))
+    return logits_TV.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0].float()
+
+
+def test_the_same_seeds_on_the_same_version_give_the_same_samples(served: Served) -> None:
+    requests = [sampled_request(seed, 1.0, 1.0) for seed in range(16)]
+    first = served.sample(*requests)
+    assert [sample.token_ids for sample in served.sample(*requests)] == [sample.token_ids for sample in first]
+    assert len({sample.token_ids for sample in first}) == len(requests)
+
+
+def test_a_response_that_stops_ends_with_the_end_of_sequence_token(served: Served) -> None:
+    end = build_tokenizer().eos_token_id
+    samples = served.sample(*[sampled_request(seed, 2.0, 1.0, max_tokens=100) for seed in range(64)])
+    stopped = [sample for sample in samples if sample.stopped]
+    assert stopped
+    assert all(sample.token_ids[-1] == end and end not in sample.token_ids[:-1] for sample in stopped)
+    assert all(len(sample.token_ids) == 100 and end not in sample.token_ids for sample in samples if not sample.stopped)
+    assert all("<eos>" not in sample.text for sample in samples)
+    assert all(len(sample.logprobs) == len(sample.token_ids) for sample in samples)
+
+
+def test_groups_of_two_versions_at_once_are_each_sampled_from_their_own(served: Served) -> None:
+    first = served.versions.resolve(RUN, 1)
+    expected = {0: transformers_greedy(served.models[0]), 1: transformers_greedy(served.models[1])}
+    groups = [
+        served.submit(*[greedy_request()] * 8, weights=first if number % 2 else served.reference)
+        for number in range(24)
+    ]
+    for number, group in enumerate(groups):
+        samples = group.future.result(WAIT_SECONDS)
+        assert {sample.token_ids for sample in samples} == {expected[number % 2]}
+        assert {(sample.version_first, sample.version_last) for sample in samples} == {(number % 2, number % 2)}
+
+
+def test_no_version_waits_for_ever_while_another_is_always_asked_for(served: Served) -> None:
+    stop = threading.Event()
+
+    def keep_asking() -> None:
+        while not stop.is_set():
+            served.sample(*[sampled_request(seed) for seed in range(8)], weights=served.reference)
+
+    askers = [threading.Thread(target=keep_asking) for _ in range(4)]
+    for asker in askers:
+        asker.start()
+    try:
+        other = served.sample(greedy_request(), weights=served.versions.resolve(RUN, 1))[0]
+    finally:
+        stop.set()
+        for asker in askers:
+            asker.join(WAIT_SECONDS)
+    assert other.token_ids == transformers_greedy(served.models[1])
+
+
+def test_newest_means_the_announced_version_and_running_groups_finish_on_theirs(served: Served) -> None:
+    running = served.submit(*[sampled_request(seed, max_tokens=100) for seed in range(32)], run_id="job_other")
+    served.thread.announce("job_other", served.versions.resolve(RUN, 1))
+    later = served.submit(greedy_request(), run_id="job_other")
+
+    assert later.future.result(WAIT_SECONDS)[0].token_ids == transformers_greedy(served.models[1])
+    for sample in running.future.result(WAIT_SECONDS):
+        assert sample.version_first == sample.version_last
+    served.thread.announce("job_other", served.reference)
+
+
+def test_kept_groups_go_on_under_new_weights_with_true_logprobs_and_versions(served: Served) -> None:
+    settings = Settings(max_sequences=32, in_flight="keep")
+    # Once the module's own thread is idle, this one may drive its engine.
+    served.sample(greedy_request(1))
+    wait_until("the engine to be idle at version 0", lambda: served.thread.loaded == served.reference)
+    thread = EngineThread(lambda: served.engine, served.reference, settings)
+    thread.start()
+    requests = [sampled_request(seed, 1.0, 1.0, max_tokens=100) for seed in range(32)]
+    group = SampleGroup(RUN, requests, None)
+    thread.submit(group)
+    wait_until("sequences to run", lambda: thread.running_sequences > 0)
+    thread.announce(RUN, served.versions.resolve(RUN, 1))
+    samples = group.future.result(WAIT_SECONDS)
+    thread.announce(RUN, served.reference)
+    wait_until("the weights to be put back", lambda: thread.loaded == served.reference)
+    thread.stop()
+
+    switched = [sample for sample in samples if (sample.version_first, sample.version_last) == (0, 1)]
+    assert switched
+    for sample in switched:
+        request = requests[samples.index(sample)]
+        sampled = torch.tensor(sample.logprobs)
+        old, new = (sampling_logprobs(served.models[version], request, sample.token_ids) for version in (0, 1))
+        is_old, is_new = (sampled - old).abs() < 1e-3, (sampled - new).abs() < 1e-3
+        at = int(is_old.long().cumprod(0).sum())
+        assert at > 0
+        assert is_new[at:].all()
+
+
+def test_temperatures_and_seeds_are_drawn_from_the_groups_seed() -> None:
+    sampling = Sampling(samples=500, temperature_min=0.1, temperature_max=0.8, top_p=0.95, max_tokens=8, seed=7)
+    drawn = draw_samples((1, 2), sampling)
+    temperatures = [request.temperature for request in drawn]
+    assert drawn == draw_samples((1, 2), sampling)
+    assert 0.1 <= min(temperatures) < 0.12
+    assert 0.78 < max(temperatures) <= 0.8
+    assert abs(sum(temperatures) / 500 - 0.45) < 0.03
+    assert len({request.seed for request in drawn}) == 500
+    sampling.seed = 8
+    assert drawn != draw_samples((1, 2), sampling)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"samples": 0},
+        {"samples": MAX_SAMPLES + 1},
+        {"max_tokens": 0},
+        {"temperature_min": -0.1},
+        {"temperature_min": 0.9},
+        {"temperature_max": float("nan")},
+        {"temperature_max": float("inf")},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+    ],
+)
+def test_impossible_sampling_is_refused(wrong: dict[str, float]) -> None:
+    sampling = Sampling(samples=1, temperature_min=0.1, temperature_max=0.8, top_p=0.95, max_tokens=8)
+    for name, value in wrong.items():
+        setattr(sampling, name, value)
+    with pytest.raises(InvalidInput):
+        draw_samples((1, 2), sampling)
+
+
+def test_a_group_nobody_waits_for_frees_its_sequences(served: Served) -> None:
+    group = served.submit(*[sampled_request(seed, max_tokens=100) for seed in range(32)])
+    assert group.future.cancel()
+    assert served.sample(greedy_request(4))
+    wait_until("the cancelled sequences to be gone", lambda: served.thread.running_sequences == 0)
+
+
+def test_a_prompt_vllm_cannot_take_fails_alone(served: Served) -> None:
+    good = served.submit(greedy_request(4))
+    bad = served.submit(greedy_request(4, prompt=tuple(range(5, 105)) * 2))
+    with pytest.raises(InvalidInput, match="vLLM refuses"):
+        bad.future.result(WAIT_SECONDS)
+    assert good.future.result(WAIT_SECONDS)
+
+
+def test_damaged_weights_are_refused_before_the_engine_sees_them(served: Served) -> None:
+    shard = write_version(served.store, 2, random_llama(2)) / "a.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(bytes(content))
+    with pytest.raises(IntegrityError, match=r"a\.safetensors does not match"):
+        served.versions.resolve(RUN, 2)
+
+
+def test_weights_of_another_shape_are_refused(served: Served) -> None:
+    write_version(served.store, 3, random_llama(3, width=64))
+    with pytest.raises(IntegrityError, match="does not fit the model"):
+        served.versions.resolve(RUN, 3)
+
+
+def test_a_version_that_is_not_kept_is_not_found(served: Served) -> None:
+    with pytest.raises(NotFound):
+        served.versions.resolve(RUN, 99)
+
+
+def test_a_model_that_cannot_be_built_fails_loudly(tmp_path: Path) -> None:
+    def build() -> Engine:
+        raise OSError("no such model")
+
+    thread = EngineThread(build, Weights("", 0, "", ()), Settings())
+    waiting = SampleGroup(RUN, [greedy_request()], None)
+    thread.submit(waiting)
+    thread.start()
+    with pytest.raises(NotReady, match="failed"):
+        waiting.future.result(WAIT_SECONDS)
+    assert isinstance(thread.failure, OSError)
+    with pytest.raises(NotReady):
+        thread.submit(SampleGroup(RUN, [greedy_request()], None))

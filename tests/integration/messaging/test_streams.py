@@ -1,0 +1,114 @@
+"""The belt's promises, on a real server."""
+
+from __future__ import annotations
+
+import threading
+
+import redis
+
+from spo.errors import InvalidInput, NotReady
+from spo.messaging.streams import Consumer, Entry, consume, depth, publish
+from spo.redis_keys import dead_letters
+
+STREAM, NEXT = "spo:test:rollouts", "spo:test:verdicts"
+
+
+def consumer(client: redis.Redis, name: str, **settings: float) -> Consumer:
+    return Consumer(client, STREAM, "judges", name, **settings)  # type: ignore[arg-type]
+
+
+def payloads(client: redis.Redis, stream: str) -> list[bytes]:
+    return [fields[b"payload"] for _, fields in client.xrange(stream)]
+
+
+def test_what_is_published_is_read_in_order_once(redis_client: redis.Redis) -> None:
+    publish(redis_client, STREAM, [b"1", b"2", b"3"])
+    first, second = consumer(redis_client, "a"), consumer(redis_client, "b")
+
+    read = [*first.read(2, 0.1), *second.read(2, 0.1)]
+
+    assert [entry.payload for entry in read] == [b"1", b"2", b"3"]
+    assert first.read(2, 0.01) == []
+
+
+def test_handing_on_moves_an_entry_atomically_and_only_once(redis_client: redis.Redis) -> None:
+    publish(redis_client, STREAM, [b"group"])
+    dead, alive = consumer(redis_client, "dead"), consumer(redis_client, "alive", reclaim_after_seconds=0.0)
+    (entry,) = dead.read(1, 0.1)
+    (again,) = alive.read(1, 0.1)
+
+    assert alive.forward(again, NEXT, b"judged")
+    assert not dead.forward(entry, NEXT, b"judged"), "the first delivery woke up late: its result must not appear twice"
+
+    assert payloads(redis_client, NEXT) == [b"judged"]
+    assert redis_client.xlen(STREAM) == 0
+
+
+def test_an_entry_of_a_silent_consumer_is_given_to_another(redis_client: redis.Redis) -> None:
+    publish(redis_client, STREAM, [b"x"])
+    consumer(redis_client, "killed").read(1, 0.1)
+
+    (entry,) = consumer(redis_client, "survivor", reclaim_after_seconds=0.0).read(1, 0.1)
+
+    assert (entry.payload, entry.deliveries) == (b"x", 2)
+
+
+def test_keep_alive_protects_an_entry_in_slow_hands(redis_client: redis.Redis) -> None:
+    publish(redis_client, STREAM, [b"x"])
+    slow = consumer(redis_client, "slow")
+    entries = slow.read(1, 0.1)
+    redis_client.xclaim(STREAM, "judges", "slow", 0, [entries[0].entry_id], idle=60_000, justid=True)
+
+    slow.keep_alive(entries)
+
+    assert consumer(redis_client, "other", reclaim_after_seconds=30).read(1, 0.01) == []
+
+
+def test_an_entry_that_is_never_finished_becomes_a_dead_letter_with_its_reason(redis_client: redis.Redis) -> None:
+    publish(redis_client, STREAM, [b"poison"])
+    member = consumer(redis_client, "a", reclaim_after_seconds=0.0, max_deliveries=5)
+    deliveries = [entry.deliveries for _ in range(5) for entry in member.read(1, 0.05)]
+
+    assert member.read(1, 0.05) == []
+
+    assert deliveries == [1, 2, 3, 4, 5]
+    ((_, letter),) = redis_client.xrange(dead_letters(STREAM))
+    assert letter[b"payload"] == b"poison"
+    assert b"5 deliveries" in letter[b"reason"]
+    assert redis_client.xlen(STREAM) == 0
+
+
+def test_a_poison_entry_is_dead_lettered_at_once_and_harms_no_neighbour(redis_client: redis.Redis) -> None:
+    publish(redis_client, STREAM, [b"good 1", b"bad", b"good 2"])
+    member, stop = consumer(redis_client, "a"), threading.Event()
+
+    def judge(entries: list[Entry]) -> None:
+        if any(entry.payload == b"bad" for entry in entries):
+            raise InvalidInput("not a group")
+        for entry in entries:
+            member.forward(entry, NEXT, entry.payload)
+        if redis_client.xlen(NEXT) == 2 and redis_client.xlen(STREAM) == 0:
+            stop.set()
+
+    worker = threading.Thread(target=consume, args=(member, judge, stop), kwargs={"block_seconds": 0.05})
+    worker.start()
+    worker.join(10)
+    stop.set()
+    worker.join(10)
+
+    assert sorted(payloads(redis_client, NEXT)) == [b"good 1", b"good 2"]
+    assert payloads(redis_client, dead_letters(STREAM)) == [b"bad"]
+
+
+def test_a_retryable_fault_leaves_the_entry_pending(redis_client: redis.Redis) -> None:
+    publish(redis_client, STREAM, [b"x"])
+    member, stop = consumer(redis_client, "a"), threading.Event()
+
+    def unreachable(entries: list[Entry]) -> None:
+        stop.set()
+        raise NotReady("judge is away")
+
+    consume(member, unreachable, stop, block_seconds=0.05, retry_seconds=0.01)
+
+    state = depth(redis_client, STREAM, "judges")
+    assert (state.lag, state.pending) == (0, 1)

@@ -1,0 +1,173 @@
+"""The feeder: as much as the limiter admits, every prompt in its turn, across restarts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from services.orchestrator.container import AppContext
+from services.orchestrator.jobs.states import CANCEL, JobState
+from spo import redis_keys
+from spo.messaging import streams
+from spo.spec.job_spec import parse_job_spec
+from spo.testing.peers import ServiceDoubles
+from spo.v1.prompt_pb2 import SOURCE_ONLINE, PromptGroup
+from spo.v1.value_pb2 import PromptValue
+
+PROMPTS = 6
+SAMPLES = 4
+
+
+def running(context: AppContext, document: dict[str, Any], successes: Callable[[int], int] = lambda index: 1) -> str:
+    job_id = context.jobs.submit(parse_job_spec(document))
+    for index, problem in enumerate(context.library.load(context.jobs.spec(job_id).tasks).train):
+        value = PromptValue(prompt_id=problem.problem_id, samples=8, successes=successes(index))
+        context.redis.hset(redis_keys.run_values(job_id), problem.problem_id, value.SerializeToString())
+    for state in (JobState.VALIDATING, JobState.ESTIMATING, JobState.RUNNING):
+        context.jobs.transition(job_id, state, "test")
+    return job_id
+
+
+def groups(context: AppContext, job_id: str) -> list[PromptGroup]:
+    found: Any = context.redis.xrange(redis_keys.prompts(job_id))
+    return [PromptGroup.FromString(fields[b"payload"]) for _, fields in found]
+
+
+def drain(context: AppContext, job_id: str) -> None:
+    """Plays the whole belt: every group arrives in the replay buffer."""
+    reader = streams.Consumer(context.redis, redis_keys.prompts(job_id), redis_keys.INFERENCE_GROUP, "r")
+    reader.finish(reader.read(1000, 0.01))
+
+
+def test_only_what_the_limiter_admits_is_on_the_pipeline(
+    context: AppContext, peers: ServiceDoubles, document: dict[str, Any]
+) -> None:
+    job_id = running(context, document)
+    peers.replay.admissible = 5 * SAMPLES + 3
+
+    assert [context.dispatcher.dispatch(job_id) for _ in range(3)] == [5, 0, 0]
+    assert len(groups(context, job_id)) == 5
+
+
+def test_work_further_down_the_pipeline_counts_too(
+    context: AppContext, peers: ServiceDoubles, document: dict[str, Any]
+) -> None:
+    job_id = running(context, document)
+    streams.publish(context.redis, redis_keys.rollouts(), [b"a"])
+    streams.publish(context.redis, redis_keys.verdicts(), [b"b", b"c"])
+    peers.replay.admissible = 5 * SAMPLES
+
+    assert context.dispatcher.dispatch(job_id) == 2
+
+
+def test_a_group_carries_the_sampling_of_the_spec(
+    context: AppContext, peers: ServiceDoubles, document: dict[str, Any]
+) -> None:
+    job_id = running(context, document)
+    peers.replay.admissible = SAMPLES
+    context.dispatcher.dispatch(job_id)
+
+    (group,) = groups(context, job_id)
+    assert (group.group_id, group.source, group.sampling.samples) == (f"{job_id}-0", SOURCE_ONLINE, SAMPLES)
+    assert (group.sampling.temperature_min, group.sampling.temperature_max) == (
+        pytest.approx(0.1),
+        pytest.approx(0.8),
+    )
+    assert not group.HasField("policy_version")
+
+
+def test_every_epoch_holds_each_prompt_once_in_another_order(
+    context: AppContext, peers: ServiceDoubles, document: dict[str, Any]
+) -> None:
+    job_id = running(context, document)
+    peers.replay.admissible = 2 * PROMPTS * SAMPLES
+    context.dispatcher.dispatch(job_id)
+
+    order = [group.prompt.prompt_id for group in groups(context, job_id)]
+    first, second = order[:PROMPTS], order[PROMPTS:]
+    assert len(set(first)) == PROMPTS
+    assert sorted(first) == sorted(second)
+    assert first != second
+
+
+def test_a_restarted_dispatcher_neither_repeats_nor_skips(
+    open_context: Callable[..., AppContext], peers: ServiceDoubles, document: dict[str, Any]
+) -> None:
+    job_id = running(open_context(), document)
+    fed: list[PromptGroup] = []
+    for _ in range(8):
+        context = open_context()
+        peers.replay.admissible = 3 * SAMPLES
+        context.dispatcher.dispatch(job_id)
+        fed += groups(context, job_id)
+        drain(context, job_id)
+
+    straight = running(open_context(), document)
+    peers.replay.admissible = 24 * SAMPLES
+    context.dispatcher.dispatch(straight)
+    assert [group.group_id for group in fed] == [f"{job_id}-{number}" for number in range(24)]
+    assert [group.prompt.prompt_id for group in fed] == [group.prompt.prompt_id for group in groups(context, straight)]
+
+
+def test_two_feeders_at_once_publish_each_position_once(
+    open_context: Callable[..., AppContext], peers: ServiceDoubles, document: dict[str, Any]
+) -> None:
+    desks = [open_context() for _ in range(4)]
+    job_id = running(desks[0], document)
+    peers.replay.admissible = 40 * SAMPLES
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda context: context.dispatcher.dispatch(job_id), desks))
+
+    ids = [group.group_id for group in groups(desks[0], job_id)]
+    assert len(ids) == len(set(ids))
+    assert sorted(ids) == sorted(f"{job_id}-{number}" for number in range(len(ids)))
+
+
+def test_a_cancelled_job_is_fed_nothing(context: AppContext, peers: ServiceDoubles, document: dict[str, Any]) -> None:
+    job_id = running(context, document)
+    peers.replay.admissible = 100
+    context.jobs.act(job_id, CANCEL)
+
+    assert context.dispatcher.dispatch(job_id) == 0
+    assert groups(context, job_id) == []
+
+
+def test_unsolved_prompts_are_left_out_where_the_spec_drops_them(
+    context: AppContext, peers: ServiceDoubles, document: dict[str, Any]
+) -> None:
+    document["value"] = {"unsolved": "drop"}
+    job_id = running(context, document, successes=lambda index: index % 2)
+    peers.replay.admissible = PROMPTS * SAMPLES
+    context.dispatcher.dispatch(job_id)
+
+    assert len({group.prompt.prompt_id for group in groups(context, job_id)}) == PROMPTS // 2
+
+
+def test_prompts_that_the_buffer_would_never_serve_are_not_fed(
+    context: AppContext, peers: ServiceDoubles, document: dict[str, Any]
+) -> None:
+    document["replay"] = {"mix": [{"source": "online", "share": 1, "min_value_spread": 0.2}]}
+    job_id = running(context, document, successes=lambda index: index % 2)
+    peers.replay.admissible = PROMPTS * SAMPLES
+    context.dispatcher.dispatch(job_id)
+
+    assert len({group.prompt.prompt_id for group in groups(context, job_id)}) == PROMPTS // 2
+
+
+def test_a_job_with_nothing_to_feed_fails_and_says_so(
+    context: AppContext, peers: ServiceDoubles, document: dict[str, Any], until: Callable[[Callable[[], Any], str], Any]
+) -> None:
+    document["value"] = {"unsolved": "drop"}
+    job_id = running(context, document, successes=lambda index: 0)
+    peers.replay.admissible = 100
+    loop = threading.Thread(target=context.dispatcher.run, args=(context.stop,))
+    loop.start()
+    until(lambda: context.jobs.state(job_id) is JobState.FAILED, "the job fails")
+    context.stop.set()
+    loop.join(10)
+
+    assert context.jobs.record(job_id)["failure_code"] == "no_prompts"

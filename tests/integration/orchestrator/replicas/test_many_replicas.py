@@ -1,0 +1,97 @@
+"""Heartbeats of very many replicas: those without news cost little, those with news are answered at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from services.orchestrator.container import AppContext
+from services.orchestrator.jobs.states import JobState
+from services.orchestrator.replicas import heartbeats, registry
+from services.orchestrator.replicas.registry import HEARTBEAT_SECONDS
+from spo.spec.job_spec import parse_job_spec
+from spo.v1 import orchestrator_service_pb2 as wire
+
+REPLICAS = 100
+
+
+def running(context: AppContext, document: dict[str, Any]) -> str:
+    job_id = context.jobs.submit(parse_job_spec(document))
+    for state in (JobState.VALIDATING, JobState.ESTIMATING, JobState.RUNNING):
+        context.jobs.transition(job_id, state, "test")
+    return job_id
+
+
+def beat(context: AppContext, replica_id: str, **fields: Any) -> wire.HeartbeatResponse:
+    """As the service answers, by way of the wire."""
+    request = wire.HeartbeatRequest(**{"replica_id": replica_id, "pool": "inference", **fields})
+    context.replicas.beat(request)
+    return wire.HeartbeatResponse.FromString(context.heartbeats.answer(request))
+
+
+def commands(context: AppContext) -> int:
+    return int(context.redis.info("stats")["total_commands_processed"])
+
+
+def test_heartbeats_without_news_hardly_reach_redis(
+    open_context: Callable[..., AppContext], document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeats, "LOOK_SECONDS", 60)
+    monkeypatch.setattr(registry, "WRITE_SECONDS", 60)
+    context = open_context(replica_silence_seconds=600)
+    job_id = running(context, document)
+    names = [f"r{number}" for number in range(REPLICAS)]
+    for run_id in ("", job_id):
+        for name in names:
+            beat(context, name, run_id=run_id)
+    # What the first of them writes and looks up.
+    beat(context, names[0], run_id=job_id)
+    before = commands(context)
+
+    answers = [beat(context, name, run_id=job_id) for name in names]
+
+    assert {answer.run_id for answer in answers} == {job_id}
+    assert commands(context) - before == 1, "that of counting"
+    assert len(context.replicas.live()) == REPLICAS
+
+
+def test_a_replica_with_news_is_registered_with_them_at_once(context: AppContext, document: dict[str, Any]) -> None:
+    job_id = running(context, document)
+    for version in (0, 0, 3):
+        beat(context, "r1", run_id=job_id, policy_version=version)
+
+    assert [each.policy_version for each in context.replicas.live()] == [3]
+    assert [event.kind for event in context.jobs.events(job_id)].count("weights_applied") == 1
+
+
+def test_a_replica_that_was_forgotten_joins_again(
+    open_context: Callable[..., AppContext], document: dict[str, Any], until: Callable[..., Any]
+) -> None:
+    context = open_context(replica_silence_seconds=1)
+    job_id = running(context, document)
+    beat(context, "r1", run_id=job_id)
+    until(lambda: context.replicas.live() == [], "the replica is silent for too long")
+    context.replicas.drop_silent()
+
+    beat(context, "r1", run_id=job_id)
+
+    assert [each.replica_id for each in context.replicas.live()] == ["r1"]
+    assert [event.kind for event in context.jobs.events(job_id)].count("replica_joined") == 2
+
+
+def test_the_more_replicas_there_are_the_less_often_each_is_asked_for(
+    context: AppContext, document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeats, "BEATS_PER_SECOND", 1)
+    monkeypatch.setattr(heartbeats, "LOOK_SECONDS", 0)
+    job_id = running(context, document)
+    pauses = []
+    for number in range(8):
+        beat(context, f"r{number}")
+        pauses.append(beat(context, f"r{number}", run_id=job_id).next_heartbeat_seconds)
+
+    assert pauses[:3] == [HEARTBEAT_SECONDS, HEARTBEAT_SECONDS, 3]
+    # Two lost heartbeats make nobody silent.
+    assert max(pauses) == pytest.approx(context.settings.replica_silence_seconds / 3)

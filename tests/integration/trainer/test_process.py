@@ -1,0 +1,179 @@
+"""The trainer as others run it: one process or two ranks by torchrun; killed, stopped, restarted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from spo.rpc.client import is_healthy
+from spo.spec.job_spec import JobSpec, parse_job_spec
+from spo.testing.trainer import OneJob, TrajectoryPool, served
+from spo.weights.store import WeightStore
+
+pytestmark = pytest.mark.slow
+
+LIMIT_SECONDS = 200.0
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--local-addr=127.0.0.1")
+
+
+METHODS = pytest.mark.parametrize("method", ["spo", "ppo"])
+# Two models per rank, and two updates per batch.
+PPO: dict[str, Any] = {
+    "algorithm": {"losses": [{"objective": "ppo"}], "critic": {}},
+    "replay": {"mix": [{"source": "online", "share": 1.0}]},
+}
+# Groups of any size: the pool draws single trajectories, so ranks get unequal shares.
+GROUP_CENTRED: dict[str, Any] = {
+    "algorithm": {"losses": [{"objective": "group_centred_squared"}]},
+    "replay": {"unit": "group", "mix": [{"source": "online", "share": 1.0}]},
+}
+
+
+def job_spec(model_path: Path, method: str = "spo", **trainer: Any) -> JobSpec:
+    defaults = {"steps": 12, "batch_size": 8, "micro_batch_size": 3, "update_interval": 4, "checkpoint_interval": 4}
+    document = {"model": {"path": str(model_path)}, "trainer": {**defaults, **trainer}}
+    if method == "ppo":
+        document |= PPO
+        document["trainer"]["epochs"] = 2
+    if method == "group_centred":
+        document |= GROUP_CENTRED
+        document["trainer"]["micro_batch_size"] = 4
+    return parse_job_spec(document)
+
+
+@dataclass
+class Surroundings:
+    """What a trainer process talks to, and how to start one."""
+
+    job: OneJob
+    pool: TrajectoryPool
+    start: Callable[..., subprocess.Popen[bytes]]
+
+    def wait_finished(self) -> None:
+        self.job.wait_until(lambda: bool(self.job.finished), LIMIT_SECONDS, "the run finishes")
+        assert self.job.finished[-1].error_code == ""
+
+    def weights(self, version: int) -> dict[str, torch.Tensor]:
+        files = WeightStore(self.job.state_path / "weights").open(self.job.run_id, version).files
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.fixture
+def surroundings(tiny_model_path: Path, trajectories: list[Any], tmp_path: Path) -> Iterator[Surroundings]:
+    job = OneJob(job_spec(tiny_model_path), tmp_path)
+    pool = TrajectoryPool(trajectories)  # type: ignore[abstract]
+    processes: list[subprocess.Popen[bytes]] = []
+    with ExitStack() as stack:
+        environment = {
+            **os.environ,
+            "SPO_ORCHESTRATOR_ADDRESS": stack.enter_context(served(job)),
+            "SPO_REPLAY_BUFFER_ADDRESS": stack.enter_context(served(pool)),
+            "SPO_STATE_PATH": str(tmp_path),
+            "SPO_TRAINER_LEASE_WAIT_SECONDS": "0.5",
+            "SPO_TRAINER_BATCH_WAIT_SECONDS": "0.5",
+            "OMP_NUM_THREADS": "1",
+        }
+
+        def start(*launcher: str, **extra: str) -> subprocess.Popen[bytes]:
+            command = [sys.executable, *launcher, "-m", "services.trainer"]
+            process = subprocess.Popen(command, env={**environment, **extra})
+            processes.append(process)
+            return process
+
+        yield Surroundings(job, pool, start)
+        for process in processes:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+                raise
+
+
+@pytest.mark.parametrize("method", ["spo", "ppo", "group_centred"])
+@pytest.mark.timeout(600)
+def test_two_ranks_at_zero_stage_2_learn_what_one_rank_learns(
+    surroundings: Surroundings, tiny_model_path: Path, method: str
+) -> None:
+    job = surroundings.job
+    job.spec = job_spec(tiny_model_path, method, zero_stage=2, steps=6)
+    single = surroundings.start()
+    surroundings.wait_finished()
+    single.terminate()
+    single.wait(LIMIT_SECONDS)
+    alone, losses = surroundings.weights(2), [job.metrics[step]["loss"] for step in range(1, 7)]
+    norms = [job.metrics[step]["grad_norm"] for step in range(1, 7)]
+
+    job.reset(job.spec, "job_two_ranks")
+    surroundings.start(*TORCHRUN)
+    surroundings.wait_finished()
+
+    assert [job.metrics[step]["loss"] for step in range(1, 7)] == pytest.approx(losses, rel=1e-4)
+    assert [job.metrics[step]["grad_norm"] for step in range(1, 7)] == pytest.approx(norms, rel=1e-4)
+    together = surroundings.weights(2)
+    assert max(float((alone[name] - together[name]).abs().max()) for name in alone) < 1e-4
+    assert (Path(job.checkpoints[-1].path) / "rank-00001.safetensors").exists()
+
+
+@METHODS
+@pytest.mark.timeout(600)
+def test_a_killed_trainer_is_followed_by_one_that_resumes_and_ends_with_the_same_weights(
+    surroundings: Surroundings, tiny_model_path: Path, method: str
+) -> None:
+    job, pool = surroundings.job, surroundings.pool
+    job.spec = job_spec(tiny_model_path, method)
+    first = surroundings.start()
+
+    def kill(step: int, batch: Any) -> None:
+        if step == 10 and first.poll() is None:
+            first.kill()
+
+    pool.spoil = kill
+    assert first.wait(LIMIT_SECONDS) == -signal.SIGKILL
+    job.lapse()
+    asked = len(pool.asked)
+    second = surroundings.start()
+    surroundings.wait_finished()
+    interrupted = surroundings.weights(3)
+
+    job.reset(job.spec, "job_straight")
+    surroundings.wait_finished()
+
+    assert pool.asked[asked].step == 9
+    assert [each.version for each in job.published] == [1, 2, 3]
+    assert all(torch.equal(tensor, interrupted[name]) for name, tensor in surroundings.weights(3).items())
+    assert second.poll() is None
+
+
+@pytest.mark.timeout(600)
+def test_a_stopped_trainer_saves_its_last_step_and_exits_with_success(
+    surroundings: Surroundings, free_port: int
+) -> None:
+    job, pool = surroundings.job, surroundings.pool
+    process = surroundings.start(SPO_TRAINER_PORT=str(free_port))
+
+    def stop(step: int, batch: Any) -> None:
+        if step == 6:
+            assert is_healthy(f"127.0.0.1:{free_port}", deadline_seconds=10)
+            process.send_signal(signal.SIGTERM)
+            job.wait_for_renewals(1)
+
+    pool.spoil = stop
+
+    assert process.wait(LIMIT_SECONDS) == 0
+    last = job.checkpoints[-1].step
+    assert last >= 6
+    assert last == pool.asked[-1].step
+    assert job.finished == []

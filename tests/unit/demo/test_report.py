@@ -1,0 +1,79 @@
+"""The report says what happened, also when little did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from spo.client.models import Event, Job, Progress, Series
+from spo.demo.report import DemoOutcome, report_of, write_report
+
+
+def evaluation(step: int, pass_at_1: float, pass_at_10: float) -> dict[str, Any]:
+    scores = {"1": pass_at_1, "10": pass_at_10}
+    return {
+        "step": step,
+        "version": step // 10,
+        "pass_at_k": {k: {"value": value, "low": value - 0.05, "high": value + 0.05} for k, value in scores.items()},
+        "distinct_solutions": 1.0 + step,
+        "per_problem": [{"prompt_id": "a", "correct": 1}],
+    }
+
+
+def moved(seq: int, second: int, to: str) -> Event:
+    return Event(seq=seq, at=f"2026-01-01T00:00:{second:02d}Z", kind="state", body={"to": to})
+
+
+def outcome(**changes: Any) -> DemoOutcome:
+    facts: dict[str, Any] = {
+        "job": Job(id="job_1", state="succeeded", progress=Progress(step=20, steps=20), spec={"seed": 0}),
+        "events": [
+            moved(1, 0, "queued"),
+            moved(2, 3, "estimating"),
+            moved(3, 10, "running"),
+            moved(4, 31, "succeeded"),
+        ],
+        "evaluations": [evaluation(0, 0.1, 0.3), evaluation(10, 0.4, 0.6), evaluation(20, 0.5, 0.8)],
+        "series": Series(steps=[1, 2], series={"loss": [0.5, None], "reward": [-0.9, -0.8]}),
+        "trajectories": {"online": 64, "offline": 300},
+        "weight_versions": 2,
+        "services": [{"name": "trainer", "pid": 7, "restarts": 1, "address": "127.0.0.1:1"}],
+        "peak_memory_bytes": 3 << 30,
+        "setup_seconds": 40.04,
+        "total_seconds": 71.0,
+        "first_point_seconds": 45.0,
+    }
+    return DemoOutcome(**facts | changes)
+
+
+def test_the_report_holds_every_promised_figure(tmp_path: Path) -> None:
+    report = write_report(outcome(), tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert report["pass_at_1"] == {"before": 0.1, "after": 0.5}
+    assert report["pass_at_10"] == {"before": 0.3, "after": 0.8}
+    assert report["distinct_solutions"] == {"before": 1.0, "after": 21.0}
+    assert report["steps"] == 20
+    assert report["wall_seconds"] == {"setup": 40.0, "estimate": 7.0, "train": 21.0, "total": 71.0, "first_point": 45.0}
+    assert report["trajectories"] == {"online": 64, "offline": 300}
+    assert report["weight_versions"] == 2
+    assert report["services"] == [{"name": "trainer", "pid": 7, "restarts": 1}]
+    assert report["spec"] == {"seed": 0}
+
+
+def test_a_job_that_failed_before_its_first_evaluation_still_gets_a_report(tmp_path: Path) -> None:
+    failed = Job(id="job_1", state="failed")
+    report = write_report(
+        outcome(job=failed, events=[], evaluations=[], series=Series(), first_point_seconds=None), tmp_path
+    )
+    assert report["state"] == "failed"
+    assert report["pass_at_10"] == {"before": None, "after": None}
+    assert report["wall_seconds"]["train"] is None
+    assert (tmp_path / "report.png").exists()
+
+
+def test_a_paused_job_counts_from_its_first_start_to_its_end() -> None:
+    paused = [moved(1, 3, "estimating"), moved(2, 10, "running"), moved(3, 20, "paused"), moved(4, 30, "running")]
+    report = report_of(outcome(events=[*paused, moved(5, 50, "succeeded")]))
+    assert report["wall_seconds"]["train"] == 40.0

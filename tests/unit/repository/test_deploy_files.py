@@ -1,0 +1,108 @@
+"""Compose file and images: only known settings, one open door, no secret in a variable, nothing runs as root."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from spo.local.redis_server import server_command
+from spo.service.settings import PlatformSettings, ServiceSettings
+
+ROOT = Path(__file__).parents[3]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+DOCKERFILES = sorted((ROOT / "deploy").glob("Dockerfile.*"))
+SERVICES = {
+    name: service
+    for name, service in COMPOSE["services"].items()
+    if str(service.get("command", [""])[0]).startswith("services.")
+}
+
+
+def settings_of(name: str) -> type[ServiceSettings]:
+    module = SERVICES[name]["command"][0]
+    settings: type[ServiceSettings] = import_module(f"{module}.settings").Settings
+    return settings
+
+
+def test_compose_runs_every_service() -> None:
+    folders = {path.parent.name for path in (ROOT / "services").glob("*/__main__.py")}
+    assert {service["command"][0] for service in SERVICES.values()} == {f"services.{folder}" for folder in folders}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_variable_in_compose_is_a_setting(name: str) -> None:
+    fields = settings_of(name).model_fields
+    known = {f"SPO_{field}".upper() for field in PlatformSettings.model_fields}
+    known |= {str(fields[field].validation_alias) for field in fields if field not in PlatformSettings.model_fields}
+    assert set(SERVICES[name]["environment"]) <= known
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_service_is_confined_limited_and_watched(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert "memory" in service["deploy"]["resources"]["limits"]
+    assert service["healthcheck"]["test"][-1] == "127.0.0.1:7070"
+    assert all(needed["condition"] == "service_healthy" for needed in service["depends_on"].values())
+
+
+def test_only_the_orchestrator_and_the_observers_are_published_and_on_loopback() -> None:
+    published = {name: service["ports"] for name, service in COMPOSE["services"].items() if "ports" in service}
+    assert set(published) == {"orchestrator", "prometheus", "grafana"}
+    assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
+
+
+def test_services_without_a_published_port_have_no_way_out() -> None:
+    assert COMPOSE["networks"]["pipeline"] == {"internal": True}
+    for name, service in COMPOSE["services"].items():
+        if "ports" not in service:
+            assert set(service["networks"]) == {"pipeline"}, name
+
+
+def test_secrets_are_files_whose_names_are_settings() -> None:
+    for name, service in SERVICES.items():
+        assert not [variable for variable in service["environment"] if re.search("PASSWORD|KEY|REDIS_URL", variable)]
+        wants_redis = "trainer" not in name
+        assert ("spo_redis_url" in service.get("secrets", [])) is wants_redis
+    assert all(secret["file"].startswith("deploy/secrets/") for secret in COMPOSE["secrets"].values())
+
+
+def test_redis_is_started_alike_everywhere(tmp_path: Path) -> None:
+    local = server_command(1, tmp_path)
+    options = {
+        name: local[local.index(name) + 1] for name in ("--appendonly", "--appendfsync", "--hz", "--maxmemory-policy")
+    }
+    chart = (ROOT / "helm" / "spo" / "templates" / "redis.yaml").read_text()
+    for command in (" ".join(COMPOSE["services"]["redis"]["command"]), chart):
+        assert {name: found[1] for name in options if (found := re.search(rf"{name} (\S+)", command))} == options
+
+
+def test_a_secret_file_is_read_and_a_variable_goes_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "spo_redis_url").write_text("redis://:from-a-file@redis:6379/0\n")
+    assert PlatformSettings(_secrets_dir=tmp_path).redis_url == "redis://:from-a-file@redis:6379/0"
+    monkeypatch.setenv("SPO_REDIS_URL", "redis://from-a-variable:6379/0")
+    assert PlatformSettings(_secrets_dir=tmp_path).redis_url == "redis://from-a-variable:6379/0"
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_images_are_pinned_unprivileged_and_checked(path: Path) -> None:
+    text = path.read_text()
+    # Every stage that an image is made of; stages to build in are called so.
+    stages = [stage for stage in re.split(r"\n(?=FROM )", text)[1:] if not re.match(r"FROM \S+ AS build", stage)]
+    final = "\n".join(stages)
+    assert "\nUSER 10001:10001\n" in stages[-1]
+    assert "LABEL" in stages[-1]
+    assert "HEALTHCHECK" in final
+    assert "syntax=" not in text
+    installs = re.findall(r"pip install (.*)", text)
+    assert installs
+    assert all("-c constraints/" in options or "--no-deps" in options for options in installs)
+    if path.suffix != ".gpu":
+        assert not re.search(r"\b(gcc|g\+\+|build-essential|clang)\b", final)

@@ -1,0 +1,51 @@
+"""Every recipe is a job that would be accepted, and says what it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from spo.reproduce.plan import FULL, QUICK, SETTINGS, runs
+from spo.spec.job_spec import JobSpec, parse_job_spec
+
+RECIPES = Path(__file__).parents[3] / "deploy" / "recipes"
+FILES = sorted(RECIPES.rglob("*.yaml"))
+
+
+def parsed(path: Path) -> JobSpec:
+    document = yaml.safe_load(path.read_text())
+    document["model"].setdefault("path", "/models/pi0")
+    return parse_job_spec(document)
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, id=str(path.relative_to(RECIPES))) for path in FILES])
+def test_a_recipe_is_a_valid_job_that_names_itself(path: Path) -> None:
+    spec = parsed(path)
+
+    assert spec.labels["recipe"] == path.relative_to(RECIPES).with_suffix("").as_posix()
+    assert path.read_text().startswith("# ")
+
+
+def test_the_papers_run_has_the_papers_numbers() -> None:
+    spec = parsed(RECIPES / "paper" / "half_online.yaml")
+
+    assert (spec.trainer.steps, spec.trainer.batch_size, spec.trainer.warmup_steps) == (100_000, 128, 200)
+    assert (spec.trainer.learning_rate, spec.trainer.update_interval) == (6e-8, 10)
+    assert (spec.rollout.temperature, spec.rollout.top_p) == ((0.1, 0.8), 0.95)
+    assert (spec.evaluation.samples, spec.evaluation.temperature, spec.evaluation.top_p) == (20, 0.4, 0.95)
+    assert spec.value is not None
+    assert spec.value.samples == 800
+    assert spec.replay.online_share == 0.5
+
+
+@pytest.mark.parametrize(("size", "quick"), [(FULL, False), (QUICK, True)])
+def test_every_planned_run_is_a_valid_job_and_every_setting_has_some(size: object, quick: bool) -> None:
+    assert size in (FULL, QUICK)
+    planned = runs(FULL if size is FULL else QUICK, quick=quick)
+
+    for run in planned:
+        parse_job_spec({**run.document, "model": {**run.document["model"], "path": "/models/pi0"}})
+    assert {run.setting for run in planned} == set(SETTINGS)
+    assert len({run.name for run in planned}) == len(planned)

@@ -1,0 +1,227 @@
+"""The rules of the repository, executed: sizes, names, layers. CONTRIBUTING.md says why."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+GENERATED = ROOT / "spo" / "v1"
+MAX_FILE_LINES = 400
+MAX_TEST_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_FOLDER_MODULES = 20
+MAX_MAIN_LINES = 40
+BANNED_WORDS = frozenset(
+    {"data", "info", "item", "items", "manager", "helper", "helpers", "util", "utils", "handle", "common", "misc"}
+)
+# One per service by design; LossTerm until there is one registry of losses.
+SHARED_CLASS_NAMES = frozenset({"Settings", "LossTerm"})
+STREAM_METHODS = frozenset({"xadd", "xreadgroup", "xack", "xautoclaim", "xclaim", "xgroup_create"})
+# Heavy package -> the one module that knows it.
+ENGINES = {"vllm": "services/inference", "deepspeed": "services/trainer/deepspeed_engine.py"}
+LIGHT_MODULES = (
+    "spo.cli",
+    "spo.client",
+    "spo.demo.demo",
+    "services.orchestrator.__main__",
+    "services.sandbox_judge.__main__",
+    "services.replay_buffer.__main__",
+)
+
+
+def _python_files(*folders: str) -> list[Path]:
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path for path in found if GENERATED not in path.parents]
+
+
+SOURCES = _python_files("spo", "services", "benchmarks")
+TESTS = _python_files("tests")
+
+
+def _named(paths: list[Path]) -> list[object]:
+    return [pytest.param(path, id=str(path.relative_to(ROOT))) for path in paths]
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def _imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def _words(name: str) -> set[str]:
+    return set(re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower().split("_"))
+
+
+@pytest.mark.parametrize("path", _named(SOURCES + TESTS))
+def test_a_file_can_be_read_in_one_sitting(path: Path) -> None:
+    limit = MAX_TEST_FILE_LINES if path in TESTS else MAX_FILE_LINES
+    assert len(path.read_text().splitlines()) <= limit
+
+
+@pytest.mark.parametrize("path", _named(SOURCES))
+def test_a_function_fits_a_screen(path: Path) -> None:
+    functions = (node for node in ast.walk(_tree(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    long = [node.name for node in functions if (node.end_lineno or 0) - node.lineno + 1 > MAX_FUNCTION_LINES]
+    assert long == []
+
+
+@pytest.mark.parametrize("path", _named(SOURCES))
+def test_names_say_what_a_thing_is(path: Path) -> None:
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    names = [path.stem, *(node.name for node in ast.walk(_tree(path)) if isinstance(node, kinds))]
+    assert [name for name in names if _words(name) & BANNED_WORDS] == []
+
+
+@pytest.mark.parametrize("path", _named(SOURCES))
+def test_a_module_begins_with_what_it_is_for(path: Path) -> None:
+    # What runs inside the sandbox is also a module with a reader.
+    assert ast.get_docstring(_tree(path))
+
+
+@pytest.mark.parametrize(
+    "path", _named([path for path in SOURCES if path.name == "__main__.py" and "services" in path.parts])
+)
+def test_main_wires_and_serves_and_decides_nothing(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_MAIN_LINES
+
+
+def test_init_files_only_describe_and_export() -> None:
+    kinds = ast.Expr | ast.Import | ast.ImportFrom | ast.Assign
+    acting = [
+        str(path.relative_to(ROOT))
+        for path in SOURCES
+        if path.name == "__init__.py" and not all(isinstance(node, kinds) for node in _tree(path).body)
+    ]
+    assert acting == []
+
+
+def _folders(root: str) -> list[Path]:
+    return [folder for folder in sorted((ROOT / root).rglob("*")) if folder.is_dir() and GENERATED not in [folder]]
+
+
+def _modules(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
+
+
+@pytest.mark.parametrize("root", ["spo", "services", "tests"])
+def test_a_folder_holds_few_enough_files_to_be_seen_at_once(root: str) -> None:
+    full = {str(folder.relative_to(ROOT)): len(_modules(folder)) for folder in _folders(root)}
+    assert {name: count for name, count in full.items() if count > MAX_FOLDER_MODULES} == {}
+
+
+@pytest.mark.parametrize("root", ["spo", "services"])
+def test_a_prefix_that_three_modules_share_is_a_folder(root: str) -> None:
+    crowded = {}
+    for folder in _folders(root):
+        prefixes = Counter(path.stem.split("_")[0] for path in _modules(folder) if not path.stem.startswith("_"))
+        crowded |= {f"{folder.relative_to(ROOT)}/{name}_*": n for name, n in prefixes.items() if name and n > 2}
+    assert crowded == {}
+
+
+def test_a_class_name_means_one_thing() -> None:
+    places: dict[str, list[str]] = {}
+    # The SDK's models are the API's documents seen from the other side, under the same names.
+    for path in [path for path in _python_files("spo", "services") if path != ROOT / "spo" / "client" / "models.py"]:
+        for node in _tree(path).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    doubled = {name: found for name, found in places.items() if len(found) > 1}
+    assert {name: found for name, found in doubled.items() if name not in SHARED_CLASS_NAMES} == {}
+
+
+def test_top_levels_stay_small() -> None:
+    for folder, most in (("spo", 26), ("services/orchestrator", 18)):
+        entries = [path.name for path in (ROOT / folder).iterdir() if path.name != "__pycache__"]
+        assert len(entries) <= most, sorted(entries)
+
+
+def test_every_redis_key_documents_its_schema() -> None:
+    functions = [node for node in _tree(ROOT / "spo" / "redis_keys.py").body if isinstance(node, ast.FunctionDef)]
+    assert len(functions) > 20
+    assert [node.name for node in functions if not ast.get_docstring(node)] == []
+
+
+@pytest.mark.parametrize("path", _named(_python_files("services")))
+def test_a_service_imports_no_other_service(path: Path) -> None:
+    own = ".".join(path.relative_to(ROOT).parts[:2]).removesuffix(".py")
+    others = [name for name in _imported(path) if name.startswith("services.") and not f"{name}.".startswith(f"{own}.")]
+    assert others == []
+
+
+def test_only_the_pipeline_speaks_the_stream_commands() -> None:
+    speakers = {
+        str(path.relative_to(ROOT))
+        for path in SOURCES
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in STREAM_METHODS
+    }
+    assert speakers <= {"spo/messaging/streams.py", "spo/messaging/capped_log.py"}
+
+
+def test_work_streams_are_never_trimmed() -> None:
+    # The prompts of a cancelled run are emptied, since nobody wants them any more; records are not work.
+    allowed = {"services/orchestrator/lifecycle/runner.py", "spo/messaging/capped_log.py"}
+    trims = re.compile(r"\.xtrim\(|['\"]XTRIM['\"]|xadd\([^)]*maxlen|['\"]MAXLEN['\"]")
+    trimming = {path.relative_to(ROOT).as_posix() for path in SOURCES if trims.search(path.read_text())}
+    assert trimming <= allowed
+
+
+@pytest.mark.parametrize("package", sorted(ENGINES))
+def test_a_heavy_engine_is_known_in_one_place(package: str) -> None:
+    knowing = {
+        path.relative_to(ROOT).as_posix()
+        for path in SOURCES
+        if any(name.split(".")[0] == package for name in _imported(path))
+    }
+    assert [path for path in knowing if not path.startswith((ENGINES[package], "benchmarks/"))] == []
+
+
+@pytest.mark.parametrize("module", LIGHT_MODULES)
+def test_a_light_role_starts_without_torch(module: str) -> None:
+    check = f"import sys, {module}; sys.exit(str(sorted({{'torch', 'vllm', 'transformers'}} & set(sys.modules))))"
+    finished = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=False)
+    assert finished.stderr.strip() == "[]"
+
+
+def test_calls_and_messages_of_the_contract_are_named_alike() -> None:
+    protos = sorted((ROOT / "proto").rglob("*.proto"))
+    assert protos
+    for proto in protos:
+        text = proto.read_text()
+        for call, request, response in re.findall(r"rpc (\w+)\(([\w.]+)\) returns \(([\w.]+)\)", text):
+            assert (request, response) == (f"{call}Request", f"{call}Response"), proto.name
+        for enum, first in re.findall(r"enum (\w+) \{\s*(?://[^\n]*\s*)*(\w+ = 0);", text):
+            prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", enum).upper()
+            assert first == f"{prefix}_UNSPECIFIED = 0", proto.name
+
+
+def test_every_make_target_says_what_it_does() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    assert phony
+    documented = set(re.findall(r"^([a-z-]+):.*## \S", makefile, re.MULTILINE))
+    assert set(phony.group(1).split()) == documented
+
+
+def test_tests_are_named_as_sentences() -> None:
+    terse = [
+        f"{path.name}::{node.name}"
+        for path in TESTS
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and node.name.count("_") < 3
+    ]
+    assert terse == []

@@ -1,0 +1,138 @@
+"""The JobSpec refuses what cannot work and says where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spo.errors import InvalidInput
+from spo.spec.job_spec import JobSpec, parse_job_spec, spec_from_json, spec_to_json
+
+MODEL = {"model": {"path": "/models/pi0"}}
+
+
+def replay(fields: Any = None, **part: Any) -> Any:
+    """A spec whose batches come from one source."""
+    mix = [{"source": "human", "share": 1, **part}]
+    return {**MODEL, "replay": {"mix": mix, **(fields or {})}}
+
+
+ONLINE_AND_HUMAN = [{"source": "online", "share": 0.5}, {"source": "human", "share": 0.5}]
+
+
+ONLINE = {"mix": [{"source": "online", "share": 1}]}
+
+
+def refreshed(interval_steps: int = 20) -> Any:
+    """A spec whose reference is refreshed."""
+    return {
+        **MODEL,
+        "algorithm": {"reference_refresh": {"interval_steps": interval_steps}},
+        "trainer": {"reference": "in_trainer"},
+    }
+
+
+def groups(objective: str, fields: Any = None, **rollout: Any) -> Any:
+    """A spec whose loss compares the online samples of a prompt."""
+    online = {"unit": "group", "mix": [{"source": "online", "share": 1}]}
+    return {
+        **MODEL,
+        "algorithm": {"losses": [{"objective": objective}]},
+        "replay": {**online, **(fields or {})},
+        "rollout": {"samples_per_prompt": 4, **rollout},
+    }
+
+
+def pointers(document: Any) -> list[str]:
+    with pytest.raises(InvalidInput) as caught:
+        parse_job_spec(document)
+    assert caught.value.code == "invalid_job_spec"
+    return [violation.pointer for violation in caught.value.violations]
+
+
+def test_a_model_path_is_enough() -> None:
+    spec = parse_job_spec(MODEL)
+
+    assert spec.model.path == "/models/pi0"
+    assert spec.replay.online_share == 0.5
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ({}, ["/model"]),
+        ({"model": {"path": "x", "weights": "y"}}, ["/model/weights"]),
+        ({**MODEL, "surprise": 1}, ["/surprise"]),
+        ({**MODEL, "algorithm": {"beta": 0}}, ["/algorithm/beta"]),
+        ({**MODEL, "algorithm": {"beta": "hot"}}, ["/algorithm/beta"]),
+        ({**MODEL, "algorithm": {"beta": float("nan")}}, ["/algorithm/beta"]),
+        ({**MODEL, "tasks": {"kind": "taco"}}, ["/tasks/path"]),
+        ({**MODEL, "value": None, "replay": {"mix": [{"source": "online", "share": 1}]}}, ["/value"]),
+        ({**MODEL, "replay": {"mix": [{"source": "online", "share": 0.7}]}}, ["/replay/mix"]),
+        ({**MODEL, "offline": {"human_solutions": False}}, ["/replay/mix"]),
+        ({**MODEL, "rollout": {"temperature": [0.8, 0.1]}}, ["/rollout/temperature"]),
+        ({**MODEL, "evaluation": {"samples": 5}}, ["/evaluation/ks"]),
+        ({**MODEL, "trainer": {"update_interval": 7}}, ["/trainer/checkpoint_interval"]),
+        ({**MODEL, "algorithm": {"losses": [{"objective": "monte_carlo_squared"}]}}, ["/algorithm/losses/0/objective"]),
+        ({**MODEL, "algorithm": {"critic": {}}}, ["/algorithm/critic"]),
+        (
+            replay(sampler="outcome_balanced", correct_only=True, max_age_versions=1, min_value_spread=0.1)
+            | {"value": None},
+            ["/value", "/replay/mix/0/sampler", "/replay/mix/0", "/replay/mix/0/max_age_versions"],
+        ),
+        (replay({"unit": "group"}, source="online", correct_only=True), ["/replay/mix/0/correct_only"]),
+        (replay({"unit": "group"}, source="online", sampler="outcome_balanced"), ["/replay/mix/0/sampler"]),
+        (
+            replay({"max_times_sampled": 3, "online_capacity": 63}, source="online") | {"trainer": {"batch_size": 64}},
+            ["/replay/online_capacity"],
+        ),
+        (groups("grpo", samples_per_prompt=1), ["/rollout/samples_per_prompt"]),
+        (groups("group_centred_squared", {"unit": "trajectory"}), ["/replay/unit"]),
+        (groups("grpo") | {"trainer": {"micro_batch_size": 3}}, ["/trainer/micro_batch_size"]),
+        (groups("grpo", {"mix": ONLINE_AND_HUMAN}), ["/algorithm/losses/0/sources"]),
+        (refreshed(interval_steps=15), ["/algorithm/reference_refresh/interval_steps"]),
+        (refreshed() | {"trainer": {"reference": "cached"}}, ["/trainer/reference"]),
+        (refreshed() | {"value": None, "replay": ONLINE}, ["/value", "/value"]),
+        (
+            {**MODEL, "tasks": {"reward": {"scale": 2, "shift": -1}}},
+            ["/tasks/reward/shift"],
+        ),
+        ([], ["/"]),
+    ],
+)
+def test_an_impossible_spec_is_refused_with_the_pointer_of_the_field(document: Any, expected: list[str]) -> None:
+    assert pointers(document) == expected
+
+
+@pytest.mark.parametrize("objective", ["grpo", "group_centred_squared"])
+def test_a_loss_that_compares_samples_takes_whole_groups(objective: str) -> None:
+    assert parse_job_spec(groups(objective)).algorithm.needs_groups
+
+
+def test_a_job_may_have_another_reward_and_a_reference_that_is_refreshed() -> None:
+    reward = {"score": "share_of_tests", "tests": "public", "scale": 2, "shift": -2.5}
+    spec = parse_job_spec({**refreshed(), "tasks": {"reward": reward}})
+    assert spec.tasks.reward.best == -0.5
+
+
+def test_every_fault_is_reported_at_once() -> None:
+    found = pointers({"model": {}, "algorithm": {"beta": -1}, "seed": -4})
+
+    assert sorted(found) == ["/algorithm/beta", "/model/path", "/seed"]
+
+
+def test_a_refusal_never_repeats_the_input() -> None:
+    with pytest.raises(InvalidInput) as caught:
+        parse_job_spec({**MODEL, "seed": "canary-secret", "labels": {"a": ["canary-secret"]}})
+
+    assert "canary-secret" not in str(caught.value)
+
+
+def test_a_spec_survives_its_canonical_json() -> None:
+    spec: JobSpec = parse_job_spec({**MODEL, "labels": {"b": "2", "a": "1"}, "rollout": {"temperature": 0.7}})
+
+    assert spec_from_json(spec_to_json(spec)) == spec
+    assert spec_to_json(spec) == spec_to_json(
+        parse_job_spec({"rollout": {"temperature": 0.7}, "labels": {"a": "1", "b": "2"}, **MODEL})
+    )
