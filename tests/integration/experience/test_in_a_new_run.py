@@ -12,7 +12,7 @@ import redis
 
 from services.value_estimation.reference import Reference
 from services.value_estimation.samples import SampleMaker
-from services.value_estimation.service_clients import Peers
+from services.value_estimation.service_clients import ServiceClients
 from services.value_estimation.stored_experience import StoredImport, StoredSelections
 from spo import redis_keys
 from spo.errors import Unreachable
@@ -42,7 +42,7 @@ class Stage:
     store: ExperienceStore
     reference: Reference
     judge: JudgeDouble
-    peers: Peers
+    peers: ServiceClients
     spec: JobSpec
 
     def scored(self, number: int, text: str, **changes: Any) -> StoredTrajectory:
@@ -77,8 +77,8 @@ class Stage:
         spec = parse_job_spec({**self.spec.model_dump(), "offline": {"experience": [wanted]}})
         self.client.set(redis_keys.run_spec(RUN), spec_to_json(spec))
         selection = StoredSelections(self.client, self.store.url).of(RUN, spec)
-        maker = SampleMaker(RUN, self.reference, self.peers, RewardSpec())
-        return StoredImport(maker, spec, self.peers.judge_version()).trajectories(prompt, selection.of(prompt))
+        maker = SampleMaker(RUN, self.reference, self.clients, RewardSpec())
+        return StoredImport(maker, spec, self.clients.judge_version()).trajectories(prompt, selection.of(prompt))
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def stage(surroundings: Callable[..., Surroundings], tmp_path: Path) -> Stage:
     around.start("job_MODEL")
     spec = around.references.spec("job_MODEL")
     store = ExperienceStore(str(tmp_path / "experience"))
-    return Stage(around.client, store, around.references.of("job_MODEL"), around.judge, around.peers, spec)
+    return Stage(around.client, store, around.references.of("job_MODEL"), around.judge, around.clients, spec)
 
 
 def test_tokens_logprobs_and_verdicts_that_hold_are_used_as_they_are(stage: Stage) -> None:
@@ -220,7 +220,7 @@ def test_another_tenants_experience_is_not_there(stage: Stage) -> None:
 
 
 def test_of_published_wrong_solutions_those_that_the_judge_rejects_are_kept(stage: Stage) -> None:
-    maker = SampleMaker(RUN, stage.reference, stage.peers, RewardSpec())
+    maker = SampleMaker(RUN, stage.reference, stage.clients, RewardSpec())
 
     found = maker.import_human(PROMPT, [WRONG, RIGHT, WRONG * 60, WRONG + "1"], 44, right=False)
 

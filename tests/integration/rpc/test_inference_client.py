@@ -11,15 +11,15 @@ import redis
 from spo import redis_keys
 from spo.errors import Unreachable
 from spo.rpc.inference_client import REMEMBER_SECONDS, TIME_BYTES, InferenceClient
-from spo.testing.peers import Peers
+from spo.testing.peers import ServiceDoubles
 from spo.v1.inference_service_pb2 import GenerateRequest
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 from spo.v1.prompt_pb2 import PromptGroup, Sampling
 
 
 @pytest.fixture
-def replicas() -> Iterator[dict[str, Peers]]:
-    with Peers() as first, Peers() as second, Peers() as third:
+def replicas() -> Iterator[dict[str, ServiceDoubles]]:
+    with ServiceDoubles() as first, ServiceDoubles() as second, ServiceDoubles() as third:
         yield {"r1": first, "r2": second, "r3": third}
 
 
@@ -33,7 +33,7 @@ def ask(client: InferenceClient, run_id: str) -> None:
     client.call("Generate", GenerateRequest(group=PromptGroup(run_id=run_id, sampling=Sampling(samples=1))), 5)
 
 
-def test_calls_go_in_turn_to_the_replicas_of_their_run(redis_client: redis.Redis, replicas: dict[str, Peers]) -> None:
+def test_calls_go_in_turn_to_the_replicas_of_their_run(redis_client: redis.Redis, replicas: dict[str, ServiceDoubles]) -> None:
     for replica_id, run_id in (("r1", "a"), ("r2", "a"), ("r3", "b")):
         beat(redis_client, replica_id, replicas[replica_id].address, run_id)
     client = InferenceClient("127.0.0.1:1", redis_client)
@@ -49,7 +49,7 @@ def test_calls_go_in_turn_to_the_replicas_of_their_run(redis_client: redis.Redis
 
 
 def test_a_replica_that_moved_or_fell_silent_is_asked_no_more(
-    redis_client: redis.Redis, replicas: dict[str, Peers]
+    redis_client: redis.Redis, replicas: dict[str, ServiceDoubles]
 ) -> None:
     beat(redis_client, "r1", replicas["r1"].address, "a", at=time.time() - 60)
     beat(redis_client, "r2", replicas["r2"].address, "b")

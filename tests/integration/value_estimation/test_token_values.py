@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from services.replay_buffer.store import ReplayStore
-from services.trainer.batches import Row, token_batch
+from services.trainer.batches import TrainingSample, token_batch
 from services.value_estimation.value_worker import ValueWorker
 from spo import redis_keys
 from spo.errors import InvalidInput, NotFound, PreconditionFailed
@@ -194,7 +194,7 @@ def test_reference_logprobs_are_those_of_the_trainers_forward_bit_for_bit(stage:
     scored = stage.values.call("ComputeReferenceLogprobs", request, 60).sequences
 
     trajectories = [Trajectory(prompt_token_ids=each[:8], response_token_ids=each[8:]) for each in sequences]
-    batch = token_batch([Row(each, -0.5, 0) for each in trajectories], BETA, RewardSpec())
+    batch = token_batch([TrainingSample(each, -0.5, 0) for each in trajectories], BETA, RewardSpec())
     with torch.no_grad():
         own_BL = token_logprobs(load_policy(stage.model_path, "float32"), batch.input_ids_BL, batch.attention_mask_BL)
     assert torch.equal(torch.tensor([list(each.logprobs) for each in scored]), own_BL[:, 8:])
