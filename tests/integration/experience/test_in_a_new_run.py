@@ -42,7 +42,7 @@ class Stage:
     store: ExperienceStore
     reference: Reference
     judge: JudgeDouble
-    peers: ServiceClients
+    clients: ServiceClients
     spec: JobSpec
 
     def scored(self, number: int, text: str, **changes: Any) -> StoredTrajectory:

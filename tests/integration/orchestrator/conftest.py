@@ -47,19 +47,19 @@ def peers() -> Iterator[ServiceDoubles]:
 def open_context(
     redis_server: str, redis_client: redis.Redis, peers: ServiceDoubles, tmp_path: Path
 ) -> Iterator[Callable[..., AppContext]]:
-    """Builds desks on the same Redis, as a restarted orchestrator would be; keyword arguments are settings."""
-    desks: list[AppContext] = []
+    """Builds contexts on the same Redis, as a restarted orchestrator would be; keyword arguments are settings."""
+    contexts: list[AppContext] = []
 
     def build(**settings: Any) -> AppContext:
         addresses = {f"{name}_address": peers.address for name in ("inference", "sandbox_judge", "replay_buffer")}
         queue = {"state_path": tmp_path / "state", "tenant_paths": str(tmp_path)}
         chosen = {"redis_url": redis_server, "http_port": 0, **queue, **addresses, **settings}
         context = AppContext(Settings(**chosen), redis.Redis.from_url(redis_server), threading.Event())
-        desks.append(context)
+        contexts.append(context)
         return context
 
     yield build
-    for context in desks:
+    for context in contexts:
         context.stop.set()
         context.close()
         context.redis.close()
@@ -176,8 +176,7 @@ class Training:
 def training(context: AppContext, ranks: Ranks, tiny_model_path: Path, trajectories: list[Any]) -> Iterator[Training]:
     # Only here: the other tests of this folder do without torch.
     from services.trainer.settings import Settings as TrainerSettings
-    from services.trainer.train import AppContext as TrainerContext
-    from services.trainer.train import serve_jobs
+    from services.trainer.train import TrainerContext, serve_jobs
     from spo.testing.trainer import TrajectoryPool, served
 
     pool = TrajectoryPool(trajectories)  # type: ignore[abstract]

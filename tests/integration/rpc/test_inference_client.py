@@ -33,7 +33,9 @@ def ask(client: InferenceClient, run_id: str) -> None:
     client.call("Generate", GenerateRequest(group=PromptGroup(run_id=run_id, sampling=Sampling(samples=1))), 5)
 
 
-def test_calls_go_in_turn_to_the_replicas_of_their_run(redis_client: redis.Redis, replicas: dict[str, ServiceDoubles]) -> None:
+def test_calls_go_in_turn_to_the_replicas_of_their_run(
+    redis_client: redis.Redis, replicas: dict[str, ServiceDoubles]
+) -> None:
     for replica_id, run_id in (("r1", "a"), ("r2", "a"), ("r3", "b")):
         beat(redis_client, replica_id, replicas[replica_id].address, run_id)
     client = InferenceClient("127.0.0.1:1", redis_client)
