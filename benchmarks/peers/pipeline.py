@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 import redis
 
-from services.orchestrator.jobs.states import JobState
 from services.orchestrator.jobs.store import JobStore
 from spo import redis_keys
 from spo.local.redis_server import server_command
@@ -28,6 +27,7 @@ from spo.messaging.streams import Consumer
 from spo.rpc.client import is_healthy
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import parse_job_spec
+from spo.spec.job_state import JobState
 from spo.v1.replay_service_pb2 import GetReplayStatusRequest, GetReplayStatusResponse
 from spo.v1.replay_service_pb2_grpc import ReplayServiceServicer, add_ReplayServiceServicer_to_server
 

@@ -20,10 +20,12 @@ from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.experience.columns import StoredTrajectory
 from spo.experience.store import ExperienceStore, Origin
+from spo.messaging.run_status import run_tenant
 from spo.observability import metrics
 from spo.observability.logs import get_logger
 from spo.service.process import Worker
 from spo.spec.job_spec import JobSpec
+from spo.spec.job_state import TERMINAL, decode_state
 from spo.v1.prompt_pb2 import Prompt
 from spo.v1.trajectory_pb2 import Trajectory
 
@@ -31,7 +33,6 @@ log = get_logger("archiver")
 
 LOOK_SECONDS = 2.0
 RUNS_PER_READ = 1000
-ENDED_STATES = (b"succeeded", b"failed", b"cancelled")
 
 
 def archiving(store: ReplayStore, settings: Settings) -> list[Worker]:
@@ -103,9 +104,10 @@ class ExperienceArchiver:
             pipe.hget(redis_keys.replay_counters(run_id), "number")
             pipe.hget(redis_keys.replay_stored(run_id), "written")
             state, number, written = pipe.execute()
+        ended = decode_state(state) in TERMINAL
         waiting = int(number or 0) - int(written or 0)
         since = time.monotonic() - self._archived_at.setdefault(run_id, time.monotonic())
-        if waiting > 0 and (state in ENDED_STATES or waiting >= self.rows_per_file or since > self.every_seconds):
+        if waiting > 0 and (ended or waiting >= self.rows_per_file or since > self.every_seconds):
             self.archive(run_id)
             self._archived_at[run_id] = time.monotonic()
             waiting = 0
@@ -144,9 +146,9 @@ class ExperienceArchiver:
         by_reference: dict[str, list[StoredTrajectory]] = defaultdict(list)
         for row in self._rows(run_id, spec, kept):
             by_reference[row.trajectory.reference_hash].append(row)
-        tenant: Any = self.client.hget(redis_keys.job_record(run_id), "tenant")
+        tenant = run_tenant(self.client, run_id) or ""
         for reference_hash, rows in by_reference.items():
-            origin = Origin(run_id, "run", spec.tasks.kind, reference_hash, tenant=(tenant or b"").decode())
+            origin = Origin(run_id, "run", spec.tasks.kind, reference_hash, tenant=tenant)
             self.experience.write(origin, f"part-{written + 1:012d}-{planned:012d}", rows)
         metrics.REPLAY_STORED.inc(len(kept))
         return len(kept)

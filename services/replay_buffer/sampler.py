@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -16,17 +15,15 @@ from services.replay_buffer.shared_rollout_ingest import is_read_to_its_end
 from services.replay_buffer.source_quota import SourceQuota, draw_quota, quotas_of
 from services.replay_buffer.store import ReplayStore
 from services.replay_buffer.windows import Candidate
-from spo import redis_keys
 from spo.errors import Conflict, IntegrityError, NotReady, PreconditionFailed
+from spo.messaging.run_status import run_state
 from spo.observability import metrics
+from spo.spec.job_state import ESTIMATED
 from spo.spec.section import LIVE_SOURCES
 from spo.v1.replay_service_pb2 import SampleBatchRequest
 
 POLL_SECONDS = 0.1
 MAX_WAIT_SECONDS = 60.0
-# By then every training prompt has its value and its offline trajectories: an empty offline source stays empty.
-OFFLINE_COMPLETE_STATES = (b"running", b"pausing", b"paused")
-
 
 # Ids of a trajectory and of its prompt.
 DrawnIds = tuple[str, str]
@@ -110,8 +107,8 @@ class BatchSampler:
             # Nothing will ever come in again, so nothing is gained by sparing what there is.
             reason = f"{reason}; {index.spec.rollout.follow} has ended"
         if not index.servable(quota.rule):
-            state: Any = self.store.client.get(redis_keys.run_state(index.run_id))
-            if state in OFFLINE_COMPLETE_STATES:
+            if run_state(self.store.client, index.run_id) in ESTIMATED:
+                # All offline trajectories are there by now: an empty offline source stays empty.
                 raise PreconditionFailed(f"{reason}; nothing more will come", code="source_empty")
             raise NotReady(reason)
 

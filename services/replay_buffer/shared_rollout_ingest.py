@@ -25,6 +25,7 @@ from spo import redis_keys
 from spo.errors import IntegrityError
 from spo.observability import metrics
 from spo.observability.logs import get_logger
+from spo.spec.job_state import TERMINAL, JobState, decode_state
 from spo.v1.prompt_pb2 import SOURCE_SHARED
 from spo.v1.trajectory_pb2 import Trajectory
 
@@ -35,7 +36,6 @@ AT_ONCE = 256
 SCORE_PATIENCE_SECONDS = 10.0
 # Field of the follower's counters: the last insertion number of the followed run's ledger that it has read.
 POSITION = "followed"
-ENDED_STATES = (b"succeeded", b"failed", b"cancelled", None)
 
 # KEYS: counters of the follower.  ARGV: position as read, position now, how many of those between were left out.
 # Of two services that read the same, only the first moves the position.
@@ -63,7 +63,8 @@ def is_read_to_its_end(client: redis.Redis, index: SamplingIndex) -> bool:
         pipe.zrange(redis_keys.replay_source(followed, "online"), -1, -1, withscores=True)
         state, newest = pipe.execute()
     last = int(newest[0][1]) if newest else 0
-    return state in ENDED_STATES and index.counters.get(POSITION, 0) >= last
+    ended = state is None or decode_state(state) in TERMINAL
+    return ended and index.counters.get(POSITION, 0) >= last
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class SharedRolloutIngest:
         """Take over until stop is set; what fails is tried again at the next look and delays no other run."""
         while not stop.wait(LOOK_SECONDS):
             try:
-                running: Any = self.store.client.zrange(redis_keys.jobs_in_state("running"), 0, -1)
+                running: Any = self.store.client.zrange(redis_keys.jobs_in_state(JobState.RUNNING), 0, -1)
             except redis.RedisError as error:
                 log.warning("Redis does not answer; trying again", reason=str(error))
                 continue

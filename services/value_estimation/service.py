@@ -9,13 +9,15 @@ import redis
 from services.value_estimation.reference import References
 from services.value_estimation.token_values import CalibrationDesign, CalibrationReport, TokenValuer
 from spo import redis_keys
+from spo.messaging.run_status import run_state
+from spo.spec.job_state import ESTIMATED, JobState
 from spo.spec.prompt_values import qhat_0
 from spo.v1 import value_service_pb2 as value
 from spo.v1.value_pb2 import PromptValue
 from spo.v1.value_service_pb2_grpc import ValueServiceServicer
 
-# Engines serve a run that is not over.
-SERVED_STATES = (b"estimating", b"running", b"pausing", b"paused")
+# Inference replicas serve such a run.
+SERVED = ESTIMATED | {JobState.ESTIMATING}
 
 
 class ValueService(ValueServiceServicer):
@@ -82,7 +84,7 @@ class ValueService(ValueServiceServicer):
         )
 
         def wanted() -> bool:
-            return bool(context.is_active()) and self.client.get(redis_keys.run_state(request.run_id)) in SERVED_STATES
+            return bool(context.is_active()) and run_state(self.client, request.run_id) in SERVED
 
         return _report(version, self.valuer.calibrate(request.run_id, version, design, wanted))
 

@@ -10,7 +10,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import redis
 
@@ -20,6 +19,7 @@ from spo.errors import InvalidInput
 from spo.experience.columns import StoredTrajectory
 from spo.experience.selection import Selection
 from spo.experience.store import ExperienceStore
+from spo.messaging.run_status import run_tenant
 from spo.observability.logs import get_logger
 from spo.spec.job_spec import JobSpec
 from spo.spec.reward import needs_all_tests
@@ -45,12 +45,11 @@ class StoredSelections:
         """The run's selection. Raises InvalidInput when the store's URL cannot be opened."""
         with self._lock:
             if run_id not in self._selections:
-                tenant: Any = self.client.hget(redis_keys.job_record(run_id), "tenant")
                 self._selections[run_id] = Selection(
                     ExperienceStore(self.place),
                     spec.offline.experience,
                     job_id=run_id,
-                    tenant=(tenant or b"").decode(),
+                    tenant=run_tenant(self.client, run_id) or "",
                 )
                 while len(self._selections) > REMEMBERED_RUNS:
                     self._selections.popitem(last=False)

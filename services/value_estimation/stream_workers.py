@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import redis
 from google.protobuf.message import DecodeError, Message
@@ -12,19 +12,17 @@ from google.protobuf.message import DecodeError, Message
 from services.value_estimation.settings import Settings
 from spo import redis_keys
 from spo.errors import InvalidInput
+from spo.messaging.run_status import run_state
 from spo.messaging.streams import Consumer, Entry, consume
 from spo.service.process import keep_alive_while
-
-# Of a run that may still use what is asked about it.
-WANTED_STATES = (b"validating", b"estimating", b"running", b"pausing", b"paused")
+from spo.spec.job_state import WANTED
 
 Request = TypeVar("Request", bound=Message)
 
 
 def is_wanted(client: redis.Redis, run_id: str) -> bool:
-    """Whether the run is under way."""
-    state: Any = client.get(redis_keys.run_state(run_id))
-    return state in WANTED_STATES
+    """Whether the run may still use what is asked about it."""
+    return run_state(client, run_id) in WANTED
 
 
 def decoded(kind: type[Request], payload: bytes) -> Request:

@@ -14,6 +14,7 @@ import redis
 from spo import redis_keys
 from spo.errors import NotReady, PreconditionFailed
 from spo.spec.job_spec import parse_job_spec, spec_to_json
+from spo.spec.job_state import JobState
 from spo.v1 import inference_service_pb2 as inference
 from spo.v1 import judge_service_pb2 as judge
 from spo.v1.inference_service_pb2_grpc import InferenceServiceServicer
@@ -98,7 +99,7 @@ class Surroundings:
     references: Any
     settings: Any
 
-    def start(self, run_id: str, state: str = "estimating", **sections: Any) -> None:
+    def start(self, run_id: str, state: JobState = JobState.ESTIMATING, **sections: Any) -> None:
         """A run of the random pi0 with these sections of its spec."""
         spec = parse_job_spec({"model": {"path": str(self.model_path)}, **sections})
         self.client.set(redis_keys.run_spec(run_id), spec_to_json(spec))

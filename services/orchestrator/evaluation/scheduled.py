@@ -14,13 +14,13 @@ from services.orchestrator.datasets.library import TaskLibrary
 from services.orchestrator.evaluation.scorer import EvaluationTask, Scorer, Stopped, summary
 from services.orchestrator.jobs.commit import Precondition, timestamp
 from services.orchestrator.jobs.series import evaluation_results
-from services.orchestrator.jobs.states import JobState
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.replicas.assignment import ReplicaAssigner
 from services.orchestrator.replicas.weights import WeightAnnouncements
 from spo import redis_keys
 from spo.errors import SpoError
 from spo.observability.logs import get_logger
+from spo.spec.job_state import JobState
 
 log = get_logger("evaluation")
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import redis
 
 from services.orchestrator.datasets.library import prompt_of
-from services.orchestrator.jobs.states import TERMINAL
 from spo import redis_keys
 from spo.errors import FieldViolation, InvalidInput, NotReady
 from spo.experience.store import ExperienceStore
+from spo.messaging.run_status import run_tenant
 from spo.spec.job_spec import JobSpec
+from spo.spec.job_state import TERMINAL, decode_state
 from spo.tasks.decontaminate import ContaminationIndex
 from spo.tasks.problem import Problem, TaskSets
 
 PROMPTS_PER_WRITE = 256
-_ENDED = {state.value.encode() for state in TERMINAL}
 
 
 def needs_estimates(spec: JobSpec) -> bool:
@@ -50,7 +49,7 @@ def await_stored(client: redis.Redis, spec: JobSpec) -> None:
             pipe.hget(redis_keys.replay_counters(run_id), "number")
             pipe.hget(redis_keys.replay_stored(run_id), "written")
             state, number, written = pipe.execute()
-        if state in _ENDED and int(written or 0) < int(number or 0):
+        if decode_state(state) in TERMINAL and int(written or 0) < int(number or 0):
             raise NotReady(f"the experience of {run_id} is being stored: {int(written or 0)} of {int(number)}")
 
 
@@ -86,7 +85,7 @@ class Decontamination:
 
 
 def _is_there(client: redis.Redis, store: ExperienceStore, run: str, tenant: str) -> bool:
-    record: Any = client.hget(redis_keys.job_record(run), "tenant")
-    if record is not None:
-        return bool(record.decode() == tenant)
+    owner = run_tenant(client, run)
+    if owner is not None:
+        return owner == tenant
     return any(file.origin.tenant == tenant for file in store.files(run))

@@ -12,19 +12,18 @@ from typing import Any
 
 import redis
 
-from services.orchestrator.jobs.states import TERMINAL
 from services.orchestrator.schemas import experience as schemas
 from spo import redis_keys
 from spo.errors import FieldViolation, InvalidInput, NotFound
 from spo.experience.columns import StoredTrajectory, fields_of
 from spo.experience.store import ExperienceStore, StoredFile
+from spo.spec.job_state import TERMINAL, decode_state
 
 COUNTED = (
     "trajectory_id", "prompt_id", "source", "reward", "outcome", "judge_version", "licence", "content_digest",
     "response_token_ids",
 )  # fmt: skip
 FILTERED = ("trajectory_id", "prompt_id", "source", "reward", "outcome")
-_ENDED = {state.value.encode() for state in TERMINAL}
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ def is_complete(client: redis.Redis, run: str) -> bool:
         pipe.hget(redis_keys.replay_counters(run), "number")
         pipe.hget(redis_keys.replay_stored(run), "written")
         state, number, written = pipe.execute()
-    return state is None or (state in _ENDED and int(written or 0) >= int(number or 0))
+    return state is None or (decode_state(state) in TERMINAL and int(written or 0) >= int(number or 0))
 
 
 def _run(client: redis.Redis, run: str, files: Sequence[StoredFile]) -> schemas.StoredRun:

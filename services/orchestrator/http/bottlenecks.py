@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from services.orchestrator.container import AppContext
 from services.orchestrator.jobs.leases import now_ms
 from services.orchestrator.jobs.series import training_series
-from services.orchestrator.jobs.states import JobState
 from services.orchestrator.lifecycle.monitor import pipeline_depths
 from spo import redis_keys
 from spo.messaging.streams import oldest_unix_ms
+from spo.spec.job_state import JobState
 
 RECENT_STEPS = 20
 

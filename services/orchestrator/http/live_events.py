@@ -23,10 +23,10 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
-from services.orchestrator.jobs.states import TERMINAL
 from services.orchestrator.jobs.store import JobEvent, event_of
 from spo import redis_keys
 from spo.observability.logs import get_logger
+from spo.spec.job_state import TERMINAL
 
 log = get_logger("events")
 

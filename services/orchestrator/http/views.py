@@ -9,11 +9,11 @@ from typing import Any
 from services.orchestrator import schemas
 from services.orchestrator.container import AppContext
 from services.orchestrator.jobs.leases import now_ms
-from services.orchestrator.jobs.states import TERMINAL, JobState
 from services.orchestrator.lifecycle.monitor import waits
 from services.orchestrator.replicas.weights import announcement_of, applied_by
 from spo import redis_keys
 from spo.errors import NotFound
+from spo.spec.job_state import TERMINAL, JobState
 from spo.spec.prompt_values import qhat_0
 from spo.v1.prompt_pb2 import Source
 from spo.v1.replay_service_pb2 import GetTrajectoryResponse, ListTrajectoriesRequest, ListTrajectoriesResponse

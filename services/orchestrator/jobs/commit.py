@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import redis
 
-from services.orchestrator.jobs.states import JobState
 from spo import redis_keys
 from spo.errors import NotReady
+from spo.spec.job_state import JobState
 
 Word = str | bytes | int | float
 Write = Sequence[Word]

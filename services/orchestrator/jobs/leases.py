@@ -12,11 +12,11 @@ from typing import Any
 
 from services.orchestrator.jobs.commit import Commit, Fence, Precondition, Write
 from services.orchestrator.jobs.series import report_writes
-from services.orchestrator.jobs.states import JobState
 from services.orchestrator.jobs.store import JobStore
 from spo import redis_keys
 from spo.observability.logs import get_logger
 from spo.spec.job_spec import spec_to_json
+from spo.spec.job_state import JobState
 from spo.v1 import orchestrator_service_pb2 as wire
 
 log = get_logger("leases")

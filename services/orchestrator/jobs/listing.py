@@ -10,8 +10,8 @@ import redis
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.commit import Write
-from services.orchestrator.jobs.states import JobState
 from spo import redis_keys
+from spo.spec.job_state import JobState
 
 INDEX_SECONDS = 30
 

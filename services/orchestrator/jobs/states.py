@@ -12,24 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from spo.errors import Conflict, IntegrityError
-
-
-class JobState(StrEnum):
-    QUEUED = "queued"
-    VALIDATING = "validating"
-    ESTIMATING = "estimating"
-    RUNNING = "running"
-    PAUSING = "pausing"
-    PAUSED = "paused"
-    CANCELLING = "cancelling"
-    SUCCEEDED = "succeeded"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
+from spo.spec.job_state import JobState
 
 TRANSITIONS: dict[JobState, frozenset[JobState]] = {
     JobState.QUEUED: frozenset({JobState.VALIDATING, JobState.FAILED, JobState.CANCELLED}),
@@ -43,10 +29,6 @@ TRANSITIONS: dict[JobState, frozenset[JobState]] = {
     JobState.FAILED: frozenset(),
     JobState.CANCELLED: frozenset(),
 }
-TERMINAL = frozenset(state for state, following in TRANSITIONS.items() if not following)
-ACTIVE = frozenset(TRANSITIONS) - TERMINAL - {JobState.QUEUED}
-# A paused job gives its place, its trainer and its replicas back, and waits for a place when it is to go on.
-HOLDS_PLACE = ACTIVE - {JobState.PAUSED}
 
 
 def may_become(state: JobState) -> frozenset[JobState]:

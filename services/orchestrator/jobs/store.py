@@ -22,20 +22,13 @@ from services.orchestrator.jobs.commit import (
     timestamp,
 )
 from services.orchestrator.jobs.listing import JobFilter, JobIdPage, label_writes, page_of_jobs
-from services.orchestrator.jobs.states import (
-    TERMINAL,
-    TRANSITIONS,
-    JobAction,
-    JobState,
-    fold,
-    may_become,
-    refuse,
-)
+from services.orchestrator.jobs.states import TRANSITIONS, JobAction, fold, may_become, refuse
 from services.orchestrator.jobs.waiting import ask_to_resume, withdraw_resume
 from spo import redis_keys
 from spo.errors import InvalidInput, LeaseLost, NotFound
 from spo.observability.logs import get_logger
 from spo.spec.job_spec import JobSpec, spec_from_json, spec_to_json
+from spo.spec.job_state import TERMINAL, JobState
 
 log = get_logger("jobs")
 

@@ -9,8 +9,8 @@ import redis
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.commit import Commit, Precondition, Write
-from services.orchestrator.jobs.states import JobState
 from spo import redis_keys
+from spo.spec.job_state import JobState
 
 _ASKED = "resume_asked"
 

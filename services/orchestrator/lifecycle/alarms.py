@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 from services.orchestrator.jobs.commit import Commit, Precondition
-from services.orchestrator.jobs.states import JobState
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.replicas.weights import REFERENCE_VERSION, WeightAnnouncements
 from spo import redis_keys
 from spo.observability.logs import get_logger
+from spo.spec.job_state import JobState
 from spo.v1.orchestrator_service_pb2 import RenewLeaseRequest, StepReport
 
 log = get_logger("alarms")

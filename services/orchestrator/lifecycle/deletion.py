@@ -15,12 +15,12 @@ import redis
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.experience.queries import is_complete
 from services.orchestrator.jobs.listing import label_names
-from services.orchestrator.jobs.states import TERMINAL, JobState
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.lifecycle.deleted_keys import keys_of
 from spo import redis_keys
 from spo.errors import Conflict, NotReady, Unreachable
 from spo.observability.logs import get_logger
+from spo.spec.job_state import TERMINAL, JobState
 from spo.weights.store import WeightStore
 
 log = get_logger("deletion")

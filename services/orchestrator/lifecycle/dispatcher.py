@@ -15,7 +15,6 @@ from services.orchestrator.datasets.library import TaskLibrary, prompt_of
 from services.orchestrator.jobs.commit import Commit, Precondition, Write
 from services.orchestrator.jobs.leases import now_ms
 from services.orchestrator.jobs.seeds import seed_of
-from services.orchestrator.jobs.states import JobState
 from services.orchestrator.jobs.store import JobStore
 from spo import redis_keys
 from spo.algorithm.replay_sampling import value_spread
@@ -25,6 +24,7 @@ from spo.observability import tracing
 from spo.observability.logs import get_logger
 from spo.rpc.client import RpcClient
 from spo.spec.job_spec import JobSpec
+from spo.spec.job_state import JobState
 from spo.tasks.problem import Problem
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, PromptGroup, Sampling
 from spo.v1.replay_service_pb2 import GetReplayStatusRequest, GetReplayStatusResponse

@@ -13,13 +13,13 @@ import redis
 
 from services.orchestrator.jobs.leases import Leases, now_ms
 from services.orchestrator.jobs.series import evaluation_results, latest_point, latest_step
-from services.orchestrator.jobs.states import JobState
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.lifecycle.shared_rollout_rules import state_in_words
 from services.orchestrator.replicas.assignment import ReplicaAssigner
 from services.orchestrator.replicas.registry import ReplicaRegistry
 from spo import redis_keys
 from spo.messaging.streams import StreamDepth, depths
+from spo.spec.job_state import JobState
 from spo.v1.trajectory_pb2 import RolloutGroup
 from spo.v1.value_pb2 import EstimateRequest
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 
 from services.orchestrator import redis_keys as own_keys
-from services.orchestrator.jobs.states import HOLDS_PLACE, JobState
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.jobs.waiting import by_priority, no_longer_waits, waiting, wants_to_resume
 from services.orchestrator.replicas.registry import ReplicaRegistry
+from spo.spec.job_state import HOLDS_SLOT, JobState
 
 
 class JobQueue:
@@ -33,7 +33,7 @@ class JobQueue:
     def fill(self) -> None:
         """Let waiting jobs take the free places."""
         with self._lock:
-            free = self.capacity() - len(self.jobs.in_states(HOLDS_PLACE))
+            free = self.capacity() - len(self.jobs.in_states(HOLDS_SLOT))
             if free <= 0:
                 return
             for job_id in list(by_priority(self.jobs.client, waiting(self.jobs.client)))[:free]:
@@ -53,5 +53,5 @@ class JobQueue:
         waits = state is JobState.QUEUED or (state is JobState.PAUSED and wants_to_resume(self.jobs.client, job_id))
         if not waits:
             return []
-        holding, queue = len(self.jobs.in_states(HOLDS_PLACE)), self.capacity()
+        holding, queue = len(self.jobs.in_states(HOLDS_SLOT)), self.capacity()
         return [f"the job waits for a place: {holding} of {queue} are taken; higher priorities go first"]

@@ -23,7 +23,6 @@ from services.orchestrator.experience.availability import await_stored, needs_es
 from services.orchestrator.jobs.commit import Write
 from services.orchestrator.jobs.leases import Leases
 from services.orchestrator.jobs.series import latest_step
-from services.orchestrator.jobs.states import ACTIVE, JobState
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.lifecycle.monitor import MIN_DEAD_LETTERS, Watch, dead_letters, dead_requests
 from services.orchestrator.lifecycle.queue import JobQueue
@@ -37,6 +36,7 @@ from spo.errors import PreconditionFailed, SpoError
 from spo.observability.logs import get_logger
 from spo.rpc.client import RpcClient
 from spo.spec.job_spec import JobSpec
+from spo.spec.job_state import ACTIVE, JobState
 from spo.tasks.problem import Problem
 
 log = get_logger("runner")

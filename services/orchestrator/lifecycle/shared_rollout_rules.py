@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from services.orchestrator.jobs.states import TERMINAL
 from services.orchestrator.jobs.store import JobStore
 from spo.errors import FieldViolation, InvalidInput, NotFound
 from spo.model.folder import inspect_model_folder
 from spo.spec.job_spec import JobSpec, TasksSpec
+from spo.spec.job_state import TERMINAL
 
 
 def require_followable(jobs: JobStore, spec: JobSpec, tenant: str) -> None:

@@ -12,17 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from services.orchestrator import redis_keys as own_keys
-from services.orchestrator.jobs.states import HOLDS_PLACE, JobState
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.jobs.waiting import by_priority
 from services.orchestrator.replicas.registry import ReplicaRegistry
 from spo import redis_keys
 from spo.observability.logs import get_logger
+from spo.spec.job_state import HOLDS_SLOT, JobState
 
 log = get_logger("assignment")
 
 SETTLE_SECONDS = 5.0
-SERVED = HOLDS_PLACE - {JobState.CANCELLING}
+SERVED = HOLDS_SLOT - {JobState.CANCELLING}
 
 
 def fair_counts(replicas: int, weights: Mapping[str, int]) -> dict[str, int]:

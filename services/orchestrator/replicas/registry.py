@@ -11,13 +11,13 @@ from typing import Any
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.commit import Precondition
 from services.orchestrator.jobs.leases import now_ms
-from services.orchestrator.jobs.states import ACTIVE
 from services.orchestrator.jobs.store import JobStore
 from spo import redis_keys
 from spo.errors import InvalidInput
 from spo.messaging.capped_log import append_record
 from spo.observability.logs import get_logger
 from spo.rpc.inference_client import TIME_BYTES
+from spo.spec.job_state import ACTIVE
 from spo.v1 import orchestrator_service_pb2 as wire
 
 log = get_logger("replicas")

@@ -8,13 +8,13 @@ from typing import Any
 
 from services.orchestrator.jobs.commit import Commit, CommitOutcome, Fence, Precondition, timestamp
 from services.orchestrator.jobs.leases import now_ms
-from services.orchestrator.jobs.states import ACTIVE
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.replicas.registry import LiveReplica
 from spo import redis_keys
 from spo.errors import Conflict, NotFound
 from spo.messaging.streams import append_words
 from spo.observability.metrics import POLICY_VERSION
+from spo.spec.job_state import ACTIVE
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.weights_pb2 import WeightAnnouncement
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from services.orchestrator.jobs.states import JobState
+from spo.spec.job_state import JobState
 
 
 class Progress(BaseModel):

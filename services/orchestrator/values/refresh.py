@@ -12,12 +12,12 @@ from typing import Any
 from services.orchestrator.datasets.library import TaskLibrary, prompt_of
 from services.orchestrator.jobs.commit import Commit, Precondition, Write
 from services.orchestrator.jobs.seeds import seed_of
-from services.orchestrator.jobs.states import JobState
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.replicas.weights import REFERENCE_VERSION, WeightAnnouncements
 from spo import redis_keys
 from spo.messaging.streams import append_words
 from spo.spec.job_spec import JobSpec
+from spo.spec.job_state import JobState
 from spo.spec.prompt_values import qhat_0
 from spo.tasks.problem import Problem
 from spo.v1.prompt_pb2 import Sampling

@@ -11,11 +11,11 @@ from services.orchestrator.datasets.library import prompt_of
 from services.orchestrator.experience.availability import Decontamination
 from services.orchestrator.jobs.commit import Commit, Precondition, Write
 from services.orchestrator.jobs.seeds import seed_of
-from services.orchestrator.jobs.states import JobState
 from services.orchestrator.jobs.store import JobStore
 from spo import redis_keys
 from spo.messaging.streams import append_words
 from spo.spec.job_spec import JobSpec
+from spo.spec.job_state import JobState
 from spo.tasks.problem import Problem, TaskSets
 from spo.v1.prompt_pb2 import Sampling
 from spo.v1.value_pb2 import EstimateRequest, PivotalRequest

@@ -17,13 +17,13 @@ import redis
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.http.server import HttpServer
-from services.orchestrator.jobs.states import JobState
 from services.orchestrator.jobs.store import JobEvent
 from services.orchestrator.service import OrchestratorService
 from services.orchestrator.settings import Settings
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import parse_job_spec
+from spo.spec.job_state import JobState
 from spo.testing.peers import ServiceDoubles
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub, add_OrchestratorServiceServicer_to_server
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub

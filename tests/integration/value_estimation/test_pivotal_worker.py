@@ -17,6 +17,7 @@ from spo import redis_keys
 from spo.errors import InvalidInput
 from spo.messaging.streams import depth, publish
 from spo.spec.job_spec import RewardSpec
+from spo.spec.job_state import JobState
 from spo.testing.value import EngineDouble, JudgeDouble, Surroundings
 from spo.v1.judge_service_pb2 import JudgeRequest, JudgeResponse
 from spo.v1.prompt_pb2 import SOURCE_ANNOTATED, SOURCE_REFERENCE, Prompt, PromptGroup
@@ -80,7 +81,7 @@ class Stage:
     store: ReplayStore
     stop: threading.Event = field(default_factory=threading.Event)
 
-    def start(self, run_id: str, state: str = "estimating", **pivotal: Any) -> PivotalRequest:
+    def start(self, run_id: str, state: JobState = JobState.ESTIMATING, **pivotal: Any) -> PivotalRequest:
         """A run whose prompt has its value and one human solution."""
         search = {"rollouts": ROLLOUTS, "threshold": 0.2, "sources": ["human"], **pivotal}
         self.around.start(run_id, state, value={"pivotal": search})
@@ -177,7 +178,7 @@ def test_rollouts_are_kept_as_reference_samples_where_they_are_wanted(stage: Sta
 
 def test_requests_of_the_stream_are_finished_and_those_of_ended_runs_cost_nothing(stage: Stage) -> None:
     stage.start(RUN)
-    ended = stage.start("job_ENDED", state="cancelled")
+    ended = stage.start("job_ENDED", state=JobState.CANCELLED)
     publish(stage.client, redis_keys.pivotal(), [ended.SerializeToString(), REQUEST.SerializeToString()])
     worker = threading.Thread(target=stage.worker.run, args=(stage.stop,))
     worker.start()
@@ -197,7 +198,7 @@ def test_requests_of_the_stream_are_finished_and_those_of_ended_runs_cost_nothin
 
 
 def test_an_idle_search_waits_until_no_prompt_waits_for_the_engines(stage: Stage) -> None:
-    stage.start(RUN, state="running", when="idle")
+    stage.start(RUN, state=JobState.RUNNING, when="idle")
     prompts = redis_keys.prompts(RUN)
     publish(stage.client, prompts, [b"a group"])
     worker = threading.Thread(target=stage.worker.annotate, args=(REQUEST, stage.stop))

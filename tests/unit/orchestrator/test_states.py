@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.orchestrator.jobs.states import (
-    ACTIONS,
-    ACTIVE,
-    CANCEL,
-    TERMINAL,
-    TRANSITIONS,
-    JobState,
-    fold,
-    may_become,
-    refuse,
-)
+from services.orchestrator.jobs.states import ACTIONS, CANCEL, TRANSITIONS, fold, may_become, refuse
 from spo.errors import IntegrityError
+from spo.spec.job_state import ACTIVE, TERMINAL, JobState
 
 
 def moves(*states: str) -> list[dict[str, str | None]]:
@@ -33,6 +24,10 @@ def test_every_state_can_be_reached_and_every_unfinished_one_can_end() -> None:
 
     assert reached == set(JobState)
     assert all(JobState.FAILED in TRANSITIONS[state] for state in set(JobState) - TERMINAL)
+
+
+def test_the_states_that_a_job_never_leaves_are_the_terminal_ones() -> None:
+    assert {state for state, following in TRANSITIONS.items() if not following} == TERMINAL
 
 
 def test_what_people_may_ask_never_leaves_the_table() -> None:

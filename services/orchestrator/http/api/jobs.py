@@ -15,20 +15,14 @@ from services.orchestrator.container import AppContext
 from services.orchestrator.experience.availability import require_stored
 from services.orchestrator.http import views
 from services.orchestrator.http.dependencies import ContextOf, JobId, Limit, PrincipalOf, with_etag
-from services.orchestrator.jobs.states import (
-    CANCEL,
-    PAUSE,
-    RESUME,
-    JobAction,
-    JobState,
-    refuse,
-)
+from services.orchestrator.jobs.states import CANCEL, PAUSE, RESUME, JobAction, refuse
 from services.orchestrator.lifecycle.forks import ForkOptions
 from services.orchestrator.lifecycle.shared_rollout_rules import require_followable
 from services.orchestrator.lifecycle.submission import accept
 from spo import redis_keys
 from spo.errors import InvalidInput, ResourceExhausted
 from spo.spec.job_spec import JobSpec
+from spo.spec.job_state import JobState
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 

@@ -12,10 +12,10 @@ from services.orchestrator import schemas
 from services.orchestrator.container import AppContext
 from services.orchestrator.http import views
 from services.orchestrator.http.dependencies import ContextOf, PrincipalOf
-from services.orchestrator.jobs.states import ACTIVE
 from services.orchestrator.lifecycle.monitor import pipeline_depths
 from spo.errors import NotReady
 from spo.observability.metrics import JOBS, REPLICAS, STREAM_LAG, STREAM_PENDING
+from spo.spec.job_state import ACTIVE
 
 router = APIRouter(tags=["platform"])
 

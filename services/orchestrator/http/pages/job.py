@@ -15,10 +15,10 @@ from services.orchestrator.http.bottlenecks import job_waits
 from services.orchestrator.http.dependencies import ContextOf, JobId, PrincipalOf
 from services.orchestrator.http.pages.rendering import is_part, show
 from services.orchestrator.jobs.series import evaluation_results
-from services.orchestrator.jobs.states import TERMINAL
 from services.orchestrator.replicas.registry import POOLS
 from spo import redis_keys
 from spo.errors import SpoError
+from spo.spec.job_state import TERMINAL
 
 router = APIRouter(prefix="/jobs/{job_id}")
 

@@ -15,8 +15,8 @@ from services.orchestrator.http.dependencies import ContextOf, PrincipalOf
 from services.orchestrator.http.pages.rendering import is_part, show
 from services.orchestrator.jobs.listing import JobFilter
 from services.orchestrator.jobs.search import find_jobs
-from services.orchestrator.jobs.states import JobState
 from spo import redis_keys
+from spo.spec.job_state import JobState
 
 router = APIRouter()
 

@@ -11,8 +11,9 @@ from fastapi import Request, Response
 from fastapi.templating import Jinja2Templates
 from starlette.datastructures import Headers
 
-from services.orchestrator.jobs.states import ACTIONS, JobState
+from services.orchestrator.jobs.states import ACTIONS
 from spo.error_codes import CATALOGUE
+from spo.spec.job_state import JobState
 
 FOLDER = Path(__file__).parent
 STATIC = FOLDER / "static"

@@ -23,10 +23,10 @@ from services.orchestrator.auth.api_keys import REMEMBER_SECONDS
 from services.orchestrator.auth.principals import SCOPES, Principal, needed_scope
 from services.orchestrator.container import AppContext
 from services.orchestrator.http import live_events as live
-from services.orchestrator.jobs.states import JobState
 from services.orchestrator.settings import Settings
 from spo.error_codes import CATALOGUE
 from spo.errors import InvalidInput
+from spo.spec.job_state import JobState
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 
 Document = dict[str, Any]

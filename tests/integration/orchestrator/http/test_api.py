@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.jobs.states import JobState
 from services.orchestrator.settings import Settings
 from spo.errors import NotReady
+from spo.spec.job_state import JobState
 from spo.testing.peers import ServiceDoubles
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.trajectory_pb2 import Trajectory

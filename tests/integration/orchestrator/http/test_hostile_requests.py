@@ -16,8 +16,8 @@ import pytest
 from services.orchestrator.auth.principals import SCOPES
 from services.orchestrator.container import AppContext
 from services.orchestrator.http.app import create_app
-from services.orchestrator.jobs.states import JobState
 from spo.spec.job_spec import parse_job_spec
+from spo.spec.job_state import JobState
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 
 Document = dict[str, Any]

@@ -17,10 +17,10 @@ import httpx
 import pytest
 import redis
 
-from services.orchestrator.jobs.states import JobState
 from services.orchestrator.jobs.store import JobStore
 from spo import redis_keys
 from spo.rpc.client import RpcClient
+from spo.spec.job_state import JobState
 from spo.testing.peers import RIGHT, ServiceDoubles
 from spo.testing.traces import Collector
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest

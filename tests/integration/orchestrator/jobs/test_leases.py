@@ -12,13 +12,13 @@ import pytest
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.jobs.series import training_series
-from services.orchestrator.jobs.states import JobState
 from services.orchestrator.service import OrchestratorService
 from spo import redis_keys
 from spo.errors import Conflict, LeaseLost
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import parse_job_spec
+from spo.spec.job_state import JobState
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub, add_OrchestratorServiceServicer_to_server
 

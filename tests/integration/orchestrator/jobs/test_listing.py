@@ -12,9 +12,9 @@ import pytest
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.jobs.listing import label_writes
-from services.orchestrator.jobs.states import JobState
 from spo import redis_keys
 from spo.spec.job_spec import parse_job_spec
+from spo.spec.job_state import JobState
 
 Document = dict[str, Any]
 

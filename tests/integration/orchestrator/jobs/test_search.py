@@ -10,11 +10,11 @@ from services.orchestrator.container import AppContext
 from services.orchestrator.http.bottlenecks import job_waits
 from services.orchestrator.jobs.listing import JobFilter
 from services.orchestrator.jobs.search import PIECE, find_jobs
-from services.orchestrator.jobs.states import JobState
 from services.orchestrator.lifecycle.monitor import Watch
 from spo import redis_keys
 from spo.messaging.streams import publish
 from spo.spec.job_spec import parse_job_spec
+from spo.spec.job_state import JobState
 from spo.v1 import orchestrator_service_pb2 as wire
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.jobs.states import CANCEL, JobState
+from services.orchestrator.jobs.states import CANCEL
 from spo import redis_keys
 from spo.messaging import streams
 from spo.spec.job_spec import parse_job_spec
+from spo.spec.job_state import JobState
 from spo.testing.peers import ServiceDoubles
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, PromptGroup
 from spo.v1.value_pb2 import PromptValue

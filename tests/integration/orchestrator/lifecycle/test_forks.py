@@ -18,12 +18,12 @@ from safetensors.numpy import load_file, save_file
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
-from services.orchestrator.jobs.states import JobState
 from services.orchestrator.lifecycle.forks import merge_patch
 from spo import redis_keys
 from spo.manifest_folder import seal_folder, staging_folder
 from spo.model.folder import inspect_model_folder
 from spo.spec.job_spec import parse_job_spec
+from spo.spec.job_state import JobState
 from spo.weights.store import WeightStore
 
 Document = dict[str, Any]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.orchestrator.jobs.states import JobState
 from services.orchestrator.lifecycle.forks import ForkOptions
+from spo.spec.job_state import JobState
 from spo.weights.store import WeightStore
 
 if TYPE_CHECKING:

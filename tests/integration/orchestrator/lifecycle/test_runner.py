@@ -11,11 +11,12 @@ import pytest
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.jobs.series import evaluation_results
-from services.orchestrator.jobs.states import CANCEL, PAUSE, RESUME, JobState
+from services.orchestrator.jobs.states import CANCEL, PAUSE, RESUME
 from services.orchestrator.lifecycle.monitor import dead_letters
 from spo import redis_keys
 from spo.messaging import streams
 from spo.spec.job_spec import parse_job_spec
+from spo.spec.job_state import JobState
 from spo.testing.peers import ServiceDoubles
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.value_pb2 import EstimateRequest, PivotalRequest, PromptValue

@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.jobs.states import CANCEL, JobState
+from services.orchestrator.jobs.states import CANCEL
 from services.replay_buffer.reference_scores import ReferenceScores
 from services.replay_buffer.sampler import BatchSampler
 from services.replay_buffer.service import ReplayService
@@ -22,6 +22,7 @@ from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import parse_job_spec
+from spo.spec.job_state import JobState
 from spo.testing.replay import trajectory
 from spo.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
 

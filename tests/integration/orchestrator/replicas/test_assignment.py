@@ -9,10 +9,11 @@ import pytest
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.http import views
-from services.orchestrator.jobs.states import CANCEL, PAUSE, RESUME, JobState
+from services.orchestrator.jobs.states import CANCEL, PAUSE, RESUME
 from services.orchestrator.jobs.waiting import waiting
 from services.orchestrator.replicas.assignment import ReplicaAssigner, fair_counts, share
 from spo.spec.job_spec import parse_job_spec
+from spo.spec.job_state import JobState
 from spo.v1 import orchestrator_service_pb2 as wire
 
 Document = dict[str, Any]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.jobs.states import JobState
 from services.orchestrator.replicas import heartbeats, registry
 from services.orchestrator.replicas.registry import HEARTBEAT_SECONDS
 from spo.spec.job_spec import parse_job_spec
+from spo.spec.job_state import JobState
 from spo.v1 import orchestrator_service_pb2 as wire
 
 REPLICAS = 100

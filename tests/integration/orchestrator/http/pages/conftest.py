@@ -13,12 +13,12 @@ import httpx
 import pytest
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.jobs.states import JobState
 from services.orchestrator.service import OrchestratorService
 from spo import redis_keys
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import parse_job_spec
+from spo.spec.job_state import JobState
 from spo.testing.peers import ServiceDoubles
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1 import value_service_pb2 as value

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.jobs.states import JobState
 from spo.spec.job_spec import parse_job_spec
+from spo.spec.job_state import JobState
 
 if TYPE_CHECKING:
     from conftest import Trainer

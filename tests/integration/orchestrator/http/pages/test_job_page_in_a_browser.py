@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.jobs.states import JobState
+from spo.spec.job_state import JobState
 
 if TYPE_CHECKING:
     from conftest import Trainer

@@ -1,0 +1,34 @@
+"""The state of a job, as every service writes and compares it; the table of transitions is the orchestrator's."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class JobState(StrEnum):
+    QUEUED = "queued"
+    VALIDATING = "validating"
+    ESTIMATING = "estimating"
+    RUNNING = "running"
+    PAUSING = "pausing"
+    PAUSED = "paused"
+    CANCELLING = "cancelling"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+TERMINAL = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
+# Begun and not ended.
+ACTIVE = frozenset(JobState) - TERMINAL - {JobState.QUEUED}
+# A paused job gives back its slot, its trainer and its replicas; to resume, it waits for a slot again.
+HOLDS_SLOT = ACTIVE - {JobState.PAUSED}
+# What is computed for such a job may still be used.
+WANTED = ACTIVE - {JobState.CANCELLING}
+# Every training prompt has its value and its offline trajectories.
+ESTIMATED = frozenset({JobState.RUNNING, JobState.PAUSING, JobState.PAUSED})
+
+
+def decode_state(stored: bytes | None) -> JobState | None:
+    """A state as Redis holds it; None for a job that was never submitted, or is deleted."""
+    return None if stored is None else JobState(stored.decode())
