@@ -21,8 +21,8 @@ import psutil
 import redis
 
 from benchmarks.frame import Measure, Row, compare, run
-from services.sandbox_judge.isolation.probe import choose_tier
 from services.sandbox_judge.isolation.tiers import launch
+from services.sandbox_judge.probe import choose_tier
 from services.sandbox_judge.program_judge import ProgramJudge
 from services.sandbox_judge.sandbox_worker import Role, SandboxWorker
 from services.sandbox_judge.scheduler import JudgeScheduler

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.frame import Row, run
-from services.sandbox_judge.isolation.probe import choose_tier
+from services.sandbox_judge.probe import choose_tier
 from services.sandbox_judge.program_judge import ProgramJudge
 from services.sandbox_judge.sandbox_worker import Role, SandboxWorker
 from services.sandbox_judge.settings import Settings

@@ -35,7 +35,6 @@ from typing import Any, Literal
 from benchmarks.frame import Row, run
 from benchmarks.peers.contestants import Checkpoint, Contest, own_judge, platform_contest, tree_cpu_seconds, trl_contest
 from spo import redis_keys
-from spo.cli.jobs import read_spec
 from spo.demo.demo import RECIPE
 from spo.demo.experience import starting_from
 from spo.demo.reference_model import cached_reference_model
@@ -43,6 +42,7 @@ from spo.errors import NotReady
 from spo.local.child import bound_to_this_process
 from spo.local.judge_client import EmbeddedJudge
 from spo.service.settings import PlatformSettings
+from spo.spec.spec_file import read_spec
 
 FOLDER = Path("runs/benchmark-learning")
 FIRST_RECIPE, SECOND_RECIPE = (RECIPE.with_name(f"{name}.yaml") for name in ("thrifty", "thrifty_second"))

@@ -17,9 +17,9 @@ from typing import Any
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-from spo.cli.jobs import read_spec
 from spo.client import Client
 from spo.demo.demo import RECIPE, fresh_demo
+from spo.spec.spec_file import read_spec
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 WIDTH, HEIGHT = 1280, 860

@@ -8,10 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from spo.cli.jobs import JobId, OutputOption, TimeoutOption, api, read_spec
+from spo.cli.jobs import JobId, OutputOption, TimeoutOption, api
 from spo.client import Client
 from spo.console import ExitCode, Output, console, print_document, print_rows
 from spo.errors import NotReady
+from spo.spec.spec_file import read_spec
 
 POLL_SECONDS = 1.0
 COLUMNS = ("prompt_id", "samples", "correct", "distinct", "public_only", "hard_coded", "entropy", "response_tokens")

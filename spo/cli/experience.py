@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from spo.cli.jobs import LimitOption, OutputOption, api, read_spec
+from spo.cli.jobs import LimitOption, OutputOption, api
 from spo.console import Output, print_document, print_rows
 from spo.errors import InvalidInput
+from spo.spec.spec_file import read_spec
 
 experience = typer.Typer(no_args_is_help=True, help="Look at, import, export and judge anew what runs have stored.")
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from spo.cli.progress import wait_with_bar
 from spo.client import DEFAULT_URL, Client
@@ -20,8 +19,9 @@ from spo.console import (
     print_entry,
     print_rows,
 )
-from spo.errors import InvalidInput, SpoError
+from spo.errors import SpoError
 from spo.local.state import running_platforms
+from spo.spec.spec_file import read_spec
 
 jobs = typer.Typer(no_args_is_help=True, help="Submit, watch and steer jobs.")
 
@@ -50,19 +50,6 @@ OutputOption = Annotated[Output, typer.Option("--output", "-o", help="How to pri
 WaitOption = Annotated[bool, typer.Option("--wait", help="Return when the job has ended.")]
 TimeoutOption = Annotated[float, typer.Option("--timeout", help="Longest wait, seconds.")]
 LimitOption = Annotated[int, typer.Option("--limit", min=1, help="At most so many.")]
-
-
-def read_spec(path: Path) -> dict[str, Any]:
-    """A JobSpec document from a YAML or JSON file. Raises InvalidInput naming the file."""
-    try:
-        document = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise InvalidInput(f"cannot read {path}: {error.strerror}", code="unreadable_spec") from None
-    except yaml.YAMLError as error:
-        raise InvalidInput(f"{path} is neither YAML nor JSON: {error}", code="unreadable_spec") from None
-    if not isinstance(document, dict):
-        raise InvalidInput(f"{path} must hold a mapping", code="unreadable_spec")
-    return document
 
 
 @jobs.command()

@@ -20,7 +20,6 @@ from typing import Any
 
 from rich.markup import escape
 
-from spo.cli.jobs import read_spec
 from spo.client import Client
 from spo.client.models import Job, Series
 from spo.console import ExitCode, console
@@ -34,6 +33,7 @@ from spo.local.state import running_platforms
 from spo.observability.logs import configure_logs
 from spo.rpc.client import RpcClient
 from spo.service.settings import PlatformSettings
+from spo.spec.spec_file import read_spec
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.replay_service_pb2 import GetReplayStatusRequest, GetReplayStatusResponse
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub

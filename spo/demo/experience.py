@@ -18,12 +18,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from spo.cli.jobs import read_spec
 from spo.client import Client
 from spo.console import ExitCode, console
 from spo.demo.demo import RECIPE, Demo, fresh_demo
 from spo.demo.report import DemoOutcome, report_of
 from spo.errors import NotReady
+from spo.spec.spec_file import read_spec
 
 NAME = "demo-experience"
 SECOND_RECIPE = RECIPE.with_name("experience.yaml")

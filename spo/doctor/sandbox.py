@@ -48,7 +48,7 @@ def sandbox_findings() -> list[DoctorCheck]:
 
 def _isolation() -> list[DoctorCheck]:
     """What the judge finds when it tries its tiers, and what it would choose under the present settings."""
-    command = [sys.executable, "-m", "services.sandbox_judge.isolation.probe"]
+    command = [sys.executable, "-m", "services.sandbox_judge.probe"]
     try:
         probed = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=True)
         report = json.loads(probed.stdout)

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from spo.cli.jobs import read_spec
 from spo.reproduce.methods import (
     IMPORT_NAME,
     METHODS,
@@ -26,6 +25,7 @@ from spo.reproduce.methods import (
     Method,
     merged,
 )
+from spo.spec.spec_file import read_spec
 
 Difficulty = Literal["standard", "hard"]
 SETTINGS = ("p160", "p32", "hard", "contaminated", "2a", "2b", "2c", "pushes", "stability")

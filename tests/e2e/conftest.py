@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from spo.cli.jobs import read_spec
 from spo.client import Client
 from spo.demo.demo import RECIPE
 from spo.local.launcher import SERVICES, LauncherSettings, LocalPlatform, free_ports
 from spo.reproduce.methods import merged
+from spo.spec.spec_file import read_spec
 from spo.testing.platform import wait_for_progress
 from spo.testing.traces import Collector
 

@@ -24,8 +24,8 @@ import psutil
 import pytest
 import yaml
 
-from services.sandbox_judge.isolation.probe import why_not
 from services.sandbox_judge.isolation.tiers import TIERS
+from services.sandbox_judge.probe import why_not
 from services.sandbox_judge.program_judge import ProgramJudge
 from services.sandbox_judge.sandbox_worker import Role, SandboxWorker
 from services.sandbox_judge.settings import Settings

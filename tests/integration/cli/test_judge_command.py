@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from services.sandbox_judge.isolation.probe import choose_tier
 from services.sandbox_judge.languages import languages
+from services.sandbox_judge.probe import choose_tier
 from services.sandbox_judge.settings import Settings
 
 PROGRAMS = {

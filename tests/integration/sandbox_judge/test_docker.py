@@ -27,7 +27,7 @@ from docker.errors import DockerException
 
 from services.sandbox_judge.backends.docker import LABEL, ContainerZygote
 from services.sandbox_judge.executor import JudgeFault
-from services.sandbox_judge.isolation.probe import choose_tier, why_not
+from services.sandbox_judge.probe import choose_tier, why_not
 from services.sandbox_judge.program_judge import ProgramJudge
 from services.sandbox_judge.sandbox_worker import Role, SandboxWorker
 from services.sandbox_judge.settings import Settings

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import redis
 
-from services.sandbox_judge.isolation.probe import choose_tier
 from services.sandbox_judge.judge_worker import JudgeWorker
+from services.sandbox_judge.probe import choose_tier
 from services.sandbox_judge.scheduler import JudgeScheduler
 from services.sandbox_judge.service import JudgeService
 from services.sandbox_judge.settings import Settings

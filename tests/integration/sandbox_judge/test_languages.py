@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from services.sandbox_judge.executor import JudgeFault
-from services.sandbox_judge.isolation.probe import why_not
 from services.sandbox_judge.isolation.tiers import TIERS
 from services.sandbox_judge.languages import languages
+from services.sandbox_judge.probe import why_not
 from services.sandbox_judge.program_judge import ProgramJudge
 from services.sandbox_judge.sandbox_worker import SandboxWorker
 from spo.v1 import verdict_pb2

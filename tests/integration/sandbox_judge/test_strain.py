@@ -13,7 +13,7 @@ import redis
 from prometheus_client import REGISTRY
 
 from services.sandbox_judge.embedded import MemoryStore
-from services.sandbox_judge.isolation.probe import choose_tier
+from services.sandbox_judge.probe import choose_tier
 from services.sandbox_judge.scheduler import JudgeScheduler
 from services.sandbox_judge.service import MOST_DETAILS, JudgeService
 from services.sandbox_judge.settings import Settings

@@ -1,6 +1,6 @@
 """Which isolation tier works here? Found out by running honest and forbidden programs in each, strongest first.
 
-`python -m services.sandbox_judge.isolation.probe` prints what it found as JSON; `spo doctor` shows it.
+`python -m services.sandbox_judge.probe` prints what it found as JSON; `spo doctor` shows it.
 """
 
 from __future__ import annotations
