@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from services.replay_buffer.limiter import groups_kept
 from spo.spec.job_spec import JobSpec, SourceMix, SourceName
+from spo.spec.reward import is_success
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.trajectory_pb2 import Trajectory
 
@@ -28,18 +29,14 @@ def fact_of(spec: JobSpec, trajectory: Trajectory) -> str:
     # A group that is dispatched again on purpose is another group.
     group = f"{trajectory.group_id}.{trajectory.attempt}" if grouped else ""
     version, reward = trajectory.policy_version_first, trajectory.reward
-    return f"{int(is_correct(spec, trajectory))}:{version}:{reward!r}:{group}:{trajectory.prompt_id}"
+    correct = is_success(reward, spec.tasks.reward)
+    return f"{int(correct)}:{version}:{reward!r}:{group}:{trajectory.prompt_id}"
 
 
 def read_fact(trajectory_id: str, fact: str) -> tuple[Candidate, str]:
     """The candidate and the group it belongs to, '' for none."""
     correct, version, reward, group, prompt_id = fact.split(":", 4)
     return Candidate((trajectory_id,), prompt_id, int(version), correct == "1", (float(reward),)), group
-
-
-def is_correct(spec: JobSpec, trajectory: Trajectory) -> bool:
-    """Whether it has the best reward that the spec gives."""
-    return trajectory.reward >= spec.tasks.reward.scale + spec.tasks.reward.shift - 1e-9
 
 
 def rule_of(spec: JobSpec, source: SourceName | str) -> SourceMix:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from spo.spec.job_spec import RewardSpec
-from spo.spec.reward import is_best
+from spo.spec.reward import is_success
 from spo.v1.trajectory_pb2 import Trajectory
 
 
@@ -37,7 +37,7 @@ def count(trajectories: Sequence[Trajectory], reward: RewardSpec) -> Counts:
     """The counts of judged trajectories."""
     rewards = [each.reward for each in trajectories]
     shared = tuple(rewards) if reward.score == "share_of_tests" else ()
-    return Counts(len(rewards), sum(is_best(each, reward) for each in rewards), shared)
+    return Counts(len(rewards), sum(is_success(each, reward) for each in rewards), shared)
 
 
 def total(parts: Iterable[Counts]) -> Counts:

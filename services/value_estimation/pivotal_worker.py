@@ -29,7 +29,7 @@ from spo.errors import InvalidInput, NotReady
 from spo.messaging.streams import depth
 from spo.observability import metrics
 from spo.spec.job_spec import JobSpec, PivotalSpec, ValueSpec
-from spo.spec.reward import is_best
+from spo.spec.reward import is_success
 from spo.v1.prompt_pb2 import SOURCE_ANNOTATED, Prompt, Sampling, Source
 from spo.v1.trajectory_pb2 import FINISH_REASON_STOP, Annotation, Hop, Trajectory
 from spo.v1.value_pb2 import PivotalRequest, PromptValue
@@ -137,7 +137,7 @@ class PivotalWorker:
             code = Source.Value(f"SOURCE_{source.upper()}")
             for each in search.maker.clients.stored_samples(search.maker.run_id, search.prompt.prompt_id, code):
                 # Rollouts of a search are no ground for another one.
-                if _succeeded(search.spec, each) and not each.group_id.startswith("pivotal-"):
+                if is_success(each.reward, search.spec.tasks.reward) and not each.group_id.startswith("pivotal-"):
                     found.setdefault(search.labels_digest(each), each)
         finished = {digest: each for digest, each in found.items() if each.finish_reason == FINISH_REASON_STOP}
         return [finished[digest] for digest in sorted(finished)[: search.pivotal.trajectories_per_prompt]]
@@ -197,7 +197,7 @@ class PivotalWorker:
         metrics.PIVOTAL_ROLLOUTS.inc(len(found))
         if search.pivotal.keep_rollouts:
             search.maker.clients.append(search.maker.run_id, found)
-        count = Count(len(found), sum(_succeeded(search.spec, each) for each in found))
+        count = Count(len(found), sum(is_success(each.reward, search.spec.tasks.reward) for each in found))
         self.client.hset(redis_keys.pivotal_labels(labels), str(position), f"{count.rollouts}:{count.successes}")
         return count
 
@@ -210,10 +210,6 @@ class PivotalWorker:
             if waiting.lag + waiting.pending == 0:
                 return
             stop.wait(IDLE_POLL_SECONDS)
-
-
-def _succeeded(spec: JobSpec, trajectory: Trajectory) -> bool:
-    return is_best(trajectory.reward, spec.tasks.reward)
 
 
 def _with_annotations(run_id: str, trajectory: Trajectory, counts: Mapping[int, Count]) -> Trajectory:

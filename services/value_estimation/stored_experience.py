@@ -22,7 +22,7 @@ from spo.experience.store import ExperienceStore
 from spo.messaging.run_status import run_tenant
 from spo.observability.logs import get_logger
 from spo.spec.job_spec import JobSpec
-from spo.spec.reward import needs_all_tests
+from spo.spec.reward import is_success, needs_all_tests
 from spo.v1.prompt_pb2 import SOURCE_ANNOTATED, SOURCE_HUMAN, SOURCE_OTHER_RUN, Prompt
 from spo.v1.trajectory_pb2 import FINISH_REASON_LENGTH, Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict
@@ -164,5 +164,5 @@ class StoredImport:
         if trajectory.HasField("verdict"):
             self.maker.reward(trajectory)
             return
-        outcome = OUTCOME_ACCEPTED if trajectory.reward == 0 else OUTCOME_WRONG_ANSWER
+        outcome = OUTCOME_ACCEPTED if is_success(trajectory.reward) else OUTCOME_WRONG_ANSWER
         trajectory.verdict.CopyFrom(Verdict(outcome=outcome, detail="rewarded when it was imported"))

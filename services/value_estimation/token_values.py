@@ -22,7 +22,7 @@ from spo.algorithm.calibration import CalibrationCurve, calibration, success_pro
 from spo.errors import InvalidInput, NotFound, PreconditionFailed
 from spo.spec.job_spec import JobSpec, ValueSpec
 from spo.spec.prompt_values import qhat_0
-from spo.spec.reward import is_best
+from spo.spec.reward import is_success
 from spo.v1.prompt_pb2 import Prompt, Sampling
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.value_pb2 import PromptValue
@@ -130,7 +130,7 @@ class TokenValuer:
             valued, position = prefix
             if design.continuations:
                 return _continue(maker, spec, valued.trajectory, position, design)
-            came = is_best(valued.trajectory.reward, spec.tasks.reward)
+            came = is_success(valued.trajectory.reward, spec.tasks.reward)
             return [came] * (1 + repeats[valued.trajectory.trajectory_id])
 
         with ThreadPoolExecutor(self.clients.settings.prompts_in_flight, thread_name_prefix="calibration") as pool:
@@ -206,4 +206,4 @@ def _continue(
         seed=int(redis_keys.digest("calibration", name)[:15], 16),
     )
     found = maker.sample_reference(prompt, sampling, name, prefix=trajectory.response_token_ids[:position])
-    return [is_best(each.reward, spec.tasks.reward) for each in found]
+    return [is_success(each.reward, spec.tasks.reward) for each in found]

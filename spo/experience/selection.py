@@ -15,6 +15,7 @@ from spo.errors import SpoError
 from spo.experience.columns import SCHEMA, StoredTrajectory, statement_digest
 from spo.experience.store import ExperienceStore, StoredFile
 from spo.spec.experience import StoredExperience
+from spo.spec.reward import is_success
 from spo.v1.prompt_pb2 import Prompt
 
 # What the choice depends on; all else is read for the chosen rows only.
@@ -89,12 +90,9 @@ def _choose(
     of_run = [row for row in found if wanted.run in (None, files[row["file"]].origin.run)]
     distinct: dict[tuple[str, bool], Mapping[str, Any]] = {}
     for row in of_run:
-        distinct.setdefault((row["content_digest"], _is_right(row)), row)
-    right = [row for row in distinct.values() if _is_right(row)]
-    wrong = [row for row in distinct.values() if not _is_right(row) and not wanted.correct_only]
+        success = is_success(row["reward"], outcome=row["outcome"])
+        distinct.setdefault((row["content_digest"], success), row)
+    right = [row for (_, success), row in distinct.items() if success]
+    wrong = [row for (_, success), row in distinct.items() if not success and not wanted.correct_only]
     in_turn = chain.from_iterable(zip_longest(right, wrong))
     return [row for row in in_turn if row is not None][: wanted.per_prompt]
-
-
-def _is_right(row: Mapping[str, Any]) -> bool:
-    return bool(row["outcome"] == "accepted") if row["outcome"] else row["reward"] == 0

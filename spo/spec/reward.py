@@ -14,6 +14,8 @@ from spo.v1.verdict_pb2 import (
 
 # Rewards travel as decimal text and float32 in places.
 _ROUNDING = 1e-6
+_AT_IMPORT = RewardSpec()
+_ACCEPTED = "accepted"
 
 
 def reward_of(verdict: Verdict, reward: RewardSpec) -> float:
@@ -26,9 +28,17 @@ def reward_of(verdict: Verdict, reward: RewardSpec) -> float:
     return min(0.0, reward.scale * _score(verdict, reward) + reward.shift)
 
 
-def is_best(value: float, reward: RewardSpec) -> bool:
-    """Whether it is the reward of a right program: the best there is, not merely one above the worst."""
-    return value >= reward.best - _ROUNDING * reward.scale
+def is_success(reward: float | None, spec: RewardSpec = _AT_IMPORT, *, outcome: str | None = None) -> bool:
+    """Whether a judged program solved its problem: the one meaning of success, right and correct on the platform.
+
+    Without an outcome the reward decides: it is a success when it is the best that `spec` gives, not merely above the
+    worst; None is no success. `spec` is that of the run which gave the reward; the default is that of rewards that
+    people import, where a right program earns 0. Pass `outcome` (of the verdict, as stored experience spells it) where
+    trajectories of several runs meet, whose rewards have different scales: it decides then, unless it is empty.
+    """
+    if outcome:
+        return outcome == _ACCEPTED
+    return reward is not None and reward >= spec.best - _ROUNDING * spec.scale
 
 
 def needs_all_tests(reward: RewardSpec) -> bool:

@@ -18,6 +18,7 @@ from spo.errors import FieldViolation, InvalidInput, NotFound
 from spo.experience.columns import StoredTrajectory, fields_of
 from spo.experience.store import ExperienceStore, StoredFile
 from spo.spec.job_state import TERMINAL, decode_state
+from spo.spec.reward import is_success
 
 COUNTED = (
     "trajectory_id", "prompt_id", "source", "reward", "outcome", "judge_version", "licence", "content_digest",
@@ -59,7 +60,7 @@ class RowFilter:
         return (
             self.prompt_id in ("", row["prompt_id"])
             and self.source in ("", row["source"])
-            and self.right in (None, is_right(row))
+            and self.right in (None, is_success(row["reward"], outcome=row["outcome"]))
         )
 
 
@@ -92,7 +93,7 @@ def statistics(store: ExperienceStore, scope: Scope) -> schemas.ExperienceStatis
             counts["licences"][row["licence"] or "made here"] += 1
             distinct.add((row["prompt_id"], row["content_digest"]))
             tokens += len(row["response_token_ids"] or ())
-            if is_right(row):
+            if is_success(row["reward"], outcome=row["outcome"]):
                 solved.add(row["prompt_id"])
                 counts["right"]["right"] += 1
     shown = ("runs", "sources", "outcomes", "judge_versions", "licences")
@@ -142,11 +143,6 @@ def every_row(store: ExperienceStore, scope: Scope, wanted: RowFilter) -> Iterat
                 if wanted.takes(fields) and stored.trajectory.trajectory_id not in seen:
                     seen.add(stored.trajectory.trajectory_id)
                     yield stored
-
-
-def is_right(row: Mapping[str, Any]) -> bool:
-    """Whether a stored row counts as a success: by its verdict, else by the reward it was imported with."""
-    return bool(row["outcome"] == "accepted") if row["outcome"] else row["reward"] == 0
 
 
 def is_complete(client: redis.Redis, run: str) -> bool:

@@ -14,6 +14,7 @@ from spo.experience.columns import StoredTrajectory
 from spo.experience.import_row import ProblemIndex
 from spo.experience.store import ExperienceStore, Origin, StoredFile
 from spo.rpc.client import RpcClient
+from spo.spec.reward import is_success
 from spo.tasks.problem import Problem
 from spo.v1.judge_service_pb2 import DescribeJudgeRequest, DescribeJudgeResponse
 from spo.v1.prompt_pb2 import Prompt
@@ -130,4 +131,4 @@ class Rejudging:
 def _outcome(trajectory: Trajectory) -> str:
     if trajectory.HasField("verdict"):
         return Outcome.Name(trajectory.verdict.outcome).removeprefix("OUTCOME_").lower()
-    return "accepted" if trajectory.reward == 0 else "rewarded at import"
+    return "accepted" if is_success(trajectory.reward) else "rewarded at import"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from typing import get_args
 
 import pytest
 
 from spo.errors import InvalidInput
 from spo.spec.job_spec import RewardSpec, TasksSpec
-from spo.spec.reward import is_best, needs_all_tests, reward_of
+from spo.spec.reward import is_success, needs_all_tests, reward_of
 from spo.tasks.load import load_tasks
 from spo.v1.verdict_pb2 import Outcome, Verdict
 
@@ -51,10 +52,26 @@ def test_a_judge_that_broke_earns_no_reward(outcome: Outcome.ValueType) -> None:
 
 def test_right_means_the_best_reward_of_the_spec() -> None:
     spec = RewardSpec(score="share_of_tests", scale=1.0, shift=-1.5)
-    assert is_best(-0.5, spec)
-    assert not is_best(-0.625, spec)
-    assert is_best(0.0, RewardSpec())
-    assert not is_best(-1.0, RewardSpec())
+    assert is_success(-0.5, spec)
+    assert not is_success(-0.625, spec)
+    assert is_success(0.0, RewardSpec())
+    assert not is_success(-1.0, RewardSpec())
+    assert not is_success(None)
+
+
+def test_an_outcome_decides_over_a_reward_of_another_scale() -> None:
+    assert is_success(-0.5, outcome="accepted")
+    assert not is_success(0.0, outcome="wrong_answer")
+    # Imported without a verdict.
+    assert is_success(0.0, outcome=None)
+    assert not is_success(-0.25, outcome="")
+
+
+def test_a_success_survives_float32() -> None:
+    spec = RewardSpec(scale=0.3, shift=-0.7)
+    (travelled,) = struct.unpack("f", struct.pack("f", spec.best))
+    assert travelled < spec.best
+    assert is_success(travelled, spec)
 
 
 @pytest.mark.parametrize("deciding", get_args(RewardSpec.model_fields["tests"].annotation))
