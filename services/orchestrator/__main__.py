@@ -22,8 +22,7 @@ def main() -> int:
     process.workers += [
         context.runner.run,
         context.dispatcher.run,
-        context.evaluator.run,
-        context.on_demand_evaluations.run,
+        context.evaluations.run,
         context.deletion.run,
         context.datasets.run,
         http.run,

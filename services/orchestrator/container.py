@@ -12,8 +12,7 @@ from services.orchestrator.auth.authenticator import Authenticator
 from services.orchestrator.auth.paths import require_within
 from services.orchestrator.datasets.library import TaskLibrary
 from services.orchestrator.datasets.store import Datasets
-from services.orchestrator.evaluation.on_demand import OnDemandEvaluations
-from services.orchestrator.evaluation.scheduled import Evaluator
+from services.orchestrator.evaluation.queue import EvaluationQueue
 from services.orchestrator.evaluation.scorer import Scorer
 from services.orchestrator.jobs.leases import Leases
 from services.orchestrator.jobs.store import JobStore
@@ -75,14 +74,13 @@ class AppContext:
         self.alarms = Alarms(self.jobs, self.weights)
         self.dispatcher = PromptDispatcher(self.jobs, self.library, self.replay)
         scorer = Scorer(self.inference, self.judge, settings.evaluation_requests)
-        self.evaluator = Evaluator(self.jobs, self.library, self.weights, scorer, self.assigner)
-        self.on_demand_evaluations = OnDemandEvaluations(self.jobs, self.library, self.weights, scorer, self.assigner)
+        self.evaluations = EvaluationQueue(self.jobs, self.library, self.weights, scorer, self.assigner)
         self.references = ReferenceRefresh(self.jobs, self.library, self.weights)
         self.forks = Forks(self.jobs, self.library, self.weights, self.references, settings.state_path, store)
         self.runner = JobRunner(
             self.jobs,
             self.library,
-            self.evaluator,
+            self.evaluations,
             self.leases,
             self.replicas,
             self.judge,

@@ -1,1 +1,1 @@
-"""pass@k of a policy: scheduled while a job trains, or on demand."""
+"""pass@k of a policy: `scorer` samples and judges, `queue` says what is evaluated next and keeps the results."""

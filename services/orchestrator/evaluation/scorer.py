@@ -71,10 +71,10 @@ class Scorer:
     judge: RpcClient
     width: int
 
-    def score(self, task: EvaluationTask, wanted: Callable[[], bool]) -> list[ProblemScore]:
-        """Each problem's score, in the exam's order. Raises Stopped once `wanted` says no, SpoError otherwise."""
+    def score(self, task: EvaluationTask, is_wanted: Callable[[], bool]) -> list[ProblemScore]:
+        """The scores in the order of the task's problems. Raises Stopped once `is_wanted` says no, and SpoErrors."""
         with ThreadPoolExecutor(self.width, thread_name_prefix="scoring") as pool:
-            futures = [pool.submit(self._patiently, task, problem, wanted) for problem in task.problems]
+            futures = [pool.submit(self._patiently, task, problem, is_wanted) for problem in task.problems]
             try:
                 return [future.result() for future in futures]
             except BaseException:
@@ -82,11 +82,11 @@ class Scorer:
                     future.cancel()
                 raise
 
-    def _patiently(self, task: EvaluationTask, problem: Problem, wanted: Callable[[], bool]) -> ProblemScore:
+    def _patiently(self, task: EvaluationTask, problem: Problem, is_wanted: Callable[[], bool]) -> ProblemScore:
         group = _group(task, problem)
         deadline = time.monotonic() + PROBLEM_SECONDS
         while True:
-            if not wanted():
+            if not is_wanted():
                 raise Stopped
             try:
                 return self._once(problem, group)

@@ -17,7 +17,7 @@ from typing import Any
 import redis
 
 from services.orchestrator.datasets.library import TaskLibrary
-from services.orchestrator.evaluation.scheduled import Evaluator
+from services.orchestrator.evaluation.queue import EvaluationQueue
 from services.orchestrator.evaluation.scorer import upload_tests
 from services.orchestrator.experience.availability import await_stored, needs_estimates, write_prompts
 from services.orchestrator.jobs.commit import Write
@@ -53,7 +53,7 @@ class JobRunner:
         self,
         jobs: JobStore,
         library: TaskLibrary,
-        evaluator: Evaluator,
+        evaluations: EvaluationQueue,
         leases: Leases,
         replicas: ReplicaRegistry,
         judge: RpcClient,
@@ -64,7 +64,7 @@ class JobRunner:
     ) -> None:
         self.jobs = jobs
         self.library = library
-        self.evaluator = evaluator
+        self.evaluations = evaluations
         self.leases = leases
         self.replicas = replicas
         self.judge = judge
@@ -207,7 +207,7 @@ class JobRunner:
 
     def _finish_when_trained(self, job_id: str) -> None:
         trained = self.jobs.record(job_id).get("trained_steps")
-        if trained is not None and self.evaluator.due(job_id) is None:
+        if trained is not None and self.evaluations.due(job_id) is None:
             reason = f"{trained} steps trained and evaluated"
             self.jobs.transition(job_id, JobState.SUCCEEDED, reason, writes=[_unfeed(job_id)])
 

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from services.orchestrator.auth.principals import Principal
 from services.orchestrator.container import AppContext
-from services.orchestrator.evaluation.on_demand import OnDemandEvaluation
+from services.orchestrator.evaluation.queue import RequestedEvaluation
 from services.orchestrator.http import views
 from services.orchestrator.http.dependencies import ContextOf, PrincipalOf
 from spo.errors import FieldViolation, InvalidInput, NotFound
@@ -21,7 +22,7 @@ EvaluationId = Annotated[str, Path(pattern=r"^eval_[0-9A-HJKMNP-TV-Z]{26}$")]
 
 
 class EvaluationRequest(BaseModel):
-    """Which policy, and the exam. Without version and checkpoint_step: the newest version; 0 is the reference."""
+    """What to evaluate and how. Without version and checkpoint_step: the newest version; 0 is the reference."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -54,34 +55,36 @@ class EvaluationList(BaseModel):
 
 
 @router.post("", status_code=202)
-def ask(context: ContextOf, principal: PrincipalOf, wanted: EvaluationRequest, response: Response) -> Evaluation:
-    """Queue an evaluation; it is carried out when no other job is active."""
+def request_evaluation(
+    context: ContextOf, principal: PrincipalOf, wanted: EvaluationRequest, response: Response
+) -> Evaluation:
+    """Queue an evaluation; it is carried out once its job has replicas, or no job wants any."""
     _check_owner(context, principal.sees_tenant, wanted.job_id)
     context.require_usable(wanted.tasks, principal.sees_tenant)
     if wanted.samples < max(wanted.ks):
         message = f"pass@{max(wanted.ks)} needs at least {max(wanted.ks)} samples"
         raise InvalidInput(message, code="invalid_request", violations=(FieldViolation("/ks", message),))
     protocol = EvaluationSpec(samples=wanted.samples, temperature=wanted.temperature, top_p=wanted.top_p, ks=wanted.ks)
-    asked = context.on_demand_evaluations.ask(wanted.job_id, _version(context, wanted), wanted.tasks, protocol)
-    response.headers["Location"] = f"/v1/evaluations/{asked.id}"
-    return _shown(asked)
+    requested = context.evaluations.request(wanted.job_id, _version(context, wanted), wanted.tasks, protocol)
+    response.headers["Location"] = f"/v1/evaluations/{requested.id}"
+    return _shown(requested)
 
 
 @router.get("")
 def list_evaluations(context: ContextOf, principal: PrincipalOf) -> EvaluationList:
     """Newest first."""
-    found = [each for each in context.on_demand_evaluations.all() if _may_see(context, principal.sees_tenant, each)]
-    for each in found:
-        if each.result:
-            each.result.pop("per_problem", None)
-    return EvaluationList(items=[_shown(each) for each in found])
+    found = [requested for requested in context.evaluations.requested() if _may_see(principal, requested)]
+    for requested in found:
+        if requested.result:
+            requested.result.pop("per_problem", None)
+    return EvaluationList(items=[_shown(requested) for requested in found])
 
 
 @router.get("/{evaluation_id}")
 def get_evaluation(context: ContextOf, principal: PrincipalOf, evaluation_id: EvaluationId) -> Evaluation:
     """One evaluation with its table of problems."""
-    found = context.on_demand_evaluations.get(evaluation_id)
-    if not _may_see(context, principal.sees_tenant, found):
+    found = context.evaluations.get(evaluation_id)
+    if not _may_see(principal, found):
         raise NotFound(f"there is no evaluation {evaluation_id}", code="evaluation_not_found")
     return _shown(found)
 
@@ -90,7 +93,7 @@ def _version(context: AppContext, wanted: EvaluationRequest) -> int:
     if wanted.version is not None:
         return wanted.version
     if wanted.checkpoint_step is None:
-        return max((int(each["version"]) for each in context.weights.versions(wanted.job_id)), default=0)
+        return max((int(published["version"]) for published in context.weights.versions(wanted.job_id)), default=0)
     heads = {head.step: head for head in views.checkpoints(context, wanted.job_id)}
     if wanted.checkpoint_step not in heads:
         message = f"job {wanted.job_id} has checkpoints at {sorted(heads) or 'no step'}"
@@ -100,18 +103,12 @@ def _version(context: AppContext, wanted: EvaluationRequest) -> int:
     return heads[wanted.checkpoint_step].weight_version
 
 
-def _shown(found: OnDemandEvaluation) -> Evaluation:
-    return Evaluation(**asdict(found))
+def _shown(requested: RequestedEvaluation) -> Evaluation:
+    return Evaluation(**asdict(requested))
 
 
-def _may_see(context: AppContext, tenant: str | None, found: OnDemandEvaluation) -> bool:
-    """Whether a tenant (None: all of them) owns an evaluation, also once its job is deleted."""
-    if tenant is None or found.tenant is not None:
-        return tenant in (None, found.tenant)
-    try:
-        return context.jobs.tenant(found.job_id) == tenant
-    except NotFound:
-        return False
+def _may_see(principal: Principal, requested: RequestedEvaluation) -> bool:
+    return principal.sees_tenant in (None, requested.tenant)
 
 
 def _check_owner(context: AppContext, tenant: str | None, job_id: str) -> None:

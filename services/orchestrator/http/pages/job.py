@@ -48,7 +48,7 @@ def show_evaluations(request: Request, context: ContextOf, job_id: JobId) -> Res
     facts = {
         "job": views.job(context, job_id),
         "results": [views.brief(each) for each in evaluation_results(context.redis, job_id)][::-1],
-        "asked": [each for each in context.on_demand_evaluations.all() if each.job_id == job_id],
+        "asked": [asked for asked in context.evaluations.requested() if asked.job_id == job_id],
         "versions": [each["version"] for each in context.weights.versions(job_id)][::-1],
     }
     if is_part(request):

@@ -14,17 +14,19 @@ from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.auth.principals import Principal
 from services.orchestrator.container import AppContext
 from services.orchestrator.http.api.evaluations import list_evaluations
+from services.orchestrator.jobs.series import evaluation_results
 from spo import redis_keys
 from spo.spec.job_spec import EvaluationSpec, parse_job_spec
 from spo.testing.peers import RIGHT, ServiceDoubles
 from spo.v1 import orchestrator_service_pb2 as wire
+from spo.v1.prompt_pb2 import PromptGroup
 
 Until = Callable[[Callable[[], Any], str], Any]
 
 
 @pytest.fixture
-def examining(context: AppContext) -> Iterator[None]:
-    thread = threading.Thread(target=context.on_demand_evaluations.run, args=(context.stop,))
+def working_off(context: AppContext) -> Iterator[None]:
+    thread = threading.Thread(target=context.evaluations.run, args=(context.stop,))
     thread.start()
     yield
     context.stop.set()
@@ -50,7 +52,7 @@ def ended(api: httpx.Client, evaluation_id: str) -> dict[str, Any] | None:
     return found if found["state"] in ("succeeded", "failed") else None
 
 
-@pytest.mark.usefixtures("examining")
+@pytest.mark.usefixtures("working_off")
 def test_a_finished_jobs_checkpoint_is_evaluated_on_its_problems(
     api: httpx.Client, peers: ServiceDoubles, finished_job: str, until: Until
 ) -> None:
@@ -72,7 +74,7 @@ def test_a_finished_jobs_checkpoint_is_evaluated_on_its_problems(
     assert "per_problem" not in listed["result"]
 
 
-@pytest.mark.usefixtures("examining")
+@pytest.mark.usefixtures("working_off")
 def test_another_task_set_is_given_to_the_judges_first(
     api: httpx.Client, peers: ServiceDoubles, finished_job: str, until: Until
 ) -> None:
@@ -86,7 +88,7 @@ def test_another_task_set_is_given_to_the_judges_first(
     assert set(peers.inference.versions) == {0}
 
 
-@pytest.mark.usefixtures("examining")
+@pytest.mark.usefixtures("working_off")
 def test_an_evaluation_waits_for_the_job_that_trains_and_then_has_the_replicas(
     api: httpx.Client,
     context: AppContext,
@@ -95,6 +97,8 @@ def test_an_evaluation_waits_for_the_job_that_trains_and_then_has_the_replicas(
     document: dict[str, Any],
     until: Until,
 ) -> None:
+    # Without held-out problems of its own, so that only the request asks the replicas.
+    document["tasks"]["evaluation_problems"] = 0
     training = context.jobs.submit(parse_job_spec(document))
     context.replicas.beat(wire.HeartbeatRequest(replica_id="r1", pool="inference"))
     assert context.assigner.run_of("r1") == ""
@@ -118,16 +122,64 @@ def test_an_evaluation_waits_for_the_job_that_trains_and_then_has_the_replicas(
     assert context.assigner.run_of("r1") == ""
 
 
+def test_a_request_waits_for_what_the_schedule_of_a_training_job_owes(
+    context: AppContext, peers: ServiceDoubles, document: dict[str, Any], until: Until
+) -> None:
+    training = context.jobs.submit(parse_job_spec(document))
+    context.replicas.beat(wire.HeartbeatRequest(replica_id="r1", pool="inference"))
+    context.runner.tick()
+    requested = context.evaluations.request(training, 0, None, EvaluationSpec())
+    sampled: list[str] = []
+
+    def respond(group: PromptGroup, index: int) -> str:
+        name = group.group_id.removeprefix(f"{training}-").rpartition("-")[0]
+        if name not in sampled:
+            sampled.append(name)
+        return RIGHT
+
+    peers.inference.respond = respond
+    thread = threading.Thread(target=context.evaluations.run, args=(context.stop,))
+    thread.start()
+
+    until(lambda: context.evaluations.get(requested.id).state == "succeeded", "the request is answered")
+
+    context.stop.set()
+    thread.join(20)
+    assert sampled == ["evaluation-0", requested.id]
+    assert [result["step"] for result in evaluation_results(context.redis, training)] == [0]
+
+
+def test_a_request_that_a_stop_interrupted_is_answered_by_the_next_process(
+    open_context: Callable[..., AppContext], context: AppContext, finished_job: str, peers: ServiceDoubles, until: Until
+) -> None:
+    requested = context.evaluations.request(finished_job, 2, None, EvaluationSpec())
+    peers.inference.unready = 1_000_000
+    thread = threading.Thread(target=context.evaluations.run, args=(context.stop,))
+    thread.start()
+    until(lambda: context.evaluations.get(requested.id).state == "running", "the evaluation begins")
+    context.stop.set()
+    thread.join(20)
+    assert not thread.is_alive(), "a stop ends the wait for replicas"
+    peers.inference.unready = 0
+
+    successor = open_context()
+    thread = threading.Thread(target=successor.evaluations.run, args=(successor.stop,))
+    thread.start()
+    until(lambda: successor.evaluations.get(requested.id).state == "succeeded", "the request is answered")
+    successor.stop.set()
+    thread.join(20)
+
+
 def test_a_poisoned_evaluation_fails_and_the_next_one_is_carried_out(
     api: httpx.Client, context: AppContext, finished_job: str, until: Until
 ) -> None:
-    poisoned = context.on_demand_evaluations.ask(finished_job, 1, None, EvaluationSpec())
+    poisoned = context.evaluations.request(finished_job, 1, None, EvaluationSpec())
     stored = json.loads(context.redis.hget(redis_keys.on_demand_evaluations(), poisoned.id) or b"")
     # As an older release may have left it: fields that no longer are.
     damaged = json.dumps(stored | {"protocol": {"gone": 1}})
     context.redis.hset(redis_keys.on_demand_evaluations(), poisoned.id, damaged)
     asked = api.post("/v1/evaluations", json={"job_id": finished_job})
-    thread = threading.Thread(target=context.on_demand_evaluations.run, args=(context.stop,))
+    thread = threading.Thread(target=context.evaluations.run, args=(context.stop,))
     thread.start()
 
     found = until(lambda: ended(api, asked.json()["id"]), "the evaluation ends")
@@ -135,14 +187,14 @@ def test_a_poisoned_evaluation_fails_and_the_next_one_is_carried_out(
     context.stop.set()
     thread.join(20)
     assert found["state"] == "succeeded"
-    failed = context.on_demand_evaluations.get(poisoned.id)
+    failed = context.evaluations.get(poisoned.id)
     assert (failed.state, failed.failure["code"]) == ("failed", "internal")
     assert context.redis.zcard(own_keys.open_evaluations()) == 0
 
 
 def test_evaluations_of_a_deleted_job_stay_with_their_tenant(context: AppContext, document: dict[str, Any]) -> None:
     job_id = context.jobs.submit(parse_job_spec(document), tenant="red")
-    context.on_demand_evaluations.ask(job_id, 0, None, EvaluationSpec())
+    context.evaluations.request(job_id, 0, None, EvaluationSpec())
     context.jobs.fail(job_id, "test", "it ended")
     context.deletion.delete(job_id)
 

@@ -95,7 +95,7 @@ def test_a_fork_starts_from_the_newest_weights_and_keeps_pi0(
     assert load_file(stored.files[0])["w"][0] == 2
     grant = lease(context, job["id"])
     assert (grant.start_version, grant.next_weight_version) == (1, 2)
-    due = context.evaluator.due(job["id"])
+    due = context.evaluations.due(job["id"])
     assert due is not None
     assert (due.step, due.version) == (0, 1)
     assert [event.kind for event in context.jobs.events(parent)][-1] == "forked"

@@ -27,7 +27,7 @@ Until = Callable[[Callable[[], Any], str], Any]
 @contextmanager
 def at_work(context: AppContext) -> Iterator[None]:
     """The desk's loops in threads, as its process runs them."""
-    loops = (context.runner.run, context.dispatcher.run, context.evaluator.run)
+    loops = (context.runner.run, context.dispatcher.run, context.evaluations.run)
     threads = [threading.Thread(target=loop, args=(context.stop,)) for loop in loops]
     for thread in threads:
         thread.start()
