@@ -39,6 +39,11 @@ def pivotal() -> str:
     return "spo:pivotal"
 
 
+def entries_in_flight(run_id: str) -> str:
+    """Hash: stream shared by all runs -> the run's unfinished entries on it. Moved in the same step as the entries."""
+    return f"spo:{run_id}:entries_in_flight"
+
+
 def weights(run_id: str) -> str:
     """Stream: WeightAnnouncement, append only. Orchestrator -> inference replicas (read from the newest, no group)."""
     return f"spo:{run_id}:weights"

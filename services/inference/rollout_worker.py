@@ -128,7 +128,13 @@ class RolloutWorker:
         try:
             rollouts = held.started.result(timeout_seconds=0)
             held.span.note(tokens=sum(len(each.response_token_ids) for each in rollouts.trajectories))
-            held.consumer.forward(held.entry, redis_keys.rollouts(), rollouts.SerializeToString(), held.span.header)
+            held.consumer.forward(
+                held.entry,
+                redis_keys.rollouts(),
+                rollouts.SerializeToString(),
+                held.span.header,
+                run_id=rollouts.request.run_id,
+            )
             held.span.end()
         except redis.RedisError as error:
             log.warning("cannot write rollouts; trying again", reason=str(error))

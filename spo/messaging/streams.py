@@ -1,9 +1,12 @@
 """The belt: the only XADD / XREADGROUP / XACK / XAUTOCLAIM of the platform.
 
 An entry is one serialized protobuf message under the field `payload`; where traces are on, `trace` says which span it
-belongs to. Delivery is at least once: an entry stays pending until its handler's outcome is written. `forward` writes
-the next hop and acknowledges in one atomic step, and only the first of two deliveries can do it, so a redelivered entry
-never appears twice on the next stream. Work streams are never trimmed: trimming deletes pending entries silently. After
+belongs to. On a stream that all runs share, `run` names the run that the entry is counted for: `entries_in_flight`
+changes in the same atomic step as the entries, and is exact whatever is redelivered or killed.
+
+Delivery is at least once: an entry stays pending until its handler's outcome is written. `forward` writes the next hop
+and acknowledges in one atomic step, and only the first of two deliveries can do it, so a redelivered entry never appears
+twice on the next stream. Work streams are never trimmed: trimming deletes pending entries silently. After
 `max_deliveries` an entry goes to `<stream>:dead` with a reason.
 """
 
@@ -26,33 +29,65 @@ log = get_logger("streams")
 
 MAX_DELIVERIES = 5
 
-# KEYS: source stream, next stream.  ARGV: group, entry id, payload for the next stream, its trace.
+# One entry of a run less on a stream. Never below none: the counts go with a deleted run, its entries may outlast it.
+_UNCOUNT = """
+local function uncount(counts, stream)
+  if redis.call('HINCRBY', counts, stream, -1) <= 0 then redis.call('HDEL', counts, stream) end
+end
+"""
+
+# KEYS: source stream, next stream, counts of the run.  ARGV: group, entry id, payload for the next stream, its trace,
+#       run that the next entry counts for or '', run that the source entry counted for or ''.
 # Returns 1 when this call finished the entry, 0 when another delivery had finished it before.
-_FINISH = """
+_FORWARD = f"""
+{_UNCOUNT}
 if redis.call('XACK', KEYS[1], ARGV[1], ARGV[2]) == 0 then return 0 end
-if ARGV[4] ~= '' then redis.call('XADD', KEYS[2], '*', 'payload', ARGV[3], 'trace', ARGV[4])
-else redis.call('XADD', KEYS[2], '*', 'payload', ARGV[3]) end
+local fields = {{'payload', ARGV[3]}}
+if ARGV[4] ~= '' then fields[3], fields[4] = 'trace', ARGV[4] end
+if ARGV[5] ~= '' then
+  fields[#fields + 1] = 'run'
+  fields[#fields + 1] = ARGV[5]
+  redis.call('HINCRBY', KEYS[3], KEYS[2], 1)
+end
+redis.call('XADD', KEYS[2], '*', unpack(fields))
 redis.call('XDEL', KEYS[1], ARGV[2])
+if ARGV[6] ~= '' then uncount(KEYS[3], KEYS[1]) end
 return 1
 """
 
-# KEYS: source stream, dead-letter stream.  ARGV: group, entry id, payload, reason, deliveries, unix ms.
-_DEAD_LETTER = """
+# KEYS: stream, counts of the run.  ARGV: group, entry id.  For an entry that is counted.
+_FINISH = f"""
+{_UNCOUNT}
+if redis.call('XACK', KEYS[1], ARGV[1], ARGV[2]) == 0 then return 0 end
+redis.call('XDEL', KEYS[1], ARGV[2])
+uncount(KEYS[2], KEYS[1])
+return 1
+"""
+
+# KEYS: source stream, dead-letter stream, counts of the run.  ARGV: group, entry id, payload, reason, deliveries,
+#       unix ms, run that the entry counted for or ''.
+_DEAD_LETTER = f"""
+{_UNCOUNT}
 if redis.call('XACK', KEYS[1], ARGV[1], ARGV[2]) == 0 then return 0 end
 redis.call('XADD', KEYS[2], '*', 'payload', ARGV[3], 'reason', ARGV[4], 'deliveries', ARGV[5], 'at_unix_ms', ARGV[6])
 redis.call('XDEL', KEYS[1], ARGV[2])
+if ARGV[7] ~= '' then uncount(KEYS[3], KEYS[1]) end
 return 1
 """
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One delivery of a stream entry; deliveries counts from 1, trace is a traceparent or ""."""
+    """One delivery of a stream entry; deliveries counts from 1, trace is a traceparent or "".
+
+    run_id is the run that it is counted for, "" on a stream of one run.
+    """
 
     entry_id: str
     payload: bytes
     deliveries: int
     trace: str = ""
+    run_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,6 +110,26 @@ def append_words(stream: str, payload: bytes, trace: str = "") -> tuple[str | by
     """The command that appends one message, for writers whose append is part of a larger atomic step."""
     words = ("XADD", stream, "*", "payload", payload)
     return (*words, "trace", trace) if trace else words
+
+
+def counted_append_words(stream: str, payload: bytes, run_id: str) -> list[tuple[str | bytes | int, ...]]:
+    """The commands that append one message to a stream that runs share, counted for its run; for one atomic step."""
+    return [
+        (*append_words(stream, payload), "run", run_id),
+        ("HINCRBY", redis_keys.entries_in_flight(run_id), stream, 1),
+    ]
+
+
+def entries_of_run(client: redis.Redis, run_id: str, own: str, shared: Sequence[str]) -> dict[str, int]:
+    """The unfinished entries of a run on its own stream and on streams that it shares, all at one moment."""
+    with client.pipeline(transaction=True) as pipe:
+        pipe.hmget(redis_keys.entries_in_flight(run_id), list(shared))
+        for stream in (own, *shared):
+            pipe.xlen(stream)
+        counts, length, *lengths = pipe.execute()
+    # At most what is there: should somebody empty a stream by hand, no count outlasts its entries.
+    found = (min(int(count or 0), there) for count, there in zip(counts, lengths, strict=True))
+    return {own: length} | dict(zip(shared, found, strict=True))
 
 
 def depth(client: redis.Redis, stream: str, group: str) -> StreamDepth:
@@ -157,28 +212,34 @@ class Consumer:
                 self.stream, self.group, self.name, 0, [entry.entry_id for entry in entries], justid=True
             )
 
-    def forward(self, entry: Entry, next_stream: str, payload: bytes, trace: str = "") -> bool:
+    def forward(self, entry: Entry, next_stream: str, payload: bytes, trace: str = "", run_id: str = "") -> bool:
         """Write the next hop, acknowledge and delete, atomically; False if another delivery did so before.
 
-        The next hop belongs to the span `trace`, else to the entry's.
+        The next hop belongs to the span `trace` and is counted for the run `run_id`, else as the entry was.
         """
-        arguments = (self.group, entry.entry_id, payload, trace or entry.trace)
-        return bool(self.client.eval(_FINISH, 2, self.stream, next_stream, *arguments))
+        counted_for = run_id or entry.run_id
+        keys = self.stream, next_stream, redis_keys.entries_in_flight(counted_for)
+        arguments = (self.group, entry.entry_id, payload, trace or entry.trace, counted_for, entry.run_id)
+        return bool(self.client.eval(_FORWARD, len(keys), *keys, *arguments))
 
     def finish(self, entries: Sequence[Entry]) -> None:
         """Acknowledge and delete entries whose effect has been written elsewhere."""
         with self.client.pipeline(transaction=True) as pipe:
             for entry in entries:
-                pipe.xack(self.stream, self.group, entry.entry_id)
-                pipe.xdel(self.stream, entry.entry_id)
+                if entry.run_id:
+                    counts = redis_keys.entries_in_flight(entry.run_id)
+                    pipe.eval(_FINISH, 2, self.stream, counts, self.group, entry.entry_id)
+                else:
+                    pipe.xack(self.stream, self.group, entry.entry_id)
+                    pipe.xdel(self.stream, entry.entry_id)
             pipe.execute()
 
     def dead_letter(self, entry: Entry, reason: str) -> None:
         """Move an entry to the dead letters with its reason."""
         at_unix_ms = str(int(time.time() * 1000))
-        dead = redis_keys.dead_letters(self.stream)
-        arguments = (self.group, entry.entry_id, entry.payload, reason[:2000], str(entry.deliveries), at_unix_ms)
-        if self.client.eval(_DEAD_LETTER, 2, self.stream, dead, *arguments):
+        keys = self.stream, redis_keys.dead_letters(self.stream), redis_keys.entries_in_flight(entry.run_id)
+        facts = (entry.payload, reason[:2000], str(entry.deliveries), at_unix_ms, entry.run_id)
+        if self.client.eval(_DEAD_LETTER, len(keys), *keys, self.group, entry.entry_id, *facts):
             metrics.DEAD_LETTERS.labels(stream=self.stream_label()).inc()
             log.error("dead letter", stream=self.stream, entry=entry.entry_id, reason=reason[:500])
 
@@ -227,7 +288,13 @@ def _flat(entries: Any) -> list[Any]:
 
 def _entry(raw: Any, deliveries: int) -> Entry:
     entry_id, fields = raw
-    return Entry(entry_id.decode(), fields[b"payload"], deliveries, fields.get(b"trace", b"").decode())
+    return Entry(
+        entry_id.decode(),
+        fields[b"payload"],
+        deliveries,
+        trace=fields.get(b"trace", b"").decode(),
+        run_id=fields.get(b"run", b"").decode(),
+    )
 
 
 def consume(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from services.orchestrator.container import AppContext
 from services.orchestrator.jobs.leases import now_ms
 from services.orchestrator.jobs.series import training_series
-from services.orchestrator.lifecycle.monitor import pipeline_depths
+from services.orchestrator.lifecycle.pipeline import entries_in_pipeline
 from spo import redis_keys
 from spo.messaging.streams import oldest_unix_ms
 from spo.spec.job_state import JobState
@@ -51,8 +51,8 @@ def _mean(column: Sequence[float | None]) -> float | None:
 
 
 def _pipeline(context: AppContext, job_id: str) -> list[Wait]:
-    """The oldest entry of each stream; all streams but the prompts are shared with other jobs."""
-    depths = pipeline_depths(context.redis, job_id).waiting()
+    """How old the oldest entry is of each stream where the job has some; all but `prompts` are shared with others."""
+    entries = entries_in_pipeline(context.redis, job_id)
     stages = (
         ("estimates", redis_keys.estimates(), "prompts without a value", "value-estimation", "pi0 is being sampled"),
         ("pivotal", redis_keys.pivotal(), "pivotal searches", "value-estimation", "prefixes are being rolled out"),
@@ -64,6 +64,6 @@ def _pipeline(context: AppContext, job_id: str) -> list[Wait]:
     waits = []
     for name, stream, who, whom, meaning in stages:
         since = oldest_unix_ms(context.redis, stream)
-        if since is not None and depths[name]:
-            waits.append(Wait(who, whom, max(0, now - since) / 1000, depths[name], meaning))
+        if since is not None and entries[name]:
+            waits.append(Wait(who, whom, max(0, now - since) / 1000, entries[name], meaning))
     return waits

@@ -16,6 +16,7 @@ from services.orchestrator.jobs.commit import Commit, Precondition, Write
 from services.orchestrator.jobs.leases import now_ms
 from services.orchestrator.jobs.seeds import seed_of
 from services.orchestrator.jobs.store import JobStore
+from services.orchestrator.lifecycle.pipeline import groups_in_pipeline
 from spo import redis_keys
 from spo.algorithm.replay_sampling import value_spread
 from spo.errors import PreconditionFailed, SpoError
@@ -155,14 +156,6 @@ class PromptDispatcher:
 
 def _spread(value: PromptValue) -> float:
     return value_spread(value.successes / value.samples) if value.samples else 0.0
-
-
-def groups_in_pipeline(client: redis.Redis, run_id: str) -> int:
-    """Groups dispatched and not yet in the replay buffer: finished entries are deleted, so lengths count them."""
-    with client.pipeline(transaction=True) as pipe:
-        for stream in (redis_keys.prompts(run_id), redis_keys.rollouts(), redis_keys.verdicts()):
-            pipe.xlen(stream)
-        return sum(map(int, pipe.execute()))
 
 
 def _span(group: PromptGroup) -> tracing.Span:

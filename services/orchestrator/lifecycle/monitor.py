@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -14,11 +13,11 @@ import redis
 from services.orchestrator.jobs.leases import Leases, now_ms
 from services.orchestrator.jobs.series import evaluation_results, latest_point, latest_step
 from services.orchestrator.jobs.store import JobStore
+from services.orchestrator.lifecycle.pipeline import entries_in_pipeline
 from services.orchestrator.lifecycle.shared_rollout_rules import state_in_words
 from services.orchestrator.replicas.assignment import ReplicaAssigner
 from services.orchestrator.replicas.registry import ReplicaRegistry
 from spo import redis_keys
-from spo.messaging.streams import StreamDepth, depths
 from spo.spec.job_state import JobState
 from spo.v1.trajectory_pb2 import RolloutGroup
 from spo.v1.value_pb2 import EstimateRequest
@@ -29,33 +28,6 @@ MIN_DEAD_LETTERS = 3
 MAX_DEAD_READ = 10_000
 # Those whose heartbeats tell how busy they are.
 MEASURED_POOLS = ("inference", "sandbox-judge")
-
-
-@dataclass(frozen=True)
-class PipelineDepths:
-    """How much waits at each stage; all but prompts are shared by all runs."""
-
-    estimates: StreamDepth
-    pivotal: StreamDepth
-    prompts: StreamDepth
-    rollouts: StreamDepth
-    verdicts: StreamDepth
-
-    def waiting(self) -> dict[str, int]:
-        """Entries unfinished per stream."""
-        return {name: stage.lag + stage.pending for name, stage in vars(self).items()}
-
-
-def pipeline_depths(client: redis.Redis, run_id: str) -> PipelineDepths:
-    """The depths of the streams a run passes through."""
-    stages = {
-        "estimates": (redis_keys.estimates(), redis_keys.VALUE_GROUP),
-        "pivotal": (redis_keys.pivotal(), redis_keys.VALUE_GROUP),
-        "prompts": (redis_keys.prompts(run_id), redis_keys.INFERENCE_GROUP),
-        "rollouts": (redis_keys.rollouts(), redis_keys.JUDGE_GROUP),
-        "verdicts": (redis_keys.verdicts(), redis_keys.INGEST_GROUP),
-    }
-    return PipelineDepths(**dict(zip(stages, depths(client, list(stages.values())), strict=True)))
 
 
 def dead_letters(client: redis.Redis, run_id: str) -> dict[str, int]:
@@ -87,7 +59,7 @@ def waits(
     if state not in (JobState.ESTIMATING, JobState.RUNNING):
         return []
     pools = replicas.counts()
-    waiting = pipeline_depths(jobs.client, job_id).waiting()
+    waiting = entries_in_pipeline(jobs.client, job_id)
     found = []
     if assigner.left_out(job_id):
         found.append("no inference replica is assigned to the job: there are fewer than jobs that run")
@@ -153,7 +125,7 @@ class Watch:
     def _sample(self, job_id: str) -> None:
         key = redis_keys.job_platform_series(job_id)
         at = now_ms()
-        waiting = pipeline_depths(self.jobs.client, job_id).waiting()
+        waiting = entries_in_pipeline(self.jobs.client, job_id)
         sample: dict[str, float] = {
             "at_unix_ms": at,
             "step": latest_step(self.jobs.client, job_id),

@@ -6,7 +6,7 @@ the trainer hears with its next renewal. Training goes on meanwhile, with the re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from services.orchestrator.datasets.library import TaskLibrary, prompt_of
@@ -15,7 +15,7 @@ from services.orchestrator.jobs.seeds import seed_of
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.replicas.weights import REFERENCE_VERSION, WeightAnnouncements
 from spo import redis_keys
-from spo.messaging.streams import append_words
+from spo.messaging.streams import counted_append_words
 from spo.spec.job_spec import JobSpec
 from spo.spec.job_state import JobState
 from spo.spec.prompt_values import qhat_0
@@ -95,27 +95,23 @@ class ReferenceRefresh:
         self.jobs.once(job_id, guard, "reference", body, [("HSET", key, _IN_FORCE, version)])
 
 
-def _requests(job_id: str, spec: JobSpec, version: dict[str, Any], problems: Sequence[Problem]) -> list[Write]:
+def _requests(job_id: str, spec: JobSpec, version: dict[str, Any], problems: Sequence[Problem]) -> Iterator[Write]:
     refresh, value = spec.algorithm.reference_refresh, spec.value
     assert refresh is not None
     assert value is not None
-    return [
-        append_words(
-            redis_keys.estimates(),
-            EstimateRequest(
-                run_id=job_id,
-                prompt=prompt_of(problem, spec),
-                reference_version=int(version["version"]),
-                reference_hash=version["manifest_digest"],
-                sampling=Sampling(
-                    samples=refresh.samples,
-                    temperature_min=value.temperature,
-                    temperature_max=value.temperature,
-                    top_p=value.top_p,
-                    max_tokens=spec.model.max_response_tokens,
-                    seed=seed_of(spec.seed, "reference", version["version"], problem.problem_id),
-                ),
-            ).SerializeToString(),
+    for problem in problems:
+        request = EstimateRequest(
+            run_id=job_id,
+            prompt=prompt_of(problem, spec),
+            reference_version=int(version["version"]),
+            reference_hash=version["manifest_digest"],
+            sampling=Sampling(
+                samples=refresh.samples,
+                temperature_min=value.temperature,
+                temperature_max=value.temperature,
+                top_p=value.top_p,
+                max_tokens=spec.model.max_response_tokens,
+                seed=seed_of(spec.seed, "reference", version["version"], problem.problem_id),
+            ),
         )
-        for problem in problems
-    ]
+        yield from counted_append_words(redis_keys.estimates(), request.SerializeToString(), job_id)

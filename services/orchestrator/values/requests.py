@@ -13,7 +13,7 @@ from services.orchestrator.jobs.commit import Commit, Precondition, Write
 from services.orchestrator.jobs.seeds import seed_of
 from services.orchestrator.jobs.store import JobStore
 from spo import redis_keys
-from spo.messaging.streams import append_words
+from spo.messaging.streams import counted_append_words
 from spo.spec.job_spec import JobSpec
 from spo.spec.job_state import JobState
 from spo.tasks.problem import Problem, TaskSets
@@ -30,10 +30,10 @@ def publish_estimates(jobs: JobStore, job_id: str, tasks: TaskSets) -> None:
     spec = jobs.spec(job_id)
     clean = Decontamination(tasks, spec)
 
-    def entry(problem: Problem) -> Write:
+    def entry(problem: Problem) -> Sequence[Write]:
         request = _request(job_id, spec, problem)
         request.import_experience = clean.may_import(problem)
-        return append_words(redis_keys.estimates(), request.SerializeToString())
+        return counted_append_words(redis_keys.estimates(), request.SerializeToString(), job_id)
 
     done_key = redis_keys.run_values(job_id)
     _publish(jobs, job_id, tasks.train, position_field="estimates_published", done_key=done_key, entry=entry)
@@ -46,9 +46,9 @@ def publish_pivotal(jobs: JobStore, job_id: str, problems: Sequence[Problem]) ->
     """Put the prompts whose correct trajectories are not yet searched for pivotal tokens on the stream `pivotal`."""
     spec = jobs.spec(job_id)
 
-    def entry(problem: Problem) -> Write:
+    def entry(problem: Problem) -> Sequence[Write]:
         request = PivotalRequest(run_id=job_id, prompt=prompt_of(problem, spec))
-        return append_words(redis_keys.pivotal(), request.SerializeToString())
+        return counted_append_words(redis_keys.pivotal(), request.SerializeToString(), job_id)
 
     done_key = redis_keys.run_pivotal(job_id)
     _publish(jobs, job_id, problems, position_field="pivotal_published", done_key=done_key, entry=entry)
@@ -61,7 +61,7 @@ def _publish(
     *,
     position_field: str,
     done_key: str,
-    entry: Callable[[Problem], Write],
+    entry: Callable[[Problem], Sequence[Write]],
 ) -> None:
     """Continue where an earlier process stopped.
 
@@ -72,7 +72,8 @@ def _publish(
     while position < len(problems):
         chunk = problems[position : position + CHUNK]
         known = jobs.client.hmget(done_key, [problem.problem_id for problem in chunk])
-        writes = [entry(problem) for problem, done in zip(chunk, known, strict=True) if done is None]
+        asked = (problem for problem, done in zip(chunk, known, strict=True) if done is None)
+        writes = [write for problem in asked for write in entry(problem)]
         outcome = Commit(
             job_id,
             (JobState.ESTIMATING,),

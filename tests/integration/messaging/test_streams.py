@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
 import redis
 
 from spo.errors import InvalidInput, NotReady
-from spo.messaging.streams import Consumer, Entry, consume, depth, publish
-from spo.redis_keys import dead_letters
+from spo.messaging.streams import Consumer, Entry, consume, counted_append_words, depth, entries_of_run, publish
+from spo.redis_keys import dead_letters, entries_in_flight
 
 STREAM, NEXT = "spo:test:rollouts", "spo:test:verdicts"
+RUNS = ("job_a", "job_b")
 
 
 def consumer(client: redis.Redis, name: str, **settings: float) -> Consumer:
@@ -98,6 +100,64 @@ def test_a_poison_entry_is_dead_lettered_at_once_and_harms_no_neighbour(redis_cl
 
     assert sorted(payloads(redis_client, NEXT)) == [b"good 1", b"good 2"]
     assert payloads(redis_client, dead_letters(STREAM)) == [b"bad"]
+
+
+def counts(client: redis.Redis) -> dict[str, dict[str, int]]:
+    return {run: entries_of_run(client, run, f"spo:{run}:prompts", [STREAM, NEXT]) for run in RUNS}
+
+
+def on_the_streams(client: redis.Redis) -> dict[str, dict[str, int]]:
+    def held(run: str, stream: str) -> int:
+        return sum(fields.get(b"run", run.encode()) == run.encode() for _, fields in client.xrange(stream))
+
+    return {run: {stream: held(run, stream) for stream in (f"spo:{run}:prompts", STREAM, NEXT)} for run in RUNS}
+
+
+def test_entries_of_a_run_are_counted_exactly_whatever_is_killed_or_redelivered(redis_client: redis.Redis) -> None:
+    """Deliveries die or come back late at random; the counts are those of the entries after each step."""
+    chance = random.Random(0)
+    for run in RUNS:
+        publish(redis_client, f"spo:{run}:prompts", [b"group"] * 30)
+    stages = [
+        *(
+            (run, Consumer(redis_client, f"spo:{run}:prompts", "inference", "i", reclaim_after_seconds=0))
+            for run in RUNS
+        ),
+        ("", Consumer(redis_client, STREAM, "judges", "j", reclaim_after_seconds=0, max_deliveries=3)),
+        ("", Consumer(redis_client, NEXT, "replay", "r", reclaim_after_seconds=0, max_deliveries=3)),
+    ]
+    late: list[tuple[str, Consumer, Entry]] = []
+    for _ in range(400):
+        run, stage = chance.choice(stages)
+        late += [(run, stage, entry) for entry in stage.read(4, 0.001)]
+        # One of the deliveries so far ends, whether or not another of the same entry has ended before.
+        if late:
+            run, stage, entry = late[chance.randrange(len(late))]
+            way = chance.random()
+            if way < 0.1:
+                stage.dead_letter(entry, "poison")
+            elif stage.stream == NEXT:
+                stage.finish([entry])
+            else:
+                stage.forward(entry, STREAM if run else NEXT, b"group", run_id=run)
+        assert counts(redis_client) == on_the_streams(redis_client)
+    assert any(sum(stages.values()) < 30 for stages in counts(redis_client).values())
+
+
+def test_the_end_of_an_entry_after_its_run_was_deleted_leaves_no_count(redis_client: redis.Redis) -> None:
+    first, second = counted_append_words(STREAM, b"1", "gone"), counted_append_words(STREAM, b"2", "gone")
+    for command in (*first, *second):
+        redis_client.execute_command(*command)
+    member = consumer(redis_client, "a")
+    entries = member.read(2, 0.1)
+    redis_client.delete(entries_in_flight("gone"))
+
+    member.finish(entries[:1])
+    member.forward(entries[1], NEXT, b"2")
+    replay = Consumer(redis_client, NEXT, "replay", "r")
+    replay.finish(replay.read(1, 0.1))
+
+    assert not redis_client.exists(entries_in_flight("gone"))
 
 
 def test_a_retryable_fault_leaves_the_entry_pending(redis_client: redis.Redis) -> None:

@@ -12,7 +12,7 @@ from services.orchestrator import schemas
 from services.orchestrator.container import AppContext
 from services.orchestrator.http import views
 from services.orchestrator.http.dependencies import ContextOf, PrincipalOf
-from services.orchestrator.lifecycle.monitor import pipeline_depths
+from services.orchestrator.lifecycle.pipeline import platform_depths
 from spo.errors import NotReady
 from spo.observability.metrics import JOBS, REPLICAS, STREAM_LAG, STREAM_PENDING
 from spo.spec.job_state import ACTIVE
@@ -69,7 +69,6 @@ def refresh_gauges(context: AppContext) -> None:
     REPLICAS.clear()
     for pool, count in context.replicas.counts().items():
         REPLICAS.labels(pool=pool).set(count)
-    active = context.jobs.in_states(ACTIVE)
-    for stream, depth in vars(pipeline_depths(context.redis, active[0] if active else "none")).items():
+    for stream, depth in platform_depths(context.redis, context.jobs.in_states(ACTIVE)).items():
         STREAM_LAG.labels(stream=stream).set(depth.lag)
         STREAM_PENDING.labels(stream=stream).set(depth.pending)

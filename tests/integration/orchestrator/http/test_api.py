@@ -13,7 +13,9 @@ import pytest
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.settings import Settings
+from spo import redis_keys
 from spo.errors import NotReady
+from spo.messaging.streams import publish
 from spo.spec.job_state import JobState
 from spo.testing.peers import ServiceDoubles
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
@@ -274,6 +276,17 @@ def test_metrics_count_the_jobs_by_state(api: httpx.Client, document: Document) 
 
     assert 'spo_jobs{state="queued"} 1.0' in text
     assert 'spo_stream_lag_entries{stream="estimates"} 0.0' in text
+
+
+def test_the_gauges_of_the_prompts_are_those_of_all_active_jobs(
+    context: AppContext, api: httpx.Client, document: Document
+) -> None:
+    for count in (2, 3):
+        job_id = submit(api, document).json()["id"]
+        context.jobs.transition(job_id, JobState.VALIDATING, "test")
+        publish(context.redis, redis_keys.prompts(job_id), [b"group"] * count)
+
+    assert 'spo_stream_lag_entries{stream="prompts"} 5.0' in api.get("/metrics").text
 
 
 def test_trajectories_are_found_by_verdict_and_weights(

@@ -69,8 +69,11 @@ def test_waits_are_told_in_seconds_with_the_longest_first(context: AppContext, j
     context.leases.renew(
         wire.RenewLeaseRequest(run_id=job_id, trainer_id="trainer", epoch=grant.epoch, reports=[report])
     )
-    context.redis.xadd(redis_keys.rollouts(), {"payload": b"x"}, id="1000-0")
-    publish(context.redis, redis_keys.verdicts(), [b"just now"])
+    context.redis.xadd(redis_keys.rollouts(), {"payload": b"x", "run": job_id}, id="1000-0")
+    # Not of this job: nothing of it waits there.
+    publish(context.redis, redis_keys.rollouts(), [b"just now"])
+    context.redis.xadd(redis_keys.verdicts(), {"payload": b"x", "run": "job_OTHER"}, id="1000-0")
+    context.redis.hset(redis_keys.entries_in_flight(job_id), redis_keys.rollouts(), 1)
 
     waits = job_waits(context, job_id, JobState.RUNNING)
 

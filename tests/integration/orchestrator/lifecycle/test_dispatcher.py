@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from services.orchestrator.container import AppContext
+from services.orchestrator.http import views
 from services.orchestrator.jobs.states import CANCEL
+from services.orchestrator.lifecycle.pipeline import groups_in_pipeline
 from spo import redis_keys
 from spo.messaging import streams
 from spo.spec.job_spec import parse_job_spec
@@ -44,6 +46,19 @@ def drain(context: AppContext, job_id: str) -> None:
     reader.finish(reader.read(1000, 0.01))
 
 
+def sample(context: AppContext, job_id: str, count: int) -> None:
+    """Plays the inference replicas."""
+    prompts = streams.Consumer(context.redis, redis_keys.prompts(job_id), redis_keys.INFERENCE_GROUP, "i")
+    for entry in prompts.read(count, 0.01):
+        assert prompts.forward(entry, redis_keys.rollouts(), b"sampled", run_id=job_id)
+
+
+def judge(context: AppContext, count: int) -> None:
+    rollouts = streams.Consumer(context.redis, redis_keys.rollouts(), redis_keys.JUDGE_GROUP, "j")
+    for entry in rollouts.read(count, 0.01):
+        assert rollouts.forward(entry, redis_keys.verdicts(), b"judged")
+
+
 def test_only_what_the_limiter_admits_is_on_the_pipeline(
     context: AppContext, peers: ServiceDoubles, document: dict[str, Any]
 ) -> None:
@@ -58,11 +73,59 @@ def test_work_further_down_the_pipeline_counts_too(
     context: AppContext, peers: ServiceDoubles, document: dict[str, Any]
 ) -> None:
     job_id = running(context, document)
-    streams.publish(context.redis, redis_keys.rollouts(), [b"a"])
-    streams.publish(context.redis, redis_keys.verdicts(), [b"b", b"c"])
+    peers.replay.admissible = 3 * SAMPLES
+    assert context.dispatcher.dispatch(job_id) == 3
+    sample(context, job_id, 3)
+    judge(context, 2)
     peers.replay.admissible = 5 * SAMPLES
 
     assert context.dispatcher.dispatch(job_id) == 2
+
+
+def test_a_job_is_fed_whatever_another_one_has_in_the_pipeline(
+    context: AppContext, peers: ServiceDoubles, document: dict[str, Any]
+) -> None:
+    other, job_id = running(context, document), running(context, document)
+    peers.replay.admissible = 40 * SAMPLES
+    context.dispatcher.dispatch(other)
+    sample(context, other, 40)
+    judge(context, 20)
+    peers.replay.admissible = 5 * SAMPLES
+
+    assert context.dispatcher.dispatch(job_id) == 5
+    assert context.dispatcher.dispatch(other) == 0
+
+
+def test_groups_that_reached_the_buffer_or_were_given_up_on_make_room(
+    context: AppContext, peers: ServiceDoubles, document: dict[str, Any]
+) -> None:
+    job_id = running(context, document)
+    peers.replay.admissible = 6 * SAMPLES
+    context.dispatcher.dispatch(job_id)
+    sample(context, job_id, 6)
+    judge(context, 4)
+    rollouts = streams.Consumer(context.redis, redis_keys.rollouts(), redis_keys.JUDGE_GROUP, "j")
+    verdicts = streams.Consumer(context.redis, redis_keys.verdicts(), redis_keys.INGEST_GROUP, "i")
+    rollouts.dead_letter(rollouts.read(1, 0.01)[0], "poison")
+    verdicts.finish(verdicts.read(3, 0.01))
+
+    assert groups_in_pipeline(context.redis, job_id) == 2
+    assert context.dispatcher.dispatch(job_id) == 4
+
+
+def test_a_job_is_told_to_wait_for_its_own_groups_alone(
+    context: AppContext, peers: ServiceDoubles, document: dict[str, Any]
+) -> None:
+    other, job_id = running(context, document), running(context, document)
+    peers.replay.admissible = 3 * SAMPLES
+    context.dispatcher.dispatch(other)
+    sample(context, other, 3)
+
+    def said(job_id: str) -> str:
+        return " ".join(views.job(context, job_id).waits)
+
+    assert "3 groups wait at sandbox-judge" in said(other)
+    assert "wait at sandbox-judge" not in said(job_id)
 
 
 def test_a_group_carries_the_sampling_of_the_spec(

@@ -1,0 +1,40 @@
+"""How much is on the streams between the services, of one run and of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import redis
+
+from spo import redis_keys
+from spo.messaging.streams import StreamDepth, depths, entries_of_run
+
+# Streams that all runs share, with the group that reads them.
+SHARED_STREAMS = {
+    "estimates": (redis_keys.estimates(), redis_keys.VALUE_GROUP),
+    "pivotal": (redis_keys.pivotal(), redis_keys.VALUE_GROUP),
+    "rollouts": (redis_keys.rollouts(), redis_keys.JUDGE_GROUP),
+    "verdicts": (redis_keys.verdicts(), redis_keys.INGEST_GROUP),
+}
+
+
+def entries_in_pipeline(client: redis.Redis, run_id: str) -> dict[str, int]:
+    """The run's unfinished entries by stream: prompts, and those of SHARED_STREAMS."""
+    shared = [stream for stream, _ in SHARED_STREAMS.values()]
+    prompts, *others = entries_of_run(client, run_id, redis_keys.prompts(run_id), shared).values()
+    return {"prompts": prompts} | dict(zip(SHARED_STREAMS, others, strict=True))
+
+
+def groups_in_pipeline(client: redis.Redis, run_id: str) -> int:
+    """Groups of the run that are dispatched and not yet in the replay buffer."""
+    entries = entries_in_pipeline(client, run_id)
+    return entries["prompts"] + entries["rollouts"] + entries["verdicts"]
+
+
+def platform_depths(client: redis.Redis, run_ids: Sequence[str]) -> dict[str, StreamDepth]:
+    """The depths of the shared streams, and of `prompts` over these runs together."""
+    wanted = [(redis_keys.prompts(run_id), redis_keys.INFERENCE_GROUP) for run_id in run_ids]
+    found = depths(client, [*SHARED_STREAMS.values(), *wanted])
+    prompts = found[len(SHARED_STREAMS) :]
+    total = StreamDepth(lag=sum(depth.lag for depth in prompts), pending=sum(depth.pending for depth in prompts))
+    return dict(zip(SHARED_STREAMS, found, strict=False)) | {"prompts": total}
