@@ -5,7 +5,7 @@ belongs to. On a stream that all runs share, `run` names the run that the entry 
 changes in the same atomic step as the entries, and is exact whatever is redelivered or killed.
 
 Delivery is at least once: an entry stays pending until its handler's outcome is written. `forward` writes the next hop
-and acknowledges in one atomic step, and only the first of two deliveries can do it, so a redelivered entry never appears
+and acknowledges in one atomic step, and only the first of two deliveries can do it: a redelivered entry never appears
 twice on the next stream. Work streams are never trimmed: trimming deletes pending entries silently. After
 `max_deliveries` an entry goes to `<stream>:dead` with a reason.
 """
