@@ -28,7 +28,7 @@ from services.trainer.learner import Learner
 from services.trainer.microbatches import MicroBatch, Minibatch, cut_into_minibatches
 from services.trainer.ranks import Ranks, join_ranks
 from spo.algorithm.losses import spo_loss
-from spo.algorithm.types import LossTerm
+from spo.algorithm.registry import LossTerm
 from spo.model.logprobs import load_policy, token_logprobs
 from spo.spec.job_spec import JobSpec, RewardSpec, parse_job_spec
 from spo.testing.models import write_random_llama
@@ -240,7 +240,7 @@ class PlainLoop:
     def step(self, rows: Sequence[TrainingSample]) -> None:
         batch = token_batch(rows, self._beta, RewardSpec())
         logprobs_BL = token_logprobs(self._model, batch.input_ids_BL, batch.attention_mask_BL)
-        loss, _ = spo_loss(logprobs_BL, batch, [LossTerm("terminal_squared")], self._beta)
+        loss, _ = spo_loss(logprobs_BL, batch, [LossTerm(objective="terminal_squared")], self._beta)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()

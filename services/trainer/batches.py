@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from spo.algorithm.monte_carlo import q_of_two_rewards
-from spo.algorithm.types import TokenBatch
+from spo.algorithm.token_batch import TokenBatch
 from spo.errors import IntegrityError
 from spo.rpc.client import RpcClient
 from spo.spec.job_spec import RewardSpec

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from services.trainer.deepspeed_engine import DeepSpeedEngine
 from spo.algorithm.policy_gradient import generalised_advantages, kl_regularised_rewards, value_loss
-from spo.algorithm.types import LossTerm, TokenBatch
+from spo.algorithm.token_batch import TokenBatch
 from spo.errors import InvalidInput
 from spo.spec.job_spec import AlgorithmSpec, TrainerSpec
 
@@ -79,7 +79,7 @@ class Critic:
         self._spec = algorithm.critic
         self._beta = algorithm.beta
         # Off-policy returns would mislead it: it learns from the trajectories that PPO learns from.
-        self._terms = [LossTerm(**term.model_dump()) for term in algorithm.losses if term.objective == "ppo"]
+        self._terms = [term for term in algorithm.losses if term.needs("critic")]
         own = trainer.model_copy(update={"learning_rate": self._spec.learning_rate})
         device = next(policy.parameters()).device
         self.engine = DeepSpeedEngine(ValueModel(policy).to(device), own, micro_batches)

@@ -23,7 +23,7 @@ from services.trainer.weights import take_weights
 from spo.algorithm.diagnostics import batch_diagnostics
 from spo.algorithm.losses import spo_loss
 from spo.algorithm.q_values import check_starts_at_reference
-from spo.algorithm.types import LossTerm, TokenBatch
+from spo.algorithm.token_batch import TokenBatch
 from spo.errors import FieldViolation, InvalidInput, SpoError
 from spo.model.logprobs import load_policy, packed_token_logprobs, token_logprobs
 from spo.spec.job_spec import JobSpec
@@ -52,7 +52,7 @@ class Learner:
         """start: files of the weights that training begins with; none: the model folder's, which are the reference."""
         self._ranks = ranks
         self._spec = spec
-        self._terms = [LossTerm(**term.model_dump()) for term in spec.algorithm.losses]
+        self._terms = spec.algorithm.losses
         trainer = spec.trainer
         share, rest = divmod(trainer.batch_size, ranks.world_size * trainer.minibatches)
         if rest:

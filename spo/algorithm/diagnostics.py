@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spo.algorithm.q_values import terminal_q
-from spo.algorithm.types import TokenBatch
+from spo.algorithm.token_batch import TokenBatch
 
 
 @torch.no_grad()

@@ -1,31 +1,27 @@
 """Every objective of Soft Policy Optimization (Cohen et al. 2025, 3.1) as one function: tensors in, loss_B out.
 
 Axes: B trajectory, L padded position. Q, A and rewards are in reward units; divided by beta they are log-prob units.
-`scale` multiplies a squared error: 1 is the paper's plain (Q - y)^2; `gradient_scale(beta)` makes the gradient with
-respect to each log-prob the residual itself, so that one learning rate suits every beta.
+Squared errors are divided by 2 beta: the gradient with respect to each log-prob is then the residual itself, and one
+learning rate suits every beta. The paper's plain (Q - y)^2 is the coefficient 2 beta.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from spo.algorithm.q_values import advantages, cumulative_q, terminal_q
-from spo.algorithm.types import TokenBatch
+from spo.algorithm.token_batch import TokenBatch
 from spo.errors import InvalidInput
 
 
-def gradient_scale(beta: float) -> float:
-    """1 / (2 beta): then d loss / d ln pi_theta(a_t) = Q_T - r, in reward units."""
-    return 0.5 / beta
-
-
-def terminal_squared(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, scale: float) -> Tensor:
-    """scale * (Q_T - r)^2; (B,) (3.1.2, terminal Q-regression)."""
-    return scale * (terminal_q(logprobs_BL, batch, beta) - batch.reward_B).square()
+def terminal_squared(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> Tensor:
+    """(Q_T - r)^2 / (2 beta); (B,) (3.1.2, terminal Q-regression)."""
+    return _squared_scale(beta) * (terminal_q(logprobs_BL, batch, beta) - batch.reward_B).square()
 
 
 def terminal_cross_entropy(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, epsilon: float) -> Tensor:
@@ -33,14 +29,14 @@ def terminal_cross_entropy(logprobs_BL: Tensor, batch: TokenBatch, beta: float, 
     return clipped_cross_entropy(terminal_q(logprobs_BL, batch, beta) / beta, batch.reward_B / beta, epsilon)
 
 
-def reverse_q_squared(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, scale: float) -> Tensor:
-    """scale * sum_t (Q_t - R_t)^2 with R_t = detach(r - sum_{s>t} A_s); (B,) (3.1.2, non-terminal Q-regression).
+def reverse_q_squared(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> Tensor:
+    """sum_t (Q_t - R_t)^2 / (2 beta) with R_t = detach(r - sum_{s>t} A_s); (B,) (3.1.2, non-terminal Q-regression).
 
     A sum as printed in the paper: it grows with the length of the response.
     """
     q_BL = cumulative_q(logprobs_BL, batch, beta)
     error_BL = (q_BL - _reverse_q_target(logprobs_BL, batch, beta)).square()
-    return scale * torch.where(batch.response_mask_BL, error_BL, 0.0).sum(dim=1)
+    return _squared_scale(beta) * torch.where(batch.response_mask_BL, error_BL, 0.0).sum(dim=1)
 
 
 def reverse_q_cross_entropy(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, epsilon: float) -> Tensor:
@@ -50,25 +46,28 @@ def reverse_q_cross_entropy(logprobs_BL: Tensor, batch: TokenBatch, beta: float,
     return torch.where(batch.response_mask_BL, error_BL, 0.0).sum(dim=1)
 
 
-def advantage_sigmoid(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, sigmoid_scale: float) -> Tensor:
+def advantage_sigmoid(
+    logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, sigmoid_scale: float, sigmoid_unit: Literal["log_prob", "q"]
+) -> Tensor:
     """Binary cross-entropy of sigmoid(k sum_t A_t / beta) against sigmoid(k (r - Qhat_0) / beta); (B,), nats (3.1.2).
 
-    k = sigmoid_scale, on log-prob units.
+    k = sigmoid_scale on log-prob units. With the unit "q" it multiplies reward units: k = beta * sigmoid_scale.
     """
-    prediction_B = sigmoid_scale * advantages(logprobs_BL, batch, beta).sum(dim=1) / beta
-    target_B = torch.sigmoid(sigmoid_scale * (batch.reward_B - batch.qhat_0_B) / beta)
+    k = sigmoid_scale * (beta if sigmoid_unit == "q" else 1.0)
+    prediction_B = k * advantages(logprobs_BL, batch, beta).sum(dim=1) / beta
+    target_B = torch.sigmoid(k * (batch.reward_B - batch.qhat_0_B) / beta)
     return binary_cross_entropy_with_logits(prediction_B, target_B, reduction="none")
 
 
-def monte_carlo_squared(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, scale: float) -> Tensor:
-    """scale * mean over annotated t of (Q_t - Qhat_t)^2; (B,), 0 without annotations (3.1.3).
+def monte_carlo_squared(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> Tensor:
+    """Mean over annotated t of (Q_t - Qhat_t)^2 / (2 beta); (B,), 0 without annotations (3.1.3).
 
     A mean, since how many positions a search visited says nothing about the trajectory's weight. Raises InvalidInput
     when the batch carries no annotation tensors.
     """
     target_BL, mask_BL = _annotations(batch)
     error_BL = (cumulative_q(logprobs_BL, batch, beta) - target_BL).square()
-    return scale * _masked_mean(error_BL, mask_BL)
+    return _squared_scale(beta) * _masked_mean(error_BL, mask_BL)
 
 
 def monte_carlo_cross_entropy(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, epsilon: float) -> Tensor:
@@ -81,8 +80,8 @@ def monte_carlo_cross_entropy(logprobs_BL: Tensor, batch: TokenBatch, beta: floa
     return _masked_mean(error_BL, mask_BL)
 
 
-def group_centred_squared(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, scale: float) -> Tensor:
-    """scale * n / (n - 1) * (d - mean of d over the prompt's n trajectories)^2 with d = Q_T - r; (B,).
+def group_centred_squared(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> Tensor:
+    """n / (n - 1) * (d - mean of d over the prompt's n trajectories)^2 / (2 beta) with d = Q_T - r; (B,).
 
     Not in the paper: the log-variance (trajectory-balance) form, in which Qhat_0 cancels. Its expectation is the
     variance of d, zero at pi* alone given full support. A trajectory alone in its group (n = 1) teaches nothing: 0.
@@ -92,7 +91,7 @@ def group_centred_squared(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *
     mean_G: Tensor = residual_B.new_zeros(len(count_G)).index_add(0, group_B, residual_B) / count_G
     # n = 1: the centred residual is 0 whatever the factor; the clamp keeps the factor finite.
     factor_G: Tensor = count_G / (count_G - 1).clamp(min=1)
-    return scale * factor_G[group_B] * (residual_B - mean_G[group_B]).square()
+    return _squared_scale(beta) * factor_G[group_B] * (residual_B - mean_G[group_B]).square()
 
 
 def clipped_cross_entropy(prediction: Tensor, target: Tensor, epsilon: float) -> Tensor:
@@ -105,6 +104,11 @@ def clipped_cross_entropy(prediction: Tensor, target: Tensor, epsilon: float) ->
     # Adding yhat - yhat.detach(), exactly 0, gives the clipped value the gradient of the unclipped one.
     clipped = prediction.detach().clamp(max=-epsilon) + (prediction - prediction.detach())
     return target.exp() * torch.relu(-prediction) + torch.expm1(target) * _log1mexp(clipped)
+
+
+def _squared_scale(beta: float) -> float:
+    """1 / (2 beta): then d loss / d ln pi_theta(a_t) = Q_T - r, in reward units."""
+    return 0.5 / beta
 
 
 def _log1mexp(y: Tensor) -> Tensor:

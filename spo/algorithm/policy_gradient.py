@@ -1,8 +1,8 @@
 """Policy-gradient baselines and the supervised loss, as pure functions (Cohen et al. 2025, 3.1.4 and 6).
 
 Axes: B trajectory, L padded position. Log-probs in nats, rewards, values and advantages in reward units. A*-PO
-(Brantley et al. 2025) needs nothing here: it is `objectives.terminal_squared` with scale 1, on one fresh on-policy
-sample per prompt, Qhat_0 from a temperature of its own.
+(Brantley et al. 2025) needs nothing here: it is `objectives.terminal_squared` with coefficient 2 beta, on one
+fresh on-policy sample per prompt, Qhat_0 from a temperature of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spo.algorithm.q_values import terminal_q
-from spo.algorithm.types import TokenBatch
+from spo.algorithm.token_batch import TokenBatch
 from spo.errors import InvalidInput
 
 # Nats. Beyond e^20 a ratio says nothing any more, but its square leaves float32; its gradient there is 0.
@@ -44,6 +44,16 @@ def kl_regularised_rewards(logprobs_BL: Tensor, batch: TokenBatch, beta: float) 
     penalty_BL = torch.where(mask_BL, beta * (logprobs_BL.detach() - batch.reference_logprobs_BL), 0.0)
     last_BL = mask_BL & (mask_BL.flip(1).cumsum(dim=1).flip(1) == 1)
     return torch.where(last_BL, batch.reward_B[:, None], 0.0) - penalty_BL
+
+
+def ppo(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, clip: float) -> Tensor:
+    """Clipped surrogate of the critic's advantages, summed over the response; (B,). beta is in the advantages already.
+
+    Raises InvalidInput when the batch carries no advantages.
+    """
+    if batch.critic_advantage_BL is None:
+        raise InvalidInput("ppo needs the critic's advantages", code="no_critic")
+    return clipped_surrogate(logprobs_BL, batch, batch.critic_advantage_BL, clip=clip).sum(dim=1)
 
 
 def generalised_advantages(
@@ -92,6 +102,14 @@ def group_relative_advantages(batch: TokenBatch, *, normalise: Literal["deviatio
     return torch.where(deviation_G > 1e-6, 1 / deviation_G.clamp(min=1e-6), 0.0)[group_B] * centred_B
 
 
+def grpo(
+    logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, clip: float, normalise: Literal["deviation", "none"]
+) -> Tensor:
+    """GRPO with group-relative advantages and beta as the coefficient of the KL; (B,). Raises as those advantages."""
+    advantage_B = group_relative_advantages(batch, normalise=normalise)
+    return grpo_loss(logprobs_BL, batch, advantage_B, clip=clip, kl_coefficient=beta)
+
+
 def grpo_loss(
     logprobs_BL: Tensor, batch: TokenBatch, advantage_B: Tensor, *, clip: float, kl_coefficient: float
 ) -> Tensor:
@@ -118,8 +136,8 @@ def soft_policy_gradient(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *,
     return clipped_surrogate(logprobs_BL, batch, advantage_B[:, None].expand_as(logprobs_BL), clip=clip).sum(dim=1)
 
 
-def supervised_nll(logprobs_BL: Tensor, batch: TokenBatch, *, min_reference_logprob: float | None = None) -> Tensor:
-    """-ln pi_theta(a|x) of the whole response; (B,), nats. Whatever the reward: choose the trajectories before.
+def supervised(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, min_reference_logprob: float | None) -> Tensor:
+    """-ln pi_theta(a|x) of the whole response; (B,), nats. Neither reward nor beta is read: choose trajectories before.
 
     Responses whose mean log pi0 per token is below `min_reference_logprob` teach nothing: what pi0 finds absurd is
     seldom a solution, even where it earned a reward.

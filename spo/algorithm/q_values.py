@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spo.algorithm.types import TokenBatch
+from spo.algorithm.token_batch import TokenBatch
 from spo.errors import FieldViolation, InvalidInput
 
 

@@ -7,61 +7,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from spo.spec.section import Section, Share, SourceName
-
-Objective = Literal[
-    "terminal_squared",
-    "terminal_cross_entropy",
-    "reverse_q_squared",
-    "reverse_q_cross_entropy",
-    "advantage_sigmoid",
-    "monte_carlo_squared",
-    "monte_carlo_cross_entropy",
-    "group_centred_squared",
-    "policy_gradient",
-    "supervised",
-    "ppo",
-    "grpo",
-]
-# What an objective cannot do without.
-NEEDS_VALUE = frozenset(
-    {
-        "terminal_squared",
-        "terminal_cross_entropy",
-        "reverse_q_squared",
-        "reverse_q_cross_entropy",
-        "advantage_sigmoid",
-        "monte_carlo_squared",
-        "monte_carlo_cross_entropy",
-        "policy_gradient",
-    }
-)
-NEEDS_GROUPS = frozenset({"group_centred_squared", "grpo"})
-NEEDS_BEHAVIOUR = frozenset({"policy_gradient", "ppo", "grpo"})
-NEEDS_ANNOTATIONS = frozenset({"monte_carlo_squared", "monte_carlo_cross_entropy"})
+from spo.algorithm.registry import LossTerm
+from spo.spec.section import Section, Share
 
 PAPER_BETA = 1 / math.log(100_000)
-
-
-class LossTerm(Section):
-    """One objective on some sources; the loss is the coefficient-weighted sum of the terms."""
-
-    objective: Objective = "terminal_squared"
-    coefficient: float = Field(default=1.0, gt=0, le=1e6)
-    sources: tuple[SourceName, ...] | None = Field(default=None, description="Sources it applies to; default: all.")
-    epsilon: float = Field(default=1e-3, gt=0, lt=10, description="Clip of the cross-entropy forms, log-prob units.")
-    sigmoid_scale: float = Field(default=1.0, gt=0, le=1e6, description="Scale inside the sigmoid.")
-    sigmoid_unit: Literal["log_prob", "q"] = Field(default="log_prob", description="What sigmoid_scale multiplies.")
-    clip: float = Field(default=0.2, gt=0, lt=1, description="Clip of the importance weight of policy gradients.")
-    normalise: Literal["deviation", "none"] = Field(
-        default="deviation", description="What group-relative advantages are divided by."
-    )
-    min_reference_logprob: float | None = Field(
-        default=None,
-        le=0,
-        ge=-1000,
-        description="supervised: responses less likely under pi0, mean nats per token, are not imitated.",
-    )
 
 
 class CriticSpec(Section):
@@ -94,9 +43,9 @@ class AlgorithmSpec(Section):
     @property
     def needs_groups(self) -> bool:
         """Whether a term compares the trajectories of a prompt with each other."""
-        return any(term.objective in NEEDS_GROUPS for term in self.losses)
+        return any(term.needs("groups") for term in self.losses)
 
     @property
     def needs_behaviour(self) -> bool:
         """Whether a term weighs by the sampler's log-probs."""
-        return any(term.objective in NEEDS_BEHAVIOUR for term in self.losses)
+        return any(term.needs("behaviour") for term in self.losses)

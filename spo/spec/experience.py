@@ -6,7 +6,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from spo.spec.section import Section, Share, SourceName, Temperature
+from spo.algorithm.sources import SourceName
+from spo.spec.section import Section, Share, Temperature
 from spo.spec.violations import impossible
 
 

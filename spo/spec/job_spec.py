@@ -11,11 +11,12 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from spo.algorithm.sources import SourceName
 from spo.errors import InvalidInput
-from spo.spec.algorithm import PAPER_BETA, AlgorithmSpec, CriticSpec, LossTerm, Objective
+from spo.spec.algorithm import PAPER_BETA, AlgorithmSpec, CriticSpec
 from spo.spec.experience import OfflineSpec, ReplaySpec, RolloutSpec, SourceMix, StoredExperience
 from spo.spec.rules import violations
-from spo.spec.section import Section, SourceName
+from spo.spec.section import Section
 from spo.spec.tasks import ModelSpec, RewardSpec, TasksSpec
 from spo.spec.training import CollapseGuardSpec, EvaluationSpec, TrainerSpec
 from spo.spec.value import PivotalSpec, SequentialSpec, ValueSpec
@@ -28,9 +29,7 @@ __all__ = [
     "CriticSpec",
     "EvaluationSpec",
     "JobSpec",
-    "LossTerm",
     "ModelSpec",
-    "Objective",
     "OfflineSpec",
     "PivotalSpec",
     "ReplaySpec",

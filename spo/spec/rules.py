@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from spo.spec.algorithm import NEEDS_ANNOTATIONS, NEEDS_BEHAVIOUR, NEEDS_GROUPS, NEEDS_VALUE
 from spo.spec.section import LIVE_SOURCES
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ def violations(spec: JobSpec) -> list[Violation]:
 
 def values_are_there(spec: JobSpec) -> Iterator[Violation]:
     """Objectives that read Qhat_0 need it."""
-    if spec.value is None and any(term.objective in NEEDS_VALUE for term in spec.algorithm.losses):
+    if spec.value is None and any(term.needs("value") for term in spec.algorithm.losses):
         yield "value", "the objectives need Qhat_0, which `value` estimates"
 
 
@@ -59,19 +58,19 @@ def terms_can_use_their_sources(spec: JobSpec) -> Iterator[Violation]:
     for index, term in enumerate(spec.algorithm.losses):
         at = f"algorithm/losses/{index}"
         met = shares if term.sources is None else shares & set(term.sources)
-        if term.objective in NEEDS_ANNOTATIONS and "annotated" not in met:
+        if term.needs("annotations") and "annotated" not in met:
             yield f"{at}/objective", f"{term.objective} needs a share of annotated trajectories"
-        if term.objective in NEEDS_ANNOTATIONS and spec.tasks.reward.score != "all_tests":
+        if term.needs("annotations") and spec.tasks.reward.score != "all_tests":
             yield "tasks/reward/score", f"{term.objective} knows rollouts as right or wrong: score all_tests"
-        if term.objective in NEEDS_GROUPS and "shared" in met:
+        if term.needs("groups") and "shared" in met:
             yield f"{at}/sources", f"{term.objective} compares whole groups; shared trajectories are drawn one by one"
-        if term.objective in NEEDS_BEHAVIOUR and met - LIVE_SOURCES:
+        if term.needs("behaviour") and met - LIVE_SOURCES:
             others = ", ".join(sorted(met - LIVE_SOURCES))
             yield (
                 f"{at}/sources",
                 f"{term.objective} needs the sampler's log-probs; not every trajectory of {others} has them",
             )
-        if term.objective in NEEDS_GROUPS and "online" in met:
+        if term.needs("groups") and "online" in met:
             if spec.rollout.samples_per_prompt < 2:
                 yield "rollout/samples_per_prompt", f"{term.objective} compares a prompt's samples: at least 2"
             if spec.replay.unit != "group":
@@ -141,7 +140,7 @@ def turns_suffice(spec: JobSpec) -> Iterator[Violation]:
 
 def critic_belongs_to_ppo(spec: JobSpec) -> Iterator[Violation]:
     """PPO and only PPO has a critic."""
-    has_ppo = any(term.objective == "ppo" for term in spec.algorithm.losses)
+    has_ppo = any(term.needs("critic") for term in spec.algorithm.losses)
     if has_ppo and spec.algorithm.critic is None:
         yield "algorithm/critic", "ppo needs a critic"
     if not has_ppo and spec.algorithm.critic is not None:
@@ -168,7 +167,7 @@ def reference_can_be_refreshed(spec: JobSpec) -> Iterator[Violation]:
     if refresh.interval_steps % spec.trainer.update_interval:
         yield "algorithm/reference_refresh/interval_steps", "must be a multiple of trainer.update_interval"
     for index, term in enumerate(spec.algorithm.losses):
-        if term.objective in NEEDS_ANNOTATIONS:
+        if term.needs("annotations"):
             yield f"algorithm/losses/{index}/objective", "annotations are of the first reference"
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-SourceName = Literal["online", "reference", "human", "other_run", "annotated", "shared"]
+from spo.algorithm.sources import SourceName
+
 # Sampled while the job trains, with the sampler's log-probs: the newest count, and they age in the versions of the run
 # that samples them.
 LIVE_SOURCES: frozenset[SourceName] = frozenset({"online", "shared"})

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from spo.algorithm.losses import spo_loss
-from spo.algorithm.types import LossTerm, ObjectiveName, TokenBatch
+from spo.algorithm.registry import LossTerm
+from spo.algorithm.token_batch import TokenBatch
 
 Trainer = Callable[[Tensor, Callable[[], Tensor]], None]
 
@@ -66,10 +67,10 @@ class EnumerableProblem:
             group_B=torch.zeros(ROWS, dtype=torch.long),
         )
 
-    def distance_after(self, objective: ObjectiveName, qhat_0: float, train: Trainer) -> float:
+    def distance_after(self, objective: str, qhat_0: float, train: Trainer) -> float:
         """KL(pi || pi*) in nats after training from pi0 on all sequences at once; it starts at about 8."""
         logits_PV = self.reference_PV.clone().requires_grad_()
-        batch, terms = self.batch(qhat_0), [LossTerm(objective)]
+        batch, terms = self.batch(qhat_0), [LossTerm(objective=objective)]
         train(logits_PV, lambda: spo_loss(logprobs_of(logits_PV), batch, terms, BETA)[0])
         policy_B = logprobs_of(logits_PV.detach()).sum(dim=1)
         return (policy_B.exp() * (policy_B - self.optimal_B)).sum().item()
@@ -114,7 +115,7 @@ def by_adam(logits_PV: Tensor, loss_of_policy: Callable[[], Tensor]) -> None:
         ("terminal_cross_entropy", by_adam),
     ],
 )
-def test_the_right_qhat_0_leads_to_the_optimal_policy(objective: ObjectiveName, train: Trainer) -> None:
+def test_the_right_qhat_0_leads_to_the_optimal_policy(objective: str, train: Trainer) -> None:
     problem = EnumerableProblem(seed=0)
     assert problem.distance_after(objective, problem.q_0, train) < 1e-3
 

@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import get_args
 
 import pytest
 import torch
@@ -18,8 +17,8 @@ from services.trainer.batches import TrainingSample, annotated_targets, faults, 
 from services.trainer.microbatches import MicroBatch, cut
 from spo.algorithm.losses import spo_loss
 from spo.algorithm.monte_carlo import q_from_successes
-from spo.algorithm.types import LossTerm, ObjectiveName, TokenBatch
-from spo.spec.algorithm import NEEDS_GROUPS
+from spo.algorithm.registry import LOSSES, LossTerm
+from spo.algorithm.token_batch import TokenBatch
 from spo.spec.job_spec import RewardSpec
 from spo.v1.prompt_pb2 import Source
 from spo.v1.trajectory_pb2 import Annotation, Trajectory
@@ -98,9 +97,9 @@ def test_any_cut_gives_the_loss_and_the_gradient_of_the_whole_batch(
     policy = {
         row.trajectory.trajectory_id: [draw.uniform(-3, 0) for _ in row.trajectory.response_token_ids] for row in rows
     }
-    for objective in get_args(ObjectiveName):
-        terms = [LossTerm(objective)]
-        whole_groups = objective in NEEDS_GROUPS
+    for objective in LOSSES:
+        terms = [LossTerm(objective=objective)]
+        whole_groups = "groups" in LOSSES[objective].needs
         shares = cut(rows, world_size, size, whole_groups=whole_groups)
 
         loss, gradients = loss_and_gradient([micro_batch for share in shares for micro_batch in share], policy, terms)

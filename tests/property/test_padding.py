@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spo.algorithm.losses import spo_loss
-from spo.algorithm.types import LossTerm, ObjectiveName, TokenBatch
+from spo.algorithm.registry import LOSSES, LossTerm
+from spo.algorithm.token_batch import TokenBatch
 
 rows_and_widths = st.tuples(st.integers(2, 6), st.integers(1, 8))
 
@@ -60,8 +61,11 @@ def test_padding_changes_no_loss_and_receives_no_gradient(
     logprobs_BL, batch = draw_batch(*shape, seed=seed)
     tensors: dict[str, Any] = {f.name: pad(getattr(batch, f.name), left, right) for f in fields(batch)}
     padded = TokenBatch(**tensors)
-    for objective in get_args(ObjectiveName):
-        terms = [LossTerm(objective), LossTerm(objective, coefficient=2.0, sources=("online", "human"))]
+    for objective in LOSSES:
+        terms = [
+            LossTerm(objective=objective),
+            LossTerm(objective=objective, coefficient=2.0, sources=("online", "human")),
+        ]
         narrow_BL = logprobs_BL.clone().requires_grad_()
         wide_BL = pad(logprobs_BL, left, right).requires_grad_()
 
@@ -83,7 +87,7 @@ def test_padding_changes_no_loss_and_receives_no_gradient(
 def test_the_order_of_trajectories_does_not_matter(shape: tuple[int, int], seed: int) -> None:
     logprobs_BL, batch = draw_batch(*shape, seed=seed)
     command = torch.randperm(shape[0], generator=torch.Generator().manual_seed(seed))
-    terms = [LossTerm(objective) for objective in get_args(ObjectiveName)]
+    terms = [LossTerm(objective=objective) for objective in LOSSES]
     straight, _ = spo_loss(logprobs_BL, batch, terms, beta=0.3)
     shuffled, _ = spo_loss(logprobs_BL[command], batch.select(command), terms, beta=0.3)
     torch.testing.assert_close(shuffled, straight, atol=1e-10, rtol=1e-10)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spo.algorithm.q_values import advantages, check_starts_at_reference, cumulative_q, soft_value, terminal_q
-from spo.algorithm.types import TokenBatch
+from spo.algorithm.token_batch import TokenBatch
 
 Prefix = tuple[int, ...]
 

@@ -22,7 +22,8 @@ from services.trainer.microbatches import MicroBatch, Minibatch, cut_into_miniba
 from services.trainer.ranks import Ranks
 from spo.algorithm.losses import spo_loss
 from spo.algorithm.policy_gradient import generalised_advantages, kl_regularised_rewards
-from spo.algorithm.types import LossTerm, TokenBatch
+from spo.algorithm.registry import LossTerm
+from spo.algorithm.token_batch import TokenBatch
 from spo.errors import IntegrityError
 from spo.model.logprobs import load_policy, token_logprobs
 from spo.spec.job_spec import JobSpec, parse_job_spec
@@ -99,7 +100,7 @@ def one_step_by_hand(model_path: Path, spec: JobSpec, batch: TokenBatch) -> tupl
     found = advantage_BL[batch.response_mask_BL]
     scaled_BL = (advantage_BL - found.mean()) / found.std(correction=0)
     judged = replace(batch, critic_advantage_BL=scaled_BL)
-    loss, _ = spo_loss(logprobs_BL, judged, [LossTerm("ppo")], spec.algorithm.beta)
+    loss, _ = spo_loss(logprobs_BL, judged, [LossTerm(objective="ppo")], spec.algorithm.beta)
     loss.backward()  # type: ignore[no-untyped-call]
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), spec.trainer.max_grad_norm)
     optimizer.step()

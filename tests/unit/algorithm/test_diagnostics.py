@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from spo.algorithm.diagnostics import batch_diagnostics
-from spo.algorithm.types import TokenBatch
+from spo.algorithm.token_batch import TokenBatch
 
 
 def test_diagnostics_of_a_batch_equal_those_counted_by_hand() -> None:

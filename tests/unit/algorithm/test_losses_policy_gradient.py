@@ -19,10 +19,11 @@ from spo.algorithm.policy_gradient import (
     grpo_loss,
     kl_regularised_rewards,
     soft_policy_gradient,
-    supervised_nll,
+    supervised,
     value_loss,
 )
-from spo.algorithm.types import LossTerm, ObjectiveName, TokenBatch
+from spo.algorithm.registry import LossTerm
+from spo.algorithm.token_batch import TokenBatch
 from spo.errors import InvalidInput
 
 BETA = 0.3
@@ -199,7 +200,7 @@ def test_on_policy_the_soft_policy_gradient_is_the_gradient_of_the_terminal_squa
     gradients = []
     for loss in (
         lambda lp: soft_policy_gradient(lp, batch, BETA, clip=0.2),
-        lambda lp: terminal_squared(lp, batch, BETA, scale=0.5 / BETA),
+        lambda lp: terminal_squared(lp, batch, BETA),
     ):
         logprobs_BL = batch.sampling_logprobs_BL.clone().requires_grad_()
         loss(logprobs_BL).sum().backward()
@@ -230,12 +231,12 @@ def test_a_star_po_is_the_plain_terminal_squared_loss_with_a_value_of_its_own_te
             zip(responses(logprobs_BL), responses(batch.reference_logprobs_BL), strict=True)
         )
     ]
-    assert terminal_squared(logprobs_BL, batch, BETA, scale=1.0).tolist() == pytest.approx(read)
+    assert (2 * BETA * terminal_squared(logprobs_BL, batch, BETA)).tolist() == pytest.approx(read)
 
 
 def test_the_supervised_loss_is_the_negative_log_likelihood_of_the_response() -> None:
     logprobs_BL = draw(3, -3, 0)
-    assert supervised_nll(logprobs_BL, make_batch()).tolist() == pytest.approx(
+    assert supervised(logprobs_BL, make_batch(), BETA, min_reference_logprob=None).tolist() == pytest.approx(
         [-sum(r) for r in responses(logprobs_BL)]
     )
 
@@ -247,8 +248,8 @@ def test_the_supervised_loss_leaves_out_what_the_reference_finds_absurd() -> Non
     logprobs_BL = inside_BL - 0.5
     between = float(means.sort().values[:2].mean())
 
-    whole = supervised_nll(logprobs_BL, batch)
-    kept = supervised_nll(logprobs_BL, batch, min_reference_logprob=between)
+    whole = supervised(logprobs_BL, batch, BETA, min_reference_logprob=None)
+    kept = supervised(logprobs_BL, batch, BETA, min_reference_logprob=between)
 
     assert torch.equal(kept, torch.where(means >= between, whole, 0.0))
     assert int((kept == 0).sum()) == 1
@@ -280,7 +281,7 @@ def read_grpo(live: list[float], frozen: list[float], row: int, batch: TokenBatc
     return (sum(read_surrogate(live, behaviour, [advantage] * len(live), 0.3)) + BETA * sum(kl)) / len(live)
 
 
-READINGS: dict[ObjectiveName, Callable[[list[float], list[float], int, TokenBatch], float]] = {
+READINGS: dict[str, Callable[[list[float], list[float], int, TokenBatch], float]] = {
     "policy_gradient": read_policy_gradient,
     "supervised": read_supervised,
     "ppo": read_ppo,
@@ -289,7 +290,7 @@ READINGS: dict[ObjectiveName, Callable[[list[float], list[float], int, TokenBatc
 
 
 @pytest.mark.parametrize("objective", READINGS)
-def test_a_baseline_as_a_term_of_the_loss_equals_its_reading_in_float32(objective: ObjectiveName) -> None:
+def test_a_baseline_as_a_term_of_the_loss_equals_its_reading_in_float32(objective: str) -> None:
     batch, logprobs_BL = make_batch(), draw(3, -3, 0)
     read = [READINGS[objective](lp, lp, row, batch) for row, lp in enumerate(responses(logprobs_BL))]
     assert batch.critic_advantage_BL is not None
@@ -301,14 +302,14 @@ def test_a_baseline_as_a_term_of_the_loss_equals_its_reading_in_float32(objectiv
         reward_B=batch.reward_B.float(),
         qhat_0_B=batch.qhat_0_B.float(),
     )
-    loss_B = trajectory_losses(logprobs_BL.float(), coarse, LossTerm(objective, clip=0.3), BETA)
+    loss_B = trajectory_losses(logprobs_BL.float(), coarse, LossTerm(objective=objective, clip=0.3), BETA)
     torch.testing.assert_close(loss_B, torch.tensor(read), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("objective", READINGS)
-def test_the_gradient_of_a_baseline_equals_a_finite_difference_of_its_reading(objective: ObjectiveName) -> None:
+def test_the_gradient_of_a_baseline_equals_a_finite_difference_of_its_reading(objective: str) -> None:
     batch, logprobs_BL = make_batch(), draw(3, -3, 0).requires_grad_()
-    spo_loss(logprobs_BL, batch, [LossTerm(objective, clip=0.3)], BETA)[0].backward()
+    spo_loss(logprobs_BL, batch, [LossTerm(objective=objective, clip=0.3)], BETA)[0].backward()
     assert logprobs_BL.grad is not None
     slopes = []
     for row, logprobs in enumerate(responses(logprobs_BL.detach())):
@@ -326,5 +327,5 @@ def test_the_gradient_of_a_baseline_equals_a_finite_difference_of_its_reading(ob
 
 def test_ppo_without_a_critics_advantages_is_refused() -> None:
     with pytest.raises(InvalidInput) as refused:
-        spo_loss(draw(3, -3, 0), replace(make_batch(), critic_advantage_BL=None), [LossTerm("ppo")], BETA)
+        spo_loss(draw(3, -3, 0), replace(make_batch(), critic_advantage_BL=None), [LossTerm(objective="ppo")], BETA)
     assert refused.value.code == "no_critic"

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
+from inspect import signature
 from typing import get_args
 
 import pytest
 import torch
+from pydantic import ValidationError
 
-from spo.algorithm.losses import spo_loss, trajectory_losses
-from spo.algorithm.objectives import clipped_cross_entropy, terminal_squared
+from spo.algorithm.losses import loss_function, spo_loss, trajectory_losses
+from spo.algorithm.objectives import clipped_cross_entropy
 from spo.algorithm.q_values import check_starts_at_reference
-from spo.algorithm.types import SOURCE_CODES, LossTerm, ObjectiveName, TokenBatch
+from spo.algorithm.registry import LOSSES, LossTerm, Need
+from spo.algorithm.sources import SOURCE_CODES, SourceName
+from spo.algorithm.token_batch import TokenBatch
 from spo.errors import InvalidInput
-from spo.spec import job_spec
 from spo.v1.prompt_pb2 import Source
 
 BETA = 0.2
@@ -56,8 +59,8 @@ def gradient_of(prediction: float, target: float, epsilon: float) -> float:
 
 def test_terms_add_up_with_their_coefficients_and_only_on_their_sources() -> None:
     logprobs_BL, batch = make_batch()
-    online = LossTerm("terminal_cross_entropy", coefficient=2.0, sources=("online",))
-    both = LossTerm("terminal_squared", coefficient=0.5, sources=("human", "online"))
+    online = LossTerm(objective="terminal_cross_entropy", coefficient=2.0, sources=("online",))
+    both = LossTerm(objective="terminal_squared", coefficient=0.5, sources=("human", "online"))
 
     loss, diagnostics = spo_loss(logprobs_BL, batch, [online, both], BETA)
 
@@ -68,10 +71,10 @@ def test_terms_add_up_with_their_coefficients_and_only_on_their_sources() -> Non
     assert sum(diagnostics.values()) == pytest.approx(loss.item())
 
 
-@pytest.mark.parametrize("objective", get_args(ObjectiveName))
-def test_equal_micro_batches_average_to_the_whole_batch(objective: ObjectiveName) -> None:
+@pytest.mark.parametrize("objective", LOSSES)
+def test_equal_micro_batches_average_to_the_whole_batch(objective: str) -> None:
     logprobs_BL, batch = make_batch()
-    terms = [LossTerm(objective, sources=("online",)), LossTerm(objective, coefficient=0.3)]
+    terms = [LossTerm(objective=objective, sources=("online",)), LossTerm(objective=objective, coefficient=0.3)]
 
     whole, _ = spo_loss(logprobs_BL, batch, terms, BETA)
     parts = [
@@ -84,7 +87,9 @@ def test_equal_micro_batches_average_to_the_whole_batch(objective: ObjectiveName
 
 def test_sources_that_are_absent_still_give_a_loss_with_a_zero_gradient() -> None:
     logprobs_BL, batch = make_batch()
-    loss, diagnostics = spo_loss(logprobs_BL, batch, [LossTerm("terminal_squared", sources=("annotated",))], BETA)
+    loss, diagnostics = spo_loss(
+        logprobs_BL, batch, [LossTerm(objective="terminal_squared", sources=("annotated",))], BETA
+    )
     loss.backward()
     assert loss.item() == 0
     assert diagnostics == {"loss/terminal_squared": 0.0}
@@ -94,17 +99,17 @@ def test_sources_that_are_absent_still_give_a_loss_with_a_zero_gradient() -> Non
 def test_the_squared_loss_pulls_each_log_prob_by_the_residual_whatever_beta_is() -> None:
     for beta in (0.05, 1.0):
         logprobs_BL, batch = make_batch()
-        trajectory_losses(logprobs_BL, batch, LossTerm("terminal_squared"), beta).sum().backward()
+        trajectory_losses(logprobs_BL, batch, LossTerm(objective="terminal_squared"), beta).sum().backward()
         log_ratio_B = (logprobs_BL - batch.reference_logprobs_BL).sum(dim=1)
         residual_B = batch.qhat_0_B + beta * log_ratio_B - batch.reward_B
         torch.testing.assert_close(logprobs_BL.grad, residual_B.detach()[:, None].expand(8, 5))
 
 
-def test_a_scale_of_one_is_the_papers_plain_squared_error() -> None:
+def test_a_coefficient_of_two_beta_is_the_papers_plain_squared_error() -> None:
     logprobs_BL, batch = make_batch()
     q_B = batch.qhat_0_B + BETA * (logprobs_BL - batch.reference_logprobs_BL).sum(dim=1)
-    plain_B = terminal_squared(logprobs_BL, batch, BETA, scale=1.0)
-    torch.testing.assert_close(plain_B, (q_B - batch.reward_B) ** 2)
+    loss, _ = spo_loss(logprobs_BL, batch, [LossTerm(coefficient=2 * BETA)], BETA)
+    torch.testing.assert_close(loss, ((q_B - batch.reward_B) ** 2).mean())
 
 
 def test_above_the_clip_the_gradient_is_that_at_the_clip_passed_straight_through() -> None:
@@ -127,18 +132,18 @@ def test_below_the_clip_the_cross_entropy_is_smallest_where_prediction_equals_ta
         assert gradient_of(target - 0.1, target, 1e-3) < 0 < gradient_of(target + 0.1, target, 1e-3)
 
 
-@pytest.mark.parametrize("objective", get_args(ObjectiveName))
+@pytest.mark.parametrize("objective", LOSSES)
 @pytest.mark.parametrize("size", [-1e4, -80.0, 80.0, 1e4])
-def test_extreme_log_ratios_give_finite_losses_and_gradients(objective: ObjectiveName, size: float) -> None:
+def test_extreme_log_ratios_give_finite_losses_and_gradients(objective: str, size: float) -> None:
     logprobs_BL, batch = make_batch()
     logprobs_BL = (batch.reference_logprobs_BL + size).requires_grad_()
-    spo_loss(logprobs_BL, batch, [LossTerm(objective, epsilon=1e-9)], 1 / math.log(1e5))[0].backward()
+    spo_loss(logprobs_BL, batch, [LossTerm(objective=objective, epsilon=1e-9)], 1 / math.log(1e5))[0].backward()
     assert torch.isfinite(logprobs_BL.grad).all()
 
 
 def test_reverse_q_gives_earlier_tokens_larger_gradients() -> None:
     logprobs_BL, batch = make_batch(rows=1)
-    trajectory_losses(logprobs_BL, batch, LossTerm("reverse_q_squared"), BETA).sum().backward()
+    trajectory_losses(logprobs_BL, batch, LossTerm(objective="reverse_q_squared"), BETA).sum().backward()
     last = logprobs_BL.grad[0, -1]
     torch.testing.assert_close(logprobs_BL.grad[0], last * torch.arange(5, 0, -1))
 
@@ -146,7 +151,7 @@ def test_reverse_q_gives_earlier_tokens_larger_gradients() -> None:
 def test_a_trajectory_alone_in_its_group_teaches_the_centred_form_nothing() -> None:
     logprobs_BL, batch = make_batch()
     batch = replace(batch, group_B=torch.tensor([0, 0, 7, 9, 9, 9, 4, 4]))
-    loss_B = trajectory_losses(logprobs_BL, batch, LossTerm("group_centred_squared"), BETA)
+    loss_B = trajectory_losses(logprobs_BL, batch, LossTerm(objective="group_centred_squared"), BETA)
     assert loss_B[2] == 0
     assert (loss_B[[0, 1, 3, 4, 5, 6, 7]] > 0).all()
 
@@ -155,7 +160,7 @@ def test_the_centred_form_does_not_see_qhat_0() -> None:
     logprobs_BL, batch = make_batch()
     shifted = replace(batch, qhat_0_B=batch.qhat_0_B.mean() + batch.group_B.float())
     even = replace(batch, qhat_0_B=torch.zeros(8))
-    term = LossTerm("group_centred_squared")
+    term = LossTerm(objective="group_centred_squared")
     torch.testing.assert_close(
         trajectory_losses(logprobs_BL, shifted, term, BETA), trajectory_losses(logprobs_BL, even, term, BETA)
     )
@@ -169,7 +174,7 @@ def test_non_finite_numbers_are_refused_with_the_rows_they_stand_in() -> None:
     assert batch.annotated_q_BL is not None
     batch.annotated_q_BL[5, 0] = math.nan
     with pytest.raises(InvalidInput) as refused:
-        spo_loss(broken_BL, batch, [LossTerm("terminal_squared")], BETA)
+        spo_loss(broken_BL, batch, [LossTerm(objective="terminal_squared")], BETA)
     assert refused.value.code == "not_finite"
     assert {v.pointer for v in refused.value.violations} == {"/logprobs/1", "/reward/4", "/annotated_q/5"}
 
@@ -178,27 +183,27 @@ def test_non_finite_numbers_are_refused_with_the_rows_they_stand_in() -> None:
 def test_an_impossible_beta_is_refused(beta: float) -> None:
     logprobs_BL, batch = make_batch()
     with pytest.raises(InvalidInput, match="beta"):
-        spo_loss(logprobs_BL, batch, [LossTerm("terminal_squared")], beta)
+        spo_loss(logprobs_BL, batch, [LossTerm(objective="terminal_squared")], beta)
 
 
 def test_half_precision_log_probs_are_refused() -> None:
     logprobs_BL, batch = make_batch()
     with pytest.raises(InvalidInput, match="bfloat16"):
-        spo_loss(logprobs_BL.bfloat16(), batch, [LossTerm("terminal_squared")], BETA)
+        spo_loss(logprobs_BL.bfloat16(), batch, [LossTerm(objective="terminal_squared")], BETA)
 
 
 def test_an_empty_batch_is_refused() -> None:
     logprobs_BL, batch = make_batch()
     with pytest.raises(InvalidInput, match="empty"):
-        spo_loss(logprobs_BL[:0], batch.select(slice(0, 0)), [LossTerm("terminal_squared")], BETA)
+        spo_loss(logprobs_BL[:0], batch.select(slice(0, 0)), [LossTerm(objective="terminal_squared")], BETA)
 
 
 @pytest.mark.parametrize("objective", ["monte_carlo_squared", "monte_carlo_cross_entropy"])
-def test_monte_carlo_targets_without_annotations_are_refused(objective: ObjectiveName) -> None:
+def test_monte_carlo_targets_without_annotations_are_refused(objective: str) -> None:
     logprobs_BL, batch = make_batch()
     bare = replace(batch, annotated_q_BL=None, annotated_mask_BL=None)
     with pytest.raises(InvalidInput, match="annotated"):
-        spo_loss(logprobs_BL, bare, [LossTerm(objective)], BETA)
+        spo_loss(logprobs_BL, bare, [LossTerm(objective=objective)], BETA)
 
 
 def test_a_first_batch_that_is_not_the_reference_names_the_trajectories_that_are_off() -> None:
@@ -211,11 +216,22 @@ def test_a_first_batch_that_is_not_the_reference_names_the_trajectories_that_are
     assert [v.pointer for v in refused.value.violations] == ["/logprobs/3"]
 
 
-def test_names_agree_with_the_job_spec_and_the_wire() -> None:
-    assert set(get_args(ObjectiveName)) == set(get_args(job_spec.Objective))
-    assert {f.name for f in fields(LossTerm)} == set(job_spec.LossTerm.model_fields)
-    assert LossTerm("terminal_squared") == LossTerm(**job_spec.LossTerm().model_dump())
-    assert set(SOURCE_CODES) == set(get_args(job_spec.SourceName))
+def test_sources_agree_with_the_wire() -> None:
+    assert set(SOURCE_CODES) == set(get_args(SourceName))
     assert {f"SOURCE_{name.upper()}": code for name, code in SOURCE_CODES.items()} == {
         name: code for name, code in Source.items() if code != 0
     }
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_row_of_the_registry_names_a_function_and_exactly_the_settings_that_it_takes(name: str) -> None:
+    parameters = signature(loss_function(name)).parameters.values()
+    assert [each.name for each in parameters if each.kind is not each.KEYWORD_ONLY] == ["logprobs_BL", "batch", "beta"]
+    keywords = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
+    assert keywords == set(LOSSES[name].settings) <= set(LossTerm.model_fields)
+    assert set(LOSSES[name].needs) <= set(get_args(Need))
+
+
+def test_a_name_without_a_row_is_refused_by_name() -> None:
+    with pytest.raises(ValidationError, match=r"'terminal_squared', .* or 'grpo'"):
+        LossTerm(objective="terminal_cubed")

@@ -22,8 +22,8 @@ MAX_MAIN_LINES = 40
 BANNED_WORDS = frozenset(
     {"data", "info", "item", "items", "manager", "helper", "helpers", "util", "utils", "handle", "common", "misc"}
 )
-# One per service by design; LossTerm until there is one registry of losses.
-SHARED_CLASS_NAMES = frozenset({"Settings", "LossTerm"})
+# One per service by design.
+SHARED_CLASS_NAMES = frozenset({"Settings"})
 STREAM_METHODS = frozenset({"xadd", "xreadgroup", "xack", "xautoclaim", "xclaim", "xgroup_create"})
 # Heavy package -> the one module that knows it.
 ENGINES = {"vllm": "services/inference", "deepspeed": "services/trainer/deepspeed_engine.py"}

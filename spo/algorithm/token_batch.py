@@ -1,4 +1,4 @@
-"""The two inputs of every objective: a batch of judged token sequences, and the terms of the loss.
+"""The input of every objective: a batch of judged token sequences.
 
 Axes: B trajectory in the batch, L position in the padded sequence (prompt, response and padding).
 Units: log-probabilities in nats, rewards and Q in reward units.
@@ -8,49 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-ObjectiveName = Literal[
-    "terminal_squared",
-    "terminal_cross_entropy",
-    "reverse_q_squared",
-    "reverse_q_cross_entropy",
-    "advantage_sigmoid",
-    "monte_carlo_squared",
-    "monte_carlo_cross_entropy",
-    "group_centred_squared",
-    "policy_gradient",
-    "supervised",
-    "ppo",
-    "grpo",
-]
-
-# The values of spo.v1.Source, by the names a JobSpec uses; a unit test holds them together.
-SOURCE_CODES = {"online": 1, "reference": 2, "human": 3, "other_run": 4, "annotated": 5, "shared": 6}
-
-
-@dataclass(frozen=True)
-class LossTerm:
-    """One objective on some sources; same field names as `spo.spec.job_spec.LossTerm`.
-
-    epsilon: clip of the cross-entropy forms, log-prob units, > 0.
-    sigmoid_scale: factor inside the sigmoid of the advantage regression, on log-probs or on Q (reward units).
-    clip: of the importance weight of policy gradients. normalise: of group-relative advantages.
-    min_reference_logprob: supervised leaves out responses less likely under pi0, mean nats per token.
-    """
-
-    objective: ObjectiveName
-    coefficient: float = 1.0
-    sources: tuple[str, ...] | None = None
-    epsilon: float = 1e-3
-    sigmoid_scale: float = 1.0
-    sigmoid_unit: Literal["log_prob", "q"] = "log_prob"
-    clip: float = 0.2
-    normalise: Literal["deviation", "none"] = "deviation"
-    min_reference_logprob: float | None = None
+from spo.algorithm.sources import SOURCE_CODES, SourceName
 
 
 @dataclass(frozen=True)
@@ -100,13 +62,13 @@ class TokenBatch:
         """The trajectories at `rows` (boolean mask, indices or slice), same padding."""
         return self._map(lambda tensor: tensor[rows])
 
-    def rows_from(self, sources: tuple[str, ...] | None) -> Tensor:
-        """Mask over B of the trajectories whose source is named; None names all. KeyError on an unknown name."""
+    def rows_from(self, sources: tuple[SourceName, ...] | None) -> Tensor:
+        """Mask over B of the trajectories whose source is named; None names all."""
         if sources is None:
             return torch.ones_like(self.source_B, dtype=torch.bool)
         codes = torch.tensor([SOURCE_CODES[name] for name in sources], device=self.source_B.device)
         return torch.isin(self.source_B, codes)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> TokenBatch:
-        tensors: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors: dict[str, Tensor | None] = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: change(tensor) for name, tensor in tensors.items() if tensor is not None})
