@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: docs sdk openapi help setup system-deps proto format check test chart-test chart-files compose-test demo screenshots demo-experience reproduce up down bench clean
+.PHONY: docs sdk tree openapi help setup system-deps proto format check test chart-test chart-files compose-test demo screenshots demo-experience reproduce up down bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -72,6 +72,9 @@ docs: $(STAMP)  ## Build the documentation site into site/, strictly; no network
 
 sdk: $(STAMP)  ## Write the synchronous SDK, spo/client/_sync, from the asynchronous one
 	@python scripts/generate_client.py
+
+tree: $(STAMP)  ## Write README's tree of folders from their docstrings
+	@python scripts/readme_tree.py
 
 openapi: $(STAMP)  ## Write docs/openapi.json from the code
 	@PYTHONPATH=. python scripts/write_openapi.py

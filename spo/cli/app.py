@@ -6,7 +6,6 @@ Exit codes are stable: `spo.console.EXIT_CODES` says what each means.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -103,16 +102,8 @@ def reproduce(
     seeds: Annotated[int | None, typer.Option("--seeds", min=1, help="Seeds per method; default 3, quick 1.")] = None,
     runs: Annotated[str, typer.Option("--runs", help="Only runs whose name matches this regular expression.")] = "",
     only: Annotated[list[str] | None, typer.Option("--only", help="Only this setting, such as stability.")] = None,
-    readme: Annotated[
-        Path | None, typer.Option("--readme", help="Only write README's results table from this report.json.")
-    ] = None,
 ) -> None:
     """Run the paper's comparisons on the toy contest and write runs/reproduce/report.{json,md} and plots."""
-    if readme is not None:
-        from spo.reproduce.readme import write_readme_table
-
-        write_readme_table(readme, Path("README.md"))
-        return
     from spo.reproduce.command import run_reproduce
 
     run_reproduce(quick=quick, seeds=seeds, pattern=runs, only=only or [])

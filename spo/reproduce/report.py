@@ -11,6 +11,7 @@ from typing import Any
 
 from spo.demo.report import machine
 from spo.reproduce.claims import findings, where_the_loss_earns_its_keep
+from spo.reproduce.overview import overview
 from spo.reproduce.plan import SETTINGS
 from spo.reproduce.plots import draw_plots
 from spo.reproduce.results import Result, Results, last, mean, total_rollouts
@@ -139,6 +140,8 @@ def markdown(report: Mapping[str, Any], plots: Sequence[str]) -> Iterator[str]:
             "**This is a QUICK report: one seed, few steps, few problems. It shows that everything runs; its numbers "
             "decide nothing.**"
         )
+    yield from ("", "## At a glance", "")
+    yield from overview(report)
     yield from ("", "## Claims", "", "| claim | setting | ours | verdict | why |", "|---|---|---|---|---|")
     for claim in report["claims"]:
         mark = "" if claim["source"] == "paper" else " (ours)"

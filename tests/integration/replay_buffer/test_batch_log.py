@@ -30,7 +30,7 @@ MIX = [{"source": "online", "share": 0.5}, {"source": "human", "share": 0.5}]
 # Takes batches of growing steps, says so, and stands still in the middle of one.
 TRAINER = """
 import sys
-from spo.rpc import RpcClient
+from spo.rpc.client import RpcClient
 from spo.v1.replay_service_pb2 import SampleBatchRequest
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
 replay = RpcClient("replay-buffer", sys.argv[1], ReplayServiceStub)

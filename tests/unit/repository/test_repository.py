@@ -225,3 +225,10 @@ def test_tests_are_named_as_sentences() -> None:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and node.name.count("_") < 3
     ]
     assert terse == []
+
+
+def test_readmes_tree_is_what_the_packages_say() -> None:
+    program = "import readme_tree as tree; print(tree.with_tree((tree.ROOT / 'README.md').read_text()), end='')"
+    command = [sys.executable, "-c", program]
+    written = subprocess.run(command, cwd=ROOT / "scripts", capture_output=True, text=True, timeout=60, check=True)
+    assert (ROOT / "README.md").read_text() == written.stdout, "run: make tree"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from spo.errors import InvalidInput
 from spo.reproduce.claims import findings, judged
 from spo.reproduce.command import chosen_runs
 from spo.reproduce.methods import merged
+from spo.reproduce.overview import overview
 from spo.reproduce.plan import QUICK, SETTINGS, runs
-from spo.reproduce.readme import BEGIN, END, table_lines, write_readme_table
-from spo.reproduce.report import write_report
+from spo.reproduce.report import markdown, write_report
 from spo.reproduce.results import Results, remember_estimate, remembered_estimates
 from spo.reproduce.run_executor import result_path, stored_result
 from spo.reproduce.statistics import difference, mean_score, ratio, score_table
@@ -157,26 +158,6 @@ def test_a_repeated_run_still_pays_for_the_values_that_it_found(tmp_path: Path) 
     assert Results([repeated], remembered_estimates(tmp_path)).estimate_cpu_seconds(repeated) == 30.0
 
 
-def test_readmes_table_is_what_the_report_says_and_the_rest_stays(tmp_path: Path) -> None:
-    kept = [result("p160", "supervised", seed, [9, 9]) for seed in range(2)]
-    write_report(Results(kept), [], tmp_path, quick=False, wall_seconds=1.0)
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-
-    write_readme_table(tmp_path / "report.json", readme)
-    once = readme.read_text()
-    write_readme_table(tmp_path / "report.json", readme)
-
-    assert readme.read_text() == once
-    assert once.startswith("before\n")
-    assert once.endswith(f"{END}\nafter\n")
-    assert "| supervised | 0.90 / 1.00" in once
-    assert "old" not in once
-    readme.write_text("no markers")
-    with pytest.raises(InvalidInput, match="results: begin"):
-        write_readme_table(tmp_path / "report.json", readme)
-
-
 def test_only_a_finished_run_of_the_same_document_is_not_run_again(tmp_path: Path) -> None:
     run = runs(QUICK, quick=True)[0]
     path = result_path(tmp_path, run)
@@ -205,9 +186,18 @@ def test_runs_are_chosen_by_setting_and_pattern() -> None:
             chosen(**wanted)
 
 
-def test_the_projects_readme_says_what_the_committed_report_says() -> None:
-    committed = Path("docs/results/reproduce.json")
-    report = json.loads((ROOT / committed).read_text())
+def test_the_committed_report_is_what_its_figures_say() -> None:
+    folder = ROOT / "docs" / "results"
+    report = json.loads((folder / "reproduce.json").read_text())
+    written = (folder / "reproduce.md").read_text()
+    plots = re.findall(r"^!\[(.+)\]", written, re.MULTILINE)
 
     assert not report["quick"]
-    assert "\n".join(table_lines(report, committed)) in (ROOT / "README.md").read_text()
+    assert "\n".join(markdown(report, plots)) + "\n" == written
+
+
+def test_the_overview_has_a_row_per_method_and_a_column_per_setting(tmp_path: Path) -> None:
+    kept = [result("p160", "supervised", seed, [9, 9]) for seed in range(2)]
+    report = write_report(Results(kept), [], tmp_path, quick=False, wall_seconds=1.0)
+
+    assert "| supervised | 0.90 / 1.00 ± 0.00 |  |  |  |" in list(overview(report))

@@ -155,7 +155,7 @@ def test_a_fault_of_ours_makes_one_dataset_invalid_and_stops_no_other(
         raise RuntimeError("a defect")
 
     with monkeypatch.context() as patched:
-        patched.setattr("services.orchestrator.datasets.report_on", broken)
+        patched.setattr("services.orchestrator.datasets.store.report_on", broken)
         assert uploaded(rows(problem(1)))["state"] == "invalid"
 
     assert uploaded(rows(problem(2)))["state"] == "ready"
