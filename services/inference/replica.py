@@ -20,7 +20,7 @@ from spo.messaging import streams
 from spo.model.folder import inspect_model_folder
 from spo.model.logprobs import load_tokenizer
 from spo.observability import metrics
-from spo.observability.logs import get_logger
+from spo.observability.logs import get_logger, lines_concern_run
 from spo.spec.job_spec import JobSpec, spec_from_json
 from spo.v1 import orchestrator_service_pb2 as orchestrator
 from spo.v1.weights_pb2 import WeightAnnouncement
@@ -131,6 +131,7 @@ class ServingReplica:
 
     def _reassign(self, requested: orchestrator.HeartbeatResponse, stop: threading.Event) -> None:
         before, self._assignment = self._assignment, None
+        lines_concern_run("")
         self._warm = before or self._warm
         self._applied = WeightAnnouncement()
         self._problem = ""
@@ -140,6 +141,7 @@ class ServingReplica:
         self._be_ready(False, f"loads the model of run {requested.run_id}")
         try:
             self._assignment = self._assign(requested, stop)
+            lines_concern_run(self._serving_run())
             # One that joins late is ready once it has the run's current weights.
             late = (
                 f"loads version {requested.weights.version} of run {requested.run_id}"

@@ -21,7 +21,7 @@ from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
 from services.trainer.weights import run_store, store_weights
 from spo.errors import SpoError
-from spo.observability.logs import get_logger
+from spo.observability.logs import get_logger, lines_concern_run
 from spo.rpc.client import RpcClient
 from spo.spec.job_spec import JobSpec, TrainerSpec, spec_from_json
 from spo.v1.orchestrator_service_pb2 import LeaseJobResponse
@@ -75,6 +75,7 @@ def _work_on(ranks: Ranks, settings: Settings, grant: LeaseJobResponse, context:
         replay = ReplayClient(context.replay, grant.run_id, spec.trainer.batch_size, spec.seed)
         controller = Controller(lease, replay, spec, settings, context.stop)
         context.run_id = grant.run_id
+        lines_concern_run(grant.run_id)
     run = TrainingRun(ranks, settings, grant, spec, controller, context)
     try:
         run.go()
@@ -89,6 +90,7 @@ def _work_on(ranks: Ranks, settings: Settings, grant: LeaseJobResponse, context:
             context.run_id, context.weight_version = "", 0
     if controller:
         controller.conclude(run.progress)
+        lines_concern_run("")
 
 
 class TrainingRun:

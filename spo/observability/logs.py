@@ -22,7 +22,7 @@ _TOKEN = re.compile(r"\b(spo_[0-9a-f]{16}_|(?i:bearer|basic)\s+)[\w.~+/=-]{8,}")
 
 @dataclass(frozen=True)
 class Line:
-    """A redacted line as written; run_id is empty where the line names none."""
+    """A redacted line as written; run_id is empty where it concerns no run, or several."""
 
     run_id: str
     level: str
@@ -33,8 +33,21 @@ class Line:
 waiting: deque[Line] = deque(maxlen=MAX_WAITING)
 
 
+@dataclass
+class _ProcessRun:
+    run_id: str = ""
+
+
+_process_run = _ProcessRun()
+
+
+def lines_concern_run(run_id: str) -> None:
+    """From now on, lines of this process that name no run concern this one; "" for none."""
+    _process_run.run_id = run_id
+
+
 def _keep(_logger: Any, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    run_id = str(event.get("run") or event.get("job") or "")
+    run_id = str(event.get("run") or event.get("job") or _process_run.run_id)
     waiting.append(Line(run_id, method, int(time.time() * 1000), json.dumps(event, default=repr)))
     return event
 

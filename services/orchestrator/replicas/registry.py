@@ -17,7 +17,6 @@ from spo.errors import InvalidInput
 from spo.messaging.capped_log import append_record
 from spo.observability.logs import get_logger
 from spo.rpc.inference_client import TIME_BYTES
-from spo.spec.job_state import ACTIVE
 from spo.v1 import orchestrator_service_pb2 as wire
 
 log = get_logger("replicas")
@@ -104,19 +103,17 @@ class ReplicaRegistry:
         self._tell(_replica(before) if before else None, request)
 
     def _keep_logs(self, request: wire.HeartbeatRequest) -> None:
-        """Write the lines that came along to the logs of their runs; those that name none belong to the active run."""
+        """Write the log lines that came along to the jobs that they name; a line that names none concerns no job."""
         lines = list(request.logs)
         del request.logs[:]
-        if not lines:
-            return
-        active = request.run_id or self.assigned_run()
         # A line may name a run whose job was deleted meanwhile: its logs stay deleted.
-        named = {line.run_id or active for line in lines} - {""}
+        named = {line.run_id for line in lines} - {""}
         known = {run_id for run_id in named if self.jobs.client.exists(redis_keys.job_record(run_id))}
+        if not known:
+            return
         with self.jobs.client.pipeline(transaction=False) as pipe:
             for line in lines:
-                run_id = line.run_id or active
-                if run_id not in known:
+                if line.run_id not in known:
                     continue
                 entry: dict[str, str | int] = {
                     "service": request.pool,
@@ -125,7 +122,7 @@ class ReplicaRegistry:
                     "at_unix_ms": line.at_unix_ms,
                     "line": line.line[:MAX_LINE],
                 }
-                append_record(pipe, own_keys.job_logs(run_id), entry, LINES_KEPT)
+                append_record(pipe, own_keys.job_logs(line.run_id), entry, LINES_KEPT)
             pipe.execute()
 
     def _tell(self, before: LiveReplica | None, now: wire.HeartbeatRequest) -> None:
@@ -188,14 +185,6 @@ class ReplicaRegistry:
             counts = dict(Counter(replica.pool for replica in self.live()))
             self._counted = time.monotonic(), counts
         return counts
-
-    def assigned_run(self) -> str:
-        """The run that inference replicas serve: the oldest active job, else one under evaluation, or "" for none."""
-        active = self.jobs.in_states(ACTIVE)
-        if active:
-            return active[0]
-        examined: Any = self.jobs.client.get(redis_keys.evaluated_run())
-        return examined.decode() if examined else ""
 
 
 # KEYS: replicas.  ARGV: replica id, its last heartbeat as read.

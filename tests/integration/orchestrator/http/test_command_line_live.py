@@ -74,7 +74,8 @@ def test_logs_are_read_and_an_ended_job_is_deleted(
         job_id = client.submit(document).id
         beat = HeartbeatRequest(replica_id="t", pool="trainer", run_id=job_id)
         for number, level in enumerate(("info", "error")):
-            beat.logs.add(level=level, at_unix_ms=number, line=json.dumps({"event": f"line {number}", "level": level}))
+            text = json.dumps({"event": f"line {number}", "level": level})
+            beat.logs.add(run_id=job_id, level=level, at_unix_ms=number, line=text)
         context_with_key.replicas.beat(beat)
         shown = spo(url, "job", "logs", job_id).stdout.splitlines()
         assert [line.split()[-2:] for line in shown] == [["line", "0"], ["line", "1"]]

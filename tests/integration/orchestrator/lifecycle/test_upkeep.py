@@ -17,7 +17,7 @@ from services.orchestrator.lifecycle.deleted_keys import families, single_keys
 from services.replay_buffer.batch_log import BatchLog
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
-from spo.observability.logs import configure_logs, get_logger, waiting
+from spo.observability.logs import configure_logs, get_logger, lines_concern_run, waiting
 from spo.service.process import ServiceProcess
 from spo.spec.job_state import JobState
 from spo.testing.replay import trajectory
@@ -42,6 +42,7 @@ def job_id(api: httpx.Client, document: Document) -> str:
 def logging_on() -> Any:
     configure_logs("trainer")
     yield get_logger("test")
+    lines_concern_run("")
     structlog.reset_defaults()
     structlog.contextvars.clear_contextvars()
     waiting.clear()
@@ -51,7 +52,9 @@ def test_lines_travel_with_heartbeats_and_are_found_by_service_and_level(
     api: httpx.Client, context: AppContext, job_id: str, logging_on: Any
 ) -> None:
     logging_on.info("loading", run=job_id, path="x")
+    lines_concern_run(job_id)
     logging_on.warning("slow")
+    lines_concern_run("")
     beat(context, run_id=job_id)
     logging_on.error("broken", run=job_id, redis="redis://:canary@host/0", api_key="canary")
     beat(context, "inference")
@@ -69,6 +72,18 @@ def test_lines_travel_with_heartbeats_and_are_found_by_service_and_level(
         for query in ({"level": "warning"}, {"service": "trainer"}, {"service": "trainer", "level": "error"})
     ]
     assert events == [["broken", "slow"], ["slow", "loading"], []]
+
+
+def test_a_line_that_names_no_run_goes_to_no_job(
+    api: httpx.Client, context: AppContext, job_id: str, logging_on: Any
+) -> None:
+    context.jobs.transition(job_id, JobState.VALIDATING, "test")
+    logging_on.warning("the judge is slow")
+    beat(context, "sandbox-judge")
+    logging_on.warning("left from the run before")
+    beat(context, "inference", run_id=job_id)
+
+    assert api.get(f"/v1/jobs/{job_id}/logs").json()["items"] == []
 
 
 def test_lines_of_a_run_that_is_gone_are_dropped(
