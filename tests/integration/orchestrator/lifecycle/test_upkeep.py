@@ -78,6 +78,7 @@ def test_a_line_that_names_no_run_goes_to_no_job(
     api: httpx.Client, context: AppContext, job_id: str, logging_on: Any
 ) -> None:
     context.jobs.transition(job_id, JobState.VALIDATING, "test")
+    waiting.clear()
     logging_on.warning("the judge is slow")
     beat(context, "sandbox-judge")
     logging_on.warning("left from the run before")
