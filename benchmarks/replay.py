@@ -285,7 +285,7 @@ def _service(client: redis.Redis) -> Iterator[tuple[ReplayStore, RpcClient]]:
         client.hset(redis_keys.run_values(RUN), prompt_id, value.SerializeToString())
     store = ReplayStore(client)
     server = RpcServer("127.0.0.1", 0)
-    add_ReplayServiceServicer_to_server(ReplayService(store, BatchSampler(store)), server.server)
+    add_ReplayServiceServicer_to_server(ReplayService(BatchSampler(store)), server.server)
     server.start()
     replay = RpcClient("replay-buffer", server.address, ReplayServiceStub)
     try:

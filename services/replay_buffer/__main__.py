@@ -24,15 +24,15 @@ def main() -> int:
     process = ServiceProcess("replay-buffer", settings)
     client = connect(settings.redis_url, settings.redis_wait_seconds)
     store = ReplayStore(client)
-    service = ReplayService(store, BatchSampler(store), settings.stop_memory_share)
+    service = ReplayService(BatchSampler(store), settings.stop_memory_share)
     add_ReplayServiceServicer_to_server(service, process.server.server)
     consumer = Consumer(
         client, redis_keys.verdicts(), redis_keys.INGEST_GROUP, process.replica_id, settings.reclaim_seconds
     )
     scores = ReferenceScores.at(settings.value_estimation_address, settings.logprobs_deadline_seconds)
     ingest = IngestWorker(store, consumer, scores, settings.groups_per_read)
-    following = SharedRolloutIngest(store, scores, service.storage)
-    process.workers += [ingest.run, following.run, *archiving(store, settings)]
+    shared = SharedRolloutIngest(service.sampler, scores, service.storage)
+    process.workers += [ingest.run, shared.run, *archiving(store, settings)]
     return process.run()
 
 

@@ -87,7 +87,7 @@ class IngestWorker:
         say_next = 0.0
         while True:
             try:
-                self.store.enter(run_id, trajectories)
+                self.store.insert(run_id, trajectories)
                 return
             except redis.ResponseError as error:
                 if not refuses_writes(error):

@@ -1,59 +1,87 @@
-"""Serialized trajectories: chunks that one script call may carry, and a memory of those that were seen last."""
+"""Trajectories as serialized bytes: a cache of those seen last, and the response of SampleBatch made of them.
+
+Decoding a payload only to encode it again would take most of the time of a batch. So the response is written here as
+protobuf's wire format has it: a field is its number and type, and for anything but a number also its length.
+"""
 
 from __future__ import annotations
 
+import struct
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import redis
 
 from spo import redis_keys
+from spo.v1.replay_service_pb2 import SampleBatchResponse, SampledTrajectory
+from spo.v1.trajectory_pb2 import Trajectory
 
-# A script holds up every other client while it runs.
-CHUNK_TRAJECTORIES = 256
-CHUNK_BYTES = 2 << 20
-
-
-def chunks(payloads: Sequence[bytes]) -> Iterator[slice]:
-    """Consecutive slices, each of at most so many payloads and, unless a single one is larger, bytes."""
-    start = held = 0
-    for at, payload in enumerate(payloads):
-        if at > start and (at - start >= CHUNK_TRAJECTORIES or held + len(payload) > CHUNK_BYTES):
-            yield slice(start, at)
-            start, held = at, 0
-        held += len(payload)
-    if payloads:
-        yield slice(start, len(payloads))
+_LENGTH_DELIMITED, _DOUBLE = 2, 1
+_BATCH = bytes([SampleBatchResponse.BATCH_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
+_TRAJECTORY = bytes([SampledTrajectory.TRAJECTORY_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
+_QHAT_0 = struct.Struct("<Bd")
+_QHAT_0_TAG = SampledTrajectory.QHAT_0_FIELD_NUMBER << 3 | _DOUBLE
 
 
-class Payloads:
-    """Payloads by id; they never change, so what is in memory need not be asked of Redis again."""
+class SampledPayload(NamedTuple):
+    """A serialized Trajectory and Qhat_0 of its prompt in reward units."""
 
-    def __init__(self, client: redis.Redis, memory_bytes: int) -> None:
+    payload: bytes
+    qhat_0: float
+
+    @property
+    def trajectory(self) -> Trajectory:
+        return Trajectory.FromString(self.payload)
+
+
+class PayloadCache:
+    """Payloads by id, read through to Redis; a payload never changes, so what is cached stays valid."""
+
+    def __init__(self, client: redis.Redis, capacity_bytes: int) -> None:
         self.client = client
         self._lock = threading.Lock()
-        self._memory_bytes = memory_bytes
+        self._capacity_bytes = capacity_bytes
         self._held_bytes = 0
-        self._seen: dict[tuple[str, str], bytes] = {}
+        self._cached: dict[tuple[str, str], bytes] = {}
 
-    def remember(self, run_id: str, trajectory_id: str, payload: bytes) -> None:
-        """Keep a payload in memory; the first to come gives way, as the newest experience is what is drawn."""
+    def put(self, run_id: str, trajectory_id: str, payload: bytes) -> None:
+        """Cache a payload; the oldest are evicted first, as batches are sampled from the newest experience."""
         with self._lock:
-            if self._seen.setdefault((run_id, trajectory_id), payload) is payload:
+            if self._cached.setdefault((run_id, trajectory_id), payload) is payload:
                 self._held_bytes += len(payload)
-            while self._held_bytes > self._memory_bytes:
-                self._held_bytes -= len(self._seen.pop(next(iter(self._seen))))
+            while self._held_bytes > self._capacity_bytes:
+                self._held_bytes -= len(self._cached.pop(next(iter(self._cached))))
 
     def get(self, run_id: str, trajectory_ids: Sequence[str]) -> list[bytes | None]:
         """Payloads by id, None where absent."""
-        found = {each: self._seen.get((run_id, each)) for each in trajectory_ids}
-        missing = [each for each, payload in found.items() if payload is None]
+        found = {trajectory_id: self._cached.get((run_id, trajectory_id)) for trajectory_id in trajectory_ids}
+        missing = [trajectory_id for trajectory_id, payload in found.items() if payload is None]
         if missing:
-            keys = [redis_keys.replay_trajectory(run_id, each) for each in missing]
+            keys = [redis_keys.replay_trajectory(run_id, trajectory_id) for trajectory_id in missing]
             stored: Any = self.client.mget(keys)
-            for each, payload in zip(missing, stored, strict=True):
+            for trajectory_id, payload in zip(missing, stored, strict=True):
                 if payload is not None:
-                    found[each] = payload
-                    self.remember(run_id, each, payload)
-        return [found[each] for each in trajectory_ids]
+                    found[trajectory_id] = payload
+                    self.put(run_id, trajectory_id, payload)
+        return [found[trajectory_id] for trajectory_id in trajectory_ids]
+
+
+def encode_batch(batch: Iterable[SampledPayload]) -> bytes:
+    """A serialized SampleBatchResponse."""
+    parts: list[bytes] = []
+    for payload, qhat_0 in batch:
+        length = _varint(len(payload))
+        sample_length = len(_TRAJECTORY) + len(length) + len(payload) + _QHAT_0.size
+        parts += (_BATCH, _varint(sample_length), _TRAJECTORY, length, payload, _QHAT_0.pack(_QHAT_0_TAG, qhat_0))
+    return b"".join(parts)
+
+
+def _varint(number: int) -> bytes:
+    """Seven bits per byte, the lowest first; the eighth says that more follow."""
+    groups = bytearray()
+    while number > 0x7F:
+        groups.append(number & 0x7F | 0x80)
+        number >>= 7
+    groups.append(number)
+    return bytes(groups)

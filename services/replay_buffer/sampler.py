@@ -1,129 +1,195 @@
-"""Serving the batch of a step: exact shares by source, each by its sampler, the same for a repeated ask."""
+"""Samples the batch of a step: exact shares by source, each by its own rule; a repeated request gets the same batch."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from services.replay_buffer.batch_encoding import Drawn
-from services.replay_buffer.batch_log import BatchLog
 from services.replay_buffer.limiter import Limiter
-from services.replay_buffer.sampling_index import SamplingIndex
-from services.replay_buffer.shared_rollout_ingest import is_read_to_its_end
-from services.replay_buffer.source_quota import SourceQuota, draw_quota, quotas_of
+from services.replay_buffer.payloads import SampledPayload
+from services.replay_buffer.sampling_index import FOLLOWED_POSITION, SamplingIndex
 from services.replay_buffer.store import ReplayStore
-from services.replay_buffer.windows import Candidate
-from spo.errors import Conflict, IntegrityError, NotReady, PreconditionFailed
-from spo.messaging.run_status import run_state
+from services.replay_buffer.windows import SOURCES, source_name
+from spo.algorithm.replay_sampling import exact_counts
+from spo.errors import Conflict, FieldViolation, IntegrityError, InvalidInput, NotReady, PreconditionFailed
 from spo.observability import metrics
-from spo.spec.job_state import ESTIMATED
+from spo.spec.job_spec import SourceMix
 from spo.spec.section import LIVE_SOURCES
 from spo.v1.replay_service_pb2 import SampleBatchRequest
 
 POLL_SECONDS = 0.1
 MAX_WAIT_SECONDS = 60.0
+MAX_STEP = 2**32 - 1
+INDEXED_RUNS = 32
 
-# Ids of a trajectory and of its prompt.
-DrawnIds = tuple[str, str]
+
+@dataclass(frozen=True)
+class SourceQuota:
+    """How many trajectories of one source a batch holds, and the rule they are sampled by."""
+
+    rule: SourceMix
+    count: int
+
+
+class SampledId(NamedTuple):
+    """A sampled trajectory and its prompt."""
+
+    trajectory_id: str
+    prompt_id: str
 
 
 class BatchSampler:
-    """Serves SampleBatch for all runs."""
+    """Serves SampleBatch for all runs; owns their sampling indices."""
 
     def __init__(self, store: ReplayStore) -> None:
         self.store = store
-        self.batch_log = BatchLog(store.client)
+        self._indices: dict[str, SamplingIndex] = {}
 
-    def sample(self, request: SampleBatchRequest) -> list[Drawn]:
+    def index(self, run_id: str) -> SamplingIndex:
+        """The run's sampling index; the least recently used one is dropped for a new one. Raises NotFound."""
+        spec = self.store.spec(run_id)
+        found = self._indices.pop(run_id, None) or SamplingIndex(self.store.client, run_id, spec)
+        # setdefault: of two threads that made one, both must use the same.
+        found = self._indices.setdefault(run_id, found)
+        for oldest in list(self._indices)[:-INDEXED_RUNS]:
+            self._indices.pop(oldest, None)
+        return found
+
+    def sample(self, request: SampleBatchRequest) -> list[SampledPayload]:
         """Return the step's batch, waiting at most wait_seconds for experience.
 
         Raises NotReady (names the source and its counts), PreconditionFailed when a source will never have anything,
         InvalidInput on an impossible mix, Conflict when the step already got a batch of another size, NotFound.
         """
-        index = self.store.index(request.run_id)
-        quotas = quotas_of(request, index)
+        index = self.index(request.run_id)
+        quotas = _quotas_of(request, index)
         deadline = time.monotonic() + min(request.wait_seconds, MAX_WAIT_SECONDS)
         while True:
             try:
-                places = self._recorded(request, index) or self._draw(request, index, quotas)
+                sampled = self._recorded(request, index) or self._draw(request, index, quotas)
                 break
             except NotReady:
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(POLL_SECONDS)
-        if len(places) != request.batch_size:
-            raise Conflict(f"step {request.step} was given {len(places)} trajectories before, not {request.batch_size}")
-        return self._with_values(request, index, places)
+        if len(sampled) != request.batch_size:
+            raise Conflict(
+                f"step {request.step} was given {len(sampled)} trajectories before, not {request.batch_size}"
+            )
+        return self._with_payloads(request, index, sampled)
 
-    def _recorded(self, request: SampleBatchRequest, index: SamplingIndex) -> list[DrawnIds]:
-        ids = self.batch_log.recorded(request.run_id, request.step)
+    def _recorded(self, request: SampleBatchRequest, index: SamplingIndex) -> list[SampledId]:
+        ids = self.store.batch(request.run_id, request.step)
         if not ids:
             return []
         with index.lock:
-            # It may be the first thing this process serves.
+            # It may be the first request that this process serves for the run.
             index.refresh([])
-        return list(zip(ids, self.store.prompts_of(request.run_id, ids), strict=True))
+        return self._with_prompts(request.run_id, ids)
 
-    def _draw(self, request: SampleBatchRequest, index: SamplingIndex, quotas: Sequence[SourceQuota]) -> list[DrawnIds]:
+    def _draw(
+        self, request: SampleBatchRequest, index: SamplingIndex, quotas: Sequence[SourceQuota]
+    ) -> list[SampledId]:
         rng = np.random.default_rng([index.spec.seed, request.seed, request.step])
-        drawn: list[Candidate] = []
+        sampled: list[SampledId] = []
         with index.lock:
             index.refresh([quota.rule.source for quota in quotas])
             if index.counters.get("policy_version", 0) != request.policy_version:
                 self.store.note_policy_version(request.run_id, request.policy_version)
                 index.counters["policy_version"] = request.policy_version
             for quota in quotas:
-                self._check(index, quota)
-                chosen = draw_quota(rng, index, quota)
-                if quota.rule.source in LIVE_SOURCES:
-                    newest = index.newest_version(quota.rule.source)
-                    ages = [max(0, newest - each.version) for each in chosen]
+                rule, count = quota.rule, quota.count
+                self._check(index, rule, count)
+                chosen = index.draw(rng, rule, count)
+                if rule.source in LIVE_SOURCES:
+                    newest = index.newest_version(rule.source)
+                    ages = [max(0, newest - candidate.version) for candidate in chosen]
                     metrics.REPLAY_SAMPLE_AGE.observe(sum(ages) / len(ages))
-                drawn += chosen
-            # Turns are counted: a draw that this one did not know of makes it void.
-            after = index.counts.draws_read if index.spec.replay.max_times_sampled is not None else None
-        places = [(trajectory_id, each.prompt_id) for each in drawn for trajectory_id in each.trajectory_ids]
-        ids = [trajectory_id for trajectory_id, _ in places]
+                sampled += [
+                    SampledId(trajectory_id, candidate.prompt_id)
+                    for candidate in chosen
+                    for trajectory_id in candidate.trajectory_ids
+                ]
+            # Where the times are limited, a batch that this draw did not know of makes it void.
+            limited = index.spec.replay.max_times_sampled is not None
+            last_batch = index.sample_counts.batches_read if limited else None
+        ids = [trajectory_id for trajectory_id, _ in sampled]
         counts = {quota.rule.source: quota.count for quota in quotas}
-        held = self.batch_log.record(request.run_id, request.step, ids, counts, after)
-        if not held:
-            raise NotReady("another request drew at the same time; the turns must be counted again")
-        if held == ids:
-            return places
-        return list(zip(held, self.store.prompts_of(request.run_id, held), strict=True))
+        recorded = self.store.record_batch(request.run_id, request.step, ids, counts, last_batch)
+        if not recorded:
+            raise NotReady("another request drew at the same time; the times sampled must be counted again")
+        return sampled if recorded == ids else self._with_prompts(request.run_id, recorded)
 
-    def _check(self, index: SamplingIndex, quota: SourceQuota) -> None:
-        """Raise NotReady, or PreconditionFailed where waiting is in vain, when a portion cannot be served now."""
-        reason = _reason(index, quota)
-        if quota.rule.source in LIVE_SOURCES:
-            limiter = Limiter.of(index.spec, quota.rule.source)
-            live = index.live(quota.rule)
-            if limiter.may_sample(live, quota.count):
+    def _check(self, index: SamplingIndex, rule: SourceMix, count: int) -> None:
+        """Raise NotReady, or PreconditionFailed where waiting is in vain, when a quota cannot be served now."""
+        wanted = f"{count} {'correct ' if rule.correct_only else ''}wanted per batch"
+        reason = f"source {rule.source}: {index.describe(rule)}, {wanted}"
+        if rule.source in LIVE_SOURCES:
+            limiter = Limiter.of(index.spec, rule.source)
+            live = index.live(rule)
+            if limiter.may_sample(live, count):
                 return
-            if not (quota.rule.source == "shared" and is_read_to_its_end(self.store.client, index)):
+            position = index.counters.get(FOLLOWED_POSITION, 0)
+            if rule.source != "shared" or not self.store.followed_run_is_exhausted(index.run_id, position):
                 raise NotReady(f"{reason}; {live.available} fresh enough, {live.sampled} served; {limiter}")
-            # Nothing will ever come in again, so nothing is gained by sparing what there is.
+            # Nothing will ever come in again, so nothing is gained by holding back what there is.
             reason = f"{reason}; {index.spec.rollout.follow} has ended"
-        if not index.servable(quota.rule):
-            if run_state(self.store.client, index.run_id) in ESTIMATED:
-                # All offline trajectories are there by now: an empty offline source stays empty.
+        if not index.servable(rule):
+            if self.store.is_estimated(index.run_id):
                 raise PreconditionFailed(f"{reason}; nothing more will come", code="source_empty")
             raise NotReady(reason)
 
-    def _with_values(
-        self, request: SampleBatchRequest, index: SamplingIndex, places: Sequence[DrawnIds]
-    ) -> list[Drawn]:
-        payloads = self.store.payloads.get(request.run_id, [trajectory_id for trajectory_id, _ in places])
+    def _with_prompts(self, run_id: str, trajectory_ids: Sequence[str]) -> list[SampledId]:
+        prompt_ids = self.store.prompts_of(run_id, trajectory_ids)
+        return [SampledId(*pair) for pair in zip(trajectory_ids, prompt_ids, strict=True)]
+
+    def _with_payloads(
+        self, request: SampleBatchRequest, index: SamplingIndex, sampled: Sequence[SampledId]
+    ) -> list[SampledPayload]:
+        payloads = self.store.payloads(request.run_id, [trajectory_id for trajectory_id, _ in sampled])
         batch = []
-        for (trajectory_id, prompt_id), payload in zip(places, payloads, strict=True):
+        for (trajectory_id, prompt_id), payload in zip(sampled, payloads, strict=True):
             if payload is None:
                 raise IntegrityError(f"step {request.step}: trajectory {trajectory_id} is gone from the buffer")
-            batch.append(Drawn(payload, index.qhat_0(prompt_id)))
+            batch.append(SampledPayload(payload, index.qhat_0(prompt_id)))
         return batch
 
 
-def _reason(index: SamplingIndex, quota: SourceQuota) -> str:
-    wanted = f"{quota.count} {'correct ' if quota.rule.correct_only else ''}wanted per batch"
-    return f"source {quota.rule.source}: {index.describe(quota.rule)}, {wanted}"
+def _quotas_of(request: SampleBatchRequest, index: SamplingIndex) -> list[SourceQuota]:
+    """The batch's quotas, from the request's mix or else the spec's. Raises InvalidInput by field."""
+    if request.batch_size < 1:
+        raise _refused("a batch holds at least one trajectory", "/batch_size", "must be >= 1")
+    if not 0 <= request.step <= MAX_STEP:
+        raise _refused("a batch belongs to a step", "/step", f"must be in [0, {MAX_STEP}]")
+    rules = _rules_of(request, index) if request.mix else list(index.spec.replay.mix)
+    counts = exact_counts([rule.share for rule in rules], request.batch_size)
+    for rule, count in zip(rules, counts, strict=True):
+        unit = index.unit_size(rule.source)
+        if count % unit:
+            fault = f"gives {count} {rule.source} trajectories, no whole number of groups of {unit}"
+            raise _refused("a batch holds whole groups", "/batch_size", fault)
+    return [SourceQuota(rule, count) for rule, count in zip(rules, counts, strict=True) if count]
+
+
+def _rules_of(request: SampleBatchRequest, index: SamplingIndex) -> list[SourceMix]:
+    """The rules of a request's mix: it may change shares and correct_only; samplers and filters are the spec's."""
+    if any(part.source not in SOURCES for part in request.mix):
+        raise _refused("a mix names known sources", "/mix", "names an unknown source")
+    shares = [part.share for part in request.mix]
+    if not all(share >= 0 for share in shares) or abs(sum(shares) - 1) > 1e-6:
+        raise _refused("the shares of a mix sum to 1", "/mix", f"sums to {sum(shares):g}")
+    names = [source_name(part.source) for part in request.mix]
+    if len(set(names)) < len(names):
+        raise _refused("a mix names each source once", "/mix", f"names {', '.join(names)}")
+    return [
+        index.rule(name).model_copy(update={"share": part.share, "correct_only": part.correct_only})
+        for name, part in zip(names, request.mix, strict=True)
+    ]
+
+
+def _refused(reason: str, pointer: str, message: str) -> InvalidInput:
+    return InvalidInput(reason, violations=(FieldViolation(pointer, message),))

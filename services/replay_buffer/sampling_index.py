@@ -1,24 +1,26 @@
 """What may be sampled of a run, mirrored in memory.
 
-The indices in Redis only grow, so each look reads only what is new. The mirror belongs to one process and can be lost
-at any time; its truth is the ledger.
+The indices in Redis only grow, so each refresh reads only what is new. The mirror belongs to one process and can be
+lost at any time: it is read again from the ledger.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import redis
 
-from services.replay_buffer.batch_log import SampleCounts
 from services.replay_buffer.limiter import LiveCounts
-from services.replay_buffer.prompt_facts import PromptFacts, facts_of_prompts
+from services.replay_buffer.sample_counts import SampleCounts
 from services.replay_buffer.windows import Candidate, LiveWindow, OfflineWindow, read_fact, rule_of
 from spo import redis_keys
+from spo.algorithm.replay_sampling import aged_priority, draw_balanced, draw_ranks, draw_weighted, value_spread
 from spo.errors import IntegrityError, NotFound
 from spo.observability.logs import get_logger
+from spo.spec import prompt_values
 from spo.spec.job_spec import JobSpec, SourceMix
 from spo.spec.section import LIVE_SOURCES
 from spo.v1.value_pb2 import PromptValue
@@ -26,10 +28,19 @@ from spo.v1.value_pb2 import PromptValue
 log = get_logger("sampling_index")
 
 FACTS_PER_READ = 5000
+# Counter: the last insertion number of the followed run's ledger that this run has read.
+FOLLOWED_POSITION = "followed"
+
+
+class PromptFacts(NamedTuple):
+    """Qhat_0 in reward units; value_spread is sqrt(p (1 - p)), p the success rate of pi0."""
+
+    qhat_0: float
+    value_spread: float
 
 
 class SamplingIndex:
-    """One run's candidates; hold `lock` from `refresh` to the end of a draw."""
+    """One run's candidates and counters; hold `lock` from `refresh` to the end of a draw."""
 
     def __init__(self, client: redis.Redis, run_id: str, spec: JobSpec) -> None:
         self.client = client
@@ -38,10 +49,10 @@ class SamplingIndex:
         self.lock = threading.Lock()
         self.counters: dict[str, int] = {}
         self._followed_version = 0
-        self._forget()
+        self._clear()
 
     def refresh(self, sources: Sequence[str]) -> None:
-        """Take in what has come since the last look, of these sources."""
+        """Read what was inserted since the last refresh, of these sources; counters and values too. Raises NotFound."""
         with self.client.pipeline(transaction=False) as pipe:
             pipe.exists(redis_keys.run_spec(self.run_id))
             pipe.zscore(redis_keys.replay_ids(self.run_id), self._newest[0])
@@ -62,7 +73,7 @@ class SamplingIndex:
                 lost=f"trajectory {self._newest[0]}, number {self._newest[1]} of the ledger",
                 left=f"{int(counters.get(b'number', 0))} trajectories",
             )
-            self._forget()
+            self._clear()
             return self.refresh(sources)
         self.counters = {name.decode(): int(count) for name, count in counters.items()}
         if followed_version:
@@ -70,28 +81,42 @@ class SamplingIndex:
         if values != self._values_read:
             self._read_values(values)
         for source, entries in zip(sources, news, strict=True):
-            self._take_in(source, entries)
+            self._add(source, entries)
         if self.spec.replay.max_times_sampled is not None:
-            self.counts.refresh()
+            self.sample_counts.refresh()
         return None
 
     def servable(self, rule: SourceMix) -> Sequence[Candidate]:
-        """What may be drawn now by a source's rule: with a value, fresh enough, not drawn too often, in the window."""
+        """What a source's rule may draw now: in the window, with a value, fresh enough, not sampled too often."""
         oldest = self.oldest_version(rule) if rule.source in LIVE_SOURCES else 0
-        # Most draws find what the one before found: only news, values, a higher version or a count change it.
-        stamp = (self._seen.get(rule.source, 0), self._values_read, oldest, self.counts.draws_read)
+        # Most draws find what the one before found: only insertions, values, a new version or a batch change it.
+        stamp = (self._read_to.get(rule.source, 0), self._values_read, oldest, self.sample_counts.batches_read)
         known, found = self._filtered.get(rule, ((), []))
         if known != stamp:
             found = self._filter(rule, oldest)
             self._filtered[rule] = (stamp, found)
         return found
 
+    def draw(self, rng: np.random.Generator, rule: SourceMix, count: int) -> list[Candidate]:
+        """Draw `count` trajectories by a source's rule, in whole units; the generator's state decides."""
+        candidates = self.servable(rule)
+        units = count // self.unit_size(rule.source)
+        if rule.sampler == "prioritised":
+            ranks = draw_weighted(rng, [self._priority(candidate, rule) for candidate in candidates], units)
+        elif rule.sampler == "per_prompt":
+            ranks = draw_balanced(rng, [candidate.prompt_id for candidate in candidates], units)
+        elif rule.sampler == "outcome_balanced":
+            ranks = draw_balanced(rng, [candidate.correct for candidate in candidates], units)
+        else:
+            ranks = draw_ranks(rng, len(candidates), units)
+        return [candidates[rank] for rank in ranks]
+
     def rule(self, source: str) -> SourceMix:
         """How the spec draws from a source."""
         return rule_of(self.spec, source)
 
     def newest_version(self, source: str) -> int:
-        """The newest weight version of the run that samples a live source."""
+        """The newest weight version of the run whose policy makes a live source's trajectories."""
         return self._followed_version if source == "shared" else self.counters.get("policy_version", 0)
 
     def oldest_version(self, rule: SourceMix) -> int:
@@ -132,32 +157,46 @@ class SamplingIndex:
             raise IntegrityError(f"run {self.run_id} has no value for prompt {prompt_id}")
         return self._values[prompt_id].qhat_0
 
-    def value_spread(self, prompt_id: str) -> float:
+    def _value_spread(self, prompt_id: str) -> float:
         """sqrt(p (1 - p)), p the success rate of pi0 on the prompt; 0 where the spec estimates no values."""
         return self._values[prompt_id].value_spread if prompt_id in self._values else 0.0
 
+    def _priority(self, candidate: Candidate, rule: SourceMix) -> float:
+        # What was made before training does not age.
+        age = self.newest_version(rule.source) - candidate.version if rule.source in LIVE_SOURCES else 0
+        if rule.priority == "value_spread":
+            surprises = [self._value_spread(candidate.prompt_id)]
+        else:
+            qhat_0 = self.qhat_0(candidate.prompt_id)
+            surprises = [reward - qhat_0 for reward in candidate.rewards]
+        return aged_priority(surprises, age, rule.priority_half_life)
+
     def _filter(self, rule: SourceMix, oldest: int) -> list[Candidate]:
         if rule.source in LIVE_SOURCES:
-            found = self._live[rule.source].index(rule, oldest)
+            found = self._live[rule.source].candidates(rule, oldest)
         else:
-            found = self._offline[rule.source].index(rule) if rule.source in self._offline else []
+            found = self._offline[rule.source].candidates(rule) if rule.source in self._offline else []
         if self.spec.value is not None:
-            found = [each for each in found if each.prompt_id in self._values]
+            found = [candidate for candidate in found if candidate.prompt_id in self._values]
         if rule.min_value_spread:
-            found = [each for each in found if self.value_spread(each.prompt_id) >= rule.min_value_spread]
+            least = rule.min_value_spread
+            found = [candidate for candidate in found if self._value_spread(candidate.prompt_id) >= least]
         limit = self.spec.replay.max_times_sampled
         if limit is not None and rule.source in LIVE_SOURCES:
-            found = [each for each in found if all(self.counts.times(member) < limit for member in each.trajectory_ids)]
+            times = self.sample_counts.times
+            found = [
+                candidate for candidate in found if all(times(member) < limit for member in candidate.trajectory_ids)
+            ]
         return found
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self.counters = {}
-        self._seen: dict[str, int] = {}
-        # Id and insertion number of the newest trajectory seen: while it has that number, no other is gone either.
+        self._read_to: dict[str, int] = {}
+        # Id and insertion number of the newest trajectory read: while it has that number, no other is gone either.
         self._newest: tuple[str, int] = ("", 0)
         self._values: dict[str, PromptFacts] = {}
         self._values_read = 0
-        self.counts = SampleCounts(self.client, self.run_id)
+        self.sample_counts = SampleCounts(self.client, self.run_id)
         self._filtered: dict[SourceMix, tuple[tuple[int, ...], list[Candidate]]] = {}
         # The payloads of older ones stay in Redis: they are listed, and a repeated batch may name them.
         self._live: dict[str, LiveWindow] = {source: LiveWindow(self.spec, source) for source in LIVE_SOURCES}
@@ -167,12 +206,12 @@ class SamplingIndex:
     def _ask_new(self, pipe: Any, source: str) -> None:
         key = redis_keys.replay_source(self.run_id, source)
         live = self._live.get(source)
-        if live and source not in self._seen and not live.needs_all:
+        if live and source not in self._read_to and not live.needs_all:
             pipe.zrange(key, -self.spec.replay.online_capacity, -1, withscores=True)
         else:
-            pipe.zrangebyscore(key, f"({self._seen.get(source, 0)}", "+inf", withscores=True)
+            pipe.zrangebyscore(key, f"({self._read_to.get(source, 0)}", "+inf", withscores=True)
 
-    def _take_in(self, source: str, entries: Sequence[tuple[bytes, float]]) -> None:
+    def _add(self, source: str, entries: Sequence[tuple[bytes, float]]) -> None:
         for start in range(0, len(entries), FACTS_PER_READ):
             ids = [trajectory_id for trajectory_id, _ in entries[start : start + FACTS_PER_READ]]
             facts: Any = self.client.hmget(redis_keys.replay_facts(self.run_id), ids)
@@ -183,13 +222,22 @@ class SamplingIndex:
                 else:
                     self._offline.setdefault(source, OfflineWindow(self.spec, source)).add(candidate)
         if entries:
-            self._seen[source] = int(entries[-1][1])
-            if self._seen[source] > self._newest[1]:
-                self._newest = (entries[-1][0].decode(), self._seen[source])
+            self._read_to[source] = int(entries[-1][1])
+            if self._read_to[source] > self._newest[1]:
+                self._newest = (entries[-1][0].decode(), self._read_to[source])
 
     def _read_values(self, count: int) -> None:
         if self.spec.value is not None:
             stored: Any = self.client.hvals(redis_keys.run_values(self.run_id))
-            found = map(PromptValue.FromString, stored)
-            self._values = facts_of_prompts(found, self.spec)
+            self._values = _facts_of(map(PromptValue.FromString, stored), self.spec)
         self._values_read = count
+
+
+def _facts_of(values: Iterable[PromptValue], spec: JobSpec) -> dict[str, PromptFacts]:
+    """By prompt id; prompts that are dropped, or have no samples, are left out and never served."""
+    found: dict[str, PromptFacts] = {}
+    for value in values:
+        estimate = prompt_values.qhat_0(value, spec)
+        if estimate:
+            found[value.prompt_id] = PromptFacts(estimate.q, value_spread(value.successes / value.samples))
+    return found

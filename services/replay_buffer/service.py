@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
-from services.replay_buffer.batch_encoding import batch_bytes
+import grpc
+
 from services.replay_buffer.limiter import Limiter
 from services.replay_buffer.malloc_tuning import keep_large_buffers
+from services.replay_buffer.payloads import encode_batch
 from services.replay_buffer.sampler import BatchSampler
 from services.replay_buffer.sampling_index import SamplingIndex
 from services.replay_buffer.storage_monitor import StorageMonitor
-from services.replay_buffer.store import SOURCE_CODES, ReplayStore, source_name
+from services.replay_buffer.windows import SOURCES, source_name
 from spo.errors import FieldViolation, InvalidInput, NotFound
 from spo.v1 import replay_service_pb2 as replay
 from spo.v1.prompt_pb2 import SOURCE_UNSPECIFIED, Source
@@ -29,27 +30,29 @@ MAX_SCANNED = 5000
 class ReplayService(ReplayServiceServicer):
     """Append, SampleBatch, status and listing; errors are typed in spo.rpc."""
 
-    def __init__(self, store: ReplayStore, drawer: BatchSampler, stop_memory_share: float = 0.9) -> None:
-        # Its answers are the large messages; what keeps their memory is the whole process.
+    def __init__(self, sampler: BatchSampler, stop_memory_share: float = 0.9) -> None:
+        # Batches are large messages; the setting holds for the whole process.
         keep_large_buffers()
-        self.store = store
-        self.drawer = drawer
-        self.storage = StorageMonitor(store.client, stop_memory_share)
+        self.sampler = sampler
+        self.store = sampler.store
+        self.storage = StorageMonitor(self.store.client, stop_memory_share)
 
-    def Append(self, request: replay.AppendRequest, context: Any) -> replay.AppendResponse:
+    def Append(self, request: replay.AppendRequest, context: grpc.ServicerContext) -> replay.AppendResponse:
         inserted, duplicates = self.store.append(request.run_id, request.trajectories)
         return replay.AppendResponse(inserted=inserted, duplicates=duplicates)
 
-    def SampleBatch(self, request: replay.SampleBatchRequest, context: Any) -> Any:
-        return batch_bytes(self.drawer.sample(request))
+    def SampleBatch(self, request: replay.SampleBatchRequest, context: grpc.ServicerContext) -> bytes:  # type: ignore[override]
+        return encode_batch(self.sampler.sample(request))
 
-    def GetReplayStatus(self, request: replay.GetReplayStatusRequest, context: Any) -> replay.GetReplayStatusResponse:
-        index = self.store.index(request.run_id)
+    def GetReplayStatus(
+        self, request: replay.GetReplayStatusRequest, context: grpc.ServicerContext
+    ) -> replay.GetReplayStatusResponse:
+        index = self.sampler.index(request.run_id)
         pressure = self.storage.pressure()
         with index.lock:
-            index.refresh([source_name(code) for code in SOURCE_CODES])
+            index.refresh([source_name(code) for code in SOURCES])
             online = index.live(index.rule("online"))
-            counts = [_count(index, code) for code in SOURCE_CODES]
+            counts = [_count(index, code) for code in SOURCES]
         return replay.GetReplayStatusResponse(
             counts=[count for count in counts if count.inserted],
             admissible_inserts=0 if pressure else Limiter.of(index.spec).admissible_inserts(online),
@@ -58,7 +61,7 @@ class ReplayService(ReplayServiceServicer):
         )
 
     def ListTrajectories(
-        self, request: replay.ListTrajectoriesRequest, context: Any
+        self, request: replay.ListTrajectoriesRequest, context: grpc.ServicerContext
     ) -> replay.ListTrajectoriesResponse:
         if not re.fullmatch(r"\d{0,16}", request.cursor, re.ASCII):
             raise InvalidInput("the cursor is not one of ours", violations=(FieldViolation("/cursor", "is no number"),))
@@ -68,20 +71,22 @@ class ReplayService(ReplayServiceServicer):
         cursor, scanned = request.cursor, 0
         while len(found) < limit and scanned < MAX_SCANNED:
             page, cursor = self.store.newest_first(request.run_id, request.prompt_id, cursor, limit - len(found))
-            found += [each for each in page if request.source in (SOURCE_UNSPECIFIED, each.source)]
+            found += [trajectory for trajectory in page if request.source in (SOURCE_UNSPECIFIED, trajectory.source)]
             scanned += len(page)
             if not cursor:
                 break
         return replay.ListTrajectoriesResponse(trajectories=found, next_cursor=cursor)
 
-    def GetTrajectory(self, request: replay.GetTrajectoryRequest, context: Any) -> replay.GetTrajectoryResponse:
+    def GetTrajectory(
+        self, request: replay.GetTrajectoryRequest, context: grpc.ServicerContext
+    ) -> replay.GetTrajectoryResponse:
         found = self.store.one(request.run_id, request.trajectory_id)
         limit = max(1, min(request.steps_limit or DEFAULT_STEPS, MAX_STEPS))
-        index = self.store.index(request.run_id)
+        index = self.sampler.index(request.run_id)
         with index.lock:
             index.refresh([])
-            index.counts.refresh()
-            steps = index.counts.of(found.trajectory_id)
+            index.sample_counts.refresh()
+            steps = index.sample_counts.steps_of(found.trajectory_id)
         start = max(0, min(request.steps_from, len(steps)))
         return replay.GetTrajectoryResponse(
             trajectory=found,
@@ -90,9 +95,9 @@ class ReplayService(ReplayServiceServicer):
             copies=self.store.copies(request.run_id, found.trajectory_id),
         )
 
-    def GetBatch(self, request: replay.GetBatchRequest, context: Any) -> replay.GetBatchResponse:
+    def GetBatch(self, request: replay.GetBatchRequest, context: grpc.ServicerContext) -> replay.GetBatchResponse:
         self.store.spec(request.run_id)
-        ids = self.drawer.batch_log.recorded(request.run_id, request.step)
+        ids = self.store.batch(request.run_id, request.step)
         if not ids:
             raise NotFound(f"run {request.run_id} has drawn no batch for step {request.step}", code="unknown_batch")
         return replay.GetBatchResponse(trajectory_ids=ids)

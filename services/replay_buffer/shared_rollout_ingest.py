@@ -17,7 +17,8 @@ import redis
 from services.replay_buffer.admission import check_judged, check_scored, sort_out
 from services.replay_buffer.limiter import Limiter
 from services.replay_buffer.reference_scores import ReferenceScores, note_hop
-from services.replay_buffer.sampling_index import SamplingIndex
+from services.replay_buffer.sampler import BatchSampler
+from services.replay_buffer.sampling_index import FOLLOWED_POSITION
 from services.replay_buffer.storage_monitor import StorageMonitor
 from services.replay_buffer.store import ReplayStore
 from services.replay_buffer.windows import read_fact
@@ -25,7 +26,7 @@ from spo import redis_keys
 from spo.errors import IntegrityError
 from spo.observability import metrics
 from spo.observability.logs import get_logger
-from spo.spec.job_state import TERMINAL, JobState, decode_state
+from spo.spec.job_state import JobState
 from spo.v1.prompt_pb2 import SOURCE_SHARED
 from spo.v1.trajectory_pb2 import Trajectory
 
@@ -34,8 +35,6 @@ log = get_logger("shared_rollouts")
 LOOK_SECONDS = 0.5
 AT_ONCE = 256
 SCORE_PATIENCE_SECONDS = 10.0
-# Field of the follower's counters: the last insertion number of the followed run's ledger that it has read.
-POSITION = "followed"
 
 # KEYS: counters of the follower.  ARGV: position as read, position now, how many of those between were left out.
 # Of two services that read the same, only the first moves the position.
@@ -55,25 +54,17 @@ class Found(NamedTuple):
     seen: int
 
 
-def is_read_to_its_end(client: redis.Redis, index: SamplingIndex) -> bool:
-    """Whether the run that is followed has ended, or is deleted, and its follower has read all of its ledger."""
-    followed = str(index.spec.rollout.follow)
-    with client.pipeline(transaction=False) as pipe:
-        pipe.get(redis_keys.run_state(followed))
-        pipe.zrange(redis_keys.replay_source(followed, "online"), -1, -1, withscores=True)
-        state, newest = pipe.execute()
-    last = int(newest[0][1]) if newest else 0
-    ended = state is None or decode_state(state) in TERMINAL
-    return ended and index.counters.get(POSITION, 0) >= last
-
-
 @dataclass(frozen=True)
 class SharedRolloutIngest:
     """Looks at the running jobs that follow another, every LOOK_SECONDS."""
 
-    store: ReplayStore
+    sampler: BatchSampler
     scores: ReferenceScores
     storage: StorageMonitor
+
+    @property
+    def store(self) -> ReplayStore:
+        return self.sampler.store
 
     def run(self, stop: threading.Event) -> None:
         """Take over until stop is set; what fails is tried again at the next look and delays no other run."""
@@ -98,12 +89,12 @@ class SharedRolloutIngest:
         followed = self.store.spec(run_id).rollout.follow
         entered = 0
         while followed and not stop.is_set() and not self.storage.pressure():
-            index = self.store.index(run_id)
+            index = self.sampler.index(run_id)
             rule = index.rule("shared")
             with index.lock:
                 index.refresh(["shared"])
                 room = Limiter.of(index.spec, "shared").admissible_inserts(index.live(rule))
-                position, oldest = index.counters.get(POSITION, 0), index.oldest_version(rule)
+                position, oldest = index.counters.get(FOLLOWED_POSITION, 0), index.oldest_version(rule)
             found = self._after(followed, position, oldest, room) if room else Found([], position, 0)
             if found.position == position:
                 break
@@ -151,7 +142,7 @@ class SharedRolloutIngest:
         if refusals:
             log.warning("rollouts were left out", run=run_id, left_out=len(refusals), first=str(refusals[0])[:500])
         note_hop(scored)
-        self.store.enter(run_id, scored)
+        self.store.insert(run_id, scored)
         metrics.REPLAY_INSERTS.labels(result="refused").inc(len(refusals))
         return len(scored)
 

@@ -1,4 +1,4 @@
-"""What is kept of each source for sampling: the newest live experience, the first few offline ones of each prompt."""
+"""Windows that batches are sampled from: the newest live trajectories, and the first offline ones of each prompt."""
 
 from __future__ import annotations
 
@@ -9,18 +9,25 @@ from typing import NamedTuple
 from services.replay_buffer.limiter import groups_kept
 from spo.spec.job_spec import JobSpec, SourceMix, SourceName
 from spo.spec.reward import is_success
-from spo.v1.prompt_pb2 import SOURCE_ONLINE
+from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_UNSPECIFIED, Source
 from spo.v1.trajectory_pb2 import Trajectory
+
+SOURCES = tuple(code for code in Source.values() if code != SOURCE_UNSPECIFIED)
 
 
 class Candidate(NamedTuple):
-    """What is drawn at once, a trajectory or all of a group; version is the oldest weight version of a first token."""
+    """What is drawn as one: a trajectory, or a whole group; version is that of the oldest first token's weights."""
 
     trajectory_ids: tuple[str, ...]
     prompt_id: str
     version: int
     correct: bool
     rewards: tuple[float, ...]
+
+
+def source_name(source: Source.ValueType) -> str:
+    """`online` for SOURCE_ONLINE: the names a JobSpec uses."""
+    return Source.Name(source).removeprefix("SOURCE_").lower()
 
 
 def fact_of(spec: JobSpec, trajectory: Trajectory) -> str:
@@ -40,27 +47,27 @@ def read_fact(trajectory_id: str, fact: str) -> tuple[Candidate, str]:
 
 
 def rule_of(spec: JobSpec, source: SourceName | str) -> SourceMix:
-    """How a source is drawn from by the spec, plainly where its mix leaves the source out."""
+    """How the spec samples a source; by the defaults where its mix leaves the source out."""
     named = (part for part in spec.replay.mix if part.source == source)
     return next(named, SourceMix.model_validate({"source": source, "share": 0}))
 
 
 class LiveWindow:
-    """The newest trajectories, or the newest groups of which every member has come; others are kept in the ledger."""
+    """The newest trajectories, or the newest complete groups; older and incomplete ones are in the ledger only."""
 
     def __init__(self, spec: JobSpec, source: SourceName) -> None:
-        # Members of a followed run's group may be left out, so its trajectories are drawn one by one.
+        # Members of a followed run's group may be left out, so shared trajectories are drawn one by one.
         grouped = spec.replay.unit == "group" and source == "online"
         capacity = groups_kept(spec) if grouped else spec.replay.online_capacity
         keeps_all = rule_of(spec, source).sampler == "uniform"
         self.unit_size = spec.rollout.samples_per_prompt if grouped else 1
-        # Which groups are whole is only known of those that were read from their first member on.
+        # Whether a group is complete is only known when it was read from its first member on.
         self.needs_all = keeps_all or grouped
         self._kept: deque[Candidate] = deque(maxlen=None if keeps_all else capacity)
         self._incomplete: dict[str, list[Candidate]] = {}
 
     def add(self, candidate: Candidate, group: str) -> None:
-        """Take in the next trajectory of the ledger."""
+        """Add the next trajectory of the ledger."""
         if self.unit_size == 1:
             self._kept.append(candidate)
             return
@@ -68,11 +75,15 @@ class LiveWindow:
         members.append(candidate)
         if len(members) == self.unit_size:
             del self._incomplete[group]
-            self._kept.append(_whole(members))
+            self._kept.append(_group_of(members))
 
-    def index(self, rule: SourceMix, oldest: int) -> list[Candidate]:
-        """Those of version `oldest` or newer that the rule takes."""
-        return [each for each in self._kept if each.version >= oldest and (each.correct or not rule.correct_only)]
+    def candidates(self, rule: SourceMix, oldest: int) -> list[Candidate]:
+        """The candidates of version `oldest` or newer that a rule admits."""
+        return [
+            candidate
+            for candidate in self._kept
+            if candidate.version >= oldest and (candidate.correct or not rule.correct_only)
+        ]
 
     def incomplete(self) -> int:
         """Trajectories whose group still lacks members."""
@@ -80,7 +91,7 @@ class LiveWindow:
 
 
 class OfflineWindow:
-    """The first trajectories of each prompt; the right ones, and the wrong ones beside them, have their own count."""
+    """The first trajectories of each prompt; its first right ones and its first wrong ones are counted separately."""
 
     def __init__(self, spec: JobSpec, source: str) -> None:
         self._per_prompt = spec.replay.offline_per_prompt
@@ -89,15 +100,15 @@ class OfflineWindow:
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def add(self, candidate: Candidate) -> None:
-        """Take in the next trajectory of the ledger."""
-        for backend in ("first", "right" if candidate.correct else "wrong"):
-            place = (backend, candidate.prompt_id)
-            if self._keeps_all or self._counts[place] < self._per_prompt:
-                self._counts[place] += 1
-                self._kept[backend].append(candidate)
+        """Add the next trajectory of the ledger."""
+        for kind in ("first", "right" if candidate.correct else "wrong"):
+            slot = (kind, candidate.prompt_id)
+            if self._keeps_all or self._counts[slot] < self._per_prompt:
+                self._counts[slot] += 1
+                self._kept[kind].append(candidate)
 
-    def index(self, rule: SourceMix) -> list[Candidate]:
-        """Those that the rule takes."""
+    def candidates(self, rule: SourceMix) -> list[Candidate]:
+        """The candidates that a rule admits."""
         if rule.correct_only:
             return self._kept["right"]
         if rule.sampler == "outcome_balanced":
@@ -105,7 +116,7 @@ class OfflineWindow:
         return self._kept["first"]
 
 
-def _whole(members: Sequence[Candidate]) -> Candidate:
+def _group_of(members: Sequence[Candidate]) -> Candidate:
     return Candidate(
         trajectory_ids=tuple(member.trajectory_ids[0] for member in members),
         prompt_id=members[0].prompt_id,

@@ -109,7 +109,7 @@ def surroundings(
         engine, judge = engine_class(load_tokenizer(value_model_path)), judge_class()
         add_InferenceServiceServicer_to_server(engine, server.server)
         add_JudgeServiceServicer_to_server(judge, server.server)
-        add_ReplayServiceServicer_to_server(ReplayService(store, BatchSampler(store)), server.server)
+        add_ReplayServiceServicer_to_server(ReplayService(BatchSampler(store)), server.server)
         add_ValueServiceServicer_to_server(ValueService(redis_client, references, valuer), server.server)
         server.start()
         ended.callback(server.stop, 1)

@@ -47,7 +47,7 @@ class Buffer(RuleBasedStateMachine):
     client: redis.Redis
     group_size = 1
     max_times: int | None = None
-    sampler = "uniform_fifo"
+    sampling = "uniform_fifo"
     steps = 0
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Buffer(RuleBasedStateMachine):
             replay=replay
             | {
                 "mix": [
-                    {"source": "online", "share": 0.5, "sampler": self.sampler},
+                    {"source": "online", "share": 0.5, "sampler": self.sampling},
                     {"source": "reference", "share": 0.25, "correct_only": True},
                     {"source": "human", "share": 0.25},
                 ],
@@ -71,6 +71,7 @@ class Buffer(RuleBasedStateMachine):
             rollout={"samples_per_prompt": self.group_size},
         )
         self.store = ReplayStore(self.client)
+        self.sampler = BatchSampler(self.store)
         self.entered: dict[str, Trajectory] = {}
         self.stands_for: dict[str, str] = {}
         self.batches: dict[int, list[str]] = {}
@@ -98,7 +99,7 @@ class Buffer(RuleBasedStateMachine):
         self.newest += published
         request = SampleBatchRequest(run_id=RUN, batch_size=8, step=step, policy_version=self.newest)
         try:
-            batch = [each.trajectory for each in BatchSampler(self.store).sample(request)]
+            batch = [each.trajectory for each in self.sampler.sample(request)]
         except NotReady:
             assert step not in self.batches
             return
@@ -125,6 +126,7 @@ class Buffer(RuleBasedStateMachine):
     def restart(self) -> None:
         Buffer.steps += 1
         self.store = ReplayStore(self.client)
+        self.sampler = BatchSampler(self.store)
 
     @invariant()
     def the_ledger_is_what_was_acknowledged(self) -> None:
@@ -138,7 +140,7 @@ class Buffer(RuleBasedStateMachine):
 
     @invariant()
     def no_prompt_is_served_from_more_than_its_share(self) -> None:
-        index = self.store.index(RUN)
+        index = self.sampler.index(RUN)
         index.refresh(["human"])
         human = Counter(each.prompt_id for each in self.entered.values() if each.source == SOURCE_HUMAN)
         served = Counter(each.prompt_id for each in index.servable(index.rule("human")))
@@ -178,7 +180,7 @@ class BufferOfTurns(Buffer):
     """The same, where each online trajectory is served twice at most, every prompt as often as the others."""
 
     max_times = 2
-    sampler = "per_prompt"
+    sampling = "per_prompt"
 
 
 @pytest.mark.parametrize("machine", [Buffer, BufferOfGroups, BufferOfTurns])

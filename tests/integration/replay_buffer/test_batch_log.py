@@ -53,7 +53,7 @@ def store(redis_client: redis.Redis) -> ReplayStore:
 
 @pytest.fixture
 def service(store: ReplayStore) -> ReplayService:
-    return ReplayService(store, BatchSampler(store))
+    return ReplayService(BatchSampler(store))
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_the_steps_that_used_a_trajectory_are_listed_page_by_page(service: Repla
     batches = {}
     for step in range(40):
         request = replay.SampleBatchRequest(run_id=RUN, batch_size=BATCH, step=step)
-        batches[step] = [each.trajectory.trajectory_id for each in BatchSampler(service.store).sample(request)]
+        batches[step] = [each.trajectory.trajectory_id for each in service.sampler.sample(request)]
         reply = service.GetBatch(replay.GetBatchRequest(run_id=RUN, step=step), None)
         assert list(reply.trajectory_ids) == batches[step]
 

@@ -92,7 +92,7 @@ def server(free_port: int, tmp_path: Path) -> Iterator[Server]:
 @pytest.fixture
 def service(server: Server) -> ReplayService:
     store = ReplayStore(server.client)
-    service = ReplayService(store, BatchSampler(store))
+    service = ReplayService(BatchSampler(store))
     # The tests fill a server faster than a look per second sees.
     service.storage = UncachedWatch(server.client, 0.9)
     return service
@@ -273,7 +273,7 @@ def test_a_killed_redis_comes_back_with_a_ledger_that_is_equal(server: Server, s
         entered = 200 * turn + luck.randrange(20, 150)
         wait_until(lambda: len(ledger(server.client)) >= entered, "some progress")  # noqa: B023
         request = replay.SampleBatchRequest(run_id=RUN, batch_size=64, step=turn, wait_seconds=20)
-        batches[turn] = [each.trajectory.trajectory_id for each in BatchSampler(service.store).sample(request)]
+        batches[turn] = [each.trajectory.trajectory_id for each in service.sampler.sample(request)]
         server.kill()
         server.start()
 
@@ -284,7 +284,7 @@ def test_a_killed_redis_comes_back_with_a_ledger_that_is_equal(server: Server, s
     assert (int(counters[b"inserted:online"]), int(counters[b"sampled:online"])) == (800, 4 * 64)
     assert server.client.xlen(redis_keys.dead_letters(redis_keys.verdicts())) == 0
     for step, ids in batches.items():
-        again = ReplayService(ReplayStore(server.client), BatchSampler(ReplayStore(server.client)))
+        again = ReplayService(BatchSampler(ReplayStore(server.client)))
         assert list(again.GetBatch(replay.GetBatchRequest(run_id=RUN, step=step), None).trajectory_ids) == ids
 
 
@@ -311,7 +311,7 @@ def test_a_redis_set_back_to_an_older_state_is_noticed_and_served_as_it_is(
 
     request = replay.SampleBatchRequest(run_id=RUN, batch_size=64)
     with structlog.testing.capture_logs() as logs:
-        numbers = {int(each.trajectory.trajectory_id[19:]) for each in BatchSampler(service.store).sample(request)}
+        numbers = {int(each.trajectory.trajectory_id[19:]) for each in service.sampler.sample(request)}
 
     assert numbers <= set(range(100, 200))
     (said,) = logs

@@ -28,7 +28,7 @@ def store(redis_client: redis.Redis) -> ReplayStore:
 
 
 @pytest.fixture
-def drawer(store: ReplayStore) -> BatchSampler:
+def sampler(store: ReplayStore) -> BatchSampler:
     return BatchSampler(store)
 
 
@@ -36,9 +36,9 @@ def online(numbers: range, version: int = 0) -> list[Trajectory]:
     return [trajectory(number, group_size=GROUP, right=number % 3 == 0, version=version) for number in numbers]
 
 
-def groups_of(drawer: BatchSampler, step: int, policy_version: int = 0) -> Counter[str]:
+def groups_of(sampler: BatchSampler, step: int, policy_version: int = 0) -> Counter[str]:
     request = SampleBatchRequest(run_id=RUN, batch_size=16, step=step, policy_version=policy_version)
-    batch = [each.trajectory for each in drawer.sample(request)]
+    batch = [each.trajectory for each in sampler.sample(request)]
     assert Counter(each.source for each in batch) == {SOURCE_ONLINE: 12, SOURCE_HUMAN: 4}
     return Counter(each.group_id for each in batch if each.source == SOURCE_ONLINE)
 
@@ -47,15 +47,15 @@ def human(store: ReplayStore) -> None:
     store.append(RUN, [trajectory(number, SOURCE_HUMAN) for number in range(8)])
 
 
-def test_every_group_of_a_batch_is_whole(store: ReplayStore, drawer: BatchSampler) -> None:
+def test_every_group_of_a_batch_is_whole(store: ReplayStore, sampler: BatchSampler) -> None:
     human(store)
     store.append(RUN, online(range(40)))
 
     for step in range(5):
-        assert list(groups_of(drawer, step).values()) == [GROUP] * 3
+        assert list(groups_of(sampler, step).values()) == [GROUP] * 3
 
 
-def test_groups_outside_the_window_or_too_stale_are_not_drawn(store: ReplayStore, drawer: BatchSampler) -> None:
+def test_groups_outside_the_window_or_too_stale_are_not_drawn(store: ReplayStore, sampler: BatchSampler) -> None:
     human(store)
     store.append(RUN, online(range(40), version=1))
     # One member that old weights began makes its group stale.
@@ -63,23 +63,23 @@ def test_groups_outside_the_window_or_too_stale_are_not_drawn(store: ReplayStore
     late[0].policy_version_first = 0
     store.append(RUN, late)
 
-    drawn = {group for step in range(20) for group in groups_of(drawer, step, policy_version=3)}
+    drawn = {group for step in range(20) for group in groups_of(sampler, step, policy_version=3)}
 
     assert drawn == {f"group-{number}" for number in range(5, 13)} - {"group-10"}
 
 
-def test_a_group_with_a_missing_member_is_listed_but_not_drawn(store: ReplayStore, drawer: BatchSampler) -> None:
+def test_a_group_with_a_missing_member_is_listed_but_not_drawn(store: ReplayStore, sampler: BatchSampler) -> None:
     human(store)
     store.append(RUN, online(range(11)))
 
     with pytest.raises(NotReady, match=r"11 inserted, 4 correct, 8 servable in groups of 4, 3 in incomplete groups"):
-        groups_of(drawer, 0)
-    status = ReplayService(store, drawer).GetReplayStatus(GetReplayStatusRequest(run_id=RUN), None)
+        groups_of(sampler, 0)
+    status = ReplayService(sampler).GetReplayStatus(GetReplayStatusRequest(run_id=RUN), None)
     assert next(each.available for each in status.counts if each.source == SOURCE_ONLINE) == 8
     assert status.admissible_inserts >= GROUP, "another group is asked for"
 
     store.append(RUN, online(range(11, 12)))
-    assert set(groups_of(drawer, 0)) == {"group-0", "group-1", "group-2"}
+    assert set(groups_of(sampler, 0)) == {"group-0", "group-1", "group-2"}
 
 
 def test_a_restarted_buffer_knows_which_groups_are_whole(store: ReplayStore) -> None:
@@ -91,9 +91,9 @@ def test_a_restarted_buffer_knows_which_groups_are_whole(store: ReplayStore) -> 
     assert drawn == {f"group-{number}" for number in range(1, 9)}
 
 
-def test_a_batch_that_would_cut_a_group_is_refused(drawer: BatchSampler) -> None:
+def test_a_batch_that_would_cut_a_group_is_refused(sampler: BatchSampler) -> None:
     with pytest.raises(InvalidInput, match="6 online trajectories, no whole number of groups of 4"):
-        drawer.sample(SampleBatchRequest(run_id=RUN, batch_size=8))
+        sampler.sample(SampleBatchRequest(run_id=RUN, batch_size=8))
 
 
 def test_an_online_trajectory_without_a_group_is_refused(store: ReplayStore) -> None:

@@ -20,61 +20,63 @@ from spo.v1.trajectory_pb2 import Trajectory
 BATCH = 16
 
 
-def store_of(client: redis.Redis, source: str = "online", replay: Any = None, **part: Any) -> ReplayStore:
+def sampler_of(client: redis.Redis, source: str = "online", replay: Any = None, **part: Any) -> BatchSampler:
     fields = {"min_online": 0, "online_capacity": 64, "offline_per_prompt": 4, **(replay or {})}
     mix = [{"source": source, "share": 1, **part}]
     start_run(client, trainer={"batch_size": BATCH}, replay=fields | {"mix": mix})
-    return ReplayStore(client)
+    return BatchSampler(ReplayStore(client))
 
 
-def draw(store: ReplayStore, step: int, version: int = 0, seed: int = 0) -> list[Trajectory]:
+def draw(sampler: BatchSampler, step: int, version: int = 0, seed: int = 0) -> list[Trajectory]:
     request = SampleBatchRequest(run_id=RUN, batch_size=BATCH, step=step, policy_version=version, seed=seed)
-    return [each.trajectory for each in BatchSampler(store).sample(request)]
+    return [each.trajectory for each in sampler.sample(request)]
 
 
 def number(each: Trajectory) -> int:
     return int(each.trajectory_id.rsplit("_", 1)[1])
 
 
-def enter(store: ReplayStore, numbers: range, source: Any = SOURCE_ONLINE, **fields: Any) -> None:
-    store.append(RUN, [trajectory(each, source, **fields) for each in numbers])
+def enter(sampler: BatchSampler, numbers: range, source: Any = SOURCE_ONLINE, **fields: Any) -> None:
+    sampler.store.append(RUN, [trajectory(each, source, **fields) for each in numbers])
 
 
 def test_uniform_fifo_draws_from_the_window_alone(redis_client: redis.Redis) -> None:
-    store = store_of(redis_client)
-    enter(store, range(200))
+    sampler = sampler_of(redis_client)
+    enter(sampler, range(200))
 
-    drawn = {number(each) for step in range(40) for each in draw(store, step)}
+    drawn = {number(each) for step in range(40) for each in draw(sampler, step)}
 
     assert drawn == set(range(136, 200))
 
 
 def test_uniform_draws_from_everything_and_nothing_leaves(redis_client: redis.Redis) -> None:
-    store = store_of(redis_client, sampler="uniform", replay={"online_capacity": 4, "samples_per_insert": 100})
-    enter(store, range(100))
+    sampler = sampler_of(redis_client, sampler="uniform", replay={"online_capacity": 4, "samples_per_insert": 100})
+    enter(sampler, range(100))
 
-    drawn = {number(each) for step in range(60) for each in draw(store, step)}
-    after_restart = {number(each) for step in range(60, 120) for each in draw(ReplayStore(redis_client), step)}
+    drawn = {number(each) for step in range(60) for each in draw(sampler, step)}
+    after_restart = {
+        number(each) for step in range(60, 120) for each in draw(BatchSampler(ReplayStore(redis_client)), step)
+    }
 
     assert drawn == after_restart == set(range(100))
 
 
 def test_uniform_over_an_offline_source_ignores_the_cap_per_prompt(redis_client: redis.Redis) -> None:
-    store = store_of(redis_client, "human", sampler="uniform")
-    enter(store, range(40), SOURCE_HUMAN)
+    sampler = sampler_of(redis_client, "human", sampler="uniform")
+    enter(sampler, range(40), SOURCE_HUMAN)
 
-    assert {number(each) for step in range(30) for each in draw(store, step)} == set(range(40))
+    assert {number(each) for step in range(30) for each in draw(sampler, step)} == set(range(40))
 
 
 def test_prioritised_draws_surprises_more_often_and_old_ones_less(redis_client: redis.Redis) -> None:
     # All on prompt 3, whose soft value is near 0: wrong ones surprise most.
     turns = {"samples_per_insert": 1000}
-    store = store_of(redis_client, sampler="prioritised", replay=turns, priority_half_life=1.0)
-    enter(store, range(3, 83, 4), version=4)
-    enter(store, range(83, 163, 4), version=0)
-    enter(store, range(163, 243, 4), version=4, right=False)
+    sampler = sampler_of(redis_client, sampler="prioritised", replay=turns, priority_half_life=1.0)
+    enter(sampler, range(3, 83, 4), version=4)
+    enter(sampler, range(83, 163, 4), version=0)
+    enter(sampler, range(163, 243, 4), version=4, right=False)
 
-    drawn = Counter((each.reward, each.policy_version_first) for step in range(60) for each in draw(store, step, 4))
+    drawn = Counter((each.reward, each.policy_version_first) for step in range(60) for each in draw(sampler, step, 4))
 
     young_right, old_right, young_wrong = drawn[0.0, 4], drawn[0.0, 0], drawn[-1.0, 4]
     assert young_wrong > 2 * young_right > 0
@@ -84,10 +86,12 @@ def test_prioritised_draws_surprises_more_often_and_old_ones_less(redis_client: 
 def test_prioritised_by_value_spread_prefers_prompts_that_are_solved_half_of_the_time(
     redis_client: redis.Redis,
 ) -> None:
-    store = store_of(redis_client, sampler="prioritised", priority="value_spread", replay={"samples_per_insert": 1000})
-    enter(store, range(64))
+    sampler = sampler_of(
+        redis_client, sampler="prioritised", priority="value_spread", replay={"samples_per_insert": 1000}
+    )
+    enter(sampler, range(64))
 
-    drawn = Counter(each.prompt_id for step in range(30) for each in draw(store, step))
+    drawn = Counter(each.prompt_id for step in range(30) for each in draw(sampler, step))
 
     # Success rates .0, .1, .2, .3: prompt 0 has no spread and comes last.
     assert drawn[PROMPTS[0]] == 0
@@ -95,83 +99,83 @@ def test_prioritised_by_value_spread_prefers_prompts_that_are_solved_half_of_the
 
 
 def test_per_prompt_draws_every_prompt_equally_often(redis_client: redis.Redis) -> None:
-    store = store_of(redis_client, sampler="per_prompt")
+    sampler = sampler_of(redis_client, sampler="per_prompt")
     # 40 of prompt 1, but 6 of the others together.
-    store.append(RUN, [trajectory(each) for each in range(1, 161, 4)])
-    store.append(RUN, [trajectory(each) for each in (0, 2, 3, 4, 6, 7)])
+    sampler.store.append(RUN, [trajectory(each) for each in range(1, 161, 4)])
+    sampler.store.append(RUN, [trajectory(each) for each in (0, 2, 3, 4, 6, 7)])
 
-    drawn = Counter(each.prompt_id for each in draw(store, 0))
+    drawn = Counter(each.prompt_id for each in draw(sampler, 0))
 
     assert drawn == {PROMPTS[0]: 2, PROMPTS[1]: 10, PROMPTS[2]: 2, PROMPTS[3]: 2}
-    assert len({each.trajectory_id for each in draw(store, 1)}) == BATCH, "nobody is drawn twice for balance's sake"
+    assert len({each.trajectory_id for each in draw(sampler, 1)}) == BATCH, "nobody is drawn twice for balance's sake"
 
 
 @pytest.mark.parametrize(("rights", "expected"), [(20, 8), (3, 3), (0, 0)])
 def test_outcome_balanced_draws_right_and_wrong_alike_as_far_as_they_last(
     redis_client: redis.Redis, rights: int, expected: int
 ) -> None:
-    store = store_of(redis_client, sampler="outcome_balanced")
-    enter(store, range(44), right=False)
-    enter(store, range(44, 44 + rights))
+    sampler = sampler_of(redis_client, sampler="outcome_balanced")
+    enter(sampler, range(44), right=False)
+    enter(sampler, range(44, 44 + rights))
 
-    assert sum(each.reward == 0 for each in draw(store, 0)) == expected
+    assert sum(each.reward == 0 for each in draw(sampler, 0)) == expected
 
 
 def test_outcome_balanced_finds_the_right_ones_of_an_offline_source_behind_many_wrong(
     redis_client: redis.Redis,
 ) -> None:
-    store = store_of(redis_client, "human", sampler="outcome_balanced")
-    enter(store, range(80), SOURCE_HUMAN, right=False)
-    enter(store, range(80, 96), SOURCE_HUMAN)
+    sampler = sampler_of(redis_client, "human", sampler="outcome_balanced")
+    enter(sampler, range(80), SOURCE_HUMAN, right=False)
+    enter(sampler, range(80, 96), SOURCE_HUMAN)
 
-    assert sum(each.reward == 0 for each in draw(store, 0)) == 8
+    assert sum(each.reward == 0 for each in draw(sampler, 0)) == 8
 
 
 def test_prompts_whose_outcome_is_nearly_certain_are_left_out_by_the_value_spread(redis_client: redis.Redis) -> None:
     # sqrt(.1 * .9) = .3, sqrt(.2 * .8) = .4
-    store = store_of(redis_client, min_value_spread=0.35)
-    enter(store, range(60))
+    sampler = sampler_of(redis_client, min_value_spread=0.35)
+    enter(sampler, range(60))
 
-    assert {each.prompt_id for each in draw(store, 0)} == {PROMPTS[2], PROMPTS[3]}
+    assert {each.prompt_id for each in draw(sampler, 0)} == {PROMPTS[2], PROMPTS[3]}
 
 
 def test_a_filter_that_leaves_nothing_is_an_error_with_the_source_and_its_counts(redis_client: redis.Redis) -> None:
-    store = store_of(redis_client, "human", min_value_spread=0.5)
-    enter(store, range(8), SOURCE_HUMAN)
+    sampler = sampler_of(redis_client, "human", min_value_spread=0.5)
+    enter(sampler, range(8), SOURCE_HUMAN)
     redis_client.set(f"spo:{RUN}:orchestrator:state", "running")
 
     with pytest.raises(PreconditionFailed, match="source human: 8 inserted, 8 correct, 0 servable, 16 wanted"):
-        draw(store, 0)
+        draw(sampler, 0)
 
 
 def test_online_trajectories_beyond_their_age_are_not_drawn_and_replaced(redis_client: redis.Redis) -> None:
-    store = store_of(redis_client, max_age_versions=1, replay={"max_staleness": 10})
-    enter(store, range(32), version=0)
-    enter(store, range(32, 64), version=2)
+    sampler = sampler_of(redis_client, max_age_versions=1, replay={"max_staleness": 10})
+    enter(sampler, range(32), version=0)
+    enter(sampler, range(32, 64), version=2)
 
-    assert {each.policy_version_first for each in draw(store, 0, version=3)} == {2}
+    assert {each.policy_version_first for each in draw(sampler, 0, version=3)} == {2}
     with pytest.raises(NotReady, match="source online: 64 inserted, 64 correct, 0 servable"):
-        draw(store, 1, version=4)
+        draw(sampler, 1, version=4)
 
 
 @pytest.mark.parametrize("unit", ["trajectory", "group"])
 def test_no_online_trajectory_is_served_more_often_than_allowed(redis_client: redis.Redis, unit: str) -> None:
     replay = {"max_times_sampled": 2, "samples_per_insert": 100, "unit": unit}
-    store = store_of(redis_client, sampler="prioritised", replay=replay)
-    other = ReplayStore(redis_client)
-    enter(store, range(40), group_size=4)
+    sampler = sampler_of(redis_client, sampler="prioritised", replay=replay)
+    other = BatchSampler(ReplayStore(redis_client))
+    enter(sampler, range(40), group_size=4)
 
     # Two processes take turns; neither knows what the other drew but from Redis.
-    drawn = [draw(other if step % 2 else store, step) for step in range(3)]
+    drawn = [draw(other if step % 2 else sampler, step) for step in range(3)]
     with contextlib.suppress(NotReady):
-        drawn += [draw(other, 3), draw(store, 4)]
+        drawn += [draw(other, 3), draw(sampler, 4)]
     with pytest.raises(NotReady, match="16 wanted"):
-        draw(ReplayStore(redis_client), 6)
+        draw(BatchSampler(ReplayStore(redis_client)), 6)
 
     times = Counter(each.trajectory_id for batch in drawn for each in batch)
     assert max(times.values()) == 2
-    enter(store, range(40, 56), group_size=4)
-    assert len(draw(store, 6)) == BATCH
+    enter(sampler, range(40, 56), group_size=4)
+    assert len(draw(sampler, 6)) == BATCH
 
 
 @pytest.mark.parametrize("sampler", ["uniform_fifo", "uniform", "prioritised", "per_prompt", "outcome_balanced"])
@@ -179,10 +183,12 @@ def test_equal_ledgers_steps_and_seeds_make_equal_batches(redis_client: redis.Re
     batches: list[list[int]] = []
     for seed in (7, 7, 8):
         redis_client.flushall()
-        store = store_of(redis_client, sampler=sampler)
+        batch_sampler = sampler_of(redis_client, sampler=sampler)
         for start in range(0, 60, 20 if batches else 60):
-            store.append(RUN, [trajectory(each, right=each % 3 == 0) for each in range(start, min(60, start + 60))])
-        batches.append([number(each) for step in range(3) for each in draw(store, step, seed=seed)])
+            batch_sampler.store.append(
+                RUN, [trajectory(each, right=each % 3 == 0) for each in range(start, min(60, start + 60))]
+            )
+        batches.append([number(each) for step in range(3) for each in draw(batch_sampler, step, seed=seed)])
 
     assert batches[0] == batches[1]
     assert batches[0] != batches[2]

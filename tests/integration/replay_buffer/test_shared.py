@@ -55,7 +55,7 @@ def store(redis_client: redis.Redis) -> ReplayStore:
 def following(store: ReplayStore, scorer: ScorerDouble) -> Iterator[SharedRolloutIngest]:
     with served_scorer(scorer) as address:
         scores = ReferenceScores.at(address, 5.0)
-        yield SharedRolloutIngest(store, scores, StorageMonitor(store.client, 0.9))
+        yield SharedRolloutIngest(BatchSampler(store), scores, StorageMonitor(store.client, 0.9))
         scores.values.close()
 
 
@@ -75,9 +75,9 @@ def view(store: ReplayStore, run_id: str = FOLLOWER) -> list[Trajectory]:
     return [each for each in store.get(run_id, [raw.decode() for raw in ids]) if each is not None]
 
 
-def batch(store: ReplayStore, step: int, run_id: str = FOLLOWER, version: int = 0) -> list[Trajectory]:
+def batch(following: SharedRolloutIngest, step: int, run_id: str = FOLLOWER, version: int = 0) -> list[Trajectory]:
     request = SampleBatchRequest(run_id=run_id, batch_size=8, step=step, policy_version=version)
-    return [drawn.trajectory for drawn in BatchSampler(store).sample(request)]
+    return [sampled.trajectory for sampled in following.sampler.sample(request)]
 
 
 def test_a_follower_sees_every_online_rollout_once_with_what_its_sampler_said(
@@ -104,7 +104,7 @@ def test_a_follower_sees_every_online_rollout_once_with_what_its_sampler_said(
         )
         assert all(getattr(ours, name) == getattr(theirs, name) for name in same)
     assert scorer.scored == 0, "log-probs of the same pi0 hold"
-    assert {each.source for each in batch(store, 0)} == {SOURCE_SHARED}
+    assert {each.source for each in batch(following, 0)} == {SOURCE_SHARED}
     assert len(view(store, RUN)) == 21, "the followed run's ledger is as it was"
 
 
@@ -130,7 +130,7 @@ def test_each_follower_reads_as_much_as_its_own_limiter_admits(
 
     assert (take(following), take(following, "job_SLOW")) == (200, 8)
     for step in range(3):
-        batch(store, step, "job_SLOW")
+        batch(following, step, "job_SLOW")
 
     assert take(following, "job_SLOW") == 12, "24 samples make room for 12 inserts"
     assert [each.parents[0] for each in view(store, "job_SLOW")] == [
@@ -147,10 +147,10 @@ def test_rollouts_age_in_the_versions_of_the_run_that_samples(
     store.note_policy_version(RUN, 3)
 
     assert take(following) == 30, "version 0 is three behind"
-    assert {each.policy_version_first for each in batch(store, 0, version=100)} <= {1, 2, 3}
+    assert {each.policy_version_first for each in batch(following, 0, version=100)} <= {1, 2, 3}
 
     store.note_policy_version(RUN, 5)
-    served = [each for step in range(1, 9) for each in batch(store, step, version=100)]
+    served = [each for step in range(1, 9) for each in batch(following, step, version=100)]
     assert {each.policy_version_first for each in served} == {3}
     counters: Any = store.client.hgetall(redis_keys.replay_counters(FOLLOWER))
     assert (counters[b"followed"], counters[b"left_out"]) == (b"40", b"10")
@@ -162,7 +162,7 @@ def test_a_follower_serves_prompts_by_its_own_values(store: ReplayStore, followi
     store.append(RUN, [trajectory(number) for number in range(40)])
     take(following)
 
-    served = Counter(each.prompt_id for step in range(20) for each in batch(store, step))
+    served = Counter(each.prompt_id for step in range(20) for each in batch(following, step))
 
     assert set(served) == set(PROMPTS[1:])
 
@@ -173,16 +173,16 @@ def test_a_follower_waits_for_a_run_under_way_and_uses_up_one_that_has_ended(
     follow(store.client, samples_per_insert=1.0, error_buffer=1)
     store.append(RUN, [trajectory(number) for number in range(16)])
     with pytest.raises(NotReady, match="source shared: 0 inserted"):
-        batch(store, 0)
+        batch(following, 0)
     for step in range(3):
         take(following)
-        batch(store, step)
+        batch(following, step)
     with pytest.raises(NotReady, match="24 served"):
-        batch(store, 3)
+        batch(following, 3)
 
     store.client.set(redis_keys.run_state(RUN), "succeeded")
 
-    assert [len(batch(store, step)) for step in range(3, 9)] == [8] * 6
+    assert [len(batch(following, step)) for step in range(3, 9)] == [8] * 6
 
 
 @pytest.mark.parametrize("state", ["failed", None])
@@ -197,14 +197,14 @@ def test_a_followed_run_that_ended_or_was_deleted_without_a_rollout_is_an_error(
     take(following)
 
     with pytest.raises(PreconditionFailed, match=f"source shared: 0 inserted.*{RUN} has ended; nothing more") as caught:
-        batch(store, 0)
+        batch(following, 0)
     assert caught.value.code == "source_empty"
 
 
 def test_nothing_is_taken_over_while_redis_is_nearly_full(store: ReplayStore, following: SharedRolloutIngest) -> None:
     follow(store.client)
     store.append(RUN, [trajectory(number) for number in range(4)])
-    full = SharedRolloutIngest(store, following.scores, StorageMonitor(store.client, 0.9))
+    full = SharedRolloutIngest(BatchSampler(store), following.scores, StorageMonitor(store.client, 0.9))
     store.client.config_set("maxmemory", int(store.client.info("memory")["used_memory"]))
     try:
         assert take(full) == 0

@@ -37,7 +37,7 @@ def store(redis_client: redis.Redis) -> ReplayStore:
 
 
 @pytest.fixture
-def drawer(store: ReplayStore) -> BatchSampler:
+def sampler(store: ReplayStore) -> BatchSampler:
     return BatchSampler(store)
 
 
@@ -52,9 +52,9 @@ def fill(store: ReplayStore, online: int = 100) -> None:
     store.append(RUN, [trajectory(number, SOURCE_HUMAN) for number in range(8)])
 
 
-def batch_of(drawer: BatchSampler, step: int, **fields: int) -> list[Trajectory]:
+def batch_of(sampler: BatchSampler, step: int, **fields: int) -> list[Trajectory]:
     request = SampleBatchRequest(run_id=RUN, batch_size=16, step=step, **fields)  # type: ignore[arg-type]
-    return [sampled.trajectory for sampled in drawer.sample(request)]
+    return [sampled.trajectory for sampled in sampler.sample(request)]
 
 
 def test_a_trajectory_delivered_twice_and_out_of_order_is_present_once(store: ReplayStore) -> None:
@@ -134,56 +134,56 @@ def test_a_run_nobody_started_is_not_found(store: ReplayStore) -> None:
 
 
 def test_a_batch_has_the_exact_shares_and_only_right_reference_samples(
-    store: ReplayStore, drawer: BatchSampler
+    store: ReplayStore, sampler: BatchSampler
 ) -> None:
     fill(store)
 
-    batch = batch_of(drawer, 0)
+    batch = batch_of(sampler, 0)
 
     assert Counter(each.source for each in batch) == {SOURCE_ONLINE: 8, SOURCE_REFERENCE: 4, SOURCE_HUMAN: 4}
     assert all(each.reward == 0 for each in batch if each.source == SOURCE_REFERENCE)
     assert len({each.trajectory_id for each in batch}) == 16
 
 
-def test_a_repeated_request_gets_the_same_batch_and_is_counted_once(store: ReplayStore, drawer: BatchSampler) -> None:
+def test_a_repeated_request_gets_the_same_batch_and_is_counted_once(store: ReplayStore, sampler: BatchSampler) -> None:
     fill(store)
-    first = [each.trajectory_id for each in batch_of(drawer, 3)]
+    first = [each.trajectory_id for each in batch_of(sampler, 3)]
     store.append(RUN, [trajectory(number) for number in range(200, 240)])
 
-    again = [each.trajectory_id for each in batch_of(drawer, 3)]
+    again = [each.trajectory_id for each in batch_of(sampler, 3)]
 
     assert again == first
     assert counter(store, "sampled:online") == 8
-    assert [each.trajectory_id for each in batch_of(drawer, 4)] != first
+    assert [each.trajectory_id for each in batch_of(sampler, 4)] != first
 
 
-def test_stale_online_trajectories_are_not_served(store: ReplayStore, drawer: BatchSampler) -> None:
+def test_stale_online_trajectories_are_not_served(store: ReplayStore, sampler: BatchSampler) -> None:
     fill(store, online=400)  # versions 0 to 3
     store.append(RUN, [trajectory(number, version=2) for number in range(400, 440)])  # late, from older weights
 
-    batch = batch_of(drawer, 0, policy_version=5)
+    batch = batch_of(sampler, 0, policy_version=5)
 
     assert {each.policy_version_first for each in batch if each.source == SOURCE_ONLINE} == {3}
 
 
-def test_a_buffer_whose_online_experience_went_stale_asks_for_new(store: ReplayStore, drawer: BatchSampler) -> None:
+def test_a_buffer_whose_online_experience_went_stale_asks_for_new(store: ReplayStore, sampler: BatchSampler) -> None:
     fill(store, online=140)  # as many as the ratio admits
-    status = lambda: ReplayService(store, drawer).GetReplayStatus(GetReplayStatusRequest(run_id=RUN), None)  # noqa: E731
+    status = lambda: ReplayService(sampler).GetReplayStatus(GetReplayStatusRequest(run_id=RUN), None)  # noqa: E731
     assert status().admissible_inserts == 0
 
     with pytest.raises(NotReady, match="source online: 140 inserted, 70 correct"):
-        batch_of(drawer, 0, policy_version=9)
+        batch_of(sampler, 0, policy_version=9)
 
     assert status().admissible_inserts == 8
 
 
-def test_a_source_that_stays_empty_ends_the_wait_for_it(store: ReplayStore, drawer: BatchSampler) -> None:
+def test_a_source_that_stays_empty_ends_the_wait_for_it(store: ReplayStore, sampler: BatchSampler) -> None:
     store.append(RUN, [trajectory(number) for number in range(100)])
     store.append(RUN, [trajectory(number, SOURCE_REFERENCE, right=False) for number in range(8)])
     store.client.set(redis_keys.run_state(RUN), "running")
 
     with pytest.raises(PreconditionFailed, match=r"source reference: 8 inserted, 0 correct, .* nothing more will come"):
-        batch_of(drawer, 0)
+        batch_of(sampler, 0)
 
 
 @pytest.mark.parametrize(
@@ -196,29 +196,29 @@ def test_a_source_that_stays_empty_ends_the_wait_for_it(store: ReplayStore, draw
         ([(77, 1.0)], "known sources"),
     ],
 )
-def test_an_impossible_mix_is_refused(drawer: BatchSampler, mix: list[tuple[Any, float]], message: str) -> None:
+def test_an_impossible_mix_is_refused(sampler: BatchSampler, mix: list[tuple[Any, float]], message: str) -> None:
     shares = [SourceShare(source=source, share=share) for source, share in mix]
 
     with pytest.raises(InvalidInput, match=message):
-        drawer.sample(SampleBatchRequest(run_id=RUN, batch_size=16, mix=shares))
+        sampler.sample(SampleBatchRequest(run_id=RUN, batch_size=16, mix=shares))
 
 
-def test_a_batch_may_ask_for_another_mix_than_the_specs(store: ReplayStore, drawer: BatchSampler) -> None:
+def test_a_batch_may_ask_for_another_mix_than_the_specs(store: ReplayStore, sampler: BatchSampler) -> None:
     store.append(RUN, [trajectory(number, SOURCE_HUMAN) for number in range(8)])
     store.append(RUN, [trajectory(number, SOURCE_ANNOTATED) for number in range(8)])
     shares = [SourceShare(source=SOURCE_HUMAN, share=0.75), SourceShare(source=SOURCE_ANNOTATED, share=0.25)]
 
-    batch = drawer.sample(SampleBatchRequest(run_id=RUN, batch_size=8, mix=shares))
+    batch = sampler.sample(SampleBatchRequest(run_id=RUN, batch_size=8, mix=shares))
 
     assert Counter(each.trajectory.source for each in batch) == {SOURCE_HUMAN: 6, SOURCE_ANNOTATED: 2}
 
 
-def test_another_batch_size_for_a_step_already_served_is_a_conflict(store: ReplayStore, drawer: BatchSampler) -> None:
+def test_another_batch_size_for_a_step_already_served_is_a_conflict(store: ReplayStore, sampler: BatchSampler) -> None:
     fill(store)
-    batch_of(drawer, 0)
+    batch_of(sampler, 0)
 
     with pytest.raises(Conflict, match="step 0 was given 16"):
-        drawer.sample(SampleBatchRequest(run_id=RUN, batch_size=32, step=0))
+        sampler.sample(SampleBatchRequest(run_id=RUN, batch_size=32, step=0))
 
 
 @pytest.mark.parametrize(("unsolved", "qhat_0"), [("keep", -0.929), ("floor", -1.0), ("drop", None)])
@@ -236,45 +236,45 @@ def test_prompts_nothing_solved_follow_the_specs_policy(
     assert served == pytest.approx([] if qhat_0 is None else [qhat_0], abs=1e-3)
 
 
-def test_a_prompt_whose_estimate_was_given_up_is_not_served(store: ReplayStore, drawer: BatchSampler) -> None:
+def test_a_prompt_whose_estimate_was_given_up_is_not_served(store: ReplayStore, sampler: BatchSampler) -> None:
     fill(store)
     store.client.hdel(redis_keys.run_values(RUN), PROMPTS[3])
 
-    assert {each.prompt_id for step in range(4) for each in batch_of(drawer, step)} == set(PROMPTS[:3])
+    assert {each.prompt_id for step in range(4) for each in batch_of(sampler, step)} == set(PROMPTS[:3])
 
 
-def test_a_restarted_buffer_serves_a_repeated_step_with_its_values(store: ReplayStore, drawer: BatchSampler) -> None:
+def test_a_restarted_buffer_serves_a_repeated_step_with_its_values(store: ReplayStore, sampler: BatchSampler) -> None:
     fill(store)
     request = SampleBatchRequest(run_id=RUN, batch_size=16, step=0)
 
-    assert BatchSampler(ReplayStore(store.client)).sample(request) == drawer.sample(request)
-    assert BatchSampler(ReplayStore(store.client)).sample(request) == drawer.sample(request)
+    assert BatchSampler(ReplayStore(store.client)).sample(request) == sampler.sample(request)
+    assert BatchSampler(ReplayStore(store.client)).sample(request) == sampler.sample(request)
 
 
-def test_a_buffer_that_lost_its_redis_does_not_serve_from_memory(store: ReplayStore, drawer: BatchSampler) -> None:
+def test_a_buffer_that_lost_its_redis_does_not_serve_from_memory(store: ReplayStore, sampler: BatchSampler) -> None:
     fill(store)
-    batch_of(drawer, 0)
+    batch_of(sampler, 0)
     store.client.flushall()
     start_run(store.client, trainer={"batch_size": 16}, replay=REPLAY)
 
     with pytest.raises(NotReady, match="source online: 0 inserted"):
-        batch_of(drawer, 0)
+        batch_of(sampler, 0)
 
 
-def test_waiting_for_experience_ends_with_the_source_and_its_counts(store: ReplayStore, drawer: BatchSampler) -> None:
+def test_waiting_for_experience_ends_with_the_source_and_its_counts(store: ReplayStore, sampler: BatchSampler) -> None:
     store.append(RUN, [trajectory(number) for number in range(3)])
 
     with pytest.raises(NotReady, match="3 inserted"):
-        batch_of(drawer, 0)
+        batch_of(sampler, 0)
     store.append(RUN, [trajectory(number) for number in range(3, 100)])
     with pytest.raises(NotReady, match="source reference: 0 inserted, 0 correct"):
-        batch_of(drawer, 0)
+        batch_of(sampler, 0)
 
 
-def test_qhat_0_is_derived_with_the_beta_of_the_spec(store: ReplayStore, drawer: BatchSampler) -> None:
+def test_qhat_0_is_derived_with_the_beta_of_the_spec(store: ReplayStore, sampler: BatchSampler) -> None:
     fill(store)
 
-    sampled = drawer.sample(SampleBatchRequest(run_id=RUN, batch_size=16, step=0))
+    sampled = sampler.sample(SampleBatchRequest(run_id=RUN, batch_size=16, step=0))
 
     for each in sampled:
         rate = int(each.trajectory.prompt_id[-1]) / 10
@@ -283,9 +283,11 @@ def test_qhat_0_is_derived_with_the_beta_of_the_spec(store: ReplayStore, drawer:
         assert each.qhat_0 == pytest.approx(solved if rate else -0.929, abs=1e-3 if not rate else 1e-9)
 
 
-def test_at_most_the_allowed_number_of_offline_trajectories_per_prompt_is_served(store: ReplayStore) -> None:
+def test_at_most_the_allowed_number_of_offline_trajectories_per_prompt_is_served(
+    store: ReplayStore, sampler: BatchSampler
+) -> None:
     store.append(RUN, [trajectory(number, SOURCE_HUMAN) for number in range(40)])
-    index = store.index(RUN)
+    index = sampler.index(RUN)
     index.refresh(["human"])
 
     assert Counter(each.prompt_id for each in index.servable(index.rule("human"))) == dict.fromkeys(PROMPTS, 3)
@@ -302,9 +304,9 @@ def test_the_ledger_is_listed_newest_first_page_by_page(store: ReplayStore) -> N
     assert end == ""
 
 
-def test_trajectories_are_listed_by_prompt_and_source(store: ReplayStore, drawer: BatchSampler) -> None:
+def test_trajectories_are_listed_by_prompt_and_source(store: ReplayStore, sampler: BatchSampler) -> None:
     fill(store)
-    service = ReplayService(store, drawer)
+    service = ReplayService(sampler)
     request = ListTrajectoriesRequest(run_id=RUN, prompt_id=PROMPTS[1], source=SOURCE_ONLINE, limit=10)
     numbers: list[int] = []
     while True:

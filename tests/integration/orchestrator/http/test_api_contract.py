@@ -76,7 +76,7 @@ def context(open_context: Callable[..., AppContext], redis_client: redis.Redis) 
     """With a real replay buffer; inference and judge are played, and value-estimation knows nothing."""
     server = RpcServer("127.0.0.1", 0)
     store = ReplayStore(redis_client)
-    add_ReplayServiceServicer_to_server(ReplayService(store, BatchSampler(store)), server.server)
+    add_ReplayServiceServicer_to_server(ReplayService(BatchSampler(store)), server.server)
     add_ValueServiceServicer_to_server(Values(), server.server)  # type: ignore[abstract]
     server.start()
     yield open_context(

@@ -35,7 +35,7 @@ def buffer(redis_client: redis.Redis) -> Iterator[tuple[ReplayStore, str]]:
     """A real replay buffer and its address."""
     store = ReplayStore(redis_client)
     server = RpcServer("127.0.0.1", 0)
-    add_ReplayServiceServicer_to_server(ReplayService(store, BatchSampler(store)), server.server)
+    add_ReplayServiceServicer_to_server(ReplayService(BatchSampler(store)), server.server)
     server.start()
     server.set_serving(True)
     yield store, server.address
@@ -73,7 +73,7 @@ def test_a_follower_lists_the_rollouts_of_the_job_it_follows_as_shared(
             to_running(context, job_id)
         store.append(followed, [trajectory(number, run_id=followed) for number in range(12)])
         following = SharedRolloutIngest(
-            store, ReferenceScores.at("127.0.0.1:1", 1.0), StorageMonitor(store.client, 0.9)
+            BatchSampler(store), ReferenceScores.at("127.0.0.1:1", 1.0), StorageMonitor(store.client, 0.9)
         )
         stop = threading.Event()
         worker = threading.Thread(target=following.run, args=(stop,))

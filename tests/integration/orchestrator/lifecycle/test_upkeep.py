@@ -14,7 +14,6 @@ import structlog
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
 from services.orchestrator.lifecycle.deleted_keys import families, single_keys
-from services.replay_buffer.batch_log import BatchLog
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.observability.logs import configure_logs, get_logger, lines_concern_run, waiting
@@ -133,7 +132,7 @@ def test_an_ended_job_is_deleted_with_all_it_left(
     redis_client.hset(redis_keys.run_values(job_id), "prompt-0", b"")
     ReplayStore(redis_client).append(job_id, [trajectory(number, run_id=job_id) for number in range(3)])
     redis_client.hset(redis_keys.replay_stored(job_id), "written", 3)
-    BatchLog(redis_client).record(job_id, 7, ["traj_1"], {"online": 1})
+    ReplayStore(redis_client).record_batch(job_id, 7, ["traj_1"], {"online": 1})
     redis_client.hset(redis_keys.value_progress(job_id, "prompt-0"), "0", "1:1")
     redis_client.hset(redis_keys.job_weights(job_id), "4", "{}")
     redis_client.hset(redis_keys.run_values_under(job_id, 4), "prompt-0", b"")

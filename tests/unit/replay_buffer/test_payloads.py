@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.replay_buffer.batch_encoding import Drawn, batch_bytes
-from services.replay_buffer.payloads import CHUNK_BYTES, CHUNK_TRAJECTORIES, chunks
+from services.replay_buffer.insert_script import CHUNK_BYTES, CHUNK_TRAJECTORIES, chunks
+from services.replay_buffer.payloads import SampledPayload, encode_batch
 from spo.testing.replay import trajectory
 from spo.v1.replay_service_pb2 import SampleBatchResponse, SampledTrajectory
 
@@ -15,14 +15,16 @@ def test_a_batch_is_the_same_as_one_encoded_from_messages(characters: int) -> No
     found = [trajectory(number, text="x" * characters) for number in range(3)]
     values = [-0.25, 0.0, -1.0]
 
-    answer = batch_bytes(Drawn(each.SerializeToString(), value) for each, value in zip(found, values, strict=True))
+    answer = encode_batch(
+        SampledPayload(each.SerializeToString(), value) for each, value in zip(found, values, strict=True)
+    )
 
     expected = [SampledTrajectory(trajectory=each, qhat_0=value) for each, value in zip(found, values, strict=True)]
     assert SampleBatchResponse.FromString(answer) == SampleBatchResponse(batch=expected)
 
 
 def test_an_empty_batch_is_an_empty_message() -> None:
-    assert SampleBatchResponse.FromString(batch_bytes([])) == SampleBatchResponse()
+    assert SampleBatchResponse.FromString(encode_batch([])) == SampleBatchResponse()
 
 
 @pytest.mark.parametrize("sizes", [[], [1], [CHUNK_BYTES * 2, 1, CHUNK_BYTES * 2], [CHUNK_BYTES // 3] * 10, [2] * 1000])

@@ -1,0 +1,79 @@
+"""The call of `lua/insert.lua`, which inserts trajectories into a run's ledger and indices in one atomic step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from services.replay_buffer.admission import content_digest
+from services.replay_buffer.windows import SOURCES, fact_of, source_name
+from spo import redis_keys
+from spo.spec.job_spec import JobSpec
+from spo.v1.trajectory_pb2 import Trajectory
+
+# A script holds up every other client while it runs.
+CHUNK_TRAJECTORIES = 256
+CHUNK_BYTES = 2 << 20
+# What the script returns for a trajectory that it inserted; anything else is a duplicate.
+INSERTED = 1
+
+
+class InsertScript:
+    """Inserts trajectories of one run, each at most once."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._script = client.register_script((Path(__file__).parent / "lua" / "insert.lua").read_text())
+
+    def insert(
+        self, run_id: str, spec: JobSpec, trajectories: Sequence[Trajectory], payloads: Sequence[bytes]
+    ) -> list[int]:
+        """Insert trajectories with their payloads; returns one result per trajectory, INSERTED for the new ones."""
+        results: list[int] = []
+        for chunk in chunks(payloads):
+            arguments = _arguments(spec, trajectories[chunk], payloads[chunk])
+            answered: Any = self._script(keys=_keys(run_id), args=[run_id, *arguments])
+            results += answered
+        return results
+
+
+def chunks(payloads: Sequence[bytes]) -> Iterator[slice]:
+    """Consecutive slices, each of at most so many payloads and, unless a single one is larger, bytes."""
+    start = held = 0
+    for at, payload in enumerate(payloads):
+        if at > start and (at - start >= CHUNK_TRAJECTORIES or held + len(payload) > CHUNK_BYTES):
+            yield slice(start, at)
+            start, held = at, 0
+        held += len(payload)
+    if payloads:
+        yield slice(start, len(payloads))
+
+
+def _keys(run_id: str) -> list[str]:
+    return [
+        redis_keys.replay_ids(run_id),
+        redis_keys.replay_duplicates(run_id),
+        redis_keys.replay_content(run_id),
+        redis_keys.replay_facts(run_id),
+        redis_keys.replay_prompts(run_id),
+        redis_keys.replay_counters(run_id),
+        redis_keys.replay_copies(run_id),
+        redis_keys.replay_trajectory(run_id, ""),
+        redis_keys.replay_unstored(),
+        *(redis_keys.replay_source(run_id, source) for source in map(source_name, SOURCES)),
+    ]
+
+
+def _arguments(spec: JobSpec, trajectories: Sequence[Trajectory], payloads: Sequence[bytes]) -> list[str | int | bytes]:
+    arguments: list[str | int | bytes] = []
+    for trajectory, payload in zip(trajectories, payloads, strict=True):
+        arguments += [
+            trajectory.trajectory_id,
+            10 + SOURCES.index(trajectory.source),
+            content_digest(trajectory),
+            fact_of(spec, trajectory),
+            payload,
+        ]
+    return arguments
