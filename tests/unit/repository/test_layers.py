@@ -56,10 +56,13 @@ def siblings(modules: dict[str, Path]) -> dict[str, Graph]:
     return graphs
 
 
-@pytest.mark.parametrize("package", sorted(siblings(_modules())))
+GRAPHS = siblings(_modules())
+
+
+@pytest.mark.parametrize("package", sorted(GRAPHS))
 def test_the_children_of_a_package_import_in_one_direction(package: str) -> None:
     try:
-        TopologicalSorter(siblings(_modules())[package]).prepare()
+        TopologicalSorter(GRAPHS[package]).prepare()
     except CycleError as error:
         pytest.fail(f"{package}: {' -> '.join(error.args[1])}")
 
