@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 FILE = re.compile(r"`([\w./-]+\.(?:py|lua|proto|yaml|yml|sh|json|md|toml|html|tpl))`")
+MOST_FILES_OF_A_WALK = 25
 SYMBOL = re.compile(r"`([A-Z][a-z0-9]+[A-Z]\w*)(?:\.(\w+))?(?:\([^`]*\))?`")
 # Made by a run, or a person's own.
 MADE = re.compile(r"^(runs/|report\.(json|md)$|tests\.json$|my_\w+\.yaml$|manifest\.json$)")
@@ -78,3 +79,9 @@ def test_every_symbol_that_a_document_names_exists(document: Path, symbols: set[
     absent = {owner for owner, _ in named if owner not in symbols}
     absent |= {f"{owner}.{member}" for owner, member in named if member and member not in symbols}
     assert sorted(absent) == []
+
+
+def test_the_life_of_a_trajectory_is_told_in_few_files() -> None:
+    told = (ROOT / "docs" / "life_of_a_trajectory.md").read_text()
+    linked = {target for target in re.findall(r"\]\((\.\./[^)]+)\)", told) if not target.endswith("/")}
+    assert 15 < len(linked) <= MOST_FILES_OF_A_WALK
