@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import redis
 import vllm
 
 from benchmarks.frame import CpuClock, Row, compare, run
@@ -30,6 +29,7 @@ from spo.local.launcher import free_ports
 from spo.local.redis_server import server_command
 from spo.messaging import streams
 from spo.messaging.connection import connect
+from spo.messaging.redis_client import RedisClient
 from spo.model.logprobs import encode_prompt, load_tokenizer
 from spo.observability.logs import configure_logs
 from spo.spec.job_spec import parse_job_spec, spec_to_json
@@ -56,7 +56,7 @@ PROMPTS = [
 class Service:
     """An inference replica's own parts between a real server's streams, without gRPC."""
 
-    def __init__(self, client: redis.Redis, folder: Path, settings: Settings) -> None:
+    def __init__(self, client: RedisClient, folder: Path, settings: Settings) -> None:
         self._client = client
         self._stop = threading.Event()
         client.set(redis_keys.run_spec(RUN), spec_to_json(parse_job_spec({"model": {"path": str(folder)}})))
@@ -167,7 +167,7 @@ def measure() -> list[Row]:
 
 
 @contextlib.contextmanager
-def _server(folder: Path) -> Iterator[tuple[redis.Redis, int]]:
+def _server(folder: Path) -> Iterator[tuple[RedisClient, int]]:
     port = free_ports(["redis"], {})["redis"]
     process = subprocess.Popen(server_command(port, folder), stdout=subprocess.DEVNULL)
     try:

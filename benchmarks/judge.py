@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
-import redis
 
 from benchmarks.frame import Measure, Row, compare, run
 from services.sandbox_judge.isolation.tiers import launch
@@ -28,6 +27,8 @@ from services.sandbox_judge.sandbox_worker import Role, SandboxWorker
 from services.sandbox_judge.scheduler import JudgeScheduler
 from services.sandbox_judge.settings import IsolationTier, Settings
 from spo.local.redis_server import server_command
+from spo.messaging.connection import connect
+from spo.messaging.redis_client import RedisClient
 from spo.v1 import verdict_pb2
 from spo.v1.judge_service_pb2 import Priority
 from spo.v1.verdict_pb2 import Outcome
@@ -136,20 +137,14 @@ def _warm(tier: IsolationTier) -> float:
 
 
 @contextlib.contextmanager
-def _redis() -> Iterator[redis.Redis]:
+def _redis() -> Iterator[RedisClient]:
     with tempfile.TemporaryDirectory(prefix="spo-benchmark-") as folder:
         port = 20_000 + os.getpid() % 20_000
         server = subprocess.Popen(server_command(port, Path(folder)), stdout=subprocess.DEVNULL)
-        client = redis.Redis(port=port)
         try:
-            for _ in range(200):
-                with contextlib.suppress(redis.ConnectionError):
-                    client.ping()
-                    break
-                time.sleep(0.05)
-            yield client
+            with connect(f"redis://127.0.0.1:{port}/0") as client:
+                yield client
         finally:
-            client.close()
             server.terminate()
             server.wait(20)
 

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import redis
 
 from benchmarks.frame import CpuClock, Row, compare, run
 from services.replay_buffer.sampler import BatchSampler
@@ -30,6 +29,7 @@ from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.local.redis_server import server_command
 from spo.messaging.connection import connect
+from spo.messaging.redis_client import RedisClient
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import parse_job_spec, spec_to_json
@@ -171,7 +171,7 @@ class _Inserts:
 class _Puts:
     """The same messages as plain values."""
 
-    def __init__(self, client: redis.Redis, made: Sequence[Trajectory]) -> None:
+    def __init__(self, client: RedisClient, made: Sequence[Trajectory]) -> None:
         self.client = client
         self.made = made
         self.number = 0
@@ -202,7 +202,7 @@ class _Draws:
 class _Gets:
     """Plain values of random keys, decoded."""
 
-    def __init__(self, client: redis.Redis) -> None:
+    def __init__(self, client: RedisClient) -> None:
         self.client = client
         self.rng = np.random.default_rng(0)
 
@@ -240,7 +240,7 @@ def _trajectory(number: int, tokens: int) -> Trajectory:
 
 
 @contextlib.contextmanager
-def _server() -> Iterator[tuple[redis.Redis, Clock]]:
+def _server() -> Iterator[tuple[RedisClient, Clock]]:
     """A fresh server, and a measure of the CPU seconds that it and this process spend on something."""
     with tempfile.TemporaryDirectory(prefix="spo-benchmark-") as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -265,7 +265,7 @@ def _server() -> Iterator[tuple[redis.Redis, Clock]]:
 
 
 @contextlib.contextmanager
-def _service(client: redis.Redis) -> Iterator[tuple[ReplayStore, RpcClient]]:
+def _service(client: RedisClient) -> Iterator[tuple[ReplayStore, RpcClient]]:
     """A replay buffer with a run that only samples online, and a client of it."""
     spec = parse_job_spec(
         {

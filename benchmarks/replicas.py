@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import redis
 
 from benchmarks.frame import Row, run, within
 from benchmarks.peers.pipeline import (
@@ -33,6 +32,7 @@ from benchmarks.peers.pipeline import (
 )
 from spo import redis_keys
 from spo.messaging.connection import connect
+from spo.messaging.redis_client import RedisClient
 from spo.rpc.inference_client import TIME_BYTES
 from spo.testing.models import write_random_llama
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
@@ -141,9 +141,9 @@ def _replica(folder: Path, address: str, redis_url: str) -> Iterator[int]:
         process.wait(10)
 
 
-def _wait_until_serving(client: redis.Redis, replicas: int) -> None:
+def _wait_until_serving(client: RedisClient, replicas: int) -> None:
     def serving() -> bool:
-        found: Any = client.hvals(redis_keys.replicas())
+        found = client.hvals(redis_keys.replicas())
         beats = [HeartbeatRequest.FromString(raw[TIME_BYTES:]) for raw in found]
         return sum(beat.pool == "inference" and bool(beat.run_id) and not beat.draining for beat in beats) == replicas
 

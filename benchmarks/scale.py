@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import redis
-
 from benchmarks.frame import Row, run, within
 from benchmarks.peers.pipeline import (
     Belt,
@@ -33,6 +31,7 @@ from benchmarks.peers.pipeline import (
 )
 from spo import redis_keys
 from spo.messaging.connection import connect
+from spo.messaging.redis_client import RedisClient
 from spo.rpc.client import RpcClient
 from spo.rpc.inference_client import TIME_BYTES
 from spo.v1 import orchestrator_service_pb2 as wire
@@ -121,7 +120,7 @@ def _measured(replicas: int) -> Measured:
         return Measured(cores[0], cores[1], 60 * (belt.finished - finished) / seconds, applied, known)
 
 
-def _push(client: redis.Redis, address: str, job_id: str, logs: Sequence[Path], replicas: int) -> tuple[float, float]:
+def _push(client: RedisClient, address: str, job_id: str, logs: Sequence[Path], replicas: int) -> tuple[float, float]:
     """Publish versions as a trainer does; the slowest: seconds until the last replica applied it, and was known to."""
     trainer = RpcClient("orchestrator", address, OrchestratorServiceStub)
     grant = trainer.call("LeaseJob", wire.LeaseJobRequest(trainer_id="trainer", wait_seconds=5), deadline_seconds=15)
@@ -145,9 +144,9 @@ def _applied(logs: Sequence[Path], version: int) -> list[float]:
     return [float(each[1]) for each in words if len(each) == 2 and each[0] == str(version)]
 
 
-def _live(client: redis.Redis, version: int) -> int:
+def _live(client: RedisClient, version: int) -> int:
     """Replicas whose last heartbeat said that they serve the run, at a version or later."""
-    found: Any = client.hvals(redis_keys.replicas())
+    found = client.hvals(redis_keys.replicas())
     beats = [wire.HeartbeatRequest.FromString(raw[TIME_BYTES:]) for raw in found]
     return sum(bool(beat.run_id) and beat.policy_version >= version for beat in beats if beat.pool == "inference")
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import redis
 
 from spo.local.redis_server import server_command
 from spo.messaging.connection import connect
+from spo.messaging.redis_client import RedisClient
 
 KEY = "the-key-of-the-benchmark"
 START_SECONDS = 60.0
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 class Platform:
     """Ports, processes and a client of their Redis."""
 
-    client: redis.Redis
+    client: RedisClient
     folder: Path
     http_port: int
     grpc_port: int

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import redis
 
 from services.orchestrator.jobs.store import JobStore
 from spo import redis_keys
 from spo.local.redis_server import server_command
 from spo.messaging.connection import connect
+from spo.messaging.redis_client import RedisClient
 from spo.messaging.streams import Consumer
 from spo.rpc.client import is_healthy
 from spo.rpc.server import RpcServer
@@ -66,14 +66,14 @@ class Belt(ReplayServiceServicer):
                 end.join(10)
             replay.stop(1)
 
-    def _judge(self, client: redis.Redis, stop: threading.Event) -> None:
+    def _judge(self, client: RedisClient, stop: threading.Event) -> None:
         """Rollouts to verdicts, as they are."""
         consumer = Consumer(client, redis_keys.rollouts(), redis_keys.JUDGE_GROUP, "judge")
         while not stop.is_set():
             for entry in consumer.read(64):
                 consumer.forward(entry, redis_keys.verdicts(), entry.payload)
 
-    def _ingest(self, client: redis.Redis, stop: threading.Event) -> None:
+    def _ingest(self, client: RedisClient, stop: threading.Event) -> None:
         """Verdicts to nowhere, counted."""
         consumer = Consumer(client, redis_keys.verdicts(), redis_keys.INGEST_GROUP, "ingest")
         while not stop.is_set():
@@ -83,7 +83,7 @@ class Belt(ReplayServiceServicer):
                 self.finished += len(entries)
 
 
-def running_job(client: redis.Redis, spec: dict[str, Any]) -> str:
+def running_job(client: RedisClient, spec: dict[str, Any]) -> str:
     """A job as it stands once it runs; it must need no values."""
     jobs = JobStore(client)
     job_id = jobs.submit(parse_job_spec(spec))

@@ -17,11 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import redis
-
 from spo import redis_keys
 from spo.errors import SpoError
 from spo.messaging import streams
+from spo.messaging.connection import open_client
 from spo.rpc.client import RpcClient
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
@@ -55,7 +54,7 @@ class SimulatedReplica:
         self.told = WeightAnnouncement()
         self.next_beat = 0.0
         self.client = RpcClient("orchestrator", orchestrator, OrchestratorServiceStub)
-        self.redis = redis.Redis.from_url(redis_url, socket_timeout=30)
+        self.redis = open_client(redis_url, operation_seconds=30, connect_seconds=30)
         self.draw = random.Random(number)
 
     def follow(self) -> None:

@@ -17,6 +17,7 @@ from services.inference.weights import REFERENCE_VERSION, PolicyVersions, refere
 from spo import redis_keys
 from spo.errors import NotFound, NotReady, PreconditionFailed, SpoError
 from spo.messaging import streams
+from spo.messaging.redis_client import RedisClient
 from spo.model.folder import inspect_model_folder
 from spo.model.logprobs import load_tokenizer
 from spo.observability import metrics
@@ -57,7 +58,7 @@ class ServingReplica:
     def __init__(
         self,
         settings: Settings,
-        client: redis.Redis,
+        client: RedisClient,
         set_serving: Callable[[bool, str], None],
         restart: Callable[[], None],
     ) -> None:
@@ -160,7 +161,7 @@ class ServingReplica:
         self._set_serving(is_ready, reason)
 
     def _assign(self, requested: orchestrator.HeartbeatResponse, stop: threading.Event) -> Assignment | None:
-        text: Any = self._client.get(redis_keys.run_spec(requested.run_id))
+        text = self._client.get(redis_keys.run_spec(requested.run_id))
         if text is None:
             raise NotFound(f"run {requested.run_id} has no spec")
         spec = spec_from_json(text)

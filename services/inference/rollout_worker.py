@@ -19,6 +19,7 @@ from services.inference.rollouts import StartedGroup, start_group
 from services.inference.settings import Settings
 from spo import redis_keys
 from spo.errors import SpoError
+from spo.messaging.redis_client import RedisClient
 from spo.messaging.streams import Consumer, Entry
 from spo.observability import tracing
 from spo.observability.logs import get_logger
@@ -42,7 +43,7 @@ class InFlight:
 class RolloutWorker:
     """Two loops: `read` takes prompts, `forward` passes finished groups to the judges."""
 
-    def __init__(self, client: redis.Redis, replica: ServingReplica, replica_id: str, settings: Settings) -> None:
+    def __init__(self, client: RedisClient, replica: ServingReplica, replica_id: str, settings: Settings) -> None:
         self._client = client
         self._replica = replica
         self._replica_id = replica_id

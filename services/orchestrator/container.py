@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-import redis
-
 from services.orchestrator.auth.audit import AuditLog
 from services.orchestrator.auth.authenticator import Authenticator
 from services.orchestrator.auth.paths import require_within
@@ -31,6 +29,7 @@ from services.orchestrator.settings import Settings
 from services.orchestrator.values.progress import ValueProgress
 from services.orchestrator.values.refresh import ReferenceRefresh
 from spo.experience.store import ExperienceStore
+from spo.messaging.redis_client import RedisClient
 from spo.rpc.client import RpcClient
 from spo.rpc.inference_client import InferenceClient
 from spo.spec.job_spec import TasksSpec
@@ -45,7 +44,7 @@ class AppContext:
     """The orchestrator without its doors; `stop` ends its waits."""
 
     settings: Settings
-    redis: redis.Redis
+    redis: RedisClient
     stop: threading.Event
     library: TaskLibrary = field(default_factory=TaskLibrary)
 

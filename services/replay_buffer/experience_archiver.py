@@ -11,7 +11,6 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import redis
 
@@ -20,6 +19,7 @@ from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.experience.columns import StoredTrajectory
 from spo.experience.store import ExperienceStore, Origin
+from spo.messaging.redis_client import RedisScript
 from spo.messaging.run_status import run_tenant
 from spo.observability import metrics
 from spo.observability.logs import get_logger
@@ -56,9 +56,9 @@ class ExperienceArchiver:
         self.every_seconds = every_seconds
         self._archived_at: dict[str, float] = {}
         here = Path(__file__).parent / "lua"
-        self._plan = self.client.register_script((here / "archive_plan.lua").read_text())
-        self._done = self.client.register_script((here / "archive_done.lua").read_text())
-        self._settle = self.client.register_script((here / "archive_settle.lua").read_text())
+        self._plan: RedisScript[list[bytes]] = self.client.register_script((here / "archive_plan.lua").read_text())
+        self._done: RedisScript[int] = self.client.register_script((here / "archive_done.lua").read_text())
+        self._settle: RedisScript[int] = self.client.register_script((here / "archive_settle.lua").read_text())
 
     def run(self, stop: threading.Event) -> None:
         """Spill until stop is set; a store that cannot be written is tried again and delays nothing else."""
@@ -68,7 +68,7 @@ class ExperienceArchiver:
                 if not adopted:
                     self.adopt()
                     adopted = True
-                runs: Any = self.client.smembers(redis_keys.replay_unstored())
+                runs = self.client.smembers(redis_keys.replay_unstored())
             except redis.RedisError as error:
                 log.warning("Redis does not answer; trying again", reason=str(error))
                 continue
@@ -77,7 +77,7 @@ class ExperienceArchiver:
 
     def adopt(self) -> None:
         """Find the runs with something unstored that an older version of this service did not list."""
-        runs: Any = self.client.zrange(redis_keys.job_index(), 0, -1)
+        runs = self.client.zrange(redis_keys.job_index(), 0, -1)
         for start in range(0, len(runs), RUNS_PER_READ):
             chunk = [each.decode() for each in runs[start : start + RUNS_PER_READ]]
             with self.client.pipeline(transaction=False) as pipe:
@@ -126,18 +126,18 @@ class ExperienceArchiver:
 
     def _next_file(self, run_id: str) -> tuple[int, int]:
         key = redis_keys.replay_stored(run_id)
-        stored: Any = self.client.hget(key, "written")
+        stored = self.client.hget(key, "written")
         written = int(stored or 0)
-        numbers: Any = self.client.zrangebyscore(
+        numbers = self.client.zrangebyscore(
             redis_keys.replay_ids(run_id), f"({written}", "+inf", start=0, num=self.rows_per_file, withscores=True
         )
         if not numbers:
             return written, written
-        planned: Any = self._plan(keys=[key], args=[written, int(numbers[-1][1])])
+        planned = self._plan(keys=[key], args=[written, int(numbers[-1][1])])
         return int(planned[0]), int(planned[1])
 
     def _write(self, run_id: str, written: int, planned: int) -> int:
-        ids: Any = self.client.zrangebyscore(redis_keys.replay_ids(run_id), f"({written}", planned)
+        ids = self.client.zrangebyscore(redis_keys.replay_ids(run_id), f"({written}", planned)
         found = self.store.get(run_id, [each.decode() for each in ids])
         kept = [each for each in found if each is not None and not each.origin_run_id]
         if None in found:
@@ -161,7 +161,7 @@ class ExperienceArchiver:
         ]
 
     def _prompts(self, run_id: str, spec: JobSpec, prompt_ids: Sequence[str]) -> dict[str, Prompt]:
-        stored: Any = self.client.hmget(redis_keys.run_prompts(run_id), list(prompt_ids)) if prompt_ids else []
+        stored = self.client.hmget(redis_keys.run_prompts(run_id), list(prompt_ids)) if prompt_ids else []
         return {
             prompt_id: Prompt.FromString(raw) if raw else Prompt(prompt_id=prompt_id, task_set=spec.tasks.kind)
             for prompt_id, raw in zip(prompt_ids, stored, strict=True)

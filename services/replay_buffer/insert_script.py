@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-import redis
 
 from services.replay_buffer.admission import content_digest
 from services.replay_buffer.windows import SOURCES, fact_of, source_name
 from spo import redis_keys
+from spo.messaging.redis_client import RedisClient, RedisScript
 from spo.spec.job_spec import JobSpec
 from spo.v1.trajectory_pb2 import Trajectory
 
@@ -24,8 +22,10 @@ INSERTED = 1
 class InsertScript:
     """Inserts trajectories of one run, each at most once."""
 
-    def __init__(self, client: redis.Redis) -> None:
-        self._script = client.register_script((Path(__file__).parent / "lua" / "insert.lua").read_text())
+    def __init__(self, client: RedisClient) -> None:
+        self._script: RedisScript[list[int]] = client.register_script(
+            (Path(__file__).parent / "lua" / "insert.lua").read_text()
+        )
 
     def insert(
         self, run_id: str, spec: JobSpec, trajectories: Sequence[Trajectory], payloads: Sequence[bytes]
@@ -34,8 +34,7 @@ class InsertScript:
         results: list[int] = []
         for chunk in chunks(payloads):
             arguments = _arguments(spec, trajectories[chunk], payloads[chunk])
-            answered: Any = self._script(keys=_keys(run_id), args=[run_id, *arguments])
-            results += answered
+            results += self._script(keys=_keys(run_id), args=[run_id, *arguments])
         return results
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
-
-import redis
+from typing import NamedTuple
 
 from spo import redis_keys
+from spo.messaging.redis_client import RedisClient
 from spo.v1.replay_service_pb2 import SampleBatchResponse, SampledTrajectory
 from spo.v1.trajectory_pb2 import Trajectory
 
@@ -38,7 +37,7 @@ class SampledPayload(NamedTuple):
 class PayloadCache:
     """Payloads by id, read through to Redis; a payload never changes, so what is cached stays valid."""
 
-    def __init__(self, client: redis.Redis, capacity_bytes: int) -> None:
+    def __init__(self, client: RedisClient, capacity_bytes: int) -> None:
         self.client = client
         self._lock = threading.Lock()
         self._capacity_bytes = capacity_bytes
@@ -59,7 +58,7 @@ class PayloadCache:
         missing = [trajectory_id for trajectory_id, payload in found.items() if payload is None]
         if missing:
             keys = [redis_keys.replay_trajectory(run_id, trajectory_id) for trajectory_id in missing]
-            stored: Any = self.client.mget(keys)
+            stored = self.client.mget(keys)
             for trajectory_id, payload in zip(missing, stored, strict=True):
                 if payload is not None:
                     found[trajectory_id] = payload

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
-
-import redis
 
 from spo import redis_keys
+from spo.errors import IntegrityError
+from spo.messaging.redis_client import RedisClient
 
 BATCHES_PER_READ = 500
 
@@ -16,7 +15,7 @@ BATCHES_PER_READ = 500
 class SampleCounts:
     """The steps of each trajectory of a run; the log of batches only grows, so a refresh reads only what is new."""
 
-    def __init__(self, client: redis.Redis, run_id: str) -> None:
+    def __init__(self, client: RedisClient, run_id: str) -> None:
         self.client = client
         self.run_id = run_id
         self.batches_read = 0
@@ -25,13 +24,15 @@ class SampleCounts:
     def refresh(self) -> None:
         """Read the batches that were recorded since the last refresh, by whichever process."""
         while True:
-            steps: Any = self.client.zrangebyscore(
+            steps = self.client.zrangebyscore(
                 redis_keys.replay_draws(self.run_id), f"({self.batches_read}", "+inf", start=0, num=BATCHES_PER_READ
             )
             if not steps:
                 return
-            batches: Any = self.client.mget([redis_keys.replay_batch(self.run_id, int(step)) for step in steps])
+            batches = self.client.mget([redis_keys.replay_batch(self.run_id, int(step)) for step in steps])
             for step, ids in zip(steps, batches, strict=True):
+                if ids is None:
+                    raise IntegrityError(f"run {self.run_id}: the batch of step {int(step)} is gone from the buffer")
                 for trajectory_id in ids.decode().split():
                     self._steps.setdefault(trajectory_id, array("L")).append(int(step))
             self.batches_read += len(steps)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import redis
 
 from services.replay_buffer.limiter import LiveCounts
 from services.replay_buffer.sample_counts import SampleCounts
@@ -19,6 +18,7 @@ from services.replay_buffer.windows import Candidate, LiveWindow, OfflineWindow,
 from spo import redis_keys
 from spo.algorithm.replay_sampling import aged_priority, draw_balanced, draw_ranks, draw_weighted, value_spread
 from spo.errors import IntegrityError, NotFound
+from spo.messaging.redis_client import RedisClient, RedisPipeline
 from spo.observability.logs import get_logger
 from spo.spec import prompt_values
 from spo.spec.job_spec import JobSpec, SourceMix
@@ -42,7 +42,7 @@ class PromptFacts(NamedTuple):
 class SamplingIndex:
     """One run's candidates and counters; hold `lock` from `refresh` to the end of a draw."""
 
-    def __init__(self, client: redis.Redis, run_id: str, spec: JobSpec) -> None:
+    def __init__(self, client: RedisClient, run_id: str, spec: JobSpec) -> None:
         self.client = client
         self.run_id = run_id
         self.spec = spec
@@ -203,7 +203,7 @@ class SamplingIndex:
         self._followed_version = 0
         self._offline: dict[str, OfflineWindow] = {}
 
-    def _ask_new(self, pipe: Any, source: str) -> None:
+    def _ask_new(self, pipe: RedisPipeline, source: str) -> None:
         key = redis_keys.replay_source(self.run_id, source)
         live = self._live.get(source)
         if live and source not in self._read_to and not live.needs_all:
@@ -214,8 +214,10 @@ class SamplingIndex:
     def _add(self, source: str, entries: Sequence[tuple[bytes, float]]) -> None:
         for start in range(0, len(entries), FACTS_PER_READ):
             ids = [trajectory_id for trajectory_id, _ in entries[start : start + FACTS_PER_READ]]
-            facts: Any = self.client.hmget(redis_keys.replay_facts(self.run_id), ids)
+            facts = self.client.hmget(redis_keys.replay_facts(self.run_id), ids)
             for trajectory_id, fact in zip(ids, facts, strict=True):
+                if fact is None:
+                    raise IntegrityError(f"run {self.run_id}: trajectory {trajectory_id.decode()} has no facts")
                 candidate, group = read_fact(trajectory_id.decode(), fact.decode())
                 if source in LIVE_SOURCES:
                     self._live[source].add(candidate, group)
@@ -228,7 +230,7 @@ class SamplingIndex:
 
     def _read_values(self, count: int) -> None:
         if self.spec.value is not None:
-            stored: Any = self.client.hvals(redis_keys.run_values(self.run_id))
+            stored = self.client.hvals(redis_keys.run_values(self.run_id))
             self._values = _facts_of(map(PromptValue.FromString, stored), self.spec)
         self._values_read = count
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import redis
 
@@ -70,7 +70,7 @@ class SharedRolloutIngest:
         """Take over until stop is set; what fails is tried again at the next look and delays no other run."""
         while not stop.wait(LOOK_SECONDS):
             try:
-                running: Any = self.store.client.zrange(redis_keys.jobs_in_state(JobState.RUNNING), 0, -1)
+                running = self.store.client.zrange(redis_keys.jobs_in_state(JobState.RUNNING), 0, -1)
             except redis.RedisError as error:
                 log.warning("Redis does not answer; trying again", reason=str(error))
                 continue
@@ -107,11 +107,11 @@ class SharedRolloutIngest:
 
     def _after(self, followed: str, position: int, oldest: int, room: int) -> Found:
         """The next ones of version `oldest` or newer, as many as there is room for; those before them are passed by."""
-        numbered: Any = self.store.client.zrangebyscore(
+        numbered = self.store.client.zrangebyscore(
             redis_keys.replay_source(followed, "online"), f"({position}", "+inf", start=0, num=AT_ONCE, withscores=True
         )
         ids = [trajectory_id for trajectory_id, _ in numbered]
-        facts: Any = self.store.client.hmget(redis_keys.replay_facts(followed), ids) if ids else []
+        facts = self.store.client.hmget(redis_keys.replay_facts(followed), ids) if ids else []
         fresh: list[str] = []
         seen = 0
         for (trajectory_id, number), fact in zip(numbered, facts, strict=True):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
-import redis
-
+from spo.messaging.redis_client import RedisClient
 from spo.observability import metrics
 from spo.observability.logs import get_logger
 
@@ -20,7 +18,7 @@ SAY_SECONDS = 30.0
 class StorageMonitor:
     """Looks at the server at most once a second; what is on the belt already still fits above `stop_share`."""
 
-    def __init__(self, client: redis.Redis, stop_share: float) -> None:
+    def __init__(self, client: RedisClient, stop_share: float) -> None:
         self.client = client
         self.stop_share = stop_share
         self._lock = threading.Lock()
@@ -40,8 +38,8 @@ class StorageMonitor:
             return self._found
 
     def _look(self) -> str:
-        found: Any = self.client.info("memory", "persistence")
-        used, limit = int(found["used_memory"]), int(found["maxmemory"])
+        found = self.client.info("memory", "persistence")
+        used, limit = found["used_memory"], found["maxmemory"]
         share = used / limit if limit else 0.0
         metrics.REPLAY_MEMORY_SHARE.set(share)
         if found.get("aof_last_write_status", "ok") != "ok":

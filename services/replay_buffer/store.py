@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import redis
 
 from services.replay_buffer.admission import check_judged, check_scored
 from services.replay_buffer.insert_script import INSERTED, InsertScript
@@ -17,6 +14,7 @@ from services.replay_buffer.payloads import PayloadCache
 from services.replay_buffer.windows import read_fact
 from spo import redis_keys
 from spo.errors import IntegrityError, NotFound
+from spo.messaging.redis_client import RedisClient, RedisScript
 from spo.messaging.run_specs import RunSpecs
 from spo.messaging.run_status import run_state
 from spo.observability import metrics
@@ -28,12 +26,14 @@ from spo.v1.trajectory_pb2 import Trajectory
 class ReplayStore:
     """All runs' experience on one Redis; safe to use from many threads and processes."""
 
-    def __init__(self, client: redis.Redis, payload_cache_bytes: int = 256 << 20) -> None:
+    def __init__(self, client: RedisClient, payload_cache_bytes: int = 256 << 20) -> None:
         self.client = client
         self._specs = RunSpecs(client)
         self._cache = PayloadCache(client, payload_cache_bytes)
         self._insert = InsertScript(client)
-        self._record = client.register_script((Path(__file__).parent / "lua" / "record_batch.lua").read_text())
+        self._record: RedisScript[bytes] = client.register_script(
+            (Path(__file__).parent / "lua" / "record_batch.lua").read_text()
+        )
 
     def spec(self, run_id: str) -> JobSpec:
         """The run's spec. Raises NotFound for a run nobody started."""
@@ -70,7 +70,7 @@ class ReplayStore:
 
     def batch(self, run_id: str, step: int) -> list[str]:
         """The trajectory ids recorded for a step, [] when there are none yet."""
-        known: Any = self.client.get(redis_keys.replay_batch(run_id, step))
+        known = self.client.get(redis_keys.replay_batch(run_id, step))
         return known.decode().split() if known else []
 
     def record_batch(
@@ -88,7 +88,7 @@ class ReplayStore:
         is no longer the number of the last recorded batch.
         """
         pairs = [part for source, count in counts.items() for part in (source, count)]
-        recorded: Any = self._record(
+        recorded = self._record(
             keys=[
                 redis_keys.replay_batch(run_id, step),
                 redis_keys.replay_counters(run_id),
@@ -96,7 +96,7 @@ class ReplayStore:
             ],
             args=[" ".join(trajectory_ids), step, "" if last_batch is None else last_batch, *pairs],
         )
-        return recorded.decode().split()  # type: ignore[no-any-return]
+        return recorded.decode().split()
 
     def payloads(self, run_id: str, trajectory_ids: Sequence[str]) -> list[bytes | None]:
         """Serialized trajectories by id, None where absent."""
@@ -109,7 +109,7 @@ class ReplayStore:
 
     def one(self, run_id: str, trajectory_id: str) -> Trajectory:
         """A trajectory by id; a duplicate is answered by the one that stands for it. Raises NotFound."""
-        stands: Any = self.client.hget(redis_keys.replay_duplicates(run_id), trajectory_id)
+        stands = self.client.hget(redis_keys.replay_duplicates(run_id), trajectory_id)
         (found,) = self.get(run_id, [stands.decode() if stands else trajectory_id])
         if found is None:
             raise NotFound(f"run {run_id} has no trajectory {trajectory_id}")
@@ -117,11 +117,11 @@ class ReplayStore:
 
     def prompts_of(self, run_id: str, trajectory_ids: Sequence[str]) -> list[str]:
         """The prompts of acknowledged trajectories. Raises IntegrityError when one is not in the ledger."""
-        facts: Any = self.client.hmget(redis_keys.replay_facts(run_id), list(trajectory_ids))
+        facts = self.client.hmget(redis_keys.replay_facts(run_id), list(trajectory_ids))
         for trajectory_id, fact in zip(trajectory_ids, facts, strict=True):
             if fact is None:
                 raise IntegrityError(f"run {run_id}: trajectory {trajectory_id} is gone from the buffer")
-        return [read_fact("", fact.decode())[0].prompt_id for fact in facts]
+        return [read_fact("", fact.decode())[0].prompt_id for fact in facts if fact is not None]
 
     def duplicates(self, run_id: str) -> int:
         """Acknowledged offline trajectories whose content was there before."""
@@ -129,7 +129,7 @@ class ReplayStore:
 
     def copies(self, run_id: str, trajectory_id: str) -> int:
         """Acknowledged trajectories with the same content, for which this one stands."""
-        found: Any = self.client.hget(redis_keys.replay_copies(run_id), trajectory_id)
+        found = self.client.hget(redis_keys.replay_copies(run_id), trajectory_id)
         return int(found or 0)
 
     def newest_first(self, run_id: str, prompt_id: str, after: str, count: int) -> tuple[list[Trajectory], str]:
@@ -166,7 +166,7 @@ class ReplayStore:
 
     def _of_all(self, run_id: str, after: str, count: int) -> list[tuple[str, int]]:
         highest = f"({int(after)}" if after else "+inf"
-        page: Any = self.client.zrevrangebyscore(
+        page = self.client.zrevrangebyscore(
             redis_keys.replay_ids(run_id), highest, "-inf", start=0, num=count, withscores=True
         )
         return [(trajectory_id.decode(), int(number)) for trajectory_id, number in page]
@@ -174,7 +174,7 @@ class ReplayStore:
     def _of_prompt(self, run_id: str, prompt_id: str, after: str, count: int) -> list[tuple[str, int]]:
         # ';' follows ':' and bounds the prompt's members; the number in them is padded, so bytes order as numbers.
         highest = f"({prompt_id}:{int(after):016d}:" if after else f"({prompt_id};"
-        page: Any = self.client.zrevrangebylex(
+        page = self.client.zrevrangebylex(
             redis_keys.replay_prompts(run_id), highest, f"[{prompt_id}:", start=0, num=count
         )
         members = (member.decode().rsplit(":", 2) for member in page)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import time
 
-import redis
 from google.protobuf.message import DecodeError
 
 from services.sandbox_judge.scheduler import Batch, JudgeScheduler
 from services.sandbox_judge.settings import Settings
 from spo import redis_keys
 from spo.errors import InvalidInput
+from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_specs import RunSpecs
 from spo.messaging.streams import Consumer, Entry, consume
 from spo.observability import tracing
@@ -28,7 +28,7 @@ SERVICE = "sandbox-judge"
 class JudgeWorker:
     """Judges rollout groups from the stream; call it with a stop event."""
 
-    def __init__(self, client: redis.Redis, scheduler: JudgeScheduler, consumer_name: str, settings: Settings) -> None:
+    def __init__(self, client: RedisClient, scheduler: JudgeScheduler, consumer_name: str, settings: Settings) -> None:
         self.scheduler = scheduler
         self.settings = settings
         self.specs = RunSpecs(client)

@@ -14,9 +14,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
-
-import redis
 
 from services.value_estimation.reference import Reference, References
 from services.value_estimation.samples import SampleMaker
@@ -26,6 +23,7 @@ from services.value_estimation.stream_workers import decoded, is_wanted, work_th
 from spo import redis_keys
 from spo.algorithm.pivotal_tokens import next_positions
 from spo.errors import InvalidInput, NotReady
+from spo.messaging.redis_client import RedisClient
 from spo.messaging.streams import depth
 from spo.observability import metrics
 from spo.spec.job_spec import JobSpec, PivotalSpec, ValueSpec
@@ -79,7 +77,7 @@ class Search:
 class PivotalWorker:
     """Searches prompts_in_flight prompts at once."""
 
-    client: redis.Redis
+    client: RedisClient
     references: References
     clients: ServiceClients
     settings: Settings
@@ -125,7 +123,7 @@ class PivotalWorker:
     ) -> Search:
         clients = replace(self.clients, wanted=lambda: is_wanted(self.client, run_id))
         maker = SampleMaker(run_id, reference, clients, spec.tasks.reward)
-        stored: Any = self.client.hget(redis_keys.run_values(run_id), prompt.prompt_id)
+        stored = self.client.hget(redis_keys.run_values(run_id), prompt.prompt_id)
         known = PromptValue.FromString(stored or b"")
         start = Count(known.samples, known.successes) if known.samples else None
         return Search(prompt, spec, value, pivotal, maker, maker.clients.judge_version(), start)
@@ -166,7 +164,7 @@ class PivotalWorker:
         return True
 
     def _known(self, labels: str) -> dict[int, Count]:
-        stored: Any = self.client.hgetall(redis_keys.pivotal_labels(labels))
+        stored = self.client.hgetall(redis_keys.pivotal_labels(labels))
         pairs = {int(position): text.split(b":") for position, text in stored.items()}
         return {position: Count(int(rollouts), int(successes)) for position, (rollouts, successes) in pairs.items()}
 
@@ -174,7 +172,7 @@ class PivotalWorker:
         """Whether the budget allows this prefix; asking again for the same prefix costs nothing."""
         key, member = redis_keys.pivotal_visits(search.maker.run_id), f"{labels}:{position}"
         if self.client.sadd(key, member) and (
-            int(self.client.scard(key)) * search.pivotal.rollouts > search.pivotal.budget_rollouts
+            self.client.scard(key) * search.pivotal.rollouts > search.pivotal.budget_rollouts
         ):
             self.client.srem(key, member)
             return False

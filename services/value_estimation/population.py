@@ -6,13 +6,11 @@ import json
 import threading
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any
-
-import redis
 
 from services.value_estimation.counts import Counts
 from spo import redis_keys
 from spo.algorithm.value_prior import JEFFREYS, BetaPrior, PriorModel, PromptFeatures, fit_prior
+from spo.messaging.redis_client import RedisClient
 
 # A fit on fewer would mostly tell about the prompt itself.
 FEWEST_PROMPTS = 24
@@ -36,7 +34,7 @@ class Fit:
 class Population:
     """All prompts with the same reference, sampler, judge and reward, of all runs."""
 
-    client: redis.Redis
+    client: RedisClient
     _fits: dict[str, Fit] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -47,7 +45,7 @@ class Population:
 
     def prior_of(self, key: str, prompt_id: str, features: PromptFeatures) -> BetaPrior:
         """The prior of a prompt, from the samples of others; Jeffreys' while few prompts are known."""
-        known = int(self.client.hlen(redis_keys.value_population(key)))
+        known = self.client.hlen(redis_keys.value_population(key))
         with self._lock:
             fit = self._fits.get(key, Fit(0, None, 0.0, 0.0))
             is_old = time.monotonic() > fit.done_at + max(REFIT_SECONDS, REFIT_PAUSE * fit.seconds)
@@ -57,7 +55,7 @@ class Population:
 
     def _fit(self, key: str) -> Fit:
         began = time.monotonic()
-        stored: Any = self.client.hgetall(redis_keys.value_population(key))
+        stored = self.client.hgetall(redis_keys.value_population(key))
         names = sorted(stored)
         documents = [json.loads(stored[name]) for name in names]
         model = fit_prior(

@@ -14,14 +14,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
-
-import redis
 
 from services.value_estimation.counts import Counts, count, total
 from services.value_estimation.samples import SampleMaker
 from spo import redis_keys
 from spo.algorithm.value_prior import PromptFeatures
+from spo.messaging.redis_client import RedisClient
 from spo.observability import metrics
 from spo.spec.job_spec import JobSpec, ValueSpec
 from spo.v1.prompt_pb2 import Sampling
@@ -35,7 +33,7 @@ IMPORTED, RECALLED, VALUE, EXTRA, RETRY = "imported", "recalled", "value", "extr
 class PromptEstimate:
     """One prompt of one run; value_key names its counts across runs, population_key the prompts sampled alike."""
 
-    client: redis.Redis
+    client: RedisClient
     request: EstimateRequest
     spec: JobSpec
     value: ValueSpec
@@ -65,7 +63,7 @@ class PromptEstimate:
 
     @property
     def imports_are_noted(self) -> bool:
-        return bool(self.client.hexists(self._progress, IMPORTED))
+        return self.client.hexists(self._progress, IMPORTED)
 
     def recall(self) -> None:
         """Take over what an earlier run counted under the same key, its samples too where they are kept; only once.
@@ -74,12 +72,12 @@ class PromptEstimate:
         """
         if any(name != IMPORTED for name in self._done()):
             return
-        stored: Any = self.client.hgetall(redis_keys.value_counts(self.value_key))
+        stored = self.client.hgetall(redis_keys.value_counts(self.value_key))
         counts = total(map(Counts.decode, stored.values()))
         if not counts.samples:
             return
         if self.keeps_samples:
-            origin: Any = self.client.get(self._origin)
+            origin = self.client.get(self._origin)
             found = self.maker.recall_reference(self.request.prompt, origin.decode()) if origin else []
             if not found:
                 # The values are known but their samples are gone or were others: both are made anew.
@@ -110,7 +108,7 @@ class PromptEstimate:
         if not counts.samples:
             return
         key = redis_keys.value_counts(self.value_key)
-        stored: Any = self.client.hgetall(key)
+        stored = self.client.hgetall(key)
         if counts.samples >= total(map(Counts.decode, stored.values())).samples:
             with self.client.pipeline(transaction=True) as pipe:
                 pipe.delete(key)
@@ -142,7 +140,7 @@ class PromptEstimate:
         return total(Counts.decode(text) for name, text in done.items() if name.startswith(f"{kind}-")).samples
 
     def _done(self) -> dict[str, bytes]:
-        stored: Any = self.client.hgetall(self._progress)
+        stored = self.client.hgetall(self._progress)
         return {name.decode(): text for name, text in stored.items()}
 
     @property

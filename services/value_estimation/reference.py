@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import redis
 import torch
 
 from spo.errors import InvalidInput
+from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_specs import RunSpecs
 from spo.model.folder import inspect_model_folder
 from spo.model.logprobs import encode_prompt, encode_response, load_policy, load_tokenizer, response_logprobs
@@ -74,7 +74,7 @@ class Reference:
 class References:
     """Loads each run's pi0 once and keeps the last one used; runs with the same model share it."""
 
-    def __init__(self, client: redis.Redis, tokens_per_forward: int, device: str) -> None:
+    def __init__(self, client: RedisClient, tokens_per_forward: int, device: str) -> None:
         self.tokens_per_forward = tokens_per_forward
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.specs = RunSpecs(client)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import redis
-
 from services.value_estimation.reference import References
 from services.value_estimation.token_values import CalibrationDesign, CalibrationReport, TokenValuer
 from spo import redis_keys
+from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_status import run_state
 from spo.spec.job_state import ESTIMATED, JobState
 from spo.spec.prompt_values import qhat_0
@@ -23,7 +22,7 @@ SERVED = ESTIMATED | {JobState.ESTIMATING}
 class ValueService(ValueServiceServicer):
     """Reference log-probs, prompt values, and the policy as value."""
 
-    def __init__(self, client: redis.Redis, references: References, valuer: TokenValuer) -> None:
+    def __init__(self, client: RedisClient, references: References, valuer: TokenValuer) -> None:
         self.client = client
         self.references = references
         self.valuer = valuer
@@ -44,7 +43,7 @@ class ValueService(ValueServiceServicer):
     def GetPromptValues(self, request: value.GetPromptValuesRequest, context: Any) -> value.GetPromptValuesResponse:
         key = redis_keys.run_values(request.run_id)
         asked = list(request.prompt_ids)
-        stored: Any = self.client.hmget(key, asked) if asked else self.client.hvals(key)
+        stored = self.client.hmget(key, asked) if asked else self.client.hvals(key)
         found = [PromptValue.FromString(payload) for payload in stored if payload]
         spec = self.references.spec(request.run_id)
         beta = request.beta if request.HasField("beta") else None

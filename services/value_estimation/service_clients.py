@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import redis
-
 from services.value_estimation.settings import Settings
 from spo.errors import NotFound, NotReady
+from spo.messaging.redis_client import RedisClient
 from spo.rpc.client import RpcClient
 from spo.rpc.inference_client import InferenceClient
 from spo.v1.inference_service_pb2 import GenerateRequest, GenerateResponse
@@ -129,7 +128,7 @@ class ServiceClients:
         )
 
 
-def connect_clients(settings: Settings, stop: threading.Event, registry: redis.Redis) -> ServiceClients:
+def connect_clients(settings: Settings, stop: threading.Event, registry: RedisClient) -> ServiceClients:
     """Clients at the addresses of the settings; inference also at those in the registry of replicas."""
     return ServiceClients(
         InferenceClient(settings.inference_address, registry),

@@ -11,14 +11,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import redis
-
 from services.value_estimation.samples import REFERENCE_VERSION, SampleMaker
 from spo import redis_keys
 from spo.errors import InvalidInput
 from spo.experience.columns import StoredTrajectory
 from spo.experience.selection import Selection
 from spo.experience.store import ExperienceStore
+from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_status import run_tenant
 from spo.observability.logs import get_logger
 from spo.spec.job_spec import JobSpec
@@ -35,7 +34,7 @@ REMEMBERED_RUNS = 4
 class StoredSelections:
     """What the runs in progress take from the experience store; each run looks through it once."""
 
-    def __init__(self, client: redis.Redis, place: str) -> None:
+    def __init__(self, client: RedisClient, place: str) -> None:
         self.client = client
         self.place = place
         self._selections: OrderedDict[str, Selection] = OrderedDict()

@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-import redis
 from google.protobuf.message import DecodeError, Message
 
 from services.value_estimation.settings import Settings
 from spo import redis_keys
 from spo.errors import InvalidInput
+from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_status import run_state
 from spo.messaging.streams import Consumer, Entry, consume
 from spo.service.process import keep_alive_while
@@ -20,7 +20,7 @@ from spo.spec.job_state import WANTED
 Request = TypeVar("Request", bound=Message)
 
 
-def is_wanted(client: redis.Redis, run_id: str) -> bool:
+def is_wanted(client: RedisClient, run_id: str) -> bool:
     """Whether the run may still use what is asked about it."""
     return run_state(client, run_id) in WANTED
 
@@ -34,7 +34,7 @@ def decoded(kind: type[Request], payload: bytes) -> Request:
 
 
 def work_through(
-    client: redis.Redis,
+    client: RedisClient,
     stream: str,
     name: str,
     settings: Settings,
@@ -59,7 +59,7 @@ def work_through(
 
 
 def _work(
-    client: redis.Redis,
+    client: RedisClient,
     stream: str,
     name: str,
     settings: Settings,

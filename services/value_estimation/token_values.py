@@ -10,9 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
-
-import redis
 
 from services.value_estimation.policies import Policies
 from services.value_estimation.samples import SampleMaker
@@ -20,6 +17,7 @@ from services.value_estimation.service_clients import ServiceClients
 from spo import redis_keys
 from spo.algorithm.calibration import CalibrationCurve, calibration, success_probability
 from spo.errors import InvalidInput, NotFound, PreconditionFailed
+from spo.messaging.redis_client import RedisClient
 from spo.spec.job_spec import JobSpec, ValueSpec
 from spo.spec.prompt_values import qhat_0
 from spo.spec.reward import is_success
@@ -77,7 +75,7 @@ class CalibrationDesign:
 class TokenValuer:
     """Values trajectories of any run under any of its weight versions."""
 
-    client: redis.Redis
+    client: RedisClient
     policies: Policies
     clients: ServiceClients
 
@@ -156,7 +154,7 @@ class TokenValuer:
         if spec.value is None:
             return dict.fromkeys(prompt_ids, 0.0)
         asked = sorted(prompt_ids)
-        stored: Any = self.client.hmget(redis_keys.run_values(run_id), asked)
+        stored = self.client.hmget(redis_keys.run_values(run_id), asked)
         found = {}
         for prompt_id, payload in zip(asked, stored, strict=True):
             estimate = qhat_0(PromptValue.FromString(payload), spec) if payload else None
@@ -167,7 +165,7 @@ class TokenValuer:
 
     def _samples(self, run_id: str, design: CalibrationDesign) -> list[Trajectory]:
         """Samples of pi0, of as many prompts as there are, or as may be looked at."""
-        stored: Any = self.client.hkeys(redis_keys.run_values(run_id))
+        stored = self.client.hkeys(redis_keys.run_values(run_id))
         known = sorted(name.decode() for name in stored)
         named = {prompt.prompt_id for prompt in design.prompts}
         prompt_ids = [each for each in known if not named or each in named][: design.trajectories]
@@ -181,7 +179,7 @@ class TokenValuer:
 
     def _repeats(self, run_id: str) -> Counter[str]:
         """How often pi0 has sampled the content of a stored trajectory again: equal ones are stored once."""
-        stored: Any = self.client.hvals(redis_keys.replay_duplicates(run_id))
+        stored = self.client.hvals(redis_keys.replay_duplicates(run_id))
         return Counter(name.decode() for name in stored)
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field, replace
 
-import redis
-
 from services.value_estimation.population import Population
 from services.value_estimation.prompt_estimate import PromptEstimate, sampler
 from services.value_estimation.reference import References
@@ -25,6 +23,7 @@ from spo import redis_keys
 from spo.algorithm.value_posterior import soft_value_estimate
 from spo.algorithm.value_prior import JEFFREYS, BetaPrior, PromptFeatures
 from spo.errors import NotReady
+from spo.messaging.redis_client import RedisClient
 from spo.spec.job_spec import JobSpec, RewardSpec, SequentialSpec, ValueSpec
 from spo.spec.prompt_values import evidence_of
 from spo.v1.value_pb2 import EstimateRequest, PromptValue
@@ -36,7 +35,7 @@ NO_PRIOR = BetaPrior(0.0, 0.0)
 class ValueWorker:
     """Estimates prompts_in_flight prompts at once, one thread each, so that engine and judge overlap."""
 
-    client: redis.Redis
+    client: RedisClient
     references: References
     clients: ServiceClients
     settings: Settings

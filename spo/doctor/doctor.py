@@ -22,6 +22,7 @@ from spo.errors import SpoError
 from spo.local.launcher import LauncherSettings
 from spo.local.state import running_platforms
 from spo.messaging.connection import connect, public_address
+from spo.messaging.redis_client import RedisClient
 from spo.service.settings import PlatformSettings
 
 DEMO_MEMORY_BYTES = 8 << 30
@@ -116,12 +117,12 @@ def _redis() -> list[DoctorCheck]:
         return [DoctorCheck(what, True, why, ""), *_redis_settings(client)]
 
 
-def _redis_settings(client: redis.Redis) -> list[DoctorCheck]:
+def _redis_settings(client: RedisClient) -> list[DoctorCheck]:
     try:
-        told: dict[str, str] = client.info("server")
-        version = str(told.get("valkey_version") or told["redis_version"])
+        told = client.info("server")
+        version = told.get("valkey_version") or told["redis_version"]
         number = tuple(int(part) for part in version.split(".")[:2])
-        kept = dict(client.config_get("appendonly", "maxmemory-policy"))
+        kept = client.config_get("appendonly", "maxmemory-policy")
     except (redis.RedisError, ValueError, KeyError) as error:
         step = f"allow INFO and CONFIG GET to see them ({error})"
         return [DoctorCheck("Redis' settings", False, "durability rests on them", step, needed=False)]

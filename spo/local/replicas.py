@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import redis
 
 from spo import redis_keys
 from spo.local.child import Child
+from spo.messaging.connection import open_client
 from spo.observability.logs import get_logger
 
 log = get_logger("replicas")
@@ -29,7 +29,7 @@ class LocalReplicas:
     ) -> None:
         self._children = children
         self._build = build
-        self._client = redis.Redis.from_url(redis_url, socket_timeout=1, socket_connect_timeout=1)
+        self._client = open_client(redis_url, operation_seconds=1, connect_seconds=1)
         self._drain_seconds = drain_seconds
         self._deadlines: dict[str, float] = {}
         self._next_look = 0.0
@@ -62,7 +62,7 @@ class LocalReplicas:
 
     def _wishes(self) -> dict[str, int]:
         try:
-            stored: Any = self._client.hgetall(redis_keys.scale())
+            stored = self._client.hgetall(redis_keys.scale())
         except redis.RedisError:
             return {}
         return {pool.decode(): int(count) for pool, count in stored.items()}

@@ -6,12 +6,10 @@ Not work: nobody consumes them, so trimming loses nothing that is owed. Work tra
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-import redis
+from spo.messaging.redis_client import RedisClient, RedisPipeline
 
 
-def append_record(client: redis.Redis, stream: str, fields: Mapping[str, str | int], keep: int) -> None:
+def append_record(client: RedisClient | RedisPipeline, stream: str, fields: Mapping[str, str | int], keep: int) -> None:
     """Append one record (also to a pipeline) and let go of those beyond about `keep`."""
-    entry: dict[Any, Any] = dict(fields)
-    client.xadd(stream, entry, maxlen=keep, approximate=True)
+    client.xadd(stream, fields, maxlen=keep, approximate=True)

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import time
+from typing import cast
 from urllib.parse import urlsplit
 
 import redis
 
 from spo.errors import InternalError, NotReady, SpoError, Unreachable
+from spo.messaging.redis_client import RedisClient
 
 OPERATION_TIMEOUT_SECONDS = 30.0
 
 
-def connect(url: str, wait_seconds: float = 30.0) -> redis.Redis:
+def connect(url: str, wait_seconds: float = 30.0) -> RedisClient:
     """Return a client that has answered PING; payloads stay bytes.
 
     Raises Unreachable naming the address: "redis_unreachable" when the server does not answer in wait_seconds,
     "redis_refused" at once when it does not take the password.
     """
-    client = redis.Redis.from_url(
-        url,
-        socket_timeout=OPERATION_TIMEOUT_SECONDS,
-        socket_connect_timeout=5.0,
-        health_check_interval=15,
-    )
+    client = open_client(url, OPERATION_TIMEOUT_SECONDS, connect_seconds=5.0)
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
@@ -42,6 +39,16 @@ def connect(url: str, wait_seconds: float = 30.0) -> redis.Redis:
                     code="redis_unreachable",
                 ) from error
             time.sleep(0.2)
+
+
+def open_client(url: str, operation_seconds: float, connect_seconds: float) -> RedisClient:
+    """A client that has not called the server yet; the one place where a redis.Redis gets the platform's types."""
+    return cast(
+        RedisClient,
+        redis.Redis.from_url(
+            url, socket_timeout=operation_seconds, socket_connect_timeout=connect_seconds, health_check_interval=15
+        ),
+    )
 
 
 def refuses_writes(error: redis.RedisError) -> bool:

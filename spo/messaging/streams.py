@@ -16,12 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import redis
 
 from spo import redis_keys
 from spo.errors import SpoError
+from spo.messaging.redis_client import GroupState, RedisClient, StreamEntry, StreamReplies
 from spo.observability import metrics
 from spo.observability.logs import get_logger
 
@@ -98,7 +98,7 @@ class StreamDepth:
     pending: int
 
 
-def publish(client: redis.Redis, stream: str, payloads: Sequence[bytes]) -> None:
+def publish(client: RedisClient, stream: str, payloads: Sequence[bytes]) -> None:
     """Append messages to a stream in one round trip. Raises redis.RedisError; nothing is partly acknowledged."""
     with client.pipeline(transaction=True) as pipe:
         for payload in payloads:
@@ -120,7 +120,7 @@ def counted_append_words(stream: str, payload: bytes, run_id: str) -> list[tuple
     ]
 
 
-def entries_of_run(client: redis.Redis, run_id: str, own: str, shared: Sequence[str]) -> dict[str, int]:
+def entries_of_run(client: RedisClient, run_id: str, own: str, shared: Sequence[str]) -> dict[str, int]:
     """The unfinished entries of a run on its own stream and on streams that it shares, all at one moment."""
     with client.pipeline(transaction=True) as pipe:
         pipe.hmget(redis_keys.entries_in_flight(run_id), list(shared))
@@ -132,12 +132,12 @@ def entries_of_run(client: redis.Redis, run_id: str, own: str, shared: Sequence[
     return {own: length} | dict(zip(shared, found, strict=True))
 
 
-def depth(client: redis.Redis, stream: str, group: str) -> StreamDepth:
+def depth(client: RedisClient, stream: str, group: str) -> StreamDepth:
     """How much work waits on a stream for a group; zeros when the stream does not exist yet."""
     return depths(client, [(stream, group)])[0]
 
 
-def depths(client: redis.Redis, wanted: Sequence[tuple[str, str]]) -> list[StreamDepth]:
+def depths(client: RedisClient, wanted: Sequence[tuple[str, str]]) -> list[StreamDepth]:
     """The depths of several (stream, group) in one round trip."""
     with client.pipeline(transaction=False) as pipe:
         for stream, _ in wanted:
@@ -149,30 +149,29 @@ def depths(client: redis.Redis, wanted: Sequence[tuple[str, str]]) -> list[Strea
     return [_depth(length, groups, group) for (_, group), length, groups in found]
 
 
-def _depth(length: Any, groups: Any, group: str) -> StreamDepth:
+def _depth(length: int | Exception, groups: list[GroupState] | Exception, group: str) -> StreamDepth:
     if isinstance(length, Exception):
         raise length
-    for facts in groups if isinstance(groups, list) else []:
+    for facts in [] if isinstance(groups, Exception) else groups:
         if facts["name"] == group.encode():
             lag = facts.get("lag")
             return StreamDepth(lag=length if lag is None else int(lag), pending=int(facts["pending"]))
     return StreamDepth(lag=length, pending=0)
 
 
-def oldest_unix_ms(client: redis.Redis, stream: str) -> int | None:
+def oldest_unix_ms(client: RedisClient, stream: str) -> int | None:
     """When the oldest entry that is not finished was appended, by the server's clock; None when nothing waits."""
-    first: Any = client.xrange(stream, count=1)
+    first = client.xrange(stream, count=1)
     return int(first[0][0].split(b"-")[0]) if first else None
 
 
-def read_after(client: redis.Redis, stream: str, position: str, block_seconds: float, count: int = 1000) -> list[Entry]:
+def read_after(client: RedisClient, stream: str, position: str, block_seconds: float, count: int = 1000) -> list[Entry]:
     """Entries of an append-only stream after an entry id ("0-0": from the start), without a group.
 
     Waits at most block_seconds for one; the last entry's id is the next position.
     """
-    replies: Any = client.xread({stream: position}, count=count, block=max(1, int(block_seconds * 1000)))
-    batches = replies.values() if isinstance(replies, dict) else [entries for _, entries in replies or []]
-    return [_entry(raw, 0) for entries in batches for raw in _flat(entries)]
+    replies = client.xread({stream: position}, count=count, block=max(1, int(block_seconds * 1000)))
+    return [_entry(raw, 0) for raw in _entries(replies)]
 
 
 @dataclass
@@ -183,7 +182,7 @@ class Consumer:
     are given to another. `keep_alive` resets that clock for entries still being worked on.
     """
 
-    client: redis.Redis
+    client: RedisClient
     stream: str
     group: str
     name: str
@@ -198,12 +197,10 @@ class Consumer:
         claimed = self._reclaim(count)
         if claimed:
             return claimed
-        replies: Any = self.client.xreadgroup(
+        replies = self.client.xreadgroup(
             self.group, self.name, {self.stream: ">"}, count=count, block=max(1, int(block_seconds * 1000))
         )
-        # Under RESP2 the reply is a list of pairs, under RESP3 a mapping.
-        batches = replies.values() if isinstance(replies, dict) else [entries for _, entries in replies or []]
-        return [_entry(raw, 1) for entries in batches for raw in _flat(entries)]
+        return [_entry(raw, 1) for raw in _entries(replies)]
 
     def keep_alive(self, entries: Sequence[Entry]) -> None:
         """Reset the idle time of entries in hand so that a long handler is not taken for a dead one."""
@@ -261,7 +258,7 @@ class Consumer:
         if time.monotonic() < self._next_reclaim:
             return []
         idle_ms = int(self.reclaim_after_seconds * 1000)
-        reply: Any = self.client.xautoclaim(self.stream, self.group, self.name, idle_ms, count=count)
+        reply = self.client.xautoclaim(self.stream, self.group, self.name, idle_ms, count=count)
         entries = [_entry(raw, 0) for raw in reply[1] if raw[1]]
         if not entries:
             self._next_reclaim = time.monotonic() + min(5.0, self.reclaim_after_seconds / 4)
@@ -272,7 +269,7 @@ class Consumer:
     def _dead_letter_exhausted(self, entries: list[Entry]) -> list[Entry]:
         alive = []
         for entry in entries:
-            pending: Any = self.client.xpending_range(self.stream, self.group, entry.entry_id, entry.entry_id, 1)
+            pending = self.client.xpending_range(self.stream, self.group, entry.entry_id, entry.entry_id, 1)
             deliveries = int(pending[0]["times_delivered"]) if pending else 1
             counted = replace(entry, deliveries=deliveries)
             if deliveries > self.max_deliveries:
@@ -282,11 +279,13 @@ class Consumer:
         return alive
 
 
-def _flat(entries: Any) -> list[Any]:
-    return entries[0] if entries and isinstance(entries[0], list) else entries
+def _entries(replies: StreamReplies) -> list[StreamEntry]:
+    if isinstance(replies, dict):
+        return [raw for batches in replies.values() for batch in batches for raw in batch]
+    return [raw for _, batch in replies for raw in batch]
 
 
-def _entry(raw: Any, deliveries: int) -> Entry:
+def _entry(raw: StreamEntry, deliveries: int) -> Entry:
     entry_id, fields = raw
     return Entry(
         entry_id.decode(),

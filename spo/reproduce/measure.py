@@ -62,8 +62,8 @@ def rollouts(platform: LocalPlatform, job_id: str, spec: dict[str, Any]) -> dict
         replay.close()
     client = connect(platform.redis_url, REDIS_WAIT_SECONDS)
     try:
-        stored: Any = client.hvals(redis_keys.run_values(job_id))
-        visits = int(client.scard(redis_keys.pivotal_visits(job_id)))
+        stored = client.hvals(redis_keys.run_values(job_id))
+        visits = client.scard(redis_keys.pivotal_visits(job_id))
     finally:
         client.close()
     pivotal = ((spec.get("value") or {}).get("pivotal") or {}).get("rollouts", 0)

@@ -10,6 +10,7 @@ from typing import Any
 import redis
 
 from spo import redis_keys
+from spo.messaging.redis_client import RedisClient
 from spo.observability.logs import get_logger
 from spo.rpc.client import DEFAULT_DEADLINE_SECONDS, RpcClient
 from spo.v1.inference_service_pb2_grpc import InferenceServiceStub
@@ -26,7 +27,7 @@ SILENT_MS = 10_000
 class InferenceClient(RpcClient):
     """Calls about a group go to the replicas of its run in turn; the address of the settings is asked where none is."""
 
-    def __init__(self, address: str, registry: redis.Redis) -> None:
+    def __init__(self, address: str, registry: RedisClient) -> None:
         super().__init__("inference", address, InferenceServiceStub)
         self._registry = registry
         self._lock = threading.Lock()
@@ -72,7 +73,7 @@ class InferenceClient(RpcClient):
         # Also when Redis is away: else every call would wait for it in turn.
         self._read_at = time.monotonic()
         try:
-            stored: Any = self._registry.hvals(redis_keys.replicas())
+            stored = self._registry.hvals(redis_keys.replicas())
         except redis.RedisError as error:
             log.warning("the registry of replicas cannot be read", reason=str(error))
             return

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import redis
-
 from spo import redis_keys
 from spo.errors import InvalidInput, NotReady
+from spo.messaging.redis_client import RedisClient
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import JobSpec, parse_job_spec, spec_to_json
 from spo.v1 import value_service_pb2 as value
@@ -27,7 +26,7 @@ PROMPTS = tuple(f"prompt-{number}" for number in range(4))
 FOREIGN_TOKEN = 999
 
 
-def start_run(client: redis.Redis, run_id: str = RUN, **sections: Any) -> JobSpec:
+def start_run(client: RedisClient, run_id: str = RUN, **sections: Any) -> JobSpec:
     """Store the spec of a running run and a value for each of PROMPTS: 0, 10, 20 and 30 successes of 100."""
     spec = parse_job_spec({"model": {"path": "/pi0"}, **sections})
     client.set(redis_keys.run_spec(run_id), spec_to_json(spec))

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import redis
-
 from spo import redis_keys
 from spo.errors import NotReady, PreconditionFailed
+from spo.messaging.redis_client import RedisClient
 from spo.spec.job_spec import parse_job_spec, spec_to_json
 from spo.spec.job_state import JobState
 from spo.v1 import inference_service_pb2 as inference
@@ -88,7 +87,7 @@ class Surroundings:
     peers, references, settings and store are those of the services, which nothing in `spo` may import.
     """
 
-    client: redis.Redis
+    client: RedisClient
     address: str
     model_path: Path
     engine: Any

@@ -7,14 +7,12 @@ import json
 import secrets
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
-
-import redis
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.auth.principals import Principal, Scope
 from services.orchestrator.jobs.commit import timestamp
 from spo.errors import NotFound
+from spo.messaging.redis_client import RedisClient
 
 PREFIX = "spo_"
 # How long a revoked key may still work, and how often a busy key costs a look at Redis.
@@ -44,7 +42,7 @@ class ApiKey:
 class KeyStore:
     """All keys in Redis. A secret has 256 random bits, so a plain digest of it gives nothing away."""
 
-    def __init__(self, client: redis.Redis) -> None:
+    def __init__(self, client: RedisClient) -> None:
         self.client = client
         self._remembered: dict[str, tuple[float, Principal | None]] = {}
 
@@ -75,14 +73,14 @@ class KeyStore:
 
     def get(self, key_id: str) -> ApiKey:
         """Raises NotFound."""
-        stored: Any = self.client.hget(own_keys.api_keys(), key_id)
+        stored = self.client.hget(own_keys.api_keys(), key_id)
         if stored is None:
             raise NotFound("there is no such key", code="key_not_found")
         return _key_of(stored)
 
     def all(self) -> list[ApiKey]:
         """Every key, oldest first, revoked ones too."""
-        stored: Any = self.client.hvals(own_keys.api_keys())
+        stored = self.client.hvals(own_keys.api_keys())
         return sorted(map(_key_of, stored), key=lambda key: (key.created_at, key.key_id))
 
     def remembered(self, token: str) -> Principal | None:

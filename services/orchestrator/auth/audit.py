@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import redis
 from pydantic import BaseModel
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.commit import timestamp
 from spo.messaging.capped_log import append_record
+from spo.messaging.redis_client import RedisClient
 
 # About a year of a busy desk; older entries are trimmed, as /v1/audit says.
 KEPT_ENTRIES = 1_000_000
@@ -31,7 +29,7 @@ class AuditRecord(BaseModel):
 class AuditLog:
     """Append-only stream in Redis."""
 
-    def __init__(self, client: redis.Redis) -> None:
+    def __init__(self, client: RedisClient) -> None:
         self.client = client
 
     def record(self, principal: str, tenant: str, method: str, path: str, status: int, request_id: str) -> None:
@@ -50,7 +48,7 @@ class AuditLog:
     def page(self, cursor: str, limit: int) -> tuple[list[AuditRecord], str | None]:
         """Entries, newest first, and where the next page begins."""
         newest = f"({cursor}" if cursor else "+"
-        found: Any = self.client.xrevrange(own_keys.audit_log(), max=newest, count=limit)
+        found = self.client.xrevrange(own_keys.audit_log(), max=newest, count=limit)
         entries = [_entry(entry_id.decode(), fields) for entry_id, fields in found]
         return entries, entries[-1].entry_id if len(entries) == limit else None
 

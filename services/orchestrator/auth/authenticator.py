@@ -18,12 +18,13 @@ from services.orchestrator.auth.oidc import TokenChecker
 from services.orchestrator.auth.principals import OPERATOR, Principal
 from services.orchestrator.settings import Settings
 from spo.errors import InvalidInput
+from spo.messaging.redis_client import RedisClient
 
 
 class Authenticator:
     """Knows the configured key, the stored keys, and the identity provider if there is one."""
 
-    def __init__(self, settings: Settings, client: redis.Redis) -> None:
+    def __init__(self, settings: Settings, client: RedisClient) -> None:
         self.keys = KeyStore(client)
         self._operator_key = settings.api_key.get_secret_value() if settings.api_key else None
         self._tokens = (

@@ -22,6 +22,7 @@ from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.datasets.check import broken_report, report_on
 from services.orchestrator.jobs.commit import timestamp
 from spo.errors import Conflict, FieldViolation, InvalidInput, NotFound, ResourceExhausted
+from spo.messaging.redis_client import RedisClient
 from spo.observability.logs import get_logger
 from spo.spec.job_spec import TasksSpec
 
@@ -59,7 +60,7 @@ class Dataset:
 class Datasets:
     """Files below the state folder, records in Redis; a record counts a part only when its bytes are on disk."""
 
-    def __init__(self, client: redis.Redis, state_path: Path, max_bytes: int) -> None:
+    def __init__(self, client: RedisClient, state_path: Path, max_bytes: int) -> None:
         self.client = client
         self.root = state_path / "datasets"
         self.max_bytes = max_bytes
@@ -86,7 +87,7 @@ class Datasets:
 
     def get(self, dataset_id: str, tenant: str | None = None) -> Dataset:
         """Raises NotFound, also for another tenant's (None: anybody's)."""
-        stored: Any = self.client.hget(own_keys.datasets(), dataset_id)
+        stored = self.client.hget(own_keys.datasets(), dataset_id)
         found = _decode(stored) if stored else None
         if found is None or tenant not in (None, found.tenant):
             raise NotFound(f"there is no dataset {dataset_id}", code="dataset_not_found")
@@ -96,8 +97,8 @@ class Datasets:
         """Newest first, and where the next page begins."""
         before = f"({cursor}" if cursor else "+"
         key = own_keys.dataset_index(tenant)
-        ids: Any = self.client.zrevrangebylex(key, before, "-", start=0, num=limit + 1)
-        stored: Any = self.client.hmget(own_keys.datasets(), ids[:limit]) if ids else []
+        ids = self.client.zrevrangebylex(key, before, "-", start=0, num=limit + 1)
+        stored = self.client.hmget(own_keys.datasets(), ids[:limit]) if ids else []
         found = [_decode(raw) for raw in stored if raw]
         return found, found[-1].id if len(ids) > limit else None
 
@@ -158,8 +159,8 @@ class Datasets:
         """Report on uploaded files until stop; what a dead process left unfinished begins anew."""
         while not stop.is_set():
             try:
-                ids: Any = self.client.smembers(own_keys.open_datasets())
-                stored: Any = self.client.hmget(own_keys.datasets(), list(ids)) if ids else []
+                ids = self.client.smembers(own_keys.open_datasets())
+                stored = self.client.hmget(own_keys.datasets(), list(ids)) if ids else []
                 for dataset in sorted(map(_decode, filter(None, stored)), key=lambda each: each.touched_at):
                     if stop.is_set():
                         return
@@ -222,7 +223,7 @@ class Datasets:
             os.fsync(target.fileno())
 
     def _all(self, tenant: str) -> list[Dataset]:
-        ids: Any = self.client.smembers(own_keys.open_datasets())
+        ids = self.client.smembers(own_keys.open_datasets())
         return [each for each in (self.get(raw.decode()) for raw in ids) if each.tenant == tenant]
 
     def _store(self, dataset: Dataset) -> None:

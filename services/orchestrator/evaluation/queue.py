@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import redis
 from ulid import ULID
@@ -115,14 +115,14 @@ class EvaluationQueue:
 
     def get(self, evaluation_id: str) -> RequestedEvaluation:
         """A requested evaluation, ended or not. Raises NotFound."""
-        stored: Any = self.jobs.client.hget(redis_keys.on_demand_evaluations(), evaluation_id)
+        stored = self.jobs.client.hget(redis_keys.on_demand_evaluations(), evaluation_id)
         if stored is None:
             raise NotFound(f"there is no evaluation {evaluation_id}", code="evaluation_not_found")
         return RequestedEvaluation(**json.loads(stored))
 
     def requested(self) -> list[RequestedEvaluation]:
         """Every requested evaluation, ended or not, newest first."""
-        stored: Any = self.jobs.client.hvals(redis_keys.on_demand_evaluations())
+        stored = self.jobs.client.hvals(redis_keys.on_demand_evaluations())
         found = [RequestedEvaluation(**json.loads(raw)) for raw in stored]
         return sorted(found, key=lambda evaluation: evaluation.id, reverse=True)
 
@@ -165,7 +165,7 @@ class EvaluationQueue:
             if scheduled is not None:
                 yield scheduled
         # Ids of evaluations sort by the time of the request.
-        ids: Any = self.jobs.client.zrange(own_keys.open_evaluations(), 0, -1)
+        ids = self.jobs.client.zrange(own_keys.open_evaluations(), 0, -1)
         for evaluation_id in ids:
             requested = self.get(evaluation_id.decode())
             if self._may_use_replicas(requested.job_id):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-import redis
-
 from services.orchestrator.datasets.library import prompt_of
 from spo import redis_keys
 from spo.errors import FieldViolation, InvalidInput, NotReady
 from spo.experience.store import ExperienceStore
+from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_status import run_tenant
 from spo.spec.job_spec import JobSpec
 from spo.spec.job_state import TERMINAL, decode_state
@@ -27,7 +26,7 @@ def needs_estimates(spec: JobSpec) -> bool:
     return spec.value is not None or wants_programs or bool(offline.experience)
 
 
-def require_stored(client: redis.Redis, store: ExperienceStore, spec: JobSpec, tenant: str) -> None:
+def require_stored(client: RedisClient, store: ExperienceStore, spec: JobSpec, tenant: str) -> None:
     """Refuse a spec that names a run nobody has stored, or another tenant has.
 
     Raises InvalidInput with the pointer of each.
@@ -41,7 +40,7 @@ def require_stored(client: redis.Redis, store: ExperienceStore, spec: JobSpec, t
         raise InvalidInput("stored experience is missing", code="unknown_experience", violations=tuple(violations))
 
 
-def await_stored(client: redis.Redis, spec: JobSpec) -> None:
+def await_stored(client: RedisClient, spec: JobSpec) -> None:
     """Raise NotReady while an ended run that the job names is still on its way into the store."""
     for run_id in {wanted.run for wanted in spec.offline.experience if wanted.run}:
         with client.pipeline(transaction=False) as pipe:
@@ -53,7 +52,7 @@ def await_stored(client: redis.Redis, spec: JobSpec) -> None:
             raise NotReady(f"the experience of {run_id} is being stored: {int(written or 0)} of {int(number)}")
 
 
-def write_prompts(client: redis.Redis, job_id: str, problems: Sequence[Problem], spec: JobSpec) -> None:
+def write_prompts(client: RedisClient, job_id: str, problems: Sequence[Problem], spec: JobSpec) -> None:
     """Leave the prompts where the replay buffer finds them when it stores their trajectories."""
     key = redis_keys.run_prompts(job_id)
     for start in range(0, len(problems), PROMPTS_PER_WRITE):
@@ -84,7 +83,7 @@ class Decontamination:
         return ContaminationIndex(self.tasks.evaluation, self.spec.tasks.near_duplicate_similarity)
 
 
-def _is_there(client: redis.Redis, store: ExperienceStore, run: str, tenant: str) -> bool:
+def _is_there(client: RedisClient, store: ExperienceStore, run: str, tenant: str) -> bool:
     owner = run_tenant(client, run)
     if owner is not None:
         return owner == tenant

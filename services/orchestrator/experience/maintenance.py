@@ -5,9 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-
-import redis
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.experience.queries import Scope, is_complete
@@ -15,13 +12,14 @@ from services.orchestrator.schemas import experience as schemas
 from spo.errors import Conflict, FieldViolation, InvalidInput
 from spo.experience.compaction import merge, plan
 from spo.experience.store import ExperienceStore
+from spo.messaging.redis_client import RedisClient, RedisLock
 
 # After this a dead process's upkeep no longer keeps others away; renewed with every file.
 LOCK_SECONDS = 600.0
 
 
 def prune(
-    client: redis.Redis, store: ExperienceStore, scope: Scope, older_than_days: float | None, dry_run: bool
+    client: RedisClient, store: ExperienceStore, scope: Scope, older_than_days: float | None, dry_run: bool
 ) -> schemas.PruneReport:
     """Remove a part's files, or say what would go. Raises InvalidInput when nothing says which, Conflict, NotFound."""
     if scope.run is None and scope.task_set is None and older_than_days is None:
@@ -46,7 +44,7 @@ def prune(
     )
 
 
-def compact(client: redis.Redis, store: ExperienceStore, scope: Scope, dry_run: bool) -> schemas.CompactReport:
+def compact(client: RedisClient, store: ExperienceStore, scope: Scope, dry_run: bool) -> schemas.CompactReport:
     """Make few files of many, or say how many; runs that jobs add to are left alone. Raises Conflict, NotFound."""
     with _alone(client) as lock:
         found = [file for file in scope.files(store) if is_complete(client, file.origin.run)]
@@ -69,7 +67,7 @@ def compact(client: redis.Redis, store: ExperienceStore, scope: Scope, dry_run: 
 
 
 @contextmanager
-def _alone(client: redis.Redis) -> Iterator[Any]:
+def _alone(client: RedisClient) -> Iterator[RedisLock]:
     lock = client.lock(own_keys.experience_upkeep(), timeout=LOCK_SECONDS, blocking=False)
     if not lock.acquire():
         raise Conflict("stored experience is being pruned or compacted; try again later", code="experience_busy")

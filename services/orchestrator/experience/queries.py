@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-import redis
-
 from services.orchestrator.schemas import experience as schemas
 from spo import redis_keys
 from spo.errors import FieldViolation, InvalidInput, NotFound
 from spo.experience.columns import StoredTrajectory, fields_of
 from spo.experience.store import ExperienceStore, StoredFile
+from spo.messaging.redis_client import RedisClient
 from spo.spec.job_state import TERMINAL, decode_state
 from spo.spec.reward import is_success
 
@@ -64,7 +63,7 @@ class RowFilter:
         )
 
 
-def runs(client: redis.Redis, store: ExperienceStore, scope: Scope) -> list[schemas.StoredRun]:
+def runs(client: RedisClient, store: ExperienceStore, scope: Scope) -> list[schemas.StoredRun]:
     """What is stored, by name, newest first."""
     by_run: dict[str, list[StoredFile]] = defaultdict(list)
     for file in scope.files(store):
@@ -145,7 +144,7 @@ def every_row(store: ExperienceStore, scope: Scope, wanted: RowFilter) -> Iterat
                     yield stored
 
 
-def is_complete(client: redis.Redis, run: str) -> bool:
+def is_complete(client: RedisClient, run: str) -> bool:
     """Whether nothing more will be stored under this name by the job it stands for, if it stands for one."""
     with client.pipeline(transaction=False) as pipe:
         pipe.get(redis_keys.run_state(run))
@@ -155,7 +154,7 @@ def is_complete(client: redis.Redis, run: str) -> bool:
     return state is None or (decode_state(state) in TERMINAL and int(written or 0) >= int(number or 0))
 
 
-def _run(client: redis.Redis, run: str, files: Sequence[StoredFile]) -> schemas.StoredRun:
+def _run(client: RedisClient, run: str, files: Sequence[StoredFile]) -> schemas.StoredRun:
     newest = max(file.written_unix_ms for file in files)
     return schemas.StoredRun(
         run=run,

@@ -106,7 +106,7 @@ def _waits(context: AppContext, job_id: str, state: JobState) -> list[str]:
 
 def _evaluation(context: AppContext, job_id: str, steps: list[bytes]) -> dict[str, Any] | None:
     """The latest of them; each can be large, so only that one is read."""
-    raw: Any = context.redis.hget(redis_keys.evaluations(job_id), max(steps, key=int).decode()) if steps else None
+    raw = context.redis.hget(redis_keys.evaluations(job_id), max(steps, key=int).decode()) if steps else None
     return json.loads(raw) if raw else None
 
 
@@ -156,7 +156,7 @@ def weight_versions(context: AppContext, job_id: str) -> list[schemas.WeightVers
 def checkpoints(context: AppContext, job_id: str) -> list[schemas.Checkpoint]:
     """Checkpoints by step. Raises NotFound."""
     context.jobs.state(job_id)
-    found: Any = context.redis.hgetall(redis_keys.job_checkpoints(job_id))
+    found = context.redis.hgetall(redis_keys.job_checkpoints(job_id))
     heads = sorted((json.loads(raw) for raw in found.values()), key=lambda head: int(head["step"]))
     parents = [None, *(int(head["step"]) for head in heads)]
     return [schemas.Checkpoint(**head, parent=parent) for head, parent in zip(heads, parents, strict=False)]
@@ -204,7 +204,7 @@ def prompt(context: AppContext, job_id: str, prompt_id: str) -> schemas.PromptVi
     problem = next((each for each in (*tasks.train, *tasks.evaluation) if each.problem_id == prompt_id), None)
     if problem is None:
         raise NotFound(f"job {job_id} has no prompt {prompt_id}", code="prompt_not_found")
-    raw: Any = context.redis.hget(redis_keys.run_values(job_id), prompt_id)
+    raw = context.redis.hget(redis_keys.run_values(job_id), prompt_id)
     value = PromptValue.FromString(raw) if raw else None
     estimate = qhat_0(value, spec) if value else None
     return schemas.PromptView(

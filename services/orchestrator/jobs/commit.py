@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
-
-import redis
+from typing import Literal
 
 from spo import redis_keys
 from spo.errors import NotReady
+from spo.messaging.redis_client import RedisClient
 from spo.spec.job_state import JobState
 
 Word = str | bytes | int | float
@@ -109,7 +108,7 @@ class Commit:
     body: str = "{}"
     actor: str = "orchestrator"
 
-    def run(self, client: redis.Redis, durable: bool) -> CommitOutcome:
+    def run(self, client: RedisClient, durable: bool) -> CommitOutcome:
         """Apply it; with durable, return only when Redis' append-only file holds it.
 
         Raises NotReady (code "not_durable") when the file was late: a power loss may undo the change.
@@ -118,10 +117,8 @@ class Commit:
             pipe.eval(_COMMIT, 5, *self._keys(), *self._arguments())
             if durable:
                 # On the same connection: WAITAOF waits for the writes of its own connection only.
-                pipe.execute_command(  # type: ignore[no-untyped-call]
-                    "WAITAOF", 1, 0, DURABLE_WAIT_MS
-                )
-            replies: list[Any] = pipe.execute()
+                pipe.execute_command("WAITAOF", 1, 0, DURABLE_WAIT_MS)
+            replies = pipe.execute()
         if durable and int(replies[1][0]) < 1:
             raise NotReady("Redis did not write its append-only file in time", code="not_durable")
         verdict, seq, state, guard_value = replies[0]

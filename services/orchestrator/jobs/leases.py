@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from services.orchestrator.jobs.commit import Commit, Fence, Precondition, Write
 from services.orchestrator.jobs.series import report_writes
@@ -57,7 +56,7 @@ class Leases:
 
     def lease(self, job_id: str) -> Lease:
         """The lease as stored; an empty trainer when nobody has ever held the job."""
-        fields: Any = self.jobs.client.hgetall(redis_keys.job_lease(job_id))
+        fields = self.jobs.client.hgetall(redis_keys.job_lease(job_id))
         return Lease(
             fields.get(b"trainer_id", b"").decode(),
             int(fields.get(b"epoch", 0)),
@@ -98,7 +97,7 @@ class Leases:
         if not outcome.done:
             return None
         log.info("job leased", job=job_id, trainer=trainer_id, epoch=epoch)
-        versions: Any = self.jobs.client.hkeys(redis_keys.job_weights(job_id))
+        versions = self.jobs.client.hkeys(redis_keys.job_weights(job_id))
         return wire.LeaseJobResponse(
             run_id=job_id,
             spec_json=spec_to_json(self.jobs.spec(job_id)),

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import redis
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.commit import Write
 from spo import redis_keys
+from spo.messaging.redis_client import RedisClient
 from spo.spec.job_state import JobState
 
 INDEX_SECONDS = 30
@@ -58,7 +56,7 @@ def label_names(labels: Mapping[str, str]) -> set[str]:
     return {*labels, *(f"{key}:{value}" for key, value in labels.items())}
 
 
-def page_of_jobs(client: redis.Redis, wanted: JobFilter, cursor: str | None, limit: int) -> JobIdPage:
+def page_of_jobs(client: RedisClient, wanted: JobFilter, cursor: str | None, limit: int) -> JobIdPage:
     """Jobs newest first; the cursor is a created time, so pages stay stable while jobs are submitted."""
     key = _index(client, wanted.indexes)
     oldest, newest = wanted.created
@@ -66,18 +64,18 @@ def page_of_jobs(client: redis.Redis, wanted: JobFilter, cursor: str | None, lim
     if newest is not None and (not cursor or newest < int(cursor)):
         before = newest
     after: str | int = "-inf" if oldest is None else oldest
-    found: Any = client.zrevrangebyscore(key, before, after, start=0, num=limit + 1, withscores=True)
+    found = client.zrevrangebyscore(key, before, after, start=0, num=limit + 1, withscores=True)
     jobs = [(raw.decode(), int(score)) for raw, score in found]
     shown = jobs[:limit]
     if len(jobs) > limit:
         # Jobs of one millisecond stay on one page: the cursor cannot point between them.
         last = shown[-1][1]
-        same: Any = client.zrangebyscore(key, last, last)
+        same = client.zrangebyscore(key, last, last)
         shown += [(raw.decode(), last) for raw in same if (raw.decode(), last) not in shown]
     return JobIdPage([job for job, _ in shown], str(shown[-1][1]) if len(jobs) > limit else None)
 
 
-def _index(client: redis.Redis, indexes: Sequence[str]) -> str:
+def _index(client: RedisClient, indexes: Sequence[str]) -> str:
     """The sorted set that holds the wanted jobs; several are intersected for a moment."""
     if len(indexes) == 1:
         return indexes[0]

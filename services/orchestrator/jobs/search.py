@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from services.orchestrator.jobs.listing import JobFilter, JobIdPage, page_of_jobs
 from services.orchestrator.jobs.store import JobStore
@@ -35,7 +34,7 @@ def _matching(jobs: JobStore, job_ids: Sequence[str], words: str) -> list[str]:
     with jobs.client.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.hget(redis_keys.job_record(job_id), "name")
-        names: list[Any] = pipe.execute()
+        names = pipe.execute()
     return [
         job_id
         for job_id, name in zip(job_ids, names, strict=True)

@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import redis
-
 from services.orchestrator.jobs.commit import Write
 from spo import redis_keys
+from spo.messaging.redis_client import RedisClient
 
 Column = list[float | None]
 
@@ -34,35 +33,35 @@ def report_writes(job_id: str, reports: Iterable[tuple[int, dict[str, float]]]) 
 
 
 def training_series(
-    client: redis.Redis, job_id: str, from_step: int = 0, to_step: int | None = None, max_points: int = 1000
+    client: RedisClient, job_id: str, from_step: int = 0, to_step: int | None = None, max_points: int = 1000
 ) -> MetricCurves:
     """The reported scalars between two steps; thinned evenly to max_points, the newest step always kept."""
     upper = "+inf" if to_step is None else to_step
-    found: Any = client.zrangebyscore(redis_keys.job_metrics(job_id), from_step, upper)
+    found = client.zrangebyscore(redis_keys.job_metrics(job_id), from_step, upper)
     return _columns(_thinned([_point(raw) for raw in found], max_points), "step")
 
 
-def platform_series(client: redis.Redis, job_id: str, max_points: int = 1000) -> MetricCurves:
+def platform_series(client: RedisClient, job_id: str, max_points: int = 1000) -> MetricCurves:
     """Queue depths and replica counts; steps are unix milliseconds here."""
-    found: Any = client.zrange(redis_keys.job_platform_series(job_id), 0, -1)
+    found = client.zrange(redis_keys.job_platform_series(job_id), 0, -1)
     return _columns(_thinned([_point(raw) for raw in found], max_points), "at_unix_ms")
 
 
-def evaluation_results(client: redis.Redis, job_id: str) -> list[dict[str, Any]]:
+def evaluation_results(client: RedisClient, job_id: str) -> list[dict[str, Any]]:
     """Every evaluation of the job in order of steps."""
-    found: Any = client.hgetall(redis_keys.evaluations(job_id))
+    found = client.hgetall(redis_keys.evaluations(job_id))
     return sorted((json.loads(raw) for raw in found.values()), key=lambda result: int(result["step"]))
 
 
-def latest_step(client: redis.Redis, job_id: str) -> int:
+def latest_step(client: RedisClient, job_id: str) -> int:
     """The newest reported training step, 0 before the first."""
-    found: Any = client.zrevrange(redis_keys.job_metrics(job_id), 0, 0, withscores=True)
+    found = client.zrevrange(redis_keys.job_metrics(job_id), 0, 0, withscores=True)
     return int(found[0][1]) if found else 0
 
 
-def latest_point(client: redis.Redis, job_id: str) -> dict[str, float]:
+def latest_point(client: RedisClient, job_id: str) -> dict[str, float]:
     """The scalars of the newest reported training step, empty before the first."""
-    found: Any = client.zrevrange(redis_keys.job_metrics(job_id), 0, 0)
+    found = client.zrevrange(redis_keys.job_metrics(job_id), 0, 0)
     return _point(found[0]) if found else {}
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import redis
 from ulid import ULID
 
 from services.orchestrator import redis_keys as own_keys
@@ -26,6 +25,7 @@ from services.orchestrator.jobs.states import TRANSITIONS, JobAction, fold, may_
 from services.orchestrator.jobs.waiting import ask_to_resume, withdraw_resume
 from spo import redis_keys
 from spo.errors import InvalidInput, LeaseLost, NotFound
+from spo.messaging.redis_client import RedisClient
 from spo.observability.logs import get_logger
 from spo.spec.job_spec import JobSpec, spec_from_json, spec_to_json
 from spo.spec.job_state import TERMINAL, JobState
@@ -59,7 +59,7 @@ class NewJob:
 class JobStore:
     """All jobs in Redis. Every change goes through `Commit`."""
 
-    def __init__(self, client: redis.Redis, durable: bool = True) -> None:
+    def __init__(self, client: RedisClient, durable: bool = True) -> None:
         self.client = client
         self.durable = durable
         self.parse_spec = lru_cache(maxsize=64)(spec_from_json)
@@ -108,7 +108,7 @@ class JobStore:
     def made_before(self, idempotency_key: str | None, request_digest: str, tenant: str) -> str | None:
         """The job that this request has made already. Raises InvalidInput (code "idempotency_mismatch")."""
         key = _idempotency(tenant, idempotency_key) if idempotency_key else None
-        made: Any = self.client.hget(key, "job_id") if key else None
+        made = self.client.hget(key, "job_id") if key else None
         return self._same_job(key, made.decode(), request_digest) if key and made else None
 
     def _same_job(self, key: str, job_id: str, body_digest: str) -> str:
@@ -120,7 +120,7 @@ class JobStore:
 
     def state(self, job_id: str) -> JobState:
         """Raises NotFound."""
-        state: Any = self.client.get(redis_keys.run_state(job_id))
+        state = self.client.get(redis_keys.run_state(job_id))
         if state is None:
             raise NotFound(f"there is no job {job_id}", code="job_not_found")
         return JobState(state.decode())
@@ -134,19 +134,19 @@ class JobStore:
 
     def record(self, job_id: str) -> dict[str, str]:
         """The job's record; raises NotFound."""
-        fields: Any = self.client.hgetall(redis_keys.job_record(job_id))
+        fields = self.client.hgetall(redis_keys.job_record(job_id))
         if not fields:
             raise NotFound(f"there is no job {job_id}", code="job_not_found")
         return {name.decode(): value.decode() for name, value in fields.items()}
 
     def events(self, job_id: str, after_seq: int = 0, limit: int = 1000) -> list[JobEvent]:
         """Events after a sequence number, oldest first."""
-        entries: Any = self.client.xrange(redis_keys.job_events(job_id), min=f"({after_seq}-0", count=limit)
+        entries = self.client.xrange(redis_keys.job_events(job_id), min=f"({after_seq}-0", count=limit)
         return [event_of(entry) for entry in entries]
 
     def tenant(self, job_id: str) -> str:
         """Whose job it is; the operator's own have the tenant "". Raises NotFound."""
-        tenant: Any = self.client.hget(redis_keys.job_record(job_id), "tenant")
+        tenant = self.client.hget(redis_keys.job_record(job_id), "tenant")
         if tenant is None:
             # Before there were tenants all jobs were the operator's.
             self.state(job_id)
@@ -156,7 +156,7 @@ class JobStore:
     def active_of(self, tenant: str) -> int:
         """How many of a tenant's jobs have not ended."""
         ended = [redis_keys.jobs_in_state(state) for state in TERMINAL]
-        left: Any = self.client.zdiff([own_keys.tenant_jobs(tenant), *ended])
+        left = self.client.zdiff([own_keys.tenant_jobs(tenant), *ended])
         return len(left)
 
     def page(
@@ -182,7 +182,7 @@ class JobStore:
     def users_of(self, dataset_id: str) -> list[str]:
         """Jobs that have not ended and whose tasks are this dataset."""
         unfinished = self.in_states([state for state in JobState if state not in TERMINAL])
-        stored: Any = self.client.mget(list(map(redis_keys.run_spec, unfinished))) if unfinished else []
+        stored = self.client.mget(list(map(redis_keys.run_spec, unfinished))) if unfinished else []
         # Thousands may wait; only those that hold the id somewhere are worth parsing.
         found = [
             (job_id, raw) for job_id, raw in zip(unfinished, stored, strict=True) if dataset_id.encode() in (raw or b"")

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-import redis
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.commit import Commit, Precondition, Write
 from spo import redis_keys
+from spo.messaging.redis_client import RedisClient
 from spo.spec.job_state import JobState
 
 _ASKED = "resume_asked"
 
 
-def waiting(client: redis.Redis) -> list[str]:
+def waiting(client: RedisClient) -> list[str]:
     """Ids of the jobs that wait for a place, oldest first."""
     with client.pipeline(transaction=True) as pipe:
         for key in (redis_keys.jobs_in_state(JobState.QUEUED), own_keys.resuming()):
@@ -24,7 +22,7 @@ def waiting(client: redis.Redis) -> list[str]:
     return [job_id for _, job_id in sorted(found)]
 
 
-def by_priority(client: redis.Redis, job_ids: Sequence[str]) -> dict[str, int]:
+def by_priority(client: RedisClient, job_ids: Sequence[str]) -> dict[str, int]:
     """The jobs with their priorities, the highest first; of equal ones in the order given."""
     with client.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
@@ -33,10 +31,10 @@ def by_priority(client: redis.Redis, job_ids: Sequence[str]) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda each: -each[1]))
 
 
-def ask_to_resume(client: redis.Redis, job_id: str, actor: str, durable: bool) -> bool:
+def ask_to_resume(client: RedisClient, job_id: str, actor: str, durable: bool) -> bool:
     """Note, once, that a paused job is to go on; False when it is paused no more."""
     record = redis_keys.job_record(job_id)
-    created: Any = client.hget(record, "created_unix_ms")
+    created = client.hget(record, "created_unix_ms")
     outcome = Commit(
         job_id,
         (JobState.PAUSED,),
@@ -48,12 +46,12 @@ def ask_to_resume(client: redis.Redis, job_id: str, actor: str, durable: bool) -
     return outcome.verdict != "state"
 
 
-def wants_to_resume(client: redis.Redis, job_id: str) -> bool:
+def wants_to_resume(client: RedisClient, job_id: str) -> bool:
     """Whether a paused job waits for a place."""
-    return bool(client.hexists(redis_keys.job_record(job_id), _ASKED))
+    return client.hexists(redis_keys.job_record(job_id), _ASKED)
 
 
-def withdraw_resume(client: redis.Redis, job_id: str) -> None:
+def withdraw_resume(client: RedisClient, job_id: str) -> None:
     """A paused job that waits for a place shall stay paused after all."""
     guard = Precondition(redis_keys.job_record(job_id), _ASKED, "1")
     Commit(job_id, guard=guard, writes=no_longer_waits(job_id), kind="resume_withdrawn").run(client, durable=False)

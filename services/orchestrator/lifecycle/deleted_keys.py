@@ -5,19 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any, get_args
-
-import redis
+from typing import get_args
 
 from services.orchestrator import redis_keys as own_keys
 from spo import redis_keys
+from spo.messaging.redis_client import RedisClient
 from spo.spec.job_spec import SourceName
 
 IDS_PER_READ = 1000
 _OF_A_RUN = ("run_id", "job_id")
 
 
-def keys_of(client: redis.Redis, run_id: str) -> Iterator[list[str]]:
+def keys_of(client: RedisClient, run_id: str) -> Iterator[list[str]]:
     """Chunks of keys, indices last: whoever is cut short finds the rest again."""
     for chunk in _ids(client, redis_keys.replay_ids(run_id)):
         yield [redis_keys.replay_trajectory(run_id, each) for each in chunk]
@@ -55,16 +54,16 @@ def _functions(*modules: ModuleType) -> list[Callable[[str], str]]:
     ]
 
 
-def _ids(client: redis.Redis, key: str) -> Iterator[list[str]]:
+def _ids(client: RedisClient, key: str) -> Iterator[list[str]]:
     start = 0
     while True:
-        found: Any = client.zrange(key, start, start + IDS_PER_READ - 1)
+        found = client.zrange(key, start, start + IDS_PER_READ - 1)
         if not found:
             return
         yield [each.decode() for each in found]
         start += len(found)
 
 
-def _fields(client: redis.Redis, key: str) -> list[str]:
-    found: Any = client.hkeys(key)
+def _fields(client: RedisClient, key: str) -> list[str]:
+    found = client.hkeys(key)
     return [each.decode() for each in found]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import shutil
 import threading
 from pathlib import Path
-from typing import Any
 
 import redis
 
@@ -76,7 +75,7 @@ class JobDeletion:
     def _adopt(self) -> None:
         """Forks that a dead process left half-made are no jobs."""
         try:
-            begun: Any = self.jobs.client.smembers(own_keys.forks_under_way())
+            begun = self.jobs.client.smembers(own_keys.forks_under_way())
             for raw in begun:
                 self.jobs.client.smove(own_keys.forks_under_way(), own_keys.deleted_jobs(), raw)
         except redis.RedisError as error:
@@ -84,7 +83,7 @@ class JobDeletion:
 
     def sweep(self) -> None:
         """Remove the keys, weights and checkpoints of deleted jobs."""
-        retired: Any = self.jobs.client.smembers(own_keys.deleted_jobs())
+        retired = self.jobs.client.smembers(own_keys.deleted_jobs())
         for raw in retired:
             job_id = raw.decode()
             self.weights.remove_run(job_id)

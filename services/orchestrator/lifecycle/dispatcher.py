@@ -7,7 +7,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import redis
 
@@ -141,7 +140,7 @@ class PromptDispatcher:
 
     def _with_value(self, job_id: str, spec: JobSpec, problems: Sequence[Problem]) -> tuple[Problem, ...]:
         """Problems that can be learnt from: with a value, neither unsolved nor too certain where these are left out."""
-        found: Any = self.jobs.client.hgetall(redis_keys.run_values(job_id))
+        found = self.jobs.client.hgetall(redis_keys.run_values(job_id))
         values = {prompt_id.decode(): PromptValue.FromString(raw) for prompt_id, raw in found.items()}
         drops = spec.value is not None and spec.value.unsolved == "drop"
         least_spread = max((part.min_value_spread for part in spec.replay.mix if part.source == "online"), default=0.0)

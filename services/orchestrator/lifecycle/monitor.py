@@ -6,9 +6,6 @@ import json
 import time
 from collections import defaultdict
 from statistics import fmean
-from typing import Any
-
-import redis
 
 from services.orchestrator.jobs.leases import Leases, now_ms
 from services.orchestrator.jobs.series import evaluation_results, latest_point, latest_step
@@ -18,6 +15,7 @@ from services.orchestrator.lifecycle.shared_rollout_rules import state_in_words
 from services.orchestrator.replicas.assignment import ReplicaAssigner
 from services.orchestrator.replicas.registry import ReplicaRegistry
 from spo import redis_keys
+from spo.messaging.redis_client import RedisClient
 from spo.spec.job_state import JobState
 from spo.v1.trajectory_pb2 import RolloutGroup
 from spo.v1.value_pb2 import EstimateRequest
@@ -30,9 +28,9 @@ MAX_DEAD_READ = 10_000
 MEASURED_POOLS = ("inference", "sandbox-judge")
 
 
-def dead_letters(client: redis.Redis, run_id: str) -> dict[str, int]:
+def dead_letters(client: RedisClient, run_id: str) -> dict[str, int]:
     """Entries of the run that were given up on, per stream."""
-    counts = {"prompts": int(client.xlen(redis_keys.dead_letters(redis_keys.prompts(run_id))))}
+    counts = {"prompts": client.xlen(redis_keys.dead_letters(redis_keys.prompts(run_id)))}
     for name, stream in (("rollouts", redis_keys.rollouts()), ("verdicts", redis_keys.verdicts())):
         payloads = _dead_payloads(client, stream)
         counts[name] = sum(RolloutGroup.FromString(raw).request.run_id == run_id for raw in payloads)
@@ -40,15 +38,15 @@ def dead_letters(client: redis.Redis, run_id: str) -> dict[str, int]:
     return counts
 
 
-def dead_requests(client: redis.Redis, run_id: str, stream: str) -> set[str]:
+def dead_requests(client: RedisClient, run_id: str, stream: str) -> set[str]:
     """Prompts of the run that value-estimation gave up on, on the stream `estimates` or `pivotal`."""
     # A PivotalRequest has the first two fields of an EstimateRequest, and no others.
     requests = map(EstimateRequest.FromString, _dead_payloads(client, stream))
     return {request.prompt.prompt_id for request in requests if request.run_id == run_id}
 
 
-def _dead_payloads(client: redis.Redis, stream: str) -> list[bytes]:
-    found: Any = client.xrevrange(redis_keys.dead_letters(stream), count=MAX_DEAD_READ)
+def _dead_payloads(client: RedisClient, stream: str) -> list[bytes]:
+    found = client.xrevrange(redis_keys.dead_letters(stream), count=MAX_DEAD_READ)
     return [fields[b"payload"] for _, fields in found]
 
 

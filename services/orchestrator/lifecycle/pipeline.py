@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import redis
-
 from spo import redis_keys
+from spo.messaging.redis_client import RedisClient
 from spo.messaging.streams import StreamDepth, depths, entries_of_run
 
 # Streams that all runs share, with the group that reads them.
@@ -18,20 +17,20 @@ SHARED_STREAMS = {
 }
 
 
-def entries_in_pipeline(client: redis.Redis, run_id: str) -> dict[str, int]:
+def entries_in_pipeline(client: RedisClient, run_id: str) -> dict[str, int]:
     """The run's unfinished entries by stream: prompts, and those of SHARED_STREAMS."""
     shared = [stream for stream, _ in SHARED_STREAMS.values()]
     prompts, *others = entries_of_run(client, run_id, redis_keys.prompts(run_id), shared).values()
     return {"prompts": prompts} | dict(zip(SHARED_STREAMS, others, strict=True))
 
 
-def groups_in_pipeline(client: redis.Redis, run_id: str) -> int:
+def groups_in_pipeline(client: RedisClient, run_id: str) -> int:
     """Groups of the run that are dispatched and not yet in the replay buffer."""
     entries = entries_in_pipeline(client, run_id)
     return entries["prompts"] + entries["rollouts"] + entries["verdicts"]
 
 
-def platform_depths(client: redis.Redis, run_ids: Sequence[str]) -> dict[str, StreamDepth]:
+def platform_depths(client: RedisClient, run_ids: Sequence[str]) -> dict[str, StreamDepth]:
     """The depths of the shared streams, and of `prompts` over these runs together."""
     wanted = [(redis_keys.prompts(run_id), redis_keys.INFERENCE_GROUP) for run_id in run_ids]
     found = depths(client, [*SHARED_STREAMS.values(), *wanted])

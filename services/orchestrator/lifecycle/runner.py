@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import redis
 
@@ -164,7 +163,7 @@ class JobRunner:
             self.jobs.transition(job_id, JobState.RUNNING, "the objectives need no values")
             return
         publish_estimates(self.jobs, job_id, tasks)
-        done = int(self.jobs.client.hlen(redis_keys.run_values(job_id)))
+        done = self.jobs.client.hlen(redis_keys.run_values(job_id))
         self._tell_progress(job_id, done, len(problems))
         given_up = len(dead_requests(self.jobs.client, job_id, redis_keys.estimates())) if done < len(problems) else 0
         self._refuse_dead_letters(given_up, len(problems), "estimates")
@@ -178,7 +177,7 @@ class JobRunner:
         publish_pivotal(self.jobs, job_id, problems)
         if spec.value.pivotal.when == "idle":
             return True
-        done = int(self.jobs.client.hlen(redis_keys.run_pivotal(job_id)))
+        done = self.jobs.client.hlen(redis_keys.run_pivotal(job_id))
         self._tell_progress(job_id, done, len(problems), "pivotal")
         given_up = len(dead_requests(self.jobs.client, job_id, redis_keys.pivotal())) if done < len(problems) else 0
         self._refuse_dead_letters(given_up, len(problems), "pivotal")
@@ -221,7 +220,7 @@ class JobRunner:
             self.jobs.transition(job_id, JobState.PAUSED, "no checkpoint came within the grace; the last one counts")
 
     def _is_saved(self, job_id: str) -> bool:
-        saved: Any = self.jobs.client.hkeys(redis_keys.job_checkpoints(job_id))
+        saved = self.jobs.client.hkeys(redis_keys.job_checkpoints(job_id))
         return max(map(int, saved), default=0) >= latest_step(self.jobs.client, job_id) > 0
 
     def _cancel(self, job_id: str) -> None:

@@ -73,12 +73,12 @@ class ReplicaAssigner:
         runs = by_priority(self.jobs.client, self.jobs.in_states(SERVED))
         if runs:
             return runs
-        examined: Any = self.jobs.client.get(redis_keys.evaluated_run())
+        examined = self.jobs.client.get(redis_keys.evaluated_run())
         return {examined.decode(): 1} if examined else {}
 
     def run_of(self, replica_id: str) -> str:
         """The run that a replica is to serve, or "". One that nobody has assigned yet is assigned at once."""
-        stored: Any = self.jobs.client.hget(own_keys.assignments(), replica_id)
+        stored = self.jobs.client.hget(own_keys.assignments(), replica_id)
         run_id = stored.decode() if stored else ""
         wanted = self.wanted()
         if run_id in wanted or not (wanted or run_id):
@@ -123,7 +123,7 @@ class ReplicaAssigner:
 
     def assignments(self) -> dict[str, str]:
         """The run of each replica as stored, "" for none; `balance` brings it up to date."""
-        stored: Any = self.jobs.client.hgetall(own_keys.assignments())
+        stored = self.jobs.client.hgetall(own_keys.assignments())
         return {replica_id.decode(): run_id.decode() for replica_id, run_id in stored.items()}
 
     def _write(self, before: Mapping[str, str], after: Mapping[str, str]) -> None:

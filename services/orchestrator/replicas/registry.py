@@ -88,7 +88,7 @@ class ReplicaRegistry:
                 return
             self._wrote_at = time.monotonic()
             unwritten, self._unwritten = self._unwritten, {}
-        self.jobs.client.hset(redis_keys.replicas(), mapping=unwritten)  # type: ignore[arg-type]
+        self.jobs.client.hset(redis_keys.replicas(), mapping=unwritten)
 
     def _register(self, request: wire.HeartbeatRequest, stamped: bytes) -> None:
         with self._lock:
@@ -97,7 +97,7 @@ class ReplicaRegistry:
         with self.jobs.client.pipeline(transaction=False) as pipe:
             pipe.hget(redis_keys.replicas(), request.replica_id)
             pipe.hset(redis_keys.replicas(), request.replica_id, stamped)
-            before: Any = pipe.execute()[0]
+            before = pipe.execute()[0]
         if before is None:
             self._counted = (float("-inf"), {})
         self._tell(_replica(before) if before else None, request)
@@ -146,7 +146,7 @@ class ReplicaRegistry:
     def _tell_applied(self, now: wire.HeartbeatRequest, body: dict[str, Any]) -> None:
         # A replica that evaluates goes back to older versions and forth: only a new height is news.
         record, field = redis_keys.job_record(now.run_id), f"applied:{now.replica_id}"
-        highest: Any = self.jobs.client.hget(record, field)
+        highest = self.jobs.client.hget(record, field)
         if int(highest or 0) < now.policy_version:
             guard = Precondition(record, field, (highest or b"").decode())
             writes = [("HSET", record, field, now.policy_version)]
@@ -155,7 +155,7 @@ class ReplicaRegistry:
 
     def live(self) -> list[LiveReplica]:
         """Replicas heard of lately, by pool and id."""
-        found: Any = self.jobs.client.hgetall(redis_keys.replicas())
+        found = self.jobs.client.hgetall(redis_keys.replicas())
         oldest = now_ms() - int(self.silence_seconds * 1000)
         replicas = [_replica(raw) for raw in found.values()]
         alive = [replica for replica in replicas if replica.last_seen_unix_ms >= oldest]
@@ -164,7 +164,7 @@ class ReplicaRegistry:
     def drop_silent(self) -> None:
         """Forget replicas that fell silent and say so in the history of the run they served."""
         alive = {replica.replica_id for replica in self.live()}
-        found: Any = self.jobs.client.hgetall(redis_keys.replicas())
+        found = self.jobs.client.hgetall(redis_keys.replicas())
         for raw_id, raw in found.items():
             if raw_id.decode() in alive:
                 continue

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 import httpx
-import redis
 
 from services.orchestrator.settings import Settings
 from spo import redis_keys
 from spo.errors import FieldViolation, InvalidInput, PreconditionFailed, Unreachable
+from spo.messaging.redis_client import RedisClient
 from spo.observability.logs import get_logger
 
 log = get_logger("scale")
@@ -39,11 +39,11 @@ class Scaler(Protocol):
 class LocalScaler:
     """Wishes in Redis; every pool begins with one replica."""
 
-    def __init__(self, client: redis.Redis) -> None:
+    def __init__(self, client: RedisClient) -> None:
         self.client = client
 
     def desired(self, pool: str) -> int:
-        stored: Any = self.client.hget(redis_keys.scale(), pool)
+        stored = self.client.hget(redis_keys.scale(), pool)
         return int(stored or 1)
 
     def scale(self, pool: str, replicas: int) -> None:
@@ -105,7 +105,7 @@ class KubernetesScaler:
 class Scale:
     """The wishes people may make, within bounds."""
 
-    def __init__(self, settings: Settings, client: redis.Redis) -> None:
+    def __init__(self, settings: Settings, client: RedisClient) -> None:
         self.kind = settings.scaler
         # The launcher's first replica is the one that others call by address.
         fewest = max(1, settings.min_replicas) if settings.scaler == "local" else settings.min_replicas

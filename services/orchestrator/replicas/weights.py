@@ -102,7 +102,7 @@ class WeightAnnouncements:
     def _published(self, job_id: str, version: int) -> dict[str, Any]:
         if version == REFERENCE_VERSION:
             return {"step": 0, "uri": "", "manifest_digest": ""}
-        raw: Any = self.jobs.client.hget(redis_keys.job_weights(job_id), str(version))
+        raw = self.jobs.client.hget(redis_keys.job_weights(job_id), str(version))
         if raw is None:
             raise NotFound(f"job {job_id} has no weight version {version}", code="weight_version_not_found")
         published: dict[str, Any] = json.loads(raw)
@@ -110,12 +110,12 @@ class WeightAnnouncements:
 
     def announced(self, job_id: str) -> WeightAnnouncement | None:
         """The announcement replicas should be at; None while only the reference (version 0) exists."""
-        newest: Any = self.jobs.client.xrevrange(redis_keys.weights(job_id), count=1)
+        newest = self.jobs.client.xrevrange(redis_keys.weights(job_id), count=1)
         return announcement_of(newest[0]) if newest else None
 
     def versions(self, job_id: str) -> list[dict[str, Any]]:
         """Every published version, oldest first."""
-        found: Any = self.jobs.client.hgetall(redis_keys.job_weights(job_id))
+        found = self.jobs.client.hgetall(redis_keys.job_weights(job_id))
         return sorted((json.loads(raw) for raw in found.values()), key=lambda each: int(each["version"]))
 
 

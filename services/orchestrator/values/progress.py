@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-import redis
-
 from spo import redis_keys
+from spo.messaging.redis_client import RedisClient
 from spo.spec.job_spec import JobSpec
 from spo.spec.prompt_values import qhat_0
 from spo.v1.value_pb2 import PromptValue
@@ -18,7 +17,7 @@ REMEMBERED = 64
 class ValueProgress:
     """Remembers each job's figures by how many values there are: they are only added, and jobs are looked at often."""
 
-    def __init__(self, client: redis.Redis) -> None:
+    def __init__(self, client: RedisClient) -> None:
         self.client = client
         self._known: OrderedDict[str, tuple[int, dict[str, Any]]] = OrderedDict()
 
@@ -34,7 +33,7 @@ class ValueProgress:
         return found
 
     def _summary(self, job_id: str, spec: JobSpec, done: int) -> dict[str, Any]:
-        stored: Any = self.client.hvals(redis_keys.run_values(job_id)) if done else []
+        stored = self.client.hvals(redis_keys.run_values(job_id)) if done else []
         values = [PromptValue.FromString(payload) for payload in stored]
         widths = [found.high - found.low for found in (qhat_0(value, spec) for value in values) if found]
         return {

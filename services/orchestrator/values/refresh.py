@@ -39,13 +39,13 @@ class ReferenceRefresh:
 
     def in_force(self, job_id: str) -> int:
         """The weight version that is the reference; 0 is the job's model folder."""
-        stored: Any = self.jobs.client.hget(redis_keys.job_record(job_id), _IN_FORCE)
+        stored = self.jobs.client.hget(redis_keys.job_record(job_id), _IN_FORCE)
         return int(stored or REFERENCE_VERSION)
 
     def values(self, job_id: str, version: int) -> dict[str, float]:
         """Qhat_0 of each prompt under a version, reward units; prompts that the job drops are left out."""
         spec = self.jobs.spec(job_id)
-        stored: Any = self.jobs.client.hvals(redis_keys.run_values_under(job_id, version))
+        stored = self.jobs.client.hvals(redis_keys.run_values_under(job_id, version))
         found = ((each.prompt_id, qhat_0(each, spec)) for each in map(PromptValue.FromString, stored))
         return {prompt_id: estimate.q for prompt_id, estimate in found if estimate}
 
@@ -63,7 +63,7 @@ class ReferenceRefresh:
         elif _TOTAL not in record:
             published = {int(each["version"]): each for each in self.weights.versions(job_id)}
             self._ask(job_id, spec, published[asked], record[_ASKED], position)
-        elif int(self.jobs.client.hlen(redis_keys.run_values_under(job_id, asked))) >= int(record[_TOTAL]):
+        elif self.jobs.client.hlen(redis_keys.run_values_under(job_id, asked)) >= int(record[_TOTAL]):
             self._put_in_force(job_id, current, asked, int(record[_TOTAL]))
 
     def _next(self, job_id: str, interval: int, current: int) -> dict[str, Any] | None:
@@ -73,7 +73,7 @@ class ReferenceRefresh:
 
     def _ask(self, job_id: str, spec: JobSpec, version: dict[str, Any], asked: str, position: int) -> None:
         """Ask for the values of all prompts that have one under pi0, a chunk at a time with the position beside it."""
-        known: Any = self.jobs.client.hkeys(redis_keys.run_values(job_id))
+        known = self.jobs.client.hkeys(redis_keys.run_values(job_id))
         valued = {prompt_id.decode() for prompt_id in known}
         problems = [each for each in self.library.load(spec.tasks).train if each.problem_id in valued]
         key = redis_keys.job_record(job_id)

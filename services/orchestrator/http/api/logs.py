@@ -49,7 +49,7 @@ def logs(
     found: list[LogLine] = []
     scanned, newest = 0, f"({cursor}" if cursor else "+"
     while scanned < MAX_SCANNED:
-        entries: Any = context.redis.xrevrange(own_keys.job_logs(job_id), max=newest, count=SCAN)
+        entries = context.redis.xrevrange(own_keys.job_logs(job_id), max=newest, count=SCAN)
         for entry_id, fields in entries:
             line = _line(fields)
             if line.level in levels and service in ("", line.service):

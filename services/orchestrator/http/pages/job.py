@@ -90,7 +90,7 @@ def _live_parts(context: AppContext, job_id: str, principal: Principal) -> dict[
 
 def _alarms(context: AppContext, job_id: str) -> list[dict[str, Any]]:
     """Collapse alarms and quarantined batches, latest step first."""
-    found: Any = context.redis.hgetall(redis_keys.job_alarms(job_id))
+    found = context.redis.hgetall(redis_keys.job_alarms(job_id))
     bodies = [json.loads(raw) for raw in found.values() if raw.startswith(b"{")]
     return sorted(bodies, key=lambda body: -int(body["step"]))[:SHOWN_ALARMS]
 

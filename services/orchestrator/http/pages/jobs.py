@@ -56,7 +56,7 @@ def show_jobs(
 def _lines(context: AppContext, job_ids: Sequence[str]) -> list[dict[str, Any]]:
     """The jobs in one line each, with how many steps they are to take."""
     summaries = views.job_summaries(context, job_ids)
-    specs: Any = context.redis.mget([redis_keys.run_spec(each.id) for each in summaries]) if summaries else []
+    specs = context.redis.mget([redis_keys.run_spec(each.id) for each in summaries]) if summaries else []
     return [
         {**summary.model_dump(), "steps": json.loads(spec)["trainer"]["steps"] if spec else 0}
         for summary, spec in zip(summaries, specs, strict=True)

@@ -79,7 +79,7 @@ def show_prompt(request: Request, context: ContextOf, job_id: JobId, prompt_id: 
 
 def _with_values(context: AppContext, job_id: str, spec: JobSpec, problems: Sequence[Problem]) -> list[dict[str, Any]]:
     ids = [each.problem_id for each in problems]
-    stored: Any = context.redis.hmget(redis_keys.run_values(job_id), ids) if ids else []
+    stored = context.redis.hmget(redis_keys.run_values(job_id), ids) if ids else []
     rows = []
     for problem, raw in zip(problems, stored, strict=True):
         value = PromptValue.FromString(raw) if raw else None
