@@ -127,7 +127,7 @@ def _replica(folder: Path, address: str, redis_url: str) -> Iterator[int]:
         "SPO_REDIS_URL": redis_url,
         "SPO_STATE_PATH": str(folder / "state"),
         "SPO_ORCHESTRATOR_ADDRESS": address,
-        "SPO_INFERENCE_GROUPS_IN_HAND": str(GROUPS_IN_FLIGHT),
+        "SPO_INFERENCE_GROUPS_IN_FLIGHT": str(GROUPS_IN_FLIGHT),
         "SPO_LOG_LEVEL": "warning",
         "OMP_NUM_THREADS": "1",
     }

@@ -66,7 +66,7 @@ class Platform:
             "SPO_STATE_PATH": str(self.folder),
             "SPO_INFERENCE_KV_CACHE_MEMORY_BYTES": str(32 << 20),
             "SPO_INFERENCE_RECLAIM_AFTER_SECONDS": "2",
-            "SPO_INFERENCE_GROUPS_IN_HAND": "8",
+            "SPO_INFERENCE_GROUPS_IN_FLIGHT": "8",
             "OMP_NUM_THREADS": "1",
         }
         with (self.folder / f"replica-{len(self.replicas)}.log").open("wb") as output:
