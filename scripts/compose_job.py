@@ -145,7 +145,7 @@ def killed_and_back(platform: Platform, job: WatchedJob) -> None:
     """SIGKILL to every process of the replica that has worked longest; Docker starts its container again."""
     victim = platform.inference()[0]
     before, at = restarts(victim), job.step()
-    # From within: a `docker kill` counts as a wish, after which nothing is started again.
+    # From within: a `docker kill` counts as intended, after which nothing is started again.
     subprocess.run(["docker", "exec", victim, "sh", "-c", "kill -KILL -1"], check=False, timeout=COMMAND_SECONDS)
     say(f"SIGKILL to {victim[:12]} at step {at}")
     wait_until(lambda: restarts(victim) > before, f"{victim[:12]} is started again", REPLICA_SECONDS)

@@ -107,7 +107,7 @@ class SampleBatchRequest(_message.Message):
     run_id: _builtins.str
     batch_size: _builtins.int
     step: _builtins.int
-    """The training step that asks; with `seed` it makes the draw repeatable and auditable."""
+    """The training step that asks; with `seed` it makes the sampling repeatable and auditable."""
     seed: _builtins.int
     policy_version: _builtins.int
     """Newest version the trainer has published; trajectories older than the staleness limit are not served."""
@@ -360,7 +360,7 @@ class GetTrajectoryResponse(_message.Message):
     def trajectory(self) -> _trajectory_pb2.Trajectory: ...
     @_builtins.property
     def steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Training steps whose batches hold it, in the order of draws; one page."""
+        """Training steps whose batches hold it, in the order of sampling; one page."""
 
     def __init__(
         self,
@@ -402,7 +402,7 @@ Global___GetBatchRequest: _TypeAlias = GetBatchRequest  # noqa: Y015
 
 @_typing.final
 class GetBatchResponse(_message.Message):
-    """What SampleBatch answered for the step. NOT_FOUND where nothing was drawn yet."""
+    """What SampleBatch answered for the step. NOT_FOUND where nothing was sampled yet."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -40,7 +40,7 @@ Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
 class Hop(_message.Message):
-    """A service that had the trajectory in hand, and when."""
+    """A service that worked on the trajectory, and when."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

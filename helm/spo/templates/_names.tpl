@@ -71,7 +71,7 @@ app.kubernetes.io/component: {{ .component }}
 {{- fail (printf "scaling.enabled and %s.autoscaling by hpa: both would set the same replicas; switch one off or use keda" $name) -}}
 {{- end -}}
 {{- if and $scaling.enabled $.Values.scaling.enabled (gt (int $.Values.scaling.maxReplicas) (int $scaling.maxReplicas)) -}}
-{{- fail (printf "scaling.maxReplicas is above %s.autoscaling.maxReplicas: KEDA would refuse such a wish" $name) -}}
+{{- fail (printf "scaling.maxReplicas is above %s.autoscaling.maxReplicas: KEDA would refuse such a number" $name) -}}
 {{- end -}}
 {{- if and $scaling.enabled (eq $scaling.engine "hpa") (not (dig "requests" "cpu" "" (get $.Values $name).resources)) -}}
 {{- fail (printf "%s.autoscaling: hpa goes by the share of resources.requests.cpu, which is not set" $name) -}}

@@ -22,10 +22,10 @@ spec:
 {{- end -}}
 
 {{/*
-What PUT /v1/scale wished for last, where it may wish: an upgrade must not take it back. Argument: root, name, apiVersion,
+What PUT /v1/scale asked for last, where it may: an upgrade must not take it back. Argument: root, name, apiVersion,
 kind, field, default
 */}}
-{{- define "spo.wished" -}}
+{{- define "spo.requestedReplicas" -}}
 {{- $held := dict -}}
 {{- if .root.Values.scaling.enabled -}}
 {{- $held = lookup .apiVersion .kind .root.Release.Namespace .name | default dict -}}
@@ -87,7 +87,7 @@ metadata:
     {{- include "spo.labels" . | nindent 4 }}
 spec:
   scaleTargetRef: {name: {{ $name }}}
-  minReplicaCount: {{ include "spo.wished" (dict "root" .root "name" $name "apiVersion" "keda.sh/v1alpha1" "kind" "ScaledObject" "field" "minReplicaCount" "default" $scaling.minReplicas) }}
+  minReplicaCount: {{ include "spo.requestedReplicas" (dict "root" .root "name" $name "apiVersion" "keda.sh/v1alpha1" "kind" "ScaledObject" "field" "minReplicaCount" "default" $scaling.minReplicas) }}
   maxReplicaCount: {{ $scaling.maxReplicas }}
   pollingInterval: 15
   # When the orchestrator does not answer, the pool stays as it is at its smallest rather than growing blindly.
@@ -97,7 +97,7 @@ spec:
       behavior:
         {{- toYaml $scaling.behavior | nindent 8 }}
   triggers:
-    # Waiting and in hand; the larger wish wins.
+    # Waiting and in flight; the larger number wins.
     {{- range list "lag" "pending" }}
     - type: metrics-api
       metadata:
