@@ -14,7 +14,7 @@ router = APIRouter(prefix="/errors", include_in_schema=False)
 @router.get("")
 def show_codes(request: Request) -> Response:
     """All codes."""
-    return show(request, "errors.html", title="Error codes", entries=CATALOGUE)
+    return show(request, "errors/codes.html", title="Error codes", entries=CATALOGUE)
 
 
 @router.get("/{code}")
@@ -22,4 +22,4 @@ def show_code(request: Request, code: str) -> Response:
     """One code."""
     if code not in CATALOGUE:
         raise NotFound("there is no such error code")
-    return show(request, "errors.html", title=code, entries={code: CATALOGUE[code]})
+    return show(request, "errors/codes.html", title=code, entries={code: CATALOGUE[code]})

@@ -32,14 +32,14 @@ LOG_LINES = 200
 def show_job(request: Request, context: ContextOf, principal: PrincipalOf, job_id: JobId) -> Response:
     """One job; its script keeps it live."""
     facts = _live_parts(context, job_id, principal)
-    return show(request, "job.html", tab="overview", **facts)
+    return show(request, "job/page.html", tab="overview", **facts)
 
 
 @router.get("/live")
 def show_live_parts(request: Request, context: ContextOf, principal: PrincipalOf, job_id: JobId) -> Response:
     """The parts of a job's page that change, rendered again."""
     facts = _live_parts(context, job_id, principal)
-    return show(request, "job_live.html", swapped=True, **facts)
+    return show(request, "job/live.html", swapped=True, **facts)
 
 
 @router.get("/evaluations")
@@ -52,8 +52,8 @@ def show_evaluations(request: Request, context: ContextOf, job_id: JobId) -> Res
         "versions": [each["version"] for each in context.weights.versions(job_id)][::-1],
     }
     if is_part(request):
-        return show(request, "evaluations_tables.html", **facts)
-    return show(request, "evaluations.html", tab="evaluations", **facts)
+        return show(request, "evaluations/tables.html", **facts)
+    return show(request, "evaluations/page.html", tab="evaluations", **facts)
 
 
 @router.get("/logs")
@@ -70,8 +70,8 @@ def show_logs(
     facts = {"page": page, "service": service, "level": level, "services": POOLS, "cursor": cursor}
     job = views.job(context, job_id)
     if is_part(request):
-        return show(request, "logs_lines.html", job=job, **facts)
-    return show(request, "logs.html", tab="logs", job=job, **facts)
+        return show(request, "logs/lines.html", job=job, **facts)
+    return show(request, "logs/page.html", tab="logs", job=job, **facts)
 
 
 def _live_parts(context: AppContext, job_id: str, principal: Principal) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def show_jobs(
         # How many jobs others have is not everybody's business.
         "counts": context.jobs.counts() if principal.sees_tenant is None else {},
     }
-    return show(request, "jobs_table.html" if is_part(request) else "jobs.html", **facts)
+    return show(request, "jobs/table.html" if is_part(request) else "jobs/page.html", **facts)
 
 
 def _lines(context: AppContext, job_ids: Sequence[str]) -> list[dict[str, Any]]:

@@ -27,14 +27,14 @@ AUDIT_ENTRIES = 50
 def show_replicas(request: Request, context: ContextOf, principal: PrincipalOf) -> Response:
     """Every live replica by pool, and sliders for the pools that scale."""
     facts = {"replicas": views.replicas(context, principal.sees_tenant), "pools": POOLS, "scale": get_scale(context)}
-    return show(request, "replicas_table.html" if is_part(request) else "replicas.html", **facts)
+    return show(request, "replicas/table.html" if is_part(request) else "replicas/page.html", **facts)
 
 
 @router.get("/experience")
 def show_experience(request: Request, context: ContextOf, principal: PrincipalOf) -> Response:
     """What the cross-run store holds, run by run."""
     scope = queries.Scope(principal.sees_tenant, None, None)
-    return show(request, "experience.html", runs=queries.runs(context.redis, context.experience, scope))
+    return show(request, "experience/runs.html", runs=queries.runs(context.redis, context.experience, scope))
 
 
 @router.get("/experience/{run}")
@@ -64,10 +64,10 @@ def show_stored_run(
         "sources": get_args(SourceName),
     }
     if is_part(request):
-        return show(request, "stored_rows.html", **facts)
+        return show(request, "experience/rows.html", **facts)
     (found,) = queries.runs(context.redis, context.experience, scope)
     return show(
-        request, "stored_run.html", about=found, statistics=queries.statistics(context.experience, scope), **facts
+        request, "experience/run.html", about=found, statistics=queries.statistics(context.experience, scope), **facts
     )
 
 
@@ -86,4 +86,4 @@ def show_keys(
         "older": urlencode({"cursor": next_cursor}) if next_cursor else "",
         "cursor": cursor,
     }
-    return show(request, "keys_tables.html" if is_part(request) else "keys.html", **facts)
+    return show(request, "keys/tables.html" if is_part(request) else "keys/page.html", **facts)

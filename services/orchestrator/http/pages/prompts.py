@@ -57,8 +57,8 @@ def show_prompts(
         "preceding": urlencode({"q": q, "cursor": max(0, start - PAGE_LENGTH)}) if start else "",
     }
     if is_part(request):
-        return show(request, "prompts_table.html", **facts)
-    return show(request, "prompts.html", tab="prompts", **facts)
+        return show(request, "prompts/table.html", **facts)
+    return show(request, "prompts/list.html", tab="prompts", **facts)
 
 
 @router.get("/{prompt_id}")
@@ -74,7 +74,7 @@ def show_prompt(request: Request, context: ContextOf, job_id: JobId, prompt_id: 
         "groups": _groups(found.trajectories),
         "pivotal": _pivotal(context, job_id, prompt_id, spec),
     }
-    return show(request, "prompt.html", tab="prompts", **facts)
+    return show(request, "prompts/prompt.html", tab="prompts", **facts)
 
 
 def _with_values(context: AppContext, job_id: str, spec: JobSpec, problems: Sequence[Problem]) -> list[dict[str, Any]]:

@@ -58,7 +58,7 @@ def error_page(status: int, code: str, detail: str) -> str:
     known = CATALOGUE.get(code)
     advice = ADVICE.get(code) or (known.remedy if known else OTHERWISE)
     facts = {"status": status, "code": code, "detail": detail, "advice": advice}
-    return templates.get_template("error.html").render(facts)
+    return templates.get_template("errors/page.html").render(facts)
 
 
 def _clock(unix_ms: int) -> str:

@@ -42,7 +42,7 @@ def show_form(request: Request, recipe: str = EXAMPLE) -> Response:
     folder = next((each for each in RECIPE_FOLDERS if each.is_dir()), RECIPE_FOLDERS[0])
     known = sorted(path.relative_to(folder).as_posix() for path in folder.glob("**/*.yaml"))
     text = (folder / recipe).read_text() if recipe in known else ""
-    return show(request, "submit.html", recipes=known, recipe=recipe, spec=text)
+    return show(request, "submission/form.html", recipes=known, recipe=recipe, spec=text)
 
 
 @router.post("/submit")
@@ -66,11 +66,11 @@ def _answer(
         )
     except SpoError as error:
         faults = [Fault(each.pointer, each.message, line_of(typed, each.pointer)) for each in error.violations]
-        return show(request, "submit_answer.html", error=error, faults=faults)
+        return show(request, "submission/answer.html", error=error, faults=faults)
     if job_id is None:
         resolved = yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-        return show(request, "submit_answer.html", resolved=resolved)
-    response = show(request, "submit_answer.html", job_id=job_id)
+        return show(request, "submission/answer.html", resolved=resolved)
+    response = show(request, "submission/answer.html", job_id=job_id)
     response.headers["HX-Redirect"] = f"/jobs/{job_id}"
     return response
 

@@ -61,8 +61,8 @@ def show_trajectories(
         "outcomes": OUTCOMES,
     }
     if is_part(request):
-        return show(request, "trajectories_table.html", **facts)
-    return show(request, "trajectories.html", tab="trajectories", **facts)
+        return show(request, "trajectories/table.html", **facts)
+    return show(request, "trajectories/list.html", tab="trajectories", **facts)
 
 
 def _matching(
@@ -98,7 +98,7 @@ def show_trajectory(request: Request, context: ContextOf, job_id: JobId, traject
         "hops": _hops(reply.trajectory),
         "versions": [each["version"] for each in context.weights.versions(job_id)][::-1],
     }
-    return show(request, "trajectory.html", tab="trajectories", **facts)
+    return show(request, "trajectories/trajectory.html", tab="trajectories", **facts)
 
 
 @router.get("/{trajectory_id}/tokens")
@@ -114,7 +114,9 @@ def show_tokens(
     pivotal = context.jobs.spec(job_id).value
     threshold = pivotal.pivotal.threshold if pivotal and pivotal.pivotal else None
     annotations = _trajectory(context, job_id, trajectory_id).trajectory.annotations if threshold is not None else ()
-    return show(request, "tokens.html", values=values, tokens=coloured(values, annotations, threshold or 1.0))
+    return show(
+        request, "trajectories/tokens.html", values=values, tokens=coloured(values, annotations, threshold or 1.0)
+    )
 
 
 @router.get("/{trajectory_id}/tests")
@@ -144,7 +146,7 @@ def show_tests(request: Request, context: ContextOf, job_id: JobId, trajectory_i
         }
         for result, test in zip(reply.verdicts[0].tests, problem.tests.tests, strict=False)
     ]
-    return show(request, "tests.html", rows=rows, judge_version=reply.verdicts[0].judge_version)
+    return show(request, "trajectories/tests.html", rows=rows, judge_version=reply.verdicts[0].judge_version)
 
 
 def _trajectory(context: AppContext, job_id: str, trajectory_id: str) -> GetTrajectoryResponse:
