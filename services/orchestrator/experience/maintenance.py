@@ -19,7 +19,7 @@ LOCK_SECONDS = 600.0
 
 
 def prune(
-    client: RedisClient, store: ExperienceStore, scope: Scope, older_than_days: float | None, dry_run: bool
+    client: RedisClient, store: ExperienceStore, scope: Scope, older_than_days: float | None, *, dry_run: bool
 ) -> schemas.PruneReport:
     """Remove a part's files, or say what would go. Raises InvalidInput when nothing says which, Conflict, NotFound."""
     if scope.run is None and scope.task_set is None and older_than_days is None:
@@ -44,7 +44,7 @@ def prune(
     )
 
 
-def compact(client: RedisClient, store: ExperienceStore, scope: Scope, dry_run: bool) -> schemas.CompactReport:
+def compact(client: RedisClient, store: ExperienceStore, scope: Scope, *, dry_run: bool) -> schemas.CompactReport:
     """Make few files of many, or say how many; runs that jobs add to are left alone. Raises Conflict, NotFound."""
     with _alone(client) as lock:
         found = [file for file in scope.files(store) if is_complete(client, file.origin.run)]

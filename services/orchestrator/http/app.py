@@ -16,7 +16,6 @@ from services.orchestrator.http.api import (
     evaluations,
     events,
     experience,
-    experience_store,
     jobs,
     keys,
     logs,
@@ -24,6 +23,7 @@ from services.orchestrator.http.api import (
     policies,
     scale,
     training,
+    trajectories,
     values,
 )
 from services.orchestrator.http.live_events import LiveEvents
@@ -34,7 +34,7 @@ from services.orchestrator.http.pages import router as pages
 
 
 def create_app(context: AppContext) -> FastAPI:
-    """The application over a desk; live events have their own asyncio connections to Redis."""
+    """The application; live events have their own asyncio connections to Redis."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -55,13 +55,13 @@ def create_app(context: AppContext) -> FastAPI:
     )
     app.state.context = context
     errors.install(app)
-    for door in (
+    for routes in (
         jobs,
         events,
         training,
-        experience,
+        trajectories,
         values,
-        experience_store,
+        experience,
         datasets,
         evaluations,
         logs,
@@ -72,7 +72,7 @@ def create_app(context: AppContext) -> FastAPI:
         pages,
         error_pages,
     ):
-        app.include_router(door.router)
+        app.include_router(routes.router)
     app.mount("/static", StaticFiles(directory=pages.STATIC), name="static")
     app.add_middleware(
         RequestMiddleware, settings=context.settings, authenticator=context.authenticator, audit=context.audit

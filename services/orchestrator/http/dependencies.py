@@ -1,12 +1,10 @@
-"""What the routers share: the desk of a request, documents with an ETag, the bounds of a page."""
+"""What routers take from a request: the application's context, who asks, ids and bounds of pages."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from blake3 import blake3
-from fastapi import Depends, Path, Query, Request, Response
-from pydantic import BaseModel
+from fastapi import Depends, Path, Query, Request
 from starlette.concurrency import run_in_threadpool
 
 from services.orchestrator.auth.principals import Principal
@@ -24,31 +22,30 @@ async def _principal(request: Request) -> Principal:
     return principal
 
 
-ContextOf = Annotated[AppContext, Depends(_context)]
-PrincipalOf = Annotated[Principal, Depends(_principal)]
+ContextDep = Annotated[AppContext, Depends(_context)]
+PrincipalDep = Annotated[Principal, Depends(_principal)]
 
 
 async def _own_job(
-    context: ContextOf,
-    principal: PrincipalOf,
+    context: ContextDep,
+    principal: PrincipalDep,
     job_id: Annotated[str, Path(pattern=r"^job_[0-9A-HJKMNP-TV-Z]{26}$", description="Id of a job.")],
 ) -> str:
-    """Another tenant's job is as absent as one that never was."""
-    if not principal.is_admin and await run_in_threadpool(context.jobs.tenant, job_id) != principal.tenant:
-        raise NotFound(f"there is no job {job_id}", code="job_not_found")
+    if not principal.is_admin:
+        await run_in_threadpool(require_own_job, context, principal, job_id)
     return job_id
 
 
+def require_own_job(context: AppContext, principal: Principal, job_id: str) -> None:
+    """Raises NotFound for another tenant's job as for one that never was, so that nobody can tell which it is."""
+    if not principal.is_admin and context.jobs.tenant(job_id) != principal.tenant:
+        raise NotFound(f"there is no job {job_id}", code="job_not_found")
+
+
 JobId = Annotated[str, Depends(_own_job)]
+PromptId = Annotated[str, Path(pattern=r"^[0-9a-f]{1,128}$")]
+TrajectoryId = Annotated[str, Path(pattern=r"^traj_[0-9A-Za-z]{1,64}$")]
+
+RUN_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,199}$"
 Limit = Annotated[int, Query(ge=1, le=1000)]
-
-
-def with_etag(request: Request, document: BaseModel, status: int = 200, location: str = "") -> Response:
-    """The document as JSON with its ETag; 304 when the caller has it already."""
-    body = document.model_dump_json().encode()
-    headers = {"ETag": f'"{blake3(body).hexdigest(16)}"', "Cache-Control": "no-cache"}
-    if location:
-        headers["Location"] = location
-    if status == 200 and headers["ETag"] in request.headers.get("if-none-match", ""):
-        return Response(status_code=304, headers=headers)
-    return Response(body, status_code=status, media_type="application/json", headers=headers)
+PolicyVersion = Annotated[int | None, Query(ge=0, le=2**53, description="Weight version; default: the newest, 0: pi0.")]

@@ -4,7 +4,7 @@ The experience store's part is `schemas.experience`, whose names overlap with th
 """
 
 from services.orchestrator.schemas.jobs import Event, EventPage, Failure, Job, JobPage, JobSummary, Lineage, Progress
-from services.orchestrator.schemas.platform import Replica, Replicas, Version
+from services.orchestrator.schemas.platform import LogLine, LogPage, PoolView, Replica, Replicas, ScaleView, Version
 from services.orchestrator.schemas.training import (
     Checkpoint,
     Checkpoints,
@@ -41,11 +41,15 @@ __all__ = [
     "JobPage",
     "JobSummary",
     "Lineage",
+    "LogLine",
+    "LogPage",
     "MetricSeries",
+    "PoolView",
     "Progress",
     "PromptView",
     "Replica",
     "Replicas",
+    "ScaleView",
     "TokenValues",
     "Trajectory",
     "TrajectoryDetail",

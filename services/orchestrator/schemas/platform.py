@@ -1,6 +1,8 @@
-"""What the API says of the platform: replicas and version."""
+"""What the API says of the platform: replicas, pools, log lines and version."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -20,6 +22,36 @@ class Replica(BaseModel):
 
 class Replicas(BaseModel):
     items: list[Replica]
+
+
+class PoolView(BaseModel):
+    """desired is null where nobody scales; live counts registered replicas that do not drain."""
+
+    desired: int | None
+    live: int
+    draining: int
+    minimum: int
+    maximum: int
+
+
+class ScaleView(BaseModel):
+    scaler: str
+    pools: dict[str, PoolView]
+
+
+class LogLine(BaseModel):
+    """`fields` is the structured line, redacted when it was written."""
+
+    service: str
+    replica_id: str
+    level: str
+    at_unix_ms: int
+    fields: dict[str, Any]
+
+
+class LogPage(BaseModel):
+    items: list[LogLine]
+    next_cursor: str | None
 
 
 class Version(BaseModel):

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
 from services.orchestrator.datasets.store import Dataset, FileFormat, State, TaskFormat
-from services.orchestrator.http.dependencies import ContextOf, Limit, PrincipalOf
+from services.orchestrator.http.dependencies import ContextDep, Limit, PrincipalDep
 from spo.errors import FieldViolation, InvalidInput, NotFound
 
 router = APIRouter(prefix="/v1/datasets", tags=["datasets"])
@@ -38,6 +38,11 @@ class DatasetRequest(BaseModel):
     file_format: FileFormat = "jsonl"
     size_bytes: int = Field(ge=1, le=1 << 50)
     url: str | None = Field(default=None, max_length=2000, description="Refused: this platform fetches nothing.")
+
+
+class PartHeaders(BaseModel):
+    upload_offset: int = Field(ge=0, le=1 << 50)
+    content_digest: str = Field(pattern=r"^sha-256=:[A-Za-z0-9+/]{43}=:$", description="Of this part (RFC 9530).")
 
 
 class DatasetRowFault(BaseModel):
@@ -84,7 +89,7 @@ class DatasetPage(BaseModel):
 
 
 @router.post("", status_code=201)
-def create(context: ContextOf, principal: PrincipalOf, wanted: DatasetRequest, response: Response) -> DatasetView:
+def create(context: ContextDep, principal: PrincipalDep, wanted: DatasetRequest, response: Response) -> DatasetView:
     """Begin an upload; its parts follow by PATCH."""
     if wanted.url is not None:
         message = "this platform fetches no addresses; upload the file in parts"
@@ -98,8 +103,8 @@ def create(context: ContextOf, principal: PrincipalOf, wanted: DatasetRequest, r
 
 @router.get("")
 def list_datasets(
-    context: ContextOf,
-    principal: PrincipalOf,
+    context: ContextDep,
+    principal: PrincipalDep,
     limit: Limit = 50,
     cursor: Annotated[str, Query(pattern=r"^(ds_[0-9A-HJKMNP-TV-Z]{26})?$")] = "",
 ) -> DatasetPage:
@@ -113,13 +118,13 @@ def list_datasets(
 
 
 @router.get("/{dataset_id}")
-def get_dataset(context: ContextOf, principal: PrincipalOf, dataset_id: DatasetId) -> DatasetView:
+def get_dataset(context: ContextDep, principal: PrincipalDep, dataset_id: DatasetId) -> DatasetView:
     """One dataset with the report on its rows."""
     return _shown(context.datasets.get(dataset_id, principal.sees_tenant))
 
 
 @router.delete("/{dataset_id}", status_code=204)
-def delete_dataset(context: ContextOf, principal: PrincipalOf, dataset_id: DatasetId) -> None:
+def delete_dataset(context: ContextDep, principal: PrincipalDep, dataset_id: DatasetId) -> None:
     """Remove a dataset with its file, or an upload with its parts; refused while a job that has not ended uses it."""
     context.datasets.delete(dataset_id, principal.sees_tenant, context.jobs.users_of)
 
@@ -128,24 +133,23 @@ def delete_dataset(context: ContextOf, principal: PrincipalOf, dataset_id: Datas
 async def add_part(
     request: Request,
     response: Response,
-    context: ContextOf,
-    principal: PrincipalOf,
+    context: ContextDep,
+    principal: PrincipalDep,
     dataset_id: DatasetId,
-    upload_offset: Annotated[int, Header(ge=0, le=1 << 50)],
-    content_digest: Annotated[
-        str, Header(pattern=r"^sha-256=:[A-Za-z0-9+/]{43}=:$", description="Of this part (RFC 9530).")
-    ],
+    headers: Annotated[PartHeaders, Header()],
 ) -> DatasetView:
     """Append a part. After a cut connection go on at `uploaded_bytes`: nothing counts before its digest was right."""
     if request.headers.get("content-type", "").partition(";")[0].strip() != PART_TYPE:
         raise InvalidInput(f"send parts as {PART_TYPE}", code="unsupported_media_type")
-    part = await run_in_threadpool(context.datasets.begin_part, dataset_id, principal.sees_tenant, upload_offset)
+    part = await run_in_threadpool(
+        context.datasets.begin_part, dataset_id, principal.sees_tenant, headers.upload_offset
+    )
     try:
         digest = await _write(request, part)
-        if digest != content_digest:
+        if digest != headers.content_digest:
             message = "the part does not have the digest that came with it; send it again"
             raise InvalidInput(message, code="part_digest_mismatch")
-        grown = await run_in_threadpool(context.datasets.add_part, dataset_id, upload_offset, part)
+        grown = await run_in_threadpool(context.datasets.add_part, dataset_id, headers.upload_offset, part)
     except FileNotFoundError as error:
         raise NotFound(f"dataset {dataset_id} was deleted meanwhile", code="dataset_not_found") from error
     finally:

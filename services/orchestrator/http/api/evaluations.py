@@ -12,7 +12,7 @@ from services.orchestrator.auth.principals import Principal
 from services.orchestrator.container import AppContext
 from services.orchestrator.evaluation.queue import RequestedEvaluation
 from services.orchestrator.http import views
-from services.orchestrator.http.dependencies import ContextOf, PrincipalOf
+from services.orchestrator.http.dependencies import ContextDep, PrincipalDep, require_own_job
 from spo.errors import FieldViolation, InvalidInput, NotFound
 from spo.spec.job_spec import EvaluationSpec, TasksSpec
 
@@ -56,10 +56,11 @@ class EvaluationList(BaseModel):
 
 @router.post("", status_code=202)
 def request_evaluation(
-    context: ContextOf, principal: PrincipalOf, wanted: EvaluationRequest, response: Response
+    context: ContextDep, principal: PrincipalDep, wanted: EvaluationRequest, response: Response
 ) -> Evaluation:
     """Queue an evaluation; it is carried out once its job has replicas, or no job wants any."""
-    _check_owner(context, principal.sees_tenant, wanted.job_id)
+    context.jobs.state(wanted.job_id)
+    require_own_job(context, principal, wanted.job_id)
     context.require_usable(wanted.tasks, principal.sees_tenant)
     if wanted.samples < max(wanted.ks):
         message = f"pass@{max(wanted.ks)} needs at least {max(wanted.ks)} samples"
@@ -71,7 +72,7 @@ def request_evaluation(
 
 
 @router.get("")
-def list_evaluations(context: ContextOf, principal: PrincipalOf) -> EvaluationList:
+def list_evaluations(context: ContextDep, principal: PrincipalDep) -> EvaluationList:
     """Newest first."""
     found = [requested for requested in context.evaluations.requested() if _may_see(principal, requested)]
     for requested in found:
@@ -81,7 +82,7 @@ def list_evaluations(context: ContextOf, principal: PrincipalOf) -> EvaluationLi
 
 
 @router.get("/{evaluation_id}")
-def get_evaluation(context: ContextOf, principal: PrincipalOf, evaluation_id: EvaluationId) -> Evaluation:
+def get_evaluation(context: ContextDep, principal: PrincipalDep, evaluation_id: EvaluationId) -> Evaluation:
     """One evaluation with its table of problems."""
     found = context.evaluations.get(evaluation_id)
     if not _may_see(principal, found):
@@ -109,10 +110,3 @@ def _shown(requested: RequestedEvaluation) -> Evaluation:
 
 def _may_see(principal: Principal, requested: RequestedEvaluation) -> bool:
     return principal.sees_tenant in (None, requested.tenant)
-
-
-def _check_owner(context: AppContext, tenant: str | None, job_id: str) -> None:
-    """Another tenant's job is as absent as one that never was."""
-    context.jobs.state(job_id)
-    if tenant not in (None, context.jobs.tenant(job_id)):
-        raise NotFound(f"there is no job {job_id}", code="job_not_found")

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 
 from services.orchestrator import schemas
 from services.orchestrator.container import AppContext
-from services.orchestrator.http.dependencies import ContextOf, JobId, Limit
+from services.orchestrator.http.dependencies import ContextDep, JobId
 from services.orchestrator.http.live_events import EventStream, LiveEvents
 
 router = APIRouter(prefix="/v1/jobs", tags=["events"])
+
+
+class EventQuery(BaseModel):
+    after_seq: int = Field(0, ge=0, le=2**53)
+    limit: int = Field(500, ge=1, le=1000)
+
+
+class EventHeaders(BaseModel):
+    accept: str = ""
+    last_event_id: str | None = Field(None, pattern=r"^\d{1,15}$")
 
 
 @router.get(
@@ -24,30 +35,28 @@ router = APIRouter(prefix="/v1/jobs", tags=["events"])
 )
 async def events(
     request: Request,
-    context: ContextOf,
+    context: ContextDep,
     job_id: JobId,
-    after_seq: Annotated[int, Query(ge=0, le=2**53)] = 0,
-    limit: Limit = 500,
-    accept: Annotated[str, Header()] = "",
-    last_event_id: Annotated[str | None, Header(pattern=r"^\d{1,15}$")] = None,
+    query: Annotated[EventQuery, Query()],
+    headers: Annotated[EventHeaders, Header()],
 ) -> Response:
     """Events after a sequence number; `Accept: text/event-stream` follows them live until the job has ended."""
     await run_in_threadpool(context.jobs.state, job_id)
-    if "text/event-stream" not in accept:
-        return JSONResponse(await run_in_threadpool(_history, context, job_id, after_seq, limit))
+    if "text/event-stream" not in headers.accept:
+        return JSONResponse(await run_in_threadpool(_history, context, job_id, query))
     live: LiveEvents = request.app.state.live
     authorization = request.headers.get("authorization", "")
 
     async def is_admitted() -> bool:
         return await run_in_threadpool(context.authenticator.admits, authorization)
 
-    since = int(last_event_id) if last_event_id is not None else after_seq
+    since = query.after_seq if headers.last_event_id is None else int(headers.last_event_id)
     return EventStream(live.follow(job_id, since, is_admitted))
 
 
-def _history(context: AppContext, job_id: str, after_seq: int, limit: int) -> dict[str, Any]:
-    found = context.jobs.events(job_id, after_seq, limit)
+def _history(context: AppContext, job_id: str, query: EventQuery) -> dict[str, object]:
+    found = context.jobs.events(job_id, query.after_seq, query.limit)
     return {
         "items": [asdict(event) for event in found],
-        "next_cursor": str(found[-1].seq) if len(found) == limit else None,
+        "next_cursor": str(found[-1].seq) if len(found) == query.limit else None,
     }

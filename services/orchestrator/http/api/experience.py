@@ -1,77 +1,228 @@
-"""Trajectories and prompts, asked of the replay buffer."""
+"""The cross-run experience store: what there is, imports and exports, new verdicts, pruning."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Path, Query, Request
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.concurrency import run_in_threadpool
+from ulid import ULID
 
-from services.orchestrator import schemas
-from services.orchestrator.http import views
-from services.orchestrator.http.dependencies import ContextOf, JobId, Limit
-from spo.spec.job_spec import SourceName
-from spo.v1.replay_service_pb2 import (
-    GetBatchRequest,
-    GetBatchResponse,
-    GetTrajectoryRequest,
-    GetTrajectoryResponse,
-)
+from services.orchestrator.auth.principals import Principal
+from services.orchestrator.container import AppContext
+from services.orchestrator.experience import maintenance, queries
+from services.orchestrator.experience.exports import exported
+from services.orchestrator.experience.imports import ImportOptions, import_rows
+from services.orchestrator.experience.rejudge import Rejudging
+from services.orchestrator.http.dependencies import RUN_PATTERN, ContextDep, PrincipalDep, require_own_job
+from services.orchestrator.lifecycle.submission import parse_json
+from services.orchestrator.schemas import experience as schemas
+from spo.errors import Conflict, FieldViolation, InvalidInput
+from spo.experience.import_row import ImportTerms
+from spo.experience.uploads import UploadFormat
+from spo.model.folder import inspect_model_folder
+from spo.spec.job_spec import SourceName, TasksSpec
+from spo.spec.violations import violations_of
 
-router = APIRouter(prefix="/v1/jobs", tags=["experience"])
+router = APIRouter(prefix="/v1/experience", tags=["experience store"])
 
-PromptId = Annotated[str, Path(pattern=r"^[0-9a-f]{1,128}$")]
-TrajectoryId = Annotated[str, Path(pattern=r"^traj_[0-9A-Za-z]{1,64}$")]
-
-
-@router.get("/{job_id}/trajectories")
-def list_trajectories(
-    context: ContextOf,
-    job_id: JobId,
-    prompt_id: Annotated[str, Query(pattern=r"^[0-9a-f]{0,128}$")] = "",
-    source: SourceName | None = None,
-    verdict: Annotated[str, Query(pattern=r"^[a-z_]{0,40}$")] = "",
-    policy_version: Annotated[int | None, Query(ge=0, le=2**53)] = None,
-    limit: Limit = 50,
-    cursor: Annotated[str, Query(max_length=200)] = "",
-) -> schemas.TrajectoryPage:
-    """Trajectories of a job, by prompt, source, verdict or weights; a page may hold fewer than asked for."""
-    page = views.trajectories(context, job_id, prompt_id=prompt_id, source=source or "", limit=limit, cursor=cursor)
-    page.items = [
-        each
-        for each in page.items
-        if (not verdict or (each.verdict is not None and each.verdict.outcome == verdict))
-        and (policy_version is None or each.policy_version_first <= policy_version <= each.policy_version_last)
-    ]
-    return page
+UPLOAD_FORMATS: dict[str, UploadFormat] = {
+    "application/x-ndjson": "jsonl",
+    "application/vnd.apache.parquet": "parquet",
+}
+_FILES: dict[str, Any] = {
+    "content": {kind: {"schema": {"type": "string", "format": "binary"}} for kind in UPLOAD_FORMATS}
+}
 
 
-@router.get("/{job_id}/trajectories/{trajectory_id}")
-def get_trajectory(
-    context: ContextOf,
-    job_id: JobId,
-    trajectory_id: TrajectoryId,
-    steps_from: Annotated[int, Query(ge=0, le=2**32)] = 0,
-    steps_limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-) -> schemas.TrajectoryDetail:
-    """One trajectory with its tokens, log-probs, every hop, and the training steps that used it (a page of them)."""
-    context.jobs.state(job_id)
-    request = GetTrajectoryRequest(
-        run_id=job_id, trajectory_id=trajectory_id, steps_from=steps_from, steps_limit=steps_limit
+class StoredRunQuery(BaseModel):
+    run: str | None = Field(None, pattern=RUN_PATTERN, description="A job's id or a name.")
+    task_set: str | None = Field(None, max_length=200)
+
+
+class StoredRowQuery(StoredRunQuery):
+    prompt_id: str = Field("", pattern=r"^[A-Za-z0-9_.-]{0,200}$")
+    source: SourceName | None = None
+    right: bool | None = None
+    limit: int = Field(50, ge=1, le=1000)
+    cursor: str = Field("", max_length=4000)
+
+
+@router.get("")
+def list_runs(
+    context: ContextDep, principal: PrincipalDep, query: Annotated[StoredRunQuery, Query()]
+) -> schemas.StoredRuns:
+    """Stored runs and imports with their lineage, newest first."""
+    return schemas.StoredRuns(items=queries.runs(context.redis, context.experience, _scope(principal, query)))
+
+
+@router.get("/stats")
+def statistics(
+    context: ContextDep, principal: PrincipalDep, query: Annotated[StoredRunQuery, Query()]
+) -> schemas.ExperienceStatistics:
+    """Counts by run, source, outcome, judge and licence."""
+    return queries.statistics(context.experience, _scope(principal, query))
+
+
+@router.get("/rows")
+def list_rows(
+    context: ContextDep, principal: PrincipalDep, query: Annotated[StoredRowQuery, Query()]
+) -> schemas.StoredRowPage:
+    """Stored trajectories, by run, prompt, source or outcome."""
+    wanted = queries.RowFilter(query.prompt_id, query.source or "", query.right)
+    return queries.rows(context.experience, _scope(principal, query), wanted, query.limit, query.cursor)
+
+
+@router.get("/rows/{trajectory_id}")
+def get_row(
+    context: ContextDep,
+    principal: PrincipalDep,
+    trajectory_id: Annotated[str, Path(pattern=r"^[A-Za-z0-9_.-]{1,200}$")],
+) -> schemas.StoredRowDetail:
+    """One stored trajectory with every column of the file format."""
+    return queries.row(context.experience, queries.Scope(principal.sees_tenant), trajectory_id)
+
+
+class StorePart(BaseModel):
+    """Part of the store in a request's body."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    run: str | None = Field(default=None, pattern=RUN_PATTERN)
+    task_set: str | None = Field(default=None, max_length=200)
+
+
+class Export(StorePart):
+    right: bool | None = Field(default=None, description="Only successes, or only failures.")
+    format: Literal["jsonl", "parquet"] = "jsonl"
+
+
+class Rejudge(StorePart):
+    job: str | None = Field(default=None, pattern=r"^job_[0-9A-Z]{26}$", description="Judge by this job's tasks ...")
+    tasks: TasksSpec | None = Field(default=None, description="... or by these.")
+    name: str | None = Field(default=None, pattern=RUN_PATTERN, description="Of the new lineage; default: a new one.")
+    dry_run: bool = False
+
+
+class Compact(StorePart):
+    dry_run: bool = False
+
+
+class Prune(StorePart):
+    older_than_days: float | None = Field(default=None, ge=0, le=36500)
+    dry_run: bool = False
+
+
+class ImportQuery(BaseModel):
+    name: str = Field(pattern=RUN_PATTERN, description="Of the import; jobs name it as their source.")
+    job: str | None = Field(None, pattern=r"^job_[0-9A-Z]{26}$")
+    tasks: str | None = Field(None, max_length=10_000, description="TasksSpec as JSON, instead of a job.")
+    licence: str = Field("", max_length=200)
+    reward_scale: float = Field(1.0, allow_inf_nan=False)
+    reward_shift: float = Field(0.0, allow_inf_nan=False)
+    judging: Literal["missing", "all", "never"] = "missing"
+    keep_good: bool = False
+
+
+@router.post("/import", status_code=201, openapi_extra={"requestBody": {"required": True, **_FILES}})
+async def import_experience(
+    request: Request, context: ContextDep, principal: PrincipalDep, query: Annotated[ImportQuery, Query()]
+) -> schemas.ImportReport:
+    """Rows of prompts, responses and perhaps rewards; all or none are stored, unless the good ones are to be kept."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip()
+    if kind not in UPLOAD_FORMATS:
+        raise InvalidInput(f"send the rows as one of {', '.join(UPLOAD_FORMATS)}", code="unsupported_media_type")
+    tasks = _parse_tasks(query.tasks) if query.tasks else None
+    body = await request.body()
+
+    def store() -> schemas.ImportReport:
+        spec, model_hash = _tasks_of(context, principal, query.job, tasks)
+        _check_name(context, principal, query.name, "import")
+        terms = ImportTerms(
+            run=query.name,
+            task_set=spec.kind,
+            reward_scale=query.reward_scale,
+            reward_shift=query.reward_shift,
+            needs_reward=query.judging == "never",
+            ignores_rewards=query.judging == "all",
+            model_hash=model_hash,
+            licence=query.licence,
+        )
+        options = ImportOptions(terms, UPLOAD_FORMATS[kind], query.judging, query.keep_good, principal.tenant)
+        return import_rows(context.experience, context.judge, context.library.load(spec).train, body, options)
+
+    return await run_in_threadpool(store)
+
+
+@router.post("/export", response_class=StreamingResponse, responses={200: _FILES})
+def export_experience(context: ContextDep, principal: PrincipalDep, requested: Export) -> StreamingResponse:
+    """The chosen trajectories as JSONL, a column per field, or as one Parquet file of the store's own format."""
+    scope = _scope(principal, requested)
+    scope.files(context.experience)
+    rows = queries.every_row(context.experience, scope, queries.RowFilter(right=requested.right))
+    kind = next(name for name, upload_format in UPLOAD_FORMATS.items() if upload_format == requested.format)
+    return StreamingResponse(exported(rows, requested.format), media_type=kind)
+
+
+@router.post("/rejudge")
+def rejudge(context: ContextDep, principal: PrincipalDep, requested: Rejudge) -> schemas.RejudgeReport:
+    """Judge stored trajectories by the tests that a task set has now; they are stored as a lineage of their own."""
+    spec, _ = _tasks_of(context, principal, requested.job, requested.tasks)
+    name = requested.name or f"rejudge-{ULID()}"
+    _check_name(context, principal, name, "rejudge")
+    tasks = context.library.load(spec)
+    rejudging = Rejudging(
+        context.experience, context.judge, tasks.train, spec.kind, name, principal.tenant, writes=not requested.dry_run
     )
-    reply: GetTrajectoryResponse = context.replay.call("GetTrajectory", request, views.REPLAY_SECONDS)
-    return views.trajectory_detail(reply)
+    return rejudging.run(_scope(principal, requested))
 
 
-@router.get("/{job_id}/batches/{step}")
-def get_batch(context: ContextOf, job_id: JobId, step: Annotated[int, Path(ge=0, lt=2**32)]) -> schemas.BatchView:
-    """The trajectories that a training step got."""
-    context.jobs.state(job_id)
-    request = GetBatchRequest(run_id=job_id, step=step)
-    reply: GetBatchResponse = context.replay.call("GetBatch", request, views.REPLAY_SECONDS)
-    return schemas.BatchView(step=step, trajectory_ids=list(reply.trajectory_ids))
+@router.post("/compact")
+def compact(context: ContextDep, principal: PrincipalDep, requested: Compact) -> schemas.CompactReport:
+    """Merge many small files into few; jobs under way are left alone, and what is read does not change."""
+    scope = _scope(principal, requested)
+    return maintenance.compact(context.redis, context.experience, scope, dry_run=requested.dry_run)
 
 
-@router.get("/{job_id}/prompts/{prompt_id}")
-def get_prompt(context: ContextOf, job_id: JobId, prompt_id: PromptId) -> schemas.PromptView:
-    """A prompt, its Qhat_0 and its latest trajectories side by side."""
-    return views.prompt(context, job_id, prompt_id)
+@router.post("/prune")
+def prune(context: ContextDep, principal: PrincipalDep, requested: Prune) -> schemas.PruneReport:
+    """Remove stored experience for good: of one run, of a task set, or what is older than so many days."""
+    scope = _scope(principal, requested)
+    return maintenance.prune(
+        context.redis, context.experience, scope, requested.older_than_days, dry_run=requested.dry_run
+    )
+
+
+def _scope(principal: Principal, chosen: StoredRunQuery | StorePart) -> queries.Scope:
+    return queries.Scope(principal.sees_tenant, chosen.run, chosen.task_set)
+
+
+def _tasks_of(
+    context: AppContext, principal: Principal, job: str | None, tasks: TasksSpec | None
+) -> tuple[TasksSpec, str]:
+    """The tasks that are meant, and the hash of the model where a job says so. Raises InvalidInput, NotFound."""
+    if (job is None) == (tasks is None):
+        violation = FieldViolation("/job", "name either a job or tasks")
+        raise InvalidInput("which problems are meant?", violations=(violation,))
+    if tasks is not None:
+        context.require_usable(tasks, principal.sees_tenant)
+        return tasks, ""
+    require_own_job(context, principal, str(job))
+    spec = context.jobs.spec(str(job))
+    return spec.tasks, inspect_model_folder(spec.model.path).model_hash
+
+
+def _parse_tasks(text: str) -> TasksSpec:
+    try:
+        return TasksSpec.model_validate(parse_json(text.encode()))
+    except ValidationError as error:
+        raise InvalidInput("the tasks are not valid", code="invalid_tasks", violations=violations_of(error)) from None
+
+
+def _check_name(context: AppContext, principal: Principal, name: str, kind: str) -> None:
+    """A name belongs to one tenant and one kind; jobs' ids are the jobs'. Raises Conflict."""
+    theirs = [file.origin for file in context.experience.files(name)]
+    if name.startswith("job_") or any((origin.kind, origin.tenant) != (kind, principal.tenant) for origin in theirs):
+        raise Conflict(f"the name {name} is taken; choose another", code="name_taken")

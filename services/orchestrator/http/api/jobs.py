@@ -4,32 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+from blake3 import blake3
 from fastapi import APIRouter, Body, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
 from services.orchestrator import schemas
-from services.orchestrator.auth.principals import Principal
 from services.orchestrator.container import AppContext
-from services.orchestrator.experience.availability import require_stored
 from services.orchestrator.http import views
-from services.orchestrator.http.dependencies import ContextOf, JobId, Limit, PrincipalOf, with_etag
+from services.orchestrator.http.dependencies import ContextDep, JobId, PrincipalDep
+from services.orchestrator.http.submission import checked_spec, require_quota, require_sources, submit_job
 from services.orchestrator.jobs.states import CANCEL, PAUSE, RESUME, JobAction, refuse
 from services.orchestrator.lifecycle.forks import ForkOptions
-from services.orchestrator.lifecycle.shared_rollout_rules import require_followable
-from services.orchestrator.lifecycle.submission import accept
 from spo import redis_keys
-from spo.errors import InvalidInput, ResourceExhausted
+from spo.errors import InvalidInput
 from spo.spec.job_spec import JobSpec
 from spo.spec.job_state import JobState
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
-
-Labels = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=800)]] | None,
-    Query(max_length=16, description="`key` or `key:value`; repeated: a job has all of them."),
-]
 
 
 def _written_out(at: Any) -> Any:
@@ -41,6 +34,17 @@ def _written_out(at: Any) -> Any:
 
 Moment = Annotated[AwareDatetime, BeforeValidator(_written_out)]
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
+
+
+class JobQuery(BaseModel):
+    status: JobState | None = None
+    label: list[Annotated[str, Field(min_length=1, max_length=800)]] | None = Field(
+        None, max_length=16, description="`key` or `key:value`; repeated: a job has all of them."
+    )
+    created_from: Moment | None = None
+    created_to: Moment | None = None
+    limit: int = Field(50, ge=1, le=1000)
+    cursor: str | None = Field(None, pattern=r"^\d{1,15}$")
 
 
 class ForkRequest(BaseModel):
@@ -69,8 +73,9 @@ _SPEC_BODY: dict[str, Any] = {
 @router.post("", status_code=202, response_model=schemas.Job, openapi_extra=_SPEC_BODY)
 async def submit(
     request: Request,
-    context: ContextOf,
-    principal: PrincipalOf,
+    context: ContextDep,
+    principal: PrincipalDep,
+    *,
     validate_only: bool = False,
     idempotency_key: IdempotencyKey = None,
 ) -> Response:
@@ -78,56 +83,23 @@ async def submit(
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise InvalidInput("send the job spec as application/json", code="unsupported_media_type")
     body = await request.body()
-    return await run_in_threadpool(_submit, request, context, principal, body, validate_only, idempotency_key)
 
+    def answer() -> Response:
+        spec = checked_spec(context, principal, body)
+        if validate_only:
+            return JSONResponse(spec.model_dump(mode="json"))
+        job_id = submit_job(context, principal, spec, idempotency_key)
+        return _with_etag(request, views.job(context, job_id), 202, f"/v1/jobs/{job_id}")
 
-def _submit(
-    request: Request, context: AppContext, principal: Principal, body: bytes, validate_only: bool, key: str | None
-) -> Response:
-    spec, job_id = submit_spec(context, principal, body, validate_only, key)
-    if job_id is None:
-        return JSONResponse(spec.model_dump(mode="json"))
-    return with_etag(request, views.job(context, job_id), 202, f"/v1/jobs/{job_id}")
-
-
-def submit_spec(
-    context: AppContext, principal: Principal, body: bytes, validate_only: bool, key: str | None
-) -> tuple[JobSpec, str | None]:
-    """The resolved spec and the id of its job, None when it was only to be checked. Raises InvalidInput, quota."""
-    spec = accept(
-        body,
-        context.library,
-        lambda asked: context.require_usable(asked.tasks, principal.sees_tenant, asked.model.path),
-    )
-    require_stored(context.redis, context.experience, spec, principal.tenant)
-    require_followable(context.jobs, spec, principal.tenant)
-    if validate_only:
-        return spec, None
-    _check_quota(context, principal)
-    return spec, context.jobs.submit(spec, key, actor=principal.name, tenant=principal.tenant)
-
-
-def _check_quota(context: AppContext, principal: Principal) -> None:
-    if principal.max_active_jobs is not None and context.jobs.active_of(principal.tenant) >= principal.max_active_jobs:
-        raise ResourceExhausted(
-            f"this key may have {principal.max_active_jobs} jobs that have not ended", code="quota_exceeded"
-        )
+    return await run_in_threadpool(answer)
 
 
 @router.get("")
-def list_jobs(
-    context: ContextOf,
-    principal: PrincipalOf,
-    status: JobState | None = None,
-    label: Labels = None,
-    created_from: Moment | None = None,
-    created_to: Moment | None = None,
-    limit: Limit = 50,
-    cursor: Annotated[str | None, Query(pattern=r"^\d{1,15}$")] = None,
-) -> schemas.JobPage:
+def list_jobs(context: ContextDep, principal: PrincipalDep, query: Annotated[JobQuery, Query()]) -> schemas.JobPage:
     """Jobs, newest first."""
-    created = (_unix_ms(created_from), _unix_ms(created_to))
-    page = context.jobs.page([status] if status else [], cursor, limit, principal.sees_tenant, label or (), created)
+    created = (_unix_ms(query.created_from), _unix_ms(query.created_to))
+    states = [query.status] if query.status else []
+    page = context.jobs.page(states, query.cursor, query.limit, principal.sees_tenant, query.label or (), created)
     return schemas.JobPage(items=views.job_summaries(context, page.job_ids), next_cursor=page.next_cursor)
 
 
@@ -136,37 +108,37 @@ def _unix_ms(at: AwareDatetime | None) -> int | None:
 
 
 @router.get("/{job_id}", response_model=schemas.Job)
-def get_job(request: Request, context: ContextOf, job_id: JobId) -> Response:
+def get_job(request: Request, context: ContextDep, job_id: JobId) -> Response:
     """One job with its progress, its spec and who waits for whom."""
-    return with_etag(request, views.job(context, job_id))
+    return _with_etag(request, views.job(context, job_id))
 
 
 @router.delete("/{job_id}", status_code=204)
-def delete_job(context: ContextOf, job_id: JobId) -> None:
+def delete_job(context: ContextDep, job_id: JobId) -> None:
     """Delete an ended job with its trajectories, weights and checkpoints; the experience store keeps what it has."""
     context.deletion.delete(job_id)
 
 
 @router.post("/{job_id}/cancel", status_code=202)
-def cancel(context: ContextOf, job_id: JobId) -> schemas.JobSummary:
+def cancel(context: ContextDep, job_id: JobId) -> schemas.JobSummary:
     """Stop a job for good."""
     return _act(context, job_id, CANCEL)
 
 
 @router.post("/{job_id}/pause", status_code=202)
-def pause(context: ContextOf, job_id: JobId) -> schemas.JobSummary:
+def pause(context: ContextDep, job_id: JobId) -> schemas.JobSummary:
     """Checkpoint a running job and let it wait."""
     return _act(context, job_id, PAUSE)
 
 
 @router.post("/{job_id}/resume", status_code=202)
-def resume(context: ContextOf, job_id: JobId) -> schemas.JobSummary:
+def resume(context: ContextDep, job_id: JobId) -> schemas.JobSummary:
     """Let a paused job go on as soon as there is a place for it; until then it stays `paused` and `waits` says so."""
     return _act(context, job_id, RESUME)
 
 
 @router.post("/{job_id}/checkpoint", status_code=202)
-def checkpoint(context: ContextOf, job_id: JobId) -> schemas.JobSummary:
+def checkpoint(context: ContextDep, job_id: JobId) -> schemas.JobSummary:
     """Ask the trainer of a running job for a checkpoint now."""
     state = context.jobs.state(job_id)
     if state is not JobState.RUNNING:
@@ -178,28 +150,27 @@ def checkpoint(context: ContextOf, job_id: JobId) -> schemas.JobSummary:
 @router.post("/{job_id}/fork", status_code=202, response_model=schemas.Job)
 def fork(
     request: Request,
-    context: ContextOf,
-    principal: PrincipalOf,
+    context: ContextDep,
+    principal: PrincipalDep,
     job_id: JobId,
-    wanted: ForkRequest,
+    fork_request: ForkRequest,
     idempotency_key: IdempotencyKey = None,
 ) -> Response:
     """A new job that starts from this one's weights or goes on from its checkpoint, whatever becomes of this one."""
-    _check_quota(context, principal)
-    requested = ForkOptions(wanted.version, wanted.checkpoint_step, wanted.as_reference, wanted.overrides)
+    require_quota(context, principal)
+    options = ForkOptions(**dict(fork_request))
 
     def check(spec: JobSpec) -> None:
         context.require_usable(spec.tasks, principal.sees_tenant)
-        require_stored(context.redis, context.experience, spec, principal.tenant)
-        require_followable(context.jobs, spec, principal.tenant)
+        require_sources(context, principal, spec)
 
-    forked = context.forks.fork(job_id, requested, check, idempotency_key, principal.name, principal.tenant)
-    return with_etag(request, views.job(context, forked), 202, f"/v1/jobs/{forked}")
+    forked = context.forks.fork(job_id, options, check, idempotency_key, principal.name, principal.tenant)
+    return _with_etag(request, views.job(context, forked), 202, f"/v1/jobs/{forked}")
 
 
 @router.post("/{job_id}/weights/push", status_code=202)
 def push_weights(
-    context: ContextOf, job_id: JobId, version: Annotated[int, Body(embed=True, ge=1, le=2**53)]
+    context: ContextDep, job_id: JobId, version: Annotated[int, Body(embed=True, ge=1, le=2**53)]
 ) -> dict[str, int]:
     """Announce a published weight version to the replicas again."""
     context.jobs.state(job_id)
@@ -208,7 +179,7 @@ def push_weights(
 
 @router.post("/{job_id}/weights/rollback", status_code=202)
 def rollback_weights(
-    context: ContextOf, job_id: JobId, version: Annotated[int, Body(embed=True, ge=1, le=2**53)]
+    context: ContextDep, job_id: JobId, version: Annotated[int, Body(embed=True, ge=1, le=2**53)]
 ) -> dict[str, int]:
     """Make the replicas serve an older version until the trainer publishes the next one."""
     context.jobs.state(job_id)
@@ -220,3 +191,14 @@ def _act(context: AppContext, job_id: str, action: JobAction) -> schemas.JobSumm
     if action is RESUME:
         context.queue.fill()
     return views.job_summary(context, job_id)
+
+
+def _with_etag(request: Request, document: BaseModel, status: int = 200, location: str = "") -> Response:
+    """The document as JSON with its ETag; 304 when the client has it already."""
+    body = document.model_dump_json().encode()
+    headers = {"ETag": f'"{blake3(body).hexdigest(16)}"', "Cache-Control": "no-cache"}
+    if location:
+        headers["Location"] = location
+    if status == 200 and headers["ETag"] in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    return Response(body, status_code=status, media_type="application/json", headers=headers)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from services.orchestrator.auth.api_keys import ApiKey
 from services.orchestrator.auth.audit import AuditRecord
 from services.orchestrator.auth.principals import Scope
-from services.orchestrator.http.dependencies import ContextOf, Limit
+from services.orchestrator.http.dependencies import ContextDep, Limit
 
 router = APIRouter(prefix="/v1", tags=["access"])
 
@@ -60,7 +60,7 @@ class AuditPage(BaseModel):
 
 
 @router.post("/keys", status_code=201)
-def create_key(context: ContextOf, wanted: KeyRequest) -> NewKey:
+def create_key(context: ContextDep, wanted: KeyRequest) -> NewKey:
     """Make a key. Its token is in this answer and nowhere else."""
     key, token = context.authenticator.keys.create(
         wanted.name, wanted.tenant, tuple(wanted.scopes), wanted.max_active_jobs, wanted.expires_in_seconds
@@ -69,20 +69,20 @@ def create_key(context: ContextOf, wanted: KeyRequest) -> NewKey:
 
 
 @router.get("/keys")
-def list_keys(context: ContextOf) -> Keys:
+def list_keys(context: ContextDep) -> Keys:
     """Every key, revoked ones too, without secrets."""
     return Keys(items=[Key(**_shown(key)) for key in context.authenticator.keys.all()])
 
 
 @router.delete("/keys/{key_id}")
-def revoke_key(context: ContextOf, key_id: KeyId) -> Key:
+def revoke_key(context: ContextDep, key_id: KeyId) -> Key:
     """Make a key useless, within five seconds."""
     return Key(**_shown(context.authenticator.keys.revoke(key_id)))
 
 
 @router.get("/audit")
 def audit(
-    context: ContextOf,
+    context: ContextDep,
     limit: Limit = 100,
     cursor: Annotated[str, Query(pattern=r"^(\d{1,16}-\d{1,16})?$")] = "",
 ) -> AuditPage:

@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from services.orchestrator import schemas
 from services.orchestrator.container import AppContext
 from services.orchestrator.http import views
-from services.orchestrator.http.dependencies import ContextOf, PrincipalOf
+from services.orchestrator.http.dependencies import ContextDep, PrincipalDep
 from services.orchestrator.lifecycle.pipeline import platform_depths
 from spo.errors import NotReady
 from spo.observability.metrics import JOBS, REPLICAS, STREAM_LAG, STREAM_PENDING
@@ -26,7 +26,7 @@ def version() -> str:
 
 
 @router.get("/v1/replicas")
-def list_replicas(context: ContextOf, principal: PrincipalOf) -> schemas.Replicas:
+def list_replicas(context: ContextDep, principal: PrincipalDep) -> schemas.Replicas:
     """Every live registered replica: run, version, load, last heartbeat; another tenant's run is not named."""
     return schemas.Replicas(items=views.replicas(context, principal.sees_tenant))
 
@@ -38,7 +38,7 @@ def healthz() -> dict[str, str]:
 
 
 @router.get("/readyz")
-def readyz(context: ContextOf) -> dict[str, str]:
+def readyz(context: ContextDep) -> dict[str, str]:
     """Ready for requests: Redis answers and the process is not draining."""
     if context.stop.is_set():
         raise NotReady("the orchestrator is draining", code="draining")
@@ -56,7 +56,7 @@ def show_version() -> schemas.Version:
 
 
 @router.get("/metrics", response_class=Response)
-def prometheus(context: ContextOf) -> Response:
+def prometheus(context: ContextDep) -> Response:
     """Prometheus metrics of the orchestrator; gauges are read when scraped."""
     refresh_gauges(context)
     return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)

@@ -11,7 +11,7 @@ from ulid import ULID
 
 from services.orchestrator import schemas
 from services.orchestrator.http import views
-from services.orchestrator.http.dependencies import ContextOf, JobId
+from services.orchestrator.http.dependencies import ContextDep, JobId
 from spo.v1.inference_service_pb2 import GenerateRequest, GenerateResponse
 from spo.v1.prompt_pb2 import Prompt, PromptGroup, Sampling
 from spo.v1.trajectory_pb2 import FinishReason
@@ -50,13 +50,13 @@ class Completions(BaseModel):
 
 
 @router.get("/{job_id}/versions")
-def list_versions(context: ContextOf, job_id: JobId) -> schemas.WeightVersions:
+def list_versions(context: ContextDep, job_id: JobId) -> schemas.WeightVersions:
     """Published versions of a job's policy; version 0 is its reference."""
     return schemas.WeightVersions(items=views.weight_versions(context, job_id))
 
 
 @router.post("/{job_id}/completions")
-def complete(context: ContextOf, job_id: JobId, wanted: CompletionRequest) -> Completions:
+def complete(context: ContextDep, job_id: JobId, wanted: CompletionRequest) -> Completions:
     """Sample the policy. Answers 503 while no replica serves the job, 412 when they serve another."""
     spec = context.jobs.spec(job_id)
     seed = secrets.randbits(62) if wanted.seed is None else wanted.seed

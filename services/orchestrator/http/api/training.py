@@ -8,7 +8,7 @@ from fastapi import APIRouter, Path, Query
 
 from services.orchestrator import schemas
 from services.orchestrator.http import views
-from services.orchestrator.http.dependencies import ContextOf, JobId
+from services.orchestrator.http.dependencies import ContextDep, JobId
 from services.orchestrator.jobs.series import evaluation_results, platform_series, training_series
 from spo.errors import NotFound
 
@@ -17,7 +17,7 @@ router = APIRouter(prefix="/v1/jobs", tags=["training"])
 
 @router.get("/{job_id}/metrics")
 def metrics(
-    context: ContextOf,
+    context: ContextDep,
     job_id: JobId,
     kind: Literal["training", "platform"] = "training",
     from_step: Annotated[int, Query(ge=0, le=2**53)] = 0,
@@ -34,14 +34,14 @@ def metrics(
 
 
 @router.get("/{job_id}/evaluations")
-def evaluations(context: ContextOf, job_id: JobId) -> schemas.Evaluations:
+def evaluations(context: ContextDep, job_id: JobId) -> schemas.Evaluations:
     """pass@k with intervals, diversity and each problem's counts, in order of steps."""
     context.jobs.state(job_id)
     return schemas.Evaluations(items=evaluation_results(context.redis, job_id))
 
 
 @router.get("/{job_id}/weights")
-def weights(context: ContextOf, job_id: JobId) -> schemas.WeightVersions:
+def weights(context: ContextDep, job_id: JobId) -> schemas.WeightVersions:
     """Published versions and which replicas serve them, do not yet, or could not."""
     return schemas.WeightVersions(items=views.weight_versions(context, job_id))
 
@@ -49,7 +49,7 @@ def weights(context: ContextOf, job_id: JobId) -> schemas.WeightVersions:
 # A number, so that the verbs beside it stay verbs.
 @router.get("/{job_id}/weights/{version:int}")
 def weight_version(
-    context: ContextOf, job_id: JobId, version: Annotated[int, Path(ge=1, le=2**53)]
+    context: ContextDep, job_id: JobId, version: Annotated[int, Path(ge=1, le=2**53)]
 ) -> schemas.WeightVersion:
     """One published version and which replicas serve it."""
     for found in views.weight_versions(context, job_id):
@@ -59,6 +59,6 @@ def weight_version(
 
 
 @router.get("/{job_id}/checkpoints")
-def checkpoints(context: ContextOf, job_id: JobId) -> schemas.Checkpoints:
+def checkpoints(context: ContextDep, job_id: JobId) -> schemas.Checkpoints:
     """Checkpoints by step."""
     return schemas.Checkpoints(items=views.checkpoints(context, job_id))

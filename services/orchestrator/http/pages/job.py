@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
 from services.orchestrator.auth.principals import Principal
 from services.orchestrator.container import AppContext
 from services.orchestrator.http import views
-from services.orchestrator.http.api.logs import logs
 from services.orchestrator.http.bottlenecks import job_waits
-from services.orchestrator.http.dependencies import ContextOf, JobId, PrincipalOf
+from services.orchestrator.http.dependencies import ContextDep, JobId, PrincipalDep
 from services.orchestrator.http.pages.rendering import is_part, show
 from services.orchestrator.jobs.series import evaluation_results
 from services.orchestrator.replicas.registry import POOLS
@@ -29,27 +28,27 @@ LOG_LINES = 200
 
 
 @router.get("")
-def show_job(request: Request, context: ContextOf, principal: PrincipalOf, job_id: JobId) -> Response:
+def show_job(request: Request, context: ContextDep, principal: PrincipalDep, job_id: JobId) -> Response:
     """One job; its script keeps it live."""
     facts = _live_parts(context, job_id, principal)
     return show(request, "job/page.html", tab="overview", **facts)
 
 
 @router.get("/live")
-def show_live_parts(request: Request, context: ContextOf, principal: PrincipalOf, job_id: JobId) -> Response:
+def show_live_parts(request: Request, context: ContextDep, principal: PrincipalDep, job_id: JobId) -> Response:
     """The parts of a job's page that change, rendered again."""
     facts = _live_parts(context, job_id, principal)
     return show(request, "job/live.html", swapped=True, **facts)
 
 
 @router.get("/evaluations")
-def show_evaluations(request: Request, context: ContextOf, job_id: JobId) -> Response:
+def show_evaluations(request: Request, context: ContextDep, job_id: JobId) -> Response:
     """pass@k as training went, and what somebody asked for beside."""
     facts = {
         "job": views.job(context, job_id),
-        "results": [views.brief(each) for each in evaluation_results(context.redis, job_id)][::-1],
+        "results": [views.evaluation_brief(result) for result in evaluation_results(context.redis, job_id)][::-1],
         "asked": [asked for asked in context.evaluations.requested() if asked.job_id == job_id],
-        "versions": [each["version"] for each in context.weights.versions(job_id)][::-1],
+        "versions": [published["version"] for published in context.weights.versions(job_id)][::-1],
     }
     if is_part(request):
         return show(request, "evaluations/tables.html", **facts)
@@ -59,14 +58,14 @@ def show_evaluations(request: Request, context: ContextOf, job_id: JobId) -> Res
 @router.get("/logs")
 def show_logs(
     request: Request,
-    context: ContextOf,
+    context: ContextDep,
     job_id: JobId,
     service: Annotated[str, Query(pattern=f"^({'|'.join(POOLS)})?$")] = "",
-    level: Literal["debug", "info", "warning", "error"] = "info",
+    level: views.LogLevel = "info",
     cursor: Annotated[str, Query(pattern=r"^(\d{1,16}-\d{1,16})?$")] = "",
 ) -> Response:
     """The latest log lines of every service that worked on the job."""
-    page = logs(context, job_id, service, level, LOG_LINES, cursor)
+    page = views.logs(context, job_id, views.LogFilter(service, level), LOG_LINES, cursor)
     facts = {"page": page, "service": service, "level": level, "services": POOLS, "cursor": cursor}
     job = views.job(context, job_id)
     if is_part(request):
@@ -80,11 +79,13 @@ def _live_parts(context: AppContext, job_id: str, principal: Principal) -> dict[
         "job": job,
         "ended": job.state in TERMINAL,
         "slow": job_waits(context, job_id, job.state),
-        "replicas": [each for each in views.replicas(context, principal.sees_tenant) if each.run_id in ("", job_id)],
+        "replicas": [
+            replica for replica in views.replicas(context, principal.sees_tenant) if replica.run_id in ("", job_id)
+        ],
         "weights": views.weight_versions(context, job_id)[-SHOWN_VERSIONS:][::-1],
         "checkpoints": views.checkpoints(context, job_id)[-SHOWN_VERSIONS:][::-1],
         "alarms": _alarms(context, job_id),
-        **_trajectories(context, job_id, principal.may("trajectories:read")),
+        **_trajectories(context, job_id, principal),
     }
 
 
@@ -95,8 +96,8 @@ def _alarms(context: AppContext, job_id: str) -> list[dict[str, Any]]:
     return sorted(bodies, key=lambda body: -int(body["step"]))[:SHOWN_ALARMS]
 
 
-def _trajectories(context: AppContext, job_id: str, allowed: bool) -> dict[str, Any]:
-    if not allowed:
+def _trajectories(context: AppContext, job_id: str, principal: Principal) -> dict[str, Any]:
+    if not principal.may("trajectories:read"):
         return {"trajectories": [], "trajectories_missing": "this key lacks the scope trajectories:read"}
     try:
         page = views.trajectories(context, job_id, limit=LATEST_TRAJECTORIES)

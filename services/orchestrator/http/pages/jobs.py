@@ -8,10 +8,11 @@ from typing import Annotated, Any
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request, Response
+from pydantic import BaseModel, Field
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.http import views
-from services.orchestrator.http.dependencies import ContextOf, PrincipalOf
+from services.orchestrator.http.dependencies import ContextDep, PrincipalDep
 from services.orchestrator.http.pages.rendering import is_part, show
 from services.orchestrator.jobs.listing import JobFilter
 from services.orchestrator.jobs.search import find_jobs
@@ -23,28 +24,34 @@ router = APIRouter()
 PAGE_LENGTH = 50
 
 
+class JobsForm(BaseModel):
+    """What the list is filtered by; q is words of names."""
+
+    status: str = Field("", pattern=f"^({'|'.join(JobState)})?$")
+    label: str = Field("", max_length=800)
+    q: str = Field("", max_length=200)
+    cursor: str = Field("", pattern=r"^\d{0,15}$")
+
+
 @router.get("/")
 def show_jobs(
     request: Request,
-    context: ContextOf,
-    principal: PrincipalOf,
-    status: Annotated[str, Query(pattern=f"^({'|'.join(JobState)})?$")] = "",
-    label: Annotated[str, Query(max_length=800)] = "",
-    q: Annotated[str, Query(max_length=200)] = "",
-    cursor: Annotated[str, Query(pattern=r"^\d{0,15}$")] = "",
+    context: ContextDep,
+    principal: PrincipalDep,
+    query: Annotated[JobsForm, Query()],
 ) -> Response:
     """The jobs, newest first."""
-    labels = [label.strip()] if label.strip() else []
-    wanted = JobFilter([JobState(status)] if status else [], labels, tenant=principal.sees_tenant)
-    page = find_jobs(context.jobs, wanted, q.strip(), cursor or None, PAGE_LENGTH)
-    chosen = {"status": status, "label": label, "q": q}
+    labels = [query.label.strip()] if query.label.strip() else []
+    wanted = JobFilter([JobState(query.status)] if query.status else [], labels, tenant=principal.sees_tenant)
+    page = find_jobs(context.jobs, wanted, query.q.strip(), query.cursor or None, PAGE_LENGTH)
+    chosen = query.model_dump(exclude={"cursor"})
     kept = {name: value for name, value in chosen.items() if value}
     older = urlencode({**kept, "cursor": page.next_cursor}) if page.next_cursor else ""
     facts = {
         "jobs": _lines(context, page.job_ids),
         "older": older,
         "newest": urlencode(kept),
-        "cursor": cursor,
+        "cursor": query.cursor,
         "chosen": chosen,
         "states": list(JobState),
         # How many jobs others have is not everybody's business.

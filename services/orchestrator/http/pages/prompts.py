@@ -10,8 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.http import views
-from services.orchestrator.http.api.experience import PromptId
-from services.orchestrator.http.dependencies import ContextOf, JobId
+from services.orchestrator.http.dependencies import ContextDep, JobId, PromptId
 from services.orchestrator.http.pages.rendering import is_part, show
 from services.orchestrator.http.pages.tokens import pivotal_of
 from spo import redis_keys
@@ -33,7 +32,7 @@ SHOWN_TURNS = 30
 @router.get("")
 def show_prompts(
     request: Request,
-    context: ContextOf,
+    context: ContextDep,
     job_id: JobId,
     q: Annotated[str, Query(max_length=200)] = "",
     cursor: Annotated[str, Query(pattern=r"^\d{0,9}$")] = "",
@@ -62,7 +61,7 @@ def show_prompts(
 
 
 @router.get("/{prompt_id}")
-def show_prompt(request: Request, context: ContextOf, job_id: JobId, prompt_id: PromptId) -> Response:
+def show_prompt(request: Request, context: ContextDep, job_id: JobId, prompt_id: PromptId) -> Response:
     """One prompt: its value with the interval, its latest responses side by side, its pivotal tokens."""
     job = views.job(context, job_id)
     spec = context.jobs.spec(job_id)

@@ -12,11 +12,9 @@ import yaml
 from fastapi import APIRouter, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from services.orchestrator.auth.principals import Principal
-from services.orchestrator.container import AppContext
-from services.orchestrator.http.api.jobs import submit_spec
-from services.orchestrator.http.dependencies import ContextOf, PrincipalOf
+from services.orchestrator.http.dependencies import ContextDep, PrincipalDep
 from services.orchestrator.http.pages.rendering import show
+from services.orchestrator.http.submission import checked_spec, submit_job
 from services.orchestrator.lifecycle.submission import MAX_DEPTH
 from spo.errors import InvalidInput, SpoError
 
@@ -39,40 +37,38 @@ class Fault:
 @router.get("/submit")
 def show_form(request: Request, recipe: str = EXAMPLE) -> Response:
     """The form, with a recipe to begin from."""
-    folder = next((each for each in RECIPE_FOLDERS if each.is_dir()), RECIPE_FOLDERS[0])
+    folder = next((recipes for recipes in RECIPE_FOLDERS if recipes.is_dir()), RECIPE_FOLDERS[0])
     known = sorted(path.relative_to(folder).as_posix() for path in folder.glob("**/*.yaml"))
     text = (folder / recipe).read_text() if recipe in known else ""
     return show(request, "submission/form.html", recipes=known, recipe=recipe, spec=text)
 
 
 @router.post("/submit")
-async def take_form(request: Request, context: ContextOf, principal: PrincipalOf) -> Response:
+async def take_form(request: Request, context: ContextDep, principal: PrincipalDep) -> Response:
     """Check what was typed, and submit it unless it was only to be checked."""
     form = parse_qs((await request.body()).decode("utf-8", errors="replace"), max_num_fields=10)
     typed = form.get("spec", [""])[0].replace("\r\n", "\n")
     only_check = "check" in form
-    key = form.get("idempotency_key", [""])[0][:255] or None
-    return await run_in_threadpool(_answer, request, context, principal, typed, None if only_check else (key,))
+    idempotency_key = form.get("idempotency_key", [""])[0][:255] or None
 
+    def answer() -> Response:
+        try:
+            spec = checked_spec(context, principal, json.dumps(parse_typed(typed)).encode())
+            if only_check:
+                resolved = yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+                return show(request, "submission/answer.html", resolved=resolved)
+            job_id = submit_job(context, principal, spec, idempotency_key)
+        except SpoError as error:
+            faults = [
+                Fault(violation.pointer, violation.message, line_of(typed, violation.pointer))
+                for violation in error.violations
+            ]
+            return show(request, "submission/answer.html", error=error, faults=faults)
+        response = show(request, "submission/answer.html", job_id=job_id)
+        response.headers["HX-Redirect"] = f"/jobs/{job_id}"
+        return response
 
-def _answer(
-    request: Request, context: AppContext, principal: Principal, typed: str, submit: tuple[str | None] | None
-) -> Response:
-    """The verdict on a spec as part of the page; a submitted job's page is where the browser goes next."""
-    try:
-        body = json.dumps(parse_typed(typed)).encode()
-        spec, job_id = submit_spec(
-            context, principal, body, validate_only=submit is None, key=submit[0] if submit else None
-        )
-    except SpoError as error:
-        faults = [Fault(each.pointer, each.message, line_of(typed, each.pointer)) for each in error.violations]
-        return show(request, "submission/answer.html", error=error, faults=faults)
-    if job_id is None:
-        resolved = yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-        return show(request, "submission/answer.html", resolved=resolved)
-    response = show(request, "submission/answer.html", job_id=job_id)
-    response.headers["HX-Redirect"] = f"/jobs/{job_id}"
-    return response
+    return await run_in_threadpool(answer)
 
 
 def parse_typed(text: str) -> Any:

@@ -1,0 +1,42 @@
+"""Submitting a job, as the API and the page do it: checks that need to know who asks, then the quota, then the job."""
+
+from __future__ import annotations
+
+from services.orchestrator.auth.principals import Principal
+from services.orchestrator.container import AppContext
+from services.orchestrator.experience.availability import require_stored
+from services.orchestrator.lifecycle.shared_rollout_rules import require_followable
+from services.orchestrator.lifecycle.submission import accept
+from spo.errors import ResourceExhausted
+from spo.spec.job_spec import JobSpec
+
+
+def checked_spec(context: AppContext, principal: Principal, body: bytes) -> JobSpec:
+    """The resolved spec, if it can be submitted. Raises InvalidInput."""
+    spec = accept(
+        body,
+        context.library,
+        lambda parsed: context.require_usable(parsed.tasks, principal.sees_tenant, parsed.model.path),
+    )
+    require_sources(context, principal, spec)
+    return spec
+
+
+def submit_job(context: AppContext, principal: Principal, spec: JobSpec, idempotency_key: str | None) -> str:
+    """The id of the new job, or of the one that this key made before. Raises ResourceExhausted, Conflict."""
+    require_quota(context, principal)
+    return context.jobs.submit(spec, idempotency_key, actor=principal.name, tenant=principal.tenant)
+
+
+def require_sources(context: AppContext, principal: Principal, spec: JobSpec) -> None:
+    """Refuse a spec whose stored experience or shared rollouts are not there for the tenant. Raises InvalidInput."""
+    require_stored(context.redis, context.experience, spec, principal.tenant)
+    require_followable(context.jobs, spec, principal.tenant)
+
+
+def require_quota(context: AppContext, principal: Principal) -> None:
+    """Raises ResourceExhausted (code "quota_exceeded") where the key may have no more unfinished jobs."""
+    if principal.max_active_jobs is not None and context.jobs.active_of(principal.tenant) >= principal.max_active_jobs:
+        raise ResourceExhausted(
+            f"this key may have {principal.max_active_jobs} jobs that have not ended", code="quota_exceeded"
+        )

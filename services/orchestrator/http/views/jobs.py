@@ -1,0 +1,105 @@
+"""Jobs as people read them: in one line each, or one with its progress, failure, waits and spec."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from services.orchestrator import schemas
+from services.orchestrator.container import AppContext
+from services.orchestrator.lifecycle.monitor import waits
+from services.orchestrator.replicas.weights import announcement_of
+from spo import redis_keys
+from spo.errors import NotFound
+from spo.spec.job_state import TERMINAL, JobState
+
+
+def job_summary(context: AppContext, job_id: str) -> schemas.JobSummary:
+    """A job in one line. Raises NotFound."""
+    for summary in job_summaries(context, [job_id]):
+        return summary
+    raise NotFound(f"there is no job {job_id}", code="job_not_found")
+
+
+def job_summaries(context: AppContext, job_ids: Sequence[str]) -> list[schemas.JobSummary]:
+    """The jobs in one line each; those deleted meanwhile are left out."""
+    with context.redis.pipeline(transaction=False) as pipe:
+        for job_id in job_ids:
+            pipe.hgetall(redis_keys.job_record(job_id))
+            pipe.get(redis_keys.run_state(job_id))
+            pipe.zrange(redis_keys.job_metrics(job_id), -1, -1, withscores=True)
+        replies = pipe.execute()
+    found = zip(job_ids, replies[::3], replies[1::3], replies[2::3], strict=True)
+    return [_summary(job_id, *stored) for job_id, *stored in found if stored[0] and stored[1]]
+
+
+def job(context: AppContext, job_id: str) -> schemas.Job:
+    """A job with all that is known of its progress. Raises NotFound."""
+    # One round trip for all of it: jobs are looked at often, and by many.
+    with context.redis.pipeline(transaction=False) as pipe:
+        pipe.hgetall(redis_keys.job_record(job_id))
+        pipe.get(redis_keys.run_state(job_id))
+        pipe.zrange(redis_keys.job_metrics(job_id), -1, -1, withscores=True)
+        pipe.get(redis_keys.run_spec(job_id))
+        pipe.hlen(redis_keys.run_values(job_id))
+        pipe.hkeys(redis_keys.evaluations(job_id))
+        pipe.xrevrange(redis_keys.weights(job_id), count=1)
+        fields, state, newest, document, values, evaluated, announced = pipe.execute()
+    if not fields or not state or document is None:
+        raise NotFound(f"there is no job {job_id}", code="job_not_found")
+    summary = _summary(job_id, fields, state, newest)
+    record = {name.decode(): value.decode() for name, value in fields.items()}
+    spec = context.jobs.parse_spec(document)
+    latest = _newest_evaluation(context, job_id, evaluated)
+    total = record.get("prompts_total")
+    failure = None
+    if "failure_code" in record:
+        failure = schemas.Failure(code=record["failure_code"], message=record["failure_message"])
+    return schemas.Job(
+        **vars(summary),
+        progress=schemas.Progress(
+            **context.value_progress.of(job_id, spec, values),
+            values_total=int(total) if total else None,
+            step=summary.step,
+            steps=spec.trainer.steps,
+            weight_version=announcement_of(announced[0]).version if announced else 0,
+            evaluations=len(evaluated),
+        ),
+        latest_evaluation=evaluation_brief(latest) if latest else None,
+        failure=failure,
+        waits=[] if summary.state in TERMINAL else _waits(context, job_id, summary.state),
+        spec=spec.model_dump(mode="json"),
+        lineage=json.loads(record["lineage"]) if "lineage" in record else None,
+    )
+
+
+def evaluation_brief(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """An evaluation without its list of problems."""
+    return {name: value for name, value in evaluation.items() if name != "per_problem"}
+
+
+def _summary(
+    job_id: str, fields: Mapping[bytes, bytes], state: bytes, newest: list[tuple[bytes, float]]
+) -> schemas.JobSummary:
+    record = {name.decode(): value.decode() for name, value in fields.items()}
+    return schemas.JobSummary(
+        id=job_id,
+        name=record["name"],
+        labels=json.loads(record["labels"]),
+        state=JobState(state.decode()),
+        step=int(newest[0][1]) if newest else 0,
+        created_at=record["created_at"],
+        updated_at=record.get("updated_at", record["created_at"]),
+    )
+
+
+def _waits(context: AppContext, job_id: str, state: JobState) -> list[str]:
+    seen = waits(context.jobs, context.replicas, context.leases, context.assigner, job_id, state)
+    return [*context.queue.reasons(job_id, state), *seen]
+
+
+def _newest_evaluation(context: AppContext, job_id: str, steps: list[bytes]) -> dict[str, Any] | None:
+    """The latest of them; each can be large, so only that one is read."""
+    raw = context.redis.hget(redis_keys.evaluations(job_id), max(steps, key=int).decode()) if steps else None
+    return json.loads(raw) if raw else None
