@@ -1,13 +1,15 @@
-"""Every Redis key of the platform: one function per key, its docstring is the key's schema.
+"""The Redis keys that several services, or the shared library, know: one function per key, its docstring is its schema.
 
 `spo:{run}:owner:noun[:id]`; the owner is the only service that writes the key unless the docstring says otherwise.
+Keys that one service alone knows are in `services/<it>/redis_keys.py`, with one exception: a key of a run is here even
+when only its owner reads it. The orchestrator deletes a run's keys by these functions, and imports no other service.
 """
 
 from __future__ import annotations
 
 from blake3 import blake3
 
-# Consumer groups, one per stage of the belt.
+# Consumer groups, one per stage of the pipeline.
 INFERENCE_GROUP = "inference"
 JUDGE_GROUP = "sandbox-judge"
 INGEST_GROUP = "replay-buffer"
@@ -15,7 +17,7 @@ VALUE_GROUP = "value-estimation"
 
 
 def prompts(run_id: str) -> str:
-    """Stream: PromptGroup. Feeder -> inference replicas of the run."""
+    """Stream: PromptGroup. Dispatcher -> inference replicas of the run."""
     return f"spo:{run_id}:prompts"
 
 
@@ -84,84 +86,19 @@ def job_record(job_id: str) -> str:
     return f"spo:{job_id}:orchestrator:job"
 
 
-def job_events(job_id: str) -> str:
-    """Stream: append-only events {seq, at, actor, kind, body}; entry id `<seq>-0`: seq is gapless. Orchestrator."""
-    return f"spo:{job_id}:orchestrator:events"
-
-
-def job_metrics(job_id: str) -> str:
-    """Sorted set: JSON {"step", ...named scalars} scored by step; one member per (series group, step). Orchestrator."""
-    return f"spo:{job_id}:orchestrator:metrics"
-
-
-def job_platform_series(job_id: str) -> str:
-    """Sorted set: JSON {"at_unix_ms", "step", queue depths} scored by unix ms. Orchestrator."""
-    return f"spo:{job_id}:orchestrator:platform_series"
-
-
-def job_alarms(job_id: str) -> str:
-    """Hash: epoch:step:alarm -> what was told of it (JSON), epoch:step:pause -> weight version. Orchestrator."""
-    return f"spo:{job_id}:orchestrator:alarms"
-
-
-def job_lease(job_id: str) -> str:
-    """Hash: trainer_id, epoch, expires_unix_ms. Orchestrator."""
-    return f"spo:{job_id}:orchestrator:lease"
-
-
-def job_checkpoints(job_id: str) -> str:
-    """Hash: step -> JSON of the checkpoint manifest's head. Orchestrator."""
-    return f"spo:{job_id}:orchestrator:checkpoints"
-
-
-def job_weights(job_id: str) -> str:
-    """Hash: version -> JSON of the published version. Orchestrator."""
-    return f"spo:{job_id}:orchestrator:weight_versions"
-
-
-def evaluations(job_id: str) -> str:
-    """Hash: step -> JSON of an evaluation result. Orchestrator."""
-    return f"spo:{job_id}:orchestrator:evaluations"
-
-
-def on_demand_evaluations() -> str:
-    """Hash: evaluation id -> JSON of an evaluation that somebody asked for, with its result. Orchestrator."""
-    return "spo:orchestrator:examinations"
-
-
-def evaluated_run() -> str:
-    """String: the run whose weights are being evaluated while no job is active; expires. Orchestrator."""
-    return "spo:orchestrator:evaluated_run"
-
-
 def dispatch_cursor(run_id: str) -> str:
     """Hash: next prompt position, groups dispatched, so that a restarted dispatcher goes on. Orchestrator."""
     return f"spo:{run_id}:orchestrator:dispatcher"
 
 
-def idempotency(key_digest: str) -> str:
-    """Hash: job_id, body_digest of a POST with an Idempotency-Key; expires after a day. Orchestrator."""
-    return f"spo:orchestrator:idempotency:{key_digest}"
-
-
 def scale() -> str:
-    """Hash: pool -> replicas wished for. Orchestrator; the launcher of a local platform follows it."""
+    """Hash: pool -> how many replicas it should have. Orchestrator; the launcher of a local platform follows it."""
     return "spo:orchestrator:scale"
 
 
 def replicas() -> str:
     """Hash: replica id -> time and serialized HeartbeatRequest. Orchestrator; read by whoever asks inference."""
     return "spo:orchestrator:replicas"
-
-
-def tests(digest: str) -> str:
-    """String: serialized TestSet. Written by whoever uploads tests, content-addressed; read by judges."""
-    return f"spo:sandbox-judge:tests:{digest}"
-
-
-def verdict(digest: str) -> str:
-    """String: serialized Verdict by digest of (program, tests, limits, language, judge version). Judge."""
-    return f"spo:sandbox-judge:verdict:{digest}"
 
 
 def run_values_under(run_id: str, version: int) -> str:
@@ -172,24 +109,6 @@ def run_values_under(run_id: str, version: int) -> str:
 def run_values(run_id: str) -> str:
     """Hash: prompt id -> serialized PromptValue. Value-estimation; read by replay and orchestrator."""
     return f"spo:{run_id}:value-estimation:values"
-
-
-def value_counts(value_key_digest: str) -> str:
-    """Hash: part -> `samples:successes`, with rewards where they are shares; outlives runs. Value-estimation."""
-    return f"spo:value-estimation:counts:{value_key_digest}"
-
-
-def value_population(population_digest: str) -> str:
-    """Hash: prompt id -> JSON {samples, successes, features} of prompts sampled alike, outlives runs. Value-estimation.
-
-    The digest is of (reference hash, sampler, judge version, reward).
-    """
-    return f"spo:value-estimation:population:{population_digest}"
-
-
-def value_origin(value_key_digest: str, extra_sampler: str) -> str:
-    """String: id of a run whose replay buffer holds the counted and the extra samples, scored. Value-estimation."""
-    return f"spo:value-estimation:origin:{digest(value_key_digest, extra_sampler)}"
 
 
 def value_progress(run_id: str, prompt_id: str) -> str:
@@ -205,14 +124,6 @@ def run_pivotal(run_id: str) -> str:
 def pivotal_visits(run_id: str) -> str:
     """Set: `labels digest:position` of every prefix this run has rolled out or is rolling out. Value-estimation."""
     return f"spo:{run_id}:value-estimation:pivotal_visits"
-
-
-def pivotal_labels(labels_digest: str) -> str:
-    """Hash: position -> `rollouts:successes` of pi0 from that prefix, outlives runs. Value-estimation.
-
-    The digest is of (reference hash, prompt, tests, sampler, judge version, response tokens).
-    """
-    return f"spo:value-estimation:labels:{labels_digest}"
 
 
 def replay_trajectory(run_id: str, trajectory_id: str) -> str:
@@ -271,19 +182,9 @@ def replay_stored(run_id: str) -> str:
     return f"spo:{run_id}:replay-buffer:stored"
 
 
-def replay_unstored() -> str:
-    """Set: ids of runs whose ledgers hold more than the experience store. Replay."""
-    return "spo:replay-buffer:unstored"
-
-
-def replay_draws(run_id: str) -> str:
-    """Sorted set: step by the number of its draw; the log of all batches. Replay."""
-    return f"spo:{run_id}:replay-buffer:draws"
-
-
-def value_key(reference_hash: str, prompt_id: str, tests_digest: str, sampler: str, judge_version: str) -> str:
-    """Digest under which a prompt's success counts outlive runs; beta is not in it (docs: keys that outlive a run)."""
-    return digest(reference_hash, prompt_id, tests_digest, sampler, judge_version)
+def replay_batch_log(run_id: str) -> str:
+    """Sorted set: step by the number of its batch, in the order in which batches were drawn. Replay."""
+    return f"spo:{run_id}:replay-buffer:batch_log"
 
 
 def digest(*parts: str) -> str:

@@ -1,4 +1,7 @@
-"""Redis keys that only the orchestrator knows; those that others read are in spo.redis_keys. Same conventions."""
+"""Redis keys that only the orchestrator knows; those that others read are in spo.redis_keys. Same conventions.
+
+Deletion finds the keys of a run in both modules, by the parameters `run_id` or `job_id` of their functions.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def audit_log() -> str:
 
 def deleted_jobs() -> str:
     """Set: ids of deleted jobs whose keys and folders are still to be removed. Orchestrator."""
-    return "spo:orchestrator:retired"
+    return "spo:orchestrator:deleted_jobs"
 
 
 def open_evaluations() -> str:
@@ -70,11 +73,66 @@ def open_datasets() -> str:
     return "spo:orchestrator:open_datasets"
 
 
-def experience_upkeep() -> str:
+def experience_maintenance() -> str:
     """String: token of who prunes or compacts the experience store; expires. Orchestrator."""
-    return "spo:orchestrator:experience_upkeep"
+    return "spo:orchestrator:experience_maintenance"
 
 
 def job_logs(job_id: str) -> str:
     """Stream: service, replica_id, level, at_unix_ms, line (JSON) of the latest 20,000 log lines. Orchestrator."""
     return f"spo:{job_id}:orchestrator:logs"
+
+
+def job_events(job_id: str) -> str:
+    """Stream: append-only events {seq, at, actor, kind, body}; entry id `<seq>-0`: seq is gapless. Orchestrator."""
+    return f"spo:{job_id}:orchestrator:events"
+
+
+def job_metrics(job_id: str) -> str:
+    """Sorted set: JSON {"step", ...named scalars} scored by step; one member per (series group, step). Orchestrator."""
+    return f"spo:{job_id}:orchestrator:metrics"
+
+
+def job_platform_series(job_id: str) -> str:
+    """Sorted set: JSON {"at_unix_ms", "step", queue depths} scored by unix ms. Orchestrator."""
+    return f"spo:{job_id}:orchestrator:platform_series"
+
+
+def job_alarms(job_id: str) -> str:
+    """Hash: epoch:step:alarm -> what was told of it (JSON), epoch:step:pause -> weight version. Orchestrator."""
+    return f"spo:{job_id}:orchestrator:alarms"
+
+
+def job_lease(job_id: str) -> str:
+    """Hash: trainer_id, epoch, expires_unix_ms. Orchestrator."""
+    return f"spo:{job_id}:orchestrator:lease"
+
+
+def job_checkpoints(job_id: str) -> str:
+    """Hash: step -> JSON of the checkpoint manifest's head. Orchestrator."""
+    return f"spo:{job_id}:orchestrator:checkpoints"
+
+
+def job_weights(job_id: str) -> str:
+    """Hash: version -> JSON of the published version. Orchestrator."""
+    return f"spo:{job_id}:orchestrator:weight_versions"
+
+
+def evaluations(job_id: str) -> str:
+    """Hash: step -> JSON of an evaluation result. Orchestrator."""
+    return f"spo:{job_id}:orchestrator:evaluations"
+
+
+def on_demand_evaluations() -> str:
+    """Hash: evaluation id -> JSON of an evaluation that somebody asked for, with its result. Orchestrator."""
+    return "spo:orchestrator:on_demand_evaluations"
+
+
+def evaluated_run() -> str:
+    """String: the run whose weights are being evaluated while no job is active; expires. Orchestrator."""
+    return "spo:orchestrator:evaluated_run"
+
+
+def idempotency(key_digest: str) -> str:
+    """Hash: job_id, body_digest of a POST with an Idempotency-Key; expires after a day. Orchestrator."""
+    return f"spo:orchestrator:idempotency:{key_digest}"

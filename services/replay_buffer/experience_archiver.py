@@ -14,6 +14,7 @@ from pathlib import Path
 
 import redis
 
+from services.replay_buffer import redis_keys as own_keys
 from services.replay_buffer.settings import Settings
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
@@ -68,7 +69,7 @@ class ExperienceArchiver:
                 if not adopted:
                     self.adopt()
                     adopted = True
-                runs = self.client.smembers(redis_keys.replay_unstored())
+                runs = self.client.smembers(own_keys.replay_unstored())
             except redis.RedisError as error:
                 log.warning("Redis does not answer; trying again", reason=str(error))
                 continue
@@ -88,7 +89,7 @@ class ExperienceArchiver:
             counts = zip(chunk, found[::2], found[1::2], strict=True)
             unstored = [run_id for run_id, number, written in counts if int(number or 0) > int(written or 0)]
             if unstored:
-                self.client.sadd(redis_keys.replay_unstored(), *unstored)
+                self.client.sadd(own_keys.replay_unstored(), *unstored)
 
     def _try(self, run_id: str) -> None:
         try:
@@ -172,5 +173,5 @@ def _settled_keys(run_id: str) -> list[str]:
     return [
         redis_keys.replay_counters(run_id),
         redis_keys.replay_stored(run_id),
-        redis_keys.replay_unstored(),
+        own_keys.replay_unstored(),
     ]

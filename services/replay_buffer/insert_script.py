@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from services.replay_buffer import redis_keys as own_keys
 from services.replay_buffer.admission import content_digest
 from services.replay_buffer.windows import SOURCES, fact_of, source_name
 from spo import redis_keys
@@ -60,7 +61,7 @@ def _keys(run_id: str) -> list[str]:
         redis_keys.replay_counters(run_id),
         redis_keys.replay_copies(run_id),
         redis_keys.replay_trajectory(run_id, ""),
-        redis_keys.replay_unstored(),
+        own_keys.replay_unstored(),
         *(redis_keys.replay_source(run_id, source) for source in map(source_name, SOURCES)),
     ]
 

@@ -25,7 +25,7 @@ class SampleCounts:
         """Read the batches that were recorded since the last refresh, by whichever process."""
         while True:
             steps = self.client.zrangebyscore(
-                redis_keys.replay_draws(self.run_id), f"({self.batches_read}", "+inf", start=0, num=BATCHES_PER_READ
+                redis_keys.replay_batch_log(self.run_id), f"({self.batches_read}", "+inf", start=0, num=BATCHES_PER_READ
             )
             if not steps:
                 return

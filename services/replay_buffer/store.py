@@ -92,7 +92,7 @@ class ReplayStore:
             keys=[
                 redis_keys.replay_batch(run_id, step),
                 redis_keys.replay_counters(run_id),
-                redis_keys.replay_draws(run_id),
+                redis_keys.replay_batch_log(run_id),
             ],
             args=[" ".join(trajectory_ids), step, "" if last_batch is None else last_batch, *pairs],
         )

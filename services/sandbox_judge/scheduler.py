@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import redis
 from blake3 import blake3
 
+from services.sandbox_judge import redis_keys as own_keys
 from services.sandbox_judge.executor import JudgeFault
 from services.sandbox_judge.isolation.memory_cgroup import memory_parent
 from services.sandbox_judge.languages import behaviour_of, language_of
@@ -148,7 +149,7 @@ class JudgeScheduler:
     def _key(self, program: str, language: str, tests_digest: str) -> str:
         # Hashed first: a program need not be UTF-8.
         source = blake3(encoded(program)).hexdigest()
-        return redis_keys.verdict(
+        return own_keys.verdict(
             redis_keys.digest(source, tests_digest, language, behaviour_of(language), self.judge_version)
         )
 

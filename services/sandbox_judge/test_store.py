@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from blake3 import blake3
 
+from services.sandbox_judge import redis_keys as own_keys
 from services.sandbox_judge.languages import languages
-from spo import redis_keys
 from spo.errors import FieldViolation, IntegrityError, InvalidInput, NotFound
 from spo.v1.verdict_pb2 import Checker, TestSet
 
@@ -46,7 +46,7 @@ class TestSets:
         require_usable(test_set)
         serialized = test_set.SerializeToString(deterministic=True)
         digest = blake3(serialized).hexdigest()
-        self._store.set(redis_keys.tests(digest), serialized)
+        self._store.set(own_keys.tests(digest), serialized)
         return digest
 
     def get(self, digest: str) -> TestSet:
@@ -55,7 +55,7 @@ class TestSets:
             if digest in self._kept:
                 self._kept.move_to_end(digest)
                 return self._kept[digest][1]
-        serialized: bytes | None = self._store.get(redis_keys.tests(digest))
+        serialized: bytes | None = self._store.get(own_keys.tests(digest))
         if serialized is None:
             raise NotFound(f"no test set {digest!r}; upload it first", code="tests_not_found")
         if blake3(serialized).hexdigest() != digest:

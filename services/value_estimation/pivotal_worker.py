@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from services.value_estimation import redis_keys as own_keys
 from services.value_estimation.reference import Reference, References
 from services.value_estimation.samples import SampleMaker
 from services.value_estimation.service_clients import ServiceClients
@@ -164,7 +165,7 @@ class PivotalWorker:
         return True
 
     def _known(self, labels: str) -> dict[int, Count]:
-        stored = self.client.hgetall(redis_keys.pivotal_labels(labels))
+        stored = self.client.hgetall(own_keys.pivotal_labels(labels))
         pairs = {int(position): text.split(b":") for position, text in stored.items()}
         return {position: Count(int(rollouts), int(successes)) for position, (rollouts, successes) in pairs.items()}
 
@@ -196,7 +197,7 @@ class PivotalWorker:
         if search.pivotal.keep_rollouts:
             search.maker.clients.append(search.maker.run_id, found)
         count = Count(len(found), sum(is_success(each.reward, search.spec.tasks.reward) for each in found))
-        self.client.hset(redis_keys.pivotal_labels(labels), str(position), f"{count.rollouts}:{count.successes}")
+        self.client.hset(own_keys.pivotal_labels(labels), str(position), f"{count.rollouts}:{count.successes}")
         return count
 
     def _await_idle(self, run_id: str, stop: threading.Event) -> None:

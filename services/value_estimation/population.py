@@ -7,8 +7,8 @@ import threading
 import time
 from dataclasses import asdict, dataclass, field
 
+from services.value_estimation import redis_keys as own_keys
 from services.value_estimation.counts import Counts
-from spo import redis_keys
 from spo.algorithm.value_prior import JEFFREYS, BetaPrior, PriorModel, PromptFeatures, fit_prior
 from spo.messaging.redis_client import RedisClient
 
@@ -41,11 +41,11 @@ class Population:
     def record(self, key: str, prompt_id: str, counts: Counts, features: PromptFeatures) -> None:
         """What a prompt's samples have come to so far; replaces what was recorded of it."""
         document = {"samples": counts.samples, "successes": counts.successes, "features": asdict(features)}
-        self.client.hset(redis_keys.value_population(key), prompt_id, json.dumps(document))
+        self.client.hset(own_keys.value_population(key), prompt_id, json.dumps(document))
 
     def prior_of(self, key: str, prompt_id: str, features: PromptFeatures) -> BetaPrior:
         """The prior of a prompt, from the samples of others; Jeffreys' while few prompts are known."""
-        known = self.client.hlen(redis_keys.value_population(key))
+        known = self.client.hlen(own_keys.value_population(key))
         with self._lock:
             fit = self._fits.get(key, Fit(0, None, 0.0, 0.0))
             is_old = time.monotonic() > fit.done_at + max(REFIT_SECONDS, REFIT_PAUSE * fit.seconds)
@@ -55,7 +55,7 @@ class Population:
 
     def _fit(self, key: str) -> Fit:
         began = time.monotonic()
-        stored = self.client.hgetall(redis_keys.value_population(key))
+        stored = self.client.hgetall(own_keys.value_population(key))
         names = sorted(stored)
         documents = [json.loads(stored[name]) for name in names]
         model = fit_prior(

@@ -15,6 +15,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from services.value_estimation import redis_keys as own_keys
 from services.value_estimation.counts import Counts, count, total
 from services.value_estimation.samples import SampleMaker
 from spo import redis_keys
@@ -72,7 +73,7 @@ class PromptEstimate:
         """
         if any(name != IMPORTED for name in self._done()):
             return
-        stored = self.client.hgetall(redis_keys.value_counts(self.value_key))
+        stored = self.client.hgetall(own_keys.value_counts(self.value_key))
         counts = total(map(Counts.decode, stored.values()))
         if not counts.samples:
             return
@@ -107,7 +108,7 @@ class PromptEstimate:
         counts = self.counted()
         if not counts.samples:
             return
-        key = redis_keys.value_counts(self.value_key)
+        key = own_keys.value_counts(self.value_key)
         stored = self.client.hgetall(key)
         if counts.samples >= total(map(Counts.decode, stored.values())).samples:
             with self.client.pipeline(transaction=True) as pipe:
@@ -156,7 +157,7 @@ class PromptEstimate:
         beside = f"{extra.samples} {sampler(extra)} {self.spec.model.dtype}"
         if self.value.unsolved == "retry_hotter":
             beside += f" retry {self.value.retry_samples} {self.value.retry_temperature:g}"
-        return redis_keys.value_origin(self.value_key, beside)
+        return own_keys.value_origin(self.value_key, beside)
 
 
 def sampler(sampling: Sampling) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from services.value_estimation import redis_keys as own_keys
 from services.value_estimation.counts import count, total
 from services.value_estimation.prompt_estimate import sampler
 from services.value_estimation.service_clients import ServiceClients
-from spo import redis_keys
 from spo.observability import metrics
 from spo.spec.job_spec import RewardSpec
 from spo.spec.reward import needs_all_tests, reward_of
@@ -34,7 +34,7 @@ def value_under(
     metrics.VALUE_SAMPLES.inc(found.samples)
     return PromptValue(
         prompt_id=prompt.prompt_id,
-        value_key=redis_keys.value_key(
+        value_key=own_keys.value_key(
             request.reference_hash,
             prompt.prompt_id,
             prompt.tests_digest,

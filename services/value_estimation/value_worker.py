@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field, replace
 
+from services.value_estimation import redis_keys as own_keys
 from services.value_estimation.population import Population
 from services.value_estimation.prompt_estimate import PromptEstimate, sampler
 from services.value_estimation.reference import References
@@ -111,7 +112,7 @@ class ValueWorker:
             spec,
             spec.value or ValueSpec(),
             maker,
-            redis_keys.value_key(model_hash, prompt.prompt_id, prompt.tests_digest, sampled_how, judge_version),
+            own_keys.value_key(model_hash, prompt.prompt_id, prompt.tests_digest, sampled_how, judge_version),
             redis_keys.digest(model_hash, sampled_how, judge_version),
             self.settings.chunk_samples,
         )

@@ -25,7 +25,6 @@ from services.orchestrator.jobs.series import evaluation_results
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.replicas.assignment import SERVED, ReplicaAssigner
 from services.orchestrator.replicas.weights import WeightAnnouncements
-from spo import redis_keys
 from spo.errors import FieldViolation, InvalidInput, NotFound, SpoError
 from spo.observability.logs import get_logger
 from spo.spec.job_spec import EvaluationSpec, TasksSpec
@@ -115,14 +114,14 @@ class EvaluationQueue:
 
     def get(self, evaluation_id: str) -> RequestedEvaluation:
         """A requested evaluation, ended or not. Raises NotFound."""
-        stored = self.jobs.client.hget(redis_keys.on_demand_evaluations(), evaluation_id)
+        stored = self.jobs.client.hget(own_keys.on_demand_evaluations(), evaluation_id)
         if stored is None:
             raise NotFound(f"there is no evaluation {evaluation_id}", code="evaluation_not_found")
         return RequestedEvaluation(**json.loads(stored))
 
     def requested(self) -> list[RequestedEvaluation]:
         """Every requested evaluation, ended or not, newest first."""
-        stored = self.jobs.client.hvals(redis_keys.on_demand_evaluations())
+        stored = self.jobs.client.hvals(own_keys.on_demand_evaluations())
         found = [RequestedEvaluation(**json.loads(raw)) for raw in stored]
         return sorted(found, key=lambda evaluation: evaluation.id, reverse=True)
 
@@ -196,7 +195,7 @@ class EvaluationQueue:
             return state in (*SCHEDULED, JobState.PAUSING) and not stop.is_set() and not self.assigner.left_out(job_id)
 
         result = {"step": scheduled.step, **self._scored(task, is_wanted)}
-        key = redis_keys.evaluations(job_id)
+        key = own_keys.evaluations(job_id)
         brief = {name: value for name, value in result.items() if name != "per_problem"}
         writes = [("HSET", key, scheduled.step, json.dumps(result))]
         self.jobs.once(job_id, Precondition(key, str(scheduled.step)), "evaluation", brief, writes)
@@ -219,7 +218,7 @@ class EvaluationQueue:
             failure = {"code": "internal", "message": f"{type(error).__name__}: {error}"[:2000]}
             ended = replace(requested, state="failed", failure=failure)
         self._store(ended)
-        self.jobs.client.delete(redis_keys.evaluated_run())
+        self.jobs.client.delete(own_keys.evaluated_run())
         log.info("evaluation ended", evaluation=requested.id, job=requested.job_id, state=ended.state)
 
     def _answer(self, requested: RequestedEvaluation, stop: threading.Event) -> dict[str, object]:
@@ -233,7 +232,7 @@ class EvaluationQueue:
         def is_wanted() -> bool:
             if stop.is_set() or not self._may_use_replicas(requested.job_id):
                 return False
-            self.jobs.client.set(redis_keys.evaluated_run(), requested.job_id, ex=ASSIGNED_SECONDS)
+            self.jobs.client.set(own_keys.evaluated_run(), requested.job_id, ex=ASSIGNED_SECONDS)
             return True
 
         return self._scored(task, is_wanted)
@@ -250,7 +249,7 @@ class EvaluationQueue:
     def _store(self, evaluation: RequestedEvaluation) -> None:
         open_ones = own_keys.open_evaluations()
         with self.jobs.client.pipeline(transaction=True) as pipe:
-            pipe.hset(redis_keys.on_demand_evaluations(), evaluation.id, json.dumps(asdict(evaluation)))
+            pipe.hset(own_keys.on_demand_evaluations(), evaluation.id, json.dumps(asdict(evaluation)))
             if evaluation.state in OPEN:
                 pipe.zadd(open_ones, {evaluation.id: 0})
             else:

@@ -68,7 +68,7 @@ def compact(client: RedisClient, store: ExperienceStore, scope: Scope, *, dry_ru
 
 @contextmanager
 def _alone(client: RedisClient) -> Iterator[RedisLock]:
-    lock = client.lock(own_keys.experience_upkeep(), timeout=LOCK_SECONDS, blocking=False)
+    lock = client.lock(own_keys.experience_maintenance(), timeout=LOCK_SECONDS, blocking=False)
     if not lock.acquire():
         raise Conflict("stored experience is being pruned or compacted; try again later", code="experience_busy")
     try:

@@ -23,8 +23,8 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
+from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.store import JobEvent, event_of
-from spo import redis_keys
 from spo.observability.logs import get_logger
 from spo.spec.job_state import TERMINAL
 
@@ -147,7 +147,7 @@ class LiveEvents:
 
     async def _read(self, job_id: str, tail: _Tail) -> None:
         """Feed the tail while anybody listens."""
-        key = redis_keys.job_events(job_id)
+        key = own_keys.job_events(job_id)
         # The listener that this reader is started for has joined by the time the loop gets here.
         try:
             while tail.listeners and not self._stop.is_set():
@@ -173,7 +173,7 @@ class LiveEvents:
     async def _history(self, job_id: str, seq: int) -> list[Frame]:
         try:
             async with self._history_reads:
-                key = redis_keys.job_events(job_id)
+                key = own_keys.job_events(job_id)
                 entries: Any = await self._client.xrange(key, min=f"({seq}-0", count=BATCH)
         except redis.RedisError:
             await asyncio.sleep(1)

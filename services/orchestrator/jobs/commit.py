@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
+from services.orchestrator import redis_keys as own_keys
 from spo import redis_keys
 from spo.errors import NotReady
 from spo.messaging.redis_client import RedisClient
@@ -126,8 +127,8 @@ class Commit:
 
     def _keys(self) -> tuple[str, ...]:
         job = self.job_id
-        keys = redis_keys.run_state(job), redis_keys.job_events(job), redis_keys.job_record(job)
-        return (*keys, redis_keys.job_lease(job), self.guard.key if self.guard else redis_keys.job_record(job))
+        keys = redis_keys.run_state(job), own_keys.job_events(job), redis_keys.job_record(job)
+        return (*keys, own_keys.job_lease(job), self.guard.key if self.guard else redis_keys.job_record(job))
 
     def _arguments(self) -> list[Word]:
         fence = self.fence or Fence("", 0)

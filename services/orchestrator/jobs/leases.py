@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.commit import Commit, Fence, Precondition, Write
 from services.orchestrator.jobs.series import report_writes
 from services.orchestrator.jobs.store import JobStore
@@ -56,7 +57,7 @@ class Leases:
 
     def lease(self, job_id: str) -> Lease:
         """The lease as stored; an empty trainer when nobody has ever held the job."""
-        fields = self.jobs.client.hgetall(redis_keys.job_lease(job_id))
+        fields = self.jobs.client.hgetall(own_keys.job_lease(job_id))
         return Lease(
             fields.get(b"trainer_id", b"").decode(),
             int(fields.get(b"epoch", 0)),
@@ -84,7 +85,7 @@ class Leases:
         held = self.lease(job_id)
         if "trained_steps" in self.jobs.record(job_id) or (held.live and held.trainer_id != trainer_id):
             return None
-        key = redis_keys.job_lease(job_id)
+        key = own_keys.job_lease(job_id)
         epoch = held.epoch + 1
         outcome = Commit(
             job_id,
@@ -97,7 +98,7 @@ class Leases:
         if not outcome.done:
             return None
         log.info("job leased", job=job_id, trainer=trainer_id, epoch=epoch)
-        versions = self.jobs.client.hkeys(redis_keys.job_weights(job_id))
+        versions = self.jobs.client.hkeys(own_keys.job_weights(job_id))
         return wire.LeaseJobResponse(
             run_id=job_id,
             spec_json=spec_to_json(self.jobs.spec(job_id)),
@@ -149,7 +150,7 @@ class Leases:
                 job_id,
                 fence=Fence(request.trainer_id, request.epoch),
                 writes=[
-                    ("HSET", redis_keys.job_checkpoints(job_id), request.step, json.dumps(head)),
+                    ("HSET", own_keys.job_checkpoints(job_id), request.step, json.dumps(head)),
                     ("HDEL", redis_keys.job_record(job_id), "checkpoint_asked"),
                     self._extension(job_id),
                 ],
@@ -163,7 +164,7 @@ class Leases:
     def finish(self, request: wire.FinishRunRequest) -> None:
         """The trainer's last word: end the lease, then fail the job or leave it to the final evaluation."""
         job_id = request.run_id
-        writes: list[Write] = [("HSET", redis_keys.job_lease(job_id), "trainer_id", "", "expires_unix_ms", 0)]
+        writes: list[Write] = [("HSET", own_keys.job_lease(job_id), "trainer_id", "", "expires_unix_ms", 0)]
         if not request.error_code:
             writes.append(("HSET", redis_keys.job_record(job_id), "trained_steps", request.final_step))
         outcome = self.jobs.fenced(
@@ -179,7 +180,7 @@ class Leases:
             self.jobs.fail(job_id, request.error_code, request.error_message)
 
     def _extension(self, job_id: str) -> Write:
-        return ("HSET", redis_keys.job_lease(job_id), "expires_unix_ms", self._expiry())
+        return ("HSET", own_keys.job_lease(job_id), "expires_unix_ms", self._expiry())
 
     def _expiry(self) -> int:
         return now_ms() + int(self.lease_seconds * 1000)

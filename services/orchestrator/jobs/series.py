@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.commit import Write
-from spo import redis_keys
 from spo.messaging.redis_client import RedisClient
 
 Column = list[float | None]
@@ -24,7 +24,7 @@ class MetricCurves:
 
 def report_writes(job_id: str, reports: Iterable[tuple[int, dict[str, float]]]) -> list[Write]:
     """Redis writes that record scalars by step; a step reported again replaces what was there."""
-    key = redis_keys.job_metrics(job_id)
+    key = own_keys.job_metrics(job_id)
     writes: list[Write] = []
     for step, scalars in reports:
         writes.append(("ZREMRANGEBYSCORE", key, step, step))
@@ -37,31 +37,31 @@ def training_series(
 ) -> MetricCurves:
     """The reported scalars between two steps; thinned evenly to max_points, the newest step always kept."""
     upper = "+inf" if to_step is None else to_step
-    found = client.zrangebyscore(redis_keys.job_metrics(job_id), from_step, upper)
+    found = client.zrangebyscore(own_keys.job_metrics(job_id), from_step, upper)
     return _columns(_thinned([_point(raw) for raw in found], max_points), "step")
 
 
 def platform_series(client: RedisClient, job_id: str, max_points: int = 1000) -> MetricCurves:
     """Queue depths and replica counts; steps are unix milliseconds here."""
-    found = client.zrange(redis_keys.job_platform_series(job_id), 0, -1)
+    found = client.zrange(own_keys.job_platform_series(job_id), 0, -1)
     return _columns(_thinned([_point(raw) for raw in found], max_points), "at_unix_ms")
 
 
 def evaluation_results(client: RedisClient, job_id: str) -> list[dict[str, Any]]:
     """Every evaluation of the job in order of steps."""
-    found = client.hgetall(redis_keys.evaluations(job_id))
+    found = client.hgetall(own_keys.evaluations(job_id))
     return sorted((json.loads(raw) for raw in found.values()), key=lambda result: int(result["step"]))
 
 
 def latest_step(client: RedisClient, job_id: str) -> int:
     """The newest reported training step, 0 before the first."""
-    found = client.zrevrange(redis_keys.job_metrics(job_id), 0, 0, withscores=True)
+    found = client.zrevrange(own_keys.job_metrics(job_id), 0, 0, withscores=True)
     return int(found[0][1]) if found else 0
 
 
 def latest_point(client: RedisClient, job_id: str) -> dict[str, float]:
     """The scalars of the newest reported training step, empty before the first."""
-    found = client.zrevrange(redis_keys.job_metrics(job_id), 0, 0)
+    found = client.zrevrange(own_keys.job_metrics(job_id), 0, 0)
     return _point(found[0]) if found else {}
 
 

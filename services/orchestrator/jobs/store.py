@@ -141,7 +141,7 @@ class JobStore:
 
     def events(self, job_id: str, after_seq: int = 0, limit: int = 1000) -> list[JobEvent]:
         """Events after a sequence number, oldest first."""
-        entries = self.client.xrange(redis_keys.job_events(job_id), min=f"({after_seq}-0", count=limit)
+        entries = self.client.xrange(own_keys.job_events(job_id), min=f"({after_seq}-0", count=limit)
         return [event_of(entry) for entry in entries]
 
     def tenant(self, job_id: str) -> str:
@@ -278,7 +278,7 @@ def new_job_id() -> str:
 
 
 def _idempotency(tenant: str, key: str) -> str:
-    return redis_keys.idempotency(redis_keys.digest(tenant, key))
+    return own_keys.idempotency(redis_keys.digest(tenant, key))
 
 
 def legal_transitions() -> dict[str, list[str]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
+from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.commit import Commit, Precondition
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.replicas.weights import REFERENCE_VERSION, WeightAnnouncements
-from spo import redis_keys
 from spo.observability.logs import get_logger
 from spo.spec.job_state import JobState
 from spo.v1.orchestrator_service_pb2 import RenewLeaseRequest, StepReport
@@ -53,7 +53,7 @@ class Alarms:
 
     def _mark(self, request: RenewLeaseRequest, what: str) -> Precondition:
         # With the epoch: a trainer that resumed from an earlier step may come to the same alarm again.
-        return Precondition(redis_keys.job_alarms(request.run_id), f"{request.epoch}:{what}")
+        return Precondition(own_keys.job_alarms(request.run_id), f"{request.epoch}:{what}")
 
     def _pause(self, request: RenewLeaseRequest, report: StepReport) -> bool:
         """Pause at the last good weights: the newest published before the window in which the alarm arose."""

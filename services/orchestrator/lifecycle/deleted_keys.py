@@ -20,11 +20,11 @@ def keys_of(client: RedisClient, run_id: str) -> Iterator[list[str]]:
     """Chunks of keys, indices last: whoever is cut short finds the rest again."""
     for chunk in _ids(client, redis_keys.replay_ids(run_id)):
         yield [redis_keys.replay_trajectory(run_id, each) for each in chunk]
-    for chunk in _ids(client, redis_keys.replay_draws(run_id)):
+    for chunk in _ids(client, redis_keys.replay_batch_log(run_id)):
         yield [redis_keys.replay_batch(run_id, int(each)) for each in chunk]
     prompts = {*_fields(client, redis_keys.run_prompts(run_id)), *_fields(client, redis_keys.run_values(run_id))}
     yield [redis_keys.value_progress(run_id, prompt_id) for prompt_id in sorted(prompts)]
-    versions = _fields(client, redis_keys.job_weights(run_id))
+    versions = _fields(client, own_keys.job_weights(run_id))
     yield [redis_keys.run_values_under(run_id, int(version)) for version in versions]
     yield [redis_keys.replay_source(run_id, source) for source in get_args(SourceName)]
     yield [redis_keys.dead_letters(redis_keys.prompts(run_id))]

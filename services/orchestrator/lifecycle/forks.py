@@ -126,7 +126,7 @@ class Forks:
             if version not in versions:
                 known = ", ".join(map(str, versions)) or "none"
                 raise _refusal("/version", f"{parent} has published these versions: {known}")
-        elif not self.jobs.client.hexists(redis_keys.job_checkpoints(parent), str(step)):
+        elif not self.jobs.client.hexists(own_keys.job_checkpoints(parent), str(step)):
             raise _refusal("/checkpoint_step", f"{parent} has no checkpoint of step {step}")
         elif requested.as_reference:
             # Only published weights can become a model folder.
@@ -186,7 +186,7 @@ class Forks:
             "manifest_digest": sealed.manifest_digest,
             "weight_version": head["weight_version"],
         }
-        writes: list[Write] = [("HSET", redis_keys.job_checkpoints(job_id), step, json.dumps(told))]
+        writes: list[Write] = [("HSET", own_keys.job_checkpoints(job_id), step, json.dumps(told))]
         return writes + (self._adopt_version(job_id, parent, version, int(head["weight_step"])) if version else [])
 
     def _adopt_version(self, job_id: str, parent: str, version: int, step: int) -> list[Write]:
@@ -201,7 +201,7 @@ class Forks:
         announcement = WeightAnnouncement(run_id=job_id, announced_unix_ms=now_ms(), **told)
         published = told | {"size_bytes": stored.size_bytes, "published_at": timestamp()}
         return [
-            ("HSET", redis_keys.job_weights(job_id), FIRST, json.dumps(published)),
+            ("HSET", own_keys.job_weights(job_id), FIRST, json.dumps(published)),
             append_words(redis_keys.weights(job_id), announcement.SerializeToString()),
         ]
 

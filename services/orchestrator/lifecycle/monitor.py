@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from statistics import fmean
 
+from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.leases import Leases, now_ms
 from services.orchestrator.jobs.series import evaluation_results, latest_point, latest_step
 from services.orchestrator.jobs.store import JobStore
@@ -121,7 +122,7 @@ class Watch:
             self._progress.pop(ended, None)
 
     def _sample(self, job_id: str) -> None:
-        key = redis_keys.job_platform_series(job_id)
+        key = own_keys.job_platform_series(job_id)
         at = now_ms()
         waiting = entries_in_pipeline(self.jobs.client, job_id)
         sample: dict[str, float] = {

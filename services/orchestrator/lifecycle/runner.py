@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import redis
 
+from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.datasets.library import TaskLibrary
 from services.orchestrator.evaluation.queue import EvaluationQueue
 from services.orchestrator.evaluation.scorer import upload_tests
@@ -220,7 +221,7 @@ class JobRunner:
             self.jobs.transition(job_id, JobState.PAUSED, "no checkpoint came within the grace; the last one counts")
 
     def _is_saved(self, job_id: str) -> bool:
-        saved = self.jobs.client.hkeys(redis_keys.job_checkpoints(job_id))
+        saved = self.jobs.client.hkeys(own_keys.job_checkpoints(job_id))
         return max(map(int, saved), default=0) >= latest_step(self.jobs.client, job_id) > 0
 
     def _cancel(self, job_id: str) -> None:

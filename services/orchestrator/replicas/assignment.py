@@ -15,7 +15,6 @@ from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.jobs.waiting import by_priority
 from services.orchestrator.replicas.registry import ReplicaRegistry
-from spo import redis_keys
 from spo.observability.logs import get_logger
 from spo.spec.job_state import HOLDS_SLOT, JobState
 
@@ -73,7 +72,7 @@ class ReplicaAssigner:
         runs = by_priority(self.jobs.client, self.jobs.in_states(SERVED))
         if runs:
             return runs
-        examined = self.jobs.client.get(redis_keys.evaluated_run())
+        examined = self.jobs.client.get(own_keys.evaluated_run())
         return {examined.decode(): 1} if examined else {}
 
     def run_of(self, replica_id: str) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.commit import Commit, CommitOutcome, Fence, Precondition, timestamp
 from services.orchestrator.jobs.leases import now_ms
 from services.orchestrator.jobs.store import JobStore
@@ -54,9 +55,9 @@ class WeightAnnouncements:
                 job_id,
                 sorted(ACTIVE),
                 fence=Fence(request.trainer_id, request.epoch),
-                guard=Precondition(redis_keys.job_weights(job_id), str(request.version)),
+                guard=Precondition(own_keys.job_weights(job_id), str(request.version)),
                 writes=[
-                    ("HSET", redis_keys.job_weights(job_id), request.version, json.dumps(version)),
+                    ("HSET", own_keys.job_weights(job_id), request.version, json.dumps(version)),
                     append_words(redis_keys.weights(job_id), announcement.SerializeToString()),
                 ],
                 kind="weights",
@@ -102,7 +103,7 @@ class WeightAnnouncements:
     def _published(self, job_id: str, version: int) -> dict[str, Any]:
         if version == REFERENCE_VERSION:
             return {"step": 0, "uri": "", "manifest_digest": ""}
-        raw = self.jobs.client.hget(redis_keys.job_weights(job_id), str(version))
+        raw = self.jobs.client.hget(own_keys.job_weights(job_id), str(version))
         if raw is None:
             raise NotFound(f"job {job_id} has no weight version {version}", code="weight_version_not_found")
         published: dict[str, Any] = json.loads(raw)
@@ -115,7 +116,7 @@ class WeightAnnouncements:
 
     def versions(self, job_id: str) -> list[dict[str, Any]]:
         """Every published version, oldest first."""
-        found = self.jobs.client.hgetall(redis_keys.job_weights(job_id))
+        found = self.jobs.client.hgetall(own_keys.job_weights(job_id))
         return sorted((json.loads(raw) for raw in found.values()), key=lambda each: int(each["version"]))
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
+from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.auth.principals import Principal
 from services.orchestrator.container import AppContext
 from services.orchestrator.http import views
@@ -15,7 +16,6 @@ from services.orchestrator.http.dependencies import ContextDep, JobId, Principal
 from services.orchestrator.http.pages.rendering import is_part, show
 from services.orchestrator.jobs.series import evaluation_results
 from services.orchestrator.replicas.registry import POOLS
-from spo import redis_keys
 from spo.errors import SpoError
 from spo.spec.job_state import TERMINAL
 
@@ -91,7 +91,7 @@ def _live_parts(context: AppContext, job_id: str, principal: Principal) -> dict[
 
 def _alarms(context: AppContext, job_id: str) -> list[dict[str, Any]]:
     """Collapse alarms and quarantined batches, latest step first."""
-    found = context.redis.hgetall(redis_keys.job_alarms(job_id))
+    found = context.redis.hgetall(own_keys.job_alarms(job_id))
     bodies = [json.loads(raw) for raw in found.values() if raw.startswith(b"{")]
     return sorted(bodies, key=lambda body: -int(body["step"]))[:SHOWN_ALARMS]
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from services.orchestrator import redis_keys as own_keys
 from services.orchestrator import schemas
 from services.orchestrator.container import AppContext
 from services.orchestrator.lifecycle.monitor import waits
@@ -28,7 +29,7 @@ def job_summaries(context: AppContext, job_ids: Sequence[str]) -> list[schemas.J
         for job_id in job_ids:
             pipe.hgetall(redis_keys.job_record(job_id))
             pipe.get(redis_keys.run_state(job_id))
-            pipe.zrange(redis_keys.job_metrics(job_id), -1, -1, withscores=True)
+            pipe.zrange(own_keys.job_metrics(job_id), -1, -1, withscores=True)
         replies = pipe.execute()
     found = zip(job_ids, replies[::3], replies[1::3], replies[2::3], strict=True)
     return [_summary(job_id, *stored) for job_id, *stored in found if stored[0] and stored[1]]
@@ -40,10 +41,10 @@ def job(context: AppContext, job_id: str) -> schemas.Job:
     with context.redis.pipeline(transaction=False) as pipe:
         pipe.hgetall(redis_keys.job_record(job_id))
         pipe.get(redis_keys.run_state(job_id))
-        pipe.zrange(redis_keys.job_metrics(job_id), -1, -1, withscores=True)
+        pipe.zrange(own_keys.job_metrics(job_id), -1, -1, withscores=True)
         pipe.get(redis_keys.run_spec(job_id))
         pipe.hlen(redis_keys.run_values(job_id))
-        pipe.hkeys(redis_keys.evaluations(job_id))
+        pipe.hkeys(own_keys.evaluations(job_id))
         pipe.xrevrange(redis_keys.weights(job_id), count=1)
         fields, state, newest, document, values, evaluated, announced = pipe.execute()
     if not fields or not state or document is None:
@@ -101,5 +102,5 @@ def _waits(context: AppContext, job_id: str, state: JobState) -> list[str]:
 
 def _newest_evaluation(context: AppContext, job_id: str, steps: list[bytes]) -> dict[str, Any] | None:
     """The latest of them; each can be large, so only that one is read."""
-    raw = context.redis.hget(redis_keys.evaluations(job_id), max(steps, key=int).decode()) if steps else None
+    raw = context.redis.hget(own_keys.evaluations(job_id), max(steps, key=int).decode()) if steps else None
     return json.loads(raw) if raw else None

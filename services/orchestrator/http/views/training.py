@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
+from services.orchestrator import redis_keys as own_keys
 from services.orchestrator import schemas
 from services.orchestrator.container import AppContext
 from services.orchestrator.replicas.weights import applied_by
-from spo import redis_keys
 
 
 def weight_versions(context: AppContext, job_id: str) -> list[schemas.WeightVersion]:
@@ -28,7 +28,7 @@ def weight_versions(context: AppContext, job_id: str) -> list[schemas.WeightVers
 def checkpoints(context: AppContext, job_id: str) -> list[schemas.Checkpoint]:
     """Checkpoints by step. Raises NotFound."""
     context.jobs.state(job_id)
-    found = context.redis.hgetall(redis_keys.job_checkpoints(job_id))
+    found = context.redis.hgetall(own_keys.job_checkpoints(job_id))
     heads = sorted((json.loads(raw) for raw in found.values()), key=lambda head: int(head["step"]))
     parents = [None, *(int(head["step"]) for head in heads)]
     return [schemas.Checkpoint(**head, parent=parent) for head, parent in zip(heads, parents, strict=False)]

@@ -15,7 +15,6 @@ from services.orchestrator.auth.principals import Principal
 from services.orchestrator.container import AppContext
 from services.orchestrator.http.api.evaluations import list_evaluations
 from services.orchestrator.jobs.series import evaluation_results
-from spo import redis_keys
 from spo.spec.job_spec import EvaluationSpec, parse_job_spec
 from spo.testing.peers import RIGHT, ServiceDoubles
 from spo.v1 import orchestrator_service_pb2 as wire
@@ -40,9 +39,9 @@ def finished_job(context: AppContext, document: dict[str, Any]) -> str:
     job_id = context.jobs.submit(parse_job_spec(document))
     for version in (1, 2):
         record = f'{{"version": {version}, "step": {10 * version}, "uri": "w", "manifest_digest": "d"}}'
-        context.redis.hset(redis_keys.job_weights(job_id), str(version), record)
+        context.redis.hset(own_keys.job_weights(job_id), str(version), record)
     head = '{"step": 20, "path": "p", "manifest_digest": "d", "weight_version": 2}'
-    context.redis.hset(redis_keys.job_checkpoints(job_id), "20", head)
+    context.redis.hset(own_keys.job_checkpoints(job_id), "20", head)
     context.jobs.fail(job_id, "test", "it ended")
     return job_id
 
@@ -174,10 +173,10 @@ def test_a_poisoned_evaluation_fails_and_the_next_one_is_carried_out(
     api: httpx.Client, context: AppContext, finished_job: str, until: Until
 ) -> None:
     poisoned = context.evaluations.request(finished_job, 1, None, EvaluationSpec())
-    stored = json.loads(context.redis.hget(redis_keys.on_demand_evaluations(), poisoned.id) or b"")
+    stored = json.loads(context.redis.hget(own_keys.on_demand_evaluations(), poisoned.id) or b"")
     # As an older release may have left it: fields that no longer are.
     damaged = json.dumps(stored | {"protocol": {"gone": 1}})
-    context.redis.hset(redis_keys.on_demand_evaluations(), poisoned.id, damaged)
+    context.redis.hset(own_keys.on_demand_evaluations(), poisoned.id, damaged)
     asked = api.post("/v1/evaluations", json={"job_id": finished_job})
     thread = threading.Thread(target=context.evaluations.run, args=(context.stop,))
     thread.start()

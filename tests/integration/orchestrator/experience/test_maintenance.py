@@ -63,11 +63,11 @@ def test_pruning_takes_what_a_compaction_cut_short_left_along(api: httpx.Client,
 
 def test_pruning_and_compacting_keep_out_of_each_others_way(api: httpx.Client, context: AppContext) -> None:
     store_files(context, "theirs", "import", 1)
-    context.redis.set(own_keys.experience_upkeep(), "somebody")
+    context.redis.set(own_keys.experience_maintenance(), "somebody")
 
     for action, requested in (("prune", {"run": "theirs"}), ("compact", {})):
         refused = api.post(f"/v1/experience/{action}", json=requested)
         assert (refused.status_code, refused.json()["code"]) == (409, "experience_busy")
-    context.redis.delete(own_keys.experience_upkeep())
+    context.redis.delete(own_keys.experience_maintenance())
     assert api.post("/v1/experience/prune", json={"run": "theirs"}).json()["removed"] is True
-    assert context.redis.get(own_keys.experience_upkeep()) is None
+    assert context.redis.get(own_keys.experience_maintenance()) is None

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
 from services.orchestrator.http.bottlenecks import job_waits
 from services.orchestrator.jobs.listing import JobFilter
@@ -87,7 +88,7 @@ def test_how_idle_pools_are_is_sampled(context: AppContext, jobs: list[str]) -> 
         beat = wire.HeartbeatRequest(replica_id=f"i-{load}", pool="inference", load=load)
         context.replicas.beat(beat)
     Watch(context.jobs, context.replicas, context.leases, context.assigner, 60).look(jobs[0])
-    sampled = context.redis.zrange(redis_keys.job_platform_series(jobs[0]), 0, -1)[0]
+    sampled = context.redis.zrange(own_keys.job_platform_series(jobs[0]), 0, -1)[0]
 
     assert b'"idle_inference": 0.5' in sampled
     assert b'"replicas_inference": 2' in sampled

@@ -50,11 +50,11 @@ def parent(context: AppContext, document: Document, state_path: Path) -> str:
         digest = seal(folder, head, "model-00001.safetensors", version)
         told = {"version": version, "step": 10 * version, "uri": str(folder), "manifest_digest": digest}
         record = json.dumps(told | {"size_bytes": 1, "published_at": "t"})
-        context.redis.hset(redis_keys.job_weights(job_id), str(version), record)
+        context.redis.hset(own_keys.job_weights(job_id), str(version), record)
     head = {"step": 20, "updates": 20, "weight_version": 2, "weight_step": 20, "world_size": 1, "zero_stage": 1}
     digest = seal(state_path / "checkpoints" / job_id / f"{20:010d}", head, "rank-00000.safetensors", 3)
     told = {"step": 20, "path": "elsewhere", "manifest_digest": digest, "weight_version": 2}
-    context.redis.hset(redis_keys.job_checkpoints(job_id), "20", json.dumps(told))
+    context.redis.hset(own_keys.job_checkpoints(job_id), "20", json.dumps(told))
     context.jobs.fail(job_id, "test", "it ended")
     return job_id
 
@@ -130,7 +130,7 @@ def test_forks_outlive_their_parents_and_grandparents(
     head = {"version": 1, "parent": 0, "step": 10, "dtype": "float32"}
     digest = seal(state_path / "weights" / child["id"] / f"{1:08d}", head, "model-00001.safetensors", 9)
     told = {"version": 1, "step": 10, "uri": "u", "manifest_digest": digest, "size_bytes": 1, "published_at": "t"}
-    context.redis.hset(redis_keys.job_weights(child["id"]), "1", json.dumps(told))
+    context.redis.hset(own_keys.job_weights(child["id"]), "1", json.dumps(told))
     grandchild = api.post(f"/v1/jobs/{child['id']}/fork", json={}).json()
     context.jobs.fail(child["id"], "test", "it ended")
 

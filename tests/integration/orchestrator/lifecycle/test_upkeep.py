@@ -134,7 +134,7 @@ def test_an_ended_job_is_deleted_with_all_it_left(
     redis_client.hset(redis_keys.replay_stored(job_id), "written", 3)
     ReplayStore(redis_client).record_batch(job_id, 7, ["traj_1"], {"online": 1})
     redis_client.hset(redis_keys.value_progress(job_id, "prompt-0"), "0", "1:1")
-    redis_client.hset(redis_keys.job_weights(job_id), "4", "{}")
+    redis_client.hset(own_keys.job_weights(job_id), "4", "{}")
     redis_client.hset(redis_keys.run_values_under(job_id, 4), "prompt-0", b"")
     redis_client.xadd(redis_keys.dead_letters(redis_keys.prompts(job_id)), {"payload": b""})
     redis_client.mset({f"spo:job_OTHER{number}:noise": b"x" for number in range(2000)})
@@ -197,7 +197,7 @@ def test_a_completion_that_cannot_be_is_refused_by_field(
 
 
 def test_every_kind_of_key_of_a_run_is_known_to_the_removal() -> None:
-    # Whoever adds a key that exists once per run and something else adds it to retired_keys.keys_of, and here.
+    # Whoever adds a key that exists once per run and something else adds it to deleted_keys.keys_of, and here.
     assert families(redis_keys, own_keys) == {
         "replay_trajectory", "replay_batch", "replay_source", "run_values_under", "value_progress", "trajectory_id",
     }  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
 from services.orchestrator.service import OrchestratorService
 from spo import redis_keys
@@ -195,4 +196,4 @@ def evaluated(context: AppContext, job_id: str) -> None:
     for step, score in ((0, 0.1), (10, 0.4)):
         interval = {"value": score, "low": score - 0.05, "high": score + 0.05}
         result = {"step": step, "version": step // 10, "pass_at_k": {"1": interval, "10": interval}}
-        context.redis.hset(redis_keys.evaluations(job_id), str(step), json.dumps(result))
+        context.redis.hset(own_keys.evaluations(job_id), str(step), json.dumps(result))

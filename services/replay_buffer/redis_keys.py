@@ -1,0 +1,8 @@
+"""Redis keys that only the replay buffer knows; those of a run are in spo.redis_keys, where deletion finds them."""
+
+from __future__ import annotations
+
+
+def replay_unstored() -> str:
+    """Set: ids of runs whose ledgers hold more than the experience store. Replay."""
+    return "spo:replay-buffer:unstored"
