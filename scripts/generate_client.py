@@ -15,7 +15,7 @@ import unasync
 
 ROOT = Path(__file__).parents[1]
 SOURCE, TARGET = (ROOT / "spo" / "client" / name for name in ("_async", "_sync"))
-CLASSES = ("Client", "BaseTransport", "DatasetCalls", "ExperienceCalls", "PlatformCalls", "TrainingCalls")
+CLASSES = ("BaseTransport", "Client", "Connection", "DatasetCalls", "ExperienceCalls", "PlatformCalls", "TrainingCalls")
 REPLACEMENTS = {
     "_async": "_sync",
     **{f"Async{name}": name for name in CLASSES},

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any
 
 import yaml
+from pydantic import BaseModel
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -79,22 +79,25 @@ def print_error(error: errors.SpoError) -> None:
     error_console.print(f"[dim]{escape(next_step)}[/]", highlight=False)
 
 
-def print_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], output: Output) -> None:
+def print_rows(rows: Sequence[Mapping[str, object] | BaseModel], columns: Sequence[str], output: Output) -> None:
     """Rows as a table of these columns, or whole as JSON or YAML."""
+    documents = [_plain(row) for row in rows]
     if output is not Output.TABLE:
-        print_document([dict(row) for row in rows], output)
+        print_document(documents, output)
         return
     table = Table(box=None, header_style="bold")
     for position, column in enumerate(columns):
         # The first column names the row: whole, so that it can be copied.
         table.add_column(column, overflow="fold", no_wrap=position == 0)
-    for row in rows:
-        table.add_row(*(escape(_cell(row.get(column))) for column in columns))
+    for document in documents:
+        table.add_row(*(escape(_cell(document.get(column))) for column in columns))
     console.print(table)
 
 
-def print_document(document: Any, output: Output) -> None:
+def print_document(document: object, output: Output) -> None:
     """One answer; people get YAML."""
+    if isinstance(document, BaseModel):
+        document = _plain(document)
     if output is Output.JSON:
         console.print_json(json.dumps(document))
     else:
@@ -103,19 +106,25 @@ def print_document(document: Any, output: Output) -> None:
         )
 
 
-def print_entry(document: Any, output: Output) -> None:
+def print_entry(document: BaseModel, output: Output) -> None:
     """One of a stream of answers: a line of JSON, or a YAML document."""
-    text = json.dumps(document) if output is Output.JSON else "---\n" + yaml.safe_dump(document, sort_keys=False)
+    plain = _plain(document)
+    text = json.dumps(plain) if output is Output.JSON else "---\n" + yaml.safe_dump(plain, sort_keys=False)
     console.print(text.rstrip(), markup=False, highlight=False, soft_wrap=True)
 
 
-def _cell(value: Any) -> str:
+def _plain(document: Mapping[str, object] | BaseModel) -> dict[str, object]:
+    """A document as JSON has it; of a model the fields that were sent, those that this release does not know too."""
+    return document.model_dump(mode="json", exclude_unset=True) if isinstance(document, BaseModel) else dict(document)
+
+
+def _cell(value: object) -> str:
     match value:
         case None:
             return ""
         case float():
             return f"{value:.4g}"
         case list():
-            return ", ".join(str(each) for each in value)
+            return ", ".join(str(member) for member in value)
         case _:
             return str(value)

@@ -125,11 +125,11 @@ def _job(
         start,
         [
             Checkpoint(
-                each["step"],
-                trace.at(datetime.fromisoformat(each["published_at"]).timestamp()) - before,
-                weights / f"{each['version']:08d}",
+                published.step,
+                trace.at(datetime.fromisoformat(published.published_at).timestamp()) - before,
+                weights / f"{published.version:08d}",
             )
-            for each in sorted(client.weights(job.id), key=lambda each: int(each["version"]))
+            for published in sorted(client.weights(job.id), key=lambda published: published.version)
         ],
     )
 

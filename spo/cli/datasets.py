@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from spo.cli.jobs import LimitOption, OutputOption, TimeoutOption, api
+from spo.client.models import DatasetView, TaskFormat
 from spo.console import ExitCode, Output, console, print_document, print_rows
 
 datasets = typer.Typer(no_args_is_help=True, help="Upload task sets and see what is wrong with their rows.")
@@ -19,7 +20,7 @@ COLUMNS = ("id", "name", "task_format", "state", "uploaded_bytes", "size_bytes",
 def upload(
     file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL or Parquet.")],
     name: Annotated[str, typer.Option("--name", help="Default: the file's.")] = "",
-    task_format: Annotated[str, typer.Option("--format", help="Schema: jsonl (own), code_contests or taco.")] = "jsonl",
+    task_format: Annotated[TaskFormat, typer.Option("--format", help="Schema; jsonl is the platform's own.")] = "jsonl",
     resume: Annotated[str | None, typer.Option("--resume", help="Id of an upload that was cut off.")] = None,
     timeout: TimeoutOption = 3600,
     output: OutputOption = Output.TABLE,
@@ -27,9 +28,9 @@ def upload(
     """Upload a file in parts and wait for the report on its rows."""
     with api() as client:
         found = client.datasets.upload(file, name, task_format, resume)
-        found = client.datasets.wait(found["id"], timeout)
+        found = client.datasets.wait(found.id, timeout)
     _print(found, output)
-    if found["state"] != "ready":
+    if found.state != "ready":
         raise typer.Exit(ExitCode.INVALID_INPUT)
 
 
@@ -55,14 +56,15 @@ def delete(dataset_id: str, output: OutputOption = Output.TABLE) -> None:
     print_rows([{"deleted": dataset_id}], ("deleted",), output)
 
 
-def _print(found: dict[str, Any], output: Output) -> None:
+def _print(found: DatasetView, output: Output) -> None:
     if output is not Output.TABLE:
         print_document(found, output)
         return
     print_rows([found], COLUMNS, output)
-    report = found.get("report") or {}
-    for fault in report.get("faults", []):
-        console.print(f"{fault['place']}: {fault['message']}", markup=False, highlight=False, soft_wrap=True)
-    if report:
-        counts = ", ".join(f"{report.get(each, 0)} {each}" for each in ("rows", "problems", "left_out", "faults_total"))
-        console.print(counts, markup=False, highlight=False)
+    report = found.report
+    if report is None:
+        return
+    for fault in report.faults:
+        console.print(f"{fault.place}: {fault.message}", markup=False, highlight=False, soft_wrap=True)
+    counts = f"{report.rows} rows, {report.problems} problems, {report.left_out} left_out"
+    console.print(f"{counts}, {report.faults_total} faults_total", markup=False, highlight=False)

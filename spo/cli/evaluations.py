@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from spo.cli.jobs import JobId, OutputOption, TimeoutOption, api
-from spo.client import Client
+from spo.client.models import EvaluationRequest
 from spo.console import ExitCode, Output, console, print_document, print_rows
-from spo.errors import NotReady
 from spo.spec.spec_file import read_spec
 
-POLL_SECONDS = 1.0
 COLUMNS = ("prompt_id", "samples", "correct", "distinct", "public_only", "hard_coded", "entropy", "response_tokens")
 
 
@@ -40,40 +37,29 @@ def evaluate(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Evaluate a weight version or checkpoint and wait for the result."""
-    wanted: dict[str, Any] = {
-        "job_id": job_id,
-        "version": version,
-        "checkpoint_step": checkpoint,
-        "tasks": read_spec(tasks) if tasks else None,
-        "samples": samples,
-        "temperature": temperature,
-        "top_p": top_p,
-        "ks": k or [1, 10],
-    }
+    wanted = EvaluationRequest(
+        version=version,
+        checkpoint_step=checkpoint,
+        tasks=read_spec(tasks) if tasks else None,
+        samples=samples,
+        temperature=temperature,
+        top_p=top_p,
+        ks=k or [1, 10],
+    )
     with api() as client:
-        found = _wait(client, client.ask_evaluation(wanted)["id"], timeout)
-    if found["state"] != "succeeded":
-        console.print(f"{found['id']} failed: {found['failure'].get('message', '')}", markup=False)
+        found = client.wait_evaluation(client.request_evaluation(job_id, **wanted).id, timeout)
+    result = found.result
+    if result is None:
+        console.print(f"{found.id} failed: {found.failure.get('message', '')}", markup=False)
         raise typer.Exit(ExitCode.FAILURE)
-    result = found["result"]
     if output is not Output.TABLE:
         print_document(found, output)
         return
-    for name, score in result["pass_at_k"].items():
-        console.print(f"pass@{name} {score['value']:.3f} [{score['low']:.3f}, {score['high']:.3f}]", highlight=False)
-    shown = ("problems", "samples", "distinct_solutions", "entropy", "response_tokens", "public_only_rate")
-    console.print(", ".join(f"{name} {result[name]:.4g}" for name in shown), highlight=False)
+    for name, score in result.pass_at_k.items():
+        console.print(f"pass@{name} {score.value:.3f} [{score.low:.3f}, {score.high:.3f}]", highlight=False)
+    counts = f"problems {result.problems}, samples {result.samples}, "
+    rates = f"distinct_solutions {result.distinct_solutions:.4g}, entropy {result.entropy:.4g}, "
+    rates += f"response_tokens {result.response_tokens:.4g}, public_only_rate {result.public_only_rate:.4g}"
+    console.print(counts + rates, highlight=False)
     if problems:
-        print_rows(result["per_problem"], COLUMNS, output)
-
-
-def _wait(client: Client, evaluation_id: str, timeout_seconds: float) -> dict[str, Any]:
-    deadline = time.monotonic() + timeout_seconds
-    while True:
-        found = client.evaluation(evaluation_id)
-        if found["state"] in ("succeeded", "failed"):
-            return found
-        if time.monotonic() > deadline:
-            message = f"{evaluation_id} is still {found['state']} after {timeout_seconds:g} s; it waits for active jobs"
-            raise NotReady(message, code="wait_timeout")
-        time.sleep(POLL_SECONDS)
+        print_rows(result.per_problem, COLUMNS, output)

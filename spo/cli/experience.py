@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from spo.cli.jobs import LimitOption, OutputOption, api
+from spo.client.models import FileFormat, ImportOptions, JsonObject, Prune
 from spo.console import Output, print_document, print_rows
 from spo.errors import InvalidInput
 from spo.spec.spec_file import read_spec
@@ -28,7 +29,7 @@ DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only say what wou
 def list_runs(run: RunOption = None, task_set: TaskSetOption = None, output: OutputOption = Output.TABLE) -> None:
     """Stored runs and imports, newest first."""
     with api() as client:
-        rows = client.experience.runs(**_chosen(run, task_set))
+        rows = client.experience.runs(run=run, task_set=task_set)
     print_rows(
         rows, ("run", "kind", "task_sets", "trajectories", "size_bytes", "complete", "licence", "parents"), output
     )
@@ -38,7 +39,7 @@ def list_runs(run: RunOption = None, task_set: TaskSetOption = None, output: Out
 def stats(run: RunOption = None, task_set: TaskSetOption = None, output: OutputOption = Output.TABLE) -> None:
     """Counts by run, source, outcome, judge and licence."""
     with api() as client:
-        print_document(client.experience.statistics(**_chosen(run, task_set)), output)
+        print_document(client.experience.statistics(run=run, task_set=task_set), output)
 
 
 @experience.command()
@@ -53,8 +54,7 @@ def show(
         if name.startswith("traj_"):
             print_document(client.experience.row(name), output)
             return
-        filters = {"run": name} | ({"prompt_id": prompt} if prompt else {})
-        rows = client.experience.rows(limit, **filters)
+        rows = client.experience.rows(limit, run=name, prompt_id=prompt)
     print_rows(rows, ("trajectory_id", "source", "outcome", "reward", "policy_version_first", "response_text"), output)
 
 
@@ -76,16 +76,19 @@ def import_files(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Store rows from elsewhere; each file whole or not at all unless --keep-good."""
-    options: dict[str, Any] = {
-        **_problems(job, tasks, as_text=True),
-        "licence": licence,
-        "reward_scale": reward_scale,
-        "reward_shift": reward_shift,
-        "judging": judging,
-        "keep_good": keep_good,
-    }
+    section = _tasks_section(job, tasks)
+    options = ImportOptions(
+        job=job,
+        tasks=None if section is None else json.dumps(section),
+        licence=licence,
+        reward_scale=reward_scale,
+        reward_shift=reward_shift,
+        judging=judging,
+        keep_good=keep_good,
+    )
     with api() as client:
-        reports = [{"file": str(file)} | client.experience.import_file(file, name, **options) for file in files]
+        found = [(str(file), client.experience.import_file(file, name, **options)) for file in files]
+    reports = [{"file": file, **report.model_dump(exclude_unset=True)} for file, report in found]
     print_rows(reports, ("file", "rows", "stored", "refused", "judged", "duplicates", "faults_by_code"), output)
 
 
@@ -101,9 +104,9 @@ def export_file(
     suffix = target.suffix.removeprefix(".")
     if suffix not in ("jsonl", "parquet"):
         raise InvalidInput(f"{target} ends neither in .jsonl nor in .parquet", code="unsupported_file")
-    requested = {**_chosen(run, task_set), **({} if right is None else {"right": right})}
+    export_format: FileFormat = "jsonl" if suffix == "jsonl" else "parquet"
     with api() as client:
-        size = client.experience.export(target, "jsonl" if suffix == "jsonl" else "parquet", **requested)
+        size = client.experience.export(target, export_format, run=run, task_set=task_set, right=right)
     print_rows([{"file": str(target), "bytes": size}], ("file", "bytes"), output)
 
 
@@ -118,11 +121,12 @@ def rejudge(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Judge stored trajectories by the tests a task set has now; what changes is told and stored as a new lineage."""
-    requested = {**_problems(job, tasks), **_chosen(run, task_set), "dry_run": dry_run} | (
-        {"name": name} if name else {}
-    )
+    section = _tasks_section(job, tasks)
     with api() as client:
-        print_document(client.experience.rejudge(**requested), output)
+        report = client.experience.rejudge(
+            job=job, tasks=section, run=run, task_set=task_set, name=name, dry_run=dry_run
+        )
+    print_document(report, output)
 
 
 @experience.command()
@@ -134,7 +138,7 @@ def compact(
 ) -> None:
     """Merge many small files of ended runs and imports into few."""
     with api() as client:
-        print_document(client.experience.compact(**_chosen(run, task_set), dry_run=dry_run), output)
+        print_document(client.experience.compact(run=run, task_set=task_set, dry_run=dry_run), output)
 
 
 @experience.command()
@@ -147,27 +151,23 @@ def prune(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Remove stored experience for good."""
-    requested: dict[str, Any] = {**_chosen(run, task_set), "dry_run": True}
-    if older_than_days is not None:
-        requested["older_than_days"] = older_than_days
+    requested = Prune(run=run, task_set=task_set, older_than_days=older_than_days, dry_run=True)
     with api() as client:
         report = client.experience.prune(**requested)
         if not dry_run:
-            found = f"{report['trajectories']} trajectories of {', '.join(report['runs']) or 'no run'}"
+            found = f"{report.trajectories} trajectories of {', '.join(report.runs) or 'no run'}"
             yes or typer.confirm(f"Remove {found} for good?", abort=True)
-            report = client.experience.prune(**requested | {"dry_run": False})
+            requested["dry_run"] = False
+            report = client.experience.prune(**requested)
     print_document(report, output)
 
 
-def _chosen(run: str | None, task_set: str | None) -> dict[str, str]:
-    return {name: value for name, value in (("run", run), ("task_set", task_set)) if value}
-
-
-def _problems(job: str | None, tasks: Path | None, as_text: bool = False) -> dict[str, Any]:
+def _tasks_section(job: str | None, tasks: Path | None) -> JsonObject | None:
+    """The `tasks` section of a file; None when a job was named instead. Raises InvalidInput (code "which_problems")."""
     if (job is None) == (tasks is None):
         raise InvalidInput("say which problems are meant: --job or --tasks", code="which_problems")
     if tasks is None:
-        return {"job": job}
+        return None
     document = read_spec(tasks)
-    section = document.get("tasks", document)
-    return {"tasks": json.dumps(section) if as_text else section}
+    section: JsonObject = document.get("tasks", document)
+    return section

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from spo.cli.progress import wait_with_bar
 from spo.client import DEFAULT_URL, Client
-from spo.client.models import Event, Job
+from spo.client.models import Event, ForkRequest, Job, JobSummary, LogLevel, LogLine
 from spo.console import (
     ExitCode,
     Output,
@@ -21,25 +22,25 @@ from spo.console import (
 )
 from spo.errors import SpoError
 from spo.local.state import running_platforms
+from spo.spec.job_state import JobState
 from spo.spec.spec_file import read_spec
 
 jobs = typer.Typer(no_args_is_help=True, help="Submit, watch and steer jobs.")
 
 
-def api(retry_seconds: float = 5) -> Client:
+def api(*, retry_seconds: float = 5, timeout_seconds: float = 15) -> Client:
     """A client of SPO_API_URL, else of the platform started last on this machine, else of the default port."""
     url = os.environ.get("SPO_API_URL")
     if not url:
         running = running_platforms(Path(os.environ.get("SPO_LAUNCHER_RUNS_PATH", "runs")))
         url = running[0]["http_url"] if running else DEFAULT_URL
-    return Client(url, os.environ.get("SPO_API_KEY"), retry_seconds=retry_seconds)
+    return Client(url, os.environ.get("SPO_API_KEY"), retry_seconds=retry_seconds, timeout_seconds=timeout_seconds)
 
 
 def known_jobs(incomplete: str) -> list[str]:
     """Ids for the shell to complete; none when no platform answers at once."""
     try:
-        with api(retry_seconds=0) as client:
-            client.timeout_seconds = 2
+        with api(retry_seconds=0, timeout_seconds=2) as client:
             return [job.id for job in client.jobs(limit=100) if job.id.startswith(incomplete)]
     except SpoError:
         return []
@@ -68,28 +69,31 @@ def submit(
             print_document(client.validate(read_spec(spec_file)), output)
             return
         job = client.submit(read_spec(spec_file))
-        _finish(client, job, wait, timeout, output)
+        if wait:
+            job = wait_with_bar(client, job.id, timeout)
+    _print_job(job, output)
+    if wait:
+        _exit_as(job)
 
 
 @jobs.command("list")
 def list_jobs(
-    status: Annotated[str | None, typer.Option("--status", help="Only jobs in this state.")] = None,
+    status: Annotated[JobState | None, typer.Option("--status", help="Only jobs in this state.")] = None,
     label: Annotated[list[str] | None, typer.Option("--label", help="Only with this key or key:value.")] = None,
     since: Annotated[str | None, typer.Option("--since", help="Made at this time or later, RFC 3339.")] = None,
     limit: LimitOption = 50,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Jobs, newest first."""
-    filters = {name: value for name, value in (("label", label), ("created_from", since)) if value}
     with api() as client:
-        _print_jobs(client.jobs(status, limit, **filters), output)
+        _print_jobs(client.jobs(limit, status=status, label=label, created_from=since), output)
 
 
 @jobs.command()
 def get(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
     """One job in full."""
     with api() as client:
-        print_document(client.get(job_id).model_dump(mode="json"), output)
+        print_document(client.get(job_id), output)
 
 
 @jobs.command()
@@ -100,7 +104,7 @@ def watch(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
             if output is Output.TABLE:
                 _print_event(event)
             else:
-                print_entry(event.model_dump(mode="json"), output)
+                print_entry(event, output)
         _exit_as(client.get(job_id))
 
 
@@ -113,7 +117,7 @@ def events(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
         for event in history:
             _print_event(event)
     else:
-        print_document([event.model_dump(mode="json") for event in history], output)
+        print_rows(history, ("seq", "at", "kind"), output)
 
 
 @jobs.command()
@@ -156,10 +160,11 @@ def fork(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """A new job that starts from another's weights or goes on from its checkpoint."""
-    requested: dict[str, Any] = {"version": version, "checkpoint_step": checkpoint, "as_reference": as_reference}
+    requested = ForkRequest(version=version, checkpoint_step=checkpoint, as_reference=as_reference)
+    if overrides:
+        requested["overrides"] = read_spec(overrides)
     with api() as client:
-        job = client.fork(job_id, **requested, overrides=read_spec(overrides) if overrides else {})
-        _print_job(job, output)
+        _print_job(client.fork(job_id, **requested), output)
 
 
 @jobs.command()
@@ -181,7 +186,7 @@ def checkpoint(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
 def logs(
     job_id: JobId,
     service: Annotated[str, typer.Option("--service", help="Only of this service.")] = "",
-    level: Annotated[str, typer.Option("--level", help="At least: debug, info, warning or error.")] = "info",
+    level: Annotated[LogLevel, typer.Option("--level", help="At least this.")] = "info",
     limit: LimitOption = 200,
     output: OutputOption = Output.TABLE,
 ) -> None:
@@ -189,17 +194,10 @@ def logs(
     with api() as client:
         lines = client.logs(job_id, limit, service=service, level=level)[::-1]
     if output is not Output.TABLE:
-        print_document(lines, output)
+        print_rows(lines, (), output)
         return
     for line in lines:
         _print_line(line)
-
-
-def _finish(client: Client, job: Job, wait: bool, timeout_seconds: float, output: Output) -> None:
-    ended = wait_with_bar(client, job.id, timeout_seconds) if wait else job
-    _print_job(ended, output)
-    if wait:
-        _exit_as(ended)
 
 
 def _exit_as(job: Job) -> None:
@@ -207,23 +205,22 @@ def _exit_as(job: Job) -> None:
         raise typer.Exit(ExitCode.JOB_DID_NOT_SUCCEED)
 
 
-def _print_jobs(found: list[Job], output: Output) -> None:
-    rows = [job.model_dump(mode="json") for job in found]
-    print_rows(rows, ("id", "name", "state", "created_at"), output)
+def _print_jobs(found: Sequence[JobSummary], output: Output) -> None:
+    print_rows(found, ("id", "name", "state", "created_at"), output)
 
 
-def _print_job(job: Job, output: Output) -> None:
+def _print_job(job: JobSummary, output: Output) -> None:
     if output is Output.TABLE:
         _print_jobs([job], output)
     else:
-        print_document(job.model_dump(mode="json"), output)
+        print_document(job, output)
 
 
-def _print_line(line: dict[str, Any]) -> None:
-    fields = dict(line["fields"])
+def _print_line(line: LogLine) -> None:
+    fields = dict(line.fields)
     at, event = fields.pop("timestamp", ""), fields.pop("event", "")
     facts = " ".join(f"{name}={value}" for name, value in fields.items() if name not in ("level", "service"))
-    text = f"{at} {line['service']:<16} {line['level']:<8} {event} {facts}"
+    text = f"{at} {line.service:<16} {line.level:<8} {event} {facts}"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -33,7 +33,6 @@ def mirror_job(
             said[job] = written
             error_console.print(f"{job}: {written} points written to {target}", highlight=False, markup=False)
 
-    with api() as client:
-        # A platform that restarts is waited for.
-        client.retry_seconds = 600
+    # A platform that restarts is waited for.
+    with api(retry_seconds=600) as client:
         mirror(client, target, stop, job_id, say)

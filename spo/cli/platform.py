@@ -18,14 +18,14 @@ def scale(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Show how many replicas each pool has, or ask for other numbers; they join and drain while jobs run."""
-    heartbeats = {"inference": inference, "sandbox_judge": sandbox_judge}
-    named = {pool: count for pool, count in heartbeats.items() if count is not None}
+    pools = {"inference": inference, "sandbox_judge": sandbox_judge}
+    replicas = {pool: count for pool, count in pools.items() if count is not None}
     with api() as client:
-        found = client.platform.requested(**named) if named else client.platform.scale()
+        found = client.platform.set_scale(**replicas) if replicas else client.platform.scale()
     if output is not Output.TABLE:
         print_document(found, output)
         return
-    rows = [{"pool": pool, **counts} for pool, counts in found["pools"].items()]
+    rows = [{"pool": pool, **counts.model_dump()} for pool, counts in found.pools.items()]
     print_rows(rows, ("pool", "desired", "live", "draining", "minimum", "maximum"), output)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from spo.cli.jobs import JobId, LimitOption, OutputOption, api
+from spo.client.models import Source
 from spo.console import Output, print_document, print_rows
 
 trajectories = typer.Typer(no_args_is_help=True, help="Look at trajectories.")
@@ -19,14 +20,13 @@ VersionArgument = Annotated[int, typer.Argument(min=0, help="Weight version; 0 i
 def list_trajectories(
     job_id: JobId,
     prompt: Annotated[str | None, typer.Option("--prompt", help="Only of this prompt.")] = None,
-    source: Annotated[str | None, typer.Option("--source", help="online, reference or human.")] = None,
+    source: Annotated[Source | None, typer.Option("--source", help="Only from there.")] = None,
     limit: LimitOption = 20,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Trajectories of a job."""
-    filters = {name: value for name, value in (("prompt_id", prompt), ("source", source)) if value}
     with api() as client:
-        rows = client.trajectories(job_id, limit, **filters)
+        rows = client.trajectories(job_id, limit, prompt_id=prompt, source=source)
     print_rows(rows, ("trajectory_id", "source", "reward", "policy_version_first", "response_text"), output)
 
 
@@ -118,12 +118,9 @@ def ask_policy(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Let a job's policy complete a prompt, while replicas serve the job."""
-    requested: dict[str, Any] = {"samples": samples, "temperature": temperature} | (
-        {} if version is None else {"version": version}
-    )
     with api() as client:
-        found = client.complete(job_id, prompt, **requested)
+        found = client.complete(job_id, prompt, version=version, samples=samples, temperature=temperature)
     if output is Output.TABLE:
-        print_rows(found["items"], ("version", "tokens", "finish_reason", "text"), output)
+        print_rows(found.items, ("version", "tokens", "finish_reason", "text"), output)
     else:
         print_document(found, output)

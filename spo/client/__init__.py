@@ -1,10 +1,9 @@
 """The Python SDK over the REST API: `Client` for threads, `AsyncClient` for asyncio, the same calls and models.
 
-`_async/` is written by hand; `_sync/` is generated from it by `make sdk`.
+`_async/` is written by hand; `_sync/` is generated from it by `make sdk`. Answers are the documents of `models/`.
 """
 
 from spo.client._async.client import AsyncClient
 from spo.client._sync.client import DEFAULT_URL, Client
-from spo.client.models import Event, Job, Page, Series
 
-__all__ = ["DEFAULT_URL", "AsyncClient", "Client", "Event", "Job", "Page", "Series"]
+__all__ = ["DEFAULT_URL", "AsyncClient", "Client"]

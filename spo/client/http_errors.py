@@ -1,12 +1,15 @@
-"""What the SDK makes of the API's answers; a problem+json becomes the SpoError it stands for."""
+"""What the SDK makes of the API's answers: a model, or the SpoError that a problem+json stands for."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import httpx
+from pydantic import BaseModel, ValidationError
 
 from spo import errors
+
+Answer = TypeVar("Answer", bound=BaseModel)
 
 _BY_STATUS: dict[int, type[errors.SpoError]] = {
     404: errors.NotFound,
@@ -38,11 +41,31 @@ def error_of(response: httpx.Response) -> errors.SpoError:
     return kind(str(message), code=problem.get("code"), violations=violations)
 
 
-def content_of(response: httpx.Response) -> Any:
-    """What a successful answer says: decoded JSON, else its text, None when it is empty."""
+def parsed(answer: type[Answer], content: object) -> Answer:
+    """The content as a model. Raises InternalError (code "unexpected_answer") naming the first field that is wrong."""
+    try:
+        return answer.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "/" + "/".join(map(str, first["loc"]))
+        message = f"the API's answer is no {answer.__name__}: {place}: {first['msg']}"
+        raise errors.InternalError(message, code="unexpected_answer") from None
+
+
+def content_of(response: httpx.Response) -> object:
+    """What a successful answer says: decoded JSON, else its text, None when it is empty.
+
+    Raises InternalError (code "unexpected_answer") for what calls itself JSON and is not.
+    """
     if not response.content:
         return None
-    return response.json() if "json" in response.headers.get("Content-Type", "") else response.text
+    if "json" not in response.headers.get("Content-Type", ""):
+        return response.text
+    try:
+        found: object = response.json()
+    except ValueError as error:
+        raise errors.InternalError(f"the API's answer is not JSON: {error}", code="unexpected_answer") from None
+    return found
 
 
 def pause_asked(response: httpx.Response) -> float:

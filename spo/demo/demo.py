@@ -21,7 +21,7 @@ from typing import Any
 from rich.markup import escape
 
 from spo.client import Client
-from spo.client.models import Job, Series
+from spo.client.models import Job, MetricSeries
 from spo.console import ExitCode, console
 from spo.demo.progress_view import ProgressView, Snapshot
 from spo.demo.report import DemoOutcome, write_report
@@ -225,12 +225,12 @@ def _demo(name: str, settings: LauncherSettings, document: Mapping[str, Any]) ->
             build.stop()
 
 
-def _queues(client: Client, job_id: str) -> Series:
+def _queues(client: Client, job_id: str) -> MetricSeries:
     try:
         return client.metrics(job_id, "platform", max_points=1)
     except SpoError:
         # Queue depths are an ornament of the view; the next poll asks again.
-        return Series()
+        return MetricSeries()
 
 
 def _print_summary(report: Mapping[str, Any], folder: Path) -> None:

@@ -43,7 +43,7 @@ class RunCost:
     @property
     def scores(self) -> list[tuple[int, float]]:
         """(step, held-out pass@10) of every evaluation."""
-        return [(each["step"], each["pass_at_k"][MEASURE]["value"]) for each in self.outcome.evaluations]
+        return [(evaluation.step, evaluation.pass_at_k[MEASURE].value) for evaluation in self.outcome.evaluations]
 
     def best(self) -> tuple[int, float]:
         """(step, pass@10) of the first evaluation with the best score."""
@@ -88,7 +88,7 @@ def compare(first: RunCost, second: RunCost) -> dict[str, Any]:
 def write_comparison(report: Mapping[str, Any], first: RunCost, second: RunCost, folder: Path) -> None:
     """report.json, report.md and report.png below the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    jobs = {name: report_of(each.outcome) for name, each in (("first", first), ("second", second))}
+    jobs = {"first": report_of(first.outcome), "second": report_of(second.outcome)}
     (folder / "report.json").write_text(json.dumps({**report, "jobs": jobs}, indent=2) + "\n")
     (folder / "report.md").write_text(_markdown(report, first, second))
     draw_comparison(report["best_pass_at_10"], first, second, folder / "report.png")
@@ -104,10 +104,10 @@ def draw_comparison(best: float, first: RunCost, second: RunCost, path: Path) ->
 
     figure, axis = pyplot.subplots(figsize=(8, 5), constrained_layout=True)
     for label, job in (("first run, from nothing", first), ("second run, from stored experience", second)):
-        scores = [each["pass_at_k"][MEASURE] for each in job.outcome.evaluations]
-        spent = [job.rollouts[each["step"]] for each in job.outcome.evaluations]
-        (line,) = axis.plot(spent, [score["value"] for score in scores], marker="o", label=label)
-        low, high = [score["low"] for score in scores], [score["high"] for score in scores]
+        scores = [evaluation.pass_at_k[MEASURE] for evaluation in job.outcome.evaluations]
+        spent = [job.rollouts[evaluation.step] for evaluation in job.outcome.evaluations]
+        (line,) = axis.plot(spent, [score.value for score in scores], marker="o", label=label)
+        low, high = [score.low for score in scores], [score.high for score in scores]
         axis.fill_between(spent, low, high, alpha=0.15, color=line.get_color())
     axis.axhline(best, linestyle="--", color="grey", label="the first run's best")
     axis.set(title="held-out pass@10, 95 % interval", xlabel="online rollouts", ylim=(0, 1))
@@ -125,9 +125,9 @@ def _measure(demo: Demo, document: Mapping[str, Any]) -> RunCost:
     with Client(demo.platform.http_url) as client:
         found = client.trajectories(outcome.job.id, ALL_ROLLOUTS, source="online")
         versions = client.weights(outcome.job.id)
-    sampled = [int(each["created_unix_ms"]) for each in found]
-    published = {version["step"]: _unix_ms(version["published_at"]) for version in versions} | {0: 0}
-    steps = [each["step"] for each in outcome.evaluations]
+    sampled = [trajectory.created_unix_ms for trajectory in found]
+    published = {version.step: _unix_ms(version.published_at) for version in versions} | {0: 0}
+    steps = [evaluation.step for evaluation in outcome.evaluations]
     return RunCost(outcome, {step: sum(at <= published[step] for at in sampled) for step in steps})
 
 
@@ -135,7 +135,7 @@ def _await_stored(demo: Demo, job_id: str) -> None:
     """The second job would wait for it too; here it is told apart from the job's own time."""
     deadline = time.monotonic() + STORED_SECONDS
     with Client(demo.platform.http_url) as client:
-        while not any(each["run"] == job_id and each["complete"] for each in client.experience.runs()):
+        while not any(stored.run == job_id and stored.complete for stored in client.experience.runs()):
             if time.monotonic() > deadline:
                 raise NotReady(f"the experience of {job_id} was not stored within {STORED_SECONDS:g} s")
             time.sleep(0.5)
@@ -144,7 +144,7 @@ def _await_stored(demo: Demo, job_id: str) -> None:
 def starting_from(run: str, document: Mapping[str, Any]) -> dict[str, Any]:
     """The second job's document, with the run whose experience it takes."""
     offline = document["offline"]
-    sources = [{**each, "run": run} for each in offline["experience"]]
+    sources = [{**source, "run": run} for source in offline["experience"]]
     return {**document, "offline": {**offline, "experience": sources}}
 
 

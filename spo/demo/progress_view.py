@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -13,7 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spo.client.models import Job, Series
+from spo.client.models import Job, MetricSeries, StepEvaluation
+from spo.local.child import ChildStatus
 
 PLAIN_EVERY_SECONDS = 10.0
 SHOWN_METRICS = ("reward", "loss", "kl_to_reference")
@@ -29,10 +29,10 @@ class Snapshot:
     model_total: int = 0
     ready: Mapping[str, bool] = field(default_factory=dict)
     job: Job | None = None
-    evaluations: Sequence[Mapping[str, Any]] = ()
-    series: Series = field(default_factory=Series)
-    queues: Series = field(default_factory=Series)
-    services: Sequence[Mapping[str, Any]] = ()
+    evaluations: Sequence[StepEvaluation] = ()
+    series: MetricSeries = field(default_factory=MetricSeries)
+    queues: MetricSeries = field(default_factory=MetricSeries)
+    services: Sequence[ChildStatus] = ()
     memory_bytes: int = 0
 
 
@@ -83,12 +83,12 @@ def _names(ready: Mapping[str, bool]) -> str:
     return ", ".join(name for name, is_ready in ready.items() if is_ready) or "none yet"
 
 
-def _scores(evaluations: Sequence[Mapping[str, Any]]) -> str:
+def _scores(evaluations: Sequence[StepEvaluation]) -> str:
     if not evaluations:
         return ""
     newest = evaluations[-1]
-    scores = " ".join(f"pass@{k} {score['value']:.2f}" for k, score in newest["pass_at_k"].items())
-    return f"{scores} at step {newest['step']}"
+    scores = " ".join(f"pass@{k} {score.value:.2f}" for k, score in newest.pass_at_k.items())
+    return f"{scores} at step {newest.step}"
 
 
 def _picture(snapshot: Snapshot, elapsed: float) -> RenderableType:
@@ -120,14 +120,14 @@ def _bar(done: int, total: int) -> tuple[RenderableType, str]:
     return ProgressBar(total=total or 1, completed=done, width=40), f"{done}/{total or '?'}"
 
 
-def _curve(evaluations: Sequence[Mapping[str, Any]]) -> Table:
+def _curve(evaluations: Sequence[StepEvaluation]) -> Table:
     table = Table(box=None, header_style="bold")
     table.add_column("step")
     for evaluation in evaluations:
-        table.add_column(str(evaluation["step"]), justify="right")
-    for k in evaluations[0]["pass_at_k"]:
-        scores = [evaluation["pass_at_k"][k] for evaluation in evaluations]
-        table.add_row(f"pass@{k}", *(f"{score['value']:.2f}" for score in scores))
+        table.add_column(str(evaluation.step), justify="right")
+    for k in evaluations[0].pass_at_k:
+        scores = [evaluation.pass_at_k[k] for evaluation in evaluations]
+        table.add_row(f"pass@{k}", *(f"{score.value:.2f}" for score in scores))
     return table
 
 

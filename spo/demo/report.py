@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from spo.client.models import Event, Job, Series
+from spo.client.models import Event, Job, MetricSeries, StepEvaluation
+from spo.local.child import ChildStatus
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # Panels of the picture beside pass@k: title -> metrics drawn in it, with their labels.
 PANELS = {
@@ -31,11 +35,11 @@ class DemoOutcome:
 
     job: Job
     events: Sequence[Event]
-    evaluations: Sequence[Mapping[str, Any]]
-    series: Series
+    evaluations: Sequence[StepEvaluation]
+    series: MetricSeries
     trajectories: Mapping[str, int]
     weight_versions: int
-    services: Sequence[Mapping[str, Any]]
+    services: Sequence[ChildStatus]
     peak_memory_bytes: int
     setup_seconds: float
     total_seconds: float
@@ -52,8 +56,8 @@ def report_of(outcome: DemoOutcome) -> dict[str, Any]:
         "pass_at_1": _before_after(before, after, "1"),
         "pass_at_10": _before_after(before, after, "10"),
         "distinct_solutions": {
-            "before": before and before["distinct_solutions"],
-            "after": after and after["distinct_solutions"],
+            "before": before and before.distinct_solutions,
+            "after": after and after.distinct_solutions,
         },
         "steps": outcome.job.progress.step,
         "wall_seconds": {
@@ -65,11 +69,14 @@ def report_of(outcome: DemoOutcome) -> dict[str, Any]:
         },
         "trajectories": dict(outcome.trajectories),
         "weight_versions": outcome.weight_versions,
-        "services": [{name: service[name] for name in ("name", "pid", "restarts")} for service in outcome.services],
+        "services": [
+            {"name": service["name"], "pid": service["pid"], "restarts": service["restarts"]}
+            for service in outcome.services
+        ],
         "peak_memory_bytes": outcome.peak_memory_bytes,
         "spec": outcome.job.spec,
         "figures": {
-            "evaluations": [_without_problems(evaluation) for evaluation in outcome.evaluations],
+            "evaluations": [evaluation.model_dump(exclude={"per_problem"}) for evaluation in outcome.evaluations],
             "steps": outcome.series.steps,
             "series": outcome.series.series,
         },
@@ -130,12 +137,12 @@ def draw(outcome: DemoOutcome, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _draw_pass_at_k(axis: Any, evaluations: Sequence[Mapping[str, Any]]) -> None:
-    steps = [evaluation["step"] for evaluation in evaluations]
-    for k in evaluations[0]["pass_at_k"] if evaluations else ():
-        scores = [evaluation["pass_at_k"][k] for evaluation in evaluations]
-        (line,) = axis.plot(steps, [score["value"] for score in scores], marker="o", label=f"pass@{k}")
-        low, high = [score["low"] for score in scores], [score["high"] for score in scores]
+def _draw_pass_at_k(axis: Axes, evaluations: Sequence[StepEvaluation]) -> None:
+    steps = [evaluation.step for evaluation in evaluations]
+    for k in evaluations[0].pass_at_k if evaluations else ():
+        scores = [evaluation.pass_at_k[k] for evaluation in evaluations]
+        (line,) = axis.plot(steps, [score.value for score in scores], marker="o", label=f"pass@{k}")
+        low, high = [score.low for score in scores], [score.high for score in scores]
         axis.fill_between(steps, low, high, alpha=0.2, color=line.get_color())
     axis.set(title="held-out problems, 95 % interval", xlabel="step", ylim=(0, 1))
     axis.grid(alpha=0.3)
@@ -150,9 +157,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _before_after(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None, k: str) -> dict[str, float | None]:
-    def score(evaluation: Mapping[str, Any] | None) -> float | None:
-        return evaluation["pass_at_k"].get(k, {}).get("value") if evaluation else None
+def _before_after(before: StepEvaluation | None, after: StepEvaluation | None, k: str) -> dict[str, float | None]:
+    def score(evaluation: StepEvaluation | None) -> float | None:
+        return evaluation.pass_at_k[k].value if evaluation and k in evaluation.pass_at_k else None
 
     return {"before": score(before), "after": score(after)}
 
@@ -166,10 +173,6 @@ def seconds_between(events: Sequence[Event], entered: str, left_to: str) -> floa
     if entered not in times or left_to not in times:
         return None
     return round((times[left_to][-1] - times[entered][0]).total_seconds(), 1)
-
-
-def _without_problems(evaluation: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in evaluation.items() if name != "per_problem"}
 
 
 def _gaps(values: Sequence[float | None]) -> list[float]:

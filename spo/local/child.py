@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypedDict
 
 from spo.local import die_with_parent
 
@@ -21,6 +22,15 @@ LONGEST_BACKOFF_SECONDS = 30.0
 def bound_to_this_process(command: list[str]) -> list[str]:
     """The command, made to die with this process; start it from a thread that lives as long as it is needed."""
     return [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid()), *command]
+
+
+class ChildStatus(TypedDict):
+    """What state.json and reports say of a child; pid is None before its first start."""
+
+    name: str
+    pid: int | None
+    restarts: int
+    address: str
 
 
 @dataclass
@@ -46,6 +56,10 @@ class Child:
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
+
+    @property
+    def status(self) -> ChildStatus:
+        return {"name": self.name, "pid": self.pid, "restarts": self.restarts, "address": self.address}
 
     def start(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)

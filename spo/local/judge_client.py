@@ -184,7 +184,7 @@ class JudgeClient:
         if self.where != AUTO:
             return self.where
         for state in running_platforms(self.runs_path):
-            for service in state.get("services", []):
+            for service in state["services"]:
                 if service["name"] == "sandbox-judge" and is_healthy(service["address"]):
                     return str(service["address"])
         return None

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -27,11 +26,11 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from spo.errors import Conflict, NotReady
-from spo.local.child import Child
+from spo.local.child import Child, ChildStatus
 from spo.local.mirror_child import mirror_children
 from spo.local.redis_server import server_command
 from spo.local.replicas import LocalReplicas
-from spo.local.state import read_state, write_state
+from spo.local.state import PlatformState, read_state, write_state
 from spo.messaging.connection import connect
 from spo.observability.logs import get_logger
 from spo.rpc.client import is_healthy
@@ -142,12 +141,9 @@ class LocalPlatform:
                 continue
         return total
 
-    def services(self) -> list[dict[str, Any]]:
+    def services(self) -> list[ChildStatus]:
         """Name, pid, restarts and address of every child."""
-        return [
-            {"name": child.name, "pid": child.pid, "restarts": child.restarts, "address": child.address}
-            for child in self.children
-        ]
+        return [child.status for child in self.children]
 
     def _why_not_ready(self, late: list[Child]) -> str:
         lines = [f"not ready: {', '.join(child.name for child in late)}"]
@@ -234,7 +230,7 @@ class LocalPlatform:
         try:
             for child in self.children:
                 child.start()
-            written: dict[str, Any] = {}
+            written: PlatformState | None = None
             while not self._stopping.wait(0.25):
                 for child in self.children:
                     if child.revive():
@@ -260,7 +256,7 @@ class LocalPlatform:
             if killed:
                 log.warning("killed after the grace period", children=killed)
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> PlatformState:
         return {
             "name": self.name,
             "pid": os.getpid(),

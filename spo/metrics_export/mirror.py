@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from spo.client import Client
-from spo.client.models import FINAL_STATES, Job
+from spo.client.models import EvaluationResult, JobSummary
 from spo.metrics_export.sinks import open_sink
 
 # The API thins longer answers, so no more steps are asked for at once.
@@ -18,7 +17,7 @@ POLL_SECONDS = 2.0
 class JobMirror:
     """One job and its sink. A step that a resumed trainer repeats stays as it was written first."""
 
-    def __init__(self, client: Client, job: Job, target: str) -> None:
+    def __init__(self, client: Client, job: JobSummary, target: str) -> None:
         self._client = client
         self._job_id = job.id
         self._sink = open_sink(target, job.id, job.name or job.id)
@@ -40,7 +39,7 @@ class JobMirror:
             # Steps without a report, if any, are gone past.
             self._steps["training"] = max(self._steps["training"], end)
         for result in self._client.evaluations(self._job_id):
-            self._write("evaluation", int(result["step"]), _scores(result))
+            self._write("evaluation", result.step, _scores(result))
         self._sink.flush()
 
     def _write(self, curve: str, step: int, point: dict[str, float | None]) -> None:
@@ -70,7 +69,8 @@ def mirror(
     done: set[str] = set()
     try:
         while True:
-            for job in [client.get(job_id)] if job_id else client.jobs(limit=1000):
+            jobs: Sequence[JobSummary] = [client.get(job_id)] if job_id else client.jobs(limit=1000)
+            for job in jobs:
                 if job.id in done:
                     continue
                 if job.id not in under_way:
@@ -78,7 +78,7 @@ def mirror(
                 # The state was read before the points: one that has ended gets no more.
                 under_way[job.id].catch_up()
                 on_points(job.id, under_way[job.id].written)
-                if job.state in FINAL_STATES:
+                if job.is_final:
                     under_way.pop(job.id).close()
                     done.add(job.id)
             if (job_id and job_id in done) or stop.wait(POLL_SECONDS):
@@ -88,13 +88,13 @@ def mirror(
             open_one.close()
 
 
-def _scores(result: dict[str, Any]) -> dict[str, float | None]:
+def _scores(result: EvaluationResult) -> dict[str, float | None]:
     """The numbers of an evaluation, pass@k with its interval."""
     numbers: dict[str, float | None] = {
         name: float(value)
-        for name, value in result.items()
+        for name, value in result.model_dump().items()
         if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
     }
-    for k, score in result.get("pass_at_k", {}).items():
-        numbers |= {f"pass@{k}": score["value"], f"pass@{k}/low": score["low"], f"pass@{k}/high": score["high"]}
+    for k, score in result.pass_at_k.items():
+        numbers |= {f"pass@{k}": score.value, f"pass@{k}/low": score.low, f"pass@{k}/high": score.high}
     return numbers

@@ -42,7 +42,7 @@ class CpuMeter:
 def trainer_memory_bytes(platform: LocalPlatform) -> int:
     """Proportional set size of the trainer's ranks, 0 while there is none."""
     total = 0
-    for process in _processes(each["pid"] for each in platform.services() if each["name"] == "trainer"):
+    for process in _processes(child["pid"] for child in platform.services() if child["name"] == "trainer"):
         try:
             total += process.memory_full_info().pss
         except psutil.Error:

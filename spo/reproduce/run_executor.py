@@ -17,7 +17,7 @@ from typing import Any
 
 from spo import redis_keys
 from spo.client import Client
-from spo.client.models import Event, Job
+from spo.client.models import Event, Job, StepEvaluation
 from spo.demo.report import seconds_between
 from spo.errors import Conflict, InternalError, NotReady
 from spo.local.launcher import LocalPlatform
@@ -115,17 +115,11 @@ class RunExecutor:
         return job
 
     def _examine(self, job: Job, tasks: Mapping[str, Any]) -> dict[str, Any]:
-        asked = self.client.ask_evaluation({"job_id": job.id, "tasks": tasks, "samples": EVALUATION_SAMPLES, "ks": [1]})
-        deadline = time.monotonic() + LONGEST_RUN_SECONDS
-        while asked["state"] not in ("succeeded", "failed"):
-            if time.monotonic() > deadline:
-                raise NotReady(f"evaluation {asked['id']} is still {asked['state']}", code="evaluation_timeout")
-            time.sleep(POLL_SECONDS)
-            asked = self.client.evaluation(asked["id"])
-        if asked["state"] == "failed":
-            raise InternalError(f"evaluation {asked['id']}: {asked['failure'].get('message')}")
-        found: dict[str, Any] = {name: value for name, value in asked["result"].items() if name != "per_problem"}
-        return found
+        asked = self.client.request_evaluation(job.id, tasks=tasks, samples=EVALUATION_SAMPLES, ks=[1])
+        asked = self.client.wait_evaluation(asked.id, LONGEST_RUN_SECONDS)
+        if asked.result is None:
+            raise InternalError(f"evaluation {asked.id}: {asked.failure.get('message')}")
+        return asked.result.model_dump(exclude={"per_problem"})
 
     def _result(self, run: PlannedRun, job: Job, attempt: int) -> dict[str, Any]:
         events = self.client.history(job.id)
@@ -140,7 +134,7 @@ class RunExecutor:
             "job_id": job.id,
             "state": job.state,
             "failure": job.failure and job.failure.model_dump(),
-            "evaluations": [_compact(each) for each in self.client.evaluations(job.id)],
+            "evaluations": [_compact(evaluation) for evaluation in self.client.evaluations(job.id)],
             "seconds": {
                 "estimate": seconds_between(events, "estimating", "running"),
                 "train": _training_seconds(events),
@@ -180,11 +174,15 @@ def _digest(document: Mapping[str, Any]) -> str:
     return redis_keys.digest(json.dumps(document, sort_keys=True))[:16]
 
 
-def _compact(evaluation: Mapping[str, Any]) -> dict[str, Any]:
+def _compact(evaluation: StepEvaluation) -> dict[str, Any]:
     """An evaluation with its table of problems as columns."""
-    rows: list[Mapping[str, Any]] = evaluation["per_problem"]
-    columns = {name: [row[name] for row in rows] for name in ("samples", "correct", "distinct", "public_only")}
-    return {**{name: value for name, value in evaluation.items() if name != "per_problem"}, "per_problem": columns}
+    columns = {
+        "samples": [score.samples for score in evaluation.per_problem],
+        "correct": [score.correct for score in evaluation.per_problem],
+        "distinct": [score.distinct for score in evaluation.per_problem],
+        "public_only": [score.public_only for score in evaluation.per_problem],
+    }
+    return {**evaluation.model_dump(exclude={"per_problem"}), "per_problem": columns}
 
 
 def _training_seconds(events: Sequence[Event]) -> float | None:

@@ -81,6 +81,6 @@ def run(client: Client, spec: dict[str, Any]) -> tuple[float, float]:
     job = client.wait(client.submit(spec).id, JOB_SECONDS)
     assert job.state == "succeeded", job.failure
     assert job.progress.step == spec["trainer"]["steps"]
-    before, *_, after = [each["pass_at_k"]["1"]["value"] for each in client.evaluations(job.id)]
+    before, *_, after = [evaluation.pass_at_k["1"].value for evaluation in client.evaluations(job.id)]
     print(f"{spec['name']}: pass@1 {before:.3f} -> {after:.3f}")
     return before, after

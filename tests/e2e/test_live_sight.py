@@ -62,7 +62,7 @@ def test_no_trace_holds_text_of_a_prompt_or_response(live: Any, trained_job: str
     live.collector.wait_for(whole_trace, "a trace over all services")
     with Client(live.url) as client:
         listed = client.trajectories(trained_job, limit=20)
-        texts = [client.trajectory(trained_job, each["trajectory_id"])["response_text"] for each in listed]
+        texts = [client.trajectory(trained_job, found.trajectory_id).response_text for found in listed]
     received = b"".join(live.collector.bodies)
 
     assert len(texts) == 20

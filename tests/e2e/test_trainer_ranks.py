@@ -77,8 +77,8 @@ def test_a_dead_rank_restarts_the_group_from_the_last_checkpoint_and_no_step_is_
     # the ranks that died.
     assert series.steps == list(range(1, STEPS + 1))
     assert None not in series.series["loss"]
-    with safe_open(Path(last["path"]) / "rank-00001.safetensors", framework="pt") as state:
-        assert (last["step"], int(state.get_tensor("step.0"))) == (STEPS, STEPS)
+    with safe_open(Path(last.path) / "rank-00001.safetensors", framework="pt") as state:
+        assert (last.step, int(state.get_tensor("step.0"))) == (STEPS, STEPS)
     assert not [each for each in psutil.process_iter() if is_rank(each) and each.ppid() == 1]
     print(f"seconds from a death to the next lease: {pauses}")
 

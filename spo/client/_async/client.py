@@ -6,29 +6,44 @@
             print(event.seq, event.kind, event.body)
         print((await spo.wait(job.id, timeout_seconds=600)).state)
 
-Every call has a deadline. Calls that are safe to repeat (reads, verbs, a submit with its Idempotency-Key) are repeated
-for `retry_seconds` while the API is away, so a restart of the orchestrator goes unnoticed; others only when they were
-surely not carried out. Failures raise the SpoError that the server's problem+json stands for.
+Every call has a deadline. Calls that are safe to repeat (reads, actions, a submit with its Idempotency-Key) are
+repeated for `retry_seconds` while the API is away, so a restart of the orchestrator goes unnoticed; others only when
+they were surely not carried out. Answers are the models of `spo.client.models`. Failures raise the SpoError that the
+server's problem+json stands for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, Self
+from typing import Self, Unpack
 
 import httpx
 from httpx_sse import SSEError, aconnect_sse
 from ulid import ULID
 
 from spo import errors
+from spo.client._async.connection import AsyncConnection
 from spo.client._async.datasets import AsyncDatasetCalls
 from spo.client._async.experience import AsyncExperienceCalls
 from spo.client._async.platform import AsyncPlatformCalls
 from spo.client._async.training import AsyncTrainingCalls
-from spo.client.http_errors import content_of, error_of, pause_asked
-from spo.client.models import Event, Job, Page
+from spo.client.http_errors import error_of, parsed
+from spo.client.models import (
+    Event,
+    EventPage,
+    ForkRequest,
+    Job,
+    JobFilters,
+    JobPage,
+    JobSummary,
+    JsonObject,
+    Replica,
+    Replicas,
+)
+from spo.client.models.jobs import ResolvedSpec
 from spo.spec.job_spec import JobSpec
 
 HEARTBEAT_SECONDS = 15.0
@@ -47,12 +62,8 @@ class AsyncClient(AsyncTrainingCalls):
         retry_seconds: float = 30.0,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
-        self.timeout_seconds = timeout_seconds
-        self.retry_seconds = retry_seconds
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.AsyncClient(
-            base_url=self.url, headers=headers, timeout=timeout_seconds, transport=transport, follow_redirects=False
+        self._connection = AsyncConnection(
+            url.rstrip("/"), api_key, timeout_seconds=timeout_seconds, retry_seconds=retry_seconds, transport=transport
         )
 
     async def __aenter__(self) -> Self:
@@ -62,69 +73,68 @@ class AsyncClient(AsyncTrainingCalls):
         await self.close()
 
     async def close(self) -> None:
-        await self._http.aclose()
+        """Close the connections; the client cannot be used afterwards."""
+        await self._connection.close()
 
-    async def submit(self, spec: JobSpec | Mapping[str, Any], idempotency_key: str | None = None) -> Job:
+    async def submit(self, spec: JobSpec | Mapping[str, object], idempotency_key: str | None = None) -> Job:
         """Submit a job; the same key and spec give the same job. Raises InvalidInput with a pointer per fault."""
         key = idempotency_key or str(ULID())
-        reply = await self._ask("POST", "/v1/jobs", json=_document(spec), headers={"Idempotency-Key": key})
-        return Job.model_validate(reply)
+        headers = {"Idempotency-Key": key}
+        return await self._connection.ask(Job, "POST", "/v1/jobs", json=_document(spec), headers=headers)
 
-    async def validate(self, spec: JobSpec | Mapping[str, Any]) -> dict[str, Any]:
-        """Return the spec with every default filled in, without submitting it. Raises InvalidInput."""
-        reply: dict[str, Any] = await self._ask(
-            "POST", "/v1/jobs", json=_document(spec), params={"validate_only": True}
-        )
-        return reply
+    async def validate(self, spec: JobSpec | Mapping[str, object]) -> JsonObject:
+        """The spec with every default filled in, not submitted. Raises InvalidInput with a pointer per fault."""
+        asked = {"validate_only": True}
+        resolved = await self._connection.ask(ResolvedSpec, "POST", "/v1/jobs", json=_document(spec), params=asked)
+        return resolved.root
 
     async def get(self, job_id: str) -> Job:
-        """Raises NotFound."""
-        return Job.model_validate(await self._ask("GET", f"/v1/jobs/{job_id}"))
+        """One job in full. Raises NotFound."""
+        return await self._connection.ask(Job, "GET", f"/v1/jobs/{job_id}")
 
-    async def jobs(self, status: str | None = None, limit: int = 100, **filters: Any) -> list[Job]:
-        """Jobs, newest first, on as many pages as it takes; filters: label=["team:red"], created_from, created_to."""
-        parameters = filters | ({"status": status} if status else {})
-        return [Job.model_validate(entry) for entry in await self._entries("/v1/jobs", parameters, limit)]
+    async def jobs(self, limit: int = 100, **filters: Unpack[JobFilters]) -> list[JobSummary]:
+        """Jobs, newest first, on as many pages as it takes."""
+        return await self._connection.pages(JobPage, "/v1/jobs", filters, limit)
 
-    async def fork(self, job_id: str, idempotency_key: str | None = None, **requested: Any) -> Job:
-        """A new job from version= or checkpoint_step=, with overrides={...} to its spec; as_reference=True: as pi0.
+    async def fork(self, job_id: str, idempotency_key: str | None = None, **requested: Unpack[ForkRequest]) -> Job:
+        """A new job from a version or a checkpoint of this one; as_reference: its weights become the new pi0.
 
-        By default from the newest version, with the parent's pi0 and values. Raises NotFound, InvalidInput by field.
+        By default from the newest version, with the parent's pi0 and values. Raises NotFound, and InvalidInput with a
+        pointer per fault.
         """
         headers = {"Idempotency-Key": idempotency_key or str(ULID())}
-        return Job.model_validate(await self._ask("POST", f"/v1/jobs/{job_id}/fork", json=requested, headers=headers))
+        return await self._connection.ask(Job, "POST", f"/v1/jobs/{job_id}/fork", json=requested, headers=headers)
 
-    async def cancel(self, job_id: str) -> Job:
-        """Ask a job to stop for good. Raises Conflict naming what is legal."""
+    async def cancel(self, job_id: str) -> JobSummary:
+        """Ask a job to stop for good. Raises NotFound, Conflict naming what is legal."""
         return await self._action(job_id, "cancel")
 
-    async def pause(self, job_id: str) -> Job:
-        """Ask a running job to checkpoint and wait. Raises Conflict naming what is legal."""
+    async def pause(self, job_id: str) -> JobSummary:
+        """Ask a running job to checkpoint and wait. Raises NotFound, Conflict naming what is legal."""
         return await self._action(job_id, "pause")
 
-    async def resume(self, job_id: str) -> Job:
-        """Let a paused job go on. Raises Conflict naming what is legal."""
+    async def resume(self, job_id: str) -> JobSummary:
+        """Let a paused job go on. Raises NotFound, Conflict naming what is legal."""
         return await self._action(job_id, "resume")
 
-    async def checkpoint(self, job_id: str) -> Job:
-        """Ask a running job to save its state now. Raises Conflict naming what is legal."""
+    async def checkpoint(self, job_id: str) -> JobSummary:
+        """Ask a running job to save its state now. Raises NotFound, Conflict naming what is legal."""
         return await self._action(job_id, "checkpoint")
 
     async def history(self, job_id: str, after_seq: int = 0) -> list[Event]:
-        """What has happened so far."""
+        """What has happened to a job so far, in order. Raises NotFound."""
         found: list[Event] = []
         while True:
-            cursor = found[-1].seq if found else after_seq
-            page = await self._ask("GET", f"/v1/jobs/{job_id}/events", params={"after_seq": cursor, "limit": 500})
-            events = [Event.model_validate(entry) for entry in page["items"]]
-            found += events
-            if not events or not page.get("next_cursor"):
+            asked = {"after_seq": found[-1].seq if found else after_seq, "limit": 500}
+            page = await self._connection.ask(EventPage, "GET", f"/v1/jobs/{job_id}/events", params=asked)
+            found += page.items
+            if not page.items or not page.next_cursor:
                 return found
 
     async def events(self, job_id: str, after_seq: int = 0) -> AsyncIterator[Event]:
         """Every event after after_seq as it happens, until the job ends; reconnects without gaps or repeats.
 
-        Raises Unreachable when the API stays away for retry_seconds.
+        Raises NotFound, and Unreachable when the API stays away for retry_seconds.
         """
         seen = after_seq
         away_since: float | None = None
@@ -140,36 +150,38 @@ class AsyncClient(AsyncTrainingCalls):
                         return
             except (httpx.TransportError, SSEError, errors.NotReady) as error:
                 away_since = away_since or time.monotonic()
-                if time.monotonic() - away_since > self.retry_seconds:
-                    raise self._unreachable(error) from error
+                if time.monotonic() - away_since > self._connection.retry_seconds:
+                    raise self._connection.unreachable(error) from error
             await asyncio.sleep(0.5)
 
     async def delete(self, job_id: str) -> None:
         """Delete an ended job; its experience stays in the store. Raises NotFound, Conflict."""
-        await self._ask("DELETE", f"/v1/jobs/{job_id}")
+        await self._connection.content("DELETE", f"/v1/jobs/{job_id}")
 
-    async def replicas(self) -> list[dict[str, Any]]:
+    async def replicas(self) -> list[Replica]:
         """Every live registered replica."""
-        reply: dict[str, Any] = await self._ask("GET", "/v1/replicas")
-        return list(reply["items"])
+        return (await self._connection.ask(Replicas, "GET", "/v1/replicas")).items
 
     @property
     def platform(self) -> AsyncPlatformCalls:
-        """Replicas to wish for, API keys, the audit log."""
-        return AsyncPlatformCalls(self._ask, self._entries)
+        """Calls about replicas, API keys, the audit log."""
+        return AsyncPlatformCalls(self._connection)
 
     @property
     def datasets(self) -> AsyncDatasetCalls:
-        """Task sets that are uploaded once and named by jobs."""
-        return AsyncDatasetCalls(self._ask, self._entries)
+        """Calls about task sets, which are uploaded once and named by jobs."""
+        return AsyncDatasetCalls(self._connection)
 
     @property
     def experience(self) -> AsyncExperienceCalls:
-        """What runs and imports have stored."""
-        return AsyncExperienceCalls(self._ask, self._http, error_of)
+        """Calls about what runs and imports have stored."""
+        return AsyncExperienceCalls(self._connection)
 
     async def wait(self, job_id: str, timeout_seconds: float, on_poll: Callable[[Job], None] = lambda _: None) -> Job:
-        """Return the job once it has ended, whatever the end. Raises NotReady (code "wait_timeout")."""
+        """The job once it has ended, however; on_poll sees it every second.
+
+        Raises NotFound, and NotReady (code "wait_timeout").
+        """
         deadline = time.monotonic() + timeout_seconds
         while True:
             job = await self.get(job_id)
@@ -181,64 +193,23 @@ class AsyncClient(AsyncTrainingCalls):
                 raise errors.NotReady(message, code="wait_timeout")
             await asyncio.sleep(1.0)
 
-    async def _action(self, job_id: str, action: str) -> Job:
-        return Job.model_validate(await self._ask("POST", f"/v1/jobs/{job_id}/{action}"))
-
-    async def _entries(self, path: str, parameters: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        cursor: str | None = None
-        while len(found) < limit:
-            asked = {**parameters, "limit": min(100, limit - len(found))} | ({"cursor": cursor} if cursor else {})
-            page = Page.model_validate(await self._ask("GET", path, params=asked))
-            found += page.items
-            cursor = page.next_cursor
-            if not cursor:
-                break
-        return found[:limit]
+    async def _action(self, job_id: str, action: str) -> JobSummary:
+        return await self._connection.ask(JobSummary, "POST", f"/v1/jobs/{job_id}/{action}")
 
     async def _stream(self, job_id: str, after_seq: int) -> AsyncIterator[Event]:
         headers = {"Last-Event-ID": str(after_seq)}
         # The server sends a comment as a heartbeat: a longer silence means a dead connection.
-        timeout = httpx.Timeout(self.timeout_seconds, read=3 * HEARTBEAT_SECONDS)
+        timeout = httpx.Timeout(self._connection.timeout_seconds, read=3 * HEARTBEAT_SECONDS)
         async with aconnect_sse(
-            self._http, "GET", f"/v1/jobs/{job_id}/events", headers=headers, timeout=timeout
+            self._connection.http, "GET", f"/v1/jobs/{job_id}/events", headers=headers, timeout=timeout
         ) as source:
             if not source.response.is_success:
                 await source.response.aread()
                 raise error_of(source.response)
             async for message in source.aiter_sse():
                 if message.data:
-                    yield Event.model_validate_json(message.data)
-
-    async def _ask(
-        self, method: str, path: str, *, repeatable: bool = True, patience_seconds: float | None = None, **request: Any
-    ) -> Any:
-        deadline = time.monotonic() + (self.retry_seconds if patience_seconds is None else patience_seconds)
-        pause = 0.2
-        while True:
-            wanted = 0.0
-            try:
-                response = await self._http.request(method, path, **request)
-                if response.is_success:
-                    return content_of(response)
-                error = error_of(response)
-                again, wanted = error.retryable, pause_asked(response)
-            except httpx.TransportError as failure:
-                error = self._unreachable(failure)
-                again = repeatable or isinstance(failure, httpx.ConnectError | httpx.ConnectTimeout)
-            pause = max(pause, wanted)
-            if not again or time.monotonic() + pause > deadline:
-                raise error
-            await asyncio.sleep(pause)
-            pause = min(2.0, pause * 2)
-
-    def _unreachable(self, failure: Exception) -> errors.Unreachable:
-        return errors.Unreachable(
-            f"the SPO API at {self.url} did not answer within {self.retry_seconds:g} s ({failure}); "
-            "`spo up` starts a platform here, SPO_API_URL names one elsewhere",
-            code="api_unreachable",
-        )
+                    yield parsed(Event, json.loads(message.data))
 
 
-def _document(spec: JobSpec | Mapping[str, Any]) -> dict[str, Any]:
+def _document(spec: JobSpec | Mapping[str, object]) -> JsonObject:
     return spec.model_dump(mode="json") if isinstance(spec, JobSpec) else dict(spec)

@@ -1,32 +1,28 @@
-"""The platform's own part of the SDK: replicas to wish for, API keys, the audit log."""
+"""The platform's own part of the SDK: replicas, API keys, the audit log, whether it is up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from spo import errors
-
-Ask = Callable[..., Any]
+from spo.client._async.connection import AsyncConnection
+from spo.client.models import AuditPage, AuditRecord, Key, Keys, NewKey, ScaleView, Version
 
 
 class AsyncPlatformCalls:
     """What operators ask; keys and the audit log need the scope admin."""
 
-    def __init__(self, ask: Ask, entries: Ask) -> None:
-        self._ask = ask
-        self._entries = entries
+    def __init__(self, connection: AsyncConnection) -> None:
+        self._connection = connection
 
-    async def scale(self) -> dict[str, Any]:
-        """Wished and live replicas of each pool, with bounds."""
-        found: dict[str, Any] = await self._ask("GET", "/v1/scale")
-        return found
+    async def scale(self) -> ScaleView:
+        """Desired and live replicas of each pool, with bounds."""
+        return await self._connection.ask(ScaleView, "GET", "/v1/scale")
 
-    async def requested(self, **replicas: int) -> dict[str, Any]:
-        """Ask for so many replicas: inference=3, sandbox_judge=2. Raises InvalidInput by field."""
+    async def set_scale(self, **replicas: int) -> ScaleView:
+        """Ask for so many replicas: inference=3, sandbox_judge=2. Raises InvalidInput with a pointer per pool."""
         pools = {pool.replace("_", "-"): count for pool, count in replicas.items()}
-        found: dict[str, Any] = await self._ask("PUT", "/v1/scale", json=pools)
-        return found
+        return await self._connection.ask(ScaleView, "PUT", "/v1/scale", json=pools)
 
     async def create_key(
         self,
@@ -35,8 +31,8 @@ class AsyncPlatformCalls:
         scopes: Sequence[str],
         max_active_jobs: int | None = None,
         expires_in_seconds: int | None = None,
-    ) -> dict[str, Any]:
-        """A new API key; its `token` is in this answer and nowhere else."""
+    ) -> NewKey:
+        """Make an API key; its `token` is in this answer and nowhere else. Raises InvalidInput."""
         body = {
             "name": name,
             "tenant": tenant,
@@ -44,42 +40,36 @@ class AsyncPlatformCalls:
             "max_active_jobs": max_active_jobs,
             "expires_in_seconds": expires_in_seconds,
         }
-        found: dict[str, Any] = await self._ask("POST", "/v1/keys", json=body, repeatable=False)
-        return found
+        return await self._connection.ask(NewKey, "POST", "/v1/keys", json=body, repeatable=False)
 
-    async def keys(self) -> list[dict[str, Any]]:
+    async def keys(self) -> list[Key]:
         """Every API key, revoked ones too, without secrets."""
-        found: dict[str, Any] = await self._ask("GET", "/v1/keys")
-        return list(found["items"])
+        return (await self._connection.ask(Keys, "GET", "/v1/keys")).items
 
-    async def revoke_key(self, key_id: str) -> dict[str, Any]:
+    async def revoke_key(self, key_id: str) -> Key:
         """Make a key useless, within five seconds. Raises NotFound."""
-        found: dict[str, Any] = await self._ask("DELETE", f"/v1/keys/{key_id}")
-        return found
+        return await self._connection.ask(Key, "DELETE", f"/v1/keys/{key_id}")
 
-    async def audit(self, limit: int = 100) -> list[dict[str, Any]]:
+    async def audit(self, limit: int = 100) -> list[AuditRecord]:
         """Changes and refusals, newest first."""
-        found: list[dict[str, Any]] = await self._entries("/v1/audit", {}, limit)
-        return found
+        return await self._connection.pages(AuditPage, "/v1/audit", {}, limit)
 
-    async def version(self) -> dict[str, Any]:
-        """The orchestrator's version."""
-        found: dict[str, Any] = await self._ask("GET", "/version")
-        return found
+    async def version(self) -> Version:
+        """The orchestrator's release."""
+        return await self._connection.ask(Version, "GET", "/version")
 
     async def is_ready(self) -> bool:
-        """Whether the platform takes requests now; false while it drains or lacks Redis."""
+        """Whether the platform takes requests now; false while it drains or lacks Redis, or does not answer."""
         try:
-            await self._ask("GET", "/readyz", patience_seconds=0)
+            await self._connection.content("GET", "/readyz", patience_seconds=0)
         except errors.NotReady:
             return False
         return True
 
     async def is_alive(self) -> bool:
         """Whether the orchestrator answers at all. Raises Unreachable when it does not."""
-        return bool(await self._ask("GET", "/healthz"))
+        return bool(await self._connection.content("GET", "/healthz"))
 
     async def prometheus(self) -> str:
         """The orchestrator's metrics in Prometheus' text format."""
-        found: str = await self._ask("GET", "/metrics")
-        return found
+        return str(await self._connection.content("GET", "/metrics"))

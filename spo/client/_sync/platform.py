@@ -1,33 +1,29 @@
 # Made from spo/client/_async/platform.py by `make sdk`: edit that.
-"""The platform's own part of the SDK: replicas to wish for, API keys, the audit log."""
+"""The platform's own part of the SDK: replicas, API keys, the audit log, whether it is up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from spo import errors
-
-Ask = Callable[..., Any]
+from spo.client._sync.connection import Connection
+from spo.client.models import AuditPage, AuditRecord, Key, Keys, NewKey, ScaleView, Version
 
 
 class PlatformCalls:
     """What operators ask; keys and the audit log need the scope admin."""
 
-    def __init__(self, ask: Ask, entries: Ask) -> None:
-        self._ask = ask
-        self._entries = entries
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
-    def scale(self) -> dict[str, Any]:
-        """Wished and live replicas of each pool, with bounds."""
-        found: dict[str, Any] = self._ask("GET", "/v1/scale")
-        return found
+    def scale(self) -> ScaleView:
+        """Desired and live replicas of each pool, with bounds."""
+        return self._connection.ask(ScaleView, "GET", "/v1/scale")
 
-    def requested(self, **replicas: int) -> dict[str, Any]:
-        """Ask for so many replicas: inference=3, sandbox_judge=2. Raises InvalidInput by field."""
+    def set_scale(self, **replicas: int) -> ScaleView:
+        """Ask for so many replicas: inference=3, sandbox_judge=2. Raises InvalidInput with a pointer per pool."""
         pools = {pool.replace("_", "-"): count for pool, count in replicas.items()}
-        found: dict[str, Any] = self._ask("PUT", "/v1/scale", json=pools)
-        return found
+        return self._connection.ask(ScaleView, "PUT", "/v1/scale", json=pools)
 
     def create_key(
         self,
@@ -36,8 +32,8 @@ class PlatformCalls:
         scopes: Sequence[str],
         max_active_jobs: int | None = None,
         expires_in_seconds: int | None = None,
-    ) -> dict[str, Any]:
-        """A new API key; its `token` is in this answer and nowhere else."""
+    ) -> NewKey:
+        """Make an API key; its `token` is in this answer and nowhere else. Raises InvalidInput."""
         body = {
             "name": name,
             "tenant": tenant,
@@ -45,42 +41,36 @@ class PlatformCalls:
             "max_active_jobs": max_active_jobs,
             "expires_in_seconds": expires_in_seconds,
         }
-        found: dict[str, Any] = self._ask("POST", "/v1/keys", json=body, repeatable=False)
-        return found
+        return self._connection.ask(NewKey, "POST", "/v1/keys", json=body, repeatable=False)
 
-    def keys(self) -> list[dict[str, Any]]:
+    def keys(self) -> list[Key]:
         """Every API key, revoked ones too, without secrets."""
-        found: dict[str, Any] = self._ask("GET", "/v1/keys")
-        return list(found["items"])
+        return (self._connection.ask(Keys, "GET", "/v1/keys")).items
 
-    def revoke_key(self, key_id: str) -> dict[str, Any]:
+    def revoke_key(self, key_id: str) -> Key:
         """Make a key useless, within five seconds. Raises NotFound."""
-        found: dict[str, Any] = self._ask("DELETE", f"/v1/keys/{key_id}")
-        return found
+        return self._connection.ask(Key, "DELETE", f"/v1/keys/{key_id}")
 
-    def audit(self, limit: int = 100) -> list[dict[str, Any]]:
+    def audit(self, limit: int = 100) -> list[AuditRecord]:
         """Changes and refusals, newest first."""
-        found: list[dict[str, Any]] = self._entries("/v1/audit", {}, limit)
-        return found
+        return self._connection.pages(AuditPage, "/v1/audit", {}, limit)
 
-    def version(self) -> dict[str, Any]:
-        """The orchestrator's version."""
-        found: dict[str, Any] = self._ask("GET", "/version")
-        return found
+    def version(self) -> Version:
+        """The orchestrator's release."""
+        return self._connection.ask(Version, "GET", "/version")
 
     def is_ready(self) -> bool:
-        """Whether the platform takes requests now; false while it drains or lacks Redis."""
+        """Whether the platform takes requests now; false while it drains or lacks Redis, or does not answer."""
         try:
-            self._ask("GET", "/readyz", patience_seconds=0)
+            self._connection.content("GET", "/readyz", patience_seconds=0)
         except errors.NotReady:
             return False
         return True
 
     def is_alive(self) -> bool:
         """Whether the orchestrator answers at all. Raises Unreachable when it does not."""
-        return bool(self._ask("GET", "/healthz"))
+        return bool(self._connection.content("GET", "/healthz"))
 
     def prometheus(self) -> str:
         """The orchestrator's metrics in Prometheus' text format."""
-        found: str = self._ask("GET", "/metrics")
-        return found
+        return str(self._connection.content("GET", "/metrics"))

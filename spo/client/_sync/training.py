@@ -3,22 +3,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+import time
+from typing import Literal, Unpack
 
-from spo.client.models import Series
+from spo import errors
+from spo.client._sync.connection import Connection
+from spo.client.models import (
+    AnnouncedVersion,
+    BatchView,
+    Calibration,
+    CalibrationDesign,
+    Checkpoint,
+    Checkpoints,
+    CompletionRequest,
+    Completions,
+    Evaluation,
+    EvaluationList,
+    EvaluationRequest,
+    Evaluations,
+    LogFilters,
+    LogLine,
+    LogPage,
+    MetricSeries,
+    PromptView,
+    StepEvaluation,
+    TokenValues,
+    Trajectory,
+    TrajectoryDetail,
+    TrajectoryFilters,
+    TrajectoryPage,
+    WeightVersion,
+    WeightVersions,
+)
 
 
 class TrainingCalls:
-    """A part of the client; `_ask` and `_entries` are the client's."""
+    """The client's calls about one job's training; all of them raise NotFound for a job that is not there."""
 
-    def _ask(
-        self, method: str, path: str, *, repeatable: bool = True, patience_seconds: float | None = None, **request: Any
-    ) -> Any:
-        raise NotImplementedError
-
-    def _entries(self, path: str, parameters: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
-        raise NotImplementedError
+    _connection: Connection
 
     def metrics(
         self,
@@ -27,106 +49,107 @@ class TrainingCalls:
         from_step: int = 0,
         max_points: int = 1000,
         to_step: int | None = None,
-    ) -> Series:
+    ) -> MetricSeries:
         """A job's scalars as columns: of training over steps, or of queues and replicas over unix milliseconds."""
-        parameters: dict[str, Any] = {"kind": kind, "from_step": from_step, "max_points": max_points}
-        if to_step is not None:
-            parameters["to_step"] = to_step
-        return Series.model_validate(self._ask("GET", f"/v1/jobs/{job_id}/metrics", params=parameters))
+        asked = {"kind": kind, "from_step": from_step, "to_step": to_step, "max_points": max_points}
+        return self._connection.ask(MetricSeries, "GET", f"/v1/jobs/{job_id}/metrics", params=asked)
 
-    def evaluations(self, job_id: str) -> list[dict[str, Any]]:
+    def evaluations(self, job_id: str) -> list[StepEvaluation]:
         """pass@k on the held-out problems, in order of steps."""
-        reply: dict[str, Any] = self._ask("GET", f"/v1/jobs/{job_id}/evaluations")
-        return list(reply["items"])
+        return (self._connection.ask(Evaluations, "GET", f"/v1/jobs/{job_id}/evaluations")).items
 
-    def asked_evaluations(self) -> list[dict[str, Any]]:
-        """Evaluations that somebody asked for, newest first."""
-        reply: dict[str, Any] = self._ask("GET", "/v1/evaluations")
-        return list(reply["items"])
+    def requested_evaluations(self) -> list[Evaluation]:
+        """Evaluations that somebody asked for, newest first, without their tables of problems."""
+        return (self._connection.ask(EvaluationList, "GET", "/v1/evaluations")).items
 
-    def ask_evaluation(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Queue an evaluation: job_id, version or checkpoint_step, tasks, samples, ... Raises InvalidInput by field."""
-        reply: dict[str, Any] = self._ask("POST", "/v1/evaluations", json=dict(wanted), repeatable=False)
-        return reply
+    def request_evaluation(self, job_id: str, **wanted: Unpack[EvaluationRequest]) -> Evaluation:
+        """Queue an evaluation of a weight version or checkpoint. Raises InvalidInput with a pointer per fault."""
+        body = {"job_id": job_id, **wanted}
+        return self._connection.ask(Evaluation, "POST", "/v1/evaluations", json=body, repeatable=False)
 
-    def evaluation(self, evaluation_id: str) -> dict[str, Any]:
+    def evaluation(self, evaluation_id: str) -> Evaluation:
         """An evaluation somebody asked for, with its table of problems once it succeeded. Raises NotFound."""
-        reply: dict[str, Any] = self._ask("GET", f"/v1/evaluations/{evaluation_id}")
-        return reply
+        return self._connection.ask(Evaluation, "GET", f"/v1/evaluations/{evaluation_id}")
 
-    def trajectories(self, job_id: str, limit: int = 50, **filters: str | int) -> list[dict[str, Any]]:
-        """Trajectories of a job; filters: prompt_id, source, verdict, policy_version."""
-        return self._entries(f"/v1/jobs/{job_id}/trajectories", filters, limit)
+    def wait_evaluation(self, evaluation_id: str, timeout_seconds: float) -> Evaluation:
+        """The evaluation once it has succeeded or failed. Raises NotFound, NotReady (code "wait_timeout")."""
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            found = self.evaluation(evaluation_id)
+            if found.state in ("succeeded", "failed"):
+                return found
+            if time.monotonic() > deadline:
+                message = f"{evaluation_id} is still {found.state} after {timeout_seconds:g} s; it may wait for jobs"
+                raise errors.NotReady(message, code="wait_timeout")
+            time.sleep(1.0)
 
-    def trajectory(self, job_id: str, trajectory_id: str, **steps: int) -> dict[str, Any]:
-        """One trajectory with every hop it took; steps_from and steps_limit page the steps that got it.
+    def trajectories(self, job_id: str, limit: int = 50, **filters: Unpack[TrajectoryFilters]) -> list[Trajectory]:
+        """Trajectories of a job, on as many pages as it takes."""
+        return self._connection.pages(TrajectoryPage, f"/v1/jobs/{job_id}/trajectories", filters, limit)
 
-        Raises NotFound.
-        """
-        reply: dict[str, Any] = self._ask("GET", f"/v1/jobs/{job_id}/trajectories/{trajectory_id}", params=steps)
-        return reply
+    def trajectory(
+        self, job_id: str, trajectory_id: str, steps_from: int = 0, steps_limit: int | None = None
+    ) -> TrajectoryDetail:
+        """One trajectory with every hop it took, and a page of the training steps that drew it. Raises NotFound."""
+        asked = {"steps_from": steps_from, "steps_limit": steps_limit}
+        path = f"/v1/jobs/{job_id}/trajectories/{trajectory_id}"
+        return self._connection.ask(TrajectoryDetail, "GET", path, params=asked)
 
-    def token_values(self, job_id: str, trajectory_id: str, policy_version: int | None = None) -> dict[str, Any]:
+    def token_values(self, job_id: str, trajectory_id: str, policy_version: int | None = None) -> TokenValues:
         """Q_t and advantage of each token of a trajectory under a weight version, default the newest."""
-        asked = {} if policy_version is None else {"policy_version": policy_version}
+        asked = {"policy_version": policy_version}
         path = f"/v1/jobs/{job_id}/trajectories/{trajectory_id}/values"
-        reply: dict[str, Any] = self._ask("GET", path, params=asked)
-        return reply
+        return self._connection.ask(TokenValues, "GET", path, params=asked)
 
-    def prompt(self, job_id: str, prompt_id: str) -> dict[str, Any]:
-        """A prompt's value, its group side by side and its pivotal tokens. Raises NotFound."""
-        reply: dict[str, Any] = self._ask("GET", f"/v1/jobs/{job_id}/prompts/{prompt_id}")
-        return reply
+    def prompt(self, job_id: str, prompt_id: str) -> PromptView:
+        """A prompt's value and its latest trajectories. Raises NotFound."""
+        return self._connection.ask(PromptView, "GET", f"/v1/jobs/{job_id}/prompts/{prompt_id}")
 
-    def batch(self, job_id: str, step: int) -> dict[str, Any]:
+    def batch(self, job_id: str, step: int) -> BatchView:
         """What a training step learnt from. Raises NotFound."""
-        reply: dict[str, Any] = self._ask("GET", f"/v1/jobs/{job_id}/batches/{step}")
-        return reply
+        return self._connection.ask(BatchView, "GET", f"/v1/jobs/{job_id}/batches/{step}")
 
-    def calibration(self, job_id: str, timeout_seconds: float = 600, **design: int) -> dict[str, Any]:
-        """Predicted Q_t against fresh continuations; design: policy_version, trajectories, positions, ..., bins."""
+    def calibration(
+        self, job_id: str, timeout_seconds: float = 600, **design: Unpack[CalibrationDesign]
+    ) -> Calibration:
+        """Predicted Q_t against the success of fresh continuations of stored prefixes."""
         path = f"/v1/jobs/{job_id}/calibration"
-        reply: dict[str, Any] = self._ask("GET", path, params=design, timeout=timeout_seconds)
-        return reply
+        return self._connection.ask(Calibration, "GET", path, params=design, timeout=timeout_seconds)
 
-    def weights(self, job_id: str) -> list[dict[str, Any]]:
+    def weights(self, job_id: str) -> list[WeightVersion]:
         """Published weight versions and which replicas serve them."""
-        reply: dict[str, Any] = self._ask("GET", f"/v1/jobs/{job_id}/weights")
-        return list(reply["items"])
+        return (self._connection.ask(WeightVersions, "GET", f"/v1/jobs/{job_id}/weights")).items
 
-    def weight_version(self, job_id: str, version: int) -> dict[str, Any]:
+    def weight_version(self, job_id: str, version: int) -> WeightVersion:
         """One published version and which replicas serve it. Raises NotFound."""
-        reply: dict[str, Any] = self._ask("GET", f"/v1/jobs/{job_id}/weights/{version}")
-        return reply
+        return self._connection.ask(WeightVersion, "GET", f"/v1/jobs/{job_id}/weights/{version}")
 
-    def push_weights(self, job_id: str, version: int) -> dict[str, Any]:
+    def push_weights(self, job_id: str, version: int) -> AnnouncedVersion:
         """Announce a stored version again. Raises NotFound, Conflict."""
-        reply: dict[str, Any] = self._ask("POST", f"/v1/jobs/{job_id}/weights/push", json={"version": version})
-        return reply
+        path = f"/v1/jobs/{job_id}/weights/push"
+        return self._connection.ask(AnnouncedVersion, "POST", path, json={"version": version})
 
-    def rollback_weights(self, job_id: str, version: int) -> dict[str, Any]:
-        """Let inference go back to an older version; 0 is the reference. Raises NotFound, Conflict."""
+    def rollback_weights(self, job_id: str, version: int) -> AnnouncedVersion:
+        """Let inference go back to an older version. Raises NotFound, Conflict."""
         path = f"/v1/jobs/{job_id}/weights/rollback"
-        reply: dict[str, Any] = self._ask("POST", path, json={"version": version})
-        return reply
+        return self._connection.ask(AnnouncedVersion, "POST", path, json={"version": version})
 
-    def checkpoints(self, job_id: str) -> list[dict[str, Any]]:
-        """Saved states of the trainer: step, digest, weight version."""
-        reply: dict[str, Any] = self._ask("GET", f"/v1/jobs/{job_id}/checkpoints")
-        return list(reply["items"])
+    def checkpoints(self, job_id: str) -> list[Checkpoint]:
+        """Saved states of the trainer by step."""
+        return (self._connection.ask(Checkpoints, "GET", f"/v1/jobs/{job_id}/checkpoints")).items
 
-    def logs(self, job_id: str, limit: int = 200, **filters: str) -> list[dict[str, Any]]:
-        """Latest log lines of a job, newest first; filters: service, level."""
-        return self._entries(f"/v1/jobs/{job_id}/logs", filters, limit)
+    def logs(self, job_id: str, limit: int = 200, **filters: Unpack[LogFilters]) -> list[LogLine]:
+        """Latest log lines of a job, newest first."""
+        return self._connection.pages(LogPage, f"/v1/jobs/{job_id}/logs", filters, limit)
 
-    def policy_versions(self, job_id: str) -> list[dict[str, Any]]:
+    def policy_versions(self, job_id: str) -> list[WeightVersion]:
         """Versions of a job's policy that can be asked for completions."""
-        reply: dict[str, Any] = self._ask("GET", f"/v1/policies/{job_id}/versions")
-        return list(reply["items"])
+        return (self._connection.ask(WeightVersions, "GET", f"/v1/policies/{job_id}/versions")).items
 
-    def complete(self, job_id: str, prompt: str, timeout_seconds: float = 120, **requested: Any) -> dict[str, Any]:
-        """Ask a policy; wish: version (0 is the reference), samples, temperature, top_p, max_tokens, seed."""
-        document = {"prompt": prompt, **requested}
+    def complete(
+        self, job_id: str, prompt: str, timeout_seconds: float = 120, **requested: Unpack[CompletionRequest]
+    ) -> Completions:
+        """Let a policy complete a prompt. Raises InvalidInput, NotReady while no replica serves the job."""
+        body = {"prompt": prompt, **requested}
         path = f"/v1/policies/{job_id}/completions"
-        reply: dict[str, Any] = self._ask("POST", path, json=document, timeout=timeout_seconds)
-        return reply
+        return self._connection.ask(Completions, "POST", path, json=body, timeout=timeout_seconds)

@@ -23,6 +23,8 @@ from spo.local.mirror_child import mirror_children
 from spo.metrics_export.mirror import mirror
 from spo.metrics_export.sinks import open_sink
 from spo.testing.platform import wait_until
+from tests.support.evaluations import step_evaluation
+from tests.support.openapi_documents import SCHEMAS, example
 
 BLOCK_BYTES = 32 << 10
 
@@ -71,10 +73,10 @@ class Api:
             return {"axis": "step", "steps": steps, "series": columns}
         if place.endswith("/evaluations"):
             steps = range(0, self.step + 1, 10)
-            score = {"value": 0.25, "low": 0.1, "high": 0.4}
-            return {"items": [{"step": step, "pass_at_k": {"1": score}, "entropy": 0.5} for step in steps]}
-        job = {"id": "job_1", "state": self.state, "name": "demo", "progress": {"step": self.step, "steps": 30}}
-        return {"items": [job]} if place == "/v1/jobs" else job
+            return {"items": [step_evaluation(step, {"1": 0.25}).model_dump() for step in steps]}
+        job = example(SCHEMAS["Job"]) | {"id": "job_1", "state": self.state, "name": "demo"}
+        job["progress"] |= {"step": self.step, "steps": 30}
+        return {"items": [job], "next_cursor": None} if place == "/v1/jobs" else job
 
 
 @pytest.fixture

@@ -13,10 +13,11 @@ import pytest
 from spo import errors
 from spo.client import Client
 from spo.spec.job_spec import parse_job_spec
+from tests.support.openapi_documents import answer_to
 
 Answer = tuple[int, dict[str, Any] | list[str]]
 Script = Callable[["Request"], Answer]
-JOB = {"id": "job_1", "state": "running", "name": "demo", "progress": {"step": 3, "steps": 10}, "new_field": 1}
+JOB = answer_to("GET", "/v1/jobs/job_1") | {"id": "job_1", "state": "running", "new_field": 1}
 
 
 class Request:
@@ -89,7 +90,7 @@ def test_a_submit_carries_the_key_and_survives_a_restart_of_the_api(server: Scri
     server.script = lambda request: next(answers)
     job = client.submit(parse_job_spec({"model": {"path": "/models/pi0"}}))
     first, second = server.requests
-    assert (job.id, job.progress.step) == ("job_1", 3)
+    assert (job.id, job.state, job.progress.step) == ("job_1", "running", JOB["progress"]["step"])
     # The same Idempotency-Key twice: a submit whose answer was lost does not become two jobs.
     assert first.headers["idempotency-key"] == second.headers["idempotency-key"]
     assert first.headers["authorization"] == "Bearer key"

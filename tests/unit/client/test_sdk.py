@@ -18,15 +18,15 @@ import pytest
 
 from spo.client import AsyncClient, Client
 from spo.errors import Unreachable
+from tests.support.openapi_documents import answer_to
 
 ROOT = Path(__file__).parents[3]
 SECTIONS = ("", "datasets", "experience", "platform")
-ENDED = {"seq": 1, "at": "2026-01-01T00:00:00Z", "kind": "state", "body": {"to": "succeeded"}}
-ANSWER = {"id": "job_1", "state": "succeeded", "items": [], "next_cursor": None}
+ENDED = {"seq": 1, "at": "2026-01-01T00:00:00Z", "actor": "trainer", "kind": "state", "body": {"to": "succeeded"}}
+ENDS = {"next_cursor": None, "uploaded_bytes": 1 << 20}
 ARGUMENTS: dict[str, Any] = {
     "scopes": ["jobs:read"],
     "spec": {},
-    "wanted": {},
     "step": 1,
     "version": 1,
     "timeout_seconds": 5,
@@ -35,7 +35,7 @@ ARGUMENTS: dict[str, Any] = {
 
 
 class Recorder:
-    """Answers anything and remembers what was asked."""
+    """Answers as docs/openapi.json says and remembers what was asked; what can end has ended, what can be paged has."""
 
     def __init__(self) -> None:
         self.asked: set[tuple[str, str]] = set()
@@ -45,7 +45,15 @@ class Recorder:
         if request.headers.get("Accept") == "text/event-stream":
             headers = {"Content-Type": "text/event-stream"}
             return httpx.Response(200, headers=headers, text=f"data: {json.dumps(ENDED)}\n\n")
-        return httpx.Response(200, json=ANSWER)
+        answer = answer_to(request.method, request.url.path)
+        if request.url.params.get("validate_only"):
+            answer = {"seed": 0}
+        if isinstance(answer, dict):
+            answer |= {name: value for name, value in ENDS.items() if name in answer}
+            answer |= {"uploaded_bytes": 0} if request.method == "POST" and "uploaded_bytes" in answer else {}
+            answer |= {"id": "ds_1"} if answer.get("id") == "" else {}
+            answer |= {"state": "succeeded"} if answer.get("state") == "" else {}
+        return httpx.Response(200, json=answer)
 
 
 def methods(client: Any) -> list[Callable[..., Any]]:
@@ -147,7 +155,12 @@ def test_what_may_have_been_done_is_not_asked_for_twice() -> None:
 
 
 def test_the_pause_that_the_api_asks_for_is_kept() -> None:
-    answers = iter([httpx.Response(429, headers={"Retry-After": "1"}, json={}), httpx.Response(200, json=ANSWER)])
+    answers = iter(
+        [
+            httpx.Response(429, headers={"Retry-After": "1"}, json={}),
+            httpx.Response(200, json=answer_to("GET", "/v1/jobs/job_1")),
+        ]
+    )
     with Client("http://api", transport=httpx.MockTransport(lambda _: next(answers)), retry_seconds=5) as client:
         began = time.monotonic()
         client.get("job_1")

@@ -6,28 +6,28 @@ import json
 from pathlib import Path
 from typing import Any
 
-from spo.client.models import Event, Job, Progress, Series
+from spo.client.models import Event, Job, MetricSeries, StepEvaluation
 from spo.demo.report import DemoOutcome, report_of, write_report
+from tests.support.evaluations import step_evaluation
+from tests.support.openapi_documents import SCHEMAS, example
 
 
-def evaluation(step: int, pass_at_1: float, pass_at_10: float) -> dict[str, Any]:
-    scores = {"1": pass_at_1, "10": pass_at_10}
-    return {
-        "step": step,
-        "version": step // 10,
-        "pass_at_k": {k: {"value": value, "low": value - 0.05, "high": value + 0.05} for k, value in scores.items()},
-        "distinct_solutions": 1.0 + step,
-        "per_problem": [{"prompt_id": "a", "correct": 1}],
-    }
+def evaluation(step: int, pass_at_1: float, pass_at_10: float) -> StepEvaluation:
+    return step_evaluation(step, {"1": pass_at_1, "10": pass_at_10}, distinct=1.0 + step)
+
+
+def job(state: str, step: int = 0) -> Job:
+    document = example(SCHEMAS["Job"]) | {"id": "job_1", "state": state, "spec": {"seed": 0}}
+    return Job.model_validate(document | {"progress": {**document["progress"], "step": step, "steps": 20}})
 
 
 def moved(seq: int, second: int, to: str) -> Event:
-    return Event(seq=seq, at=f"2026-01-01T00:00:{second:02d}Z", kind="state", body={"to": to})
+    return Event(seq=seq, at=f"2026-01-01T00:00:{second:02d}Z", actor="trainer", kind="state", body={"to": to})
 
 
 def outcome(**changes: Any) -> DemoOutcome:
     facts: dict[str, Any] = {
-        "job": Job(id="job_1", state="succeeded", progress=Progress(step=20, steps=20), spec={"seed": 0}),
+        "job": job("succeeded", step=20),
         "events": [
             moved(1, 0, "queued"),
             moved(2, 3, "estimating"),
@@ -35,7 +35,7 @@ def outcome(**changes: Any) -> DemoOutcome:
             moved(4, 31, "succeeded"),
         ],
         "evaluations": [evaluation(0, 0.1, 0.3), evaluation(10, 0.4, 0.6), evaluation(20, 0.5, 0.8)],
-        "series": Series(steps=[1, 2], series={"loss": [0.5, None], "reward": [-0.9, -0.8]}),
+        "series": MetricSeries(steps=[1, 2], series={"loss": [0.5, None], "reward": [-0.9, -0.8]}),
         "trajectories": {"online": 64, "offline": 300},
         "weight_versions": 2,
         "services": [{"name": "trainer", "pid": 7, "restarts": 1, "address": "127.0.0.1:1"}],
@@ -63,9 +63,9 @@ def test_the_report_holds_every_promised_figure(tmp_path: Path) -> None:
 
 
 def test_a_job_that_failed_before_its_first_evaluation_still_gets_a_report(tmp_path: Path) -> None:
-    failed = Job(id="job_1", state="failed")
+    failed = job("failed")
     report = write_report(
-        outcome(job=failed, events=[], evaluations=[], series=Series(), first_point_seconds=None), tmp_path
+        outcome(job=failed, events=[], evaluations=[], series=MetricSeries(), first_point_seconds=None), tmp_path
     )
     assert report["state"] == "failed"
     assert report["pass_at_10"] == {"before": None, "after": None}

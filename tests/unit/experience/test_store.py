@@ -12,7 +12,7 @@ import pytest
 from pyarrow import parquet
 from ulid import ULID
 
-from spo.client.models import Job, Series
+from spo.client.models import Job, MetricSeries
 from spo.demo.experience import RunCost, compare, write_comparison
 from spo.demo.report import DemoOutcome
 from spo.errors import IntegrityError, InvalidInput
@@ -20,6 +20,8 @@ from spo.experience.columns import SCHEMA, StoredTrajectory, table_of
 from spo.experience.store import ROW_GROUP_ROWS, ExperienceStore, Origin, StoredFile
 from spo.testing.replay import trajectory
 from spo.v1.prompt_pb2 import Prompt
+from tests.support.evaluations import step_evaluation
+from tests.support.openapi_documents import SCHEMAS, example
 
 ORIGIN = Origin("job_1", "run", "toy", "a" * 64, licence="CC0", parents=("job_0",), tenant="us")
 
@@ -129,11 +131,9 @@ def test_words_that_mean_nothing_here_are_no_trajectory(tmp_path: Path) -> None:
 
 
 def _measured(scores: dict[int, float], rollouts: dict[int, int]) -> RunCost:
-    evaluations = [
-        {"step": step, "pass_at_k": {"10": {"value": value, "low": value, "high": value}}, "distinct_solutions": 1.0}
-        for step, value in scores.items()
-    ]
-    outcome = DemoOutcome(Job(id="job_1", state="succeeded"), [], evaluations, Series(), {}, 1, [], 0, 1.0, 2.0, 1.0)
+    evaluations = [step_evaluation(step, {"10": value}) for step, value in scores.items()]
+    job = Job.model_validate(example(SCHEMAS["Job"]) | {"state": "succeeded"})
+    outcome = DemoOutcome(job, [], evaluations, MetricSeries(), {}, 1, [], 0, 1.0, 2.0, 1.0)
     return RunCost(outcome, rollouts)
 
 

@@ -306,14 +306,14 @@ def test_an_upload_that_was_cut_off_goes_on_where_it_was(
         with pytest.raises(Unreachable):
             client.datasets.upload(file, part_bytes=1000)
         (begun,) = client.datasets.all()
-        assert begun["uploaded_bytes"] == 2000
+        assert begun.uploaded_bytes == 2000
         with pytest.raises(Unreachable):
-            client.datasets.upload(file, resume=begun["id"], part_bytes=1000)
-        client.datasets.upload(file, resume=begun["id"], part_bytes=1000)
-        found = client.datasets.wait(begun["id"], 30)
+            client.datasets.upload(file, resume=begun.id, part_bytes=1000)
+        client.datasets.upload(file, resume=begun.id, part_bytes=1000)
+        found = client.datasets.wait(begun.id, 30)
 
-    assert (found["state"], found["report"]["problems"]) == ("ready", 50)
-    assert context.datasets.file_of(context.datasets.get(found["id"])).read_bytes() == file.read_bytes()
+    assert (found.state, found.report and found.report.problems) == ("ready", 50)
+    assert context.datasets.file_of(context.datasets.get(found.id)).read_bytes() == file.read_bytes()
 
 
 def test_the_command_line_uploads_lists_shows_and_deletes(api: httpx.Client, tmp_path: Path) -> None:

@@ -1,0 +1,111 @@
+# Made from spo/client/_async/connection.py by `make sdk`: edit that.
+"""One HTTP connection to the API: asks, asks again while the API is away, and turns answers into models or errors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TypeVar, Unpack
+
+import httpx
+from pydantic import BaseModel
+
+from spo import errors
+from spo.client.http_errors import content_of, error_of, parsed, pause_asked
+from spo.client.models.document import Entry, Page
+from spo.client.request_options import RequestOptions
+
+Answer = TypeVar("Answer", bound=BaseModel)
+PAGE_ENTRIES = 100
+
+
+class Connection:
+    """Reads and other calls that are safe to repeat are repeated for `retry_seconds` while the API is away."""
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        *,
+        timeout_seconds: float,
+        retry_seconds: float,
+        transport: httpx.BaseTransport | None,
+    ) -> None:
+        self.url = url
+        self.timeout_seconds = timeout_seconds
+        self.retry_seconds = retry_seconds
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.http = httpx.Client(
+            base_url=url, headers=headers, timeout=timeout_seconds, transport=transport, follow_redirects=False
+        )
+
+    def close(self) -> None:
+        """Close the connections; the object cannot be used afterwards."""
+        self.http.close()
+
+    def ask(
+        self,
+        answer: type[Answer],
+        method: str,
+        path: str,
+        *,
+        repeatable: bool = True,
+        **request: Unpack[RequestOptions],
+    ) -> Answer:
+        """The API's answer as a model. Raises what `content` raises, InternalError for an answer of another form."""
+        return parsed(answer, self.content(method, path, repeatable=repeatable, **request))
+
+    def pages(self, page: type[Page[Entry]], path: str, parameters: Mapping[str, object], limit: int) -> list[Entry]:
+        """Up to `limit` entries of a list, on as many pages as it takes."""
+        found: list[Entry] = []
+        cursor: str | None = None
+        while len(found) < limit:
+            asked = {**parameters, "limit": min(PAGE_ENTRIES, limit - len(found)), "cursor": cursor}
+            part = self.ask(page, "GET", path, params=asked)
+            found += part.items
+            cursor = part.next_cursor
+            if not cursor:
+                break
+        return found[:limit]
+
+    def content(
+        self,
+        method: str,
+        path: str,
+        *,
+        repeatable: bool = True,
+        patience_seconds: float | None = None,
+        **request: Unpack[RequestOptions],
+    ) -> object:
+        """What the API answered: decoded JSON, else text, None when empty; patience_seconds replaces retry_seconds.
+
+        Raises the SpoError of a problem, and Unreachable.
+        """
+        if "params" in request:
+            request["params"] = {name: value for name, value in request["params"].items() if value is not None}
+        deadline = time.monotonic() + (self.retry_seconds if patience_seconds is None else patience_seconds)
+        pause = 0.2
+        while True:
+            wanted = 0.0
+            try:
+                response = self.http.request(method, path, **request)  # type: ignore[arg-type]
+                if response.is_success:
+                    return content_of(response)
+                error = error_of(response)
+                again, wanted = error.retryable, pause_asked(response)
+            except httpx.TransportError as failure:
+                error = self.unreachable(failure)
+                again = repeatable or isinstance(failure, httpx.ConnectError | httpx.ConnectTimeout)
+            pause = max(pause, wanted)
+            if not again or time.monotonic() + pause > deadline:
+                raise error
+            time.sleep(pause)
+            pause = min(2.0, pause * 2)
+
+    def unreachable(self, failure: Exception) -> errors.Unreachable:
+        """The error that says where the API was looked for."""
+        return errors.Unreachable(
+            f"the SPO API at {self.url} did not answer within {self.retry_seconds:g} s ({failure}); "
+            "`spo up` starts a platform here, SPO_API_URL names one elsewhere",
+            code="api_unreachable",
+        )

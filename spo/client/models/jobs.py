@@ -1,0 +1,111 @@
+"""Jobs, their events and their log lines."""
+
+from __future__ import annotations
+
+from pydantic import RootModel
+
+from spo.client.models.document import Document, JsonObject, Page
+from spo.client.models.training import StepEvaluation
+from spo.spec.job_state import TERMINAL, JobState
+
+
+class Progress(Document):
+    """How far a job is; totals are None until its tasks are loaded.
+
+    value_samples made the values so far; value_interval_width is the mean width of their intervals, reward units.
+    """
+
+    values_done: int
+    values_total: int | None
+    value_samples: int = 0
+    value_interval_width: float | None = None
+    step: int
+    steps: int
+    weight_version: int
+    evaluations: int
+
+
+class Failure(Document):
+    """Why a job failed; the code is one of the catalogue of error codes."""
+
+    code: str
+    message: str
+
+
+class Lineage(Document):
+    """The job that this one was forked from, and where: a version of its weights or a checkpoint."""
+
+    parent: str
+    version: int | None
+    checkpoint_step: int | None
+    as_reference: bool
+    forked_at: str
+
+
+class JobSummary(Document):
+    """A job as lists and actions show it; times are RFC 3339, UTC."""
+
+    id: str
+    name: str
+    labels: dict[str, str]
+    state: JobState
+    step: int
+    created_at: str
+    updated_at: str
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the job has ended, however."""
+        return self.state in TERMINAL
+
+
+class Job(JobSummary):
+    """A job in full: its JobSpec with every default filled in, and where it stands; waits says what for."""
+
+    progress: Progress
+    latest_evaluation: StepEvaluation | None
+    failure: Failure | None
+    waits: list[str]
+    spec: JsonObject
+    lineage: Lineage | None = None
+
+
+class ResolvedSpec(RootModel[JsonObject]):
+    """A JobSpec with every default filled in."""
+
+
+class JobPage(Page[JobSummary]):
+    """Jobs, newest first."""
+
+
+class Event(Document):
+    """One entry of a job's history; seq counts from 1 without gaps."""
+
+    seq: int
+    at: str
+    actor: str
+    kind: str
+    body: JsonObject
+
+    @property
+    def ends_the_job(self) -> bool:
+        """Whether no event follows this one."""
+        return self.kind == "state" and self.body.get("to") in TERMINAL
+
+
+class EventPage(Page[Event]):
+    """Events in the order of seq."""
+
+
+class LogLine(Document):
+    """A line that a service logged about a job; `fields` is the structured line."""
+
+    service: str
+    replica_id: str
+    level: str
+    at_unix_ms: int
+    fields: JsonObject
+
+
+class LogPage(Page[LogLine]):
+    """Log lines, newest first."""

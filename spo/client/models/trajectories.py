@@ -1,0 +1,118 @@
+"""Trajectories, the prompts they answer, and what their tokens are worth."""
+
+from __future__ import annotations
+
+from spo.client.models.document import Document, Page
+
+
+class Verdict(Document):
+    """What the judge found of one program."""
+
+    outcome: str
+    tests_passed: int
+    tests_total: int
+    cpu_seconds: float
+    detail: str
+    cached: bool
+    isolation: str
+    judge_version: str
+
+
+class Hop(Document):
+    """When a service passed a trajectory on."""
+
+    service: str
+    at_unix_ms: int
+
+
+class Trajectory(Document):
+    """One response to a prompt; reward and verdict are None until it is judged."""
+
+    trajectory_id: str
+    group_id: str
+    prompt_id: str
+    source: str
+    response_text: str
+    response_tokens: int
+    policy_version_first: int
+    policy_version_last: int
+    temperature: float
+    top_p: float
+    finish_reason: str
+    created_unix_ms: int
+    reward: float | None
+    verdict: Verdict | None
+    hops: list[Hop]
+
+
+class TrajectoryPage(Page[Trajectory]):
+    """Trajectories of a job."""
+
+
+class TrajectoryDetail(Trajectory):
+    """With tokens and their log-probs, nats.
+
+    `steps` is one page of the training steps whose batches held it, times_sampled the number of all of them. `copies`
+    counts further trajectories with the same normalised content.
+    """
+
+    prompt_token_ids: list[int]
+    response_token_ids: list[int]
+    sampling_logprobs: list[float]
+    reference_logprobs: list[float]
+    reference_hash: str
+    steps: list[int]
+    times_sampled: int
+    copies: int
+
+
+class BatchView(Document):
+    """What the replay buffer drew for a training step."""
+
+    step: int
+    trajectory_ids: list[str]
+
+
+class PromptView(Document):
+    """A prompt, its value if one is estimated (qhat_0 with its interval), and its latest trajectories."""
+
+    prompt_id: str
+    text: str
+    samples: int | None
+    successes: int | None
+    qhat_0: float | None
+    qhat_0_low: float | None = None
+    qhat_0_high: float | None = None
+    trajectories: list[Trajectory]
+
+
+class TokenValues(Document):
+    """Q_t after each response token and its advantage A_t, reward units (Eq. 11, 12)."""
+
+    trajectory_id: str
+    policy_version: int
+    qhat_0: float
+    tokens: list[str]
+    q: list[float]
+    advantages: list[float]
+
+
+class CalibrationBin(Document):
+    """Predicted against observed success, with the interval of what was observed."""
+
+    predicted: float
+    observed: float
+    outcomes: int
+    low: float
+    high: float
+
+
+class Calibration(Document):
+    """How well Q_t predicts the success of fresh continuations; bins hold about equally many."""
+
+    policy_version: int
+    bins: list[CalibrationBin]
+    expected_calibration_error: float
+    brier_score: float
+    brier_score_of_qhat_0: float
+    prefixes: int
