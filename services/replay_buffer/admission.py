@@ -1,4 +1,4 @@
-"""What may enter the buffer: only trajectories that learning can use, judged and scored."""
+"""Which trajectories may be inserted: only complete ones that training can use, judged and scored."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from spo.v1.verdict_pb2 import OUTCOME_INTERNAL_ERROR, OUTCOME_UNSPECIFIED
 
 # Longer texts are compared as they stand: deep nesting costs the parser more than the comparison is worth.
 MAX_PARSED_CHARACTERS = 20_000
-# Ids are parts of Redis keys and of members joined by colons.
 _SOURCES = frozenset(Source.values()) - {SOURCE_UNSPECIFIED}
-# Sampled by a policy under training: they bring its log-probs, and each is a draw of its own.
+# Sampled by a policy under training: they carry its log-probs, and equal ones are not duplicates.
 _LIVE = frozenset({SOURCE_ONLINE, SOURCE_SHARED})
+# Ids are parts of Redis keys and of members joined by colons.
 _ID = re.compile(r"[\w.-]{1,200}")
 # `warnings.catch_warnings` changes the whole process.
 _PARSER = threading.Lock()
@@ -69,27 +69,27 @@ def check_scored(spec: JobSpec, trajectory: Trajectory) -> None:
     _refuse(trajectory, faults)
 
 
-def sort_out(
-    trajectories: Sequence[Trajectory], check: Callable[[Trajectory], None]
+def split_by(
+    check: Callable[[Trajectory], None], trajectories: Sequence[Trajectory]
 ) -> tuple[list[Trajectory], list[InvalidInput]]:
-    """Those that pass a check, and why the others do not."""
-    sound: list[Trajectory] = []
+    """The trajectories that pass a check, and the errors of the others."""
+    valid: list[Trajectory] = []
     refusals: list[InvalidInput] = []
     for trajectory in trajectories:
         try:
             check(trajectory)
-            sound.append(trajectory)
+            valid.append(trajectory)
         except InvalidInput as refusal:
             refusals.append(refusal)
-    return sound, refusals
+    return valid, refusals
 
 
 def content_digest(trajectory: Trajectory) -> str:
-    """Digest under which trajectories of a prompt count as the same; '' for live ones, which never do.
+    """Digest by which offline trajectories of a prompt are deduplicated; '' for live ones, which never are.
 
-    Two samples of a policy with the same text are two draws of it, and both count. Offline ones are only compared
-    within a source, so that no source can empty another's share, and within a reward, so that a flaky failure never
-    hides a success.
+    Two samples of a policy with the same text are two samples, and both count. Offline ones are only compared within a
+    source, so that no source can empty another's share, and within a reward, so that a flaky failure never hides a
+    success.
     """
     if trajectory.source in _LIVE:
         return ""
@@ -98,7 +98,7 @@ def content_digest(trajectory: Trajectory) -> str:
 
 
 def normalised_program(response_text: str) -> str:
-    """The program as its syntax tree says it, so that spacing and comments do not matter; else the stripped text."""
+    """The program printed from its syntax tree, without spacing and comments; the stripped text where it has none."""
     for text in dict.fromkeys((response_text, extract_program(response_text, "fenced"))):
         if len(text) <= MAX_PARSED_CHARACTERS:
             try:

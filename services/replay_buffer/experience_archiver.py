@@ -1,7 +1,7 @@
-"""Carries trajectories from the buffer into the experience store, where they outlive the run.
+"""Copies trajectories from the buffer into the experience store, where they outlive the run.
 
-Which insertion numbers a file holds is fixed in Redis before the file is written, and its name says them. So a killed
-spiller's successor, or a second replica, writes the same file again instead of another one: nothing is lost or doubled.
+Which insertion numbers a file holds is stored in Redis before the file is written, and is part of its name. So after a
+crash, or beside a second replica, the same file is written again instead of another one: nothing is lost or doubled.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from spo.v1.trajectory_pb2 import Trajectory
 
 log = get_logger("archiver")
 
-LOOK_SECONDS = 2.0
+POLL_SECONDS = 2.0
 RUNS_PER_READ = 1000
 
 
 def archiving(store: ReplayStore, settings: Settings) -> list[Worker]:
-    """The worker that stores experience; none where the settings switch it off. Raises InvalidInput."""
+    """The worker that archives experience; none where the settings switch it off. Raises InvalidInput."""
     if not settings.store_experience:
         return []
     experience = ExperienceStore(settings.experience_place)
@@ -45,7 +45,7 @@ def archiving(store: ReplayStore, settings: Settings) -> list[Worker]:
 
 
 class ExperienceArchiver:
-    """Looks at what is unstored every LOOK_SECONDS: a file when enough has come, time is up or the run has ended."""
+    """Writes a file of a run when it is full, when every_seconds have passed, or when the run has ended."""
 
     def __init__(
         self, store: ReplayStore, experience: ExperienceStore, rows_per_file: int, every_seconds: float
@@ -62,9 +62,9 @@ class ExperienceArchiver:
         self._settle: RedisScript[int] = self.client.register_script((here / "archive_settle.lua").read_text())
 
     def run(self, stop: threading.Event) -> None:
-        """Spill until stop is set; a store that cannot be written is tried again and delays nothing else."""
+        """Archive until stop is set; a store that cannot be written is tried again and delays nothing else."""
         adopted = False
-        while not stop.wait(LOOK_SECONDS):
+        while not stop.wait(POLL_SECONDS):
             try:
                 if not adopted:
                     self.adopt()
@@ -77,10 +77,10 @@ class ExperienceArchiver:
                 self._try(run_id)
 
     def adopt(self) -> None:
-        """Find the runs with something unstored that an older version of this service did not list."""
+        """List the runs with unarchived trajectories that an older version of this service did not list."""
         runs = self.client.zrange(redis_keys.job_index(), 0, -1)
         for start in range(0, len(runs), RUNS_PER_READ):
-            chunk = [each.decode() for each in runs[start : start + RUNS_PER_READ]]
+            chunk = [run_id.decode() for run_id in runs[start : start + RUNS_PER_READ]]
             with self.client.pipeline(transaction=False) as pipe:
                 for run_id in chunk:
                     pipe.hget(redis_keys.replay_counters(run_id), "number")
@@ -116,7 +116,7 @@ class ExperienceArchiver:
             self._archived_at.pop(run_id, None)
 
     def archive(self, run_id: str) -> int:
-        """Store everything a run's ledger holds by now; returns how many trajectories this call wrote."""
+        """Write all that a run's ledger holds by now; returns how many trajectories this call wrote."""
         stored = 0
         while True:
             written, planned = self._next_file(run_id)
@@ -139,8 +139,8 @@ class ExperienceArchiver:
 
     def _write(self, run_id: str, written: int, planned: int) -> int:
         ids = self.client.zrangebyscore(redis_keys.replay_ids(run_id), f"({written}", planned)
-        found = self.store.get(run_id, [each.decode() for each in ids])
-        kept = [each for each in found if each is not None and not each.origin_run_id]
+        found = self.store.get(run_id, [trajectory_id.decode() for trajectory_id in ids])
+        kept = [trajectory for trajectory in found if trajectory is not None and not trajectory.origin_run_id]
         if None in found:
             log.error("trajectories are gone from the buffer", run=run_id, missing=found.count(None))
         spec = self.store.spec(run_id)
@@ -155,10 +155,12 @@ class ExperienceArchiver:
         return len(kept)
 
     def _rows(self, run_id: str, spec: JobSpec, found: Sequence[Trajectory]) -> list[StoredTrajectory]:
-        prompts = self._prompts(run_id, spec, sorted({each.prompt_id for each in found}))
+        prompts = self._prompts(run_id, spec, sorted({trajectory.prompt_id for trajectory in found}))
         return [
-            StoredTrajectory(each, prompts[each.prompt_id], spec.model.dtype if each.reference_hash else "")
-            for each in found
+            StoredTrajectory(
+                trajectory, prompts[trajectory.prompt_id], spec.model.dtype if trajectory.reference_hash else ""
+            )
+            for trajectory in found
         ]
 
     def _prompts(self, run_id: str, spec: JobSpec, prompt_ids: Sequence[str]) -> dict[str, Prompt]:

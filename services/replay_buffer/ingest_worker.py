@@ -1,4 +1,4 @@
-"""Takes judged groups off the belt, adds the reference log-probs and enters them, then acknowledges."""
+"""Reads judged groups from the stream, adds the reference log-probs, inserts the trajectories, then acknowledges."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 
 import redis
 from google.protobuf.message import DecodeError
 
-from services.replay_buffer.admission import check_judged, check_scored, sort_out
+from services.replay_buffer.admission import check_judged, check_scored, split_by
 from services.replay_buffer.reference_scores import ReferenceScores, note_hop
 from services.replay_buffer.store import ReplayStore
 from spo.errors import InvalidInput
@@ -27,7 +28,7 @@ from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
 log = get_logger("ingest")
 
 FULL_PAUSE_SECONDS = 0.5
-SAY_SECONDS = 10.0
+LOG_SECONDS = 10.0
 
 
 @dataclass
@@ -46,10 +47,10 @@ class IngestWorker:
         consume(self.consumer, self.ingest, stop, count=self.groups_per_read)
 
     def ingest(self, entries: list[Entry]) -> None:
-        """Enter the groups of these entries and acknowledge them.
+        """Insert the groups of these entries and acknowledge them.
 
-        Raises InvalidInput when some are poison, after the sound trajectories of all are entered: `consume` then offers
-        the entries one by one, and each poisonous one goes to the dead letters with its reason.
+        Raises InvalidInput when some trajectories are refused, after the valid ones of all entries are inserted:
+        `consume` then retries the entries one by one, and those that fail alone become dead letters with the reason.
         """
         with keep_alive_while(lambda: self.consumer.keep_alive(entries), self.consumer.reclaim_after_seconds / 4):
             by_run: dict[str, list[Trajectory]] = defaultdict(list)
@@ -61,30 +62,30 @@ class IngestWorker:
             refusals = [
                 refusal
                 for run_id, trajectories in by_run.items()
-                for refusal in self._enter(run_id, trajectories, spans[run_id])
+                for refusal in self._insert(run_id, trajectories, spans[run_id])
             ]
             if refusals:
                 raise refusals[0]
             self.consumer.finish(entries)
-            for span in (each for begun in spans.values() for each in begun):
+            for span in chain.from_iterable(spans.values()):
                 span.end()
 
-    def _enter(
+    def _insert(
         self, run_id: str, trajectories: Sequence[Trajectory], spans: Sequence[tracing.Span]
     ) -> list[InvalidInput]:
-        """Score and store what is sound; returns why the rest is refused."""
+        """Score and insert the valid trajectories; returns why the others are refused."""
         spec = self.store.spec(run_id)
-        judged, refusals = sort_out(trajectories, lambda each: check_judged(run_id, spec, each))
+        judged, refusals = split_by(lambda trajectory: check_judged(run_id, spec, trajectory), trajectories)
         if spec.trainer.reference == "cached" and judged:
             self._score(run_id, judged, spans)
-        scored, more_refusals = sort_out(judged, lambda each: check_scored(spec, each))
-        self._append_patiently(run_id, scored)
+        scored, more_refusals = split_by(lambda trajectory: check_scored(spec, trajectory), judged)
+        self._insert_patiently(run_id, scored)
         metrics.REPLAY_INSERTS.labels(result="refused").inc(len(refusals + more_refusals))
         return refusals + more_refusals
 
-    def _append_patiently(self, run_id: str, trajectories: Sequence[Trajectory]) -> None:
-        """Enter them; while Redis is full, wait for room and say so: a redelivery would find it just as full."""
-        say_next = 0.0
+    def _insert_patiently(self, run_id: str, trajectories: Sequence[Trajectory]) -> None:
+        """Insert them; while Redis is full, wait and log: a redelivered entry would find it just as full."""
+        log_next = 0.0
         while True:
             try:
                 self.store.insert(run_id, trajectories)
@@ -92,8 +93,8 @@ class IngestWorker:
             except redis.ResponseError as error:
                 if not refuses_writes(error):
                     raise
-                if time.monotonic() >= say_next:
-                    say_next = time.monotonic() + SAY_SECONDS
+                if time.monotonic() >= log_next:
+                    log_next = time.monotonic() + LOG_SECONDS
                     log.error(
                         "judged groups wait: Redis is full and refuses writes", run=run_id, reason=str(error)[:300]
                     )
@@ -103,12 +104,12 @@ class IngestWorker:
     def _score(self, run_id: str, trajectories: Sequence[Trajectory], spans: Sequence[tracing.Span]) -> None:
         """Add the reference log-probs, all in one call.
 
-        Each group's trace says how long that took; the call itself is in the first one's.
+        Every group gets a span of that length; the call itself is traced in the first one.
 
-        There is nothing else to do while value-estimation is away: the entries are kept alive and the belt fills up
-        behind them, so the feeder stops. Leaving them for redelivery instead would use up their deliveries.
+        While value-estimation is away this waits: the entries are kept alive, the stream fills up behind them, and the
+        dispatcher stops. Leaving them to be redelivered instead would use up their deliveries.
         """
-        scoring = [tracing.begin("reference log-probs", parent=each.header, groups=len(spans)) for each in spans]
+        scoring = [tracing.begin("reference log-probs", parent=span.header, groups=len(spans)) for span in spans]
         with tracing.within(scoring[0]) if scoring else nullcontext():
             self.scores.add(run_id, trajectories, patience_seconds=math.inf, stop=self._stop)
         for span in scoring:

@@ -1,14 +1,14 @@
-"""How fast online experience may come in and be served, in Reverb's terms; pure numbers.
+"""The rate limiter of inserts and samples, in the terms of Reverb (Cassirer et al., 2021); pure numbers.
 
 Counted in online trajectories, with diff = inserted * samples_per_insert - sampled:
-- a batch with n of them is admissible when inserted >= min_online, n different ones can be served (as far as the window
-  holds n), and diff - n >= -error_buffer;
-- m inserts are admissible while diff + m * samples_per_insert <= error_buffer, and also, whatever diff says, while one
-  of the first two conditions of the batch lacks m: min_online is not reached, or what is there is too stale, or not
-  correct, to fill a batch.
-The buffer is widened to one batch plus one group of inserts, so that always at least one of the two is admissible:
-where diff blocks the batch, diff < n - error_buffer <= error_buffer - group * samples_per_insert admits a group.
-Where whole groups are drawn the same counts hold: the window then keeps as many whole groups as fit, at least one.
+- A batch with n of them is admissible when inserted >= min_online, n different ones can be sampled (or the whole window
+  where it holds fewer), and diff - n >= -error_buffer.
+- m inserts are admissible while diff + m * samples_per_insert <= error_buffer. Whatever diff is, the inserts that one
+  of the batch's first two conditions lacks are admissible too: min_online is not reached, or too many trajectories of
+  the window are stale or incorrect to fill a batch.
+error_buffer is widened to one batch plus one group of inserts, so that a batch or a group is always admissible: where
+diff blocks the batch, diff < n - error_buffer <= error_buffer - group * samples_per_insert admits a group.
+The same counts hold where whole groups are drawn: the window then keeps as many whole groups as fit, at least one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from spo.algorithm.replay_sampling import exact_counts
 from spo.spec.job_spec import JobSpec, SourceName
 
-# More than any feeder asks for; keeps tiny samples_per_insert out of the infinities.
+# More than any dispatcher asks for; keeps a tiny samples_per_insert from overflowing.
 MAX_ADMISSIBLE = 1_000_000
 
 
@@ -30,7 +30,7 @@ def groups_kept(spec: JobSpec) -> int:
 
 @dataclass(frozen=True)
 class LiveCounts:
-    """Trajectories of a live source inserted and served since the run's start, and how many may be served now."""
+    """Trajectories of a live source inserted and sampled since the run's start, and how many may be sampled now."""
 
     inserted: int
     sampled: int
@@ -39,7 +39,7 @@ class LiveCounts:
 
 @dataclass(frozen=True)
 class Limiter:
-    """Limits of one run."""
+    """The limits of one run on one live source, in trajectories."""
 
     min_online: int
     samples_per_insert: float
@@ -53,7 +53,7 @@ class Limiter:
         """The limiter a spec asks for on a live source, widened so that it cannot block both sides."""
         counts = exact_counts([part.share for part in spec.replay.mix], spec.trainer.batch_size)
         per_batch = sum(count for part, count in zip(spec.replay.mix, counts, strict=True) if part.source == source)
-        # Prompts are fed in whole groups; what another run sampled is taken over one by one.
+        # Prompts are dispatched in whole groups; shared rollouts are copied one by one.
         group = spec.rollout.samples_per_prompt if source == "online" else 1
         capacity = spec.replay.online_capacity
         if spec.replay.unit == "group" and source == "online":
@@ -68,18 +68,18 @@ class Limiter:
         )
 
     def admissible_inserts(self, live: LiveCounts) -> int:
-        """Trajectories that may still come in, >= 0."""
+        """Trajectories that may still be inserted, >= 0."""
         if self.per_batch == 0:
             return 0
         diff = live.inserted * self.samples_per_insert - live.sampled
         room = (self.error_buffer - diff) / self.samples_per_insert
         missing = max(self.min_online - live.inserted, self._needed(self.per_batch) - live.available, 0)
-        # Prompts come in whole groups: the last missing few must let one in.
+        # Inserts come in whole groups: the last missing few must admit one.
         missing = math.ceil(missing / self.group) * self.group
         return max(0, missing, math.floor(min(room, MAX_ADMISSIBLE)))
 
     def may_sample(self, live: LiveCounts, count: int) -> bool:
-        """Whether a batch with `count` of these trajectories may be served now."""
+        """Whether a batch with `count` trajectories of the source may be sampled now."""
         diff = live.inserted * self.samples_per_insert - live.sampled
         filled = live.inserted >= self.min_online and live.available >= self._needed(count)
         return filled and diff - count >= -self.error_buffer

@@ -1,4 +1,4 @@
-"""What the C library does with memory that is given back."""
+"""Keeps freed large buffers in the process, by glibc's malloc options."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MOST_KEPT_BYTES = 128 << 20
 
 
 def keep_large_buffers() -> None:
-    """Let a process of large messages use their memory again, so much per arena of malloc at most.
+    """Let the process reuse the memory of large messages, up to MOST_KEPT_BYTES per arena of malloc.
 
-    Otherwise glibc may give each buffer back to the kernel, whose zeroed pages then cost more than the message does.
-    Does nothing with another C library.
+    Otherwise glibc may return each buffer to the kernel, and zeroing the next one's pages costs more than the message
+    itself. Does nothing with another C library.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:

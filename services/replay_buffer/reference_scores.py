@@ -1,4 +1,4 @@
-"""Log pi0 of trajectories' response tokens, as value-estimation computes it."""
+"""Reference log-probs: log pi0 of the response tokens, computed by value-estimation."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from spo.v1.value_service_pb2_grpc import ValueServiceStub
 
 @dataclass(frozen=True)
 class ReferenceScores:
-    """Asks value-estimation; deadline_seconds is for one call."""
+    """Asks value-estimation for log-probs; deadline_seconds is that of one call."""
 
     values: RpcClient
     deadline_seconds: float
 
     @staticmethod
     def at(address: str, deadline_seconds: float) -> ReferenceScores:
-        """Those of the service at an address."""
+        """The client of the service at an address."""
         return ReferenceScores(RpcClient("value-estimation", address, ValueServiceStub), deadline_seconds)
 
     def add(
@@ -39,8 +39,10 @@ class ReferenceScores:
         request = ComputeReferenceLogprobsRequest(
             run_id=run_id,
             sequences=[
-                TokenSequence(prompt_token_ids=each.prompt_token_ids, response_token_ids=each.response_token_ids)
-                for each in trajectories
+                TokenSequence(
+                    prompt_token_ids=trajectory.prompt_token_ids, response_token_ids=trajectory.response_token_ids
+                )
+                for trajectory in trajectories
             ],
         )
         response: ComputeReferenceLogprobsResponse = self.values.call_patiently(
@@ -52,7 +54,7 @@ class ReferenceScores:
 
 
 def note_hop(trajectories: Sequence[Trajectory]) -> None:
-    """Write down that the replay buffer had them in hand, and when."""
+    """Add the replay buffer and the time to the trajectories' hops."""
     now = int(time.time() * 1000)
     for trajectory in trajectories:
         trajectory.hops.append(Hop(service="replay-buffer", at_unix_ms=now))

@@ -1,4 +1,4 @@
-"""gRPC face of the replay buffer: decode, call, encode."""
+"""gRPC service of the replay buffer: decode, call, encode."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT_PAGE = 50
 MAX_PAGE = 500
 DEFAULT_STEPS = 100
 MAX_STEPS = 1000
-# A filtered page looks at most at this many trajectories, so that no question reads the whole ledger.
+# A filtered page reads at most this many trajectories, so that no request reads the whole ledger.
 MAX_SCANNED = 5000
 
 

@@ -1,4 +1,4 @@
-"""Whether Redis can take more: nothing is evicted, so a full server must stop the feeder before it refuses writes."""
+"""Whether Redis can store more: nothing is evicted, so dispatching must stop before a full server refuses writes."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from spo.messaging.redis_client import RedisClient
 from spo.observability import metrics
 from spo.observability.logs import get_logger
 
-log = get_logger("storage-watch")
+log = get_logger("storage-monitor")
 
-LOOK_SECONDS = 1.0
-SAY_SECONDS = 30.0
+CHECK_SECONDS = 1.0
+LOG_SECONDS = 30.0
 
 
 class StorageMonitor:
-    """Looks at the server at most once a second; what is on the belt already still fits above `stop_share`."""
+    """Checks the server at most once a second; `stop_share` leaves room for the groups that are already dispatched."""
 
     def __init__(self, client: RedisClient, stop_share: float) -> None:
         self.client = client
         self.stop_share = stop_share
         self._lock = threading.Lock()
         self._found = ""
-        self._look_next = 0.0
-        self._say_next = 0.0
+        self._check_next = 0.0
+        self._log_next = 0.0
 
     def pressure(self) -> str:
-        """Why nothing more should be fed, '' while there is room."""
+        """Why no more prompts should be dispatched, '' while there is room."""
         with self._lock:
-            if time.monotonic() >= self._look_next:
-                self._found = self._look()
-                self._look_next = time.monotonic() + LOOK_SECONDS
-                if self._found and time.monotonic() >= self._say_next:
-                    self._say_next = time.monotonic() + SAY_SECONDS
-                    log.error("the feeder is stopped", reason=self._found)
+            if time.monotonic() >= self._check_next:
+                self._found = self._check()
+                self._check_next = time.monotonic() + CHECK_SECONDS
+                if self._found and time.monotonic() >= self._log_next:
+                    self._log_next = time.monotonic() + LOG_SECONDS
+                    log.error("dispatching is stopped", reason=self._found)
             return self._found
 
-    def _look(self) -> str:
+    def _check(self) -> str:
         found = self.client.info("memory", "persistence")
         used, limit = found["used_memory"], found["maxmemory"]
         share = used / limit if limit else 0.0

@@ -1,4 +1,4 @@
--- Take a run off the list of those with something unstored, unless something has come in meanwhile.
+-- Remove a run from the set of those with unarchived trajectories, unless some were inserted meanwhile.
 -- KEYS[1] counters  hash: number (last insertion)
 -- KEYS[2] stored    hash: written (last insertion number stored)
 -- KEYS[3] unstored  set: run ids

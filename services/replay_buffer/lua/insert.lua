@@ -1,4 +1,4 @@
--- Enter trajectories of one run into its ledger and indices, each once, with their payloads.
+-- Insert trajectories of one run into its ledger and indices, each once, with their payloads.
 -- KEYS[1] ids         sorted set: trajectory id by insertion number (the ledger)
 -- KEYS[2] duplicates  hash: id of an offline trajectory whose content was there before -> id that stands for it
 -- KEYS[3] content     hash: content digest -> id of the first trajectory with that content
@@ -7,23 +7,23 @@
 -- KEYS[6] counters    hash: number (the last insertion number), inserted:<source>, correct:<source>
 -- KEYS[7] copies      hash: id that stands for others -> how many
 -- KEYS[8] payload     the key of a trajectory's payload, without the id at its end
--- KEYS[9] unstored    set: ids of runs of which something is to be stored outside
+-- KEYS[9] unstored    set: ids of runs with trajectories that are not in the experience store
 -- KEYS[10..]          per source, its name last, a sorted set: trajectory id by insertion number
 -- ARGV[1] run id, then per trajectory 5 values: id, index of its source's key, content digest ('' for live sources),
 --   facts, payload. At most some hundred trajectories: each index is written by one command.
--- Returns one number per trajectory: 1 entered, 0 same id already there, -1 another id with the same content is there.
+-- Returns one number per trajectory: 1 inserted, 0 the id is already there, -1 another id with the same content is.
 local ids = {}
 for at = 2, #ARGV, 5 do ids[#ids + 1] = ARGV[at] end
 local known = redis.call('ZMSCORE', KEYS[1], unpack(ids))
 local before = tonumber(redis.call('HGET', KEYS[6], 'number') or 0)
 local number = before
-local results, counts, entered, by_source = {}, {}, {}, {}
+local results, counts, inserted, by_source = {}, {}, {}, {}
 local payloads, ledger, facts, prompts = {}, {}, {}, {}
 for place, id in ipairs(ids) do
   local at = 5 * place - 3
   local key, content, fact = tonumber(ARGV[at + 1]), ARGV[at + 2], ARGV[at + 3]
   local result = 1
-  if known[place] or entered[id] then
+  if known[place] or inserted[id] then
     result = 0
   elseif content ~= '' and redis.call('HSETNX', KEYS[3], content, id) == 0 then
     local stands = redis.call('HGET', KEYS[3], content)
@@ -31,7 +31,7 @@ for place, id in ipairs(ids) do
     result = -1
   else
     number = number + 1
-    entered[id] = true
+    inserted[id] = true
     local last = #ledger
     payloads[last + 1], payloads[last + 2] = KEYS[8] .. id, ARGV[at + 4]
     ledger[last + 1], ledger[last + 2] = number, id

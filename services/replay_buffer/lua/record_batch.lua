@@ -1,10 +1,10 @@
--- Fix which trajectories a step gets, once: a repeated request for the step finds the first answer.
+-- Record which trajectories a step gets, once: a repeated request for the step gets the same ones.
 -- KEYS[1] batch     string: trajectory ids joined by spaces
--- KEYS[2] counters  hash: drawn (the last draw's number), sampled:<source>
--- KEYS[3] draws     sorted set: step by the number of its draw
--- ARGV[1] ids joined by spaces; ARGV[2] step; ARGV[3] '' or the number of the last draw that this one takes into account;
---   then pairs source, count
--- Returns the ids that hold, '' when another draw came between.
+-- KEYS[2] counters  hash: drawn (the last batch's number), sampled:<source>
+-- KEYS[3] draws     sorted set: step by the number of its batch
+-- ARGV[1] ids joined by spaces; ARGV[2] step; ARGV[3] '' or the number of the last batch that this one takes into
+--   account; then pairs source, count
+-- Returns the recorded ids, '' when another batch was recorded after ARGV[3].
 local known = redis.call('GET', KEYS[1])
 if known then return known end
 if ARGV[3] ~= '' and (redis.call('HGET', KEYS[2], 'drawn') or '0') ~= ARGV[3] then return '' end

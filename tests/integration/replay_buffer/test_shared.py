@@ -66,8 +66,8 @@ def follow(client: redis.Redis, run_id: str = FOLLOWER, **replay: Any) -> None:
     client.zadd(redis_keys.jobs_in_state("running"), {run_id: 1})
 
 
-def take(following: SharedRolloutIngest, run_id: str = FOLLOWER) -> int:
-    return following.take(run_id, threading.Event())
+def copy_new(following: SharedRolloutIngest, run_id: str = FOLLOWER) -> int:
+    return following.copy_new(run_id, threading.Event())
 
 
 def view(store: ReplayStore, run_id: str = FOLLOWER) -> list[Trajectory]:
@@ -87,8 +87,8 @@ def test_a_follower_sees_every_online_rollout_once_with_what_its_sampler_said(
     sampled = [trajectory(number, version=3) for number in range(20)]
     store.append(RUN, [*sampled, trajectory(50, SOURCE_HUMAN)])
 
-    assert take(following) == 20
-    assert take(following) == 0
+    assert copy_new(following) == 20
+    assert copy_new(following) == 0
 
     for ours, theirs in zip(view(store), sampled, strict=True):
         assert (ours.run_id, ours.source, ours.origin_run_id) == (FOLLOWER, SOURCE_SHARED, RUN)
@@ -115,7 +115,7 @@ def test_rollouts_without_log_probs_of_the_reference_are_scored(
     follow(store.client)
     ReplayStore(store.client).append(RUN, [trajectory(number, scored=False) for number in range(4)])
 
-    assert take(following) == 4
+    assert copy_new(following) == 4
 
     assert scorer.scored == 4
     assert all(list(each.reference_logprobs) == [-0.5] * 3 for each in view(store))
@@ -128,15 +128,15 @@ def test_each_follower_reads_as_much_as_its_own_limiter_admits(
     follow(store.client, "job_SLOW", samples_per_insert=2.0, error_buffer=16)
     store.append(RUN, [trajectory(number) for number in range(200)])
 
-    assert (take(following), take(following, "job_SLOW")) == (200, 8)
+    assert (copy_new(following), copy_new(following, "job_SLOW")) == (200, 8)
     for step in range(3):
         batch(following, step, "job_SLOW")
 
-    assert take(following, "job_SLOW") == 12, "24 samples make room for 12 inserts"
+    assert copy_new(following, "job_SLOW") == 12, "24 samples make room for 12 inserts"
     assert [each.parents[0] for each in view(store, "job_SLOW")] == [
         f"traj_SOURCE_ONLINE_{number}" for number in range(20)
     ]
-    assert take(following) == 0
+    assert copy_new(following) == 0
 
 
 def test_rollouts_age_in_the_versions_of_the_run_that_samples(
@@ -146,7 +146,7 @@ def test_rollouts_age_in_the_versions_of_the_run_that_samples(
     store.append(RUN, [trajectory(number, version=number // 10) for number in range(40)])
     store.note_policy_version(RUN, 3)
 
-    assert take(following) == 30, "version 0 is three behind"
+    assert copy_new(following) == 30, "version 0 is three behind"
     assert {each.policy_version_first for each in batch(following, 0, version=100)} <= {1, 2, 3}
 
     store.note_policy_version(RUN, 5)
@@ -160,7 +160,7 @@ def test_a_follower_serves_prompts_by_its_own_values(store: ReplayStore, followi
     follow(store.client)
     store.client.hdel(redis_keys.run_values(FOLLOWER), PROMPTS[0])
     store.append(RUN, [trajectory(number) for number in range(40)])
-    take(following)
+    copy_new(following)
 
     served = Counter(each.prompt_id for step in range(20) for each in batch(following, step))
 
@@ -175,7 +175,7 @@ def test_a_follower_waits_for_a_run_under_way_and_uses_up_one_that_has_ended(
     with pytest.raises(NotReady, match="source shared: 0 inserted"):
         batch(following, 0)
     for step in range(3):
-        take(following)
+        copy_new(following)
         batch(following, step)
     with pytest.raises(NotReady, match="24 served"):
         batch(following, 3)
@@ -194,7 +194,7 @@ def test_a_followed_run_that_ended_or_was_deleted_without_a_rollout_is_an_error(
         store.client.set(redis_keys.run_state(RUN), state)
     else:
         store.client.delete(redis_keys.run_state(RUN))
-    take(following)
+    copy_new(following)
 
     with pytest.raises(PreconditionFailed, match=f"source shared: 0 inserted.*{RUN} has ended; nothing more") as caught:
         batch(following, 0)
@@ -210,7 +210,7 @@ def test_nothing_is_taken_over_while_redis_is_nearly_full(store: ReplayStore, fo
         assert take(full) == 0
     finally:
         store.client.config_set("maxmemory", 0)
-    assert take(following) == 4
+    assert copy_new(following) == 4
 
 
 def service_process(redis_url: str) -> subprocess.Popen[bytes]:
