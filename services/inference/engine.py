@@ -1,4 +1,4 @@
-"""The only file that imports vllm: one in-process engine, owned and driven by one thread.
+"""The only file that imports vllm: one in-process engine, driven by one thread.
 
 `add` and `step` give continuous batching; `load` swaps the weights of the live engine. Three rules keep a swap
 correct and are all in `load`: the scheduler is paused first (otherwise the engine dies), tensors go through vLLM's
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import vllm
 from safetensors import safe_open
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -26,7 +27,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMClientError
+from vllm.logprobs import FlatLogprobs
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -69,7 +72,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine is built for; runs with fitting specs share one engine."""
+    """What an engine is built for; a run whose spec it fits is served by the same engine."""
 
     model_path: Path
     model_hash: str
@@ -78,18 +81,18 @@ class EngineSpec:
 
     @property
     def sampler(self) -> str:
-        """What made the samples, for the record."""
+        """What made the samples, as trajectories record it."""
         return f"vllm-{vllm.__version__}/{self.dtype}"
 
-    def fits(self, wanted: EngineSpec) -> bool:
-        """Whether an engine built for this can serve what is wanted."""
-        same = (self.model_hash, self.dtype) == (wanted.model_hash, wanted.dtype)
-        return same and self.max_tokens >= wanted.max_tokens
+    def fits(self, requested: EngineSpec) -> bool:
+        """Whether an engine built for this spec can serve the requested one."""
+        same = (self.model_hash, self.dtype) == (requested.model_hash, requested.dtype)
+        return same and self.max_tokens >= requested.max_tokens
 
 
 @dataclass
 class WeightFiles(WeightTransferUpdateInfo):
-    """Safetensors files, in checkpoint names, that hold a whole model between them."""
+    """Safetensors files that together hold a whole model, with the tensor names of checkpoints."""
 
     paths: list[str]
 
@@ -117,7 +120,7 @@ class FileWeightTransfer(WeightTransferEngine[WeightTransferInitInfo, WeightFile
         """Nothing is held between updates."""
 
 
-def _tensors(paths: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
     for path in paths:
         with safe_open(path, framework="pt", device="cpu") as shard:
             for name in shard.keys():  # noqa: SIM118 - not a mapping
@@ -125,7 +128,7 @@ def _tensors(paths: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 class WorkerExtension:
-    """Makes each of vLLM's worker processes import this module, which registers the transfer below."""
+    """Makes each of vLLM's worker processes import this module, and so register the transfer below."""
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransfer)
@@ -135,7 +138,7 @@ class Engine:
     """A live vLLM engine; not thread-safe: one thread builds it and makes every call."""
 
     def __init__(self, spec: EngineSpec, settings: Settings) -> None:
-        # In this process: one thread then steps and swaps weights without a second process and its memory.
+        # In this process: one thread steps and swaps weights, without the memory of a second process.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -161,38 +164,43 @@ class Engine:
         try:
             self._llm.add_request(request_id, {"prompt_token_ids": list(request.prompt_token_ids)}, params)
         except (VLLMClientError, ValueError) as error:
-            # What it cannot decode: too long, token ids outside the vocabulary.
+            # Too long, or token ids outside the vocabulary.
             raise InvalidInput(f"vLLM refuses the prompt: {error}", code="refused_prompt") from error
 
     def step(self) -> list[tuple[str, Sample]]:
         """Decode one token of every running sequence; returns the sequences that finished."""
-        outputs: list[Any] = self._llm.step()
-        return [(output.request_id, self._sample(output.outputs[0])) for output in outputs if output.finished]
+        return [
+            (output.request_id, self._sample(output.outputs[0]))
+            for output in self._llm.step()
+            if isinstance(output, RequestOutput) and output.finished
+        ]
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Forget sequences, finished or not."""
+        """Drop sequences, finished or not."""
         self._llm.abort_request(list(request_ids))
 
     def load(self, paths: Sequence[Path], version: int) -> None:
-        """Swap in the weights of these files; sequences in flight go on with them, their prefixes recomputed."""
+        """Swap in the weights of these files; running sequences go on with them, their prefixes recomputed."""
         self._llm.sleep(level=0, mode="keep")
         self._llm.collective_rpc("start_weight_update")
         self._llm.collective_rpc("update_weights", kwargs={"update_info": {"paths": [str(path) for path in paths]}})
         self._llm.collective_rpc("finish_weight_update")
-        self.forget_prefixes()
+        self.reset_prefix_cache()
         self._llm.set_weight_version(str(version))
         self._llm.wake_up(["scheduling"])
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Empty the prefix cache; running sequences are preempted and recompute theirs."""
         self._llm.reset_prefix_cache(reset_running_requests=True)
 
-    def _sample(self, output: Any) -> Sample:
+    def _sample(self, output: CompletionOutput) -> Sample:
         token_ids = tuple(output.token_ids)
-        spans = output.weight_versions
+        logprobs, spans = output.logprobs, output.weight_versions
+        if not isinstance(logprobs, FlatLogprobs) or not spans:
+            raise TypeError("vLLM gave no flat log-probs or no weight versions")
         return Sample(
             token_ids=token_ids,
-            logprobs=tuple(output.logprobs.logprobs),
+            logprobs=tuple(logprobs.logprobs),
             text=self._tokenizer.decode(token_ids, skip_special_tokens=True),
             stopped=output.finish_reason == "stop",
             version_first=int(spans[0].version),
@@ -225,7 +233,7 @@ def _engine_args(spec: EngineSpec, settings: Settings) -> EngineArgs:
 
 
 def _whole_prompts(spec: EngineSpec) -> dict[str, Any]:
-    # A prompt prefilled in parts draws a sample that vLLM takes back from the seeded generator: CPU ones cannot.
+    # vLLM samples after each part of a prompt and sets the seeded generator back; CPU generators cannot be set back.
     return {
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(CPU_PREFILL_TOKENS, spec.max_tokens),

@@ -1,4 +1,4 @@
-"""The one thread that owns the engine: continuous batching over groups, and weight versions in turns."""
+"""The one thread that owns the engine: continuous batching over groups, weight versions one at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from services.inference.engine import Engine, Sample, SampleRequest
 from services.inference.settings import Settings
-from services.inference.weight_schedule import next_turn
+from services.inference.weight_schedule import next_decision
 from services.inference.weights import Weights
 from spo.errors import InvalidInput, NotReady
 from spo.observability import metrics
@@ -24,7 +24,7 @@ TURN_PER_LOAD_SECONDS = 20.0
 
 @dataclass(eq=False)
 class SampleGroup:
-    """Sequences that are sampled under one wish for weights; weights None: the newest announced of the run."""
+    """Sequences that are sampled under the same weights; None: the newest announced of the run."""
 
     run_id: str
     requests: Sequence[SampleRequest]
@@ -66,7 +66,7 @@ class EngineThread:
         self._thread.join(wait_seconds)
 
     def announce(self, run_id: str, weights: Weights) -> None:
-        """From now on `weights` are the newest of the run; loaded when running groups allow."""
+        """Make `weights` the newest of the run; they are loaded when running groups allow."""
         with self._wake:
             self._newest[run_id] = weights
             self._target = weights
@@ -90,7 +90,7 @@ class EngineThread:
             self.ready.set()
             while self._wait_for_work():
                 self._drop_cancelled()
-                self._take_turn()
+                self._schedule()
                 self._step()
             self._fail_all(NotReady("the replica is stopping"))
         except Exception as error:
@@ -104,23 +104,23 @@ class EngineThread:
                 self._wake.wait()
             return not self._stopping
 
-    def _wanted(self, group: SampleGroup) -> Weights:
+    def _weights_of(self, group: SampleGroup) -> Weights:
         return group.weights or self._newest.get(group.run_id, self._reference)
 
-    def _take_turn(self) -> None:
+    def _schedule(self) -> None:
         with self._wake:
             newest = self._target
-            turn = next_turn(
+            decision = next_decision(
                 self.loaded,
                 newest,
-                [self._wanted(group) for group in self._waiting],
+                [self._weights_of(group) for group in self._waiting],
                 running=bool(self._running),
                 running_may_switch=self._settings.in_flight == "keep" and self._all_running_follow(newest),
                 turn_is_up=time.monotonic() >= self._turn_ends,
             )
-        if turn.load is not None:
-            self._load(turn.load)
-        if turn.admit:
+        if decision.load is not None:
+            self._load(decision.load)
+        if decision.admit:
             self._admit()
 
     def _all_running_follow(self, newest: Weights) -> bool:
@@ -146,7 +146,7 @@ class EngineThread:
             for group in self._waiting:
                 if room <= 0:
                     break
-                if self._wanted(group) == self.loaded:
+                if self._weights_of(group) == self.loaded:
                     admitted.append(group)
                     room -= len(group.requests)
             self._waiting = [group for group in self._waiting if group not in admitted]
@@ -162,7 +162,7 @@ class EngineThread:
                 group.request_ids.append(request_id)
                 self._running[request_id] = group
         except InvalidInput as error:
-            self._forget(group)
+            self._abort(group)
             _settle(group, error)
 
     def _step(self) -> None:
@@ -180,9 +180,9 @@ class EngineThread:
         with self._wake:
             self._waiting = [group for group in self._waiting if not group.future.cancelled()]
         for group in {id(group): group for group in self._running.values() if group.future.cancelled()}.values():
-            self._forget(group)
+            self._abort(group)
 
-    def _forget(self, group: SampleGroup) -> None:
+    def _abort(self, group: SampleGroup) -> None:
         alive = [request_id for request_id in group.request_ids if self._running.pop(request_id, None)]
         self._engine.abort(alive)
 

@@ -1,4 +1,4 @@
-"""What this replica serves: follows its assignment and the run's weight announcements, and reports both."""
+"""What this replica serves: it follows its assignment and the run's weight announcements, and reports both."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import redis
+from transformers import PreTrainedTokenizerBase
 
 from services.inference.engine import Engine, EngineSpec
 from services.inference.engine_thread import EngineThread
@@ -42,7 +42,7 @@ class Assignment:
     engine: EngineThread
     engine_spec: EngineSpec
     versions: PolicyVersions
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     sampler: str
 
     @property
@@ -77,11 +77,11 @@ class ServingReplica:
     # --- heartbeat thread ---
 
     def on_heartbeat(self, response: orchestrator.HeartbeatResponse) -> None:
-        """Take note of the run and the weights the orchestrator wants here."""
+        """Store which run and weights the orchestrator wants this replica to serve."""
         self._requested = response
 
     def report(self, request: orchestrator.HeartbeatRequest) -> None:
-        """Fill in what is served, how full the engine is, and why an announced version could not be applied."""
+        """Fill in what is served, how full the engine is, and why an announced version could not be loaded."""
         assignment = self._assignment
         request.problem = self._problem
         if assignment:
@@ -137,28 +137,35 @@ class ServingReplica:
         self._applied = WeightAnnouncement()
         self._problem = ""
         if not requested.run_id:
-            self._be_ready(True)
+            self._ready()
             return
-        self._be_ready(False, f"loads the model of run {requested.run_id}")
+        self._not_ready(f"loads the model of run {requested.run_id}")
         try:
             self._assignment = self._assign(requested, stop)
             lines_concern_run(self._serving_run())
-            # One that joins late is ready once it has the run's current weights.
+            # A replica that joins a running job is ready once it has the job's current weights.
             late = (
                 f"loads version {requested.weights.version} of run {requested.run_id}"
                 if requested.weights.version
                 else ""
             )
-            self._be_ready(self._assignment is not None and not late, late)
+            if self._assignment and not late:
+                self._ready()
+            else:
+                self._not_ready(late)
         except SpoError as error:
             self._problem = str(error)
-            self._be_ready(False, self._problem)
+            self._not_ready(self._problem)
             log.error("cannot serve the assigned run; will try again", run=requested.run_id, reason=str(error))
             stop.wait(RETRY_SECONDS)
 
-    def _be_ready(self, is_ready: bool, reason: str = "") -> None:
-        self._is_ready = is_ready
-        self._set_serving(is_ready, reason)
+    def _ready(self) -> None:
+        self._is_ready = True
+        self._set_serving(True, "")
+
+    def _not_ready(self, reason: str) -> None:
+        self._is_ready = False
+        self._set_serving(False, reason)
 
     def _assign(self, requested: orchestrator.HeartbeatResponse, stop: threading.Event) -> Assignment | None:
         text = self._client.get(redis_keys.run_spec(requested.run_id))
@@ -189,9 +196,9 @@ class ServingReplica:
         engine.start()
         while not engine.ready.wait(FOLLOW_SECONDS):
             if engine.failure:
-                # Told before the process ends: the next one may well fail the same way.
+                # Reported before the process ends: the next process may well fail in the same way.
                 self._problem = f"vLLM cannot serve the model: {engine.failure}"
-                self._be_ready(False, self._problem)
+                self._not_ready(self._problem)
                 stop.wait(RETRY_SECONDS)
                 raise engine.failure
             if stop.is_set():
@@ -222,9 +229,9 @@ class ServingReplica:
         if entries:
             position = entries[-1].entry_id
             newest = WeightAnnouncement.FromString(entries[-1].payload)
-        told = self._requested.weights if self._requested.run_id == assignment.run_id else WeightAnnouncement()
-        if told.announced_unix_ms > newest.announced_unix_ms:
-            newest = told
+        requested = self._requested.weights if self._requested.run_id == assignment.run_id else WeightAnnouncement()
+        if requested.announced_unix_ms > newest.announced_unix_ms:
+            newest = requested
         if newest.announced_unix_ms > self._applied.announced_unix_ms:
             self._apply(assignment, newest, stop)
         return position
@@ -235,9 +242,9 @@ class ServingReplica:
         except SpoError as error:
             self._problem = f"version {announced.version}: {error}"
             if not self._is_ready:
-                self._be_ready(False, self._problem)
+                self._not_ready(self._problem)
             if error.retryable:
-                log.warning("announced weights cannot be had yet; the old version serves", reason=str(error))
+                log.warning("announced weights are not available yet; the old version keeps serving", reason=str(error))
                 stop.wait(RETRY_SECONDS)
                 return
             self._applied = announced
@@ -246,5 +253,5 @@ class ServingReplica:
         self._applied = announced
         assignment.engine.announce(assignment.run_id, weights)
         self._problem = ""
-        self._be_ready(True)
+        self._ready()
         metrics.POLICY_VERSION.labels(role="inference").set(announced.version)

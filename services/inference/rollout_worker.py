@@ -1,7 +1,7 @@
-"""Stream in, stream out: prompts(run) -> engine -> rollouts, with many groups in hand so that the batch stays full.
+"""From the stream of prompts through the engine to the stream of rollouts, many groups at once to keep batches full.
 
 A group's entry is acknowledged in the same step that writes its rollouts, so a replica that dies loses nothing: its
-entries fall silent and another replica takes them.
+entries are no longer kept alive, and another replica claims them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ BLOCK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class InFlight:
-    """An entry read from a stream and the group the engine makes of it."""
+class InFlightGroup:
+    """A stream entry and the group that the engine samples for it."""
 
     consumer: Consumer
     entry: Entry
@@ -48,10 +48,10 @@ class RolloutWorker:
         self._replica = replica
         self._replica_id = replica_id
         self._settings = settings
-        self._in_flight: dict[str, InFlight] = {}
+        self._in_flight: dict[str, InFlightGroup] = {}
         self._lock = threading.Lock()
         self._room = threading.Event()
-        self._finished: queue.SimpleQueue[InFlight] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[InFlightGroup] = queue.SimpleQueue()
 
     def read(self, stop: threading.Event) -> None:
         """Take prompt groups of the assigned run until stop, at most `groups_in_flight` at once."""
@@ -80,7 +80,7 @@ class RolloutWorker:
                 self._start(consumer, entry)
 
     def forward(self, stop: threading.Event) -> None:
-        """Pass on finished groups; after stop, those in hand as far as the grace reaches."""
+        """Forward finished groups; after stop, go on for drain_seconds with those that are in flight."""
         keep_alive_seconds = self._settings.reclaim_after_seconds / 4
         next_keep_alive = time.monotonic() + keep_alive_seconds
         deadline = float("inf")
@@ -93,11 +93,11 @@ class RolloutWorker:
                 self._keep_alive()
                 next_keep_alive = time.monotonic() + keep_alive_seconds
             try:
-                held = self._finished.get(timeout=min(BLOCK_SECONDS, keep_alive_seconds))
+                group = self._finished.get(timeout=min(BLOCK_SECONDS, keep_alive_seconds))
             except queue.Empty:
                 continue
-            self._finish(held)
-        log.warning("grace is over; unfinished groups are left to other replicas", groups=len(self._in_flight))
+            self._finish(group)
+        log.warning("drain time is over; unfinished groups are left to other replicas", groups=len(self._in_flight))
 
     def _consumer(self, run_id: str) -> Consumer:
         return Consumer(
@@ -120,38 +120,38 @@ class RolloutWorker:
             self._give_up(consumer, entry, error)
             return
         span = _span(entry, started)
-        held = InFlight(consumer, entry, started, span)
+        group = InFlightGroup(consumer, entry, started, span)
         with self._lock:
-            self._in_flight[entry.entry_id] = held
-        started.future.add_done_callback(lambda _: self._finished.put(held))
+            self._in_flight[entry.entry_id] = group
+        started.future.add_done_callback(lambda _: self._finished.put(group))
 
-    def _finish(self, held: InFlight) -> None:
+    def _finish(self, group: InFlightGroup) -> None:
         try:
-            rollouts = held.started.result(timeout_seconds=0)
-            held.span.note(tokens=sum(len(each.response_token_ids) for each in rollouts.trajectories))
-            held.consumer.forward(
-                held.entry,
+            rollouts = group.started.result(timeout_seconds=0)
+            group.span.note(tokens=sum(len(trajectory.response_token_ids) for trajectory in rollouts.trajectories))
+            group.consumer.forward(
+                group.entry,
                 redis_keys.rollouts(),
                 rollouts.SerializeToString(),
-                held.span.header,
+                group.span.header,
                 run_id=rollouts.request.run_id,
             )
-            held.span.end()
+            group.span.end()
         except redis.RedisError as error:
             log.warning("cannot write rollouts; trying again", reason=str(error))
             time.sleep(BLOCK_SECONDS)
-            self._finished.put(held)
+            self._finished.put(group)
             return
         except SpoError as error:
-            held.span.end(error.code)
-            self._give_up(held.consumer, held.entry, error)
+            group.span.end(error.code)
+            self._give_up(group.consumer, group.entry, error)
         with self._lock:
-            del self._in_flight[held.entry.entry_id]
+            del self._in_flight[group.entry.entry_id]
         self._room.set()
 
     def _give_up(self, consumer: Consumer, entry: Entry, error: SpoError) -> None:
-        """Bury what can never work; leave the rest pending, to be delivered again."""
-        # Read just before this replica was given to another run: the run's next replica takes it.
+        """Dead-letter what can never work; leave the rest pending, to be delivered again."""
+        # It was read just before this replica was assigned to another run: that run's next replica claims it.
         if error.retryable or error.code == "other_run":
             log.warning("group left for redelivery", entry=entry.entry_id, reason=str(error))
         else:
@@ -159,10 +159,10 @@ class RolloutWorker:
 
     def _keep_alive(self) -> None:
         with self._lock:
-            held = list(self._in_flight.values())
-        for consumer in {id(each.consumer): each.consumer for each in held}.values():
+            groups = list(self._in_flight.values())
+        for consumer in {id(group.consumer): group.consumer for group in groups}.values():
             try:
-                consumer.keep_alive([each.entry for each in held if each.consumer is consumer])
+                consumer.keep_alive([group.entry for group in groups if group.consumer is consumer])
             except redis.RedisError as error:
                 log.warning("keep-alive failed; will try again", reason=str(error))
 

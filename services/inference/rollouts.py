@@ -1,4 +1,4 @@
-"""A PromptGroup in, a RolloutGroup out: the same path for the stream and for gRPC."""
+"""From a PromptGroup to its RolloutGroup: the same path for the stream and for gRPC."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from services.inference.engine import Sample, SampleRequest
 from services.inference.engine_thread import SampleGroup
@@ -21,7 +21,7 @@ from spo.v1.prompt_pb2 import PromptGroup, Sampling
 from spo.v1.trajectory_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Hop, RolloutGroup, Trajectory
 
 MAX_SAMPLES = 100_000
-# Tokenizers keep state between calls and are not meant for several threads.
+# Tokenizers keep state between calls and are not thread-safe.
 _TOKENIZER = threading.Lock()
 
 
@@ -32,14 +32,14 @@ class StartedGroup:
     request: PromptGroup
     sampler: str
     samples: SampleGroup
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
 
     @property
     def future(self) -> Future[list[Sample]]:
         return self.samples.future
 
     def cancel(self) -> None:
-        """Free the group's sequences, if it is not finished."""
+        """Abort the group's sequences, unless it is finished."""
         self.future.cancel()
 
     def result(self, timeout_seconds: float) -> RolloutGroup:
@@ -53,12 +53,12 @@ class StartedGroup:
         return RolloutGroup(
             request=self.request,
             trajectories=[
-                self._trajectory(index, drawn, sample, now)
-                for index, (drawn, sample) in enumerate(zip(self.samples.requests, finished, strict=True))
+                self._trajectory(index, sample_request, sample, now)
+                for index, (sample_request, sample) in enumerate(zip(self.samples.requests, finished, strict=True))
             ],
         )
 
-    def _trajectory(self, index: int, drawn: SampleRequest, sample: Sample, now: int) -> Trajectory:
+    def _trajectory(self, index: int, sample_request: SampleRequest, sample: Sample, now: int) -> Trajectory:
         group = self.request
         prefix = group.response_prefix_token_ids
         return Trajectory(
@@ -71,16 +71,16 @@ class StartedGroup:
             sample_index=index,
             attempt=group.attempt,
             source=group.source,
-            prompt_token_ids=drawn.prompt_token_ids[: len(drawn.prompt_token_ids) - len(prefix)],
+            prompt_token_ids=sample_request.prompt_token_ids[: len(sample_request.prompt_token_ids) - len(prefix)],
             response_token_ids=[*prefix, *sample.token_ids],
-            # Of the prefix nobody knows them: it was given.
+            # The prefix was given, not sample_request: it has none.
             sampling_logprobs=[] if prefix else sample.logprobs,
             response_text=self._text([*prefix, *sample.token_ids]) if prefix else sample.text,
             policy_version_first=sample.version_first,
             policy_version_last=sample.version_last,
-            temperature=drawn.temperature,
-            top_p=drawn.top_p,
-            seed=drawn.seed,
+            temperature=sample_request.temperature,
+            top_p=sample_request.top_p,
+            seed=sample_request.seed,
             finish_reason=FINISH_REASON_STOP if sample.stopped else FINISH_REASON_LENGTH,
             sampler=self.sampler,
             created_unix_ms=now,
@@ -93,28 +93,28 @@ class StartedGroup:
 
 
 def start_group(replica: ServingReplica, group: PromptGroup) -> StartedGroup:
-    """Give a group to the engine.
+    """Submit a group to the engine.
 
     Raises InvalidInput on a prompt or sampling that can never be served, NotFound or IntegrityError when the policy
-    version it names cannot be had, NotReady or PreconditionFailed when this replica does not serve its run.
+    version it names is not available, NotReady or PreconditionFailed when this replica does not serve its run.
     """
     assignment = replica.serving(group.run_id)
-    wanted = None
+    weights = None
     if group.HasField("policy_version"):
-        wanted = assignment.versions.resolve(group.run_id, group.policy_version)
+        weights = assignment.versions.resolve(group.run_id, group.policy_version)
     prompt_token_ids = _prompt_tokens(assignment, group)
-    requests = draw_samples(prompt_token_ids, group.sampling, tuple(group.response_prefix_token_ids))
-    samples = SampleGroup(group.run_id, requests, wanted)
+    requests = sample_requests(prompt_token_ids, group.sampling, tuple(group.response_prefix_token_ids))
+    samples = SampleGroup(group.run_id, requests, weights)
     assignment.engine.submit(samples)
     return StartedGroup(group, assignment.sampler, samples, assignment.tokenizer)
 
 
-def draw_samples(
+def sample_requests(
     prompt_token_ids: tuple[int, ...], sampling: Sampling, prefix: tuple[int, ...] = ()
 ) -> list[SampleRequest]:
     """One request per sample: its temperature from U(min, max) and its own seed, both decided by the group's seed.
 
-    The engine takes the response's given prefix for a part of the prompt.
+    For the engine the response's given prefix is a part of the prompt.
     """
     _check_sampling(sampling)
     room = sampling.max_tokens - len(prefix)

@@ -1,4 +1,4 @@
-"""Where an inference replica lives and how much of the machine it may take; the science is in the JobSpec."""
+"""The address of an inference replica and its share of the machine; everything about a job is in its JobSpec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weight version has the engine next: a pure decision, so that fairness can be tested without an engine."""
+"""Which weight version the engine serves next: a pure function, so that fairness can be tested without an engine."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from services.inference.weights import Weights
 
 
 @dataclass(frozen=True)
-class Turn:
+class ScheduleDecision:
     """Admit waiting groups of the loaded version, or load another one, or (neither) let the running ones finish."""
 
     admit: bool = False
     load: Weights | None = None
 
 
-def next_turn(
+def next_decision(
     loaded: Weights,
     newest: Weights,
     waiting: Sequence[Weights],
@@ -24,17 +24,17 @@ def next_turn(
     running: bool,
     running_may_switch: bool,
     turn_is_up: bool,
-) -> Turn:
-    """Decide from the versions that waiting groups want, oldest group first.
+) -> ScheduleDecision:
+    """Decide from the versions that waiting groups ask for, oldest group first.
 
-    The loaded version keeps the engine while it has work and nobody older waits for another version longer than a
-    turn; then running groups finish and the oldest waiting group's version is loaded. Nothing waits for ever, and a
-    version is swapped at most once per turn. With nothing waiting, a newly announced version is loaded as soon as no
-    group runs. running_may_switch: running groups may go on under `newest`.
+    The loaded version is served for one turn, and longer while the oldest group asks for it. Then the running groups
+    finish, and the version of the oldest group is loaded. So no group waits for ever, and versions are swapped at most
+    once per turn. With no group waiting, a newly announced version is loaded as soon as no group runs.
+    running_may_switch: running groups may go on under `newest`.
     """
-    wanted = waiting[0] if waiting else newest
-    if loaded in waiting and (wanted == loaded or not turn_is_up):
-        return Turn(admit=True)
-    if wanted == loaded or (running and not (running_may_switch and wanted == newest)):
-        return Turn()
-    return Turn(load=wanted)
+    requested = waiting[0] if waiting else newest
+    if loaded in waiting and (requested == loaded or not turn_is_up):
+        return ScheduleDecision(admit=True)
+    if requested == loaded or (running and not (running_may_switch and requested == newest)):
+        return ScheduleDecision()
+    return ScheduleDecision(load=requested)

@@ -1,4 +1,4 @@
-"""Which files are which policy version, checked before the engine sees them."""
+"""Policy versions as weight files, verified before the engine loads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spo.weights.cache import Pin
 from spo.weights.store import WeightStore
 
 REFERENCE_VERSION = 0
-# Versions that are not read and hashed again: the newest, the one before, and some that are evaluated.
+# Versions that are not read and hashed again: the newest, the one before it, and some under evaluation.
 REMEMBERED = 4
 # A model with tied embeddings may be written with or without this copy of them.
 _TIED = "lm_head.weight"
@@ -30,8 +30,8 @@ class Weights:
     version: int
     digest: str
     paths: tuple[Path, ...] = field(repr=False)
-    # Keeps cached files where they are for as long as anybody may load them.
-    hold: Pin | None = field(default=None, repr=False, compare=False)
+    # Keeps cached files from being evicted for as long as they may be loaded.
+    pin: Pin | None = field(default=None, repr=False, compare=False)
 
 
 def reference_weights(model_path: Path, model_hash: str) -> Weights:
@@ -52,7 +52,7 @@ class PolicyVersions:
     def resolve(self, run_id: str, version: int, manifest_digest: str = "") -> Weights:
         """Return verified weights; a manifest_digest, when given, must be that of the stored version.
 
-        Raises NotFound when the version is not kept, IntegrityError when it is damaged or not of this model.
+        Raises NotFound when the version is not kept, IntegrityError when it is damaged or of another model.
         """
         if version == REFERENCE_VERSION:
             return self.reference
@@ -87,7 +87,7 @@ def _shapes_of(paths: Iterable[Path]) -> Shapes:
 
 
 def _check_shapes(expected: Shapes, found: Shapes, what: str) -> None:
-    """A tensor left out would silently keep its old value, an unknown one would break the engine half-way."""
+    """Raise IntegrityError: a missing tensor would keep its old value, an unknown one would stop the load half-way."""
     for name in sorted((expected.keys() | found.keys()) - {_TIED}):
         if expected.get(name) != found.get(name):
             raise IntegrityError(

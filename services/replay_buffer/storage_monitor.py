@@ -16,11 +16,12 @@ LOG_SECONDS = 30.0
 
 
 class StorageMonitor:
-    """Checks the server at most once a second; `stop_share` leaves room for the groups that are already dispatched."""
+    """Checks the server every check_seconds at most; `stop_share` leaves room for what is already dispatched."""
 
-    def __init__(self, client: RedisClient, stop_share: float) -> None:
+    def __init__(self, client: RedisClient, stop_share: float, check_seconds: float = CHECK_SECONDS) -> None:
         self.client = client
         self.stop_share = stop_share
+        self.check_seconds = check_seconds
         self._lock = threading.Lock()
         self._found = ""
         self._check_next = 0.0
@@ -31,7 +32,7 @@ class StorageMonitor:
         with self._lock:
             if time.monotonic() >= self._check_next:
                 self._found = self._check()
-                self._check_next = time.monotonic() + CHECK_SECONDS
+                self._check_next = time.monotonic() + self.check_seconds
                 if self._found and time.monotonic() >= self._log_next:
                     self._log_next = time.monotonic() + LOG_SECONDS
                     log.error("dispatching is stopped", reason=self._found)

@@ -1,1 +1,1 @@
-"""Everything about the reference policy pi0: the value of each prompt, and log-probs of each response."""
+"""The reference policy pi0: the value of each prompt, the log-probs of each response, and pivotal tokens."""

@@ -1,4 +1,4 @@
-"""What samples of pi0 came to, as it is kept in Redis: `samples:successes`, and the rewards where there are others."""
+"""Success counts of samples of pi0, as Redis holds them: `samples:successes`, and all rewards where they vary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spo.v1.trajectory_pb2 import Trajectory
 
 @dataclass(frozen=True)
 class Counts:
-    """`successes` of `samples`; every reward too, when a failure can be worth more than the worst."""
+    """`successes` of `samples`; `rewards` holds every reward where a failure can earn more than the worst one."""
 
     samples: int = 0
     successes: int = 0
@@ -35,11 +35,11 @@ class Counts:
 
 def count(trajectories: Sequence[Trajectory], reward: RewardSpec) -> Counts:
     """The counts of judged trajectories."""
-    rewards = [each.reward for each in trajectories]
-    shared = tuple(rewards) if reward.score == "share_of_tests" else ()
-    return Counts(len(rewards), sum(is_success(each, reward) for each in rewards), shared)
+    rewards = [trajectory.reward for trajectory in trajectories]
+    varying = tuple(rewards) if reward.score == "share_of_tests" else ()
+    return Counts(len(rewards), sum(is_success(value, reward) for value in rewards), varying)
 
 
 def total(parts: Iterable[Counts]) -> Counts:
-    """The sum."""
+    """The sum of counts."""
     return sum(parts, Counts())

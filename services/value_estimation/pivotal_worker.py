@@ -37,7 +37,7 @@ IDLE_POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class Count:
+class RolloutCount:
     """`successes` of `rollouts` from a prefix."""
 
     rollouts: int
@@ -50,7 +50,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Search:
-    """What the searches in one prompt's trajectories share."""
+    """What the searches in the trajectories of one prompt share; `start` is the count of the empty prefix."""
 
     prompt: Prompt
     spec: JobSpec
@@ -58,10 +58,10 @@ class Search:
     pivotal: PivotalSpec
     maker: SampleMaker
     judge_version: str
-    start: Count | None
+    start: RolloutCount | None
 
     def labels_digest(self, trajectory: Trajectory) -> str:
-        """The name of a trajectory's labels: everything that they depend on."""
+        """The digest of everything that a trajectory's labels depend on; they are stored under it."""
         value = self.value
         return redis_keys.digest(
             self.maker.reference.model_hash,
@@ -97,9 +97,9 @@ class PivotalWorker:
         )
 
     def annotate(self, request: PivotalRequest, stop: threading.Event) -> None:
-        """Annotate a prompt's trajectories and note that it is done; nothing when it is, or when nobody wants it.
+        """Annotate a prompt's trajectories and store that it is done; nothing when it is, or is no longer wanted.
 
-        Raises NotReady when a peer stayed away too long, or when stop came first.
+        Raises NotReady when a service was away too long, or when stop came first.
         """
         run_id, prompt = request.run_id, request.prompt
         if not is_wanted(self.client, run_id) or self.client.hexists(redis_keys.run_pivotal(run_id), prompt.prompt_id):
@@ -111,9 +111,9 @@ class PivotalWorker:
             if spec.value.pivotal.when == "idle":
                 self._await_idle(run_id, stop)
             search = self._search(run_id, prompt, spec, spec.value, spec.value.pivotal, self.references.of(run_id))
-            done = [self._annotated(search, each) for each in self._trajectories(search)]
+            done = [self._annotated(search, trajectory) for trajectory in self._trajectories(search)]
         except NotReady:
-            # The replicas of an ended run serve another one: what it waited for will not come.
+            # The replicas of an ended run serve another one: waiting would be in vain.
             if is_wanted(self.client, run_id):
                 raise
             return
@@ -126,33 +126,33 @@ class PivotalWorker:
         maker = SampleMaker(run_id, reference, clients, spec.tasks.reward)
         stored = self.client.hget(redis_keys.run_values(run_id), prompt.prompt_id)
         known = PromptValue.FromString(stored or b"")
-        start = Count(known.samples, known.successes) if known.samples else None
+        start = RolloutCount(known.samples, known.successes) if known.samples else None
         return Search(prompt, spec, value, pivotal, maker, maker.clients.judge_version(), start)
 
     def _trajectories(self, search: Search) -> list[Trajectory]:
-        """The finished correct trajectories to search, in an order that only their tokens decide."""
+        """The finished correct trajectories to search, ordered by the digests of their labels."""
         found: dict[str, Trajectory] = {}
         for source in search.pivotal.sources:
             code = Source.Value(f"SOURCE_{source.upper()}")
-            for each in search.maker.clients.stored_samples(search.maker.run_id, search.prompt.prompt_id, code):
-                # Rollouts of a search are no ground for another one.
-                if is_success(each.reward, search.spec.tasks.reward) and not each.group_id.startswith("pivotal-"):
-                    found.setdefault(search.labels_digest(each), each)
-        finished = {digest: each for digest, each in found.items() if each.finish_reason == FINISH_REASON_STOP}
+            for sample in search.maker.clients.stored_samples(search.maker.run_id, search.prompt.prompt_id, code):
+                # The rollouts of a search are not searched themselves.
+                if is_success(sample.reward, search.spec.tasks.reward) and not sample.group_id.startswith("pivotal-"):
+                    found.setdefault(search.labels_digest(sample), sample)
+        finished = {digest: sample for digest, sample in found.items() if sample.finish_reason == FINISH_REASON_STOP}
         return [finished[digest] for digest in sorted(finished)[: search.pivotal.trajectories_per_prompt]]
 
     def _annotated(self, search: Search, trajectory: Trajectory) -> bool:
-        """Search one trajectory and store it with its labels; False when the budget left none."""
+        """Search one trajectory and store it with its labels; False when the budget allowed no rollout."""
         labels = search.labels_digest(trajectory)
         length = len(trajectory.response_token_ids)
-        counts = {length: Count(1, 1)} | ({0: search.start} if search.start else {})
+        counts = {length: RolloutCount(1, 1)} | ({0: search.start} if search.start else {})
         counts |= {} if search.pivotal.keep_rollouts else self._known(labels)
         visited = sum(0 < position < length for position in counts)
         while visited < search.pivotal.positions_per_trajectory:
             rates = {position: count.rate for position, count in counts.items()}
             room = search.pivotal.positions_per_trajectory - visited
             positions = next_positions(length, rates, threshold=search.pivotal.threshold, limit=room)
-            affordable = [each for each in positions if self._reserve(search, labels, each)]
+            affordable = [position for position in positions if self._reserve(search, labels, position)]
             for position in affordable:
                 counts[position] = self._roll_out(search, trajectory, labels, position)
             visited += len(affordable)
@@ -164,13 +164,15 @@ class PivotalWorker:
         search.maker.clients.append(search.maker.run_id, [_with_annotations(search.maker.run_id, trajectory, counts)])
         return True
 
-    def _known(self, labels: str) -> dict[int, Count]:
+    def _known(self, labels: str) -> dict[int, RolloutCount]:
         stored = self.client.hgetall(own_keys.pivotal_labels(labels))
         pairs = {int(position): text.split(b":") for position, text in stored.items()}
-        return {position: Count(int(rollouts), int(successes)) for position, (rollouts, successes) in pairs.items()}
+        return {
+            position: RolloutCount(int(rollouts), int(successes)) for position, (rollouts, successes) in pairs.items()
+        }
 
     def _reserve(self, search: Search, labels: str, position: int) -> bool:
-        """Whether the budget allows this prefix; asking again for the same prefix costs nothing."""
+        """Whether the budget allows rollouts from this prefix; a prefix counts once, however often it is asked for."""
         key, member = redis_keys.pivotal_visits(search.maker.run_id), f"{labels}:{position}"
         if self.client.sadd(key, member) and (
             self.client.scard(key) * search.pivotal.rollouts > search.pivotal.budget_rollouts
@@ -179,7 +181,7 @@ class PivotalWorker:
             return False
         return True
 
-    def _roll_out(self, search: Search, trajectory: Trajectory, labels: str, position: int) -> Count:
+    def _roll_out(self, search: Search, trajectory: Trajectory, labels: str, position: int) -> RolloutCount:
         value, rollouts = search.value, search.pivotal.rollouts
         sampling = Sampling(
             samples=rollouts,
@@ -196,12 +198,12 @@ class PivotalWorker:
         metrics.PIVOTAL_ROLLOUTS.inc(len(found))
         if search.pivotal.keep_rollouts:
             search.maker.clients.append(search.maker.run_id, found)
-        count = Count(len(found), sum(is_success(each.reward, search.spec.tasks.reward) for each in found))
+        count = RolloutCount(len(found), sum(is_success(rollout.reward, search.spec.tasks.reward) for rollout in found))
         self.client.hset(own_keys.pivotal_labels(labels), str(position), f"{count.rollouts}:{count.successes}")
         return count
 
     def _await_idle(self, run_id: str, stop: threading.Event) -> None:
-        """Return when no prompt group waits for the engines; a run that nobody wants any more raises NotReady."""
+        """Wait until no prompt group waits for the engines. Raises NotReady once the run is not wanted any more."""
         while True:
             waiting = depth(self.client, redis_keys.prompts(run_id), redis_keys.INFERENCE_GROUP)
             if not is_wanted(self.client, run_id) or stop.is_set():
@@ -211,7 +213,7 @@ class PivotalWorker:
             stop.wait(IDLE_POLL_SECONDS)
 
 
-def _with_annotations(run_id: str, trajectory: Trajectory, counts: Mapping[int, Count]) -> Trajectory:
+def _with_annotations(run_id: str, trajectory: Trajectory, counts: Mapping[int, RolloutCount]) -> Trajectory:
     annotated = Trajectory()
     annotated.CopyFrom(trajectory)
     annotated.source = SOURCE_ANNOTATED

@@ -1,13 +1,12 @@
-"""Policies of a run by weight version, with the trainer's own forward: what makes the policy a value (Eq. 11, 12)."""
+"""The policies of a run by weight version, with the trainer's forward; token values are read from them (Eq. 11, 12)."""
 
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 from safetensors.torch import load_file
 
-from services.value_estimation.reference import Reference, References
+from services.value_estimation.reference import Reference, References, on_device
 from spo.errors import IntegrityError, NotFound
 from spo.model.logprobs import load_policy
 from spo.weights.store import WeightStore
@@ -45,14 +44,14 @@ class Policies:
             raise NotFound(f"run {run_id} has no weight version {version}", code="unknown_version")
         weights = self.store.open(run_id, version)
         spec = self.references.spec(run_id)
-        policy: Any = load_policy(spec.model.path, spec.model.dtype)
+        policy = load_policy(spec.model.path, spec.model.dtype)
         state = {name: tensor for path in weights.files for name, tensor in load_file(path).items()}
         found = policy.load_state_dict(state, strict=False)
         tied = set(getattr(policy, "_tied_weights_keys", None) or ())
         if found.unexpected_keys or set(found.missing_keys) - tied:
             raise IntegrityError(f"version {version} of run {run_id} is not of the model {spec.model.path}")
         return Reference(
-            model=policy.to(self.references.device),
+            model=on_device(policy, self.references.device),
             tokenizer=reference.tokenizer,
             model_hash=weights.manifest_digest,
             tokens_per_forward=reference.tokens_per_forward,

@@ -1,4 +1,4 @@
-"""What the prompts estimated so far tell about the next: counts and features by prompt, and a prior fitted to them."""
+"""The prompts estimated so far, with counts and features, and the prior fitted to them for the next ones."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from services.value_estimation.counts import Counts
 from spo.algorithm.value_prior import JEFFREYS, BetaPrior, PriorModel, PromptFeatures, fit_prior
 from spo.messaging.redis_client import RedisClient
 
-# A fit on fewer would mostly tell about the prompt itself.
+# A fit to fewer would mostly describe the prompt itself.
 FEWEST_PROMPTS = 24
 REFIT_GROWTH = 1.1
 REFIT_SECONDS = 10.0
-# A fit over many prompts takes its time; most of the worker's belongs to sampling.
+# Pause per second of a fit: fits over many prompts are slow, and workers should mostly sample.
 REFIT_PAUSE = 20.0
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted model, how many prompts it knows, and what it cost."""
+    """A fitted model, the number of prompts it was fitted to, and the seconds it took."""
 
     prompts: int
     model: PriorModel | None
@@ -32,19 +32,19 @@ class Fit:
 
 @dataclass
 class Population:
-    """All prompts with the same reference, sampler, judge and reward, of all runs."""
+    """Prompts of all runs; a key names those with the same reference, sampler, judge and reward."""
 
     client: RedisClient
     _fits: dict[str, Fit] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def record(self, key: str, prompt_id: str, counts: Counts, features: PromptFeatures) -> None:
-        """What a prompt's samples have come to so far; replaces what was recorded of it."""
+        """Store a prompt's counts so far, in place of its earlier ones."""
         document = {"samples": counts.samples, "successes": counts.successes, "features": asdict(features)}
         self.client.hset(own_keys.value_population(key), prompt_id, json.dumps(document))
 
     def prior_of(self, key: str, prompt_id: str, features: PromptFeatures) -> BetaPrior:
-        """The prior of a prompt, from the samples of others; Jeffreys' while few prompts are known."""
+        """The prior of a prompt, fitted to the samples of other prompts; Jeffreys' prior while these are few."""
         known = self.client.hlen(own_keys.value_population(key))
         with self._lock:
             fit = self._fits.get(key, Fit(0, None, 0.0, 0.0))
@@ -60,8 +60,8 @@ class Population:
         documents = [json.loads(stored[name]) for name in names]
         model = fit_prior(
             [name.decode() for name in names],
-            [each["successes"] for each in documents],
-            [each["samples"] for each in documents],
-            [PromptFeatures(**each["features"]) for each in documents],
+            [document["successes"] for document in documents],
+            [document["samples"] for document in documents],
+            [PromptFeatures(**document["features"]) for document in documents],
         )
         return Fit(len(names), model, time.monotonic(), time.monotonic() - began)

@@ -1,12 +1,12 @@
-"""The estimate of one prompt on its way: what is counted so far, the next samples, what a later run finds.
+"""The progress of one prompt's estimate: the counts so far, the next samples, and what is kept for later runs.
 
-Everything that was done is noted in one Redis hash per run and prompt, after its trajectories are in the replay buffer:
-a killed worker's successor repeats at most one chunk, under the same trajectory ids, and counts nothing twice.
+Progress is written to one Redis hash per run and prompt, after the trajectories are in the replay buffer. So when a
+worker is killed, the next one repeats at most one chunk, under the same trajectory ids, and counts nothing twice.
 
-    imported       features of the prompt, JSON; human solutions and stored experience are in
-    recalled       counts taken over from an earlier run
+    imported       features of the prompt, JSON: human solutions and stored experience are in the buffer
+    recalled       counts of an earlier run
     value-START    counts of the samples from START on
-    extra-START, retry-START   likewise; offline data that does not count
+    extra-START, retry-START   the same for offline data that does not count
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ class PromptEstimate:
         return self.spec.offline.keep_reference_samples
 
     def counted(self) -> Counts:
-        """All counts that make the value so far."""
+        """The counts of the value so far."""
         return total(
             Counts.decode(text) for name, text in self._done().items() if name.startswith((RECALLED, f"{VALUE}-"))
         )
 
     def features(self) -> PromptFeatures:
-        """What was noted with the imports."""
+        """The prompt's features, as they were stored with its imports."""
         noted = self._done().get(IMPORTED)
         return PromptFeatures(**json.loads(noted)) if noted else PromptFeatures()
 
     def note_imports(self, features: PromptFeatures) -> None:
-        """Human solutions and stored experience are in."""
+        """Store that human solutions and stored experience are in the buffer, and the prompt's features."""
         self.client.hset(self._progress, IMPORTED, json.dumps(asdict(features)))
 
     @property
@@ -67,9 +67,9 @@ class PromptEstimate:
         return self.client.hexists(self._progress, IMPORTED)
 
     def recall(self) -> None:
-        """Take over what an earlier run counted under the same key, its samples too where they are kept; only once.
+        """Take over the counts of an earlier run under the same key, and its samples where they are kept; only once.
 
-        Fewer than this run wants are a start: the rest is sampled on top.
+        Where they are fewer than this run needs, the rest is sampled in addition.
         """
         if any(name != IMPORTED for name in self._done()):
             return
@@ -81,19 +81,19 @@ class PromptEstimate:
             origin = self.client.get(self._origin)
             found = self.maker.recall_reference(self.request.prompt, origin.decode()) if origin else []
             if not found:
-                # The values are known but their samples are gone or were others: both are made anew.
+                # The counts are known, but their samples are gone or were others: both are made again.
                 return
             self.maker.clients.append(self.request.run_id, found)
         self.client.hset(self._progress, RECALLED, counts.encode())
 
     def sample_until(self, wanted: int) -> None:
-        """Sample pi0 until `wanted` samples count, chunk by chunk."""
+        """Sample pi0 until `wanted` samples are counted, chunk by chunk."""
         self._sample(VALUE, self.request.sampling, self.counted().samples, wanted)
 
     def sample_offline_only(self) -> None:
-        """The samples that become offline data without counting: the extra ones, and hotter ones where nothing passed.
+        """Sample what becomes offline data without counting: extra samples, and hotter ones where none succeeded.
 
-        None where an earlier run's were taken over with its counts.
+        Nothing where an earlier run's were taken over with its counts.
         """
         if not self.keeps_samples or RECALLED in self._done():
             return
@@ -104,7 +104,7 @@ class PromptEstimate:
             self._sample(RETRY, hotter, self._samples_of(RETRY), hotter.samples)
 
     def remember(self) -> None:
-        """Keep the counts for later runs, unless there are more already, and say where the samples are."""
+        """Store the counts for later runs, unless more are stored already, and the run that holds the samples."""
         counts = self.counted()
         if not counts.samples:
             return
@@ -123,7 +123,7 @@ class PromptEstimate:
             part = Sampling()
             part.CopyFrom(sampling)
             part.samples = min(self.chunk_samples, end - start)
-            # By where it starts: samples on top of an earlier run's are new ones, whatever the runs' chunks.
+            # By its start: samples in addition to an earlier run's are new ones, whatever the sizes of chunks.
             part.seed = (sampling.seed + start) % 2**63
             name = f"{kind}-{start}"
             found = self.maker.sample_reference(self.request.prompt, part, name)
@@ -150,9 +150,7 @@ class PromptEstimate:
 
     @property
     def _origin(self) -> str:
-        """Key of the run that holds the samples; with other samples beside the counted ones, or log-probs of another
-        precision, it is another origin.
-        """
+        """Key of the id of the run that holds the samples; extra samples and the precision are part of it."""
         extra = self.request.extra_sampling
         beside = f"{extra.samples} {sampler(extra)} {self.spec.model.dtype}"
         if self.value.unsolved == "retry_hotter":
@@ -161,7 +159,7 @@ class PromptEstimate:
 
 
 def sampler(sampling: Sampling) -> str:
-    """The settings that a value depends on."""
+    """The sampling settings that a value depends on, as text."""
     return f"T={sampling.temperature_min:g}..{sampling.temperature_max:g} p={sampling.top_p:g} n={sampling.max_tokens}"
 
 
@@ -171,6 +169,6 @@ def _hotter(sampling: Sampling, value: ValueSpec) -> Sampling:
     hotter.samples = value.retry_samples
     hotter.temperature_min = hotter.temperature_max = value.retry_temperature
     hotter.top_p = 1.0
-    # Another purpose than the counted samples: their seeds must not meet.
+    # Their seeds must differ from those of the counted samples.
     hotter.seed = int(redis_keys.digest("retry", str(sampling.seed))[:15], 16)
     return hotter

@@ -1,13 +1,13 @@
-"""The reference policy pi0 of a run, with the trainer's own forward: log-probs of given responses."""
+"""The reference policy pi0 of a run, with the trainer's forward: log-probs of given responses."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spo.errors import InvalidInput
 from spo.messaging.redis_client import RedisClient
@@ -21,10 +21,10 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Reference:
-    """A loaded pi0; model_hash is its name across runs."""
+    """A loaded model; model_hash identifies it across runs."""
 
-    model: Any
-    tokenizer: Any
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
     model_hash: str
     tokens_per_forward: int
     lock: threading.Lock
@@ -50,10 +50,10 @@ class Reference:
         return [by_pair[pair] for pair in pairs]
 
     def reads(self, response: Sequence[int], text: str) -> bool:
-        """Whether the response's tokens say what the text says. Raises InvalidInput on a foreign token."""
+        """Whether the response's tokens decode to the text. Raises InvalidInput on a token outside the vocabulary."""
         self.check((0,), response)
-        said = self.tokenizer.decode(list(response), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return bool(said == text)
+        decoded = self.tokenizer.decode(list(response), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return bool(decoded == text)
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """The text of each token, special ones by name."""
@@ -95,11 +95,18 @@ class References:
             return self._loaded[key]
 
     def _load(self, model: ModelSpec) -> Reference:
-        policy: Any = load_policy(model.path, model.dtype)
         return Reference(
-            model=policy.to(self.device),
+            model=on_device(load_policy(model.path, model.dtype), self.device),
             tokenizer=load_tokenizer(model.path),
             model_hash=inspect_model_folder(model.path).model_hash,
             tokens_per_forward=self.tokens_per_forward,
             lock=threading.Lock(),
         )
+
+
+def on_device(model: PreTrainedModel, device: str) -> PreTrainedModel:
+    """The model, moved to a torch device."""
+    # transformers' own `to` is decorated so that its types take no device.
+    module: torch.nn.Module = model
+    module.to(device)
+    return model

@@ -21,10 +21,10 @@ from spo.v1.value_pb2 import EstimateRequest, PromptValue
 def value_under(
     request: EstimateRequest, clients: ServiceClients, reward: RewardSpec, chunk_samples: int
 ) -> PromptValue:
-    """The plain frequency of the request's samples of its reference version, under a key with that version's digest.
+    """The success frequency of the request's reference version, stored under a key with that version's digest.
 
-    The samples are not kept: they are the policy's own, and the replay buffer has others. Raises NotReady when a peer
-    stayed away too long.
+    Its samples are not kept: the replay buffer has others of the policy. Raises NotReady when a service was away too
+    long.
     """
     prompt = request.prompt
     found = total(
@@ -67,7 +67,7 @@ def _groups(request: EstimateRequest, size: int) -> Iterator[PromptGroup]:
 def _judged(
     group: PromptGroup, trajectories: list[Trajectory], clients: ServiceClients, reward: RewardSpec
 ) -> list[Trajectory]:
-    programs = [extract_program(each.response_text, group.prompt.response_format) for each in trajectories]
+    programs = [extract_program(sample.response_text, group.prompt.response_format) for sample in trajectories]
     verdicts = clients.judge_programs(group.prompt, programs, all_tests=needs_all_tests(reward))
     for trajectory, verdict in zip(trajectories, verdicts, strict=True):
         trajectory.reward = reward_of(verdict, reward)

@@ -1,4 +1,4 @@
-"""From a prompt to judged and scored trajectories of pi0, and of people."""
+"""Makes judged and scored trajectories of a prompt: samples of pi0, and programs by people."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class SampleMaker:
     def sample_reference(
         self, prompt: Prompt, sampling: Sampling, name: str, prefix: Sequence[int] = ()
     ) -> list[Trajectory]:
-        """Samples of pi0, judged and scored; `name` makes their ids, so a repeated chunk is the same chunk.
+        """Samples of pi0 that continue the response tokens of `prefix`, judged and scored.
 
-        They go on from the response tokens of `prefix`.
+        Their ids are made of `name`, so sampling the same name again makes the same trajectories.
         """
         group = PromptGroup(
             group_id=f"{name}-{prompt.prompt_id[:24]}",
@@ -56,7 +56,7 @@ class SampleMaker:
     def recall_reference(self, prompt: Prompt, origin: str) -> list[Trajectory]:
         """Samples of pi0 that an earlier run at the same precision has stored, as this run's own.
 
-        Their log-probs come with them: on a large model they are the dear part.
+        Their reference log-probs are kept: on a large model they are the expensive part.
         """
         trajectories = self.clients.stored_samples(origin, prompt.prompt_id)
         for trajectory in trajectories:
@@ -65,7 +65,7 @@ class SampleMaker:
                 self.run_id, f"{origin}/{trajectory.trajectory_id}", trajectory.sample_index, 0, REFERENCE_VERSION
             )
             trajectory.origin_run_id = trajectory.origin_run_id or origin
-        self.score([each for each in trajectories if not self._is_scored(each)])
+        self.score([trajectory for trajectory in trajectories if not self._is_scored(trajectory)])
         return trajectories
 
     def _is_scored(self, trajectory: Trajectory) -> bool:
@@ -73,24 +73,31 @@ class SampleMaker:
         return known == needed and trajectory.reference_hash == self.reference.model_hash
 
     def import_human(
-        self, prompt: Prompt, programs: Sequence[str], max_response_tokens: int, right: bool = True, judged: bool = True
+        self,
+        prompt: Prompt,
+        programs: Sequence[str],
+        max_response_tokens: int,
+        *,
+        correct: bool = True,
+        judged: bool = True,
     ) -> list[Trajectory]:
-        """People's programs as trajectories: those the judge accepts, or of published wrong ones those it rejects.
+        """People's programs as trajectories: those that the judge accepts, or with correct=False those that it rejects.
 
-        Longer ones than the run's limit are left out. Not `judged`: they are right because they were published as that;
-        their verdicts name no judge, so a later run judges them.
+        Programs of more than max_response_tokens are left out. judged=False takes programs that were published as
+        correct for correct; their verdicts name no judge, so a later run judges them.
         """
-        kind = "human" if right else "wrong"
+        kind = "human" if correct else "wrong"
         candidates = [self._human(prompt, program, kind, index) for index, program in enumerate(programs)]
-        fitting = [each for each in candidates if len(each.response_token_ids) <= max_response_tokens]
+        fitting = [found for found in candidates if len(found.response_token_ids) <= max_response_tokens]
         if not fitting:
             return []
         if judged:
             self.judge(prompt, fitting)
-        for each in () if judged else fitting:
-            each.verdict.outcome = OUTCOME_ACCEPTED
-            self.reward(each)
-        kept = [each for each in fitting if (each.verdict.outcome == OUTCOME_ACCEPTED) == right]
+        else:
+            for trajectory in fitting:
+                trajectory.verdict.outcome = OUTCOME_ACCEPTED
+                self.reward(trajectory)
+        kept = [found for found in fitting if (found.verdict.outcome == OUTCOME_ACCEPTED) == correct]
         if len(kept) < len(programs):
             log.info(f"{kind} solutions left out", prompt=prompt.prompt_id[:12], given=len(programs), kept=len(kept))
         self.score(kept)
@@ -116,24 +123,25 @@ class SampleMaker:
         )
 
     def judge(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
-        """Set verdicts and rewards. Raises NotReady when the judge stayed away."""
-        programs = [extract_program(each.response_text, prompt.response_format) for each in trajectories]
+        """Set verdicts and rewards. Raises NotReady when the judge was away too long."""
+        programs = [extract_program(sample.response_text, prompt.response_format) for sample in trajectories]
         verdicts = self.clients.judge_programs(prompt, programs, all_tests=needs_all_tests(self.reward_spec))
         for trajectory, verdict in zip(trajectories, verdicts, strict=True):
             trajectory.verdict.CopyFrom(verdict)
-            # The counts say enough; a trajectory stays small.
+            # The counts of passed tests are enough; this keeps trajectories small.
             del trajectory.verdict.tests[:]
             self.reward(trajectory)
             trajectory.hops.append(Hop(service="sandbox-judge", at_unix_ms=int(time.time() * 1000)))
 
     def reward(self, trajectory: Trajectory) -> None:
-        """Set the reward that its verdict earns in this run."""
+        """Set the reward of its verdict by this run's rule."""
         trajectory.reward = reward_of(trajectory.verdict, self.reward_spec)
 
     def score(self, trajectories: Sequence[Trajectory]) -> None:
-        """Set the log-probs of pi0."""
+        """Set the reference log-probs (nats) and the reference's hash."""
         scored = self.reference.logprobs(
-            [each.prompt_token_ids for each in trajectories], [each.response_token_ids for each in trajectories]
+            [trajectory.prompt_token_ids for trajectory in trajectories],
+            [trajectory.response_token_ids for trajectory in trajectories],
         )
         for trajectory, logprobs in zip(trajectories, scored, strict=True):
             trajectory.reference_logprobs[:] = logprobs
@@ -142,5 +150,5 @@ class SampleMaker:
 
 
 def write_solution(program: str, prompt: Prompt) -> str:
-    """A person's program as the response that it would have been."""
+    """A person's program in the format of a response to the prompt."""
     return write_response(program, "fenced" if prompt.response_format == "fenced" else "raw")

@@ -1,8 +1,8 @@
-"""gRPC face of value-estimation: decode, call, encode."""
+"""gRPC service of value-estimation: decode, call, encode."""
 
 from __future__ import annotations
 
-from typing import Any
+import grpc
 
 from services.value_estimation.reference import References
 from services.value_estimation.token_values import CalibrationDesign, CalibrationReport, TokenValuer
@@ -15,7 +15,7 @@ from spo.v1 import value_service_pb2 as value
 from spo.v1.value_pb2 import PromptValue
 from spo.v1.value_service_pb2_grpc import ValueServiceServicer
 
-# Inference replicas serve such a run.
+# States of runs that inference replicas serve.
 SERVED = ESTIMATED | {JobState.ESTIMATING}
 
 
@@ -28,26 +28,28 @@ class ValueService(ValueServiceServicer):
         self.valuer = valuer
 
     def ComputeReferenceLogprobs(
-        self, request: value.ComputeReferenceLogprobsRequest, context: Any
+        self, request: value.ComputeReferenceLogprobsRequest, context: grpc.ServicerContext
     ) -> value.ComputeReferenceLogprobsResponse:
         reference = self.references.of(request.run_id)
         scored = reference.logprobs(
-            [each.prompt_token_ids for each in request.sequences],
-            [each.response_token_ids for each in request.sequences],
+            [sequence.prompt_token_ids for sequence in request.sequences],
+            [sequence.response_token_ids for sequence in request.sequences],
         )
         return value.ComputeReferenceLogprobsResponse(
             sequences=[value.TokenLogprobs(logprobs=logprobs) for logprobs in scored],
             reference_hash=reference.model_hash,
         )
 
-    def GetPromptValues(self, request: value.GetPromptValuesRequest, context: Any) -> value.GetPromptValuesResponse:
+    def GetPromptValues(
+        self, request: value.GetPromptValuesRequest, context: grpc.ServicerContext
+    ) -> value.GetPromptValuesResponse:
         key = redis_keys.run_values(request.run_id)
         asked = list(request.prompt_ids)
         stored = self.client.hmget(key, asked) if asked else self.client.hvals(key)
         found = [PromptValue.FromString(payload) for payload in stored if payload]
         spec = self.references.spec(request.run_id)
         beta = request.beta if request.HasField("beta") else None
-        derived = [(each.prompt_id, qhat_0(each, spec, beta)) for each in found]
+        derived = [(known.prompt_id, qhat_0(known, spec, beta)) for known in found]
         estimates = [
             value.PromptEstimate(prompt_id=prompt_id, q=estimate.q, low=estimate.low, high=estimate.high)
             for prompt_id, estimate in derived
@@ -55,24 +57,28 @@ class ValueService(ValueServiceServicer):
         ]
         return value.GetPromptValuesResponse(values=found, estimates=estimates)
 
-    def GetTokenValues(self, request: value.GetTokenValuesRequest, context: Any) -> value.GetTokenValuesResponse:
+    def GetTokenValues(
+        self, request: value.GetTokenValuesRequest, context: grpc.ServicerContext
+    ) -> value.GetTokenValuesResponse:
         version = self._version(request)
         found = self.valuer.values_of(request.run_id, version, request.trajectory_ids)
         return value.GetTokenValuesResponse(
             policy_version=version,
             trajectories=[
                 value.TokenValues(
-                    trajectory_id=each.trajectory.trajectory_id,
-                    qhat_0=each.qhat_0,
-                    q=each.q,
-                    advantages=each.advantages,
-                    tokens=self.references.of(request.run_id).pieces(each.trajectory.response_token_ids),
+                    trajectory_id=valued.trajectory.trajectory_id,
+                    qhat_0=valued.qhat_0,
+                    q=valued.q,
+                    advantages=valued.advantages,
+                    tokens=self.references.of(request.run_id).pieces(valued.trajectory.response_token_ids),
                 )
-                for each in found
+                for valued in found
             ],
         )
 
-    def GetCalibration(self, request: value.GetCalibrationRequest, context: Any) -> value.GetCalibrationResponse:
+    def GetCalibration(
+        self, request: value.GetCalibrationRequest, context: grpc.ServicerContext
+    ) -> value.GetCalibrationResponse:
         version = self._version(request)
         design = CalibrationDesign(
             trajectories=request.trajectories or 256,
@@ -96,7 +102,7 @@ class ValueService(ValueServiceServicer):
 def _report(version: int, found: CalibrationReport) -> value.GetCalibrationResponse:
     return value.GetCalibrationResponse(
         policy_version=version,
-        bins=[value.CalibrationBin(**vars(each)) for each in found.of_q.bins],
+        bins=[value.CalibrationBin(**vars(curve_bin)) for curve_bin in found.of_q.bins],
         expected_calibration_error=found.of_q.expected_error,
         brier_score=found.of_q.brier,
         brier_score_of_qhat_0=found.of_qhat_0.brier,

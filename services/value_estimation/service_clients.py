@@ -1,4 +1,4 @@
-"""The services value-estimation asks; a peer that is away is waited for, with a limit and by name."""
+"""Clients of the services that value-estimation calls; each call waits for a service that is away, with a limit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from google.protobuf.message import Message
 
 from services.value_estimation.settings import Settings
 from spo.errors import NotFound, NotReady
@@ -35,13 +37,13 @@ from spo.v1.verdict_pb2 import OUTCOME_INTERNAL_ERROR, Verdict
 
 SHORT_DEADLINE_SECONDS = 30.0
 PAGE = 500
-# The replicas still serve another run: one of them will be assigned to ours.
+# The replicas still serve another run: one of them will be assigned to this one.
 PASSING_CODES = frozenset({"other_run"})
 
 
 @dataclass(frozen=True)
 class ServiceClients:
-    """Inference, judge and replay buffer; `wanted` says whether what is waited for is still of use."""
+    """Inference, judge and replay buffer; calls give up once `wanted` is false."""
 
     inference: RpcClient
     judge: RpcClient
@@ -57,8 +59,8 @@ class ServiceClients:
         )
         return list(response.group.trajectories)
 
-    def judge_programs(self, prompt: Prompt, programs: Sequence[str], all_tests: bool = False) -> list[Verdict]:
-        """A verdict per program; equal programs are sent once. all_tests: go on after the first failure."""
+    def judge_programs(self, prompt: Prompt, programs: Sequence[str], *, all_tests: bool) -> list[Verdict]:
+        """A verdict per program; equal programs are sent once. all_tests: go on after a failed test."""
         unique = list(dict.fromkeys(programs))
         request = JudgeRequest(
             programs=unique,
@@ -70,7 +72,7 @@ class ServiceClients:
         response: JudgeResponse = self._ask(self.judge, "Judge", request, self.settings.judge_deadline_seconds)
         by_program = dict(zip(unique, response.verdicts, strict=True))
         if any(verdict.outcome == OUTCOME_INTERNAL_ERROR for verdict in response.verdicts):
-            # Never a reward: the prompt is taken up again.
+            # No verdict on the program, so no reward: the prompt is tried again.
             raise NotReady("the judge could not decide on a program", code="judge_fault")
         return [by_program[program] for program in programs]
 
@@ -116,7 +118,7 @@ class ServiceClients:
         found: GetTrajectoryResponse = self._ask(self.replay, "GetTrajectory", request, SHORT_DEADLINE_SECONDS)
         return found.trajectory
 
-    def _ask(self, client: RpcClient, method: str, request: Any, deadline_seconds: float) -> Any:
+    def _ask(self, client: RpcClient, method: str, request: Message, deadline_seconds: float) -> Any:
         return client.call_patiently(
             method,
             request,

@@ -1,7 +1,7 @@
-"""Stored experience as a job's own offline trajectories: recalled, checked, judged and scored where that is needed.
+"""Stored experience as a job's own offline trajectories: checked, and judged and scored where that is needed.
 
-What is known stays: tokens and log-probs under the same pi0 in the same precision, a verdict of the same judge on the
-same tests. What is not is made anew from the text, which is all that other models and people have in common.
+What is still valid is kept: tokens and log-probs of the same pi0 at the same precision, a verdict of the same judge on
+the same tests. The rest is made again from the text, which is all that other models and people have in common.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REMEMBERED_RUNS = 4
 
 
 class StoredSelections:
-    """What the runs in progress take from the experience store; each run looks through it once."""
+    """What running jobs use of the experience store; the store is searched once per run."""
 
     def __init__(self, client: RedisClient, place: str) -> None:
         self.client = client
@@ -64,27 +64,27 @@ class StoredImport:
     judge_version: str
 
     def trajectories(self, prompt: Prompt, stored: Sequence[StoredTrajectory]) -> list[Trajectory]:
-        """Judged and scored trajectories of this run on the prompt; what its model cannot read is left out, and logged.
+        """Judged and scored trajectories of this run on the prompt; those that its model cannot take are left out.
 
-        Raises NotReady when the judge stayed away.
+        Raises NotReady when the judge was away too long.
         """
         adopted = [(row, self._adopt(prompt, row)) for row in stored]
-        fitting = [(row, each) for row, each in adopted if self._fits(each)]
-        unjudged = [each for row, each in fitting if not self._judged_alike(prompt, row)]
+        fitting = [(row, trajectory) for row, trajectory in adopted if self._fits(trajectory)]
+        unjudged = [trajectory for row, trajectory in fitting if not self._judged_alike(prompt, row)]
         if unjudged:
             self.maker.judge(prompt, unjudged)
-        for row, each in fitting:
+        for row, trajectory in fitting:
             if self._judged_alike(prompt, row):
-                self._reward(each)
-        unscored = [each for row, each in fitting if not self._scored_alike(row, each)]
+                self._reward(trajectory)
+        unscored = [trajectory for row, trajectory in fitting if not self._scored_alike(row, trajectory)]
         if unscored:
             self.maker.score(unscored)
         if len(fitting) < len(stored):
             log.info("stored experience left out", prompt=prompt.prompt_id[:12], given=len(stored), kept=len(fitting))
-        return [each for _, each in fitting]
+        return [trajectory for _, trajectory in fitting]
 
     def _adopt(self, prompt: Prompt, row: StoredTrajectory) -> Trajectory:
-        """A copy under an id of this run's, with tokens of this run's pi0 and the lineage of where it came from."""
+        """A copy for this run: an id of its own, the tokens of its pi0, and where the trajectory came from."""
         was, run_id = row.trajectory, self.maker.run_id
         adopted = Trajectory()
         adopted.CopyFrom(was)
@@ -108,7 +108,7 @@ class StoredImport:
     def _encode(self, prompt: Prompt, trajectory: Trajectory) -> None:
         prompt_tokens, response_tokens = self.maker.reference.encode(prompt.text, trajectory.response_text)
         if trajectory.finish_reason == FINISH_REASON_LENGTH:
-            # It was cut off: its end is not the end of the response.
+            # It was cut off, so it has no end-of-sequence token.
             response_tokens = response_tokens[:-1]
         trajectory.prompt_token_ids[:] = prompt_tokens
         trajectory.response_token_ids[:] = response_tokens
@@ -116,7 +116,7 @@ class StoredImport:
         del trajectory.sampling_logprobs[:], trajectory.reference_logprobs[:], trajectory.annotations[:]
 
     def _tokens_are_ours(self, row: StoredTrajectory) -> bool:
-        """Tokens of the same pi0 that say what the text says; a file can claim anything."""
+        """Whether its tokens are of the same pi0 and decode to its text; a file can claim anything."""
         trajectory, reference = row.trajectory, self.maker.reference
         if trajectory.reference_hash != reference.model_hash or not trajectory.response_token_ids:
             return False
@@ -126,7 +126,7 @@ class StoredImport:
             return False
 
     def _same_problem(self, prompt: Prompt, row: StoredTrajectory) -> bool:
-        """The same tests, and the same pi0, which the annotations are about."""
+        """Whether tests and pi0 are the same: annotations hold for these only."""
         ours = self.maker.reference.model_hash
         return row.prompt.tests_digest == prompt.tests_digest and row.trajectory.reference_hash == ours
 
@@ -142,7 +142,7 @@ class StoredImport:
         )
 
     def _judged_alike(self, prompt: Prompt, row: StoredTrajectory) -> bool:
-        """Judged by this judge on these tests, or rewarded by whoever imported it."""
+        """Whether this judge judged it on these tests, or it was imported with a reward."""
         verdict = row.trajectory.verdict
         if row.prompt.tests_digest != prompt.tests_digest:
             return False

@@ -1,4 +1,4 @@
-"""Several entries of a stream at once, one thread each, so that engine and judge overlap; and is one still wanted?"""
+"""Workers on the entries of a stream, one thread per entry, so that sampling and judging overlap."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Request = TypeVar("Request", bound=Message)
 
 
 def is_wanted(client: RedisClient, run_id: str) -> bool:
-    """Whether the run may still use what is asked about it."""
+    """Whether the run may still use the results of its requests."""
     return run_state(client, run_id) in WANTED
 
 
@@ -38,16 +38,16 @@ def work_through(
     stream: str,
     name: str,
     settings: Settings,
-    do: Callable[[bytes], bytes | None],
+    process: Callable[[bytes], bytes | None],
     stop: threading.Event,
 ) -> None:
-    """Do what the stream's entries ask until stop; an entry is kept alive until `do` returns.
+    """Call `process` with the payload of each of the stream's entries until stop; returns once all threads ended.
 
-    Then it is finished, or, where `do` returns what is left to do, that goes to the end of the stream in its place.
+    An entry is kept alive until `process` returns. None finishes it; a payload goes to the end of the stream instead.
     """
     threads = [
         threading.Thread(
-            target=_work, args=(client, stream, f"{name}-{number}", settings, do, stop), name=f"{name}-{number}"
+            target=_work, args=(client, stream, f"{name}-{number}", settings, process, stop), name=f"{name}-{number}"
         )
         for number in range(settings.prompts_in_flight)
     ]
@@ -63,7 +63,7 @@ def _work(
     stream: str,
     name: str,
     settings: Settings,
-    do: Callable[[bytes], bytes | None],
+    process: Callable[[bytes], bytes | None],
     stop: threading.Event,
 ) -> None:
     consumer = Consumer(client, stream, redis_keys.VALUE_GROUP, name, settings.reclaim_seconds)
@@ -71,10 +71,10 @@ def _work(
     def finish(entries: list[Entry]) -> None:
         with keep_alive_while(lambda: consumer.keep_alive(entries), settings.reclaim_seconds / 4):
             for entry in entries:
-                rest = do(entry.payload)
-                if rest is None:
+                remaining = process(entry.payload)
+                if remaining is None:
                     consumer.finish([entry])
                 else:
-                    consumer.forward(entry, stream, rest)
+                    consumer.forward(entry, stream, remaining)
 
     consume(consumer, finish, stop, count=1)

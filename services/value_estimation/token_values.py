@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from services.value_estimation.policies import Policies
 from services.value_estimation.samples import SampleMaker
@@ -42,7 +42,7 @@ class Valued:
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """Of the policy's Q_t, and of Qhat_0 used for every prefix: what the policy must beat."""
+    """Calibration of the policy's Q_t, and of Qhat_0 used for every prefix, which the policy must beat."""
 
     of_q: CalibrationCurve
     of_qhat_0: CalibrationCurve
@@ -51,10 +51,10 @@ class CalibrationReport:
 
 @dataclass(frozen=True)
 class CalibrationDesign:
-    """How many samples of pi0 are looked at, at how many prefixes each, of which prompts (none: of all).
+    """How many samples of pi0 are used, how many prefixes of each sample, and of which prompts (none: of all).
 
     A sample of pi0 is itself one continuation of each of its prefixes, so it costs nothing more; but the policy has
-    been trained on some of them. `continuations` > 0 asks pi0 for as many fresh ones of each prefix, which needs
+    been trained on some of them. With `continuations` > 0 pi0 samples that many fresh ones per prefix, which needs
     `prompts`.
     """
 
@@ -66,7 +66,7 @@ class CalibrationDesign:
 
     def __post_init__(self) -> None:
         if min(self.trajectories, self.positions, self.bins) < 1 or self.continuations < 0:
-            raise InvalidInput("calibration looks at one or more prefixes of one or more trajectories, in bins")
+            raise InvalidInput("calibration needs one or more prefixes, trajectories and bins")
         if self.continuations and not self.prompts:
             raise InvalidInput("fresh continuations need the prompts")
 
@@ -81,20 +81,20 @@ class TokenValuer:
 
     def values_of(self, run_id: str, version: int, trajectory_ids: Sequence[str]) -> list[Valued]:
         """Q_t and A_t of stored trajectories. Raises NotFound."""
-        return self.values(run_id, version, [self.clients.trajectory(run_id, each) for each in trajectory_ids])
+        return self.values(run_id, version, [self.clients.trajectory(run_id, name) for name in trajectory_ids])
 
     def values(self, run_id: str, version: int, trajectories: Sequence[Trajectory]) -> list[Valued]:
         """Q_t and A_t of trajectories. Raises NotFound when a prompt has no value or the version is gone."""
         spec = self.policies.references.spec(run_id)
         policy, reference = self.policies.of(run_id, version), self.policies.references.of(run_id)
-        prompts = [each.prompt_token_ids for each in trajectories]
-        responses = [each.response_token_ids for each in trajectories]
+        prompts = [trajectory.prompt_token_ids for trajectory in trajectories]
+        responses = [trajectory.response_token_ids for trajectory in trajectories]
         policy_logprobs = policy.logprobs(prompts, responses)
         # Those of version 0 too: the same forward for both, or Q_T would carry the difference.
-        stored = [list(each.reference_logprobs) for each in trajectories]
+        stored = [list(trajectory.reference_logprobs) for trajectory in trajectories]
         is_scored = all(len(logprobs) == len(tokens) for logprobs, tokens in zip(stored, responses, strict=True))
         reference_logprobs = stored if is_scored else reference.logprobs(prompts, responses)
-        start = self._starts(run_id, spec, {each.prompt_id for each in trajectories})
+        start = self._starts(run_id, spec, {trajectory.prompt_id for trajectory in trajectories})
         found = []
         for trajectory, ours, theirs in zip(trajectories, policy_logprobs, reference_logprobs, strict=True):
             advantages = [spec.algorithm.beta * (mine - other) for mine, other in zip(ours, theirs, strict=True)]
@@ -124,25 +124,25 @@ class TokenValuer:
             for position in _positions(len(valued.q), design.positions)
         ]
 
-        def outcomes(prefix: tuple[Valued, int]) -> list[bool]:
+        def outcomes_of(prefix: tuple[Valued, int]) -> list[bool]:
             valued, position = prefix
             if design.continuations:
                 return _continue(maker, spec, valued.trajectory, position, design)
-            came = is_success(valued.trajectory.reward, spec.tasks.reward)
-            return [came] * (1 + repeats[valued.trajectory.trajectory_id])
+            success = is_success(valued.trajectory.reward, spec.tasks.reward)
+            return [success] * (1 + repeats[valued.trajectory.trajectory_id])
 
         with ThreadPoolExecutor(self.clients.settings.prompts_in_flight, thread_name_prefix="calibration") as pool:
-            came = list(pool.map(outcomes, prefixes))
+            outcomes = list(pool.map(outcomes_of, prefixes))
 
         def probabilities(q_of: Callable[[Valued, int], float]) -> list[float]:
             reward, beta = spec.tasks.reward, spec.algorithm.beta
             return [
                 success_probability(q_of(valued, position), beta, best=reward.best, worst=reward.shift)
-                for (valued, position), found in zip(prefixes, came, strict=True)
+                for (valued, position), found in zip(prefixes, outcomes, strict=True)
                 for _ in found
             ]
 
-        flat = [each for found in came for each in found]
+        flat = list(chain.from_iterable(outcomes))
         return CalibrationReport(
             calibration(probabilities(Valued.q_after), flat, design.bins),
             calibration(probabilities(lambda valued, _: valued.qhat_0), flat, design.bins),
@@ -164,15 +164,15 @@ class TokenValuer:
         return found
 
     def _samples(self, run_id: str, design: CalibrationDesign) -> list[Trajectory]:
-        """Samples of pi0, of as many prompts as there are, or as may be looked at."""
+        """At most design.trajectories samples of pi0, of as many prompts as possible."""
         stored = self.client.hkeys(redis_keys.run_values(run_id))
         known = sorted(name.decode() for name in stored)
         named = {prompt.prompt_id for prompt in design.prompts}
-        prompt_ids = [each for each in known if not named or each in named][: design.trajectories]
-        each_prompts = -(-design.trajectories // max(1, len(prompt_ids)))
+        prompt_ids = [prompt_id for prompt_id in known if not named or prompt_id in named][: design.trajectories]
+        per_prompt = -(-design.trajectories // max(1, len(prompt_ids)))
         found: list[Trajectory] = []
         for prompt_id in prompt_ids:
-            found += self.clients.some_samples(run_id, prompt_id, each_prompts)
+            found += self.clients.some_samples(run_id, prompt_id, per_prompt)
         if not found:
             raise PreconditionFailed(f"run {run_id} keeps no samples of pi0 to be measured by", code="no_samples")
         return found[: design.trajectories]
@@ -191,8 +191,8 @@ def _positions(length: int, count: int) -> list[int]:
 def _continue(
     maker: SampleMaker, spec: JobSpec, trajectory: Trajectory, position: int, design: CalibrationDesign
 ) -> list[bool]:
-    """Fresh continuations of pi0 from a prefix; they enter no buffer."""
-    prompt = next(each for each in design.prompts if each.prompt_id == trajectory.prompt_id)
+    """Whether fresh continuations of pi0 from a prefix succeed; they are not stored."""
+    prompt = next(prompt for prompt in design.prompts if prompt.prompt_id == trajectory.prompt_id)
     value = spec.value or ValueSpec()
     name = f"calibration-{redis_keys.digest(trajectory.trajectory_id, str(position))[:16]}"
     sampling = Sampling(
@@ -204,4 +204,4 @@ def _continue(
         seed=int(redis_keys.digest("calibration", name)[:15], 16),
     )
     found = maker.sample_reference(prompt, sampling, name, prefix=trajectory.response_token_ids[:position])
-    return [is_success(each.reward, spec.tasks.reward) for each in found]
+    return [is_success(continuation.reward, spec.tasks.reward) for continuation in found]

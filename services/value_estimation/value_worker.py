@@ -1,8 +1,8 @@
-"""Estimates Qhat_0: takes prompts off the stream `estimates`, samples pi0, has the samples judged, counts successes.
+"""Estimates Qhat_0: reads prompts from the stream `estimates`, samples pi0, has the samples judged, counts successes.
 
-A fixed number of samples is taken at once. With `value.sequential` a prompt gets one round and goes to the end of the
-stream until its interval is narrow enough, so that all prompts' first rounds are there to learn a prior from before any
-gets a second. `prompt_estimate.py` says how a killed worker's successor goes on.
+A fixed number of samples is taken at once. With `value.sequential` a prompt gets one round of samples and goes to the
+end of the stream, until its interval is narrow enough: so a prior can be learned from all prompts' first rounds before
+any prompt gets a second. `prompt_estimate.py` says how another worker goes on after one was killed.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class ValueWorker:
     def run(self, stop: threading.Event) -> None:
         """Work until stop is set."""
 
-        def do(raw: bytes) -> bytes | None:
+        def process(raw: bytes) -> bytes | None:
             return None if self.estimate(decoded(EstimateRequest, raw)) else raw
 
-        work_through(self.client, redis_keys.estimates(), self.name, self.settings, do, stop)
+        work_through(self.client, redis_keys.estimates(), self.name, self.settings, process, stop)
 
     def estimate(self, request: EstimateRequest) -> bool:
-        """Make the prompt's offline trajectories and write its value; nothing when that is done or unwanted already.
+        """Make the prompt's offline trajectories and write its value; nothing when that is done or no longer wanted.
 
-        False when the prompt wants another round after the others'. Raises NotReady when a peer stayed away too long.
+        False when the prompt needs another round after the others'. Raises NotReady when a service was away too long.
         """
         version = request.reference_version
         key = redis_keys.run_values_under(request.run_id, version) if version else redis_keys.run_values(request.run_id)
@@ -68,7 +68,7 @@ class ValueWorker:
         try:
             return self._estimate_under(request, key) if version else self._estimate(request)
         except NotReady:
-            # The replicas of a cancelled run serve another one: what it waited for will not come.
+            # The replicas of a cancelled run serve another one: waiting would be in vain.
             if is_wanted(self.client, request.run_id):
                 raise
             return True
@@ -104,7 +104,9 @@ class ValueWorker:
 
     def _open(self, request: EstimateRequest, spec: JobSpec, maker: SampleMaker) -> PromptEstimate:
         prompt, reward = request.prompt, spec.tasks.reward
-        sampled_how = sampler(request.sampling) + ("" if reward == RewardSpec() else f" r={reward.model_dump_json()}")
+        sampler_settings = sampler(request.sampling) + (
+            "" if reward == RewardSpec() else f" r={reward.model_dump_json()}"
+        )
         model_hash, judge_version = maker.reference.model_hash, maker.clients.judge_version()
         return PromptEstimate(
             self.client,
@@ -112,8 +114,8 @@ class ValueWorker:
             spec,
             spec.value or ValueSpec(),
             maker,
-            own_keys.value_key(model_hash, prompt.prompt_id, prompt.tests_digest, sampled_how, judge_version),
-            redis_keys.digest(model_hash, sampled_how, judge_version),
+            own_keys.value_key(model_hash, prompt.prompt_id, prompt.tests_digest, sampler_settings, judge_version),
+            redis_keys.digest(model_hash, sampler_settings, judge_version),
             self.settings.chunk_samples,
         )
 
@@ -126,9 +128,9 @@ class ValueWorker:
                 maker.clients.append(request.run_id, human)
 
     def _import_stored(self, maker: SampleMaker, request: EstimateRequest, spec: JobSpec) -> None:
-        """Published wrong solutions, and what earlier runs and imports have on the prompt."""
+        """Append published wrong solutions, and what earlier runs and imports hold of the prompt."""
         prompt, limit = request.prompt, spec.model.max_response_tokens
-        found = maker.import_human(prompt, request.wrong_solutions, limit, right=False)
+        found = maker.import_human(prompt, request.wrong_solutions, limit, correct=False)
         if request.import_experience:
             stored = self.selections.of(request.run_id, spec).of(prompt)
             found += StoredImport(maker, spec, maker.clients.judge_version()).trajectories(prompt, stored)
@@ -136,9 +138,9 @@ class ValueWorker:
             maker.clients.append(request.run_id, found)
 
     def _sample(self, estimate: PromptEstimate) -> BetaPrior | None:
-        """Sample as the budget says; the prior of the finished value, or None when more is wanted later.
+        """Sample as the budget says; returns the prior of the finished value, or None when another round is needed.
 
-        A fixed budget knows no prior: its value is the plain frequency, the paper's estimate.
+        A fixed number of samples has no prior: its value is the plain frequency, the paper's estimate.
         """
         sequential, most = estimate.value.sequential, estimate.request.sampling.samples
         if sequential is None:
@@ -147,7 +149,7 @@ class ValueWorker:
         known = estimate.counted().samples
         first = min(sequential.first_samples, most)
         if known >= first:
-            # Only now: a fit costs as much as many samples, and by the second round all prompts are known to it.
+            # Only now: a fit costs as much as many samples, and by the second round it covers all prompts.
             prior = self._prior(estimate, sequential)
             if known >= most or self._is_narrow(estimate, prior, sequential):
                 return prior
@@ -186,13 +188,13 @@ def _value(estimate: PromptEstimate, prior: BetaPrior) -> PromptValue:
 
 
 def _features(maker: SampleMaker, request: EstimateRequest, spec: JobSpec) -> PromptFeatures:
-    """What pi0 thinks of people's right programs, and the statement's words; nothing where no prior is asked for."""
+    """ln pi0 of people's correct programs, and the statement's tokens; empty where no prior is asked for."""
     if spec.value is None or spec.value.sequential is None:
         return PromptFeatures()
     prompt, reference = request.prompt, maker.reference
-    texts = [write_solution(each, prompt) for each in (*request.human_solutions, *request.further_solutions)]
+    texts = [write_solution(program, prompt) for program in (*request.human_solutions, *request.further_solutions)]
     pairs = [reference.encode(prompt.text, text) for text in texts]
     fitting = [pair for pair in pairs if len(pair[1]) <= spec.model.max_response_tokens]
     scored = reference.logprobs([pair[0] for pair in fitting], [pair[1] for pair in fitting]) if fitting else []
     words, _ = reference.encode(prompt.text, "")
-    return PromptFeatures(tuple(sum(each) for each in scored), tuple(sorted(set(words))))
+    return PromptFeatures(tuple(sum(logprobs) for logprobs in scored), tuple(sorted(set(words))))

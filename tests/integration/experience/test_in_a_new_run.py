@@ -222,7 +222,7 @@ def test_another_tenants_experience_is_not_there(stage: Stage) -> None:
 def test_of_published_wrong_solutions_those_that_the_judge_rejects_are_kept(stage: Stage) -> None:
     maker = SampleMaker(RUN, stage.reference, stage.clients, RewardSpec())
 
-    found = maker.import_human(PROMPT, [WRONG, RIGHT, WRONG * 60, WRONG + "1"], 44, right=False)
+    found = maker.import_human(PROMPT, [WRONG, RIGHT, WRONG * 60, WRONG + "1"], 44, correct=False)
 
     assert [(each.response_text, each.reward) for each in found] == [(WRONG, -1.0), (WRONG + "1", -1.0)]
     assert all(len(each.reference_logprobs) == len(each.response_token_ids) for each in found)

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from services.inference.engine import Engine, EngineSpec, Sample, SampleRequest
 from services.inference.engine_thread import EngineThread, SampleGroup
-from services.inference.rollouts import MAX_SAMPLES, draw_samples
+from services.inference.rollouts import MAX_SAMPLES, sample_requests
 from services.inference.settings import Settings
 from services.inference.weights import PolicyVersions, Weights, reference_weights
 from spo.errors import IntegrityError, InvalidInput, NotFound, NotReady
@@ -116,10 +116,10 @@ def test_the_comparison_with_transformers_would_have_caught_a_stale_prefix_cache
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served.sample(greedy_request(), weights=served.reference)
-    monkeypatch.setattr(served.engine, "forget_prefixes", lambda: None)
+    monkeypatch.setattr(served.engine, "reset_prefix_cache", lambda: None)
     stale = served.sample(greedy_request(), weights=served.versions.resolve(RUN, 1))[0]
     monkeypatch.undo()
-    served.engine.forget_prefixes()
+    served.engine.reset_prefix_cache()
 
     assert stale.token_ids != transformers_greedy(served.models[1])
 
@@ -234,15 +234,15 @@ def test_kept_groups_go_on_under_new_weights_with_true_logprobs_and_versions(ser
 
 def test_temperatures_and_seeds_are_drawn_from_the_groups_seed() -> None:
     sampling = Sampling(samples=500, temperature_min=0.1, temperature_max=0.8, top_p=0.95, max_tokens=8, seed=7)
-    drawn = draw_samples((1, 2), sampling)
+    drawn = sample_requests((1, 2), sampling)
     temperatures = [request.temperature for request in drawn]
-    assert drawn == draw_samples((1, 2), sampling)
+    assert drawn == sample_requests((1, 2), sampling)
     assert 0.1 <= min(temperatures) < 0.12
     assert 0.78 < max(temperatures) <= 0.8
     assert abs(sum(temperatures) / 500 - 0.45) < 0.03
     assert len({request.seed for request in drawn}) == 500
     sampling.seed = 8
-    assert drawn != draw_samples((1, 2), sampling)
+    assert drawn != sample_requests((1, 2), sampling)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_impossible_sampling_is_refused(wrong: dict[str, float]) -> None:
     for name, value in wrong.items():
         setattr(sampling, name, value)
     with pytest.raises(InvalidInput):
-        draw_samples((1, 2), sampling)
+        sample_requests((1, 2), sampling)
 
 
 def test_a_group_nobody_waits_for_frees_its_sequences(served: Served) -> None:

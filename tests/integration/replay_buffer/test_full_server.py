@@ -93,15 +93,9 @@ def server(free_port: int, tmp_path: Path) -> Iterator[Server]:
 def service(server: Server) -> ReplayService:
     store = ReplayStore(server.client)
     service = ReplayService(BatchSampler(store))
-    # The tests fill a server faster than a look per second sees.
-    service.storage = UncachedWatch(server.client, 0.9)
+    # The tests fill a server faster than a check per second sees.
+    service.storage = StorageMonitor(server.client, 0.9, check_seconds=0)
     return service
-
-
-class UncachedWatch(StorageMonitor):
-    def pressure(self) -> str:
-        self._look_next = 0
-        return super().pressure()
 
 
 def status_of(service: ReplayService) -> Any:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from services.inference.weight_schedule import Turn, next_turn
+from services.inference.weight_schedule import ScheduleDecision, next_decision
 from services.inference.weights import Weights
 
 OLD, NEW, OTHER = (Weights("run", version, "", ()) for version in (1, 2, 3))
@@ -15,32 +15,38 @@ OLD, NEW, OTHER = (Weights("run", version, "", ()) for version in (1, 2, 3))
 @pytest.mark.parametrize(
     ("waiting", "running", "turn_is_up", "expected"),
     [
-        ([], False, True, Turn()),
-        ([OLD], False, True, Turn(admit=True)),
-        ([OLD], True, True, Turn(admit=True)),
-        ([NEW], False, False, Turn(load=NEW)),
-        ([NEW], True, True, Turn()),
-        ([NEW, OLD], True, False, Turn(admit=True)),
-        ([NEW, OLD], True, True, Turn()),
-        ([NEW, OLD], False, True, Turn(load=NEW)),
-        ([OLD, NEW], True, True, Turn(admit=True)),
+        ([], False, True, ScheduleDecision()),
+        ([OLD], False, True, ScheduleDecision(admit=True)),
+        ([OLD], True, True, ScheduleDecision(admit=True)),
+        ([NEW], False, False, ScheduleDecision(load=NEW)),
+        ([NEW], True, True, ScheduleDecision()),
+        ([NEW, OLD], True, False, ScheduleDecision(admit=True)),
+        ([NEW, OLD], True, True, ScheduleDecision()),
+        ([NEW, OLD], False, True, ScheduleDecision(load=NEW)),
+        ([OLD, NEW], True, True, ScheduleDecision(admit=True)),
     ],
 )
 def test_the_loaded_version_goes_on_until_its_turn_is_up_and_another_waits(
-    waiting: list[Weights], running: bool, turn_is_up: bool, expected: Turn
+    waiting: list[Weights], running: bool, turn_is_up: bool, expected: ScheduleDecision
 ) -> None:
-    turn = next_turn(OLD, OLD, waiting, running=running, running_may_switch=False, turn_is_up=turn_is_up)
-    assert turn == expected
+    decision = next_decision(OLD, OLD, waiting, running=running, running_may_switch=False, turn_is_up=turn_is_up)
+    assert decision == expected
 
 
 def test_an_announced_version_is_loaded_as_soon_as_nothing_runs() -> None:
-    assert next_turn(OLD, NEW, [], running=True, running_may_switch=False, turn_is_up=True) == Turn()
-    assert next_turn(OLD, NEW, [], running=False, running_may_switch=False, turn_is_up=False) == Turn(load=NEW)
+    assert next_decision(OLD, NEW, [], running=True, running_may_switch=False, turn_is_up=True) == ScheduleDecision()
+    assert next_decision(OLD, NEW, [], running=False, running_may_switch=False, turn_is_up=False) == ScheduleDecision(
+        load=NEW
+    )
 
 
 def test_running_groups_switch_only_to_the_newest_version_and_only_when_they_may() -> None:
-    assert next_turn(OLD, NEW, [], running=True, running_may_switch=True, turn_is_up=False) == Turn(load=NEW)
-    assert next_turn(OLD, NEW, [OTHER], running=True, running_may_switch=True, turn_is_up=True) == Turn()
+    assert next_decision(OLD, NEW, [], running=True, running_may_switch=True, turn_is_up=False) == ScheduleDecision(
+        load=NEW
+    )
+    assert (
+        next_decision(OLD, NEW, [OTHER], running=True, running_may_switch=True, turn_is_up=True) == ScheduleDecision()
+    )
 
 
 def test_every_group_is_served_whatever_the_order_of_versions() -> None:
@@ -51,13 +57,13 @@ def test_every_group_is_served_whatever_the_order_of_versions() -> None:
         loaded, running, ticks_left, loads = OLD, 0, 3, 0
         total = len(waiting)
         for _ in range(10 * total):
-            turn = next_turn(
+            decision = next_decision(
                 loaded, OLD, waiting, running=running > 0, running_may_switch=False, turn_is_up=ticks_left <= 0
             )
-            if turn.load:
+            if decision.load:
                 assert running == 0
-                loaded, ticks_left, loads = turn.load, 3, loads + 1
-            elif turn.admit:
+                loaded, ticks_left, loads = decision.load, 3, loads + 1
+            elif decision.admit:
                 waiting.remove(loaded)
                 running += 1
             else:
