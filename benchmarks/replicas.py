@@ -23,18 +23,19 @@ import psutil
 
 from benchmarks.frame import Row, run, within
 from benchmarks.peers.pipeline import (
+    WAIT_SECONDS,
     Belt,
     cpu_seconds,
     orchestrator,
     redis_server,
     running_job,
-    wait_for,
 )
 from spo import redis_keys
 from spo.messaging.connection import connect
 from spo.messaging.redis_client import RedisClient
 from spo.rpc.inference_client import TIME_BYTES
 from spo.testing.models import write_random_llama
+from spo.testing.waiting import wait_until
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 
 SAMPLES = 8
@@ -147,7 +148,7 @@ def _wait_until_serving(client: RedisClient, replicas: int) -> None:
         beats = [HeartbeatRequest.FromString(raw[TIME_BYTES:]) for raw in found]
         return sum(beat.pool == "inference" and bool(beat.run_id) and not beat.draining for beat in beats) == replicas
 
-    wait_for(serving, f"{replicas} replicas serve the job")
+    wait_until(serving, f"{replicas} replicas serve the job", WAIT_SECONDS)
 
 
 def _window(belt: Belt, replicas: list[int]) -> Measured:

@@ -22,18 +22,19 @@ from typing import Any
 
 from benchmarks.frame import Row, run, within
 from benchmarks.peers.pipeline import (
+    WAIT_SECONDS,
     Belt,
     cpu_seconds,
     orchestrator,
     redis_server,
     running_job,
-    wait_for,
 )
 from spo import redis_keys
 from spo.messaging.connection import connect
 from spo.messaging.redis_client import RedisClient
 from spo.rpc.client import RpcClient
 from spo.rpc.inference_client import TIME_BYTES
+from spo.testing.waiting import wait_until
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 
@@ -107,7 +108,7 @@ def _measured(replicas: int) -> Measured:
         replay = stack.enter_context(belt.moving(url))
         address, process = stack.enter_context(orchestrator(folder, url, replay))
         logs = stack.enter_context(_simulated(folder, address, url, replicas))
-        wait_for(lambda: _live(client, 0) >= replicas, f"{replicas} replicas have joined")
+        wait_until(lambda: _live(client, 0) >= replicas, f"{replicas} replicas have joined", WAIT_SECONDS)
         start = time.monotonic()
         time.sleep(3 * GROUP_SECONDS)
         counted = [process, redis_process]
@@ -131,9 +132,9 @@ def _push(client: RedisClient, address: str, job_id: str, logs: Sequence[Path], 
         trainer.call("RenewLease", wire.RenewLeaseRequest(**owner), deadline_seconds=10)
         began = time.time()
         trainer.call("PublishWeights", wire.PublishWeightsRequest(**owner, version=version, step=version, uri="-"))
-        wait_for(lambda: len(_applied(logs, version)) == replicas, "all replicas apply")  # noqa: B023
+        wait_until(lambda: len(_applied(logs, version)) == replicas, "all replicas apply", WAIT_SECONDS)  # noqa: B023
         applied.append(max(_applied(logs, version)) - began)
-        wait_for(lambda: _live(client, version) >= replicas, "the orchestrator knows")  # noqa: B023
+        wait_until(lambda: _live(client, version) >= replicas, "the orchestrator knows", WAIT_SECONDS)  # noqa: B023
         known.append(time.time() - began)
     trainer.close()
     return max(applied), max(known)

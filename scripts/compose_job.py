@@ -36,7 +36,7 @@ LEDGER = """
 import json, sys, redis
 from spo import redis_keys
 from spo.service.settings import PlatformSettings
-from spo.testing.platform import check_ledger
+from spo.testing.ledger import check_ledger
 store, job = redis.Redis.from_url(PlatformSettings().redis_url), sys.argv[1]
 check_ledger(store, job)
 found = {name.decode(): int(count) for name, count in store.hgetall(redis_keys.replay_counters(job)).items()}

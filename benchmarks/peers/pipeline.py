@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from spo.rpc.client import is_healthy
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.job_state import JobState
+from spo.testing.waiting import wait_until
 from spo.v1.replay_service_pb2 import GetReplayStatusRequest, GetReplayStatusResponse
 from spo.v1.replay_service_pb2_grpc import ReplayServiceServicer, add_ReplayServiceServicer_to_server
 
@@ -116,7 +116,7 @@ def orchestrator(folder: Path, redis_url: str, replay: str) -> Iterator[tuple[st
     }
     with _process([sys.executable, "-m", "services.orchestrator"], environment) as process:
         # Not before: a thousand replicas that look for it would take the CPU that its start needs.
-        wait_for(lambda: is_healthy(address), "the orchestrator serves")
+        wait_until(lambda: is_healthy(address), "the orchestrator serves", WAIT_SECONDS)
         yield address, process.pid
 
 
@@ -135,15 +135,6 @@ def cpu_seconds(pid: int) -> float:
     process = psutil.Process(pid)
     times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
     return float(sum(each.user + each.system for each in times))
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    """Return once the condition holds. Raises TimeoutError that says what was waited for."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {WAIT_SECONDS:g} s: {what}")
-        time.sleep(0.2)
 
 
 def _free_port() -> int:

@@ -14,11 +14,11 @@ import pytest
 
 from spo.client import Client
 from spo.demo.demo import RECIPE
-from spo.local.launcher import SERVICES, LauncherSettings, LocalPlatform, free_ports
+from spo.local.launcher import SERVICES, LocalPlatform, free_ports
 from spo.reproduce.methods import merged
 from spo.spec.spec_file import read_spec
-from spo.testing.platform import wait_for_progress
 from spo.testing.traces import Collector
+from tests.support.platform import running_platform, wait_for_progress
 
 ROOT = Path(__file__).parents[2]
 # A short run: what is looked at is the platform, not what is learnt.
@@ -78,12 +78,9 @@ def live(tmp_path_factory: pytest.TempPathFactory, reference_model: Path) -> Ite
     spec = demo_spec(reference_model, SHORT)
     ports = free_ports(list(SERVICES), {})
     metered = {f"SPO_{name.replace('-', '_').upper()}_METRICS_PORT": str(port) for name, port in ports.items()}
-    settings = LauncherSettings(runs_path=folder / "runs", start_seconds=300, drain_seconds=20)
-    with Collector() as collector, pytest.MonkeyPatch.context() as patch:
-        patch.delenv("SPO_REDIS_URL", raising=False)
+    with Collector() as collector:
         environment = {**metered, "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "500"}
-        with LocalPlatform("live", folder / "state", settings, environment) as platform:
-            platform.wait_until_ready()
+        with running_platform(folder, environment) as platform:
             urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
             yield Live(platform, collector, urls | {"orchestrator": platform.http_url}, spec)
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from spo.client import Client
-from spo.local.launcher import LauncherSettings, LocalPlatform
+from tests.support.platform import running_platform
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "deploy" / "recipes" / "toy"
@@ -31,13 +31,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """A client of a platform that all tests of this module share."""
     folder = tmp_path_factory.mktemp("platform")
-    settings = LauncherSettings(runs_path=folder / "runs", start_seconds=300, drain_seconds=5)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("SPO_REDIS_URL", raising=False)
-        with LocalPlatform("baselines", folder / "state", settings) as platform:
-            platform.wait_until_ready()
-            with Client(platform.http_url, retry_seconds=60) as connected:
-                yield connected
+    with (
+        running_platform(folder, drain_seconds=5) as platform,
+        Client(platform.http_url, retry_seconds=60) as connected,
+    ):
+        yield connected
 
 
 def shortened(method: str, reference_model: Path, **changes: dict[str, Any]) -> dict[str, Any]:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
 from spo.client import Client
 from spo.client.models import Job
-from spo.local.launcher import LauncherSettings, LocalPlatform
-from spo.testing.platform import check_ledger, wait_for_progress, wait_until
+from spo.local.launcher import LocalPlatform
+from spo.testing.waiting import wait_until
 from tests.e2e.conftest import demo_spec
+from tests.support.platform import check_ledgers, child_of, running_platform, wait_for_progress
 
 # Belt stages give the work of a dead consumer to the next one after this; short, so that the test is.
 RECLAIM_SECONDS = "5"
@@ -50,9 +50,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture
-def platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalPlatform]:
-    monkeypatch.delenv("SPO_REDIS_URL", raising=False)
-    settings = LauncherSettings(runs_path=tmp_path / "runs", start_seconds=300, drain_seconds=5)
+def platform(tmp_path: Path) -> Iterator[LocalPlatform]:
     quick = {
         "SPO_INFERENCE_RECLAIM_AFTER_SECONDS": RECLAIM_SECONDS,
         "SPO_SANDBOX_JUDGE_RECLAIM_SECONDS": RECLAIM_SECONDS,
@@ -60,8 +58,7 @@ def platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalP
         "SPO_VALUE_ESTIMATION_RECLAIM_SECONDS": RECLAIM_SECONDS,
         "SPO_ORCHESTRATOR_LEASE_SECONDS": "6",
     }
-    with LocalPlatform("killed", tmp_path / "state", settings, extra_environment=quick) as started:
-        started.wait_until_ready()
+    with running_platform(tmp_path, quick, drain_seconds=5) as started:
         yield started
 
 
@@ -84,8 +81,7 @@ def test_a_job_outlives_the_death_of_every_service_and_loses_nothing(
     restarts = {service["name"]: service["restarts"] for service in platform.services()}
     killed = Counter(service for _, service in (*KILLS_WHILE_ESTIMATING, *KILLS_WHILE_TRAINING))
     assert {name: count for name, count in restarts.items() if count} == dict(killed)
-    with redis.Redis.from_url(platform.redis_url) as store:
-        check_ledger(store, job_id)
+    check_ledgers(platform, job_id)
 
 
 def _values(least: int) -> Callable[[Job], bool]:
@@ -97,7 +93,7 @@ def _steps(least: int) -> Callable[[Job], bool]:
 
 
 def _kill(platform: LocalPlatform, service: str) -> None:
-    child = next(child for child in platform.children if child.name == service)
+    child = child_of(platform, service)
     before, restarts = child.pid, child.restarts
     assert before is not None
     os.kill(before, signal.SIGKILL)

@@ -17,13 +17,13 @@ from typing import Any
 
 import httpx
 import pytest
-import redis
 import yaml
 
 from spo.client import Client
-from spo.local.launcher import LauncherSettings, LocalPlatform, free_ports
-from spo.testing.platform import check_ledger, wait_for_progress, wait_until
+from spo.local.launcher import LocalPlatform, free_ports
+from spo.testing.waiting import wait_until
 from tests.e2e.conftest import demo_spec
+from tests.support.platform import check_ledgers, child_of, running_platform, wait_for_progress
 from tests.support.s3_server import S3Server, serve_s3
 
 ROOT = Path(__file__).parents[2]
@@ -65,11 +65,7 @@ def bucket(tmp_path: Path) -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def platform(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metrics_ports: dict[str, int], bucket: S3Server
-) -> Iterator[LocalPlatform]:
-    monkeypatch.delenv("SPO_REDIS_URL", raising=False)
-    settings = LauncherSettings(runs_path=tmp_path / "runs", start_seconds=300, drain_seconds=20)
+def platform(tmp_path: Path, metrics_ports: dict[str, int], bucket: S3Server) -> Iterator[LocalPlatform]:
     metered = {f"SPO_{name.replace('-', '_').upper()}_METRICS_PORT": str(port) for name, port in metrics_ports.items()}
     environment = {
         **metered,
@@ -78,8 +74,7 @@ def platform(
         "SPO_WEIGHT_CACHE_PATH": str(tmp_path / "cache"),
         "SPO_INFERENCE_RECLAIM_AFTER_SECONDS": "5",
     }
-    with LocalPlatform("elastic", tmp_path / "state", settings, environment) as started:
-        started.wait_until_ready()
+    with running_platform(tmp_path, environment) as started:
         yield started
 
 
@@ -102,8 +97,7 @@ def test_replicas_scale_and_die_during_a_job_and_nothing_is_lost(
         job = client.wait(job_id, 1200)
         assert job.state == "succeeded", job.failure
         waits = [value for value in client.metrics(job_id).series["wait_seconds"] if value is not None]
-    with redis.Redis.from_url(platform.redis_url) as store:
-        check_ledger(store, job_id)
+    check_ledgers(platform, job_id)
     print(f"the trainer waited {sum(waits):.1f} s in all, {max(waits):.1f} s at most for one batch")
     assert max(waits) < 120
     fetched = downloads(bucket)
@@ -140,7 +134,7 @@ def joined(platform: LocalPlatform) -> int:
 
 def kill(platform: LocalPlatform, name: str, changed: dict[str, str]) -> None:
     """SIGKILL; what is started in its place has a changed environment."""
-    child = next(child for child in platform.children if child.name == name)
+    child = child_of(platform, name)
     child.environment = {**child.environment, **changed}
     before, restarts = child.pid, child.restarts
     assert before is not None

@@ -14,15 +14,15 @@ from typing import Any
 
 import psutil
 import pytest
-import redis
 from safetensors import safe_open
 
 from spo.client import Client
 from spo.local.child import Child
-from spo.local.launcher import LauncherSettings, LocalPlatform
+from spo.local.launcher import LocalPlatform
 from spo.manifest_folder import numbered_folders
-from spo.testing.platform import check_ledger, wait_for_progress, wait_until
+from spo.testing.waiting import wait_until
 from tests.e2e.conftest import SHORT, demo_spec
+from tests.support.platform import check_ledgers, child_of, running_platform, wait_for_progress
 
 LEASE_SECONDS = 6
 STEPS = 36
@@ -36,13 +36,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
-def platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalPlatform]:
-    monkeypatch.delenv("SPO_REDIS_URL", raising=False)
-    settings = LauncherSettings(runs_path=tmp_path / "runs", start_seconds=300, drain_seconds=10, trainer_ranks=2)
+def platform(tmp_path: Path) -> Iterator[LocalPlatform]:
     # Checkpoints at the spec's steps alone, so that what is lost is known.
     quick = {"SPO_ORCHESTRATOR_LEASE_SECONDS": str(LEASE_SECONDS), "SPO_TRAINER_CHECKPOINT_SHARE": "0"}
-    with LocalPlatform("ranks", tmp_path / "state", settings, quick) as started:
-        started.wait_until_ready()
+    with running_platform(tmp_path, quick, drain_seconds=10, trainer_ranks=2) as started:
         yield started
 
 
@@ -50,7 +47,7 @@ def test_a_dead_rank_restarts_the_group_from_the_last_checkpoint_and_no_step_is_
     platform: LocalPlatform, reference_model: Path
 ) -> None:
     spec = demo_spec(reference_model, SHORT, {"trainer": TRAINER, "evaluation": {"interval_steps": STEPS}})
-    trainer = next(child for child in platform.children if child.name == "trainer")
+    trainer = child_of(platform, "trainer")
     saved, pauses = [], []
     with Client(platform.http_url, retry_seconds=120) as client:
         job_id = client.submit(spec).id
@@ -65,8 +62,7 @@ def test_a_dead_rank_restarts_the_group_from_the_last_checkpoint_and_no_step_is_
         assert job.state == "succeeded", job.failure
         series = client.metrics(job_id)
         last = client.checkpoints(job_id)[-1]
-    with redis.Redis.from_url(platform.redis_url) as store:
-        check_ledger(store, job_id)
+    check_ledgers(platform, job_id)
 
     leased, resumed = lines(trainer, "job leased"), lines(trainer, "resuming")
     assert [line["ranks"] for line in leased] == [2] * (len(KILLS) + 1)

@@ -11,14 +11,14 @@ from typing import Any
 
 import httpx
 import pytest
-import redis
 
 from spo.client import Client
 from spo.local.child import Child
-from spo.local.launcher import LauncherSettings, LocalPlatform, free_ports
+from spo.local.launcher import LocalPlatform, free_ports
 from spo.rpc.client import is_healthy
-from spo.testing.platform import check_ledger, wait_until
+from spo.testing.waiting import wait_until
 from tests.e2e.conftest import SHORT, demo_spec
+from tests.support.platform import check_ledgers, child_of, running_platform
 
 LEASE_SECONDS = 6
 STEPS = 120
@@ -28,19 +28,16 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture
-def platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalPlatform]:
-    monkeypatch.delenv("SPO_REDIS_URL", raising=False)
-    settings = LauncherSettings(runs_path=tmp_path / "runs", start_seconds=300, drain_seconds=20)
+def platform(tmp_path: Path) -> Iterator[LocalPlatform]:
     quick = {"SPO_ORCHESTRATOR_LEASE_SECONDS": str(LEASE_SECONDS)}
-    with LocalPlatform("two", tmp_path / "state", settings, quick) as started:
-        started.wait_until_ready()
+    with running_platform(tmp_path, quick) as started:
         yield started
 
 
 @pytest.fixture
 def second_trainer(platform: LocalPlatform) -> Iterator[Child]:
     """A trainer that nobody restarts."""
-    first = next(child for child in platform.children if child.name == "trainer")
+    first = child_of(platform, "trainer")
     port = free_ports(["trainer"], {})["trainer"]
     own = {"SPO_TRAINER_PORT": str(port), "TORCH_EXTENSIONS_DIR": str(platform.state_path / "torch_extensions" / "2")}
     address, log = f"127.0.0.1:{port}", first.log_path.with_name("trainer-2.log")
@@ -79,9 +76,7 @@ def test_two_jobs_train_at_one_time_and_the_one_that_loses_its_trainer_goes_on_w
             series = client.metrics(job)
             assert series.steps == list(range(1, STEPS + 1))
             assert None not in series.series["loss"]
-    with redis.Redis.from_url(platform.redis_url) as store:
-        for job in both:
-            check_ledger(store, job)
+    check_ledgers(platform, *both)
 
 
 def ask(platform: LocalPlatform, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:

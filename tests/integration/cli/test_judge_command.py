@@ -9,8 +9,6 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import pytest
 from services.sandbox_judge.languages import languages
 from services.sandbox_judge.probe import choose_tier
 from services.sandbox_judge.settings import Settings
+from spo.testing.waiting import wait_until
 
 PROGRAMS = {
     "accepted": "print(2 * int(input()))",
@@ -67,13 +66,6 @@ def run(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProce
 def rows_of(finished: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     assert finished.returncode == 0, finished.stderr
     return [json.loads(line) for line in finished.stdout.splitlines()]
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.05)
 
 
 def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -225,4 +217,4 @@ def test_an_interrupted_command_leaves_no_process_behind(folder: Path, number: i
         assert len(started) >= 3
         process.send_signal(number)
         process.wait(30)
-    wait_until(lambda: psutil.wait_procs(started, timeout=0.1)[1] == [])
+    wait_until(lambda: psutil.wait_procs(started, timeout=0.1)[1] == [], "every process has ended")

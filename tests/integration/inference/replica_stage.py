@@ -6,9 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import redis
 
@@ -31,7 +29,6 @@ from spo.weights.store import StoredVersion, WeightStore
 RUN = "job_01"
 WAIT_SECONDS = 240.0
 STATEMENT = "sum of the sorted numbers"
-T = TypeVar("T")
 
 
 class Orchestrator(OrchestratorServiceServicer):
@@ -96,15 +93,6 @@ class Platform:
             replica.kill()
             replica.wait(WAIT_SECONDS)
         self.server.stop(0)
-
-
-def eventually(what: str, probe: Callable[[], T]) -> T:
-    """The first true value of probe; fails naming what was waited for."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not (value := probe()):
-        assert time.monotonic() < deadline, f"waited {WAIT_SECONDS:g} s for {what}"
-        time.sleep(0.05)
-    return value
 
 
 def write_run(client: redis.Redis, run_id: str, model_path: Path, **model: object) -> None:

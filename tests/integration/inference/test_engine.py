@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from services.inference.weights import PolicyVersions, Weights, reference_weight
 from spo.errors import IntegrityError, InvalidInput, NotFound, NotReady
 from spo.tasks.toy.tokenizer import build_tokenizer
 from spo.testing.models import random_llama, write_random_llama
+from spo.testing.waiting import wait_until
 from spo.v1.prompt_pb2 import Sampling
 from spo.weights.store import WeightStore
 
@@ -77,13 +77,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     assert thread.ready.wait(WAIT_SECONDS), thread.failure
     yield Served(thread, engines[0], PolicyVersions(store, reference), store, reference, models)
     thread.stop()
-
-
-def wait_until(what: str, probe: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not probe():
-        assert time.monotonic() < deadline, f"waited {WAIT_SECONDS:g} s for {what}"
-        time.sleep(0.002)
 
 
 def greedy_request(max_tokens: int = 24, prompt: tuple[int, ...] = PROMPT) -> SampleRequest:
@@ -207,17 +200,19 @@ def test_kept_groups_go_on_under_new_weights_with_true_logprobs_and_versions(ser
     settings = Settings(max_sequences=32, in_flight="keep")
     # Once the module's own thread is idle, this one may drive its engine.
     served.sample(greedy_request(1))
-    wait_until("the engine to be idle at version 0", lambda: served.thread.loaded == served.reference)
+    wait_until(
+        lambda: served.thread.loaded == served.reference, "the engine to be idle at version 0", WAIT_SECONDS, 0.002
+    )
     thread = EngineThread(lambda: served.engine, served.reference, settings)
     thread.start()
     requests = [sampled_request(seed, 1.0, 1.0, max_tokens=100) for seed in range(32)]
     group = SampleGroup(RUN, requests, None)
     thread.submit(group)
-    wait_until("sequences to run", lambda: thread.running_sequences > 0)
+    wait_until(lambda: thread.running_sequences > 0, "sequences to run", WAIT_SECONDS, 0.002)
     thread.announce(RUN, served.versions.resolve(RUN, 1))
     samples = group.future.result(WAIT_SECONDS)
     thread.announce(RUN, served.reference)
-    wait_until("the weights to be put back", lambda: thread.loaded == served.reference)
+    wait_until(lambda: thread.loaded == served.reference, "the weights to be put back", WAIT_SECONDS, 0.002)
     thread.stop()
 
     switched = [sample for sample in samples if (sample.version_first, sample.version_last) == (0, 1)]
@@ -271,7 +266,7 @@ def test_a_group_nobody_waits_for_frees_its_sequences(served: Served) -> None:
     group = served.submit(*[sampled_request(seed, max_tokens=100) for seed in range(32)])
     assert group.future.cancel()
     assert served.sample(greedy_request(4))
-    wait_until("the cancelled sequences to be gone", lambda: served.thread.running_sequences == 0)
+    wait_until(lambda: served.thread.running_sequences == 0, "the cancelled sequences to be gone", WAIT_SECONDS, 0.002)
 
 
 def test_a_prompt_vllm_cannot_take_fails_alone(served: Served) -> None:

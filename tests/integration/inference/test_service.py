@@ -16,6 +16,7 @@ from spo.messaging import streams
 from spo.rpc.client import is_healthy
 from spo.rpc.healthcheck import why_not_serving
 from spo.testing.models import write_random_llama
+from spo.testing.waiting import wait_until
 from spo.v1 import inference_service_pb2 as inference
 from spo.v1.trajectory_pb2 import FINISH_REASON_STOP, RolloutGroup
 from tests.integration.inference.replica_stage import (
@@ -25,7 +26,6 @@ from tests.integration.inference.replica_stage import (
     Platform,
     announce,
     announcement,
-    eventually,
     prompt_group,
     write_run,
     write_version,
@@ -52,7 +52,7 @@ def platform(folder: Path, redis_server: str) -> Iterator[Platform]:
     platform = Platform(folder, redis_server)
     platform.assign(RUN)
     replica = platform.start_replica()
-    eventually("the replica to serve the run", lambda: platform.beat(replica).run_id == RUN)
+    wait_until(lambda: platform.beat(replica).run_id == RUN, "the replica to serve the run", WAIT_SECONDS)
     yield platform
     platform.close()
 
@@ -136,8 +136,8 @@ def test_prompts_become_rollouts_and_those_that_never_can_dead_letters(
     payloads = [group.SerializeToString() for group in groups] + [b"\xff no message"]
     streams.publish(connection, stream, payloads)
 
-    eventually("30 rollout groups", lambda: len(rollouts(connection)) - before >= 30)
-    eventually("two dead letters", lambda: connection.xlen(redis_keys.dead_letters(stream)) == 2)
+    wait_until(lambda: len(rollouts(connection)) - before >= 30, "30 rollout groups", WAIT_SECONDS)
+    wait_until(lambda: connection.xlen(redis_keys.dead_letters(stream)) == 2, "two dead letters", WAIT_SECONDS)
     reasons = [fields[b"reason"] for _, fields in connection.xrange(redis_keys.dead_letters(stream))]
     assert b"max_prompt_tokens" in reasons[0]
     assert b"not a PromptGroup" in reasons[1]
@@ -152,7 +152,7 @@ def test_a_consumer_group_that_was_lost_is_made_again(platform: Platform, connec
     before = len(rollouts(connection))
     connection.xgroup_destroy(redis_keys.prompts(RUN), redis_keys.INFERENCE_GROUP)
     streams.publish(connection, redis_keys.prompts(RUN), [prompt_group(200).SerializeToString()])
-    eventually("the rollouts", lambda: len(rollouts(connection)) > before)
+    wait_until(lambda: len(rollouts(connection)) > before, "the rollouts", WAIT_SECONDS)
     assert rollouts(connection)[-1].request.group_id == "group-200"
 
 
@@ -161,14 +161,14 @@ def test_a_replica_follows_announced_versions_and_refuses_a_damaged_one(
 ) -> None:
     replica = platform.replicas[0]
     announce(connection, write_version(platform.store, 1))
-    eventually("version 1 to be applied", lambda: platform.beat(replica).policy_version == 1)
+    wait_until(lambda: platform.beat(replica).policy_version == 1, "version 1 to be applied", WAIT_SECONDS)
 
     damaged = write_version(platform.store, 2)
     content = bytearray(damaged.files[0].read_bytes())
     content[len(content) // 2] ^= 1
     damaged.files[0].write_bytes(bytes(content))
     announce(connection, damaged)
-    eventually("the damage to be reported", lambda: "version 2" in platform.beat(replica).problem)
+    wait_until(lambda: "version 2" in platform.beat(replica).problem, "the damage to be reported", WAIT_SECONDS)
     call = platform.client(replica)
     newest = call.call("Generate", inference.GenerateRequest(group=prompt_group(2)), WAIT_SECONDS).group
     kept = call.call("Generate", inference.GenerateRequest(group=prompt_group(2, version=0)), WAIT_SECONDS).group
@@ -178,7 +178,7 @@ def test_a_replica_follows_announced_versions_and_refuses_a_damaged_one(
     assert {trajectory.policy_version_first for trajectory in newest.trajectories} == {1}
     assert {trajectory.policy_version_last for trajectory in kept.trajectories} == {0}
     announce(connection, write_version(platform.store, 4))
-    eventually("version 4 to be applied", lambda: platform.beat(replica).policy_version == 4)
+    wait_until(lambda: platform.beat(replica).policy_version == 4, "version 4 to be applied", WAIT_SECONDS)
     assert platform.beat(replica).problem == ""
 
 
@@ -209,21 +209,25 @@ def test_a_killed_replica_loses_nothing_and_a_stopped_one_ends_cleanly(
     stream = redis_keys.prompts(RUN)
     groups = [prompt_group(number, samples=16) for number in range(1000, 1060)]
     streams.publish(connection, stream, [group.SerializeToString() for group in groups])
-    eventually("the first rollouts", lambda: len(rollouts(connection)) > before + 3)
+    wait_until(lambda: len(rollouts(connection)) > before + 3, "the first rollouts", WAIT_SECONDS)
     victim = platform.replicas[0]
     victim.send_signal(signal.SIGKILL)
     victim.wait(WAIT_SECONDS)
     assert streams.depth(connection, stream, redis_keys.INFERENCE_GROUP).pending > 0
 
     successor = platform.start_replica()
-    eventually("all groups", lambda: len(rollouts(connection)) - before >= len(groups))
+    wait_until(lambda: len(rollouts(connection)) - before >= len(groups), "all groups", WAIT_SECONDS)
     done = [group.request.group_id for group in rollouts(connection)[before:]]
     assert sorted(done) == sorted(group.group_id for group in groups)
     ids = [t.trajectory_id for group in rollouts(connection)[before:] for t in group.trajectories]
     assert len(set(ids)) == len(ids) == 16 * len(groups)
 
     streams.publish(connection, stream, [group.SerializeToString() for group in groups])
-    eventually("groups in hand", lambda: streams.depth(connection, stream, redis_keys.INFERENCE_GROUP).pending > 0)
+    wait_until(
+        lambda: streams.depth(connection, stream, redis_keys.INFERENCE_GROUP).pending > 0,
+        "a group being sampled",
+        WAIT_SECONDS,
+    )
     successor.send_signal(signal.SIGTERM)
     assert successor.wait(WAIT_SECONDS) == 0, platform.log_of(successor)
     assert streams.depth(connection, stream, redis_keys.INFERENCE_GROUP).pending == 0
@@ -240,10 +244,10 @@ def test_an_idle_replica_is_ready_and_a_model_that_runs_code_is_refused(
     platform = Platform(folder, redis_server)
     try:
         replica = platform.start_replica()
-        address = eventually("a heartbeat", lambda: platform.beat(replica).address)
+        address = wait_until(lambda: platform.beat(replica).address, "a heartbeat", WAIT_SECONDS)
         assert is_healthy(address, deadline_seconds=10)
         platform.assign("job_pickled", pickled)
-        eventually("the refusal", lambda: "pytorch_model.bin" in platform.beat(replica).problem)
+        wait_until(lambda: "pytorch_model.bin" in platform.beat(replica).problem, "the refusal", WAIT_SECONDS)
         with pytest.raises(NotReady):
             platform.client(replica).call("Generate", inference.GenerateRequest(group=prompt_group(1)))
         assert not is_healthy(address)
@@ -265,16 +269,16 @@ def test_a_late_replica_is_ready_with_the_current_weights_only_and_says_what_is_
         platform.assign(RUN)
         platform.orchestrator.response.weights.CopyFrom(announcement(damaged))
         replica = platform.start_replica()
-        address = eventually("a heartbeat", lambda: platform.beat(replica).address)
-        eventually("the refusal", lambda: "version 11" in platform.beat(replica).problem)
+        address = wait_until(lambda: platform.beat(replica).address, "a heartbeat", WAIT_SECONDS)
+        wait_until(lambda: "version 11" in platform.beat(replica).problem, "the refusal", WAIT_SECONDS)
         assert not is_healthy(address)
         assert "version 11" in why_not_serving(address)
         assert "its manifest says" in why_not_serving(address)
         assert "announced weights refused" in platform.log_of(replica)
 
         announce(redis_client, write_version(platform.store, 12))
-        eventually("the replica to be ready", lambda: why_not_serving(address) == "")
-        eventually("version 12 to be applied", lambda: platform.beat(replica).policy_version == 12)
+        wait_until(lambda: why_not_serving(address) == "", "the replica to be ready", WAIT_SECONDS)
+        wait_until(lambda: platform.beat(replica).policy_version == 12, "version 12 to be applied", WAIT_SECONDS)
     finally:
         platform.close()
 
@@ -290,12 +294,12 @@ def test_a_replica_keeps_its_engine_for_runs_of_one_model_and_ends_for_another(
     try:
         platform.assign(RUN)
         replica = platform.start_replica()
-        eventually("the first run", lambda: platform.beat(replica).run_id == RUN)
+        wait_until(lambda: platform.beat(replica).run_id == RUN, "the first run", WAIT_SECONDS)
         announce(redis_client, write_version(platform.store, 7))
-        eventually("version 7 of the first run", lambda: platform.beat(replica).policy_version == 7)
+        wait_until(lambda: platform.beat(replica).policy_version == 7, "version 7 of the first run", WAIT_SECONDS)
 
         platform.assign("job_02")
-        eventually("the second run", lambda: platform.beat(replica).run_id == "job_02")
+        wait_until(lambda: platform.beat(replica).run_id == "job_02", "the second run", WAIT_SECONDS)
         group = prompt_group(1)
         group.run_id = "job_02"
         answer = platform.client(replica).call("Generate", inference.GenerateRequest(group=group), WAIT_SECONDS).group
@@ -303,7 +307,7 @@ def test_a_replica_keeps_its_engine_for_runs_of_one_model_and_ends_for_another(
         assert platform.log_of(replica).count("building the engine") == 1
 
         platform.assign("")
-        eventually("the replica to be idle", lambda: platform.beat(replica).run_id == "")
+        wait_until(lambda: platform.beat(replica).run_id == "", "the replica to be idle", WAIT_SECONDS)
         platform.assign("job_03", folder / "other")
         assert replica.wait(WAIT_SECONDS) == 0, platform.log_of(replica)
         assert "another model is wanted" in platform.log_of(replica)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -18,6 +17,7 @@ from spo.errors import NotReady, Unreachable
 from spo.local.child import Child, bound_to_this_process
 from spo.local.launcher import LauncherSettings, LocalPlatform, free_ports
 from spo.local.state import read_state, running_platforms, write_state
+from spo.testing.waiting import wait_until
 
 SLEEPER = [sys.executable, "-S", "-c", "import time; print('up', flush=True); time.sleep(600)"]
 STUBBORN = [
@@ -26,13 +26,6 @@ STUBBORN = [
     "-c",
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)",
 ]
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 15.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.02)
 
 
 def child_of(command: list[str], folder: Path) -> Child:

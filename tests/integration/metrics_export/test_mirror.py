@@ -22,7 +22,7 @@ from spo.errors import InvalidInput
 from spo.local.mirror_child import mirror_children
 from spo.metrics_export.mirror import mirror
 from spo.metrics_export.sinks import open_sink
-from spo.testing.platform import wait_until
+from spo.testing.waiting import wait_until
 from tests.support.evaluations import step_evaluation
 from tests.support.openapi_documents import SCHEMAS, example
 

@@ -25,6 +25,7 @@ from spo.rpc.server import RpcServer
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.job_state import JobState
 from spo.testing.peers import ServiceDoubles
+from spo.testing.waiting import wait_until
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub, add_OrchestratorServiceServicer_to_server
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
 
@@ -111,22 +112,6 @@ def document(tmp_path: Path) -> Document:
         "evaluation": {"interval_steps": 10, "samples": 4, "ks": [1, 2]},
         "trainer": {"steps": 20, "update_interval": 10, "checkpoint_interval": 10},
     }
-
-
-@pytest.fixture
-def until() -> Callable[[Callable[[], Any], str], Any]:
-    return wait_until
-
-
-def wait_until(holds: Callable[[], Any], what: str, seconds: float = 20) -> Any:
-    """Polls until something holds and returns it."""
-    deadline = time.monotonic() + seconds
-    while True:
-        found = holds()
-        if found:
-            return found
-        assert time.monotonic() < deadline, f"waited {seconds:g} s in vain until {what}"
-        time.sleep(0.02)
 
 
 @dataclass

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from spo.errors import SpoError
 from spo.experience.columns import StoredTrajectory
 from spo.experience.store import ExperienceStore
 from spo.testing.replay import PROMPTS, RUN, start_run, trajectory
+from spo.testing.waiting import wait_until
 from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_OTHER_RUN, SOURCE_REFERENCE, Prompt
 from spo.v1.trajectory_pb2 import Annotation
 
@@ -150,13 +150,13 @@ def test_a_spiller_killed_at_any_time_loses_nothing_and_doubles_nothing(
     try:
         for _ in range(3):
             before = _written(redis_client)
-            _wait_until(lambda before=before: _written(redis_client) > before, "a file is written")
+            wait_until(lambda before=before: _written(redis_client) > before, "a file is written", 150, 0.005)
             process.send_signal(signal.SIGKILL)
             process.wait(10)
             kills += _written(redis_client) < total
             process = replay_process(redis_server, tmp_path)
         redis_client.set(redis_keys.run_state(RUN), "succeeded")
-        _wait_until(lambda: _written(redis_client) == total, "everything is stored")
+        wait_until(lambda: _written(redis_client) == total, "everything is stored", 150)
     finally:
         process.kill()
         process.wait(10)
@@ -170,13 +170,6 @@ def test_a_spiller_killed_at_any_time_loses_nothing_and_doubles_nothing(
 def _written(client: redis.Redis) -> int:
     found: Any = client.hget(redis_keys.replay_stored(RUN), "written")
     return int(found or 0)
-
-
-def _wait_until(holds: Any, what: str, seconds: float = 150) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.005)
 
 
 def test_only_runs_with_something_unstored_are_looked_at(store: ReplayStore, tmp_path: Path) -> None:

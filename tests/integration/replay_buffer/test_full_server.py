@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from spo.testing.replay import (
     start_run,
     trajectory,
 )
+from spo.testing.waiting import wait_until
 from spo.v1 import replay_service_pb2 as replay
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub, add_ReplayServiceServicer_to_server
 from spo.v1.trajectory_pb2 import Trajectory
@@ -100,13 +101,6 @@ def service(server: Server) -> ReplayService:
 
 def status_of(service: ReplayService) -> Any:
     return service.GetReplayStatus(replay.GetReplayStatusRequest(run_id=RUN), None)
-
-
-def wait_until(condition: Callable[[], object], what: str, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.02)
 
 
 def ledger(client: redis.Redis) -> list[str]:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +29,7 @@ from spo.testing.replay import (
     served_scorer,
     start_run,
 )
+from spo.testing.waiting import wait_until
 from spo.v1.trajectory_pb2 import RolloutGroup
 from spo.v1.value_service_pb2_grpc import ValueServiceStub
 
@@ -67,13 +67,6 @@ def ledger(client: redis.Redis) -> list[str]:
 
 def expected(count: int) -> list[str]:
     return sorted(f"traj_SOURCE_ONLINE_{number}" for number in range(count))
-
-
-def wait_until(condition: Callable[[], object], what: str, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.02)
 
 
 def run_until(worker: IngestWorker, condition: Callable[[], object], what: str) -> None:

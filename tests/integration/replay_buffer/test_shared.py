@@ -7,9 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,6 +29,7 @@ from spo.testing.replay import (
     start_run,
     trajectory,
 )
+from spo.testing.waiting import wait_until
 from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_SHARED
 from spo.v1.replay_service_pb2 import SampleBatchRequest
 from spo.v1.trajectory_pb2 import Trajectory
@@ -225,13 +225,6 @@ def service_process(redis_url: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env={**os.environ, **environment}, stderr=subprocess.DEVNULL)
 
 
-def wait_until(holds: Callable[[], object], what: str, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.005)
-
-
 @pytest.mark.slow
 def test_killed_services_take_over_every_rollout_once(store: ReplayStore, redis_server: str) -> None:
     follow(store.client, samples_per_insert=0.0001)
@@ -242,7 +235,7 @@ def test_killed_services_take_over_every_rollout_once(store: ReplayStore, redis_
             store.append(RUN, [trajectory(number) for number in range(total, total + 1500)])
             total += 1500
             before = len(view(store))
-            wait_until(lambda: len(view(store)) > before, "some progress")  # noqa: B023
+            wait_until(lambda: len(view(store)) > before, "some progress", poll_seconds=0.005)  # noqa: B023
             for index, process in enumerate(processes):
                 process.send_signal(signal.SIGKILL)
                 process.wait(10)

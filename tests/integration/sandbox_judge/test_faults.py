@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -18,18 +17,12 @@ from services.sandbox_judge.test_store import TestSets
 from spo import redis_keys
 from spo.messaging import streams
 from spo.spec.job_spec import parse_job_spec, spec_to_json
+from spo.testing.waiting import wait_until
 from spo.v1 import verdict_pb2
 from spo.v1.prompt_pb2 import Prompt, PromptGroup
 from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
 
 GROUPS, SAMPLES = 100, 20
-
-
-def wait_until(holds: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.05)
 
 
 def start_judge(redis_server: str, log: Path) -> psutil.Popen:
@@ -95,10 +88,10 @@ def test_every_verdict_of_two_thousand_arrives_once_whoever_is_killed(
             seen.update(zygotes_of(judge))
             judge.kill()
             judge.wait(20)
-            wait_until(lambda: not any(each.is_running() for each in seen), 10)
+            wait_until(lambda: not any(each.is_running() for each in seen), "the zygotes have ended", 10)
             judge = start_judge(redis_server, log)
-        wait_until(lambda: redis_client.xlen(redis_keys.verdicts()) >= GROUPS, 200)
-        wait_until(lambda: redis_client.xlen(redis_keys.rollouts()) == 0, 20)
+        wait_until(lambda: redis_client.xlen(redis_keys.verdicts()) >= GROUPS, "every group is judged", 200)
+        wait_until(lambda: redis_client.xlen(redis_keys.rollouts()) == 0, "no group waits", 20)
         judge.terminate()
         assert judge.wait(30) == 0
     finally:
@@ -109,7 +102,7 @@ def test_every_verdict_of_two_thousand_arrives_once_whoever_is_killed(
         assert [trajectory.reward for trajectory in each.trajectories] == [0.0, -1.0] * (SAMPLES // 2)
     assert redis_client.xlen(redis_keys.dead_letters(redis_keys.rollouts())) == 0
     assert kills > 3
-    wait_until(lambda: not any(each.is_running() for each in seen), 10)
+    wait_until(lambda: not any(each.is_running() for each in seen), "the zygotes have ended", 10)
     # A judge that was killed leaves empty cgroups to the next, which was asked to stop and leaves none.
     parent = memory_parent("auto")
     assert parent is None or not [each for each in parent.glob("spo-judge-*") if str(judge.pid) in each.name]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from spo.messaging import streams
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import parse_job_spec, spec_to_json
+from spo.testing.waiting import wait_until
 from spo.v1 import verdict_pb2
 from spo.v1.judge_service_pb2 import DescribeJudgeRequest, JudgeRequest, Priority, UploadTestsRequest
 from spo.v1.judge_service_pb2_grpc import JudgeServiceStub, add_JudgeServiceServicer_to_server
@@ -34,13 +34,6 @@ DOUBLES = verdict_pb2.TestSet(
 )
 RIGHT = "print(2 * int(input()))"
 WRONG = "print(0)"
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -222,8 +215,11 @@ def test_groups_travel_the_pipeline_with_verdicts_and_rewards(
     for worker in workers:
         worker.start()
     try:
-        wait_until(lambda: redis_client.xlen(redis_keys.verdicts()) == 20)
-        wait_until(lambda: redis_client.xlen(redis_keys.dead_letters(redis_keys.rollouts())) == 1)
+        wait_until(lambda: redis_client.xlen(redis_keys.verdicts()) == 20, "every group is judged")
+        wait_until(
+            lambda: redis_client.xlen(redis_keys.dead_letters(redis_keys.rollouts())) == 1,
+            "the broken group is given up",
+        )
     finally:
         stop.set()
         for worker in workers:

@@ -22,6 +22,7 @@ from spo import redis_keys
 from spo.errors import InvalidInput, NotReady, ResourceExhausted, SpoError
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
+from spo.testing.waiting import wait_until
 from spo.v1 import verdict_pb2
 from spo.v1.judge_service_pb2 import DescribeJudgeRequest, JudgeRequest, Priority, UploadTestsRequest
 from spo.v1.judge_service_pb2_grpc import JudgeServiceStub, add_JudgeServiceServicer_to_server
@@ -30,13 +31,6 @@ from spo.v1.verdict_pb2 import Limits, Outcome
 ONE = verdict_pb2.TestSet(tests=[verdict_pb2.TestCase(stdin=b"1\n", stdout=b"2\n")])
 RIGHT = "print(2 * int(input()))"
 SLEEPER = "import time\ntime.sleep(60)"
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +266,7 @@ def test_a_client_that_vanishes_frees_its_work(judge: RpcClient, scheduler: Judg
     impatient = RpcClient("sandbox-judge", judge.address, JudgeServiceStub)
     asking = threading.Thread(target=ask)
     asking.start()
-    wait_until(lambda: scheduler.load == 1)
+    wait_until(lambda: scheduler.load == 1, "the program runs")
     impatient.close()
     asking.join(20)
 
@@ -280,7 +274,7 @@ def test_a_client_that_vanishes_frees_its_work(judge: RpcClient, scheduler: Judg
     started = time.monotonic()
     request = JudgeRequest(programs=[RIGHT], language="python", tests_digest=upload(judge))
     assert judge.call("Judge", request, deadline_seconds=60).verdicts[0].outcome == Outcome.OUTCOME_ACCEPTED
-    wait_until(lambda: scheduler.load == 0)
+    wait_until(lambda: scheduler.load == 0, "the scheduler is idle")
     assert time.monotonic() - started < 20
     assert len(refused) == 1
 
@@ -291,7 +285,7 @@ def test_a_deadline_that_passes_is_an_answer_and_frees_the_work(judge: RpcClient
 
     with pytest.raises(NotReady):
         judge.call("Judge", request, deadline_seconds=0.5)
-    wait_until(lambda: scheduler.load == 0)
+    wait_until(lambda: scheduler.load == 0, "the scheduler is idle")
 
 
 def test_a_closing_judge_finishes_what_it_has_taken(make_scheduler: Callable[..., JudgeScheduler]) -> None:

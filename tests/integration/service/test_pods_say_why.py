@@ -18,7 +18,7 @@ from spo.errors import NotReady, Unreachable
 from spo.local.launcher import free_ports
 from spo.local.redis_server import server_command
 from spo.messaging.connection import connect
-from spo.testing.platform import wait_until
+from spo.testing.waiting import wait_until
 from spo.weights.store import WeightStore
 
 PASSWORD, WRONG = "the-right-one", "a-wrong-one"

@@ -23,9 +23,9 @@ from services.orchestrator.container import AppContext
 from spo.client import Client
 from spo.errors import InvalidInput, NotFound, Unreachable
 from spo.spec.job_spec import TasksSpec
+from spo.testing.waiting import wait_until
 
 Document = dict[str, Any]
-Until = Callable[[Callable[[], Any], str], Any]
 
 PART_TYPE = "application/offset+octet-stream"
 
@@ -69,7 +69,7 @@ def examining(context: AppContext) -> Iterator[None]:
 
 
 @pytest.fixture
-def uploaded(api: httpx.Client, until: Until) -> Callable[..., Document]:
+def uploaded(api: httpx.Client) -> Callable[..., Document]:
     def upload(body: bytes, **fields: Any) -> Document:
         dataset_id = begin(api, len(body), **fields)
         assert send(api, dataset_id, 0, body).status_code == 200
@@ -78,7 +78,7 @@ def uploaded(api: httpx.Client, until: Until) -> Callable[..., Document]:
             found: Document = api.get(f"/v1/datasets/{dataset_id}").json()
             return found if found["state"] in ("ready", "invalid") else None
 
-        found: Document = until(ended, "the report is there")
+        found: Document = wait_until(ended, "the report is there")
         return found
 
     return upload
@@ -90,7 +90,7 @@ def context(open_context: Callable[..., AppContext]) -> AppContext:
 
 
 def test_a_dataset_comes_in_parts_and_a_job_trains_on_it(
-    api: httpx.Client, context: AppContext, document: Document, until: Until
+    api: httpx.Client, context: AppContext, document: Document
 ) -> None:
     body = rows(*map(problem, range(12)))
     dataset_id = begin(api, len(body))
@@ -99,7 +99,7 @@ def test_a_dataset_comes_in_parts_and_a_job_trains_on_it(
         grown = send(api, dataset_id, offset, body[offset : offset + 500])
         assert grown.headers["Upload-Offset"] == str(min(offset + 500, len(body)))
 
-    until(lambda: api.get(f"/v1/datasets/{dataset_id}").json()["state"] == "ready", "the dataset is ready")
+    wait_until(lambda: api.get(f"/v1/datasets/{dataset_id}").json()["state"] == "ready", "the dataset is ready")
     report = api.get(f"/v1/datasets/{dataset_id}").json()["report"]
     assert (report["rows"], report["problems"], report["tests"], report["with_solutions"]) == (12, 12, 12, 12)
     tasks = {"kind": "dataset", "id": dataset_id, "train_problems": 8, "evaluation_problems": 4}

@@ -17,10 +17,9 @@ from services.orchestrator.http.api.evaluations import list_evaluations
 from services.orchestrator.jobs.series import evaluation_results
 from spo.spec.job_spec import EvaluationSpec, parse_job_spec
 from spo.testing.peers import RIGHT, ServiceDoubles
+from spo.testing.waiting import wait_until
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.prompt_pb2 import PromptGroup
-
-Until = Callable[[Callable[[], Any], str], Any]
 
 
 @pytest.fixture
@@ -53,7 +52,7 @@ def ended(api: httpx.Client, evaluation_id: str) -> dict[str, Any] | None:
 
 @pytest.mark.usefixtures("working_off")
 def test_a_finished_jobs_checkpoint_is_evaluated_on_its_problems(
-    api: httpx.Client, peers: ServiceDoubles, finished_job: str, until: Until
+    api: httpx.Client, peers: ServiceDoubles, finished_job: str
 ) -> None:
     wanted = {"job_id": finished_job, "checkpoint_step": 20, "samples": 8, "ks": [1, 3, 8]}
 
@@ -61,7 +60,7 @@ def test_a_finished_jobs_checkpoint_is_evaluated_on_its_problems(
 
     assert asked.status_code == 202
     assert asked.headers["Location"] == f"/v1/evaluations/{asked.json()['id']}"
-    found = until(lambda: ended(api, asked.json()["id"]), "the evaluation ends")
+    found = wait_until(lambda: ended(api, asked.json()["id"]), "the evaluation ends")
     assert found["state"] == "succeeded"
     assert set(peers.inference.versions) == {2}
     result = found["result"]
@@ -75,13 +74,13 @@ def test_a_finished_jobs_checkpoint_is_evaluated_on_its_problems(
 
 @pytest.mark.usefixtures("working_off")
 def test_another_task_set_is_given_to_the_judges_first(
-    api: httpx.Client, peers: ServiceDoubles, finished_job: str, until: Until
+    api: httpx.Client, peers: ServiceDoubles, finished_job: str
 ) -> None:
     tasks = {"kind": "toy", "train_problems": 1, "evaluation_problems": 5, "seed": 7}
 
     asked = api.post("/v1/evaluations", json={"job_id": finished_job, "version": 0, "tasks": tasks})
 
-    found = until(lambda: ended(api, asked.json()["id"]), "the evaluation ends")
+    found = wait_until(lambda: ended(api, asked.json()["id"]), "the evaluation ends")
     assert found["result"]["problems"] == 5
     assert len(peers.judge.uploaded) == 5
     assert set(peers.inference.versions) == {0}
@@ -94,7 +93,6 @@ def test_an_evaluation_waits_for_the_job_that_trains_and_then_has_the_replicas(
     peers: ServiceDoubles,
     finished_job: str,
     document: dict[str, Any],
-    until: Until,
 ) -> None:
     # Without held-out problems of its own, so that only the request asks the replicas.
     document["tasks"]["evaluation_problems"] = 0
@@ -115,14 +113,14 @@ def test_an_evaluation_waits_for_the_job_that_trains_and_then_has_the_replicas(
 
     context.jobs.fail(training, "test", "it ended")
 
-    found = until(lambda: ended(api, asked.json()["id"]), "the evaluation ends")
+    found = wait_until(lambda: ended(api, asked.json()["id"]), "the evaluation ends")
     assert found["version"] == 2, "the newest one, when none is named"
     assert set(served_while_asked) == {finished_job}
     assert context.assigner.run_of("r1") == ""
 
 
 def test_a_request_waits_for_what_the_schedule_of_a_training_job_owes(
-    context: AppContext, peers: ServiceDoubles, document: dict[str, Any], until: Until
+    context: AppContext, peers: ServiceDoubles, document: dict[str, Any]
 ) -> None:
     training = context.jobs.submit(parse_job_spec(document))
     context.replicas.beat(wire.HeartbeatRequest(replica_id="r1", pool="inference"))
@@ -140,7 +138,7 @@ def test_a_request_waits_for_what_the_schedule_of_a_training_job_owes(
     thread = threading.Thread(target=context.evaluations.run, args=(context.stop,))
     thread.start()
 
-    until(lambda: context.evaluations.get(requested.id).state == "succeeded", "the request is answered")
+    wait_until(lambda: context.evaluations.get(requested.id).state == "succeeded", "the request is answered")
 
     context.stop.set()
     thread.join(20)
@@ -149,13 +147,13 @@ def test_a_request_waits_for_what_the_schedule_of_a_training_job_owes(
 
 
 def test_a_request_that_a_stop_interrupted_is_answered_by_the_next_process(
-    open_context: Callable[..., AppContext], context: AppContext, finished_job: str, peers: ServiceDoubles, until: Until
+    open_context: Callable[..., AppContext], context: AppContext, finished_job: str, peers: ServiceDoubles
 ) -> None:
     requested = context.evaluations.request(finished_job, 2, None, EvaluationSpec())
     peers.inference.unready = 1_000_000
     thread = threading.Thread(target=context.evaluations.run, args=(context.stop,))
     thread.start()
-    until(lambda: context.evaluations.get(requested.id).state == "running", "the evaluation begins")
+    wait_until(lambda: context.evaluations.get(requested.id).state == "running", "the evaluation begins")
     context.stop.set()
     thread.join(20)
     assert not thread.is_alive(), "a stop ends the wait for replicas"
@@ -164,13 +162,13 @@ def test_a_request_that_a_stop_interrupted_is_answered_by_the_next_process(
     successor = open_context()
     thread = threading.Thread(target=successor.evaluations.run, args=(successor.stop,))
     thread.start()
-    until(lambda: successor.evaluations.get(requested.id).state == "succeeded", "the request is answered")
+    wait_until(lambda: successor.evaluations.get(requested.id).state == "succeeded", "the request is answered")
     successor.stop.set()
     thread.join(20)
 
 
 def test_a_poisoned_evaluation_fails_and_the_next_one_is_carried_out(
-    api: httpx.Client, context: AppContext, finished_job: str, until: Until
+    api: httpx.Client, context: AppContext, finished_job: str
 ) -> None:
     poisoned = context.evaluations.request(finished_job, 1, None, EvaluationSpec())
     stored = json.loads(context.redis.hget(own_keys.on_demand_evaluations(), poisoned.id) or b"")
@@ -181,7 +179,7 @@ def test_a_poisoned_evaluation_fails_and_the_next_one_is_carried_out(
     thread = threading.Thread(target=context.evaluations.run, args=(context.stop,))
     thread.start()
 
-    found = until(lambda: ended(api, asked.json()["id"]), "the evaluation ends")
+    found = wait_until(lambda: ended(api, asked.json()["id"]), "the evaluation ends")
 
     context.stop.set()
     thread.join(20)

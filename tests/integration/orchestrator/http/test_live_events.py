@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,6 +17,7 @@ from services.orchestrator.container import AppContext
 from services.orchestrator.http.live_events import KEPT_EVENTS, EventStream
 from services.orchestrator.jobs.states import CANCEL
 from spo.spec.job_spec import parse_job_spec
+from spo.testing.waiting import wait_until
 
 STREAM = {"Accept": "text/event-stream"}
 
@@ -102,7 +103,6 @@ def test_many_listeners_of_a_job_share_one_reader(
     api: httpx.Client,
     document: dict[str, Any],
     redis_client: redis.Redis,
-    until: Callable[[Callable[[], Any], str], Any],
 ) -> None:
     job_id = submitted(context, document)
     # Waiting in a blocking read.
@@ -116,11 +116,11 @@ def test_many_listeners_of_a_job_share_one_reader(
         lines = [answer.iter_lines() for answer in answers]
         for each in lines:
             assert next(line for line in each if line.startswith("id: ")) == "id: 1"
-        until(lambda: len(reading()) == 1, "one connection waits for events")
+        wait_until(lambda: len(reading()) == 1, "one connection waits for events")
         context.jobs.append(job_id, "progress", {})
         for each in lines:
             assert next(line for line in each if line.startswith("id: ")) == "id: 2"
-    until(lambda: not reading(), "nobody reads for nobody")
+    wait_until(lambda: not reading(), "nobody reads for nobody")
 
 
 def test_a_listener_that_fell_far_behind_misses_nothing(

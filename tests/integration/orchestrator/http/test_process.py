@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,13 @@ from spo.rpc.client import RpcClient
 from spo.spec.job_state import JobState
 from spo.testing.peers import RIGHT, ServiceDoubles
 from spo.testing.traces import Collector
+from spo.testing.waiting import wait_until
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 from spo.v1.prompt_pb2 import PromptGroup
 
 pytestmark = pytest.mark.slow
 
-Until = Callable[[Callable[[], Any], str], Any]
 START_SECONDS = 60
 
 
@@ -59,7 +59,7 @@ class Orchestrator:
             self.process = subprocess.Popen(command, env=self.environment, stderr=log)
         return self.process
 
-    def start(self, until: Callable[..., Any]) -> None:
+    def start(self) -> None:
         process = self.launch()
 
         def ready() -> bool:
@@ -69,7 +69,7 @@ class Orchestrator:
             except httpx.TransportError:
                 return False
 
-        until(ready, "the orchestrator is ready", START_SECONDS)
+        wait_until(ready, "the orchestrator is ready", START_SECONDS)
 
     def end(self, number: int) -> int:
         assert self.process is not None
@@ -95,15 +95,15 @@ def _free_port() -> int:
 
 
 def test_a_killed_orchestrator_comes_back_to_its_job_and_its_clients(
-    orchestrator: Orchestrator, redis_client: redis.Redis, document: dict[str, Any], until: Until
+    orchestrator: Orchestrator, redis_client: redis.Redis, document: dict[str, Any]
 ) -> None:
-    orchestrator.start(until)
+    orchestrator.start()
     accepted = httpx.post(f"{orchestrator.url}/v1/jobs", json=document, trust_env=False, timeout=30).json()
     jobs = JobStore(redis_client)
-    until(lambda: redis_client.xlen(redis_keys.estimates()) == 6, "the prompts are asked for")
+    wait_until(lambda: redis_client.xlen(redis_keys.estimates()) == 6, "the prompts are asked for")
     orchestrator.end(signal.SIGKILL)
-    orchestrator.start(until)
-    until(lambda: any(event.kind == "adopted" for event in jobs.events(accepted["id"])), "the job is adopted")
+    orchestrator.start()
+    wait_until(lambda: any(event.kind == "adopted" for event in jobs.events(accepted["id"])), "the job is adopted")
 
     events = jobs.events(accepted["id"])
     assert [event.seq for event in events] == list(range(1, len(events) + 1))
@@ -112,8 +112,8 @@ def test_a_killed_orchestrator_comes_back_to_its_job_and_its_clients(
     assert jobs.state(accepted["id"]) is JobState.ESTIMATING
 
 
-def test_it_answers_heartbeats_and_registers_itself(orchestrator: Orchestrator, until: Until) -> None:
-    orchestrator.start(until)
+def test_it_answers_heartbeats_and_registers_itself(orchestrator: Orchestrator) -> None:
+    orchestrator.start()
     client = RpcClient("orchestrator", f"127.0.0.1:{orchestrator.grpc_port}", OrchestratorServiceStub)
     client.call("Heartbeat", HeartbeatRequest(replica_id="judge-1", pool="sandbox-judge"), deadline_seconds=5)
     client.close()
@@ -122,11 +122,11 @@ def test_it_answers_heartbeats_and_registers_itself(orchestrator: Orchestrator, 
         replicas = httpx.get(f"{orchestrator.url}/v1/replicas", trust_env=False, timeout=10).json()["items"]
         return {replica["pool"] for replica in replicas}
 
-    until(lambda: pools() == {"orchestrator", "sandbox-judge"}, "both are registered")
+    wait_until(lambda: pools() == {"orchestrator", "sandbox-judge"}, "both are registered")
 
 
 def test_told_to_stop_it_does_so_even_while_a_peer_hangs(
-    orchestrator: Orchestrator, peers: ServiceDoubles, document: dict[str, Any], until: Until
+    orchestrator: Orchestrator, peers: ServiceDoubles, document: dict[str, Any]
 ) -> None:
     asked, release = threading.Event(), threading.Event()
 
@@ -136,7 +136,7 @@ def test_told_to_stop_it_does_so_even_while_a_peer_hangs(
         return RIGHT
 
     peers.inference.respond = hang
-    orchestrator.start(until)
+    orchestrator.start()
     httpx.post(f"{orchestrator.url}/v1/jobs", json=document, trust_env=False, timeout=30).raise_for_status()
     assert asked.wait(30), "the evaluation never asked for samples"
     status = orchestrator.end(signal.SIGTERM)
@@ -202,7 +202,7 @@ def send_canaries(api: httpx.Client, accepted: dict[str, Any]) -> int:
 
 
 def test_canary_secrets_of_requests_appear_in_no_log_metric_event_or_trace(
-    orchestrator: Orchestrator, redis_client: redis.Redis, document: dict[str, Any], until: Until
+    orchestrator: Orchestrator, redis_client: redis.Redis, document: dict[str, Any]
 ) -> None:
     key = f"{CANARY}-operator-key"
     document |= {"name": f"{CANARY} name", "labels": {CANARY: f"{CANARY}-label"}}
@@ -213,12 +213,14 @@ def test_canary_secrets_of_requests_appear_in_no_log_metric_event_or_trace(
             "SPO_ORCHESTRATOR_RATE_LIMIT": "1000000/minute",
             "SPO_LOG_LEVEL": "debug",
         }
-        orchestrator.start(until)
+        orchestrator.start()
         headers = {"Authorization": f"Bearer {key}"}
         with httpx.Client(base_url=orchestrator.url, headers=headers, trust_env=False, timeout=60) as api:
             accepted = api.post("/v1/jobs", json=document, headers={"Idempotency-Key": CANARY}).json()
             sent = send_canaries(api, accepted)
-            until(lambda: JobStore(redis_client).state(accepted["id"]) is not JobState.QUEUED, "the job is taken up")
+            wait_until(
+                lambda: JobStore(redis_client).state(accepted["id"]) is not JobState.QUEUED, "the job is taken up"
+            )
             told = {
                 "metrics": api.get("/metrics").text,
                 "audit": api.get("/v1/audit?limit=1000").text,

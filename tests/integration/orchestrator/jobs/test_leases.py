@@ -19,6 +19,7 @@ from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.job_state import JobState
+from spo.testing.waiting import wait_until
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub, add_OrchestratorServiceServicer_to_server
 
@@ -213,14 +214,14 @@ def test_a_rollback_announces_the_older_version_again(
 
 
 def test_a_silent_replica_is_dropped_and_the_run_is_told(
-    open_context: Callable[..., AppContext], document: dict[str, Any], until: Callable[[Callable[[], Any], str], Any]
+    open_context: Callable[..., AppContext], document: dict[str, Any]
 ) -> None:
     context = open_context(replica_silence_seconds=1)
     job_id = running(context, document)
     context.replicas.beat(wire.HeartbeatRequest(replica_id="r1", pool="inference", run_id=job_id))
     assert [replica.replica_id for replica in context.replicas.live()] == ["r1"]
 
-    until(lambda: context.replicas.live() == [], "the replica is silent for too long")
+    wait_until(lambda: context.replicas.live() == [], "the replica is silent for too long")
     context.replicas.drop_silent()
 
     assert context.redis.hlen(redis_keys.replicas()) == 0

@@ -18,6 +18,7 @@ from spo.messaging import streams
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.job_state import JobState
 from spo.testing.peers import ServiceDoubles
+from spo.testing.waiting import wait_until
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, PromptGroup
 from spo.v1.value_pb2 import PromptValue
 
@@ -223,14 +224,14 @@ def test_prompts_that_the_buffer_would_never_serve_are_not_fed(
 
 
 def test_a_job_with_nothing_to_feed_fails_and_says_so(
-    context: AppContext, peers: ServiceDoubles, document: dict[str, Any], until: Callable[[Callable[[], Any], str], Any]
+    context: AppContext, peers: ServiceDoubles, document: dict[str, Any]
 ) -> None:
     document["value"] = {"unsolved": "drop"}
     job_id = running(context, document, successes=lambda index: 0)
     peers.replay.admissible = 100
     loop = threading.Thread(target=context.dispatcher.run, args=(context.stop,))
     loop.start()
-    until(lambda: context.jobs.state(job_id) is JobState.FAILED, "the job fails")
+    wait_until(lambda: context.jobs.state(job_id) is JobState.FAILED, "the job fails")
     context.stop.set()
     loop.join(10)
 

@@ -18,10 +18,9 @@ from spo.messaging import streams
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.job_state import JobState
 from spo.testing.peers import ServiceDoubles
+from spo.testing.waiting import wait_until
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.value_pb2 import EstimateRequest, PivotalRequest, PromptValue
-
-Until = Callable[[Callable[[], Any], str], Any]
 
 
 @contextmanager
@@ -62,18 +61,18 @@ def submitted(context: AppContext, document: dict[str, Any]) -> str:
     return context.jobs.submit(parse_job_spec(document))
 
 
-def bring_to_running(context: AppContext, job_id: str, until: Until) -> None:
-    until(lambda: len(requests(context)) == 6, "all prompts are asked for")
+def bring_to_running(context: AppContext, job_id: str) -> None:
+    wait_until(lambda: len(requests(context)) == 6, "all prompts are asked for")
     estimate_everything(context, job_id)
-    until(lambda: state(context, job_id) is JobState.RUNNING, "the job runs")
+    wait_until(lambda: state(context, job_id) is JobState.RUNNING, "the job runs")
 
 
 def test_a_job_goes_from_submit_to_success(
-    context: AppContext, peers: ServiceDoubles, document: dict[str, Any], until: Until
+    context: AppContext, peers: ServiceDoubles, document: dict[str, Any]
 ) -> None:
     job_id = submitted(context, document)
     with at_work(context):
-        bring_to_running(context, job_id, until)
+        bring_to_running(context, job_id)
         grant = context.leases.wait_for_job("trainer", 5)
         owner = {"run_id": job_id, "trainer_id": "trainer", "epoch": grant.epoch}
         for version in (1, 2):
@@ -83,7 +82,7 @@ def test_a_job_goes_from_submit_to_success(
                 wire.PublishWeightsRequest(**owner, version=version, step=version * 10, uri="w", manifest_digest="d")
             )
         context.leases.finish(wire.FinishRunRequest(**owner, final_step=20))
-        until(lambda: state(context, job_id) is JobState.SUCCEEDED, "the job succeeds")
+        wait_until(lambda: state(context, job_id) is JobState.SUCCEEDED, "the job succeeds")
 
     results = evaluation_results(context.redis, job_id)
     assert (results[0]["step"], results[-1]["step"], results[-1]["version"]) == (0, 20, 2)
@@ -101,68 +100,62 @@ def test_a_job_goes_from_submit_to_success(
 
 
 def test_the_judges_have_every_test_set_before_a_prompt_is_asked_for(
-    context: AppContext, peers: ServiceDoubles, document: dict[str, Any], until: Until
+    context: AppContext, peers: ServiceDoubles, document: dict[str, Any]
 ) -> None:
     job_id = submitted(context, document)
     with at_work(context):
-        until(lambda: requests(context), "a prompt is asked for")
+        wait_until(lambda: requests(context), "a prompt is asked for")
 
     tasks = context.library.load(context.jobs.spec(job_id).tasks)
     assert {problem.tests_digest for problem in (*tasks.train, *tasks.evaluation)} <= peers.judge.uploaded
 
 
 def test_a_restarted_orchestrator_adopts_the_job_and_asks_for_no_prompt_twice(
-    open_context: Callable[..., AppContext], document: dict[str, Any], until: Until
+    open_context: Callable[..., AppContext], document: dict[str, Any]
 ) -> None:
     first = open_context()
     job_id = submitted(first, document)
     with at_work(first):
-        until(lambda: len(requests(first)) == 6, "all prompts are asked for")
+        wait_until(lambda: len(requests(first)) == 6, "all prompts are asked for")
     asked = requests(first)
 
     second = open_context()
     with at_work(second):
-        until(lambda: any(e.kind == "adopted" for e in second.jobs.events(job_id)), "the job is adopted")
-        bring_to_running(second, job_id, until)
+        wait_until(lambda: any(e.kind == "adopted" for e in second.jobs.events(job_id)), "the job is adopted")
+        bring_to_running(second, job_id)
 
     assert requests(second) == asked
     assert len(set(asked)) == 6
 
 
-def test_a_job_that_waited_starts_when_the_running_one_ends(
-    context: AppContext, document: dict[str, Any], until: Until
-) -> None:
+def test_a_job_that_waited_starts_when_the_running_one_ends(context: AppContext, document: dict[str, Any]) -> None:
     first, second = submitted(context, document), submitted(context, document)
     with at_work(context):
-        until(lambda: state(context, first) is JobState.ESTIMATING, "the first job estimates")
+        wait_until(lambda: state(context, first) is JobState.ESTIMATING, "the first job estimates")
         assert state(context, second) is JobState.QUEUED
         context.jobs.act(first, CANCEL)
-        until(lambda: state(context, second) is JobState.ESTIMATING, "the second job's turn comes")
+        wait_until(lambda: state(context, second) is JobState.ESTIMATING, "the second job's turn comes")
 
     assert state(context, first) is JobState.CANCELLED
 
 
-def test_a_cancelled_job_ends_when_its_trainer_lets_go(
-    context: AppContext, document: dict[str, Any], until: Until
-) -> None:
+def test_a_cancelled_job_ends_when_its_trainer_lets_go(context: AppContext, document: dict[str, Any]) -> None:
     job_id = submitted(context, document)
     with at_work(context):
-        bring_to_running(context, job_id, until)
+        bring_to_running(context, job_id)
         grant = context.leases.wait_for_job("trainer", 5)
         owner = {"run_id": job_id, "trainer_id": "trainer", "epoch": grant.epoch}
         context.jobs.act(job_id, CANCEL)
         assert context.leases.renew(wire.RenewLeaseRequest(**owner)) == wire.DIRECTIVE_CANCEL
         assert state(context, job_id) is JobState.CANCELLING
         context.leases.finish(wire.FinishRunRequest(**owner, error_code="cancelled", error_message="cancelled"))
-        until(lambda: state(context, job_id) is JobState.CANCELLED, "the job is cancelled")
+        wait_until(lambda: state(context, job_id) is JobState.CANCELLED, "the job is cancelled")
 
 
-def test_a_pause_waits_for_the_checkpoint_and_a_resume_goes_on(
-    context: AppContext, document: dict[str, Any], until: Until
-) -> None:
+def test_a_pause_waits_for_the_checkpoint_and_a_resume_goes_on(context: AppContext, document: dict[str, Any]) -> None:
     job_id = submitted(context, document)
     with at_work(context):
-        bring_to_running(context, job_id, until)
+        bring_to_running(context, job_id)
         grant = context.leases.wait_for_job("trainer", 5)
         owner = {"run_id": job_id, "trainer_id": "trainer", "epoch": grant.epoch}
         context.leases.renew(wire.RenewLeaseRequest(**owner, reports=[wire.StepReport(step=5)]))
@@ -179,12 +172,10 @@ def test_a_pause_waits_for_the_checkpoint_and_a_resume_goes_on(
     assert state(context, job_id) is JobState.RUNNING
 
 
-def test_a_trainer_that_gives_up_fails_the_job_with_its_reason(
-    context: AppContext, document: dict[str, Any], until: Until
-) -> None:
+def test_a_trainer_that_gives_up_fails_the_job_with_its_reason(context: AppContext, document: dict[str, Any]) -> None:
     job_id = submitted(context, document)
     with at_work(context):
-        bring_to_running(context, job_id, until)
+        bring_to_running(context, job_id)
         grant = context.leases.wait_for_job("trainer", 5)
         owner = {"run_id": job_id, "trainer_id": "trainer", "epoch": grant.epoch}
         context.leases.finish(
@@ -196,27 +187,27 @@ def test_a_trainer_that_gives_up_fails_the_job_with_its_reason(
     assert (record["failure_code"], record["failure_message"]) == ("q_mismatch", "Q_T is not Qhat_0")
 
 
-def test_estimates_given_up_on_fail_the_job_loudly(context: AppContext, document: dict[str, Any], until: Until) -> None:
+def test_estimates_given_up_on_fail_the_job_loudly(context: AppContext, document: dict[str, Any]) -> None:
     job_id = submitted(context, document)
     with at_work(context):
-        until(lambda: len(requests(context)) == 6, "all prompts are asked for")
+        wait_until(lambda: len(requests(context)) == 6, "all prompts are asked for")
         reader = streams.Consumer(context.redis, redis_keys.estimates(), redis_keys.VALUE_GROUP, "value")
         for entry in reader.read(4):
             reader.dead_letter(entry, "poison")
-        until(lambda: state(context, job_id) is JobState.FAILED, "the job fails")
+        wait_until(lambda: state(context, job_id) is JobState.FAILED, "the job fails")
 
     assert context.jobs.record(job_id)["failure_code"] == "too_many_dead_letters"
     assert dead_letters(context.redis, job_id)["estimates"] == 4
 
 
 def test_training_begins_only_when_the_pivotal_tokens_are_searched(
-    context: AppContext, document: dict[str, Any], until: Until
+    context: AppContext, document: dict[str, Any]
 ) -> None:
     job_id = submitted(context, {**document, "value": {"pivotal": {}}})
     with at_work(context):
-        until(lambda: len(requests(context)) == 6, "all prompts are asked for")
+        wait_until(lambda: len(requests(context)) == 6, "all prompts are asked for")
         prompts = estimate_everything(context, job_id)
-        until(lambda: context.redis.xlen(redis_keys.pivotal()) == 6, "all searches are asked for")
+        wait_until(lambda: context.redis.xlen(redis_keys.pivotal()) == 6, "all searches are asked for")
         assert state(context, job_id) is JobState.ESTIMATING
         found: Any = context.redis.xrange(redis_keys.pivotal())
         asked = [PivotalRequest.FromString(fields[b"payload"]) for _, fields in found]
@@ -225,16 +216,16 @@ def test_training_begins_only_when_the_pivotal_tokens_are_searched(
         for prompt_id in prompts:
             context.redis.hset(redis_keys.run_pivotal(job_id), prompt_id, 1)
 
-        until(lambda: state(context, job_id) is JobState.RUNNING, "the job runs")
+        wait_until(lambda: state(context, job_id) is JobState.RUNNING, "the job runs")
 
 
 def test_a_standstill_becomes_one_event_that_says_who_is_missing(
-    open_context: Callable[..., AppContext], document: dict[str, Any], until: Until
+    open_context: Callable[..., AppContext], document: dict[str, Any]
 ) -> None:
     context = open_context(stall_seconds=0.1)
     job_id = submitted(context, document)
     with at_work(context):
-        stalled = until(
+        stalled = wait_until(
             lambda: [e for e in context.jobs.events(job_id) if e.kind == "stalled"], "the standstill is told"
         )
 
@@ -242,11 +233,11 @@ def test_a_standstill_becomes_one_event_that_says_who_is_missing(
 
 
 def test_an_evaluation_waits_for_a_replica_that_still_loads(
-    context: AppContext, peers: ServiceDoubles, document: dict[str, Any], until: Until
+    context: AppContext, peers: ServiceDoubles, document: dict[str, Any]
 ) -> None:
     peers.inference.unready = 3
     job_id = submitted(context, document)
     with at_work(context):
-        until(lambda: evaluation_results(context.redis, job_id), "the reference is evaluated")
+        wait_until(lambda: evaluation_results(context.redis, job_id), "the reference is evaluated")
 
     assert evaluation_results(context.redis, job_id)[0]["problems"] == 3

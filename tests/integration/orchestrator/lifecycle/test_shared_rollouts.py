@@ -24,6 +24,7 @@ from spo.rpc.server import RpcServer
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.job_state import JobState
 from spo.testing.replay import trajectory
+from spo.testing.waiting import wait_until
 from spo.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
 
 Document = dict[str, Any]
@@ -60,7 +61,6 @@ def test_a_follower_lists_the_rollouts_of_the_job_it_follows_as_shared(
     serve: Callable[[AppContext], str],
     buffer: tuple[ReplayStore, str],
     document: Document,
-    until: Callable[[Callable[[], Any], str], Any],
 ) -> None:
     store, address = buffer
     context = open_context(replay_buffer_address=address)
@@ -79,7 +79,7 @@ def test_a_follower_lists_the_rollouts_of_the_job_it_follows_as_shared(
         worker = threading.Thread(target=following.run, args=(stop,))
         worker.start()
         try:
-            until(lambda: len(listed(api, follower)) == 12, "all rollouts came")
+            wait_until(lambda: len(listed(api, follower)) == 12, "all rollouts came")
         finally:
             stop.set()
             worker.join(10)

@@ -12,6 +12,7 @@ from services.orchestrator.replicas import heartbeats, registry
 from services.orchestrator.replicas.registry import HEARTBEAT_SECONDS
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.job_state import JobState
+from spo.testing.waiting import wait_until
 from spo.v1 import orchestrator_service_pb2 as wire
 
 REPLICAS = 100
@@ -67,12 +68,12 @@ def test_a_replica_with_news_is_registered_with_them_at_once(context: AppContext
 
 
 def test_a_replica_that_was_forgotten_joins_again(
-    open_context: Callable[..., AppContext], document: dict[str, Any], until: Callable[..., Any]
+    open_context: Callable[..., AppContext], document: dict[str, Any]
 ) -> None:
     context = open_context(replica_silence_seconds=1)
     job_id = running(context, document)
     beat(context, "r1", run_id=job_id)
-    until(lambda: context.replicas.live() == [], "the replica is silent for too long")
+    wait_until(lambda: context.replicas.live() == [], "the replica is silent for too long")
     context.replicas.drop_silent()
 
     beat(context, "r1", run_id=job_id)

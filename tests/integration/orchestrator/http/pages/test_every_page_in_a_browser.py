@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from services.orchestrator.container import AppContext
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.job_state import JobState
+from spo.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from conftest import Trainer
@@ -123,14 +123,12 @@ def test_jobs_are_searched_as_one_types(
     assert complaints == []
 
 
-def test_replicas_are_wished_for_with_the_slider(
-    context: AppContext, page: Any, complaints: list[str], until: Callable[[Callable[[], Any], str], Any]
-) -> None:
+def test_replicas_are_wished_for_with_the_slider(context: AppContext, page: Any, complaints: list[str]) -> None:
     page.goto("/replicas")
     page.get_by_role("slider", name="inference").focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
-    until(lambda: context.scale.desired()["inference"] == 3, "three replicas are wished for")
+    wait_until(lambda: context.scale.desired()["inference"] == 3, "three replicas are wished for")
 
     assert complaints == []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +10,7 @@ import yaml
 
 from services.orchestrator.container import AppContext
 from spo.spec.job_state import JobState
+from spo.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from conftest import Trainer
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
-Until = Callable[[Callable[[], Any], str], Any]
 
 
 def curves(page: Any) -> int:
@@ -27,7 +26,7 @@ def curves(page: Any) -> int:
 
 
 def test_a_running_job_is_live_and_obeys_its_buttons(
-    context: AppContext, page: Any, job_id: str, trainer: Trainer, complaints: list[str], until: Until
+    context: AppContext, page: Any, job_id: str, trainer: Trainer, complaints: list[str]
 ) -> None:
     trainer.report(*range(1, 6))
     page.goto(f"/jobs/{job_id}")
@@ -39,7 +38,7 @@ def test_a_running_job_is_live_and_obeys_its_buttons(
         trainer.report(step)
     page.get_by_text("step 10 / 20").wait_for()
     page.get_by_role("button", name="pause").click()
-    until(lambda: context.jobs.state(job_id) is JobState.PAUSING, "the pause arrives")
+    wait_until(lambda: context.jobs.state(job_id) is JobState.PAUSING, "the pause arrives")
     trainer.checkpoint(10)
     page.locator("#state", has_text="paused").wait_for()
     page.get_by_role("button", name="resume").click()
@@ -75,16 +74,16 @@ def test_an_alarm_of_the_collapse_guard_appears_while_one_looks(
 
 
 def test_weights_are_pushed_and_rolled_back_from_the_page(
-    context: AppContext, page: Any, job_id: str, trainer: Trainer, complaints: list[str], until: Until
+    context: AppContext, page: Any, job_id: str, trainer: Trainer, complaints: list[str]
 ) -> None:
     trainer.publish(1)
     trainer.publish(2)
     page.goto(f"/jobs/{job_id}")
     page.get_by_role("button", name="Roll back to version 1").click()
-    until(lambda: (context.weights.announced(job_id) or 0).version == 1, "version 1 is announced")
+    wait_until(lambda: (context.weights.announced(job_id) or 0).version == 1, "version 1 is announced")
     page.locator("#weights tr:has(#push-1)", has_text="announced").wait_for()
     page.get_by_role("button", name="Push version 2").click()
-    until(lambda: (context.weights.announced(job_id) or 0).version == 2, "version 2 is announced")
+    wait_until(lambda: (context.weights.announced(job_id) or 0).version == 2, "version 2 is announced")
 
     assert complaints == []
 
