@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,7 +27,7 @@ log = get_logger("checkpoints")
 
 
 class TrainingState(Protocol):
-    """What a checkpoint holds of each rank."""
+    """What a checkpoint holds of a rank."""
 
     @property
     def stage(self) -> int:
@@ -91,16 +91,17 @@ def _save_part(ranks: Ranks, training: TrainingState, writing: Path) -> list[str
         save_file(training.state_tensors() | _random_state(ranks), writing / _part_name(ranks.rank))
     except (OSError, RuntimeError) as error:
         problem = f"rank {ranks.rank}: {error}"
-    return [each for each in ranks.gather(problem) if each]
+    return [found for found in ranks.gather(problem) if found]
 
 
 def load_checkpoint(ranks: Ranks, training: TrainingState, root: Path) -> TrainingProgress | None:
     """Bring every rank to the newest intact checkpoint of the run; None when there is none.
 
-    A damaged one is named in the log and passed over; one of another number of ranks is cut anew. Raises
+    A damaged one is named in the log and passed over; one of another number of ranks is resharded. Raises
     PreconditionFailed when it was written at another ZeRO stage.
     """
-    found: _Found = ranks.share(_newest_intact(ranks, training, root) if ranks.leads else None)
+    newest = _newest_intact(ranks, training, root) if ranks.leads else None
+    found = cast(_Found, ranks.share(newest))
     if isinstance(found, PreconditionFailed):
         raise found
     if found is None:
@@ -138,7 +139,7 @@ def _newest_intact(ranks: Ranks, training: TrainingState, root: Path) -> _Found:
 
 
 def _random_state(ranks: Ranks) -> dict[str, Tensor]:
-    state: dict[str, Any] = {"random.cpu": torch.get_rng_state()}
+    state: dict[str, Tensor] = {"random.cpu": torch.get_rng_state()}
     if ranks.device.type == "cuda":
         state["random.cuda"] = torch.cuda.get_rng_state(ranks.device)
     return state

@@ -31,7 +31,7 @@ class CollapseMonitor:
         self._first_lengths: list[float] = []
         self._sounding: frozenset[str] = frozenset()
 
-    def look(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
+    def check(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
         """Alarms that began to sound with this step, by name with the reason in words."""
         if not self._on:
             return {}

@@ -1,4 +1,4 @@
-"""What rank 0 decides: after every order all ranks carry out the next one, so they never wait for different things."""
+"""Rank 0 of a run: it decides each command that all ranks then carry out, so they never wait for different things."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field, replace
 
 from services.trainer.batches import ReplayClient, TrainingSample, faults, groups_of
 from services.trainer.checkpoints import TrainingProgress
 from services.trainer.collapse_monitor import CollapseMonitor
+from services.trainer.commands import Command
+from services.trainer.learner import StepResult
 from services.trainer.lease import TRANSIENT, JobLease
-from services.trainer.microbatches import Minibatch
+from services.trainer.microbatches import cut_into_minibatches
+from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
 from services.trainer.step_metrics import batch_metrics
 from spo.errors import Conflict, InternalError, LeaseLost, SpoError
@@ -22,99 +24,119 @@ from spo.manifest_folder import ManifestFolder
 from spo.observability import tracing
 from spo.observability.logs import get_logger
 from spo.observability.metrics import POLICY_VERSION, TRAINER_STEP_SECONDS, TRAINER_WAIT_SECONDS
+from spo.rpc.client import RpcClient
 from spo.spec.job_spec import JobSpec
 from spo.v1 import orchestrator_service_pb2 as wire
+from spo.v1.orchestrator_service_pb2 import LeaseJobResponse
 from spo.weights.store import StoredVersion
 
 log = get_logger("controller")
 
-SAY_SECONDS = 10.0
+LOG_SECONDS = 10.0
 WAIT_SECONDS = 0.5
 MIN_CHECKPOINT_SECONDS = 10.0
 
 
-@dataclass(frozen=True)
-class Command:
-    """`train` on a batch; `skip` counts a quarantined batch as a step; `wait` only keeps the ranks in touch.
+@dataclass
+class TrainerContext:
+    """What rank 0 has and the others do not: the other services, the stop signal, and the leased job for heartbeats."""
 
-    rows: the whole batch, before it is cut. minibatches: what one rank gets of it. `refer`: take a weight version,
-    reference_version, as the reference.
-    """
-
-    kind: Literal["train", "skip", "publish", "checkpoint", "update_reference", "wait", "end"]
-    rows: Sequence[TrainingSample] = ()
-    minibatches: Sequence[Minibatch] = ()
-    reference_version: int = 0
+    orchestrator: RpcClient
+    replay: RpcClient
+    trainer_id: str
+    stop: threading.Event
+    run_id: str = ""
+    weight_version: int = 0
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """Why a run ends here: `give_back` tells the orchestrator, otherwise the lease runs out or is already gone."""
+    """Why a run ends here. `give_back`: the orchestrator is told; otherwise the lease runs out or is already gone."""
 
     reason: str
-    give_back: bool = False
     error_code: str = ""
     error_message: str = ""
+    give_back: bool = field(default=False, kw_only=True)
 
 
 class Controller:
-    """Decides orders for one leased job and reports their results."""
+    """Rank 0's part in one leased job: decides what all ranks do next, and reports what came of it."""
 
     def __init__(
-        self, lease: JobLease, replay: ReplayClient, spec: JobSpec, settings: Settings, stop: threading.Event
+        self, ranks: Ranks, settings: Settings, context: TrainerContext, grant: LeaseJobResponse, spec: JobSpec
     ) -> None:
-        self.lease = lease
-        self.outcome: RunOutcome | None = None
-        self._replay = replay
-        self._spec = spec
+        self._ranks = ranks
         self._settings = settings
-        self._stop = stop
-        self._tried_checkpoint_at_step = -1
+        self._context = context
+        self._spec = spec
+        self._stop = context.stop
+        self._lease = JobLease(
+            context.orchestrator,
+            context.trainer_id,
+            grant,
+            patience_seconds=settings.patience_seconds,
+            stop=context.stop,
+        )
+        self._replay = ReplayClient(context.replay, grant.run_id, spec.trainer.batch_size, spec.seed)
+        self._outcome: RunOutcome | None = None
+        # The batch that is being learned from.
+        self._rows: Sequence[TrainingSample] = ()
+        self._checkpoint_tried_at_step = -1
         self._checkpoint_ended = time.monotonic()
         self._checkpoint_seconds = 0.0
-        self._wanted_since = time.monotonic()
-        self._said = time.monotonic()
+        self._waiting_since = time.monotonic()
+        self._last_logged = time.monotonic()
         self._wait_seconds = 0.0
-        self._command_began = time.monotonic()
+        self._command_started = time.monotonic()
         self._quarantined_in_a_row = 0
         self._monitor = CollapseMonitor(spec.collapse_guard)
-        self._held = False
+        self._paused_by_alarm = False
         self._span = tracing.Span()
-        # Qhat_0 under the reference in force, and which version that is.
+        # Qhat_0 under the current reference, and which version that is.
         self._values: tuple[int, Mapping[str, float]] = (0, {})
+        context.run_id = grant.run_id
 
     def next_command(self, progress: TrainingProgress) -> Command:
-        """What all ranks do next."""
-        command = self._interruption(progress) or self._duty(progress) or self._batch(progress)
-        self._command_began = time.monotonic()
-        return command
+        """Decide what all ranks do next, and give each its part of it."""
+        self._context.weight_version = progress.weight_version
+        self._rows = ()
+        command = self._interruption(progress) or self._due(progress) or self._next_batch(progress)
+        self._command_started = time.monotonic()
+        shares = cut_into_minibatches(
+            self._rows,
+            self._spec.trainer.minibatches,
+            self._ranks.world_size,
+            self._spec.trainer.micro_batch_size,
+            whole_groups=self._spec.algorithm.needs_groups,
+        )
+        return self._ranks.scatter([replace(command, minibatches=share) for share in shares])
 
     def _interruption(self, progress: TrainingProgress) -> Command | None:
-        if self.lease.lost:
-            self.outcome = self.outcome or RunOutcome("the lease was lost")
-        if self.outcome:
+        if self._lease.lost:
+            self._outcome = self._outcome or RunOutcome("the lease was lost")
+        if self._outcome:
             return Command("end")
         if self._stop.is_set():
-            if progress.step and self._tried_checkpoint_at_step != progress.step:
+            if progress.step and self._checkpoint_tried_at_step != progress.step:
                 return Command("checkpoint")
             return self._end(RunOutcome("the process is stopping"))
-        if self.lease.directive == wire.DIRECTIVE_CANCEL:
+        if self._lease.directive == wire.DIRECTIVE_CANCEL:
             return self._end(RunOutcome("cancelled", give_back=True, error_code="cancelled", error_message="cancelled"))
         return None
 
-    def _duty(self, progress: TrainingProgress) -> Command | None:
-        if self._is_held():
+    def _due(self, progress: TrainingProgress) -> Command | None:
+        if self._is_paused_by_alarm():
             return self._save_and_wait(progress)
         trainer = self._spec.trainer
         done = progress.step >= trainer.steps
         if progress.weight_step != progress.step and (progress.step % trainer.update_interval == 0 or done):
             return Command("publish")
-        saved = self._tried_checkpoint_at_step == progress.step
+        saved = self._checkpoint_tried_at_step == progress.step
         if not saved and progress.step and (done or self._checkpoint_due(progress)):
             return Command("checkpoint")
-        if self.lease.reference_version > progress.reference_version and not done:
-            return Command("update_reference", reference_version=self.lease.reference_version)
-        match self.lease.directive:
+        if self._lease.reference_version > progress.reference_version and not done:
+            return Command("update_reference", reference_version=self._lease.reference_version)
+        match self._lease.directive:
             case wire.DIRECTIVE_CHECKPOINT if not saved:
                 return Command("checkpoint")
             case wire.DIRECTIVE_PAUSE:
@@ -122,17 +144,17 @@ class Controller:
         return self._end(RunOutcome("all steps done", give_back=True)) if done else None
 
     def _save_and_wait(self, progress: TrainingProgress) -> Command:
-        if progress.step and self._tried_checkpoint_at_step != progress.step:
+        if progress.step and self._checkpoint_tried_at_step != progress.step:
             return Command("checkpoint")
         self._stop.wait(WAIT_SECONDS)
         return Command("wait")
 
-    def _is_held(self) -> bool:
-        """From an alarm that pauses until a person resumes: nothing is learned and no weights leave the trainer."""
-        if self._held and self.lease.has_told_all and self.lease.directive != wire.DIRECTIVE_PAUSE:
-            self._held = False
+    def _is_paused_by_alarm(self) -> bool:
+        """Whether an alarm has stopped the run until a person resumes it: no steps, no weights published."""
+        if self._paused_by_alarm and self._lease.has_told_all and self._lease.directive != wire.DIRECTIVE_PAUSE:
+            self._paused_by_alarm = False
             self._monitor.rearm()
-        return self._held
+        return self._paused_by_alarm
 
     def _checkpoint_due(self, progress: TrainingProgress) -> bool:
         if progress.step % self._spec.trainer.checkpoint_interval == 0:
@@ -143,28 +165,28 @@ class Controller:
         pause = max(MIN_CHECKPOINT_SECONDS, self._checkpoint_seconds / share)
         return time.monotonic() - self._checkpoint_ended > pause
 
-    def _batch(self, progress: TrainingProgress) -> Command:
+    def _next_batch(self, progress: TrainingProgress) -> Command:
         step = progress.step + 1
         try:
             refreshed = self._values_under(progress.reference_version)
-            with tracing.span("draw batch", run=self.lease.grant.run_id, step=step) as drawn:
+            with tracing.span("draw batch", run=self._lease.grant.run_id, step=step) as drawn:
                 rows = self._replay.sample(step, progress.weight_version, self._settings.batch_wait_seconds, refreshed)
                 drawn.link(groups_of(rows))
         except TRANSIENT as error:
-            waited_seconds = time.monotonic() - self._wanted_since
+            waited_seconds = time.monotonic() - self._waiting_since
             if isinstance(error, InternalError) and waited_seconds > self._settings.patience_seconds:
-                return self._end(RunOutcome("no batch", True, error.code, f"step {step}: {error.message}"))
+                return self._end(RunOutcome("no batch", error.code, f"step {step}: {error.message}", give_back=True))
             self._stop.wait(WAIT_SECONDS)
-            if time.monotonic() - self._said > SAY_SECONDS:
-                self._said = time.monotonic()
+            if time.monotonic() - self._last_logged > LOG_SECONDS:
+                self._last_logged = time.monotonic()
                 waited = round(waited_seconds, 1)
                 log.info("waiting for a batch", step=step, waited_seconds=waited, reason=error.message)
             return Command("wait")
         except SpoError as error:
-            return self._end(RunOutcome("no batch", True, error.code, f"step {step}: {error.message}"))
-        self._span = tracing.begin("train step", parent=drawn.header, run=self.lease.grant.run_id, step=step)
+            return self._end(RunOutcome("no batch", error.code, f"step {step}: {error.message}", give_back=True))
+        self._span = tracing.begin("train step", parent=drawn.header, run=self._lease.grant.run_id, step=step)
         self._span.link(groups_of(rows))
-        self._wait_seconds = time.monotonic() - self._wanted_since
+        self._wait_seconds = time.monotonic() - self._waiting_since
         TRAINER_WAIT_SECONDS.observe(self._wait_seconds)
         found = faults(
             rows,
@@ -174,52 +196,50 @@ class Controller:
         if found:
             self._quarantine(step, rows, str(found))
             return Command("skip")
-        return Command("train", rows)
+        self._rows = rows
+        return Command("train")
 
     def _values_under(self, version: int) -> Mapping[str, float]:
         """Qhat_0 under a reference; those of the model folder come with each batch."""
         if version != self._values[0]:
-            self._values = (version, self.lease.reference_values(version))
+            self._values = (version, self._lease.reference_values(version))
         return self._values[1]
 
-    def step_done(
-        self, progress: TrainingProgress, rows: Sequence[TrainingSample], result: Mapping[str, float]
-    ) -> None:
-        """Report an applied step. learned: what the ranks measured."""
-        seconds = time.monotonic() - self._command_began
+    def step_done(self, progress: TrainingProgress, result: StepResult) -> None:
+        """Report a step, or quarantine the batch that the ranks could not learn from."""
+        if result.refused:
+            self._quarantine(progress.step, self._rows, result.refused)
+            return
+        seconds = time.monotonic() - self._command_started
         TRAINER_STEP_SECONDS.observe(seconds)
         self._span.end()
         self._quarantined_in_a_row = 0
-        measured = {**batch_metrics(rows, progress.weight_version), **result}
-        alarms = self._monitor.look(progress.step, measured)
+        measured = {**batch_metrics(self._rows, progress.weight_version), **result.metrics}
+        alarms = self._monitor.check(progress.step, measured)
         if alarms and self._monitor.pauses:
-            self._held = True
+            self._paused_by_alarm = True
         counts = {"step_seconds": seconds, "quarantined": 0.0, "alarms": float(len(alarms))}
-        self.lease.report_step(progress.step, self._reported({**measured, **counts}), alarms)
-
-    def step_refused(self, step: int, rows: Sequence[TrainingSample], reason: str) -> None:
-        """A batch that the ranks could not learn from."""
-        self._quarantine(step, rows, reason)
+        self._lease.report_step(progress.step, self._reported({**measured, **counts}), alarms)
 
     def _quarantine(self, step: int, rows: Sequence[TrainingSample], reason: str) -> None:
         ids = [row.trajectory.trajectory_id for row in rows]
         log.error("a batch is quarantined; it changes no weights", step=step, reason=reason, trajectories=ids)
         self._quarantined_in_a_row += 1
         self._span.end("quarantined")
-        self.lease.report_quarantine(step, self._reported({"quarantined": float(len(rows))}), reason, ids)
+        self._lease.report_quarantine(step, self._reported({"quarantined": float(len(rows))}), reason, ids)
         if self._quarantined_in_a_row >= self._settings.max_quarantined:
             message = f"{self._quarantined_in_a_row} batches in a row were unusable; the last: {reason}"
-            self.outcome = RunOutcome("unusable batches", True, "batches_unusable", message)
+            self._outcome = RunOutcome("unusable batches", "batches_unusable", message, give_back=True)
 
     def _reported(self, measured: Mapping[str, float]) -> dict[str, float]:
-        """A step's scalars as they travel; the wait for the next batch begins."""
+        """A step's metrics as they are reported, without those that are not finite; the next wait begins here."""
         finite = {name: value for name, value in measured.items() if math.isfinite(value)}
-        self._wanted_since = self._said = time.monotonic()
+        self._waiting_since = self._last_logged = time.monotonic()
         return {**finite, "wait_seconds": self._wait_seconds}
 
-    def fail(self, error_code: str, error_message: str) -> None:
-        """The run cannot go on; the job fails with this."""
-        self.outcome = RunOutcome("failed", True, error_code, error_message)
+    def fail(self, error: SpoError) -> None:
+        """The run cannot go on; the job fails with this error."""
+        self._outcome = RunOutcome("failed", error.code, error.message, give_back=True)
 
     @contextmanager
     def owning(self) -> Iterator[None]:
@@ -228,13 +248,15 @@ class Controller:
             yield
         except (LeaseLost, Conflict, *TRANSIENT) as error:
             log.warning("gave up on the run", reason=str(error))
-            self.outcome = self.outcome or RunOutcome(error.message)
+            self._outcome = self._outcome or RunOutcome(error.message)
         except SpoError as error:
-            self.fail(error.code, error.message)
+            self.fail(error)
 
-    def published(self, written: StoredVersion, progress: TrainingProgress) -> None:
+    def published(self, written: StoredVersion | None, progress: TrainingProgress) -> None:
         """Announce a stored version."""
-        self.lease.publish(
+        if written is None:
+            raise InternalError("rank 0 was given no stored version")
+        self._lease.publish(
             progress.weight_version,
             progress.weight_step,
             uri=written.uri,
@@ -244,17 +266,16 @@ class Controller:
         POLICY_VERSION.labels(role="trainer").set(progress.weight_version)
         log.info("weights published", version=progress.weight_version, step=progress.weight_step)
 
-    def checkpoint_tried(self, step: int) -> None:
-        """Note the time and cost of a checkpoint, written or not."""
-        self._tried_checkpoint_at_step = step
+    def checkpointed(self, sealed: ManifestFolder | None, progress: TrainingProgress) -> None:
+        """Note the time and cost of a checkpoint, and report it if it could be written."""
+        self._checkpoint_tried_at_step = progress.step
         self._checkpoint_ended = time.monotonic()
-        self._checkpoint_seconds = self._checkpoint_ended - self._command_began
-
-    def checkpointed(self, sealed: ManifestFolder, progress: TrainingProgress) -> None:
-        """Report a written checkpoint."""
-        if self.lease.directive == wire.DIRECTIVE_CHECKPOINT:
-            self.lease.directive = wire.DIRECTIVE_CONTINUE
-        self.lease.report_checkpoint(
+        self._checkpoint_seconds = self._checkpoint_ended - self._command_started
+        if sealed is None:
+            return
+        if self._lease.directive == wire.DIRECTIVE_CHECKPOINT:
+            self._lease.directive = wire.DIRECTIVE_CONTINUE
+        self._lease.report_checkpoint(
             progress.step,
             path=str(sealed.path.absolute()),
             manifest_digest=sealed.manifest_digest,
@@ -263,13 +284,14 @@ class Controller:
 
     def conclude(self, progress: TrainingProgress) -> None:
         """Give the job back, or let go of it."""
-        outcome = self.outcome or RunOutcome("unknown")
-        log.info("run ended here", run=self.lease.grant.run_id, step=progress.step, reason=outcome.reason)
+        self._context.run_id, self._context.weight_version = "", 0
+        outcome = self._outcome or RunOutcome("unknown")
+        log.info("run ended here", run=self._lease.grant.run_id, step=progress.step, reason=outcome.reason)
         with self.owning():
             if outcome.give_back:
-                self.lease.finish(progress.step, outcome.error_code, outcome.error_message)
-        self.lease.close()
+                self._lease.finish(progress.step, outcome.error_code, outcome.error_message)
+        self._lease.close()
 
     def _end(self, outcome: RunOutcome) -> Command:
-        self.outcome = outcome
+        self._outcome = outcome
         return Command("end")

@@ -1,16 +1,16 @@
-"""PPO's critic (3.1.4): a value model with an engine of its own, what it says about a batch and how it learns from it.
+"""PPO's critic (3.1.4): a value model with an engine of its own, its advantages and returns, and how it learns.
 
 Axes: B trajectory, L padded position. Values, returns and advantages in reward units.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from services.trainer.deepspeed_engine import DeepSpeedEngine
 from spo.algorithm.policy_gradient import generalised_advantages, kl_regularised_rewards, value_loss
@@ -22,7 +22,7 @@ from spo.spec.job_spec import AlgorithmSpec, TrainerSpec
 class ValueModel(nn.Module):
     """A language model's body with a scalar head that starts at 0."""
 
-    def __init__(self, policy: Any) -> None:
+    def __init__(self, policy: PreTrainedModel) -> None:
         super().__init__()
         self.body = policy.base_model
         # The width of the hidden states; that of the embedding differs in some models.
@@ -59,6 +59,10 @@ class CriticOutput:
         advantages = self.advantage_BL[self.mask_BL].double()
         return torch.stack([self.mask_BL.sum().double(), advantages.sum(), advantages.square().sum()]).cpu()
 
+    def added_to(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with these advantages and returns."""
+        return replace(batch, critic_advantage_BL=self.advantage_BL, critic_return_BL=self.return_BL)
+
     def normalised(self, moments: Sequence[Tensor]) -> CriticOutput:
         """Advantages less their mean, over their standard deviation, both of the whole batch: its `moments` summed."""
         count, total, squares = torch.stack(list(moments)).sum(dim=0).tolist()
@@ -72,8 +76,11 @@ class CriticOutput:
 class Critic:
     """The value model of one run on this rank. Every rank calls every method alike."""
 
-    def __init__(self, policy: Any, algorithm: AlgorithmSpec, trainer: TrainerSpec, micro_batches: int) -> None:
-        """policy: another copy of pi0, which the critic takes apart. Raises InvalidInput without `algorithm.critic`."""
+    def __init__(self, policy: PreTrainedModel, algorithm: AlgorithmSpec, trainer: TrainerSpec, passes: int) -> None:
+        """policy: a copy of pi0 for the critic alone. passes: micro-batches per update.
+
+        Raises InvalidInput without `algorithm.critic`.
+        """
         if algorithm.critic is None:
             raise InvalidInput("the job has no critic", code="no_critic")
         self._spec = algorithm.critic
@@ -82,10 +89,10 @@ class Critic:
         self._terms = [term for term in algorithm.losses if term.needs("critic")]
         own = trainer.model_copy(update={"learning_rate": self._spec.learning_rate})
         device = next(policy.parameters()).device
-        self.engine = DeepSpeedEngine(ValueModel(policy).to(device), own, micro_batches)
+        self.engine = DeepSpeedEngine(ValueModel(policy).to(device), own, passes)
 
     @torch.no_grad()
-    def evaluate(self, logprobs_BL: Tensor, batch: TokenBatch) -> CriticOutput:
+    def compute_advantages(self, logprobs_BL: Tensor, batch: TokenBatch) -> CriticOutput:
         """Advantages and returns under the policy and values of this moment (GAE on the KL-regularised reward).
 
         Raises InvalidInput when a value is not finite.
@@ -102,20 +109,18 @@ class Critic:
         )
         return CriticOutput(advantage_BL, return_BL, batch.response_mask_BL & self._rows(batch)[:, None])
 
-    def normalised(
-        self, critic_outputs: Mapping[int, CriticOutput], moments: Sequence[Tensor]
-    ) -> dict[int, CriticOutput]:
-        """The appraisals as the job wants them; moments: of all pieces of the batch, those of other ranks included."""
-        if self._spec.normalise == "none":
-            return dict(critic_outputs)
-        return {key: critic_output.normalised(moments) for key, critic_output in critic_outputs.items()}
+    def normalised(self, output: CriticOutput, moments: Sequence[Tensor]) -> CriticOutput:
+        """The output as the job wants it; moments: of all micro-batches of the batch, those of other ranks included."""
+        return output if self._spec.normalise == "none" else output.normalised(moments)
 
-    def loss(self, batch: TokenBatch, critic_output: CriticOutput) -> Tensor:
+    def loss(self, batch: TokenBatch) -> Tensor:
         """Half the squared error of V: its mean over a trajectory's tokens, summed over PPO's trajectories, over B.
 
-        Raises InvalidInput when it is not finite.
+        Raises InvalidInput when it is not finite, or when the batch carries no returns.
         """
-        loss_BL = value_loss(self.values(batch), critic_output.return_BL, batch.response_mask_BL)
+        if batch.critic_return_BL is None:
+            raise InvalidInput("the critic learns from returns, which the batch lacks", code="no_critic")
+        loss_BL = value_loss(self.values(batch), batch.critic_return_BL, batch.response_mask_BL)
         loss_B = loss_BL.sum(dim=1) / batch.response_lengths.clamp(min=1)
         loss = torch.where(self._rows(batch), loss_B, 0.0).mean()
         if not torch.isfinite(loss):

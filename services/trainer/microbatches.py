@@ -1,30 +1,49 @@
-"""How a batch is cut: over ranks, and into the pieces of one forward and backward each.
+"""How a batch is cut: over ranks, and into micro-batches of one forward and backward each.
 
-Every rank makes equally many passes, because each pass ends in collectives. Where the loss compares the trajectories of
-a prompt, they stay together in one piece.
+Every rank makes equally many passes, because a pass ends in collectives. Where the loss compares the trajectories of a
+prompt, they stay together in one micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from services.trainer.batches import TrainingSample, length_of
+from spo.algorithm.token_batch import TokenBatch
 
 Group = list[TrainingSample]
 
 
-@dataclass(frozen=True)
+@dataclass
 class MicroBatch:
-    """The rows of one pass. An idle one, of no weight, is there only to make the ranks' passes equal in number."""
+    """The rows of one pass, and during a step their tensors.
+
+    An idle one, of no weight, is there only to make the ranks' passes equal in number.
+    """
 
     rows: Sequence[TrainingSample]
     idle: bool = False
+    _batch: TokenBatch | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def weight(self) -> int:
         """Trajectories of the batch that it stands for."""
         return 0 if self.idle else len(self.rows)
+
+    def batch(self, build: Callable[[Sequence[TrainingSample]], TokenBatch]) -> TokenBatch:
+        """Its tensors, which `build` makes of the rows at the first call; they stay until `release`."""
+        if self._batch is None:
+            self._batch = build(self.rows)
+        return self._batch
+
+    def keep(self, batch: TokenBatch) -> None:
+        """Have `batch` as its tensors from now on."""
+        self._batch = batch
+
+    def release(self) -> None:
+        """Forget the tensors: the step is over."""
+        self._batch = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +57,7 @@ class Minibatch:
 def cut_into_minibatches(
     rows: Sequence[TrainingSample], count: int, world_size: int, size: int, *, whole_groups: bool
 ) -> list[list[Minibatch]]:
-    """Each rank's minibatches, of similar length and equal size (nearly so with `whole_groups`), each `cut`.
+    """Each rank's minibatches, of similar length and equal size (nearly so with `whole_groups`), cut by `cut`.
 
     Fewer than `count` where there are fewer groups.
     """
@@ -55,10 +74,10 @@ def cut_into_minibatches(
 
 
 def cut(rows: Sequence[TrainingSample], world_size: int, size: int, *, whole_groups: bool) -> list[list[MicroBatch]]:
-    """Each rank's pieces of at most `size` rows, sorted by length so that they need little padding.
+    """Each rank's micro-batches of at most `size` rows, sorted by length so that they need little padding.
 
     Ranks get equal shares of similar total length, nearly so with `whole_groups`: then a group larger than `size` is a
-    piece of its own.
+    micro-batch of its own.
     """
     if not rows:
         return [[] for _ in range(world_size)]
@@ -84,7 +103,7 @@ def _groups(rows: Sequence[TrainingSample]) -> list[Group]:
 
 
 def _balanced(groups: Sequence[Group], world_size: int) -> list[list[Group]]:
-    """The largest group first, each to the rank that has least: rows count, then tokens."""
+    """Groups go, the largest first, to the rank that has the fewest rows so far, and of those the fewest tokens."""
     shares: list[list[Group]] = [[] for _ in range(world_size)]
     loads = [(0, 0)] * world_size
     for group in sorted(groups, key=lambda group: (-len(group), -_tokens(group))):
@@ -95,7 +114,7 @@ def _balanced(groups: Sequence[Group], world_size: int) -> list[list[Group]]:
 
 
 def _packed(groups: Sequence[Group], size: int) -> list[list[Group]]:
-    """Groups of similar length together, at most `size` rows in each pack."""
+    """Groups of similar length together, at most `size` rows in a pack unless one group alone is larger."""
     packs: list[list[Group]] = []
     for group in sorted(groups, key=lambda group: max(map(length_of, group))):
         if packs and sum(map(len, packs[-1])) + len(group) <= size:
@@ -106,7 +125,7 @@ def _packed(groups: Sequence[Group], size: int) -> list[list[Group]]:
 
 
 def _filled(packs: list[list[Group]], passes: int, spare: Group) -> list[MicroBatch]:
-    """The packs as exactly `passes` pieces: packs of several groups are halved, then idle pieces added."""
+    """The packs as exactly `passes` micro-batches: packs of several groups are halved, then idle ones are added."""
     while len(packs) < passes and any(len(pack) > 1 for pack in packs):
         largest = max(range(len(packs)), key=lambda index: len(packs[index]))
         half = len(packs[largest]) // 2

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import threading
 
+from services.trainer.controller import TrainerContext
 from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
-from services.trainer.train import TrainerContext, serve_jobs
+from services.trainer.train import follow_jobs, lead_jobs
 from spo.observability.metrics import serve_metrics
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
@@ -32,7 +33,7 @@ def lead(ranks: Ranks, settings: Settings) -> int:
         request.load = 1.0 if context.run_id else 0.0
 
     def train(stop: threading.Event) -> None:
-        serve_jobs(ranks, settings, context)
+        lead_jobs(ranks, settings, context)
 
     process.report = report
     process.workers = [train]
@@ -40,14 +41,14 @@ def lead(ranks: Ranks, settings: Settings) -> int:
 
 
 def follow(ranks: Ranks, settings: Settings) -> int:
-    """Carry out rank 0's orders until it stops."""
+    """Carry out rank 0's commands until it stops."""
     # On another machine than rank 0 the first process answers the probes of its pod.
     server = RpcServer(settings.host, settings.port, 2) if os.environ.get("LOCAL_RANK") == "0" else None
     if server:
         serve_metrics(settings.host, settings.metrics_port)
         server.start()
         server.set_serving(True)
-    serve_jobs(ranks, settings, None)
+    follow_jobs(ranks, settings)
     if server:
         server.stop(1.0)
     return 0

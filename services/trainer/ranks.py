@@ -8,7 +8,7 @@ import signal
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -37,22 +37,21 @@ class Ranks:
         if self.world_size == 1:
             assert parcels is not None
             return parcels[0]
-        received: list[Any] = [None]
+        received: list[object] = [None]
         dist.scatter_object_list(received, parcels, src=0, group=self.control)
-        parcel: T = received[0]
-        return parcel
+        return cast(T, received[0])
 
-    def share(self, value: Any) -> Any:
-        """Everyone gets rank 0's value, whatever the others pass."""
-        return self.scatter([value] * self.world_size if self.leads else None)
+    def share(self, value: T | None) -> T:
+        """Everyone gets rank 0's value, whatever the others pass; None is a value too."""
+        return cast(T, self.scatter([value] * self.world_size if self.leads else None))
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in rank order, on every rank."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
+        values: list[object] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.control)
-        return values
+        return cast(list[T], values)
 
 
 def join_ranks(timeout_seconds: float) -> Ranks:

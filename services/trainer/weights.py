@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from services.trainer.deepspeed_engine import DeepSpeedEngine
 from services.trainer.ranks import Ranks
@@ -32,23 +32,30 @@ def run_store(run_id: str, weight_store_path: str, settings: Settings) -> Weight
     return WeightStore(place, cache_path=settings.weight_cache_path, anchor_interval=interval)
 
 
+@dataclass(frozen=True)
+class NewVersion:
+    """What a weight version is stored as: gathered after `step`, following `parent`, by the lease of `epoch`."""
+
+    run_id: str
+    version: int
+    parent: int
+    step: int
+    epoch: int
+
+
 @WEIGHTS_PUSH_SECONDS.time()
 def store_weights(
     ranks: Ranks,
     engine: DeepSpeedEngine,
     store: WeightStore,
-    run_id: str,
+    new: NewVersion,
     *,
-    version: int,
-    parent: int,
-    step: int,
-    epoch: int,
     keep: int,
     spare: Container[int] = (),
 ) -> StoredVersion | None:
-    """Gather the weights (all ranks take part) and store them as `version`; rank 0 gets it.
+    """Gather the weights (all ranks take part) and store them as `new`; rank 0 gets the stored version, others None.
 
-    All but the newest `keep` versions and the spared ones are removed. Raises Conflict when a newer owner has written
+    All but the newest `keep` versions and those in `spare` are removed. Raises Conflict when a newer owner has written
     the version.
     """
     parameters = engine.full_parameters()
@@ -58,25 +65,25 @@ def store_weights(
     dtype = str(next(engine.model.module.parameters()).dtype).removeprefix("torch.")
     try:
         written = store.write(
-            run_id,
-            version,
-            parent=parent,
-            step=step,
+            new.run_id,
+            new.version,
+            parent=new.parent,
+            step=new.step,
             dtype=dtype,
             shards=_shards(parameters),
-            epoch=epoch,
+            epoch=new.epoch,
             size_bytes=engine.parameter_bytes,
         )
     finally:
         # Where the store fails half-way: the other ranks wait in the gathers that are left.
         deque(parameters, maxlen=0)
     WEIGHTS_BYTES.inc(written.stored_bytes)
-    store.prune(run_id, keep, spare)
+    store.prune(new.run_id, keep, spare)
     return written
 
 
 @torch.no_grad()
-def take_weights(model: Any, files: Sequence[Path]) -> None:
+def take_weights(model: nn.Module, files: Sequence[Path]) -> None:
     """Put published weights in place of a model's own. Raises IntegrityError when they are another model's."""
     parameters = dict(model.named_parameters())
     for path in files:

@@ -28,7 +28,8 @@ class TokenBatch:
     reward_B, qhat_0_B: terminal reward (<= 0) and estimated soft value of the prompt, reward units.
     source_B: SOURCE_CODES. group_B: index of the trajectory's prompt within the batch, >= 0.
     annotated_q_BL: where `annotated_mask_BL`, the Monte-Carlo estimate of Q_t after token l, reward units.
-    critic_advantage_BL: generalised advantage of each response token by PPO's critic, reward units.
+    critic_advantage_BL, critic_return_BL: of each response token by PPO's critic: the generalised advantage, and the
+    return that its value is regressed on; reward units.
     """
 
     input_ids_BL: Tensor
@@ -43,6 +44,7 @@ class TokenBatch:
     annotated_q_BL: Tensor | None = None
     annotated_mask_BL: Tensor | None = None
     critic_advantage_BL: Tensor | None = None
+    critic_return_BL: Tensor | None = None
 
     @property
     def size(self) -> int:

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from spo.model.folder import inspect_model_folder
@@ -62,10 +61,10 @@ def encode_response(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return [*tokenizer.encode(text, add_special_tokens=False), int(tokenizer.eos_token_id)]
 
 
-def token_logprobs(model: Any, input_ids_BL: Tensor, attention_mask_BL: Tensor) -> Tensor:
+def token_logprobs(model: nn.Module, input_ids_BL: Tensor, attention_mask_BL: Tensor) -> Tensor:
     """Return logprobs_BL: at l the log-prob of token l given the tokens before it, 0 at padding and at first tokens.
 
-    `model` is anything called like a transformers causal LM, a DeepSpeed engine included. Padding on either side.
+    `model` is a module called like a transformers causal LM, a DeepSpeed engine included. Padding on either side.
     """
     mask_BL = attention_mask_BL.long()
     position_ids_BL = (mask_BL.cumsum(dim=-1) - 1).clamp(min=0)
@@ -77,7 +76,7 @@ def token_logprobs(model: Any, input_ids_BL: Tensor, attention_mask_BL: Tensor) 
     return torch.nn.functional.pad(chosen_BL.masked_fill(~has_context_BL, 0.0), (1, 0))
 
 
-def packed_token_logprobs(model: Any, input_ids_BL: Tensor, attention_mask_BL: Tensor) -> Tensor:
+def packed_token_logprobs(model: nn.Module, input_ids_BL: Tensor, attention_mask_BL: Tensor) -> Tensor:
     """Return what `token_logprobs` returns, computed on rows of length L that hold several whole sequences each.
 
     Sequences do not see each other: transformers keeps apart what restarts at position 0. Axes: R packed row.
@@ -123,7 +122,7 @@ def _first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 @torch.no_grad()
 def response_logprobs(
-    model: Any,
+    model: nn.Module,
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
     max_tokens_per_batch: int,

@@ -160,8 +160,9 @@ class Training:
 @pytest.fixture
 def training(context: AppContext, ranks: Ranks, tiny_model_path: Path, trajectories: list[Any]) -> Iterator[Training]:
     # Only here: the other tests of this folder do without torch.
+    from services.trainer.controller import TrainerContext
     from services.trainer.settings import Settings as TrainerSettings
-    from services.trainer.train import TrainerContext, serve_jobs
+    from services.trainer.train import lead_jobs
     from spo.testing.trainer import TrajectoryPool, served
 
     pool = TrajectoryPool(trajectories)  # type: ignore[abstract]
@@ -177,7 +178,7 @@ def training(context: AppContext, ranks: Ranks, tiny_model_path: Path, trajector
         def start() -> None:
             settings = TrainerSettings(lease_wait_seconds=0.2, batch_wait_seconds=0.2, checkpoint_share=0)
             trainer_context = TrainerContext(orchestrator, replay, f"trainer-{len(threads)}", stop)
-            threads.append(threading.Thread(target=serve_jobs, args=(ranks, settings, trainer_context), daemon=True))
+            threads.append(threading.Thread(target=lead_jobs, args=(ranks, settings, trainer_context), daemon=True))
             threads[-1].start()
 
         yield Training(context, pool, tiny_model_path, start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from services.trainer.batches import TrainingSample, token_batch
 from services.trainer.checkpoints import TrainingProgress, load_checkpoint, save_checkpoint
-from services.trainer.critic import Critic
+from services.trainer.critic import Critic, CriticOutput
 from services.trainer.learner import Learner
 from services.trainer.microbatches import MicroBatch, Minibatch, cut_into_minibatches
 from services.trainer.ranks import Ranks
@@ -133,12 +134,12 @@ def test_the_critic_learns_what_a_response_will_come_to(
     batch = token_batch(rows, spec.algorithm.beta, spec.tasks.reward)
     with closing(Critic(load_policy(tiny_model_path, "float32"), spec.algorithm, spec.trainer, 1)) as critic:
         # With trace 1 and discount 1 a return is the reward to come, whatever the critic says.
-        before = critic.evaluate(batch.reference_logprobs_BL, batch)
+        before = critic.compute_advantages(batch.reference_logprobs_BL, batch)
         for _ in range(80):
-            critic.engine.backward(critic.loss(batch, before), last=True)
+            critic.engine.backward(critic.loss(before.added_to(batch)), last=True)
             critic.step(1.0)
         value_BL = critic.values(batch).detach()
-        after = critic.evaluate(batch.reference_logprobs_BL, batch)
+        after = critic.compute_advantages(batch.reference_logprobs_BL, batch)
 
     expected_BL = batch.reward_B[:, None].expand_as(value_BL)
     mask_BL = batch.response_mask_BL
@@ -160,7 +161,8 @@ def test_the_critic_reads_only_what_came_before_a_token(
     earlier_BL[0, last - 1] = 19 - earlier_BL[0, last - 1] % 15
     with closing(Critic(load_policy(tiny_model_path, "float32"), spec.algorithm, spec.trainer, 1)) as critic:
         for _ in range(3):
-            critic.engine.backward(critic.loss(batch, critic.evaluate(batch.reference_logprobs_BL, batch)), last=True)
+            output = critic.compute_advantages(batch.reference_logprobs_BL, batch)
+            critic.engine.backward(critic.loss(output.added_to(batch)), last=True)
             critic.step(1.0)
         with torch.no_grad():
             value, same, other = (
@@ -252,6 +254,43 @@ def test_a_bad_token_in_a_later_minibatch_stops_the_first_update_too(
         assert "vocabulary" in result.refused
         assert result.updates == 0
         assert equal(parameters(learner), before)
+
+
+@pytest.mark.parametrize(("minibatch_count", "epochs"), [(1, 1), (2, 2)])
+def test_the_tensors_of_a_micro_batch_are_built_once_per_step_and_not_kept(
+    ranks: Ranks,
+    tiny_model_path: Path,
+    rows: list[TrainingSample],
+    minibatch_count: int,
+    epochs: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = ppo_spec(tiny_model_path, epochs=epochs, minibatches=minibatch_count)
+    parts = minibatches(rows, spec)
+    micro_batches = [micro_batch for part in parts for micro_batch in part.micro_batches]
+    built: list[tuple[str, ...]] = []
+    kept: list[weakref.ref[TokenBatch]] = []
+
+    def counted(given: Sequence[TrainingSample], *how: Any) -> TokenBatch:
+        built.append(tuple(row.trajectory.trajectory_id for row in given))
+        return token_batch(given, *how)
+
+    def watched(output: CriticOutput, batch: TokenBatch) -> TokenBatch:
+        kept.append(weakref.ref(found := added_to(output, batch)))
+        return found
+
+    added_to = CriticOutput.added_to
+    monkeypatch.setattr("services.trainer.policy.token_batch", counted)
+    monkeypatch.setattr(CriticOutput, "added_to", watched)
+    with closing(Learner(ranks, spec)) as learner:
+        assert learner.learn(parts, RATE).updates == minibatch_count * epochs
+        gc.collect()
+
+        assert sorted(built) == sorted(
+            tuple(row.trajectory.trajectory_id for row in micro_batch.rows) for micro_batch in micro_batches
+        )
+        assert len(kept) == len(micro_batches)
+        assert [reference() for reference in kept] == [None] * len(kept)
 
 
 def live_bytes(known: set[int]) -> int:

@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from services.trainer.controller import TrainerContext
 from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
-from services.trainer.train import TrainerContext, serve_jobs
+from services.trainer.train import lead_jobs
 from spo.rpc.client import RpcClient
 from spo.spec.job_spec import JobSpec, parse_job_spec
 from spo.testing.trainer import OneJob, TrajectoryPool, served
@@ -85,7 +86,7 @@ def bench(ranks: Ranks, tiny_model_path: Path, trajectories: list[Any], tmp_path
         def start(stop: threading.Event | None = None) -> threading.Event:
             context = TrainerContext(orchestrator, replay, f"trainer-{len(threads)}", stop or threading.Event())
             settings = Settings(lease_wait_seconds=0.2, batch_wait_seconds=0.2, max_quarantined=3, checkpoint_share=0)
-            thread = threading.Thread(target=serve_jobs, args=(ranks, settings, context), daemon=True)
+            thread = threading.Thread(target=lead_jobs, args=(ranks, settings, context), daemon=True)
             thread.start()
             threads.append((thread, context.stop))
             return context.stop

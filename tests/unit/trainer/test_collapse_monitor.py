@@ -20,7 +20,7 @@ COLLAPSING = HEALTHY | {"log_ratio/online": 9.0, "response_length/online": 44.0}
 
 def watched(guard: CollapseMonitor, steps: list[dict[str, float]]) -> dict[int, dict[str, str]]:
     """Alarms by the step with which they began."""
-    found = {step: guard.look(step, metrics) for step, metrics in enumerate(steps, start=1)}
+    found = {step: guard.check(step, metrics) for step, metrics in enumerate(steps, start=1)}
     return {step: alarms for step, alarms in found.items() if alarms}
 
 
@@ -54,7 +54,7 @@ def test_after_a_pause_it_needs_a_whole_window_before_it_alarms_again() -> None:
     assert list(watched(guard, [COLLAPSING] * 3)) == [3]
     guard.rearm()
     assert watched(guard, [COLLAPSING] * 2) == {}
-    assert list(guard.look(6, COLLAPSING)) == ["log_ratio"]
+    assert list(guard.check(6, COLLAPSING)) == ["log_ratio"]
 
 
 @pytest.mark.parametrize("policy", ["warn", "off"])

@@ -35,7 +35,7 @@ def test_the_first_process_of_a_following_pod_says_that_it_is_well(
         port = free.getsockname()[1]
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     seen: list[bool] = []
-    monkeypatch.setattr(process, "serve_jobs", lambda *_: seen.append(is_healthy(f"127.0.0.1:{port}", 5)))
+    monkeypatch.setattr(process, "follow_jobs", lambda *_: seen.append(is_healthy(f"127.0.0.1:{port}", 5)))
 
     assert process.follow(alone, Settings(port=port)) == 0
     assert seen == [answers]

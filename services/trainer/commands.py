@@ -1,0 +1,84 @@
+"""What all ranks carry out together, one command after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from services.trainer.checkpoints import TrainingProgress
+from services.trainer.learner import StepResult
+from services.trainer.microbatches import Minibatch
+from services.trainer.ranks import Ranks
+from spo.errors import SpoError
+from spo.manifest_folder import ManifestFolder
+from spo.weights.store import StoredVersion
+
+
+@dataclass(frozen=True)
+class Command:
+    """`train` on a batch; `skip` counts a quarantined batch as a step; `wait` only keeps the ranks in touch.
+
+    minibatches: this rank's part of the batch. `update_reference`: take weight version reference_version as the
+    reference.
+    """
+
+    kind: Literal["train", "skip", "publish", "checkpoint", "update_reference", "wait", "end"]
+    minibatches: Sequence[Minibatch] = ()
+    reference_version: int = 0
+
+
+class Role(Protocol):
+    """A rank's part in a run, beside the commands themselves: rank 0 decides and reports, the others follow."""
+
+    def next_command(self, progress: TrainingProgress) -> Command:
+        """What this rank does next; all ranks do it together."""
+
+    def step_done(self, progress: TrainingProgress, result: StepResult) -> None:
+        """A batch was learned from, or refused."""
+
+    def owning(self) -> AbstractContextManager[None]:
+        """Around what only the owner of the job may do."""
+
+    def published(self, written: StoredVersion | None, progress: TrainingProgress) -> None:
+        """The weights were stored; rank 0 gets the version."""
+
+    def checkpointed(self, sealed: ManifestFolder | None, progress: TrainingProgress) -> None:
+        """A checkpoint was tried; rank 0 gets its folder, None when it could not be written."""
+
+    def fail(self, error: SpoError) -> None:
+        """The run cannot go on."""
+
+    def conclude(self, progress: TrainingProgress) -> None:
+        """The work on the run has ended here."""
+
+
+class Follower:
+    """Every rank but the first: receives commands and reports nothing."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def next_command(self, progress: TrainingProgress) -> Command:
+        """Wait for rank 0's decision."""
+        return self._ranks.scatter(None)
+
+    def step_done(self, progress: TrainingProgress, result: StepResult) -> None:
+        """Rank 0 reports."""
+
+    def owning(self) -> AbstractContextManager[None]:
+        """Rank 0 holds the lease."""
+        return nullcontext()
+
+    def published(self, written: StoredVersion | None, progress: TrainingProgress) -> None:
+        """Rank 0 announces."""
+
+    def checkpointed(self, sealed: ManifestFolder | None, progress: TrainingProgress) -> None:
+        """Rank 0 reports."""
+
+    def fail(self, error: SpoError) -> None:
+        """The error is raised on rank 0 alike."""
+
+    def conclude(self, progress: TrainingProgress) -> None:
+        """Rank 0 gives the job back."""
