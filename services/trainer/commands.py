@@ -29,7 +29,7 @@ class Command:
     reference_version: int = 0
 
 
-class Role(Protocol):
+class RankRole(Protocol):
     """A rank's part in a run, beside the commands themselves: rank 0 decides and reports, the others follow."""
 
     def next_command(self, progress: TrainingProgress) -> Command:

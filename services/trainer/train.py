@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from services.trainer.checkpoints import TrainingProgress, load_checkpoint, save_checkpoint
-from services.trainer.commands import Command, Follower, Role
+from services.trainer.commands import Command, Follower, RankRole
 from services.trainer.controller import Controller, TrainerContext
 from services.trainer.learner import Learner
 from services.trainer.lease import take_lease
@@ -48,7 +48,7 @@ def follow_jobs(ranks: Ranks, settings: Settings) -> None:
             _work_on(ranks, settings, grant, spec_from_json(grant.spec_json), Follower(ranks))
 
 
-def _work_on(ranks: Ranks, settings: Settings, grant: LeaseJobResponse, spec: JobSpec, role: Role) -> None:
+def _work_on(ranks: Ranks, settings: Settings, grant: LeaseJobResponse, spec: JobSpec, role: RankRole) -> None:
     run = TrainingRun(ranks, settings, grant, spec, role)
     try:
         run.carry_out()
@@ -64,7 +64,7 @@ def _work_on(ranks: Ranks, settings: Settings, grant: LeaseJobResponse, spec: Jo
 class TrainingRun:
     """One leased job on this rank."""
 
-    def __init__(self, ranks: Ranks, settings: Settings, grant: LeaseJobResponse, spec: JobSpec, role: Role) -> None:
+    def __init__(self, ranks: Ranks, settings: Settings, grant: LeaseJobResponse, spec: JobSpec, role: RankRole) -> None:
         self.progress = TrainingProgress()
         self._ranks = ranks
         self._settings = settings
