@@ -64,7 +64,9 @@ def _work_on(ranks: Ranks, settings: Settings, grant: LeaseJobResponse, spec: Jo
 class TrainingRun:
     """One leased job on this rank."""
 
-    def __init__(self, ranks: Ranks, settings: Settings, grant: LeaseJobResponse, spec: JobSpec, role: RankRole) -> None:
+    def __init__(
+        self, ranks: Ranks, settings: Settings, grant: LeaseJobResponse, spec: JobSpec, role: RankRole
+    ) -> None:
         self.progress = TrainingProgress()
         self._ranks = ranks
         self._settings = settings
