@@ -12,10 +12,10 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from blake3 import blake3
 from ulid import ULID
@@ -26,12 +26,24 @@ MANIFEST = "manifest.json"
 ABANDONED_SECONDS = 3600.0
 
 
+class FileEntry(TypedDict):
+    """A file of a folder: its name, the blake3 of its content in hex, its size."""
+
+    name: str
+    blake3: str
+    size_bytes: int
+
+
+Manifest = dict[str, Any]
+"""The head that the writer gave, which holds an int `epoch`, and `files`, a list of FileEntry."""
+
+
 @dataclass(frozen=True)
 class ManifestFolder:
     """A verified folder; `manifest` is the head given when it was sealed plus `files`: {name, blake3, size_bytes}."""
 
     path: Path
-    manifest: dict[str, Any]
+    manifest: Manifest
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -67,7 +79,7 @@ def link_files(files: Iterable[Path], folder: Path) -> None:
             shutil.copy2(file, folder / file.name)
 
 
-def seal_folder(writing: Path, destination: Path, head: Mapping[str, Any]) -> ManifestFolder:
+def seal_folder(writing: Path, destination: Path, head: Manifest) -> ManifestFolder:
     """Make everything in `writing` visible as `destination`, durably and at once; `head` must hold an int `epoch`.
 
     Idempotent: an equal folder already there is returned. Raises Conflict when another one, of this epoch or a newer
@@ -159,12 +171,12 @@ def _abandoned(parent: Path) -> Iterator[Path]:
                 yield path
 
 
-def entry_of(path: Path) -> dict[str, Any]:
+def entry_of(path: Path) -> FileEntry:
     """A file as its manifest names it."""
     return {"name": path.name, "blake3": _digest(path), "size_bytes": path.stat().st_size}
 
 
-def verify(path: Path, entry: Mapping[str, Any], what: str = "") -> None:
+def verify(path: Path, entry: FileEntry, what: str = "") -> None:
     """Raise IntegrityError unless the file is the one its manifest's entry names; `what` it is for people."""
     what = what or str(path)
     if path.is_symlink() or not path.is_file():
@@ -176,7 +188,7 @@ def verify(path: Path, entry: Mapping[str, Any], what: str = "") -> None:
         raise IntegrityError(f"{what} does not match the digest in its manifest")
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> Manifest:
     """Raises IntegrityError when it is missing or no manifest."""
     try:
         return parse_manifest(path.read_bytes(), str(path))
@@ -184,7 +196,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise IntegrityError(f"{path} is missing") from None
 
 
-def parse_manifest(content: bytes, what: str) -> dict[str, Any]:
+def parse_manifest(content: bytes, what: str) -> Manifest:
     """The manifest in `content`. Raises IntegrityError, naming `what`, when it is none."""
     try:
         manifest = json.loads(content)
@@ -195,14 +207,14 @@ def parse_manifest(content: bytes, what: str) -> dict[str, Any]:
     return dict(manifest)
 
 
-def check_entry(entry: Mapping[str, Any]) -> None:
+def check_entry(entry: FileEntry) -> None:
     """Raise ValueError, KeyError or TypeError on an entry that is none, or that would lead out of its folder."""
     name, _, _ = entry["name"], str(entry["blake3"]), int(entry["size_bytes"])
     if name != Path(name).name or name.startswith("."):
         raise ValueError(f"unsafe file name {name!r}")
 
 
-def encode_manifest(manifest: Mapping[str, Any]) -> bytes:
+def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of a manifest, and what its digest is of."""
     return json.dumps(manifest, sort_keys=True, indent=1).encode()
 

@@ -1,6 +1,6 @@
 """A row of an import: a response to a problem that a task set knows, perhaps with a reward.
 
-Only what cannot be found out anew is taken from a file: verdicts and log-probs of pi0 are made here.
+Only what cannot be recomputed is taken from a file: verdicts and log-probs of pi0 are made here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ImportRow(BaseModel):
     licence: Word = ""
 
 
-# A file of our own format has more columns: what is made anew, and what only its own store knows.
+# A file of our own format has more columns: what is recomputed, and what only its own store knows.
 IGNORED = frozenset(SCHEMA.names) - frozenset(ImportRow.model_fields)
 
 

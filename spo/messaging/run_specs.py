@@ -25,5 +25,5 @@ class RunSpecs:
         return self._known[run_id]
 
     def forget(self, run_id: str) -> None:
-        """Read it anew next time: what was known may be gone."""
+        """Read the run's spec again next time, since the run may be deleted."""
         self._known.pop(run_id, None)

@@ -1,4 +1,4 @@
-"""The belt: the only XADD / XREADGROUP / XACK / XAUTOCLAIM of the platform.
+"""The pipeline between services: the only XADD / XREADGROUP / XACK / XAUTOCLAIM of the platform.
 
 An entry is one serialized protobuf message under the field `payload`; where traces are on, `trace` says which span it
 belongs to. On a stream that all runs share, `run` names the run that the entry is counted for: `entries_in_flight`
@@ -203,7 +203,7 @@ class Consumer:
         return [_entry(raw, 1) for raw in _entries(replies)]
 
     def keep_alive(self, entries: Sequence[Entry]) -> None:
-        """Reset the idle time of entries in hand so that a long handler is not taken for a dead one."""
+        """Reset the idle time of entries that are still being handled: their consumer is slow, not dead."""
         if entries:
             self.client.xclaim(
                 self.stream, self.group, self.name, 0, [entry.entry_id for entry in entries], justid=True
@@ -307,9 +307,10 @@ def consume(
 ) -> None:
     """Feed batches of entries to handler until stop is set.
 
-    The handler finishes entries itself (forward, finish or bury). When it raises, its entries stay pending and are
-    redelivered after reclaim_after_seconds: a fault costs time, never an entry. Non-retryable SpoErrors bury the batch
-    when it holds a single entry; a larger batch is retried entry by entry so that one poison entry harms no other.
+    The handler finishes entries itself (forward, finish or dead_letter). When it raises, its entries stay pending and
+    are redelivered after reclaim_after_seconds: a fault costs time, never an entry. After an error that is not
+    retryable a batch of one entry goes to the dead letters, and a larger one is retried entry by entry, so that one
+    poison entry harms no other.
     """
     while not stop.is_set():
         try:

@@ -46,17 +46,17 @@ def lines_concern_run(run_id: str) -> None:
     _process_run.run_id = run_id
 
 
-def _keep(_logger: Any, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+def _keep(_logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
     run_id = str(event.get("run") or event.get("job") or _process_run.run_id)
     waiting.append(Line(run_id, method, int(time.time() * 1000), json.dumps(event, default=repr)))
     return event
 
 
-def _redact(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+def _redact(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
     return {name: redacted(value, name) for name, value in event.items()}
 
 
-def redacted(value: Any, name: str = "") -> Any:
+def redacted(value: object, name: str = "") -> object:
     """The value without what is secret by its name or its form, however deep in it."""
     if _SECRET_NAME.search(name):
         return "[redacted]"
@@ -91,6 +91,7 @@ def configure_logs(service: str, level: str = "info", log_format: str = "json") 
     structlog.contextvars.bind_contextvars(service=service)
 
 
-def get_logger(component: str) -> Any:
+def get_logger(component: str) -> structlog.typing.FilteringBoundLogger:
     """A logger that names its component."""
-    return structlog.get_logger(component=component)
+    logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(component=component)
+    return logger

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from spo import errors
@@ -58,7 +59,7 @@ class RpcClient:
     def call(
         self,
         method: str,
-        request: Any,
+        request: Message,
         deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
         *,
         stop: threading.Event | None = None,
@@ -76,7 +77,7 @@ class RpcClient:
     def _call(
         self,
         method: str,
-        request: Any,
+        request: Message,
         deadline_seconds: float,
         stop: threading.Event | None,
         metadata: tuple[tuple[str, str], ...],
@@ -103,7 +104,7 @@ class RpcClient:
     def call_patiently(
         self,
         method: str,
-        request: Any,
+        request: Message,
         deadline_seconds: float,
         *,
         patience_seconds: float,

@@ -8,11 +8,13 @@ import time
 from typing import Any
 
 import redis
+from google.protobuf.message import Message
 
 from spo import redis_keys
 from spo.messaging.redis_client import RedisClient
 from spo.observability.logs import get_logger
 from spo.rpc.client import DEFAULT_DEADLINE_SECONDS, RpcClient
+from spo.v1.inference_service_pb2 import GenerateRequest
 from spo.v1.inference_service_pb2_grpc import InferenceServiceStub
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 
@@ -39,13 +41,13 @@ class InferenceClient(RpcClient):
     def call(
         self,
         method: str,
-        request: Any,
+        request: Message,
         deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
         *,
         stop: threading.Event | None = None,
     ) -> Any:
         """As RpcClient.call."""
-        replica = self._replica(request.group.run_id) if method == "Generate" else None
+        replica = self._replica(request.group.run_id) if isinstance(request, GenerateRequest) else None
         if replica is None:
             return super().call(method, request, deadline_seconds, stop=stop)
         return replica.call(method, request, deadline_seconds, stop=stop)

@@ -113,7 +113,7 @@ class ServiceProcess:
         self._beat(client, draining=True, otherwise=pause)
         client.close()
 
-    def _beat(self, client: RpcClient, draining: bool, otherwise: float) -> float:
+    def _beat(self, client: RpcClient, *, draining: bool, otherwise: float) -> float:
         request = orchestrator.HeartbeatRequest(
             replica_id=self.replica_id, pool=self.pool, address=self.address, pid=os.getpid(), draining=draining
         )
@@ -154,7 +154,7 @@ def _say_why_it_cannot_start(kind: type[BaseException], error: BaseException, tr
 
 @contextlib.contextmanager
 def keep_alive_while(beat: Callable[[], None], every_seconds: float) -> Iterator[None]:
-    """Call beat in the background every so often while the body runs (stream entries in hand, leases)."""
+    """Call beat in the background while the body runs: a lease, or stream entries that take long, stay alive."""
     done = threading.Event()
 
     def body() -> None:

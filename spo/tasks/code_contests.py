@@ -27,7 +27,7 @@ class PublishedTests(Columns):
             raise ValueError(f"{len(self.input)} inputs but {len(self.output)} outputs")
         return self
 
-    def cases(self, public: bool) -> list[TestCase]:
+    def cases(self, *, public: bool) -> list[TestCase]:
         """Return the tests as the judge knows them."""
         pairs = zip(self.input, self.output, strict=True)
         return [TestCase(stdin=given.encode(), stdout=wanted.encode(), public=public) for given, wanted in pairs]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import grpc
 from blake3 import blake3
@@ -34,15 +33,19 @@ class JudgeServiceDouble(JudgeServiceServicer):
         self.version = "test"
         self.programs = 0
 
-    def UploadTests(self, request: judge.UploadTestsRequest, context: Any) -> judge.UploadTestsResponse:
+    def UploadTests(
+        self, request: judge.UploadTestsRequest, context: grpc.ServicerContext
+    ) -> judge.UploadTestsResponse:
         digests = [blake3(tests.SerializeToString(deterministic=True)).hexdigest() for tests in request.test_sets]
         self.uploaded.update(digests)
         return judge.UploadTestsResponse(digests=digests)
 
-    def DescribeJudge(self, request: judge.DescribeJudgeRequest, context: Any) -> judge.DescribeJudgeResponse:
+    def DescribeJudge(
+        self, request: judge.DescribeJudgeRequest, context: grpc.ServicerContext
+    ) -> judge.DescribeJudgeResponse:
         return judge.DescribeJudgeResponse(judge_version=self.version)
 
-    def Judge(self, request: judge.JudgeRequest, context: Any) -> judge.JudgeResponse:
+    def Judge(self, request: judge.JudgeRequest, context: grpc.ServicerContext) -> judge.JudgeResponse:
         self.programs += len(request.programs)
         outcomes = [
             OUTCOME_ACCEPTED if program.startswith(RIGHT) else OUTCOME_WRONG_ANSWER for program in request.programs
@@ -63,7 +66,7 @@ class InferenceDouble(InferenceServiceServicer):
         self.versions: list[int] = []
         self._lock = threading.Lock()
 
-    def Generate(self, request: inference.GenerateRequest, context: Any) -> inference.GenerateResponse:
+    def Generate(self, request: inference.GenerateRequest, context: grpc.ServicerContext) -> inference.GenerateResponse:
         group = request.group
         with self._lock:
             if self.unready > 0:
@@ -84,20 +87,24 @@ class ReplayDouble(ReplayServiceServicer):
         self.admissible = 0
         self.trajectories: list[Trajectory] = []
 
-    def GetReplayStatus(self, request: replay.GetReplayStatusRequest, context: Any) -> replay.GetReplayStatusResponse:
+    def GetReplayStatus(
+        self, request: replay.GetReplayStatusRequest, context: grpc.ServicerContext
+    ) -> replay.GetReplayStatusResponse:
         return replay.GetReplayStatusResponse(admissible_inserts=self.admissible)
 
     def ListTrajectories(
-        self, request: replay.ListTrajectoriesRequest, context: Any
+        self, request: replay.ListTrajectoriesRequest, context: grpc.ServicerContext
     ) -> replay.ListTrajectoriesResponse:
         return replay.ListTrajectoriesResponse(trajectories=self.trajectories[: request.limit])
 
-    def GetTrajectory(self, request: replay.GetTrajectoryRequest, context: Any) -> replay.GetTrajectoryResponse:
+    def GetTrajectory(
+        self, request: replay.GetTrajectoryRequest, context: grpc.ServicerContext
+    ) -> replay.GetTrajectoryResponse:
         found = next(each for each in self.trajectories if each.trajectory_id == request.trajectory_id)
         steps = range(request.steps_from, 7)[: request.steps_limit]
         return replay.GetTrajectoryResponse(trajectory=found, steps=steps, times_sampled=7)
 
-    def GetBatch(self, request: replay.GetBatchRequest, context: Any) -> replay.GetBatchResponse:
+    def GetBatch(self, request: replay.GetBatchRequest, context: grpc.ServicerContext) -> replay.GetBatchResponse:
         return replay.GetBatchResponse(trajectory_ids=[each.trajectory_id for each in self.trajectories])
 
 

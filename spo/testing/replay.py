@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import grpc
+
 from spo import redis_keys
 from spo.errors import InvalidInput, NotReady
 from spo.messaging.redis_client import RedisClient
@@ -88,7 +90,7 @@ class ScorerDouble(ValueServiceServicer):
         self.scored = 0
 
     def ComputeReferenceLogprobs(
-        self, request: value.ComputeReferenceLogprobsRequest, context: Any
+        self, request: value.ComputeReferenceLogprobsRequest, context: grpc.ServicerContext
     ) -> value.ComputeReferenceLogprobsResponse:
         if self.away.is_set():
             self.refused += 1

@@ -1,5 +1,7 @@
 """Doubles of what the trainer talks to, over real gRPC: an orchestrator that leases a job, a replay buffer."""
 
+# ruff: noqa: N802  (gRPC method names come from the proto)
+
 from __future__ import annotations
 
 import random
@@ -9,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import grpc
 
 from spo.errors import LeaseLost, NotReady
 from spo.model.logprobs import load_policy, response_logprobs
@@ -68,7 +72,7 @@ class OneJob(OrchestratorServiceServicer):
         with self.changed:
             self.leased, self.epoch = False, self.epoch + 1
 
-    def LeaseJob(self, request: wire.LeaseJobRequest, context: Any) -> wire.LeaseJobResponse:  # noqa: N802
+    def LeaseJob(self, request: wire.LeaseJobRequest, context: grpc.ServicerContext) -> wire.LeaseJobResponse:
         if self.away:
             raise NotReady("away")
         with self.changed:
@@ -86,10 +90,10 @@ class OneJob(OrchestratorServiceServicer):
             weight_store_path=str(self.state_path / "weights" / self.run_id),
         )
 
-    def Heartbeat(self, request: wire.HeartbeatRequest, context: Any) -> wire.HeartbeatResponse:  # noqa: N802
+    def Heartbeat(self, request: wire.HeartbeatRequest, context: grpc.ServicerContext) -> wire.HeartbeatResponse:
         return wire.HeartbeatResponse(next_heartbeat_seconds=1)
 
-    def RenewLease(self, request: wire.RenewLeaseRequest, context: Any) -> wire.RenewLeaseResponse:  # noqa: N802
+    def RenewLease(self, request: wire.RenewLeaseRequest, context: grpc.ServicerContext) -> wire.RenewLeaseResponse:
         with self._from_owner(request):
             self.renewals += 1
             for report in request.reports:
@@ -98,23 +102,27 @@ class OneJob(OrchestratorServiceServicer):
                     self.quarantined[report.step] = report
         return wire.RenewLeaseResponse(directive=self.directive)  # type: ignore[arg-type]
 
-    def GetReferenceValues(  # noqa: N802
-        self, request: wire.GetReferenceValuesRequest, context: Any
+    def GetReferenceValues(
+        self, request: wire.GetReferenceValuesRequest, context: grpc.ServicerContext
     ) -> wire.GetReferenceValuesResponse:
         return wire.GetReferenceValuesResponse()
 
-    def PublishWeights(self, request: wire.PublishWeightsRequest, context: Any) -> wire.PublishWeightsResponse:  # noqa: N802
+    def PublishWeights(
+        self, request: wire.PublishWeightsRequest, context: grpc.ServicerContext
+    ) -> wire.PublishWeightsResponse:
         with self._from_owner(request):
             if request not in self.published:
                 self.published.append(request)
         return wire.PublishWeightsResponse(announced=True)
 
-    def ReportCheckpoint(self, request: wire.ReportCheckpointRequest, context: Any) -> wire.ReportCheckpointResponse:  # noqa: N802
+    def ReportCheckpoint(
+        self, request: wire.ReportCheckpointRequest, context: grpc.ServicerContext
+    ) -> wire.ReportCheckpointResponse:
         with self._from_owner(request):
             self.checkpoints.append(request)
         return wire.ReportCheckpointResponse()
 
-    def FinishRun(self, request: wire.FinishRunRequest, context: Any) -> wire.FinishRunResponse:  # noqa: N802
+    def FinishRun(self, request: wire.FinishRunRequest, context: grpc.ServicerContext) -> wire.FinishRunResponse:
         with self._from_owner(request):
             self.finished.append(request)
         return wire.FinishRunResponse()
@@ -141,7 +149,9 @@ class TrajectoryPool(ReplayServiceServicer):
     ready: bool = True
     asked: list[replay_wire.SampleBatchRequest] = field(default_factory=list)
 
-    def SampleBatch(self, request: replay_wire.SampleBatchRequest, context: Any) -> replay_wire.SampleBatchResponse:  # noqa: N802
+    def SampleBatch(
+        self, request: replay_wire.SampleBatchRequest, context: grpc.ServicerContext
+    ) -> replay_wire.SampleBatchResponse:
         self.asked.append(request)
         if not self.ready:
             raise NotReady("0 of 64 online trajectories")

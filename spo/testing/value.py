@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from spo import redis_keys
 from spo.errors import NotReady, PreconditionFailed
 from spo.messaging.redis_client import RedisClient
@@ -37,7 +39,7 @@ class EngineDouble(InferenceServiceServicer):
         self.refused = threading.Event()
         self.calls: list[PromptGroup] = []
 
-    def Generate(self, request: inference.GenerateRequest, context: Any) -> inference.GenerateResponse:
+    def Generate(self, request: inference.GenerateRequest, context: grpc.ServicerContext) -> inference.GenerateResponse:
         if self.unready:
             self.unready -= 1
             self.refused.set()
@@ -71,12 +73,14 @@ class JudgeDouble(JudgeServiceServicer):
     def __init__(self) -> None:
         self.programs = 0
 
-    def Judge(self, request: judge.JudgeRequest, context: Any) -> judge.JudgeResponse:
+    def Judge(self, request: judge.JudgeRequest, context: grpc.ServicerContext) -> judge.JudgeResponse:
         self.programs += len(request.programs)
         outcomes = [OUTCOME_ACCEPTED if program == RIGHT else OUTCOME_WRONG_ANSWER for program in request.programs]
         return judge.JudgeResponse(verdicts=[Verdict(outcome=outcome) for outcome in outcomes])
 
-    def DescribeJudge(self, request: judge.DescribeJudgeRequest, context: Any) -> judge.DescribeJudgeResponse:
+    def DescribeJudge(
+        self, request: judge.DescribeJudgeRequest, context: grpc.ServicerContext
+    ) -> judge.DescribeJudgeResponse:
         return judge.DescribeJudgeResponse(judge_version="test")
 
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from spo.errors import IntegrityError
-from spo.manifest_folder import ManifestFolder, check_entry, verify
+from spo.manifest_folder import FileEntry, Manifest, ManifestFolder, check_entry, verify
 from spo.weights.backends import FolderBackend, WeightBackend
 from spo.weights.cache import Cached, WeightCache
 
 DELTA_NAME = "delta-"
 
 
-def whole_entries(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+def whole_entries(manifest: Manifest) -> list[FileEntry]:
     """The whole files of a version, however it is stored. Raises IntegrityError."""
     try:
-        entries: list[dict[str, Any]] = manifest["delta"]["files"] if "delta" in manifest else manifest["files"]
+        entries: list[FileEntry] = manifest["delta"]["files"] if "delta" in manifest else manifest["files"]
         for entry in entries:
             check_entry(entry)
     except (ValueError, KeyError, TypeError) as error:
@@ -26,7 +24,7 @@ def whole_entries(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     return entries
 
 
-def digest_of(manifest: dict[str, Any]) -> str:
+def digest_of(manifest: Manifest) -> str:
     """The digest that names a stored version."""
     return ManifestFolder(Path(), manifest).manifest_digest
 
@@ -38,19 +36,19 @@ def emptied(folder: Path) -> Path:
     return folder
 
 
-def whole_here(backend: WeightBackend, cache: WeightCache, run_id: str, manifest: dict[str, Any]) -> Cached | None:
+def whole_here(backend: WeightBackend, cache: WeightCache, run_id: str, manifest: Manifest) -> Cached | None:
     """A version's whole files if this machine has them, not verified: users check the digests of what they make."""
     if "delta" not in manifest and isinstance(backend, FolderBackend):
         return Cached(Path(backend.uri(run_id, int(manifest["version"]))), None)
     return cache.find(run_id, int(manifest["version"]), digest_of(manifest))
 
 
-def assemble(backend: WeightBackend, cache: WeightCache, run_id: str, manifest: dict[str, Any], stage: Path) -> Path:
+def assemble(backend: WeightBackend, cache: WeightCache, run_id: str, manifest: Manifest, stage: Path) -> Path:
     """Walk back to a version that is here, or to the anchor, and forth again over the deltas; verified.
 
     What was fetched stays in `stage` when this is interrupted. Raises IntegrityError, NotFound, Unreachable.
     """
-    deltas: list[dict[str, Any]] = []
+    deltas: list[Manifest] = []
     at, base = manifest, None
     while "delta" in at and base is None:
         deltas.append(at)
@@ -72,13 +70,13 @@ def assemble(backend: WeightBackend, cache: WeightCache, run_id: str, manifest: 
         for entry in whole_entries(manifest):
             verify(whole / entry["name"], entry, f"{backend.uri(run_id, int(manifest['version']))}/{entry['name']}")
     except IntegrityError:
-        # So that the next try takes every byte anew.
+        # The next attempt then fetches every byte again.
         shutil.rmtree(fetched)
         raise
     return whole
 
 
-def _apply(backend: WeightBackend, run_id: str, manifest: dict[str, Any], fetched: Path, whole: Path) -> None:
+def _apply(backend: WeightBackend, run_id: str, manifest: Manifest, fetched: Path, whole: Path) -> None:
     from spo.weights.delta import apply_delta
 
     for entry in manifest["files"]:
@@ -88,7 +86,7 @@ def _apply(backend: WeightBackend, run_id: str, manifest: dict[str, Any], fetche
         apply_delta(target, _fetch(backend, run_id, manifest, entry, fetched))
 
 
-def _fetch(backend: WeightBackend, run_id: str, manifest: dict[str, Any], entry: dict[str, Any], folder: Path) -> Path:
+def _fetch(backend: WeightBackend, run_id: str, manifest: Manifest, entry: FileEntry, folder: Path) -> Path:
     path = folder / f"{entry['blake3'][:32]}-{entry['name']}"
     if not path.is_file():
         backend.fetch(run_id, int(manifest["version"]), entry, path)

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from spo.errors import IntegrityError, NotFound
 from spo.manifest_folder import (
     MANIFEST,
+    FileEntry,
+    Manifest,
     ManifestFolder,
     numbered_folders,
     open_folder,
@@ -35,16 +36,16 @@ class WeightBackend(Protocol):
     def staging_dir(self, run_id: str, version: int) -> AbstractContextManager[Path] | None:
         """A folder to write a version in, gone when the block ends; None where any will do."""
 
-    def seal(self, run_id: str, version: int, writing: Path, head: Mapping[str, Any]) -> ManifestFolder:
+    def seal(self, run_id: str, version: int, writing: Path, head: Manifest) -> ManifestFolder:
         """Make the files in `writing` the version, as `seal_folder` does. Raises Conflict."""
 
-    def manifest(self, run_id: str, version: int) -> dict[str, Any]:
+    def manifest(self, run_id: str, version: int) -> Manifest:
         """Raises NotFound, or IntegrityError when it is no manifest."""
 
     def in_place(self, run_id: str, version: int) -> ManifestFolder | None:
         """The verified files where they lie; None where they must be fetched. Raises IntegrityError."""
 
-    def fetch(self, run_id: str, version: int, entry: Mapping[str, Any], destination: Path) -> None:
+    def fetch(self, run_id: str, version: int, entry: FileEntry, destination: Path) -> None:
         """Bring one file here, verified, going on where an earlier try stopped. Raises IntegrityError."""
 
     def uri(self, run_id: str, version: int) -> str:
@@ -73,10 +74,10 @@ class FolderBackend:
     def staging_dir(self, run_id: str, version: int) -> AbstractContextManager[Path] | None:
         return staging_folder(self._path(run_id, version))
 
-    def seal(self, run_id: str, version: int, writing: Path, head: Mapping[str, Any]) -> ManifestFolder:
+    def seal(self, run_id: str, version: int, writing: Path, head: Manifest) -> ManifestFolder:
         return seal_folder(writing, self._path(run_id, version), head)
 
-    def manifest(self, run_id: str, version: int) -> dict[str, Any]:
+    def manifest(self, run_id: str, version: int) -> Manifest:
         path = self._path(run_id, version) / MANIFEST
         try:
             return parse_manifest(path.read_bytes(), str(path))
@@ -88,7 +89,7 @@ class FolderBackend:
     def in_place(self, run_id: str, version: int) -> ManifestFolder | None:
         return open_folder(self._path(run_id, version))
 
-    def fetch(self, run_id: str, version: int, entry: Mapping[str, Any], destination: Path) -> None:
+    def fetch(self, run_id: str, version: int, entry: FileEntry, destination: Path) -> None:
         source = self._path(run_id, version) / entry["name"]
         with contextlib.suppress(FileNotFoundError):
             shutil.copyfile(source, destination)

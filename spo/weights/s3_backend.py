@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError, PreconditionError
@@ -23,6 +22,8 @@ from spo.errors import Conflict, IntegrityError, InvalidInput, NotFound, Unreach
 from spo.manifest_folder import (
     ABANDONED_SECONDS,
     MANIFEST,
+    FileEntry,
+    Manifest,
     ManifestFolder,
     encode_manifest,
     entry_of,
@@ -52,7 +53,7 @@ class S3Backend:
     def staging_dir(self, run_id: str, version: int) -> AbstractContextManager[Path] | None:
         return None
 
-    def seal(self, run_id: str, version: int, writing: Path, head: Mapping[str, Any]) -> ManifestFolder:
+    def seal(self, run_id: str, version: int, writing: Path, head: Manifest) -> ManifestFolder:
         manifest = {**head, "files": [entry_of(path) for path in sorted(writing.iterdir())]}
         with self._reaching():
             for entry in manifest["files"]:
@@ -60,7 +61,7 @@ class S3Backend:
             self._put_manifest(run_id, version, manifest)
         return ManifestFolder(writing, manifest)
 
-    def _put_manifest(self, run_id: str, version: int, manifest: dict[str, Any]) -> None:
+    def _put_manifest(self, run_id: str, version: int, manifest: Manifest) -> None:
         path, content = _manifest(run_id, version), encode_manifest(manifest)
         try:
             obstore.put(self._store, path, content, mode="create")
@@ -76,7 +77,7 @@ class S3Backend:
                 return
         raise Conflict(f"{self.uri(run_id, version)} was already written by another owner", code="already_written")
 
-    def manifest(self, run_id: str, version: int) -> dict[str, Any]:
+    def manifest(self, run_id: str, version: int) -> Manifest:
         path = _manifest(run_id, version)
         try:
             with self._reaching():
@@ -87,7 +88,7 @@ class S3Backend:
     def in_place(self, run_id: str, version: int) -> ManifestFolder | None:
         return None
 
-    def fetch(self, run_id: str, version: int, entry: Mapping[str, Any], destination: Path) -> None:
+    def fetch(self, run_id: str, version: int, entry: FileEntry, destination: Path) -> None:
         path = _object(run_id, version, entry)
         what = f"{self.name}/{path}"
         try:
@@ -105,7 +106,7 @@ class S3Backend:
         try:
             verify(destination, entry, what)
         except IntegrityError:
-            # So that the next try takes every byte anew.
+            # The next attempt then fetches every byte again.
             destination.unlink()
             raise
 
@@ -162,7 +163,7 @@ class S3Backend:
             raise Unreachable(f"the weight store {self.name} does not answer: {str(error)[:500]}") from None
 
 
-def _object(run_id: str, version: int, entry: Mapping[str, Any]) -> str:
+def _object(run_id: str, version: int, entry: FileEntry) -> str:
     return f"{run_id}/{version:08d}/{entry['blake3'][:16]}-{entry['name']}"
 
 

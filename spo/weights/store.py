@@ -14,10 +14,10 @@ import shutil
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from spo.errors import IntegrityError, InvalidInput, NotFound, NotReady
-from spo.manifest_folder import ManifestFolder, entry_of, link_files, verify
+from spo.manifest_folder import FileEntry, Manifest, ManifestFolder, entry_of, link_files, verify
 from spo.observability.logs import get_logger
 from spo.weights.assembly import (
     DELTA_NAME,
@@ -61,7 +61,7 @@ class StoredVersion:
     """
 
     path: Path
-    manifest: dict[str, Any]
+    manifest: Manifest
     files: tuple[Path, ...]
     manifest_digest: str
     size_bytes: int
@@ -120,7 +120,7 @@ class WeightStore:
             cached = self._cache.keep(whole, run_id, version, sealed.manifest_digest)
         return self._version(run_id, sealed, cached)
 
-    def _seal(self, run_id: str, head: dict[str, Any], whole: Path, delta: Path) -> dict[str, Any]:
+    def _seal(self, run_id: str, head: Manifest, whole: Path, delta: Path) -> Manifest:
         """Store a delta where there is a base for one and it is small, else the whole; returns the manifest."""
         version = head["version"]
         based = self._write_delta(run_id, head["parent"], whole, delta)
@@ -130,7 +130,7 @@ class WeightStore:
                 shutil.copytree(delta if based else whole, writing, dirs_exist_ok=True)
             return self.backend.seal(run_id, version, writing, head | based).manifest
 
-    def _write_delta(self, run_id: str, parent: int, whole: Path, delta: Path) -> dict[str, Any]:
+    def _write_delta(self, run_id: str, parent: int, whole: Path, delta: Path) -> Manifest:
         """What the manifest says of a delta, whose files are written; empty when the version is to be stored whole."""
         from spo.weights.delta import write_delta
 
@@ -190,7 +190,7 @@ class WeightStore:
                 return self._version(run_id, in_place)
         return self._version(run_id, ManifestFolder(Path(), manifest), self._cached(run_id, manifest))
 
-    def _cached(self, run_id: str, manifest: dict[str, Any]) -> Cached:
+    def _cached(self, run_id: str, manifest: Manifest) -> Cached:
         version, digest = int(manifest["version"]), digest_of(manifest)
         wanted = whole_entries(manifest)
         found = self._intact(run_id, version, digest, wanted)
@@ -205,14 +205,14 @@ class WeightStore:
             whole = assemble(self.backend, self._cache, run_id, manifest, stage)
             return self._cache.keep(whole, run_id, version, digest)
 
-    def _intact(self, run_id: str, version: int, digest: str, wanted: list[dict[str, Any]]) -> Cached | None:
+    def _intact(self, run_id: str, version: int, digest: str, wanted: list[FileEntry]) -> Cached | None:
         found = self._cache.find(run_id, version, digest)
         if found:
             try:
                 for entry in wanted:
                     verify(found.path / entry["name"], entry)
             except IntegrityError as error:
-                log.warning("a cached weight version is damaged and fetched anew", reason=error.message)
+                log.warning("a cached weight version is damaged and fetched again", reason=error.message)
                 self._cache.drop(found)
                 return None
         return found
