@@ -15,7 +15,7 @@ from spo.errors import NotFound
 from spo.messaging.redis_client import RedisClient
 
 PREFIX = "spo_"
-# How long a revoked key may still work, and how often a busy key costs a look at Redis.
+# For so long a key is known without asking Redis, so a revoked one may still work.
 REMEMBER_SECONDS = 5.0
 MAX_REMEMBERED = 10_000
 
@@ -40,7 +40,7 @@ class ApiKey:
 
 
 class KeyStore:
-    """All keys in Redis. A secret has 256 random bits, so a plain digest of it gives nothing away."""
+    """All keys in Redis. A secret has 256 random bits, so an unsalted digest of it is safe to store."""
 
     def __init__(self, client: RedisClient) -> None:
         self.client = client
@@ -54,7 +54,7 @@ class KeyStore:
         max_active_jobs: int | None = None,
         expires_in_seconds: int | None = None,
     ) -> tuple[ApiKey, str]:
-        """A new key and its token, which nobody can see again."""
+        """Make a key; returns it with its token, which is stored nowhere."""
         key_id, secret = secrets.token_hex(8), secrets.token_urlsafe(32)
         token = f"{PREFIX}{key_id}_{secret}"
         expires_unix = int(time.time()) + expires_in_seconds if expires_in_seconds else 0
@@ -63,7 +63,7 @@ class KeyStore:
         return key, token
 
     def revoke(self, key_id: str) -> ApiKey:
-        """Make a key useless within REMEMBER_SECONDS; again changes nothing. Raises NotFound."""
+        """Revoke a key, within REMEMBER_SECONDS everywhere; once more changes nothing. Raises NotFound."""
         key = self.get(key_id)
         if not key.revoked_at:
             key = ApiKey(**{**asdict(key), "revoked_at": timestamp()})
@@ -72,7 +72,7 @@ class KeyStore:
         return key
 
     def get(self, key_id: str) -> ApiKey:
-        """Raises NotFound."""
+        """The key with this id, usable or not. Raises NotFound."""
         stored = self.client.hget(own_keys.api_keys(), key_id)
         if stored is None:
             raise NotFound("there is no such key", code="key_not_found")
@@ -84,7 +84,7 @@ class KeyStore:
         return sorted(map(_key_of, stored), key=lambda key: (key.created_at, key.key_id))
 
     def remembered(self, token: str) -> Principal | None:
-        """Who was found to hold this token a moment ago; asks nobody."""
+        """Who holds this token, if that was looked up at most REMEMBER_SECONDS ago; does not ask Redis."""
         remembered = self._remembered.get(_digest(token))
         return remembered[1] if remembered and time.monotonic() < remembered[0] else None
 
@@ -96,7 +96,7 @@ class KeyStore:
             return remembered[1]
         found = self._look_up(token, digest)
         if len(self._remembered) >= MAX_REMEMBERED:
-            # Random guesses must not grow the memory.
+            # Guessed tokens must not fill the memory.
             self._remembered.clear()
         self._remembered[digest] = (time.monotonic() + REMEMBER_SECONDS, found)
         return found

@@ -9,7 +9,7 @@ from services.orchestrator.jobs.commit import timestamp
 from spo.messaging.capped_log import append_record
 from spo.messaging.redis_client import RedisClient
 
-# About a year of a busy desk; older entries are trimmed, as /v1/audit says.
+# About a year on a busy platform; older entries are trimmed, as the description of /v1/audit says.
 KEPT_ENTRIES = 1_000_000
 
 
@@ -27,7 +27,7 @@ class AuditRecord(BaseModel):
 
 
 class AuditLog:
-    """Append-only stream in Redis."""
+    """The log as a stream in Redis, appended to and trimmed, never changed."""
 
     def __init__(self, client: RedisClient) -> None:
         self.client = client

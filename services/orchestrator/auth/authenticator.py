@@ -1,4 +1,4 @@
-"""From an Authorization header to a caller, at a bounded rate."""
+"""Who sent a request, by its Authorization header, and whether it comes too often."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from spo.messaging.redis_client import RedisClient
 
 
 class Authenticator:
-    """Knows the configured key, the stored keys, and the identity provider if there is one."""
+    """Checks tokens against the configured key, the stored keys and, if there is one, the identity provider."""
 
     def __init__(self, settings: Settings, client: RedisClient) -> None:
         self.keys = KeyStore(client)
@@ -34,7 +34,7 @@ class Authenticator:
         )
 
     def known(self, authorization: str) -> Principal | None:
-        """Who asks, where that can be told at once; None where `principal` must look further."""
+        """Who asks, where that is known without Redis or the provider; None where `principal` must ask them."""
         if self._operator_key is None:
             return OPERATOR
         token = _token(authorization)
@@ -43,7 +43,7 @@ class Authenticator:
         return self.keys.remembered(token) if token.startswith(PREFIX) else None
 
     def principal(self, authorization: str) -> Principal:
-        """Who asks. Raises InvalidInput (code "unauthorized") when the header proves nothing; may ask Redis."""
+        """Who asks. May ask Redis or the provider. Raises InvalidInput (code "unauthorized")."""
         found = self.known(authorization)
         token = _token(authorization)
         if found is None and token.startswith(PREFIX):
@@ -55,7 +55,7 @@ class Authenticator:
         return found
 
     def admits(self, authorization: str) -> bool:
-        """Whether somebody who was let in before still would be; yes while Redis cannot say."""
+        """Whether a header that was accepted before still would be; True while Redis does not answer."""
         try:
             self.principal(authorization)
         except InvalidInput:
@@ -66,14 +66,14 @@ class Authenticator:
 
 
 class RateLimit:
-    """So many requests of one caller in a moving window, counted in this process (there is one orchestrator)."""
+    """So many requests of one principal in a moving window, counted in this process (there is one orchestrator)."""
 
     def __init__(self, limit: str) -> None:
         self._limit = parse(limit)
         self._limiter = MovingWindowRateLimiter(MemoryStorage())
 
     async def seconds_to_wait(self, principal: str) -> int:
-        """0 when the request may pass, else after how many seconds the next may."""
+        """0 when the request may pass, else the seconds until the next one may."""
         if await self._limiter.hit(self._limit, principal):
             return 0
         window = await self._limiter.get_window_stats(self._limit, principal)

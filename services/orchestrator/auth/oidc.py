@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 import httpx
 import jwt
@@ -35,10 +34,10 @@ class TokenChecker:
         self._fetched_at = float("-inf")
 
     def principal(self, token: str) -> Principal | None:
-        """Who the token names; None when it is not valid here, or the provider does not answer (logged)."""
+        """Who the token names; None, with a log line, when it is not valid or the provider does not answer."""
         try:
             key = self._key(str(jwt.get_unverified_header(token).get("kid", "")))
-            claims: dict[str, Any] = jwt.decode(
+            claims = jwt.decode(
                 token,
                 key,
                 algorithms=ALGORITHMS,

@@ -1,4 +1,4 @@
-"""Which files of this machine a tenant's specs may name: those under folders that the operator has opened to them."""
+"""Which files of this machine a tenant's specs may name: those in the folders that the operator allows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from spo.errors import FieldViolation, InvalidInput
 
 
 def require_within(folders: Sequence[Path], named: Mapping[str, str | None]) -> None:
-    """Refuse paths that lead out of all the folders, links followed; keys are the fields' JSON pointers.
+    """Refuse paths outside the folders, after following links; `named` maps JSON pointers of fields to paths.
 
-    Raises InvalidInput (code "invalid_job_spec"), whether anything is there or not, so that nobody can look around.
+    Raises InvalidInput (code "invalid_job_spec"), whether the file exists or not, so that nobody can probe for files.
     """
     opened = [folder.resolve() for folder in folders]
     outside = [
@@ -31,5 +31,5 @@ def _resolved(path: str) -> Path:
     try:
         return Path(path).resolve()
     except (OSError, ValueError, RuntimeError):
-        # NUL bytes and circles of links lead nowhere, thus not into a folder.
+        # A NUL byte or a circle of links leads nowhere, so not into a folder.
         return Path("/")

@@ -12,8 +12,8 @@ Scope = Literal["jobs:read", "jobs:write", "trajectories:read", "weights:push", 
 SCOPES: frozenset[Scope] = frozenset(get_args(Scope))
 READING = ("GET", "HEAD")
 
-# First match counts. A page needs what its REST counterpart needs.
-# What no row names needs jobs:read to read and jobs:write to change.
+# Path, scope to read, scope to change; the first match counts, and a page needs what its REST counterpart needs.
+# Other paths need jobs:read to read and jobs:write to change.
 _RULES: tuple[tuple[str, Scope, Scope], ...] = (
     (r"(/v1)?/(keys|audit)(/|$)", "admin", "admin"),
     (r"/v1/scale(/|$)", "jobs:read", "admin"),
@@ -39,7 +39,7 @@ class Principal:
 
     @property
     def sees_tenant(self) -> str | None:
-        """The only tenant whose jobs it sees; None sees all."""
+        """The only tenant whose jobs it may see; None: every tenant's."""
         return None if self.is_admin else self.tenant
 
     def may(self, scope: Scope) -> bool:
@@ -53,7 +53,7 @@ class Principal:
             raise InvalidInput(f"this key lacks the scope {needed}", code="forbidden")
 
 
-# The configured key, and anyone on loopback where no key is configured.
+# Who has the configured key, and everybody on loopback where none is configured.
 OPERATOR = Principal("operator", scopes=SCOPES)
 
 

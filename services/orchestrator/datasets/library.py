@@ -1,4 +1,4 @@
-"""Problems of a job: loaded once, checked at submit, turned into the prompts of the wire."""
+"""Problems of a job: loaded once, checked at submission, encoded as prompts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class TaskLibrary:
     """Loads task sets, remembering the last few; a changed file is read again. Safe from several threads."""
 
     def __init__(self) -> None:
-        # Puts the file of an uploaded dataset in place of its id.
+        # Replaces the id of an uploaded dataset by its file.
         self.resolve: Callable[[TasksSpec], TasksSpec] = lambda spec: spec
         self._lock = threading.Lock()
         self._loaded: OrderedDict[tuple[object, ...], TaskSets] = OrderedDict()
 
     def load(self, spec: TasksSpec) -> TaskSets:
-        """Raises InvalidInput naming the file, the line and the reason."""
+        """The problems of a task set. Raises InvalidInput naming the file, the line and the reason."""
         spec = self.resolve(spec)
         key = (spec, _stamp(spec.path), _stamp(spec.evaluation_path))
         # One at a time: many submits of one spec load its problems once.

@@ -1,4 +1,4 @@
-"""Uploaded task sets: parts with a digest each on their way to one file, a report on every row, then usable by jobs.
+"""Uploaded task sets: appended part by part, checked row by row, then usable by jobs.
 
 uploading -> validating -> ready | invalid
 """
@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import redis
 from ulid import ULID
 
 from services.orchestrator import redis_keys as own_keys
-from services.orchestrator.datasets.check import broken_report, report_on
+from services.orchestrator.datasets.check import FileReport, broken_report, report_on
 from services.orchestrator.jobs.commit import timestamp
 from spo.errors import Conflict, FieldViolation, InvalidInput, NotFound, ResourceExhausted
 from spo.messaging.redis_client import RedisClient
@@ -34,7 +34,7 @@ FileFormat = Literal["jsonl", "parquet"]
 
 LOOK_SECONDS = 1.0
 MAX_UPLOADS = 20
-# Nobody sent a part for so long: the upload is given up.
+# An upload that got no part for so long is removed.
 ABANDONED_SECONDS = 86_400.0
 PART = "part-"
 
@@ -54,7 +54,7 @@ class Dataset:
     created_at: str = ""
     touched_at: float = 0.0
     digest: str = ""
-    report: dict[str, Any] | None = None
+    report: FileReport | None = None
 
 
 class Datasets:
@@ -75,7 +75,7 @@ class Datasets:
                 code="dataset_too_large",
                 violations=(FieldViolation("/size_bytes", message),),
             )
-        open_uploads = [each for each in self._all(tenant) if each.state == "uploading"]
+        open_uploads = [upload for upload in self._all(tenant) if upload.state == "uploading"]
         if len(open_uploads) >= MAX_UPLOADS:
             raise ResourceExhausted(f"{MAX_UPLOADS} uploads are unfinished; finish them first", code="too_many_uploads")
         made = Dataset(
@@ -86,7 +86,7 @@ class Datasets:
         return made
 
     def get(self, dataset_id: str, tenant: str | None = None) -> Dataset:
-        """Raises NotFound, also for another tenant's (None: anybody's)."""
+        """The dataset, if it is the tenant's (None: anybody's). Raises NotFound."""
         stored = self.client.hget(own_keys.datasets(), dataset_id)
         found = _decode(stored) if stored else None
         if found is None or tenant not in (None, found.tenant):
@@ -94,7 +94,7 @@ class Datasets:
         return found
 
     def page(self, tenant: str | None, cursor: str, limit: int) -> tuple[list[Dataset], str | None]:
-        """Newest first, and where the next page begins."""
+        """Datasets of the tenant, newest first, and the cursor of the next page."""
         before = f"({cursor}" if cursor else "+"
         key = own_keys.dataset_index(tenant)
         ids = self.client.zrevrangebylex(key, before, "-", start=0, num=limit + 1)
@@ -103,12 +103,12 @@ class Datasets:
         return found, found[-1].id if len(ids) > limit else None
 
     def begin_part(self, dataset_id: str, tenant: str | None, offset: int) -> Path:
-        """A new file for a part that is to follow the bytes so far. Raises NotFound, Conflict."""
+        """The path of a new file for a part that begins at `offset`. Raises NotFound, Conflict."""
         self._check_offset(self.get(dataset_id, tenant), offset)
         return self.root / dataset_id / f"{PART}{ULID()}"
 
     def add_part(self, dataset_id: str, offset: int, part: Path) -> Dataset:
-        """Append a part whose digest was right, durably; of two with one offset the first counts. Raises Conflict."""
+        """Append a part, synced to disk; of two with the same offset the first counts. Raises Conflict."""
         with self._lock:
             dataset = self.get(dataset_id)
             self._check_offset(dataset, offset)
@@ -123,23 +123,23 @@ class Datasets:
             return grown
 
     def delete(self, dataset_id: str, tenant: str | None, users_of: Callable[[str], Sequence[str]]) -> None:
-        """Remove it for good unless jobs use it, which users_of tells by its id.
+        """Remove it for good unless jobs use it; `users_of` names the jobs that use an id.
 
         Raises NotFound, also for another tenant's (None: anybody's); Conflict (code "dataset_in_use").
         """
         with self._lock:
             dataset = self.get(dataset_id, tenant)
             if dataset.state == "validating":
-                raise Conflict("its rows are being examined; wait for the report", code="dataset_in_use")
+                raise Conflict("its rows are being checked; wait for the report", code="dataset_in_use")
             if users := users_of(dataset_id):
-                # Some may be the operator's, whose ids are no tenant's business.
+                # They may be other tenants' jobs, whose ids are not for everybody to see.
                 named = f", such as {users[0]}" if tenant is None else ""
                 raise Conflict(f"unfinished jobs use the dataset: {len(users)}{named}", code="dataset_in_use")
             self._remove(dataset)
             log.info("dataset deleted", dataset=dataset.id)
 
     def file_of(self, dataset: Dataset) -> Path:
-        """Where its bytes are; the suffix tells readers the format."""
+        """The path of its file; readers know the format by the suffix."""
         return (self.root / dataset.id / f"tasks.{dataset.file_format}").absolute()
 
     def resolve(self, tasks: TasksSpec) -> TasksSpec:
@@ -151,17 +151,17 @@ class Datasets:
         return tasks.model_copy(update=update)
 
     def require_usable(self, tasks: TasksSpec | None, tenant: str | None) -> None:
-        """Refuse a dataset that is not there for the tenant, or not ready. Raises InvalidInput (pointer /tasks/id)."""
+        """Refuse a dataset that is not the tenant's, or not ready. Raises InvalidInput (pointer /tasks/id)."""
         if tasks is not None and tasks.kind == "dataset":
             self._usable(tasks, tenant)
 
     def run(self, stop: threading.Event) -> None:
-        """Report on uploaded files until stop; what a dead process left unfinished begins anew."""
+        """Report on uploaded files until stop; what a dead process left unfinished is done again."""
         while not stop.is_set():
             try:
                 ids = self.client.smembers(own_keys.open_datasets())
                 stored = self.client.hmget(own_keys.datasets(), list(ids)) if ids else []
-                for dataset in sorted(map(_decode, filter(None, stored)), key=lambda each: each.touched_at):
+                for dataset in sorted(map(_decode, filter(None, stored)), key=lambda dataset: dataset.touched_at):
                     if stop.is_set():
                         return
                     self._advance_alone(dataset)
@@ -170,7 +170,7 @@ class Datasets:
             stop.wait(LOOK_SECONDS)
 
     def _advance_alone(self, dataset: Dataset) -> None:
-        """Advance one; what is wrong with it delays no other, and a fault of ours makes it invalid, not us restart."""
+        """Advance one; its errors delay no other, and a bug makes it invalid instead of ending the process."""
         try:
             self._advance(dataset)
         except redis.RedisError:
@@ -178,8 +178,8 @@ class Datasets:
         except OSError as error:
             log.warning("a dataset waits", dataset=dataset.id, reason=str(error))
         except Exception:
-            log.exception("a dataset could not be examined", dataset=dataset.id)
-            report = broken_report("it could not be examined; the log of the orchestrator has the reason")
+            log.exception("a dataset could not be checked", dataset=dataset.id)
+            report = broken_report("it could not be checked; the log of the orchestrator has the reason")
             self._store(replace(dataset, state="invalid", report=report))
 
     def _advance(self, dataset: Dataset) -> None:
@@ -187,7 +187,7 @@ class Datasets:
             report, digest = report_on(self.file_of(dataset), dataset.task_format)
             state: State = "ready" if report["problems"] and not report["faults_total"] else "invalid"
             self._store(replace(dataset, state=state, report=report, digest=digest))
-            log.info("dataset examined", dataset=dataset.id, state=state, problems=report["problems"])
+            log.info("dataset checked", dataset=dataset.id, state=state, problems=report["problems"])
         elif time.time() - dataset.touched_at > ABANDONED_SECONDS:
             log.info("an abandoned upload is removed", dataset=dataset.id)
             self._remove(dataset)
@@ -215,7 +215,7 @@ class Datasets:
     def _append(self, file: Path, offset: int, part: Path) -> None:
         file.touch()
         with file.open("r+b") as target, part.open("rb") as source:
-            # A crash may have left bytes that no record counts.
+            # A crash may have left bytes beyond those the record counts.
             target.truncate(offset)
             target.seek(offset)
             shutil.copyfileobj(source, target, 1 << 20)
@@ -224,7 +224,7 @@ class Datasets:
 
     def _all(self, tenant: str) -> list[Dataset]:
         ids = self.client.smembers(own_keys.open_datasets())
-        return [each for each in (self.get(raw.decode()) for raw in ids) if each.tenant == tenant]
+        return [dataset for dataset in (self.get(raw.decode()) for raw in ids) if dataset.tenant == tenant]
 
     def _store(self, dataset: Dataset) -> None:
         open_ones = own_keys.open_datasets()

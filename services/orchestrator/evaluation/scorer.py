@@ -1,4 +1,4 @@
-"""How good is a policy on some problems? Samples by inference, verdicts by the judge, counts per problem, pass@k."""
+"""How good a policy is on some problems: samples by inference, verdicts by the judge, counts per problem, pass@k."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from services.orchestrator.datasets.library import prompt_of
 from services.orchestrator.jobs.seeds import seed_of
@@ -43,7 +42,7 @@ class EvaluationTask:
 
 @dataclass(frozen=True)
 class ProblemScore:
-    """What the samples of one problem came to; entropy in nats per token, under the sampling distribution.
+    """How the samples of one problem did; entropy in nats per token, under the sampling distribution.
 
     public_only counts programs that pass the public tests and fail a hidden one, hard_coded those of them that seem to
     print remembered answers.
@@ -60,7 +59,7 @@ class ProblemScore:
 
 
 class Stopped(Exception):
-    """The process drains or nobody wants the scores any more."""
+    """The process stops, or nobody wants the scores any more."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +90,9 @@ class Scorer:
             try:
                 return self._once(problem, group)
             except SpoError as error:
-                # A replica still loads, is full or on its way to this run, or the judge restarts: worth waiting for.
-                passing = error.retryable or error.code == "other_run"
-                if not passing or time.monotonic() > deadline:
+                # A replica still loads, is full or on its way to this run, or the judge restarts: the call is repeated.
+                is_passing = error.retryable or error.code == "other_run"
+                if not is_passing or time.monotonic() > deadline:
                     raise
                 log.debug("scoring waits", run=task.run_id, reason=error.message)
                 time.sleep(RETRY_SECONDS)
@@ -116,7 +115,7 @@ class Scorer:
         if len(outcomes) != group.sampling.samples or OUTCOME_INTERNAL_ERROR in outcomes:
             raise NotReady("the judge could not judge every sample", code="judge_incomplete")
         correct = [outcome == OUTCOME_ACCEPTED for outcome in outcomes]
-        surprises = [-logprob for sample in samples for logprob in sample.sampling_logprobs]
+        negative_logprobs = [-logprob for sample in samples for logprob in sample.sampling_logprobs]
         return ProblemScore(
             prompt_id=problem.problem_id,
             samples=len(outcomes),
@@ -124,15 +123,15 @@ class Scorer:
             distinct=distinct_correct([_normalised(program) for program in programs], correct),
             public_only=sum(map(_passes_only_public_tests, judged.verdicts)),
             hard_coded=sum(verdict.suspected_hard_coded for verdict in judged.verdicts),
-            entropy=sum(surprises) / max(1, len(surprises)),
+            entropy=sum(negative_logprobs) / max(1, len(negative_logprobs)),
             response_tokens=sum(len(sample.response_token_ids) for sample in samples) / max(1, len(samples)),
         )
 
 
-def summary(task: EvaluationTask, scores: Sequence[ProblemScore]) -> dict[str, Any]:
+def summary(task: EvaluationTask, scores: Sequence[ProblemScore]) -> dict[str, object]:
     """The result document: pass@k with intervals over problems, diversity, hacks, and each problem's counts.
 
-    pass@k of any other k up to the samples per problem follows from the counts in `per_problem`.
+    pass@k for other k, up to the samples per problem, follows from the counts in `per_problem`.
     """
     counts = [ProblemCounts(samples=score.samples, correct=score.correct) for score in scores]
     estimates = {k: mean_pass_at_k(counts, k, seed=task.spec.seed) for k in task.protocol.ks}
@@ -161,8 +160,8 @@ def upload_tests(judge: RpcClient, problems: Sequence[Problem]) -> None:
     """
     for start in range(0, len(problems), UPLOAD_CHUNK):
         chunk = problems[start : start + UPLOAD_CHUNK]
-        reply = judge.call("UploadTests", UploadTestsRequest(test_sets=[each.tests for each in chunk]))
-        if list(reply.digests) != [each.tests_digest for each in chunk]:
+        reply = judge.call("UploadTests", UploadTestsRequest(test_sets=[problem.tests for problem in chunk]))
+        if list(reply.digests) != [problem.tests_digest for problem in chunk]:
             raise PreconditionFailed("the judge digests tests differently", code="digest_mismatch")
 
 

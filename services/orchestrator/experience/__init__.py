@@ -1,1 +1,1 @@
-"""The experience store as people use it: queries, imports, exports, new verdicts, maintenance."""
+"""The experience store across runs: queries, imports, exports, new verdicts, maintenance."""

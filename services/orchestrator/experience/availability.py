@@ -1,4 +1,4 @@
-"""Experience from before a job: which prompts may take it, and when it is there to be taken."""
+"""Experience stored before a job: which of its prompts may use it, and when all of it is there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def needs_estimates(spec: JobSpec) -> bool:
 def require_stored(client: RedisClient, store: ExperienceStore, spec: JobSpec, tenant: str) -> None:
     """Refuse a spec that names a run nobody has stored, or another tenant has.
 
-    Raises InvalidInput with the pointer of each.
+    Raises InvalidInput, with a pointer to every such source.
     """
     violations = []
     for index, wanted in enumerate(spec.offline.experience):
@@ -53,15 +53,17 @@ def await_stored(client: RedisClient, spec: JobSpec) -> None:
 
 
 def write_prompts(client: RedisClient, job_id: str, problems: Sequence[Problem], spec: JobSpec) -> None:
-    """Leave the prompts where the replay buffer finds them when it stores their trajectories."""
+    """Write the prompts to Redis, where the replay buffer reads them when it stores their trajectories."""
     key = redis_keys.run_prompts(job_id)
     for start in range(0, len(problems), PROMPTS_PER_WRITE):
         chunk = problems[start : start + PROMPTS_PER_WRITE]
-        client.hset(key, mapping={each.problem_id: prompt_of(each, spec).SerializeToString() for each in chunk})
+        client.hset(
+            key, mapping={problem.problem_id: prompt_of(problem, spec).SerializeToString() for problem in chunk}
+        )
 
 
 class Decontamination:
-    """Whether a training problem may take stored experience: not where it copies a held-out one."""
+    """Keeps stored experience from training problems that copy a held-out one."""
 
     def __init__(self, tasks: TaskSets, spec: JobSpec) -> None:
         self.tasks = tasks
@@ -69,7 +71,7 @@ class Decontamination:
         self.left_out = 0
 
     def may_import(self, problem: Problem) -> bool:
-        """Also counts those that may not."""
+        """Whether this problem may use stored experience; counts those that may not."""
         if not self.spec.offline.experience:
             return False
         copies = self._index is not None and self._index.find_copy(problem) is not None

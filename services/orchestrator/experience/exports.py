@@ -1,4 +1,4 @@
-"""Stored trajectories on their way out, as a stream."""
+"""Stored trajectories as a file, streamed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _json_lines(rows: Iterable[StoredTrajectory]) -> Iterator[bytes]:
 
 
 def _parquet(rows: Iterable[StoredTrajectory]) -> Iterator[bytes]:
-    """Through a temporary file: the footer comes last, and memory stays bounded."""
+    """Through a temporary file, since Parquet's footer comes last and memory must stay bounded."""
     with tempfile.TemporaryFile() as target:
         with parquet.ParquetWriter(target, SCHEMA, compression="zstd") as writer:
             chunk: list[StoredTrajectory] = []
@@ -37,5 +37,5 @@ def _parquet(rows: Iterable[StoredTrajectory]) -> Iterator[bytes]:
                     chunk = []
             writer.write_table(table_of(chunk))
         target.seek(0)
-        while scope := target.read(BYTES_PER_READ):
-            yield scope
+        while chunk_of_file := target.read(BYTES_PER_READ):
+            yield chunk_of_file

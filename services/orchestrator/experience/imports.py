@@ -1,4 +1,4 @@
-"""Experience from elsewhere: rows of a file become stored trajectories, judged where they bring no reward."""
+"""Imports: rows of a file become stored trajectories, judged where they have no reward."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ JUDGE_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """How an upload is to be read; `judging` says for which rows a verdict is asked for."""
+    """How to read an upload; `judging` says which rows are judged."""
 
     terms: ImportTerms
     upload_format: UploadFormat
@@ -42,7 +42,7 @@ class ImportOptions:
 def import_rows(
     store: ExperienceStore, judge: RpcClient, problems: Sequence[Problem], body: bytes, requested: ImportOptions
 ) -> schemas.ImportReport:
-    """Store a file's rows under the name of the terms; the same file again changes nothing.
+    """Store a file's rows under the name of the terms; importing the same file again changes nothing.
 
     Raises InvalidInput (code "bad_rows", a violation per row) when rows are refused and the good ones are not to be
     kept, NotReady when the judge could not decide: nothing is stored then.

@@ -1,4 +1,4 @@
-"""Pruning and compacting the experience store; one at a time, as each must know that no other takes its files away."""
+"""Pruning and compacting the experience store, one at a time, so that neither loses files to the other."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from spo.experience.compaction import merge, plan
 from spo.experience.store import ExperienceStore
 from spo.messaging.redis_client import RedisClient, RedisLock
 
-# After this a dead process's upkeep no longer keeps others away; renewed with every file.
+# The lock of a dead process expires after this; renewed with every file.
 LOCK_SECONDS = 600.0
 
 
 def prune(
     client: RedisClient, store: ExperienceStore, scope: Scope, older_than_days: float | None, *, dry_run: bool
 ) -> schemas.PruneReport:
-    """Remove a part's files, or say what would go. Raises InvalidInput when nothing says which, Conflict, NotFound."""
+    """Remove files, or with dry_run report them. Raises InvalidInput without any filter, Conflict, NotFound."""
     if scope.run is None and scope.task_set is None and older_than_days is None:
         violation = FieldViolation("/run", "name a run, a task set or an age")
         raise InvalidInput("what is to be removed?", violations=(violation,))
@@ -32,7 +32,7 @@ def prune(
         if growing:
             raise Conflict(f"jobs still add to {', '.join(growing)}", code="experience_in_use")
         if not dry_run:
-            # First what a merged file stands for: without it that would count again.
+            # First the files that were merged: without the merged file their rows would count again.
             for file in [*scope.superseded(store), *found]:
                 store.remove(file)
     return schemas.PruneReport(
@@ -45,7 +45,7 @@ def prune(
 
 
 def compact(client: RedisClient, store: ExperienceStore, scope: Scope, *, dry_run: bool) -> schemas.CompactReport:
-    """Make few files of many, or say how many; runs that jobs add to are left alone. Raises Conflict, NotFound."""
+    """Merge many files into few, or with dry_run count them; skips runs that jobs add to. Raises Conflict, NotFound."""
     with _alone(client) as lock:
         found = [file for file in scope.files(store) if is_complete(client, file.origin.run)]
         left_over = scope.superseded(store)

@@ -1,4 +1,4 @@
-"""The experience store as people look at it: runs, counts, rows. Another tenant's experience is not there."""
+"""Queries of the experience store: runs, counts, rows, each within one tenant's experience."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ FILTERED = ("trajectory_id", "prompt_id", "source", "reward", "outcome")
 
 @dataclass(frozen=True)
 class Scope:
-    """Part of the store: one run's or task set's, as far as the tenant may see it (None sees all)."""
+    """Part of the store: one run's or task set's files, of one tenant (None: of all)."""
 
     tenant: str | None
     run: str | None = None
     task_set: str | None = None
 
     def files(self, store: ExperienceStore) -> list[StoredFile]:
-        """Its files in order of path. Raises NotFound when a run is named that has none."""
+        """Its files in order of path. Raises NotFound for a named run without files."""
         found = [file for file in store.files(self.run, self.task_set) if self.tenant in (None, file.origin.tenant)]
         if self.run is not None and not found:
             raise NotFound(f"nothing is stored under the name {self.run}", code="experience_not_found")
         return found
 
     def superseded(self, store: ExperienceStore) -> list[StoredFile]:
-        """Files of it that a compaction cut short left: their rows lie in a merged file."""
+        """Its files that an interrupted compaction left behind: their rows are in a merged file already."""
         found = store.superseded(self.run, self.task_set)
         return [file for file in found if self.tenant in (None, file.origin.tenant)]
 
 
 @dataclass(frozen=True)
 class RowFilter:
-    """Which rows of a part are wanted."""
+    """Filter on rows; empty fields ask nothing."""
 
     prompt_id: str = ""
     source: str = ""
@@ -69,7 +69,7 @@ def runs(client: RedisClient, store: ExperienceStore, scope: Scope) -> list[sche
     for file in scope.files(store):
         by_run[file.origin.run].append(file)
     found = [_run(client, run, files) for run, files in by_run.items()]
-    return sorted(found, key=lambda each: each.stored_at, reverse=True)
+    return sorted(found, key=lambda stored: stored.stored_at, reverse=True)
 
 
 def statistics(store: ExperienceStore, scope: Scope) -> schemas.ExperienceStatistics:
@@ -108,7 +108,7 @@ def statistics(store: ExperienceStore, scope: Scope) -> schemas.ExperienceStatis
 
 
 def rows(store: ExperienceStore, scope: Scope, wanted: RowFilter, limit: int, cursor: str) -> schemas.StoredRowPage:
-    """A page of rows in the order of the files. Raises InvalidInput on a cursor that is not ours."""
+    """A page of rows in the order of the files. Raises InvalidInput for an unknown cursor."""
     after = _decode_cursor(cursor) if cursor else ("", -1)
     found: list[schemas.StoredRow] = []
     for file in scope.files(store):
@@ -133,7 +133,7 @@ def row(store: ExperienceStore, scope: Scope, trajectory_id: str) -> schemas.Sto
 
 
 def every_row(store: ExperienceStore, scope: Scope, wanted: RowFilter) -> Iterator[StoredTrajectory]:
-    """The wanted rows of a part, each trajectory once."""
+    """All rows that pass the filter, one per trajectory."""
     seen: set[str] = set()
     for file in scope.files(store):
         for batch in store.batches(file):
@@ -145,7 +145,7 @@ def every_row(store: ExperienceStore, scope: Scope, wanted: RowFilter) -> Iterat
 
 
 def is_complete(client: RedisClient, run: str) -> bool:
-    """Whether nothing more will be stored under this name by the job it stands for, if it stands for one."""
+    """Whether no job will store more under this name: it is no job's, or the job has ended and everything is stored."""
     with client.pipeline(transaction=False) as pipe:
         pipe.get(redis_keys.run_state(run))
         pipe.hget(redis_keys.replay_counters(run), "number")

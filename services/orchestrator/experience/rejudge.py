@@ -26,7 +26,7 @@ SHOWN_CHANGES = 100
 
 @dataclass
 class Rejudging:
-    """One pass over a part of the store with the tests of a task set; rows already judged so are left alone."""
+    """One pass over part of the store with the tests of a task set; skips rows that this judge decided by them."""
 
     store: ExperienceStore
     judge: RpcClient
@@ -43,7 +43,7 @@ class Rejudging:
     changes: list[schemas.ChangedVerdict] = field(default_factory=list, init=False)
 
     def run(self, scope: queries.Scope) -> schemas.RejudgeReport:
-        """Judge and, unless it is only looked at, store the rows under the new name; repeating it changes nothing.
+        """Judge the rows and, if `writes`, store them under the new name; a second run changes nothing.
 
         Raises NotFound, NotReady.
         """
@@ -67,7 +67,7 @@ class Rejudging:
         before = [row for batch in self.store.batches(file) for row in self._outdated(batch, index, judge_version)]
         before = [row for row in before if row.trajectory.trajectory_id not in seen]
         seen.update(row.trajectory.trajectory_id for row in before)
-        after = [self._anew(row, index) for row in before]
+        after = [self._copy(row, index) for row in before]
         judge_rows(self.judge, index, after)
         for old, new in zip(before, after, strict=True):
             self._compare(old.trajectory, new.trajectory)
@@ -91,20 +91,20 @@ class Rejudging:
             if problem.tests_digest != row.prompt.tests_digest or verdict.judge_version != judge_version:
                 yield row
 
-    def _anew(self, row: StoredTrajectory, index: ProblemIndex) -> StoredTrajectory:
+    def _copy(self, row: StoredTrajectory, index: ProblemIndex) -> StoredTrajectory:
         problem = index.find(row.prompt.prompt_id, row.prompt.text)
         if problem is None:
             raise InvalidInput(f"no problem for {row.trajectory.trajectory_id}")
-        was, anew = row.trajectory, Trajectory()
-        anew.CopyFrom(was)
-        anew.ClearField("verdict")
+        old, new = row.trajectory, Trajectory()
+        new.CopyFrom(old)
+        new.ClearField("verdict")
         if problem.tests_digest != row.prompt.tests_digest:
-            # The labels count successes by the old tests.
-            del anew.annotations[:]
-        anew.trajectory_id = "traj_" + redis_keys.digest(self.name, was.trajectory_id)[:32]
-        anew.parents[:] = [was.trajectory_id]
-        anew.run_id = self.name
-        anew.prompt_id = problem.problem_id
+            # The annotations count successes by the old tests.
+            del new.annotations[:]
+        new.trajectory_id = "traj_" + redis_keys.digest(self.name, old.trajectory_id)[:32]
+        new.parents[:] = [old.trajectory_id]
+        new.run_id = self.name
+        new.prompt_id = problem.problem_id
         prompt = Prompt(
             prompt_id=problem.problem_id,
             text=problem.statement,
@@ -113,7 +113,7 @@ class Rejudging:
             language=problem.language,
             response_format=problem.response_format,
         )
-        return StoredTrajectory(anew, prompt, row.reference_dtype)
+        return StoredTrajectory(new, prompt, row.reference_dtype)
 
     def _compare(self, old: Trajectory, new: Trajectory) -> None:
         before = _outcome(old)

@@ -18,7 +18,7 @@ RECENT_STEPS = 20
 
 @dataclass(frozen=True)
 class Wait:
-    """`who` has waited for `whom` for so many seconds; entries is how much lies there (None: nothing to count)."""
+    """`who` has waited for `whom` for so many seconds; `entries` wait there (None: not a queue)."""
 
     who: str
     whom: str
@@ -28,10 +28,10 @@ class Wait:
 
 
 def job_waits(context: AppContext, job_id: str, state: JobState) -> list[Wait]:
-    """The longest wait first; waits below a tenth of a second are left out."""
+    """The waits of at least a tenth of a second, longest first."""
     found = _trainer(context, job_id) if state in (JobState.RUNNING, JobState.PAUSING) else []
     found += _pipeline(context, job_id) if state in (JobState.ESTIMATING, JobState.RUNNING, JobState.PAUSING) else []
-    return sorted((each for each in found if each.seconds >= 0.1), key=lambda each: -each.seconds)
+    return sorted((wait for wait in found if wait.seconds >= 0.1), key=lambda wait: -wait.seconds)
 
 
 def _trainer(context: AppContext, job_id: str) -> list[Wait]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Sequence
 
 import redis
 from fastapi import FastAPI, Request, Response
@@ -30,7 +30,7 @@ _STATUSES: tuple[tuple[type[errors.SpoError], int], ...] = (
     (errors.ResourceExhausted, 429),
     (errors.SpoError, 500),
 )
-# Codes whose HTTP status says more than their kind does.
+# Codes with a more precise HTTP status than that of their kind.
 _BY_CODE = {
     "malformed_json": 400,
     "unauthorized": 401,
@@ -62,7 +62,7 @@ class ProblemDocument(BaseModel):
 
 
 def problem(error: errors.SpoError) -> JSONResponse:
-    """The response that says what the error says."""
+    """The error as an HTTP response."""
     status = _BY_CODE.get(error.code) or next(number for kind, number in _STATUSES if isinstance(error, kind))
     body = ProblemDocument(
         type=f"/errors/{error.code}",
@@ -71,7 +71,7 @@ def problem(error: errors.SpoError) -> JSONResponse:
         detail=error.message,
         code=error.code,
         retryable=error.retryable,
-        errors=[FieldProblem(pointer=each.pointer, message=each.message) for each in error.violations],
+        errors=[FieldProblem(pointer=violation.pointer, message=violation.message) for violation in error.violations],
     )
     headers = {"Retry-After": "1"} if error.retryable else {}
     if status == 401:
@@ -79,56 +79,56 @@ def problem(error: errors.SpoError) -> JSONResponse:
     return JSONResponse(body.model_dump(), status_code=status, media_type=MEDIA_TYPE, headers=headers)
 
 
-def shown(path: str, headers: Headers, answer: JSONResponse) -> Response:
-    """The problem as a page where a person's browser asked for a page, else as it is."""
+def as_page(path: str, headers: Headers, response: JSONResponse) -> Response:
+    """The problem as an HTML page where a browser asked for a page, else unchanged."""
     if not wants_page(path, headers):
-        return answer
-    said = json.loads(bytes(answer.body))
-    page = HTMLResponse(error_page(said["status"], said["code"], said["detail"]), answer.status_code)
-    page.headers.update({name: value for name, value in answer.headers.items() if not name.startswith("content-")})
+        return response
+    body = json.loads(bytes(response.body))
+    page = HTMLResponse(error_page(body["status"], body["code"], body["detail"]), response.status_code)
+    page.headers.update({name: value for name, value in response.headers.items() if not name.startswith("content-")})
     return page
 
 
 def install(app: FastAPI) -> None:
-    """Make every error of the application a problem."""
+    """Register handlers that turn every error of the application into a problem document."""
 
     @app.exception_handler(errors.SpoError)
-    def known(request: Request, error: errors.SpoError) -> Response:
-        return _answer(request, error)
+    def spo_error(request: Request, error: errors.SpoError) -> Response:
+        return _respond(request, error)
 
     @app.exception_handler(RequestValidationError)
-    def unfit(request: Request, error: RequestValidationError) -> Response:
-        violations = tuple(_violation(each) for each in error.errors())
-        return _answer(
+    def invalid_request(request: Request, error: RequestValidationError) -> Response:
+        violations = tuple(_violation(fault["loc"], fault["msg"]) for fault in error.errors())
+        return _respond(
             request, errors.InvalidInput("the request is not valid", code="invalid_request", violations=violations)
         )
 
     @app.exception_handler(HTTPException)
-    def plain(request: Request, error: HTTPException) -> Response:
+    def http_error(request: Request, error: HTTPException) -> Response:
         code = _CODES_BY_STATUS.get(error.status_code, "bad_request")
         kind = errors.NotFound if error.status_code == 404 else errors.InvalidInput
-        response = _answer(request, kind(str(error.detail), code=code))
+        response = _respond(request, kind(str(error.detail), code=code))
         response.headers.update(error.headers or {})
         if error.status_code == 405:
-            # Starlette names the methods of one route; a path may have several.
+            # Starlette lists the methods of one route, but a path may have several routes.
             response.headers["Allow"] = ", ".join(_allowed(request))
         return response
 
     @app.exception_handler(redis.RedisError)
-    def without_redis(request: Request, error: redis.RedisError) -> Response:
+    def redis_error(request: Request, error: redis.RedisError) -> Response:
         log.warning("Redis did not answer a request", reason=str(error))
-        return _answer(request, errors.Unreachable("Redis does not answer; try again", code="redis_unreachable"))
+        return _respond(request, errors.Unreachable("Redis does not answer; try again", code="redis_unreachable"))
 
     @app.exception_handler(Exception)
-    def unforeseen(request: Request, error: Exception) -> Response:
+    def unexpected(request: Request, error: Exception) -> Response:
         log.error("request failed", path=request.url.path, error=f"{type(error).__name__}: {error}")
-        return _answer(
+        return _respond(
             request, errors.InternalError("something went wrong on our side; the log of the orchestrator has it")
         )
 
 
-def _answer(request: Request, error: errors.SpoError) -> Response:
-    return shown(request.url.path, request.headers, problem(error))
+def _respond(request: Request, error: errors.SpoError) -> Response:
+    return as_page(request.url.path, request.headers, problem(error))
 
 
 def _allowed(request: Request) -> list[str]:
@@ -136,8 +136,8 @@ def _allowed(request: Request) -> list[str]:
     return sorted({method for route in matching for method in getattr(route, "methods", None) or ()})
 
 
-def _violation(found: dict[str, Any]) -> errors.FieldViolation:
-    place, *path = found["loc"]
+def _violation(location: Sequence[str | int], message: str) -> errors.FieldViolation:
+    place, *path = location
     steps = path if place == "body" else [place, *path]
     pointer = "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in steps)
-    return errors.FieldViolation(pointer or "/", found["msg"])
+    return errors.FieldViolation(pointer or "/", message)

@@ -1,8 +1,8 @@
 """Events of jobs as they happen, for any number of listeners: one reader per job, whose newest events all share.
 
-A listener keeps only its place, the last sequence number it sent. It takes what follows from the shared tail, and from
-Redis what the tail no longer holds, so it misses and repeats nothing however slow it is, and costs no memory of its
-own beyond what its connection buffers.
+A listener keeps only the last sequence number it sent. It takes what follows from the shared tail, and from
+Redis what the tail no longer holds, so it misses and repeats nothing however slow it is, and needs no memory
+beyond the buffer of its connection.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.store import JobEvent, event_of
+from spo.messaging.redis_client import StreamEntry, StreamReplies
 from spo.observability.logs import get_logger
 from spo.spec.job_state import TERMINAL
 
@@ -33,12 +34,12 @@ log = get_logger("events")
 BLOCK_MS = 1000
 BATCH = 200
 KEPT_EVENTS = 1000
-# Listeners that came late or fell behind read the history through these.
+# So many listeners that came late or fell behind read from Redis at once.
 HISTORY_READS = 8
 HEARTBEAT_SECONDS = 15
-# A connection that takes nothing for so long is cut; its client comes back with Last-Event-ID.
+# A connection that takes nothing for so long is closed; its client resumes with Last-Event-ID.
 SEND_SECONDS = 30.0
-# How long a listener whose key was revoked, or whose token ran out, may go on listening.
+# A listener whose key was revoked, or whose token expired, is disconnected within this time.
 ADMISSION_SECONDS = 15.0
 
 
@@ -52,7 +53,7 @@ class Frame:
 
 
 class EventStream(EventSourceResponse):
-    """Server-sent events with heartbeats; a connection that takes nothing for so long is cut."""
+    """Server-sent events with heartbeats; a connection that takes nothing for send_seconds is closed."""
 
     def __init__(self, frames: AsyncIterator[bytes], send_seconds: float = SEND_SECONDS) -> None:
         super().__init__(frames, ping=HEARTBEAT_SECONDS, send_timeout=send_seconds)
@@ -65,7 +66,7 @@ class EventStream(EventSourceResponse):
 
 
 class _Tail:
-    """The newest events of one job; `last` is None until the reader has looked."""
+    """The newest events of one job; `last` is the newest sequence number, None until the reader has read it."""
 
     def __init__(self) -> None:
         self.listeners = 0
@@ -80,12 +81,12 @@ class _Tail:
         self.tell()
 
     def tell(self) -> None:
-        """Wake every listener; the next news is another event, so none is missed between look and wait."""
+        """Wake every listener, and replace the event, so that none misses what comes between its look and its wait."""
         told, self.news = self.news, asyncio.Event()
         told.set()
 
     def after(self, seq: int) -> list[Frame] | None:
-        """What follows seq; None where the tail does not reach back so far."""
+        """The events after seq; None where the tail does not reach back so far."""
         if self.last is None:
             return None
         if seq >= self.last:
@@ -96,7 +97,7 @@ class _Tail:
 
 
 class LiveEvents:
-    """Follows jobs for the listeners of this process."""
+    """The events of jobs for the listeners of this process."""
 
     def __init__(self, client: redis.asyncio.Redis, stop: threading.Event) -> None:
         self._client = client
@@ -146,9 +147,9 @@ class LiveEvents:
         return tail
 
     async def _read(self, job_id: str, tail: _Tail) -> None:
-        """Feed the tail while anybody listens."""
+        """Fill the tail while anybody listens."""
         key = own_keys.job_events(job_id)
-        # The listener that this reader is started for has joined by the time the loop gets here.
+        # The listener that starts this reader has been counted by the time this runs.
         try:
             while tail.listeners and not self._stop.is_set():
                 try:
@@ -158,14 +159,14 @@ class LiveEvents:
                         tail.tell()
                     replies: Any = await self._client.xread({key: f"{tail.last}-0"}, count=BATCH, block=BLOCK_MS)
                 except redis.RedisError:
-                    # The listeners keep their connections and miss nothing: reading goes on after the last event.
+                    # Listeners stay connected and miss nothing: reading continues after the last event.
                     await asyncio.sleep(1)
                     continue
                 frames = [_frame(entry) for entry in _entries(replies)]
                 if frames:
                     tail.add(frames)
         finally:
-            # No await from here on: nobody can join a tail that nobody feeds.
+            # No await from here on, so nobody can join a tail that is no longer filled.
             del self._tails[job_id]
             tail.is_closed = True
             tail.tell()
@@ -181,14 +182,13 @@ class LiveEvents:
         return [_frame(entry) for entry in entries]
 
 
-def _frame(entry: tuple[bytes, dict[bytes, bytes]]) -> Frame:
+def _frame(entry: StreamEntry) -> Frame:
     event: JobEvent = event_of(entry)
     wire = ServerSentEvent(json.dumps(asdict(event)), id=str(event.seq)).encode()
     return Frame(event.seq, wire, event.kind == "state" and event.body["to"] in TERMINAL)
 
 
-def _entries(replies: Any) -> list[Any]:
-    # Under RESP2 the reply is a list of pairs, under RESP3 a mapping.
-    batches = replies.values() if isinstance(replies, dict) else [entries for _, entries in replies or []]
-    flat = (entries[0] if entries and isinstance(entries[0], list) else entries for entries in batches)
-    return [entry for entries in flat for entry in entries]
+def _entries(replies: StreamReplies | None) -> list[StreamEntry]:
+    if isinstance(replies, dict):
+        return [entry for batches in replies.values() for entries in batches for entry in entries]
+    return [entry for _, entries in replies or [] for entry in entries]

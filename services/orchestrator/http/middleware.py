@@ -1,4 +1,4 @@
-"""What every request passes first: who asks, what they may, how often; size of its body, origin; headers of answers."""
+"""What every request passes first: authentication, scopes, rate limit, origin, size of the body, headers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ulid import ULID
 from services.orchestrator.auth.audit import AuditLog
 from services.orchestrator.auth.authenticator import Authenticator, RateLimit
 from services.orchestrator.auth.principals import READING, Principal
-from services.orchestrator.http.errors import problem, shown
+from services.orchestrator.http.errors import as_page, problem
 from services.orchestrator.settings import LOOPBACK, Settings
 from spo.errors import InvalidInput, ResourceExhausted, SpoError, Unreachable
 from spo.observability.logs import get_logger
@@ -22,19 +22,19 @@ from spo.observability.logs import get_logger
 log = get_logger("middleware")
 
 OPEN_PATHS = ("/healthz", "/readyz")
-# What a refusal's `type` leads to must be readable by those who were refused.
+# The `type` of a refusal leads here, so those who were refused must be able to read it.
 OPEN_PAGES = "/errors"
 # Longest wait for a whole body, so that slow senders hold no connection for ever.
 BODY_SECONDS = 120.0
-# Whole files come this way.
+# Takes whole files in one body.
 IMPORT_PATH = "/v1/experience/import"
-# Parts of datasets go to disk as they arrive.
+# Parts of datasets are written to disk as they arrive, so they are not read here.
 STREAMED_PATHS = "/v1/datasets/"
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 )
-_ANSWER_HEADERS = {
+_RESPONSE_HEADERS = {
     "Content-Security-Policy": CONTENT_SECURITY_POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -43,7 +43,7 @@ NOBODY = Principal("nobody")
 
 
 class RateLimited(ResourceExhausted):
-    """Too many requests of one caller."""
+    """Too many requests of one principal."""
 
     def __init__(self, seconds: int) -> None:
         super().__init__(f"too many requests; the next may come in {seconds} s", code="rate_limited")
@@ -51,7 +51,7 @@ class RateLimited(ResourceExhausted):
 
 
 class RequestMiddleware:
-    """ASGI middleware. Refuses before anything is parsed; a body is counted as it arrives, whatever its length says."""
+    """Refuses before anything is parsed; bodies are counted as they arrive, whatever Content-Length says."""
 
     def __init__(self, app: ASGIApp, settings: Settings, authenticator: Authenticator, audit: AuditLog) -> None:
         self.app = app
@@ -67,68 +67,70 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        visit = _Visit(scope, send)
+        exchange = _Exchange(scope, send)
         try:
             self._check_origin(scope, Headers(scope=scope))
             if scope["path"] not in OPEN_PATHS and not f"{scope['path']}/".startswith(f"{OPEN_PAGES}/"):
-                await self._admit(visit, scope)
+                await self._admit(exchange, scope)
             inside = await self._body(receive, Headers(scope=scope), scope)
         except SpoError as error:
-            response = shown(scope["path"], Headers(scope=scope), problem(error))
+            response = as_page(scope["path"], Headers(scope=scope), problem(error))
             if isinstance(error, RateLimited):
                 response.headers["Retry-After"] = str(error.seconds)
             if response.status_code in (408, 413):
-                # Nobody reads what is still on its way.
+                # The rest of the body is not read.
                 response.headers["Connection"] = "close"
             if response.status_code == 415:
                 response.headers["Accept-Encoding"] = "identity"
-            await response(scope, receive, visit.send)
+            await response(scope, receive, exchange.send)
         else:
-            await self.app(scope, inside, visit.send)
-        if visit.worth_noting:
-            await self._note(visit)
+            await self.app(scope, inside, exchange.send)
+        if exchange.worth_noting:
+            await self._note(exchange)
 
-    async def _admit(self, visit: _Visit, scope: Scope) -> None:
+    async def _admit(self, exchange: _Exchange, scope: Scope) -> None:
         client = scope.get("client") or ("unknown", 0)
         try:
             authorization = Headers(scope=scope).get("authorization", "")
-            # Most requests come from callers seen a moment ago: no thread is needed to know them.
+            # Most principals were seen a moment ago: they are known without Redis, so without a thread.
             known = self.authenticator.known(authorization)
-            visit.principal = known if known else await run_in_threadpool(self.authenticator.principal, authorization)
+            exchange.principal = (
+                known if known else await run_in_threadpool(self.authenticator.principal, authorization)
+            )
         except InvalidInput:
-            # Guessing is limited by address, so that it cannot be used against a caller's own rate.
+            # Guessing is limited by address, so that it cannot use up the rate of a principal.
             await self._count(f"address:{client[0]}")
             raise
         except redis.RedisError:
             raise Unreachable("Redis does not answer; try again", code="redis_unreachable") from None
-        scope.setdefault("state", {})["principal"] = visit.principal
-        await self._count(visit.principal.name)
-        visit.principal.check(visit.method, visit.path)
+        scope.setdefault("state", {})["principal"] = exchange.principal
+        await self._count(exchange.principal.name)
+        exchange.principal.check(exchange.method, exchange.path)
 
     async def _count(self, name: str) -> None:
         seconds = await self.rate.seconds_to_wait(name)
         if seconds:
             raise RateLimited(seconds)
 
-    async def _note(self, visit: _Visit) -> None:
+    async def _note(self, exchange: _Exchange) -> None:
         try:
             await run_in_threadpool(
                 self.audit.record,
-                visit.principal.name,
-                visit.principal.tenant,
-                visit.method,
-                visit.path,
-                visit.status,
-                visit.request_id,
+                exchange.principal.name,
+                exchange.principal.tenant,
+                exchange.method,
+                exchange.path,
+                exchange.status,
+                exchange.request_id,
             )
         except redis.RedisError as error:
             log.error(
                 "the audit log could not be written",
                 reason=str(error),
-                principal=visit.principal.name,
-                method=visit.method,
-                path=visit.path,
-                status=visit.status,
+                principal=exchange.principal.name,
+                method=exchange.method,
+                path=exchange.path,
+                status=exchange.status,
             )
 
     def _check_origin(self, scope: Scope, headers: Headers) -> None:
@@ -138,7 +140,7 @@ class RequestMiddleware:
             raise InvalidInput("requests of other sites are refused", code="cross_site")
 
     async def _body(self, receive: Receive, headers: Headers, scope: Scope) -> Receive:
-        """What the application receives: a body that was read and counted, or counts while it is read."""
+        """What the application receives: a body read and counted already, or counted while it is read."""
         streamed = scope["method"] == "PATCH" and scope["path"].startswith(STREAMED_PATHS)
         most_bytes = self.max_import_bytes if scope["path"] == IMPORT_PATH else self.max_body_bytes
         if streamed:
@@ -146,7 +148,7 @@ class RequestMiddleware:
         declared = headers.get("content-length", "0")
         if not declared.isdecimal() or int(declared) > most_bytes:
             raise _too_large(most_bytes)
-        # A small body can unpack to any size.
+        # A small compressed body can unpack to any size.
         if headers.get("content-encoding", "identity").lower() != "identity":
             raise InvalidInput("send the body uncompressed", code="unsupported_media_type")
         counted = _counted(receive, most_bytes)
@@ -196,8 +198,8 @@ def _too_large(most_bytes: int) -> InvalidInput:
     return InvalidInput(f"the body is larger than {most_bytes} bytes", code="body_too_large")
 
 
-class _Visit:
-    """One request on its way through: who, what, and how it ended."""
+class _Exchange:
+    """One request and its response: who asked for what, and how it ended."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.method: str = scope["method"]
@@ -209,15 +211,15 @@ class _Visit:
 
     @property
     def worth_noting(self) -> bool:
-        """Changes and refusals; a flood of what the rate limit stops is not written down."""
+        """Changes and refusals, but not what the rate limit stopped, which may be a flood."""
         return self.status in (401, 403) or (self.method not in READING and self.status != 429)
 
     async def send(self, message: Message) -> None:
-        """Pass an answer on with the headers that every answer has."""
+        """Pass a response on with the headers that every response has."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
-            for name, value in _ANSWER_HEADERS.items():
+            for name, value in _RESPONSE_HEADERS.items():
                 headers.setdefault(name, value)
             headers["X-Request-Id"] = self.request_id
         await self._send(message)

@@ -11,6 +11,8 @@ from services.orchestrator.http.middleware import OPEN_PATHS
 from services.orchestrator.jobs.store import legal_transitions
 from spo.spec.job_spec import JobSpec
 
+JsonObject = dict[str, Any]
+
 REF = "#/components/schemas/{model}"
 METHODS = ("get", "put", "post", "delete", "patch")
 SCHEMES: dict[str, dict[str, str]] = {
@@ -32,12 +34,12 @@ _MEANINGS = {
     500: "Our fault; the log of the orchestrator has it",
     503: "Not now; try again",
 }
-# Of every operation that needs a key; the service may be behind a full or absent Redis at any time.
+# Of every operation that needs a key; 429 and 503 since Redis may be full or absent at any time.
 _ALWAYS = (401, 403, 413, 415, 422, 429, 500, 503)
 _WITH_BODY = (400, 408)
 _WITH_PATH = (404, 412)
 _CHANGING = (404, 409, 412)
-# Query parameters that name something, which may be absent.
+# Query parameters that name something that may not exist.
 _NAMING = {"run", "job", "cursor"}
 
 
@@ -45,7 +47,7 @@ def describe(app: FastAPI) -> None:
     """Complete the document that the application serves and `make openapi` writes."""
     generate = app.openapi
 
-    def openapi() -> dict[str, Any]:
+    def openapi() -> JsonObject:
         if app.openapi_schema is None:
             document = generate()
             _add_schemas(document)
@@ -56,7 +58,7 @@ def describe(app: FastAPI) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _add_schemas(document: dict[str, Any]) -> None:
+def _add_schemas(document: JsonObject) -> None:
     spec = JobSpec.model_json_schema(ref_template=REF)
     problem = ProblemDocument.model_json_schema(ref_template=REF)
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
@@ -66,7 +68,7 @@ def _add_schemas(document: dict[str, Any]) -> None:
     schemas["JobState"]["x-legal-transitions"] = legal_transitions()
 
 
-def _add_failures(document: dict[str, Any]) -> None:
+def _add_failures(document: JsonObject) -> None:
     components = document["components"]
     components["securitySchemes"] = SCHEMES
     components["responses"] = {_name(status): _problem(status) for status in _MEANINGS}
@@ -83,11 +85,11 @@ def _add_failures(document: dict[str, Any]) -> None:
                 responses.setdefault(str(status), {"$ref": f"#/components/responses/{_name(status)}"})
 
 
-def _failures(path: str, method: str, operation: dict[str, Any]) -> list[int]:
+def _failures(path: str, method: str, operation: JsonObject) -> list[int]:
     if path in OPEN_PATHS:
         return [413, 415, 503]
     statuses = set(_ALWAYS)
-    if "{" in path or any(each["name"] in _NAMING for each in operation.get("parameters", [])):
+    if "{" in path or any(parameter["name"] in _NAMING for parameter in operation.get("parameters", [])):
         statuses.update(_WITH_PATH)
     if method != "get":
         statuses.update(_CHANGING)
@@ -100,9 +102,9 @@ def _name(status: int) -> str:
     return f"Problem{status}"
 
 
-def _problem(status: int | None) -> dict[str, Any]:
+def _problem(status: int | None) -> JsonObject:
     description = _MEANINGS[status] if status else "RFC 9457 problem"
-    found: dict[str, Any] = {
+    found: JsonObject = {
         "description": description,
         "content": {MEDIA_TYPE: {"schema": {"$ref": REF.format(model="Problem")}}},
     }

@@ -1,4 +1,4 @@
-"""The HTTP door as a worker of the process: uvicorn in a thread, stopped with the process."""
+"""The HTTP server as a worker of the process: uvicorn in a thread, stopped with the process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = get_logger("http")
 
 STOP_SECONDS = 5
 MAX_HEAD_BYTES = 64 << 10
-# By then all is imported and built that the orchestrator builds once.
+# By then everything that the orchestrator imports and builds once is there.
 SETTLED_SECONDS = 5.0
 
 
@@ -33,7 +33,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=STOP_SECONDS,
-            # The other parser that uvicorn knows collects headers without end.
+            # uvicorn's other parser buffers headers without a limit.
             http="h11",
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         )
@@ -46,7 +46,7 @@ class HttpServer:
         return int(servers[0].sockets[0].getsockname()[1]) if servers and servers[0].sockets else 0
 
     def run(self, stop: threading.Event) -> None:
-        """Serve until stop. Raises Unreachable when the port cannot be had."""
+        """Serve until stop. Raises Unreachable when the server ends early, as when its port is taken."""
         thread = threading.Thread(target=self._serve, name="http", daemon=True)
         thread.start()
         while not stop.wait(0.5):
@@ -64,9 +64,9 @@ class HttpServer:
 
 
 def freeze_gc(stop: threading.Event) -> None:
-    """Keep the garbage collector, once, from walking what lives as long as the process: that stops requests for 0.1 s.
+    """Exempt from garbage collection, once, what lives as long as the process: walking it stops requests for 0.1 s.
 
-    Not for processes that hold models: those are built in time to be kept, and freed by the collector.
+    Not for processes that hold models: a model may be built by then, and could never be freed.
     """
     if not stop.wait(SETTLED_SECONDS):
         gc.collect()

@@ -1,4 +1,4 @@
-"""Submitting a job, as the API and the page do it: checks that need to know who asks, then the quota, then the job."""
+"""Submitting a job, for the API and the page: checks that depend on who asks, the quota, the job."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def checked_spec(context: AppContext, principal: Principal, body: bytes) -> JobS
 
 
 def submit_job(context: AppContext, principal: Principal, spec: JobSpec, idempotency_key: str | None) -> str:
-    """The id of the new job, or of the one that this key made before. Raises ResourceExhausted, Conflict."""
+    """The id of the new job, or of the one with this idempotency key. Raises ResourceExhausted, Conflict."""
     require_quota(context, principal)
     return context.jobs.submit(spec, idempotency_key, actor=principal.name, tenant=principal.tenant)
 

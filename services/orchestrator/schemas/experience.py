@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import BaseModel
 
 
@@ -71,7 +69,7 @@ class StoredRowDetail(BaseModel):
 
     run: str
     file: str
-    columns: dict[str, Any]
+    columns: dict[str, object]
 
 
 class RowFault(BaseModel):

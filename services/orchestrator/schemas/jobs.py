@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import BaseModel
 
 from spo.spec.job_state import JobState
@@ -52,10 +50,10 @@ class JobSummary(BaseModel):
 
 class Job(JobSummary):
     progress: Progress
-    latest_evaluation: dict[str, Any] | None
+    latest_evaluation: dict[str, object] | None
     failure: Failure | None
     waits: list[str]
-    spec: dict[str, Any]
+    spec: dict[str, object]
     lineage: Lineage | None = None
 
 
@@ -69,7 +67,7 @@ class Event(BaseModel):
     at: str
     actor: str
     kind: str
-    body: dict[str, Any]
+    body: dict[str, object]
 
 
 class EventPage(BaseModel):

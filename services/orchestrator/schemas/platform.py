@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import BaseModel
 
 
@@ -46,7 +44,7 @@ class LogLine(BaseModel):
     replica_id: str
     level: str
     at_unix_ms: int
-    fields: dict[str, Any]
+    fields: dict[str, object]
 
 
 class LogPage(BaseModel):

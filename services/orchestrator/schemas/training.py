@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel
 
@@ -47,4 +47,4 @@ class Checkpoints(BaseModel):
 
 
 class Evaluations(BaseModel):
-    items: list[dict[str, Any]]
+    items: list[dict[str, object]]

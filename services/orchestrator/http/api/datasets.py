@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from pathlib import Path as File
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -20,7 +20,7 @@ router = APIRouter(prefix="/v1/datasets", tags=["datasets"])
 DatasetId = Annotated[str, Path(pattern=r"^ds_[0-9A-HJKMNP-TV-Z]{26}$")]
 PART_TYPE = "application/offset+octet-stream"
 BYTES_PER_WRITE = 1 << 20
-_PART: dict[str, Any] = {
+_PART: dict[str, object] = {
     "requestBody": {
         "required": True,
         "content": {PART_TYPE: {"schema": {"type": "string", "format": "binary"}}},
@@ -89,13 +89,19 @@ class DatasetPage(BaseModel):
 
 
 @router.post("", status_code=201)
-def create(context: ContextDep, principal: PrincipalDep, wanted: DatasetRequest, response: Response) -> DatasetView:
+def create(context: ContextDep, principal: PrincipalDep, body: DatasetRequest, response: Response) -> DatasetView:
     """Begin an upload; its parts follow by PATCH."""
-    if wanted.url is not None:
+    if body.url is not None:
         message = "this platform fetches no addresses; upload the file in parts"
-        raise InvalidInput("no", code="fetch_refused", violations=(FieldViolation("/url", message),))
+        raise InvalidInput(
+            "addresses are not fetched", code="fetch_refused", violations=(FieldViolation("/url", message),)
+        )
     made = context.datasets.create(
-        wanted.name, wanted.task_format, wanted.file_format, wanted.size_bytes, principal.tenant
+        body.name,
+        body.task_format,
+        body.file_format,
+        body.size_bytes,
+        principal.tenant,
     )
     response.headers["Location"] = f"/v1/datasets/{made.id}"
     return _shown(made)
@@ -110,10 +116,10 @@ def list_datasets(
 ) -> DatasetPage:
     """Newest first."""
     found, next_cursor = context.datasets.page(principal.sees_tenant, cursor, limit)
-    shown = [_shown(each) for each in found]
-    for each in shown:
-        if each.report:
-            each.report.faults = []
+    shown = [_shown(dataset) for dataset in found]
+    for dataset in shown:
+        if dataset.report:
+            dataset.report.faults = []
     return DatasetPage(items=shown, next_cursor=next_cursor)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -40,11 +40,11 @@ class Evaluation(BaseModel):
     id: str
     job_id: str
     version: int
-    tasks: dict[str, Any] | None
-    protocol: dict[str, Any]
+    tasks: dict[str, object] | None
+    protocol: dict[str, object]
     state: str
     created_at: str
-    result: dict[str, Any] | None
+    result: dict[str, object] | None
     failure: dict[str, str]
 
 
@@ -56,17 +56,22 @@ class EvaluationList(BaseModel):
 
 @router.post("", status_code=202)
 def request_evaluation(
-    context: ContextDep, principal: PrincipalDep, wanted: EvaluationRequest, response: Response
+    context: ContextDep, principal: PrincipalDep, body: EvaluationRequest, response: Response
 ) -> Evaluation:
     """Queue an evaluation; it is carried out once its job has replicas, or no job wants any."""
-    context.jobs.state(wanted.job_id)
-    require_own_job(context, principal, wanted.job_id)
-    context.require_usable(wanted.tasks, principal.sees_tenant)
-    if wanted.samples < max(wanted.ks):
-        message = f"pass@{max(wanted.ks)} needs at least {max(wanted.ks)} samples"
+    context.jobs.state(body.job_id)
+    require_own_job(context, principal, body.job_id)
+    context.require_usable(body.tasks, principal.sees_tenant)
+    if body.samples < max(body.ks):
+        message = f"pass@{max(body.ks)} needs at least {max(body.ks)} samples"
         raise InvalidInput(message, code="invalid_request", violations=(FieldViolation("/ks", message),))
-    protocol = EvaluationSpec(samples=wanted.samples, temperature=wanted.temperature, top_p=wanted.top_p, ks=wanted.ks)
-    requested = context.evaluations.request(wanted.job_id, _version(context, wanted), wanted.tasks, protocol)
+    protocol = EvaluationSpec(
+        samples=body.samples,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        ks=body.ks,
+    )
+    requested = context.evaluations.request(body.job_id, _version(context, body), body.tasks, protocol)
     response.headers["Location"] = f"/v1/evaluations/{requested.id}"
     return _shown(requested)
 
@@ -90,18 +95,18 @@ def get_evaluation(context: ContextDep, principal: PrincipalDep, evaluation_id: 
     return _shown(found)
 
 
-def _version(context: AppContext, wanted: EvaluationRequest) -> int:
-    if wanted.version is not None:
-        return wanted.version
-    if wanted.checkpoint_step is None:
-        return max((int(published["version"]) for published in context.weights.versions(wanted.job_id)), default=0)
-    heads = {head.step: head for head in views.checkpoints(context, wanted.job_id)}
-    if wanted.checkpoint_step not in heads:
-        message = f"job {wanted.job_id} has checkpoints at {sorted(heads) or 'no step'}"
+def _version(context: AppContext, body: EvaluationRequest) -> int:
+    if body.version is not None:
+        return body.version
+    if body.checkpoint_step is None:
+        return max((int(published["version"]) for published in context.weights.versions(body.job_id)), default=0)
+    heads = {head.step: head for head in views.checkpoints(context, body.job_id)}
+    if body.checkpoint_step not in heads:
+        message = f"job {body.job_id} has checkpoints at {sorted(heads) or 'no step'}"
         raise InvalidInput(
             message, code="invalid_evaluation", violations=(FieldViolation("/checkpoint_step", message),)
         )
-    return heads[wanted.checkpoint_step].weight_version
+    return heads[body.checkpoint_step].weight_version
 
 
 def _shown(requested: RequestedEvaluation) -> Evaluation:

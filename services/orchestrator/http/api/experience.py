@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import StreamingResponse
@@ -32,7 +32,7 @@ UPLOAD_FORMATS: dict[str, UploadFormat] = {
     "application/x-ndjson": "jsonl",
     "application/vnd.apache.parquet": "parquet",
 }
-_FILES: dict[str, Any] = {
+_FILES: dict[str, object] = {
     "content": {kind: {"schema": {"type": "string", "format": "binary"}} for kind in UPLOAD_FORMATS}
 }
 
@@ -157,42 +157,40 @@ async def import_experience(
 
 
 @router.post("/export", response_class=StreamingResponse, responses={200: _FILES})
-def export_experience(context: ContextDep, principal: PrincipalDep, requested: Export) -> StreamingResponse:
+def export_experience(context: ContextDep, principal: PrincipalDep, body: Export) -> StreamingResponse:
     """The chosen trajectories as JSONL, a column per field, or as one Parquet file of the store's own format."""
-    scope = _scope(principal, requested)
+    scope = _scope(principal, body)
     scope.files(context.experience)
-    rows = queries.every_row(context.experience, scope, queries.RowFilter(right=requested.right))
-    kind = next(name for name, upload_format in UPLOAD_FORMATS.items() if upload_format == requested.format)
-    return StreamingResponse(exported(rows, requested.format), media_type=kind)
+    rows = queries.every_row(context.experience, scope, queries.RowFilter(right=body.right))
+    kind = next(name for name, upload_format in UPLOAD_FORMATS.items() if upload_format == body.format)
+    return StreamingResponse(exported(rows, body.format), media_type=kind)
 
 
 @router.post("/rejudge")
-def rejudge(context: ContextDep, principal: PrincipalDep, requested: Rejudge) -> schemas.RejudgeReport:
+def rejudge(context: ContextDep, principal: PrincipalDep, body: Rejudge) -> schemas.RejudgeReport:
     """Judge stored trajectories by the tests that a task set has now; they are stored as a lineage of their own."""
-    spec, _ = _tasks_of(context, principal, requested.job, requested.tasks)
-    name = requested.name or f"rejudge-{ULID()}"
+    spec, _ = _tasks_of(context, principal, body.job, body.tasks)
+    name = body.name or f"rejudge-{ULID()}"
     _check_name(context, principal, name, "rejudge")
     tasks = context.library.load(spec)
     rejudging = Rejudging(
-        context.experience, context.judge, tasks.train, spec.kind, name, principal.tenant, writes=not requested.dry_run
+        context.experience, context.judge, tasks.train, spec.kind, name, principal.tenant, writes=not body.dry_run
     )
-    return rejudging.run(_scope(principal, requested))
+    return rejudging.run(_scope(principal, body))
 
 
 @router.post("/compact")
-def compact(context: ContextDep, principal: PrincipalDep, requested: Compact) -> schemas.CompactReport:
+def compact(context: ContextDep, principal: PrincipalDep, body: Compact) -> schemas.CompactReport:
     """Merge many small files into few; jobs under way are left alone, and what is read does not change."""
-    scope = _scope(principal, requested)
-    return maintenance.compact(context.redis, context.experience, scope, dry_run=requested.dry_run)
+    scope = _scope(principal, body)
+    return maintenance.compact(context.redis, context.experience, scope, dry_run=body.dry_run)
 
 
 @router.post("/prune")
-def prune(context: ContextDep, principal: PrincipalDep, requested: Prune) -> schemas.PruneReport:
+def prune(context: ContextDep, principal: PrincipalDep, body: Prune) -> schemas.PruneReport:
     """Remove stored experience for good: of one run, of a task set, or what is older than so many days."""
-    scope = _scope(principal, requested)
-    return maintenance.prune(
-        context.redis, context.experience, scope, requested.older_than_days, dry_run=requested.dry_run
-    )
+    scope = _scope(principal, body)
+    return maintenance.prune(context.redis, context.experience, scope, body.older_than_days, dry_run=body.dry_run)
 
 
 def _scope(principal: Principal, chosen: StoredRunQuery | StorePart) -> queries.Scope:

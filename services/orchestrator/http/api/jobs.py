@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from blake3 import blake3
 from fastapi import APIRouter, Body, Header, Query, Request, Response
@@ -25,7 +25,7 @@ from spo.spec.job_state import JobState
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 
-def _written_out(at: Any) -> Any:
+def _written_out(at: object) -> object:
     # Numbers would pass for seconds since 1970.
     if isinstance(at, str) and "T" not in at.upper():
         raise ValueError("write it as RFC 3339: 2026-01-31T12:00:00Z")
@@ -57,12 +57,12 @@ class ForkRequest(BaseModel):
     as_reference: bool = Field(
         default=False, description="The weights become pi0, with new values; otherwise pi0 is the parent's."
     )
-    overrides: dict[str, Any] = Field(
+    overrides: dict[str, object] = Field(
         default_factory=dict, max_length=64, description="Changes to the parent's JobSpec (JSON merge patch)."
     )
 
 
-_SPEC_BODY: dict[str, Any] = {
+_SPEC_BODY: dict[str, object] = {
     "requestBody": {
         "required": True,
         "content": {"application/json": {"schema": {"$ref": "#/components/schemas/JobSpec"}}},
@@ -133,7 +133,7 @@ def pause(context: ContextDep, job_id: JobId) -> schemas.JobSummary:
 
 @router.post("/{job_id}/resume", status_code=202)
 def resume(context: ContextDep, job_id: JobId) -> schemas.JobSummary:
-    """Let a paused job go on as soon as there is a place for it; until then it stays `paused` and `waits` says so."""
+    """Let a paused job go on as soon as there is a slot for it; until then it stays `paused` and `waits` says so."""
     return _act(context, job_id, RESUME)
 
 
@@ -153,12 +153,12 @@ def fork(
     context: ContextDep,
     principal: PrincipalDep,
     job_id: JobId,
-    fork_request: ForkRequest,
+    body: ForkRequest,
     idempotency_key: IdempotencyKey = None,
 ) -> Response:
     """A new job that starts from this one's weights or goes on from its checkpoint, whatever becomes of this one."""
     require_quota(context, principal)
-    options = ForkOptions(**dict(fork_request))
+    options = ForkOptions(**dict(body))
 
     def check(spec: JobSpec) -> None:
         context.require_usable(spec.tasks, principal.sees_tenant)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Query
 from pydantic import BaseModel, ConfigDict, Field
@@ -60,24 +60,28 @@ class AuditPage(BaseModel):
 
 
 @router.post("/keys", status_code=201)
-def create_key(context: ContextDep, wanted: KeyRequest) -> NewKey:
-    """Make a key. Its token is in this answer and nowhere else."""
+def create_key(context: ContextDep, body: KeyRequest) -> NewKey:
+    """Make a key. Its token is in this response and nowhere else."""
     key, token = context.authenticator.keys.create(
-        wanted.name, wanted.tenant, tuple(wanted.scopes), wanted.max_active_jobs, wanted.expires_in_seconds
+        body.name,
+        body.tenant,
+        tuple(body.scopes),
+        body.max_active_jobs,
+        body.expires_in_seconds,
     )
-    return NewKey(**_shown(key), token=token)
+    return NewKey.model_validate({**asdict(key), "token": token})
 
 
 @router.get("/keys")
 def list_keys(context: ContextDep) -> Keys:
     """Every key, revoked ones too, without secrets."""
-    return Keys(items=[Key(**_shown(key)) for key in context.authenticator.keys.all()])
+    return Keys(items=[_shown(key) for key in context.authenticator.keys.all()])
 
 
 @router.delete("/keys/{key_id}")
 def revoke_key(context: ContextDep, key_id: KeyId) -> Key:
     """Make a key useless, within five seconds."""
-    return Key(**_shown(context.authenticator.keys.revoke(key_id)))
+    return _shown(context.authenticator.keys.revoke(key_id))
 
 
 @router.get("/audit")
@@ -91,7 +95,5 @@ def audit(
     return AuditPage(items=entries, next_cursor=next_cursor)
 
 
-def _shown(key: ApiKey) -> dict[str, Any]:
-    fields = asdict(key)
-    del fields["digest"]
-    return fields
+def _shown(key: ApiKey) -> Key:
+    return Key.model_validate(key, from_attributes=True)

@@ -23,7 +23,7 @@ MAX_TOKENS_IN_ALL = 262_144
 
 
 class CompletionRequest(BaseModel):
-    """What to ask the policy; `version` 0 is the reference, none the newest announced."""
+    """What to ask the policy; `version` 0 is the reference, null the newest announced."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -56,37 +56,37 @@ def list_versions(context: ContextDep, job_id: JobId) -> schemas.WeightVersions:
 
 
 @router.post("/{job_id}/completions")
-def complete(context: ContextDep, job_id: JobId, wanted: CompletionRequest) -> Completions:
+def complete(context: ContextDep, job_id: JobId, body: CompletionRequest) -> Completions:
     """Sample the policy. Answers 503 while no replica serves the job, 412 when they serve another."""
     spec = context.jobs.spec(job_id)
-    seed = secrets.randbits(62) if wanted.seed is None else wanted.seed
-    longest = min(spec.model.max_response_tokens, MAX_TOKENS_IN_ALL // wanted.samples)
+    seed = secrets.randbits(62) if body.seed is None else body.seed
+    longest = min(spec.model.max_response_tokens, MAX_TOKENS_IN_ALL // body.samples)
     group = PromptGroup(
         group_id=f"completion-{ULID()}",
         run_id=job_id,
-        prompt=Prompt(prompt_id="completion", text=wanted.prompt),
+        prompt=Prompt(prompt_id="completion", text=body.prompt),
         sampling=Sampling(
-            samples=wanted.samples,
-            temperature_min=wanted.temperature,
-            temperature_max=wanted.temperature,
-            top_p=wanted.top_p,
-            max_tokens=min(wanted.max_tokens or longest, longest),
+            samples=body.samples,
+            temperature_min=body.temperature,
+            temperature_max=body.temperature,
+            top_p=body.top_p,
+            max_tokens=min(body.max_tokens or longest, longest),
             seed=seed,
         ),
-        policy_version=wanted.version,
+        policy_version=body.version,
         dispatched_unix_ms=int(time.time() * 1000),
     )
     reply: GenerateResponse = context.inference.call("Generate", GenerateRequest(group=group), COMPLETION_SECONDS)
     return Completions(
         items=[
             Completion(
-                text=each.response_text,
-                tokens=len(each.response_token_ids),
-                finish_reason=FinishReason.Name(each.finish_reason).removeprefix("FINISH_REASON_").lower(),
-                version=each.policy_version_first,
-                mean_logprob=sum(each.sampling_logprobs) / max(1, len(each.sampling_logprobs)),
+                text=trajectory.response_text,
+                tokens=len(trajectory.response_token_ids),
+                finish_reason=FinishReason.Name(trajectory.finish_reason).removeprefix("FINISH_REASON_").lower(),
+                version=trajectory.policy_version_first,
+                mean_logprob=sum(trajectory.sampling_logprobs) / max(1, len(trajectory.sampling_logprobs)),
             )
-            for each in reply.group.trajectories
+            for trajectory in reply.group.trajectories
         ],
         seed=seed,
     )

@@ -32,8 +32,8 @@ def get_scale(context: ContextDep) -> schemas.ScaleView:
 
 
 @router.put("", status_code=202)
-def put_scale(context: ContextDep, requested: ScaleRequest) -> schemas.ScaleView:
+def put_scale(context: ContextDep, body: ScaleRequest) -> schemas.ScaleView:
     """Ask for other numbers of replicas; they join and drain while jobs run."""
-    given = {"inference": requested.inference, "sandbox-judge": requested.sandbox_judge}
+    given = {"inference": body.inference, "sandbox-judge": body.sandbox_judge}
     context.scale.requested({pool: count for pool, count in given.items() if count is not None})
     return views.scale(context)

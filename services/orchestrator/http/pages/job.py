@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
@@ -73,7 +73,7 @@ def show_logs(
     return show(request, "logs/page.html", tab="logs", job=job, **facts)
 
 
-def _live_parts(context: AppContext, job_id: str, principal: Principal) -> dict[str, Any]:
+def _live_parts(context: AppContext, job_id: str, principal: Principal) -> dict[str, object]:
     job = views.job(context, job_id)
     return {
         "job": job,
@@ -89,14 +89,14 @@ def _live_parts(context: AppContext, job_id: str, principal: Principal) -> dict[
     }
 
 
-def _alarms(context: AppContext, job_id: str) -> list[dict[str, Any]]:
+def _alarms(context: AppContext, job_id: str) -> list[dict[str, object]]:
     """Collapse alarms and quarantined batches, latest step first."""
     found = context.redis.hgetall(own_keys.job_alarms(job_id))
     bodies = [json.loads(raw) for raw in found.values() if raw.startswith(b"{")]
     return sorted(bodies, key=lambda body: -int(body["step"]))[:SHOWN_ALARMS]
 
 
-def _trajectories(context: AppContext, job_id: str, principal: Principal) -> dict[str, Any]:
+def _trajectories(context: AppContext, job_id: str, principal: Principal) -> dict[str, object]:
     if not principal.may("trajectories:read"):
         return {"trajectories": [], "trajectories_missing": "this key lacks the scope trajectories:read"}
     try:

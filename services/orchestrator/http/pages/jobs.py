@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request, Response
@@ -60,10 +60,10 @@ def show_jobs(
     return show(request, "jobs/table.html" if is_part(request) else "jobs/page.html", **facts)
 
 
-def _lines(context: AppContext, job_ids: Sequence[str]) -> list[dict[str, Any]]:
+def _lines(context: AppContext, job_ids: Sequence[str]) -> list[dict[str, object]]:
     """The jobs in one line each, with how many steps they are to take."""
     summaries = views.job_summaries(context, job_ids)
-    specs = context.redis.mget([redis_keys.run_spec(each.id) for each in summaries]) if summaries else []
+    specs = context.redis.mget([redis_keys.run_spec(summary.id) for summary in summaries]) if summaries else []
     return [
         {**summary.model_dump(), "steps": json.loads(spec)["trainer"]["steps"] if spec else 0}
         for summary, spec in zip(summaries, specs, strict=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request, Response
 
+from services.orchestrator import schemas
 from services.orchestrator.container import AppContext
 from services.orchestrator.http import views
 from services.orchestrator.http.dependencies import ContextDep, JobId, PromptId
@@ -41,7 +42,9 @@ def show_prompts(
     spec = context.jobs.spec(job_id)
     train = context.library.load(spec.tasks).train
     words = q.strip().casefold()
-    wanted = [each for each in train if words in each.statement.casefold() or each.problem_id.startswith(words)]
+    wanted = [
+        problem for problem in train if words in problem.statement.casefold() or problem.problem_id.startswith(words)
+    ]
     start = int(cursor or 0)
     shown = wanted[start : start + PAGE_LENGTH]
     more = start + PAGE_LENGTH < len(wanted)
@@ -76,25 +79,27 @@ def show_prompt(request: Request, context: ContextDep, job_id: JobId, prompt_id:
     return show(request, "prompts/prompt.html", tab="prompts", **facts)
 
 
-def _with_values(context: AppContext, job_id: str, spec: JobSpec, problems: Sequence[Problem]) -> list[dict[str, Any]]:
-    ids = [each.problem_id for each in problems]
+def _with_values(
+    context: AppContext, job_id: str, spec: JobSpec, problems: Sequence[Problem]
+) -> list[Mapping[str, object]]:
+    ids = [problem.problem_id for problem in problems]
     stored = context.redis.hmget(redis_keys.run_values(job_id), ids) if ids else []
-    rows = []
+    rows: list[Mapping[str, object]] = []
     for problem, raw in zip(problems, stored, strict=True):
         value = PromptValue.FromString(raw) if raw else None
         rows.append({"problem": problem, "value": value, "estimate": qhat_0(value, spec) if value else None})
     return rows
 
 
-def _groups(trajectories: Sequence[Any]) -> list[tuple[str, list[Any]]]:
+def _groups(trajectories: Sequence[schemas.Trajectory]) -> list[tuple[str, list[schemas.Trajectory]]]:
     """Responses by the group they were sampled in, latest group first."""
-    groups: dict[str, list[Any]] = {}
-    for each in trajectories:
-        groups.setdefault(each.group_id, []).append(each)
+    groups: dict[str, list[schemas.Trajectory]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.group_id, []).append(trajectory)
     return list(groups.items())
 
 
-def _pivotal(context: AppContext, job_id: str, prompt_id: str, spec: JobSpec) -> list[dict[str, Any]]:
+def _pivotal(context: AppContext, job_id: str, prompt_id: str, spec: JobSpec) -> list[Mapping[str, object]]:
     """The turning points that Pivotal Token Search found in this prompt's trajectories."""
     search = spec.value.pivotal if spec.value else None
     if search is None:
@@ -105,9 +110,9 @@ def _pivotal(context: AppContext, job_id: str, prompt_id: str, spec: JobSpec) ->
     except SpoError:
         # Said once already: the page has no trajectories then either.
         return []
-    found = [
-        {"trajectory_id": each.trajectory_id, "turn": turn}
-        for each in reply.trajectories
-        for turn in pivotal_of(each.annotations, search.threshold)
+    found: list[Mapping[str, object]] = [
+        {"trajectory_id": trajectory.trajectory_id, "turn": turn}
+        for trajectory in reply.trajectories
+        for turn in pivotal_of(trajectory.annotations, search.threshold)
     ]
     return found[:SHOWN_TURNS]

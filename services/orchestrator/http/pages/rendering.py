@@ -1,11 +1,10 @@
-"""How pages are made: templates that escape everything, words for numbers and times, errors people can act on."""
+"""How pages are rendered: templates that escape everything, filters for numbers and times, errors with a remedy."""
 
 from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from fastapi import Request, Response
 from fastapi.templating import Jinja2Templates
@@ -20,7 +19,7 @@ STATIC = FOLDER / "static"
 
 templates = Jinja2Templates(FOLDER / "templates")
 
-# Where the way out is another in a browser than for a program.
+# Remedies that differ in a browser from those for a program.
 ADVICE = {
     "unauthorized": "Reload and sign in: any user name, and your API key as the password.",
     "forbidden": "Ask an administrator for a key with this scope.",
@@ -30,8 +29,8 @@ ADVICE = {
 OTHERWISE = "Go back to the jobs; if it happens again, the log of the orchestrator has more."
 
 
-def show(request: Request, template: str, **facts: Any) -> Response:
-    """A page, or the part of one that htmx asked for; what models wrote is kept by no cache."""
+def show(request: Request, template: str, **facts: object) -> Response:
+    """A page, or the part of one that htmx asked for; no cache keeps it, since it may show what a model wrote."""
     # Error codes are explained to anybody; nobody is known there.
     principal = getattr(request.state, "principal", None)
     response = templates.TemplateResponse(

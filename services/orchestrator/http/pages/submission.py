@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs
 
 import yaml
@@ -71,7 +70,7 @@ async def take_form(request: Request, context: ContextDep, principal: PrincipalD
     return await run_in_threadpool(answer)
 
 
-def parse_typed(text: str) -> Any:
+def parse_typed(text: str) -> dict[object, object]:
     """Decode YAML, of which JSON is a part. Raises InvalidInput; refuses aliases, which could unfold without bound."""
     try:
         _check_tokens(text)
@@ -118,7 +117,7 @@ def line_of(text: str, pointer: str) -> int:
     return line
 
 
-def _child(node: Any, name: str) -> tuple[Any, Any] | None:
+def _child(node: yaml.Node | None, name: str) -> tuple[yaml.Node, yaml.Node] | None:
     if isinstance(node, yaml.MappingNode):
         return next(((key, value) for key, value in node.value if key.value == name), None)
     if isinstance(node, yaml.SequenceNode) and name.isdigit() and int(name) < len(node.value):

@@ -25,8 +25,8 @@ class ColouredToken:
 
 def coloured(values: schemas.TokenValues, annotations: Iterable[Annotation], threshold: float) -> list[ColouredToken]:
     """Each token with its shade, relative to the largest advantage in this response."""
-    largest = max((abs(each) for each in values.advantages), default=0.0)
-    turns = {each.index: each for each in pivotal_of(annotations, threshold)}
+    largest = max((abs(advantage) for advantage in values.advantages), default=0.0)
+    turns = {token.index: token for token in pivotal_of(annotations, threshold)}
     return [
         ColouredToken(text, q, advantage, round(STEPS * advantage / largest) if largest else 0, turns.get(index))
         for index, (text, q, advantage) in enumerate(zip(values.tokens, values.q, values.advantages, strict=True))
@@ -35,5 +35,5 @@ def coloured(values: schemas.TokenValues, annotations: Iterable[Annotation], thr
 
 def pivotal_of(annotations: Iterable[Annotation], threshold: float) -> tuple[PivotalToken, ...]:
     """The tokens that moved pi0's success rate by more than the threshold, from the rollouts of their prefixes."""
-    rates = {each.position: each.successes / each.rollouts for each in annotations if each.rollouts}
+    rates = {prefix.position: prefix.successes / prefix.rollouts for prefix in annotations if prefix.rollouts}
     return pivotal_tokens(rates, threshold=threshold)

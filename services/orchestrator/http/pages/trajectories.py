@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, get_args
+from typing import Annotated, get_args
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request, Response
@@ -138,7 +138,7 @@ def show_tests(request: Request, context: ContextDep, job_id: JobId, trajectory_
         want_details=True,
     )
     reply: JudgeResponse = context.judge.call("Judge", judge_request, JUDGE_SECONDS)
-    rows: list[dict[str, Any]] = [
+    rows: list[dict[str, object]] = [
         {
             "outcome": Outcome.Name(result.outcome).removeprefix("OUTCOME_").lower(),
             "result": result,
@@ -151,7 +151,7 @@ def show_tests(request: Request, context: ContextDep, job_id: JobId, trajectory_
     return show(request, "trajectories/tests.html", rows=rows, judge_version=reply.verdicts[0].judge_version)
 
 
-def _hops(found: Trajectory) -> list[dict[str, Any]]:
+def _hops(found: Trajectory) -> list[dict[str, object]]:
     """Every service that had it, when, and how many seconds after the one before."""
     rows = []
     before = found.hops[0].at_unix_ms if found.hops else 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator import schemas
@@ -75,7 +74,7 @@ def job(context: AppContext, job_id: str) -> schemas.Job:
     )
 
 
-def evaluation_brief(evaluation: dict[str, Any]) -> dict[str, Any]:
+def evaluation_brief(evaluation: Mapping[str, object]) -> dict[str, object]:
     """An evaluation without its list of problems."""
     return {name: value for name, value in evaluation.items() if name != "per_problem"}
 
@@ -100,7 +99,7 @@ def _waits(context: AppContext, job_id: str, state: JobState) -> list[str]:
     return [*context.queue.reasons(job_id, state), *seen]
 
 
-def _newest_evaluation(context: AppContext, job_id: str, steps: list[bytes]) -> dict[str, Any] | None:
+def _newest_evaluation(context: AppContext, job_id: str, steps: list[bytes]) -> dict[str, object] | None:
     """The latest of them; each can be large, so only that one is read."""
     raw = context.redis.hget(own_keys.evaluations(job_id), max(steps, key=int).decode()) if steps else None
     return json.loads(raw) if raw else None

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from services.orchestrator import schemas
 from services.orchestrator.container import AppContext
 from services.orchestrator.jobs.leases import now_ms
 from services.orchestrator.replicas.scaling import SCALABLE
 from spo.errors import NotFound
 
-UNKNOWN_RUN: dict[str, Any] = {"run_id": "", "policy_version": 0, "problem": ""}
+UNKNOWN_RUN: dict[str, object] = {"run_id": "", "policy_version": 0, "problem": ""}
 
 
 def replicas(context: AppContext, tenant: str | None) -> list[schemas.Replica]:
@@ -20,10 +18,10 @@ def replicas(context: AppContext, tenant: str | None) -> list[schemas.Replica]:
     runs = {replica.run_id for replica in live} - {""}
     hidden = {run for run in runs if tenant is not None and not _owns(context, tenant, run)}
     return [
-        schemas.Replica(
-            **{name: value for name, value in vars(replica).items() if name != "last_seen_unix_ms"}
-            | (UNKNOWN_RUN if replica.run_id in hidden else {}),
-            last_seen_seconds_ago=max(0, now - replica.last_seen_unix_ms) / 1000,
+        schemas.Replica.model_validate(
+            {name: value for name, value in vars(replica).items() if name != "last_seen_unix_ms"}
+            | (UNKNOWN_RUN if replica.run_id in hidden else {})
+            | {"last_seen_seconds_ago": max(0, now - replica.last_seen_unix_ms) / 1000}
         )
         for replica in live
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from services.orchestrator import schemas
 from services.orchestrator.container import AppContext
@@ -54,7 +53,7 @@ def trajectories(
     if wanted.source:
         request.source = Source.Value(f"SOURCE_{wanted.source.upper()}")
     reply: ListTrajectoriesResponse = context.replay.call("ListTrajectories", request, REPLAY_SECONDS)
-    found = (schemas.Trajectory(**_trajectory_fields(listed)) for listed in reply.trajectories)
+    found = (schemas.Trajectory.model_validate(_trajectory_fields(listed)) for listed in reply.trajectories)
     return schemas.TrajectoryPage(
         items=[trajectory for trajectory in found if wanted.takes(trajectory)], next_cursor=reply.next_cursor or None
     )
@@ -74,17 +73,17 @@ def get_trajectory(
 def trajectory_detail(reply: GetTrajectoryResponse) -> schemas.TrajectoryDetail:
     """One trajectory with tokens, log-probs and the steps that used it."""
     found = reply.trajectory
-    return schemas.TrajectoryDetail(
-        **_trajectory_fields(found),
-        prompt_token_ids=list(found.prompt_token_ids),
-        response_token_ids=list(found.response_token_ids),
-        sampling_logprobs=list(found.sampling_logprobs),
-        reference_logprobs=list(found.reference_logprobs),
-        reference_hash=found.reference_hash,
-        steps=list(reply.steps),
-        times_sampled=reply.times_sampled,
-        copies=reply.copies,
-    )
+    tokens = {
+        "prompt_token_ids": list(found.prompt_token_ids),
+        "response_token_ids": list(found.response_token_ids),
+        "sampling_logprobs": list(found.sampling_logprobs),
+        "reference_logprobs": list(found.reference_logprobs),
+        "reference_hash": found.reference_hash,
+        "steps": list(reply.steps),
+        "times_sampled": reply.times_sampled,
+        "copies": reply.copies,
+    }
+    return schemas.TrajectoryDetail.model_validate({**_trajectory_fields(found), **tokens})
 
 
 def token_values(
@@ -105,7 +104,7 @@ def token_values(
     )
 
 
-def _trajectory_fields(found: Trajectory) -> dict[str, Any]:
+def _trajectory_fields(found: Trajectory) -> dict[str, object]:
     judged = found.HasField("verdict")
     return {
         "trajectory_id": found.trajectory_id,

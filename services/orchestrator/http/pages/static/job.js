@@ -12,13 +12,13 @@ async function drawEvaluations() {
   const lines = [];
   const bands = [];
   Object.keys(items[0].pass_at_k).forEach((k, index) => {
-    const column = (name) => items.map((each) => each.pass_at_k[k]?.[name]);
+    const column = (name) => items.map((result) => result.pass_at_k[k]?.[name]);
     lines.push({ label: `pass@${k}`, values: column("value"), colour: colour(index), dots: true });
     lines.push({ label: `pass@${k} low`, values: column("low"), colour: colour(index), thin: true });
     lines.push({ label: `pass@${k} high`, values: column("high"), colour: colour(index), thin: true });
     bands.push({ series: [3 * index + 3, 3 * index + 2], of: colour(index) });
   });
-  draw("curve-pass", items.map((each) => each.step), lines, { bands });
+  draw("curve-pass", items.map((result) => result.step), lines, { bands });
 }
 
 const TRAINING = {

@@ -39,7 +39,7 @@ function answerOf(request) {
 function complaint(request) {
   if (!request.status) return "The orchestrator does not answer. Is it running?";
   const said = answerOf(request);
-  const faults = (said.errors || []).map((each) => `${each.pointer}: ${each.message}`);
+  const faults = (said.errors || []).map((fault) => `${fault.pointer}: ${fault.message}`);
   return [said.detail || `HTTP ${request.status}`, ...faults].join(" · ");
 }
 
