@@ -67,11 +67,11 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        exchange = _Exchange(scope, send)
+        audited = _AuditedRequest(scope, send)
         try:
             self._check_origin(scope, Headers(scope=scope))
             if scope["path"] not in OPEN_PATHS and not f"{scope['path']}/".startswith(f"{OPEN_PAGES}/"):
-                await self._admit(exchange, scope)
+                await self._admit(audited, scope)
             inside = await self._body(receive, Headers(scope=scope), scope)
         except SpoError as error:
             response = as_page(scope["path"], Headers(scope=scope), problem(error))
@@ -82,55 +82,53 @@ class RequestMiddleware:
                 response.headers["Connection"] = "close"
             if response.status_code == 415:
                 response.headers["Accept-Encoding"] = "identity"
-            await response(scope, receive, exchange.send)
+            await response(scope, receive, audited.send)
         else:
-            await self.app(scope, inside, exchange.send)
-        if exchange.worth_noting:
-            await self._note(exchange)
+            await self.app(scope, inside, audited.send)
+        if audited.worth_noting:
+            await self._note(audited)
 
-    async def _admit(self, exchange: _Exchange, scope: Scope) -> None:
+    async def _admit(self, audited: _AuditedRequest, scope: Scope) -> None:
         client = scope.get("client") or ("unknown", 0)
         try:
             authorization = Headers(scope=scope).get("authorization", "")
             # Most principals were seen a moment ago: they are known without Redis, so without a thread.
             known = self.authenticator.known(authorization)
-            exchange.principal = (
-                known if known else await run_in_threadpool(self.authenticator.principal, authorization)
-            )
+            audited.principal = known if known else await run_in_threadpool(self.authenticator.principal, authorization)
         except InvalidInput:
             # Guessing is limited by address, so that it cannot use up the rate of a principal.
             await self._count(f"address:{client[0]}")
             raise
         except redis.RedisError:
             raise Unreachable("Redis does not answer; try again", code="redis_unreachable") from None
-        scope.setdefault("state", {})["principal"] = exchange.principal
-        await self._count(exchange.principal.name)
-        exchange.principal.check(exchange.method, exchange.path)
+        scope.setdefault("state", {})["principal"] = audited.principal
+        await self._count(audited.principal.name)
+        audited.principal.check(audited.method, audited.path)
 
     async def _count(self, name: str) -> None:
         seconds = await self.rate.seconds_to_wait(name)
         if seconds:
             raise RateLimited(seconds)
 
-    async def _note(self, exchange: _Exchange) -> None:
+    async def _note(self, audited: _AuditedRequest) -> None:
         try:
             await run_in_threadpool(
                 self.audit.record,
-                exchange.principal.name,
-                exchange.principal.tenant,
-                exchange.method,
-                exchange.path,
-                exchange.status,
-                exchange.request_id,
+                audited.principal.name,
+                audited.principal.tenant,
+                audited.method,
+                audited.path,
+                audited.status,
+                audited.request_id,
             )
         except redis.RedisError as error:
             log.error(
                 "the audit log could not be written",
                 reason=str(error),
-                principal=exchange.principal.name,
-                method=exchange.method,
-                path=exchange.path,
-                status=exchange.status,
+                principal=audited.principal.name,
+                method=audited.method,
+                path=audited.path,
+                status=audited.status,
             )
 
     def _check_origin(self, scope: Scope, headers: Headers) -> None:
@@ -198,8 +196,8 @@ def _too_large(most_bytes: int) -> InvalidInput:
     return InvalidInput(f"the body is larger than {most_bytes} bytes", code="body_too_large")
 
 
-class _Exchange:
-    """One request and its response: who asked for what, and how it ended."""
+class _AuditedRequest:
+    """One request as the audit log names it: who asked for what, and how it ended."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.method: str = scope["method"]
