@@ -12,7 +12,7 @@ from spo.observability.logs import configure_logs
 
 def main() -> int:
     settings = Settings()
-    # Only now: a wrong setting is told at once, not after the seconds these imports take.
+    # Imported late: a wrong setting is reported at once, not after the seconds that these imports take.
     from services.trainer.deepspeed_engine import leave_deepspeed, prepare_deepspeed
     from services.trainer.process import follow, lead
     from services.trainer.ranks import join_ranks

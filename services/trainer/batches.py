@@ -1,4 +1,4 @@
-"""Experience into tensors: ask the replay buffer, refuse what cannot be learned from, pad.
+"""From sampled trajectories to tensors: ask the replay buffer, refuse what cannot be learned from, pad.
 
 Axes: B trajectory, L padded position.
 """
@@ -62,33 +62,35 @@ class ReplayClient:
         groups: dict[str, int] = {}
         return [
             TrainingSample(
-                each.trajectory,
-                refreshed.get(each.trajectory.prompt_id, each.qhat_0),
-                groups.setdefault(each.trajectory.prompt_id, len(groups)),
+                sampled.trajectory,
+                refreshed.get(sampled.trajectory.prompt_id, sampled.qhat_0),
+                groups.setdefault(sampled.trajectory.prompt_id, len(groups)),
             )
-            for each in response.batch
+            for sampled in response.batch
         ]
 
 
 def groups_of(rows: Sequence[TrainingSample]) -> list[tuple[str, str]]:
-    """Run id and group id of what the policy sampled during the run: the groups that were dispatched."""
-    sampled = (row.trajectory for row in rows if row.trajectory.source == SOURCE_ONLINE)
-    return [(each.run_id, each.group_id) for each in sampled]
+    """(run id, group id) of the online trajectories: what traces link a step to."""
+    online = (row.trajectory for row in rows if row.trajectory.source == SOURCE_ONLINE)
+    return [(trajectory.run_id, trajectory.group_id) for trajectory in online]
 
 
 def faults(rows: Sequence[TrainingSample], *, cached_reference: bool, behaviour: bool) -> dict[str, str]:
     """Trajectory id -> why no loss may be computed from it; empty when the batch is sound.
 
-    behaviour: online and shared trajectories must bring the sampler's log-probs.
+    cached_reference: every trajectory must bring the reference's log-probs. behaviour: online and shared ones must
+    bring the sampler's.
     """
     found = {
-        row.trajectory.trajectory_id: _fault(row, cached_reference) or _sampling_fault(row.trajectory, behaviour)
+        row.trajectory.trajectory_id: _fault(row, cached_reference=cached_reference)
+        or _sampling_fault(row.trajectory, wanted=behaviour)
         for row in rows
     }
     return {trajectory_id: fault for trajectory_id, fault in found.items() if fault}
 
 
-def _sampling_fault(trajectory: Trajectory, wanted: bool) -> str:
+def _sampling_fault(trajectory: Trajectory, *, wanted: bool) -> str:
     known, length = len(trajectory.sampling_logprobs), len(trajectory.response_token_ids)
     if known != length and (known or (wanted and trajectory.source in (SOURCE_ONLINE, SOURCE_SHARED))):
         return f"{known} sampling log-probs for {length} tokens"
@@ -97,7 +99,7 @@ def _sampling_fault(trajectory: Trajectory, wanted: bool) -> str:
     return ""
 
 
-def _fault(row: TrainingSample, cached_reference: bool) -> str:
+def _fault(row: TrainingSample, *, cached_reference: bool) -> str:
     trajectory = row.trajectory
     length = len(trajectory.response_token_ids)
     if not trajectory.prompt_token_ids or not length:
@@ -106,7 +108,7 @@ def _fault(row: TrainingSample, cached_reference: bool) -> str:
         return "the reward is missing or not finite"
     if not math.isfinite(row.qhat_0):
         return "Qhat_0 is not finite"
-    if not all(_is_possible(each, length) for each in trajectory.annotations):
+    if not all(_is_possible(annotation, length) for annotation in trajectory.annotations):
         return "an annotation is impossible"
     if cached_reference and len(trajectory.reference_logprobs) != length:
         return f"{len(trajectory.reference_logprobs)} reference log-probs for {length} tokens"
@@ -167,9 +169,9 @@ def annotated_targets(trajectory: Trajectory, beta: float, reward: RewardSpec) -
     Rollouts from the same prefix are counted together.
     """
     counts: dict[int, tuple[int, int]] = {}
-    for each in trajectory.annotations:
-        successes, rollouts = counts.get(each.position, (0, 0))
-        counts[each.position] = (successes + each.successes, rollouts + each.rollouts)
+    for found in trajectory.annotations:
+        successes, rollouts = counts.get(found.position, (0, 0))
+        counts[found.position] = (successes + found.successes, rollouts + found.rollouts)
     return {
         position: q_of_two_rewards(successes / rollouts, beta, best=reward.best, worst=reward.shift)
         for position, (successes, rollouts) in counts.items()

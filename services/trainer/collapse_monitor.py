@@ -16,11 +16,11 @@ log = get_logger("collapse_monitor")
 
 
 class CollapseMonitor:
-    """Tells of each alarm once, when it begins to sound.
+    """Reports an alarm once, when it begins to sound.
 
-    What the policy writes now is seen in its online trajectories alone: a log-ratio that is high on solutions of people
-    is what learning from them means. The yardstick of response lengths is the first window of steps that this process
-    has seen.
+    Only online trajectories are judged, since they show what the policy writes now; a high log-ratio on people's
+    solutions only means that it learns from them. Response lengths are compared with those of the first `window` steps
+    of this process.
     """
 
     def __init__(self, spec: CollapseGuardSpec) -> None:
@@ -49,13 +49,13 @@ class CollapseMonitor:
         return new
 
     def rearm(self) -> None:
-        """Forget the recent steps: somebody has seen the alarms and lets the run go on."""
+        """Forget the recent steps: a person has resumed the run, and the alarms may sound again."""
         self._history.clear()
         self._sounding = frozenset()
 
 
 def _health(metrics: Mapping[str, float]) -> StepHealth:
-    """What is not known of a step is nan, and no alarm."""
+    """Metrics that a step lacks are nan, which sounds no alarm."""
     return StepHealth(
         log_ratio_nats=metrics.get("log_ratio/online", math.nan),
         grad_norm=metrics.get("grad_norm", math.nan),

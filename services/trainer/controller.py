@@ -151,7 +151,7 @@ class Controller:
 
     def _is_paused_by_alarm(self) -> bool:
         """Whether an alarm has stopped the run until a person resumes it: no steps, no weights published."""
-        if self._paused_by_alarm and self._lease.has_told_all and self._lease.directive != wire.DIRECTIVE_PAUSE:
+        if self._paused_by_alarm and self._lease.has_reported_all and self._lease.directive != wire.DIRECTIVE_PAUSE:
             self._paused_by_alarm = False
             self._monitor.rearm()
         return self._paused_by_alarm

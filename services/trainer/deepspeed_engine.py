@@ -9,7 +9,6 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 import deepspeed.comm
@@ -29,7 +28,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def prepare_deepspeed(state_path: Path) -> None:
     """Once per process, before the first engine and after torch.distributed is up."""
-    # Without this init_distributed compiles an op for a minute; a killed build would block later starts for ever.
+    # Otherwise init_distributed compiles an op for a minute, and a build killed half-way blocks later starts.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str((state_path / "trainer" / "torch_extensions").absolute()))
     os.environ.setdefault("LOCAL_RANK", "0")
@@ -47,7 +46,8 @@ def leave_deepspeed() -> None:
 class DeepSpeedEngine:
     """One model being trained. `model` is what computes log-probs; every rank calls every method alike."""
 
-    def __init__(self, model: nn.Module, spec: TrainerSpec, micro_batches: int) -> None:
+    def __init__(self, model: nn.Module, spec: TrainerSpec, passes: int) -> None:
+        """passes: forwards and backwards on each rank before an update."""
         half = next(model.parameters()).dtype == torch.bfloat16
         # Only the ZeRO optimisers keep fp32 master weights for bfloat16; stage 1 differs from 0 in nothing else.
         self.stage = max(spec.zero_stage, 1) if half else spec.zero_stage
@@ -58,17 +58,17 @@ class DeepSpeedEngine:
         self.model, self._optimizer, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
-            config=self._config(half, micro_batches),
+            config=self._config(passes, half=half),
             dist_init_required=False,
         )
-        # Evaluation mode, gradients and all: dropout would part the policy from its reference at step 0.
+        # Evaluation mode although it is trained: with dropout the policy would differ from its reference at step 0.
         self.model.eval()
 
-    def _config(self, half: bool, micro_batches: int) -> dict[str, Any]:
+    def _config(self, passes: int, *, half: bool) -> dict[str, object]:
         return {
             # The size of a micro-batch means nothing to DeepSpeed here: losses arrive scaled.
             "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": micro_batches,
+            "gradient_accumulation_steps": passes,
             "zero_optimization": {"stage": self.stage},
             "zero_allow_untested_optimizer": True,
             # At stage 0 DeepSpeed clips without telling the norm, so `step` clips.
@@ -76,7 +76,7 @@ class DeepSpeedEngine:
             "bf16": {"enabled": half},
         }
 
-    def backward(self, loss: Tensor, last: bool) -> None:
+    def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of `loss` (scaled so that the mean over ranks is right); `last` before a step."""
         self.model.set_gradient_accumulation_boundary(last)
         self.model.backward(loss, scale_wrt_gas=False)
@@ -109,7 +109,7 @@ class DeepSpeedEngine:
             self._optimizer.all_grad_tensors = {}
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole parameter on the CPU), one at a time so that no rank holds the whole model twice."""
+        """Yield (name, whole parameter on the CPU), one at a time so that no rank holds the whole model twice."""
         for name, parameter in self.model.module.named_parameters():
             with deepspeed.zero.GatheredParameters([parameter], enabled=self.stage == 3):
                 # A copy at stage 3: the gathered values are freed when the block ends.
@@ -117,9 +117,9 @@ class DeepSpeedEngine:
 
     @property
     def parameter_bytes(self) -> int:
-        """Of the whole model, as it is published."""
+        """Bytes of the whole model, as it is published."""
         parameters = self.model.module.parameters()
-        return sum(getattr(each, "ds_numel", each.numel()) * each.element_size() for each in parameters)
+        return sum(getattr(found, "ds_numel", found.numel()) * found.element_size() for found in parameters)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """This rank's part of the training state: fp32 weights, Adam moments and step counts."""
@@ -148,10 +148,10 @@ class DeepSpeedEngine:
         self._spread_masters(len(masters))
 
     def reshard(self, paths: Sequence[Path], prefix: str, ranks: Ranks) -> dict[str, Tensor]:
-        """This rank's `state_tensors` out of the files (names begin with prefix) of another number of ranks."""
+        """This rank's `state_tensors` from the files that another number of ranks wrote, under names with `prefix`."""
         segments: list[int] | None = None if self.stage else []
         if self.stage == 3:
-            segments = [int(each.ds_numel) for group in self._optimizer.fp16_groups for each in group]
+            segments = [int(found.ds_numel) for group in self._optimizer.fp16_groups for found in group]
         return reshard_state(paths, prefix, self.state_tensors(), ranks.rank, ranks.world_size, segments)
 
     def close(self) -> None:

@@ -193,5 +193,5 @@ class Learner:
 
 
 def _not_finite(message: str) -> UnusableBatch:
-    """A gradient is the sum over all ranks, so that all of them see this alike."""
+    """For gradients: they are summed over all ranks, so that every rank raises this alike."""
     return UnusableBatch([(message, InvalidInput(message, code="not_finite"))])

@@ -1,4 +1,4 @@
-"""Rank 0's hold on one job: renewed in the background, fenced, and the way every result reaches the orchestrator."""
+"""Rank 0's lease of one job: renewed in the background, fenced by its epoch; all reports of the run go through it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TypedDict
+
+from google.protobuf.message import Message
 
 from spo.errors import InternalError, LeaseLost, NotReady, SpoError
 from spo.observability.logs import get_logger
@@ -18,9 +20,9 @@ log = get_logger("lease")
 
 RENEW_SECONDS = 1.0
 CALL_DEADLINE_SECONDS = 10.0
-SAY_SECONDS = 10.0
+LOG_SECONDS = 10.0
 REPORTS_PER_RENEWAL = 1000
-MOST_NAMED = 1000
+MAX_QUARANTINED_IDS = 1000
 # A service whose Redis is just restarting answers INTERNAL: worth asking again, like one that is away.
 TRANSIENT = (NotReady, InternalError)
 
@@ -41,8 +43,16 @@ def take_lease(
     return grant if grant.run_id else None
 
 
+class _Owner(TypedDict):
+    """What every request of the job's owner carries."""
+
+    run_id: str
+    trainer_id: str
+    epoch: int
+
+
 class JobLease:
-    """One leased job. Every method raises LeaseLost once the orchestrator has said so; nothing gets out after that."""
+    """One leased job. Once the orchestrator has refused its epoch every method raises LeaseLost and sends nothing."""
 
     def __init__(
         self,
@@ -57,7 +67,7 @@ class JobLease:
         self.directive: int = wire.DIRECTIVE_CONTINUE
         self.reference_version = 0
         self._orchestrator = orchestrator
-        self._owner: dict[str, Any] = {"run_id": grant.run_id, "trainer_id": trainer_id, "epoch": grant.epoch}
+        self._owner: _Owner = {"run_id": grant.run_id, "trainer_id": trainer_id, "epoch": grant.epoch}
         self._patience_seconds = patience_seconds
         self._stop = stop
         self._reports: deque[wire.StepReport] = deque()
@@ -71,21 +81,21 @@ class JobLease:
         return self._lost.is_set()
 
     @property
-    def has_told_all(self) -> bool:
+    def has_reported_all(self) -> bool:
         """Whether every report was acknowledged; `directive` is then the answer to the last of them, or newer."""
         return not self._reports
 
     def report_step(
         self, step: int, metrics: Mapping[str, float], alarms: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """Hand in a step's metrics, and alarms by name with their reasons; they travel with the next renewal."""
+        """Report a step's metrics, and alarms by name with their reasons, with the next renewal."""
         self._reports.append(wire.StepReport(step=step, metrics=metrics, alarms=alarms))
 
     def report_quarantine(
         self, step: int, metrics: Mapping[str, float], reason: str, trajectory_ids: Sequence[str]
     ) -> None:
-        """Hand in a step whose batch could not be learned from."""
-        named = trajectory_ids[:MOST_NAMED]
+        """Report a step whose batch could not be learned from, with the next renewal."""
+        named = trajectory_ids[:MAX_QUARANTINED_IDS]
         self._reports.append(
             wire.StepReport(step=step, metrics=metrics, quarantine_reason=reason, quarantined_ids=named)
         )
@@ -145,22 +155,22 @@ class JobLease:
         reports = [self._reports[index] for index in range(min(len(self._reports), REPORTS_PER_RENEWAL))]
         return wire.RenewLeaseRequest(**self._owner, reports=reports)
 
-    def _insist(self, method: str, make: Callable[[], Any]) -> None:
+    def _insist(self, method: str, make: Callable[[], Message]) -> None:
         """Call until the orchestrator answers; raises its error (a transient one once patience or the process ends)."""
         deadline = time.monotonic() + self._patience_seconds
-        said = 0.0
+        last_logged = 0.0
         while True:
             try:
                 return self._call(method, make)
             except TRANSIENT as error:
                 if time.monotonic() > deadline or self._stop.is_set():
                     raise
-                if time.monotonic() - said > SAY_SECONDS:
-                    said = time.monotonic()
+                if time.monotonic() - last_logged > LOG_SECONDS:
+                    last_logged = time.monotonic()
                     log.warning("waiting for the orchestrator", call=method, reason=error.message)
                 self._stop.wait(0.5)
 
-    def _call(self, method: str, make: Callable[[], Any]) -> None:
+    def _call(self, method: str, make: Callable[[], Message]) -> None:
         if self.lost:
             raise LeaseLost(f"the lease of {self.grant.run_id} was lost")
         request = make()
@@ -170,9 +180,9 @@ class JobLease:
             self._lost.set()
             log.warning("the lease was lost; this trainer stops working on the job", run=self.grant.run_id)
             raise
-        if method == "RenewLease":
-            # First: whoever sees that a report has arrived sees what was said to it.
+        if isinstance(request, wire.RenewLeaseRequest):
+            # Before the reports are dropped: once `has_reported_all` holds, the directive answers the last of them.
             self.directive, self.reference_version = response.directive, response.reference_version
-            # Only what was acknowledged is forgotten.
+            # Only acknowledged reports are dropped.
             for _ in request.reports:
                 self._reports.popleft()

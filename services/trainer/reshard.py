@@ -1,12 +1,12 @@
-"""Training state for another number of ranks: each new rank reads just its stretch of what the old ones wrote.
+"""Training state for another number of ranks: each new rank reads only its own stretch of what the old ranks wrote.
 
-ZeRO lays parameters out as segments, each cut into equal parts, one per rank, the last one padded: a segment is a whole
-parameter group at stages 1 and 2, one parameter at stage 3. At stage 0 every rank holds everything.
+ZeRO lays parameters out as segments and cuts every segment into equal parts, one per rank, with padding in the last. A
+segment is a whole parameter group at stages 1 and 2, and one parameter at stage 3. At stage 0 every rank holds all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,8 @@ def reshard_state(
 ) -> dict[str, Tensor]:
     """This rank's state tensors, from the files of all ranks that wrote the checkpoint, in rank order.
 
-    wanted: what a rank of this layout holds under the same names. segments: values per parameter at stage 3, None where
-    the groups themselves are cut, and empty where nothing is. Raises IntegrityError on another model's.
+    wanted: what this rank holds now, under the same names. segments: values per parameter at stage 3; None at stages 1
+    and 2, where whole groups are cut; empty at stage 0. Raises IntegrityError on another model's state.
     """
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
@@ -47,7 +47,7 @@ def reshard_state(
             flat = torch.cat([old.stretch(at, size, part, rank) for at, size, part in cuts])
             if flat.numel() != sum(masters):
                 raise IntegrityError("the checkpoint holds other parameters than the model")
-            found |= {f"{kind}.{index}": each for index, each in enumerate(torch.split(flat, masters))}
+            found |= {f"{kind}.{index}": part for index, part in enumerate(torch.split(flat, masters))}
         if f"{_STEP}.0" in names:
             step = files[0].get_tensor(f"{prefix}{_STEP}.0")
             found |= {f"{_STEP}.{index}": step.clone() for index in range(len(masters))}
@@ -55,15 +55,15 @@ def reshard_state(
 
 
 class _Written:
-    """One kind of state of all old ranks; a rank's tensors are taken as one row, whatever groups they were kept in."""
+    """One kind of state of all old ranks; a rank's tensors count as one row, whatever groups they were stored in."""
 
-    def __init__(self, files: Sequence[Any], name: str, count: int) -> None:
+    def __init__(self, files: Sequence[Any], prefix: str, count: int) -> None:
         self.files = files
-        self.names = [f"{name}.{index}" for index in range(count)]
-        self.sizes = [int(files[0].get_slice(each).get_shape()[0]) for each in self.names]
+        self.names = [f"{prefix}.{index}" for index in range(count)]
+        self.sizes = [int(files[0].get_slice(name).get_shape()[0]) for name in self.names]
 
     def stretch(self, at: int, size: int, part: int, rank: int) -> Tensor:
-        """New rank's `part` values of a segment whose old parts of `size` lie at `at` in each old rank's row."""
+        """The `part` values of new rank `rank` in a segment whose old parts of `size` begin at `at` in every row."""
         found = torch.zeros(part)
         start, stop = rank * part, min((rank + 1) * part, size * len(self.files))
         for old in range(len(self.files)):
@@ -74,26 +74,26 @@ class _Written:
         return found
 
     def _row(self, rank: int, start: int, stop: int) -> Tensor:
-        micro_batches, begins = [], 0
+        parts, begins = [], 0
         for name, size in zip(self.names, self.sizes, strict=True):
             first, last = max(start, begins) - begins, min(stop, begins + size) - begins
             if first < last:
-                micro_batches.append(self.files[rank].get_slice(name)[first:last])
+                parts.append(self.files[rank].get_slice(name)[first:last])
             begins += size
-        return torch.cat(micro_batches)
+        return torch.cat(parts)
 
 
 def _cuts(
     old: _Written, masters: Sequence[int], segments: Sequence[int] | None, world_size: int
 ) -> list[tuple[int, int, int]]:
-    """(place in an old rank's row, size of an old part, size of a new part) of each segment."""
+    """(offset in an old rank's row, size of an old part, size of a new part) of every segment."""
     ranks = len(old.files)
     if segments is None:
         if len(masters) != len(old.sizes):
             raise IntegrityError("the checkpoint holds other parameter groups than the model")
         sizes = list(zip(old.sizes, masters, strict=True))
     else:
-        sizes = [(-(-each // ranks), -(-each // world_size)) for each in segments]
+        sizes = [(-(-values // ranks), -(-values // world_size)) for values in segments]
     cuts, at = [], 0
     for size, part in sizes:
         cuts.append((at, size, part))
@@ -103,5 +103,5 @@ def _cuts(
     return cuts
 
 
-def _count(names: Any, kind: str) -> int:
+def _count(names: Iterable[str], kind: str) -> int:
     return sum(name.rpartition(".")[0] == kind for name in names)

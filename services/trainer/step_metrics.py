@@ -11,7 +11,7 @@ from spo.v1.trajectory_pb2 import FINISH_REASON_LENGTH
 
 
 class WeightedMeans:
-    """Means of named values, each weighted by how many trajectories it stands for; mergeable over ranks."""
+    """Weighted means of named values; the weight is a number of trajectories. Mergeable over ranks."""
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = defaultdict(float)
@@ -33,9 +33,9 @@ class WeightedMeans:
 
 
 def batch_metrics(rows: Sequence[TrainingSample], policy_version: int) -> dict[str, float]:
-    """What a batch says before it is learned from: reward in all and by source, token count.
+    """Metrics of a batch before it is learned from: mean reward, in all and by source, and the token count.
 
-    Of online trajectories also the staleness in versions, the length in tokens and the share that was cut off.
+    Of online trajectories also the staleness in versions, the length in tokens and the share cut off at the limit.
     """
     means = WeightedMeans()
     for row in rows:

@@ -63,9 +63,9 @@ def calibration(predictions: Sequence[float], outcomes: Sequence[bool], bins: in
     # By rank of the prediction, so that equal predictions never part.
     edges = np.quantile(predicted_N, np.arange(1, bins) / bins, method="inverted_cdf")
     bin_N = np.searchsorted(np.unique(edges), predicted_N, side="left")
-    found = [_bin(predicted_N[bin_N == number], outcome_N[bin_N == number]) for number in np.unique(bin_N)]
-    error = sum(each.outcomes * abs(each.predicted - each.observed) for each in found) / len(outcome_N)
-    return CalibrationCurve(tuple(found), float(error), float(((predicted_N - outcome_N) ** 2).mean()))
+    curve = [_bin(predicted_N[bin_N == number], outcome_N[bin_N == number]) for number in np.unique(bin_N)]
+    error = sum(found.outcomes * abs(found.predicted - found.observed) for found in curve) / len(outcome_N)
+    return CalibrationCurve(tuple(curve), float(error), float(((predicted_N - outcome_N) ** 2).mean()))
 
 
 def _bin(predicted_N: np.ndarray, outcome_N: np.ndarray) -> Bin:

@@ -12,7 +12,7 @@ import numpy as np
 def exact_counts(shares: Sequence[float], total: int) -> list[int]:
     """Whole numbers in proportion to shares that sum to exactly `total` (largest remainders; ties to the first)."""
     wanted = [share * total for share in shares]
-    counts = [math.floor(each + 1e-9) for each in wanted]
+    counts = [math.floor(share + 1e-9) for share in wanted]
     by_remainder = sorted(range(len(shares)), key=lambda index: counts[index] - wanted[index])
     for index in by_remainder[: total - sum(counts)]:
         counts[index] += 1
@@ -30,9 +30,9 @@ def draw_ranks(rng: np.random.Generator, window: int, count: int) -> list[int]:
 
 
 def draw_weighted(rng: np.random.Generator, weights: Sequence[float], count: int) -> list[int]:
-    """Ranks drawn one after the other in proportion to the weights (>= 0) of those left; none repeats while any is.
+    """Ranks drawn in proportion to the weights (>= 0) of those that are left; none repeats while any is left.
 
-    What has no weight keeps a millionth of the largest, so that it comes last and not never. Gumbel-top-k: the order
+    A weight of 0 counts as a millionth of the largest, so that such a rank comes last and not never. Gumbel-top-k: the order
     of log w + Gumbel noise is that of draws without replacement (Efraimidis & Spirakis 2006; Vieira 2014).
     """
     if not weights:
@@ -48,9 +48,9 @@ def draw_weighted(rng: np.random.Generator, weights: Sequence[float], count: int
 
 
 def draw_balanced(rng: np.random.Generator, keys: Sequence[Hashable], count: int) -> list[int]:
-    """Ranks with each key as often as each other, as far as its ranks last; none repeats while any is left.
+    """Ranks such that every key is drawn equally often while it has ranks left; none repeats while any is left.
 
-    Turn by turn every key gives one of its ranks at random, in an order that is drawn anew each turn.
+    In every round each key gives one of its ranks at random; the order of keys is drawn anew for the round.
     """
     if not keys:
         raise ValueError("there is nothing to draw from")

@@ -26,8 +26,8 @@ from spo.algorithm.value_prior import JEFFREYS, BetaPrior
 from spo.errors import InvalidInput
 
 BOOTSTRAP_DRAWS = 2000
-# Midpoints of equally probable pieces of a posterior: what its mean is taken over.
-PIECES = (np.arange(64) + 0.5) / 64
+# Midpoints of equally probable slices of a posterior, over which its mean is taken.
+SLICES = (np.arange(64) + 0.5) / 64
 SMALLEST = 1e-16
 
 
@@ -76,7 +76,8 @@ def _frequency(evidence: Evidence, beta: float, level: float) -> SoftValueEstima
     low, high = success_rate_interval(evidence.successes, evidence.samples, level)
     rate = evidence.successes / evidence.samples
     q, low, high = (
-        q_of_two_rewards(each, beta, best=evidence.best, worst=evidence.worst) for each in (rate, low, high)
+        q_of_two_rewards(success_rate, beta, best=evidence.best, worst=evidence.worst)
+        for success_rate in (rate, low, high)
     )
     slope = beta * -math.expm1(-evidence.span / beta) * math.exp((evidence.best - q) / beta)  # dQ / dS
     error = slope * math.sqrt(rate * (1 - rate) / evidence.samples)
@@ -88,10 +89,10 @@ def _posterior(evidence: Evidence, prior: BetaPrior, beta: float, level: float) 
     a = evidence.successes + prior.successes
     b = evidence.samples - evidence.successes + prior.failures
     tail = (1 - level) / 2
-    rates = np.clip(betaincinv(a, b, [tail, 1 - tail, *PIECES]), SMALLEST, 1 - SMALLEST)
-    low, high, *pieces = evidence.best + beta * np.logaddexp(np.log(rates), np.log1p(-rates) - evidence.span / beta)
+    rates = np.clip(betaincinv(a, b, [tail, 1 - tail, *SLICES]), SMALLEST, 1 - SMALLEST)
+    low, high, *slices = evidence.best + beta * np.logaddexp(np.log(rates), np.log1p(-rates) - evidence.span / beta)
     return SoftValueEstimate(
-        q=float(np.mean(pieces)), low=float(low), high=float(high), standard_error=float(np.std(pieces))
+        q=float(np.mean(slices)), low=float(low), high=float(high), standard_error=float(np.std(slices))
     )
 
 

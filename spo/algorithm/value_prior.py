@@ -109,7 +109,7 @@ def fit_prior(
     Cross-fitting keeps a prompt's samples from being counted in its prior and again in its posterior, and the strength,
     found on predictions of prompts that a regression has not seen, honest.
     """
-    # Only whoever fits a prior pays for the import: 25 MiB that the orchestrator does without.
+    # Imported here: 25 MiB of memory that the orchestrator, which fits no prior, does without.
     from scipy.optimize import minimize_scalar
 
     successes_P, samples_P = np.asarray(successes, dtype=np.float64), np.asarray(samples, dtype=np.float64)
@@ -117,7 +117,7 @@ def fit_prior(
         raise InvalidInput("a prior is fitted to one or more prompts, each with its counts and features")
     if (successes_P < 0).any() or (successes_P > samples_P).any():
         raise InvalidInput("a prior is fitted to successes of samples")
-    features_PF = np.stack([each.row() for each in features])
+    features_PF = np.stack([found.row() for found in features])
     folds_P = np.array([fold_of(prompt_id) for prompt_id in prompt_ids])
     rates = [
         _fit(features_PF[kept], successes_P[kept], samples_P[kept]) for kept in (folds_P != f for f in range(FOLDS))
@@ -142,7 +142,7 @@ def _fit(features_PF: Array, successes_P: Array, samples_P: Array) -> RateModel:
     if not len(features_PF):
         return RateModel(np.zeros(count), np.ones(count), np.zeros(count), 0.0)
     centre_F, scale_F = features_PF.mean(axis=0), features_PF.std(axis=0)
-    # A column that is the same for all tells nothing, of a prompt yet unseen neither.
+    # A column that is the same for all prompts says nothing, about unseen prompts either.
     varies_F = scale_F > 1e-6
     scale_F[~varies_F] = 1.0
     design_PF = (features_PF[:, varies_F] - centre_F[varies_F]) / scale_F[varies_F]

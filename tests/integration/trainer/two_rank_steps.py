@@ -21,7 +21,7 @@ TOKENS_BL = torch.arange(4, 28).reshape(2, 12)
 
 
 def engine_for(model: Path, stage: int) -> DeepSpeedEngine:
-    return DeepSpeedEngine(load_policy(model, "float32"), TrainerSpec(zero_stage=stage), micro_batches=1)
+    return DeepSpeedEngine(load_policy(model, "float32"), TrainerSpec(zero_stage=stage), passes=1)
 
 
 def step(engine: DeepSpeedEngine) -> None:
