@@ -32,8 +32,8 @@ def draw_ranks(rng: np.random.Generator, window: int, count: int) -> list[int]:
 def draw_weighted(rng: np.random.Generator, weights: Sequence[float], count: int) -> list[int]:
     """Ranks drawn in proportion to the weights (>= 0) of those that are left; none repeats while any is left.
 
-    A weight of 0 counts as a millionth of the largest, so that such a rank comes last and not never. Gumbel-top-k: the order
-    of log w + Gumbel noise is that of draws without replacement (Efraimidis & Spirakis 2006; Vieira 2014).
+    A weight of 0 counts as a millionth of the largest, so that such a rank comes last and not never. Gumbel-top-k: the
+    order of log w + Gumbel noise is that of draws without replacement (Efraimidis & Spirakis 2006; Vieira 2014).
     """
     if not weights:
         raise ValueError("there is nothing to draw from")

@@ -1,9 +1,9 @@
 """What samples of pi0 say of a prompt's soft value: a point and an interval, in reward units, for any beta.
 
 Two points. The frequency of a fixed number of samples makes exp(Q / beta) unbiased, as in the paper. Where the data
-decided when to stop, no frequency is unbiased any more (a lucky streak ends the sampling); the posterior is what it
-was, since the likelihood does not know why sampling ended: sequential estimates are posterior means of Q, whose squared
-error is the least. No torch here.
+decided when to stop, no frequency is unbiased any more (a lucky streak ends the sampling); the posterior is
+unchanged, since the likelihood does not depend on why sampling ended: sequential estimates are posterior means of Q,
+whose squared error is the least. No torch here.
 """
 
 from __future__ import annotations
