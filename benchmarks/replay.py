@@ -1,8 +1,8 @@
-"""Entering and drawing trajectories, in CPU time of everything involved, the server included.
+"""Inserting and sampling trajectories, in CPU time of everything involved, the server included.
 
 The yardstick is what the same server and client can do at best: pipelined SET of serialised messages, pipelined GET of
-128 random keys and decoding them. The product checks, indexes and counts each trajectory on entry; on drawing it weighs
-the limiter, draws by source, records the draw and answers over gRPC, and its client decodes too.
+128 random keys and decoding them. The product checks, indexes and counts each inserted trajectory; to sample it asks
+the limiter, draws by source, records the batch and answers over gRPC, and its client decodes too.
 
 With SPO_BENCHMARK_REVERB_PYTHON, the path of a Python that has dm-reverb, DeepMind Reverb is measured in the same run.
 """
@@ -162,9 +162,9 @@ class _Inserts:
     def __call__(self, count: int) -> None:
         for start in range(0, count, INSERTS_AT_ONCE):
             batch = self.made[start : start + INSERTS_AT_ONCE]
-            for each in batch:
+            for sample in batch:
                 self.number += 1
-                each.trajectory_id = f"traj_{self.number:032x}"
+                sample.trajectory_id = f"traj_{self.number:032x}"
             self.store.append(RUN, batch)
 
 
@@ -179,9 +179,9 @@ class _Puts:
     def __call__(self, count: int) -> None:
         for start in range(0, count, INSERTS_AT_ONCE):
             with self.client.pipeline(transaction=False) as pipe:
-                for each in self.made[start : start + INSERTS_AT_ONCE]:
+                for sample in self.made[start : start + INSERTS_AT_ONCE]:
                     self.number += 1
-                    pipe.set(f"plain:{self.number:032x}", each.SerializeToString())
+                    pipe.set(f"plain:{self.number:032x}", sample.SerializeToString())
                 pipe.execute()
 
 
@@ -230,7 +230,7 @@ def _trajectory(number: int, tokens: int) -> Trajectory:
         prompt_token_ids=ids[: tokens // 3],
         response_token_ids=ids,
         sampling_logprobs=logprobs,
-        reference_logprobs=[each * 1.1 for each in logprobs],
+        reference_logprobs=[logprob * 1.1 for logprob in logprobs],
         response_text="".join(luck.choice("abcdef =+()[]:\n") for _ in range(3 * tokens)),
         verdict=Verdict(outcome=OUTCOME_ACCEPTED if right else OUTCOME_WRONG_ANSWER),
         reward=0.0 if right else -1.0,

@@ -225,16 +225,10 @@ def _engine_args(spec: EngineSpec, settings: Settings) -> EngineArgs:
         logprobs_mode="processed_logprobs",
         trust_remote_code=False,
         load_format="safetensors",
-        **(_whole_prompts(spec) if on_cpu else {}),
+        # vLLM samples after each part of a prompt and sets the generator back; CPU generators cannot be set back.
+        enable_chunked_prefill=False if on_cpu else None,
+        max_num_batched_tokens=max(CPU_PREFILL_TOKENS, spec.max_tokens) if on_cpu else None,
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls=f"{__name__}.{WorkerExtension.__name__}",
     )
-
-
-def _whole_prompts(spec: EngineSpec) -> dict[str, Any]:
-    # vLLM samples after each part of a prompt and sets the seeded generator back; CPU generators cannot be set back.
-    return {
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(CPU_PREFILL_TOKENS, spec.max_tokens),
-    }

@@ -37,8 +37,8 @@ def delivered(number: int, source: Any, group_size: int) -> Trajectory:
     return trajectory(number, source, text=text, right=number % 3 > 0, version=number // 8, group_size=size)
 
 
-def content(each: Trajectory) -> tuple[Any, ...]:
-    return each.prompt_id, each.source, each.reward, each.response_text.replace(" ", "").removesuffix("#again")
+def content(sample: Trajectory) -> tuple[Any, ...]:
+    return sample.prompt_id, sample.source, sample.reward, sample.response_text.replace(" ", "").removesuffix("#again")
 
 
 class Buffer(RuleBasedStateMachine):
@@ -82,14 +82,14 @@ class Buffer(RuleBasedStateMachine):
         Buffer.steps += 1
         sent = [delivered(number, source, self.group_size) for number, source in deliveries]
         before = len(self.entered)
-        for each in sent:
-            if each.trajectory_id in self.entered:
+        for sample in sent:
+            if sample.trajectory_id in self.entered:
                 continue
-            first = self._with_content(each)
+            first = self._with_content(sample)
             if first:
-                self.stands_for[each.trajectory_id] = first
+                self.stands_for[sample.trajectory_id] = first
             else:
-                self.entered[each.trajectory_id] = each
+                self.entered[sample.trajectory_id] = sample
         inserted = len(self.entered) - before
         assert self.store.append(RUN, sent) == (inserted, len(sent) - inserted)
 
@@ -99,28 +99,28 @@ class Buffer(RuleBasedStateMachine):
         self.newest += published
         request = SampleBatchRequest(run_id=RUN, batch_size=8, step=step, policy_version=self.newest)
         try:
-            batch = [each.trajectory for each in self.sampler.sample(request)]
+            batch = [sample.trajectory for sample in self.sampler.sample(request)]
         except NotReady:
             assert step not in self.batches
             return
-        ids = [each.trajectory_id for each in batch]
+        ids = [sample.trajectory_id for sample in batch]
         if step in self.batches:
             assert ids == self.batches[step]
             return
         self.batches[step] = ids
-        times = Counter(each for batch in self.batches.values() for each in batch if "ONLINE" in each)
+        times = Counter(sample for batch in self.batches.values() for sample in batch if "ONLINE" in sample)
         assert self.max_times is None or max(times.values()) <= self.max_times
-        assert Counter(each.source for each in batch) == {SOURCE_ONLINE: 4, SOURCE_REFERENCE: 2, SOURCE_HUMAN: 2}
+        assert Counter(sample.source for sample in batch) == {SOURCE_ONLINE: 4, SOURCE_REFERENCE: 2, SOURCE_HUMAN: 2}
         window = self._window()
-        drawn = Counter(each.group_id for each in batch if each.source == SOURCE_ONLINE)
+        drawn = Counter(sample.group_id for sample in batch if sample.source == SOURCE_ONLINE)
         assert all(count % self.group_size == 0 for count in drawn.values())
-        for each in batch:
-            assert each == self.entered[each.trajectory_id]
-            if each.source == SOURCE_ONLINE:
-                assert each.trajectory_id in window
-                assert each.policy_version_first >= self.newest - MAX_STALENESS
-            elif each.source == SOURCE_REFERENCE:
-                assert each.reward == 0
+        for sample in batch:
+            assert sample == self.entered[sample.trajectory_id]
+            if sample.source == SOURCE_ONLINE:
+                assert sample.trajectory_id in window
+                assert sample.policy_version_first >= self.newest - MAX_STALENESS
+            elif sample.source == SOURCE_REFERENCE:
+                assert sample.reward == 0
 
     @rule()
     def restart(self) -> None:
@@ -131,10 +131,10 @@ class Buffer(RuleBasedStateMachine):
     @invariant()
     def the_ledger_is_what_was_acknowledged(self) -> None:
         ids: Any = self.client.zrange(redis_keys.replay_ids(RUN), 0, -1)
-        assert [each.decode() for each in ids] == list(self.entered)
+        assert [name.decode() for name in ids] == list(self.entered)
         assert self.store.duplicates(RUN) == len(self.stands_for)
         counters: Any = self.client.hgetall(redis_keys.replay_counters(RUN))
-        by_source = Counter(each.source for each in self.entered.values())
+        by_source = Counter(sample.source for sample in self.entered.values())
         assert int(counters.get(b"inserted:online", 0)) == by_source[SOURCE_ONLINE]
         assert int(counters.get(b"inserted:human", 0)) == by_source[SOURCE_HUMAN]
 
@@ -142,8 +142,8 @@ class Buffer(RuleBasedStateMachine):
     def no_prompt_is_served_from_more_than_its_share(self) -> None:
         index = self.sampler.index(RUN)
         index.refresh(["human"])
-        human = Counter(each.prompt_id for each in self.entered.values() if each.source == SOURCE_HUMAN)
-        served = Counter(each.prompt_id for each in index.servable(index.rule("human")))
+        human = Counter(sample.prompt_id for sample in self.entered.values() if sample.source == SOURCE_HUMAN)
+        served = Counter(sample.prompt_id for sample in index.servable(index.rule("human")))
         assert served == Counter({prompt: min(count, PER_PROMPT) for prompt, count in human.items()})
 
     @invariant()
@@ -155,10 +155,10 @@ class Buffer(RuleBasedStateMachine):
         """Ids of the newest whole groups."""
         groups: dict[str, list[str]] = {}
         whole: list[list[str]] = []
-        for each in self.entered.values():
-            if each.source == SOURCE_ONLINE:
-                members = groups.setdefault(each.group_id, [])
-                members.append(each.trajectory_id)
+        for sample in self.entered.values():
+            if sample.source == SOURCE_ONLINE:
+                members = groups.setdefault(sample.group_id, [])
+                members.append(sample.trajectory_id)
                 if len(members) == self.group_size:
                     whole.append(members)
         return {member for members in whole[-CAPACITY // self.group_size :] for member in members}
@@ -166,7 +166,7 @@ class Buffer(RuleBasedStateMachine):
     def _with_content(self, sought: Trajectory) -> str:
         if sought.source == SOURCE_ONLINE:
             return ""
-        same = (id_ for id_, each in self.entered.items() if content(each) == content(sought))
+        same = (id_ for id_, sample in self.entered.items() if content(sample) == content(sought))
         return next(same, "")
 
 

@@ -54,7 +54,11 @@ def test_a_run_under_any_spec_can_always_go_on(spec: Any, steps_per_version: int
     correct_only = luck.random() < 0.3 and not whole
     for _ in range(80):
         oldest = version - spec.replay.max_staleness
-        available = [each for each in window if each[0] >= oldest and (each[1] or not correct_only) and each[2]]
+        available = [
+            candidate
+            for candidate in window
+            if candidate[0] >= oldest and (candidate[1] or not correct_only) and candidate[2]
+        ]
         online = LiveCounts(inserted, sampled, len(available))
         may_sample = limiter.may_sample(online, limiter.per_batch)
         may_insert = limiter.admissible_inserts(online) >= group
@@ -62,8 +66,8 @@ def test_a_run_under_any_spec_can_always_go_on(spec: Any, steps_per_version: int
         if may_sample and (eager or not may_insert):
             steps += 1
             sampled += limiter.per_batch
-            for each in available[: limiter.per_batch]:
-                each[2] -= 1
+            for candidate in available[: limiter.per_batch]:
+                candidate[2] -= 1
             version = steps // steps_per_version
         elif may_insert:
             inserted += group

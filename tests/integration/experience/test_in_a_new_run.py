@@ -96,14 +96,14 @@ def test_tokens_logprobs_and_verdicts_that_hold_are_used_as_they_are(stage: Stag
     found = stage.taken(run=BEFORE)
 
     assert stage.judge.programs == 0, "the same judge has judged them on the same tests"
-    assert sorted(each.reward for each in found) == [-1.0, 0.0]
-    for each in found:
-        assert set(each.reference_logprobs) == {-0.25}, "computed once, under the same pi0"
-        assert (each.run_id, each.source, each.origin_run_id) == (RUN, SOURCE_OTHER_RUN, BEFORE)
-        assert len(each.parents) == 1
-        assert each.trajectory_id not in each.parents
-        assert each.policy_version_first == 7
-    assert [each.trajectory_id for each in stage.taken(run=BEFORE)] == [each.trajectory_id for each in found]
+    assert sorted(sample.reward for sample in found) == [-1.0, 0.0]
+    for sample in found:
+        assert set(sample.reference_logprobs) == {-0.25}, "computed once, under the same pi0"
+        assert (sample.run_id, sample.source, sample.origin_run_id) == (RUN, SOURCE_OTHER_RUN, BEFORE)
+        assert len(sample.parents) == 1
+        assert sample.trajectory_id not in sample.parents
+        assert sample.policy_version_first == 7
+    assert [sample.trajectory_id for sample in stage.taken(run=BEFORE)] == [sample.trajectory_id for sample in found]
 
 
 def test_what_another_model_wrote_is_tokenised_and_scored_anew(stage: Stage) -> None:
@@ -131,7 +131,7 @@ def test_tokens_that_do_not_say_what_the_text_says_are_not_believed(stage: Stage
     found = stage.taken(run=BEFORE)
 
     expected = {tuple(stage.reference.encode(PROMPT.text, text)[1]) for text in (RIGHT, WRONG)}
-    assert {tuple(each.response_token_ids) for each in found} == expected
+    assert {tuple(sample.response_token_ids) for sample in found} == expected
 
 
 def test_a_response_that_was_cut_off_gets_no_end(stage: Stage) -> None:
@@ -183,7 +183,7 @@ def test_labels_make_a_trajectory_annotated_under_the_same_pi0_only(stage: Stage
         [stage.scored(1, RIGHT, annotations=labels), stage.scored(2, WRONG, annotations=labels, reference_hash="x")]
     )
 
-    by_text = {each.response_text: each for each in stage.taken(run=BEFORE)}
+    by_text = {sample.response_text: sample for sample in stage.taken(run=BEFORE)}
 
     assert by_text[RIGHT].source == SOURCE_ANNOTATED
     assert list(by_text[RIGHT].annotations) == labels
@@ -208,7 +208,7 @@ def test_a_prompt_takes_successes_and_failures_in_turn_newest_first_and_nothing_
 def test_what_does_not_fit_the_model_is_left_out(stage: Stage) -> None:
     stage.put([stage.scored(1, RIGHT * 60), stage.scored(2, WRONG)])
 
-    assert [each.response_text for each in stage.taken(run=BEFORE)] == [WRONG]
+    assert [sample.response_text for sample in stage.taken(run=BEFORE)] == [WRONG]
 
 
 def test_another_tenants_experience_is_not_there(stage: Stage) -> None:
@@ -224,8 +224,8 @@ def test_of_published_wrong_solutions_those_that_the_judge_rejects_are_kept(stag
 
     found = maker.import_human(PROMPT, [WRONG, RIGHT, WRONG * 60, WRONG + "1"], 44, correct=False)
 
-    assert [(each.response_text, each.reward) for each in found] == [(WRONG, -1.0), (WRONG + "1", -1.0)]
-    assert all(len(each.reference_logprobs) == len(each.response_token_ids) for each in found)
+    assert [(sample.response_text, sample.reward) for sample in found] == [(WRONG, -1.0), (WRONG + "1", -1.0)]
+    assert all(len(sample.reference_logprobs) == len(sample.response_token_ids) for sample in found)
 
 
 def test_experience_that_is_pruned_meanwhile_is_not_asked_for_again(stage: Stage) -> None:

@@ -50,8 +50,8 @@ def test_everything_that_learning_needs_is_stored_once(store: ReplayStore, tmp_p
     made = [trajectory(number, SOURCE_REFERENCE, right=number % 2 == 0) for number in range(40)]
     made[0].annotations.append(Annotation(position=1, rollouts=8, successes=3))
     made[0].parents.append("traj_before")
-    for each in made:
-        each.reference_hash = "f" * 64
+    for sample in made:
+        sample.reference_hash = "f" * 64
     store.append(RUN, made)
     spiller = spiller_of(store, tmp_path)
 
@@ -60,10 +60,10 @@ def test_everything_that_learning_needs_is_stored_once(store: ReplayStore, tmp_p
 
     found = {row.trajectory.trajectory_id: row for row in stored(tmp_path)}
     assert len(found) == 40
-    for each in made:
-        row = found[each.trajectory_id]
-        assert row.trajectory == each
-        assert row.prompt.text == f"words of {each.prompt_id}"
+    for sample in made:
+        row = found[sample.trajectory_id]
+        assert row.trajectory == sample
+        assert row.prompt.text == f"words of {sample.prompt_id}"
         assert row.reference_dtype == "float32"
     paths = [file.path for file in ExperienceStore(str(tmp_path)).files()]
     assert len(paths) == 3, "sixteen rows per file"

@@ -67,7 +67,7 @@ def address(service: ReplayService) -> Iterator[str]:
 
 def ids_of(client: RpcClient, step: int) -> list[str]:
     request = replay.SampleBatchRequest(run_id=RUN, batch_size=BATCH, step=step)
-    return [each.trajectory.trajectory_id for each in client.call("SampleBatch", request).batch]
+    return [sample.trajectory.trajectory_id for sample in client.call("SampleBatch", request).batch]
 
 
 def counters(client: redis.Redis) -> dict[str, int]:
@@ -106,8 +106,8 @@ def test_the_successor_of_a_killed_trainer_gets_its_batch_and_it_counts_once(
     assert before["sampled:online"] == 3 * BATCH // 2
     assert counters(store.client)["sampled:online"] == 4 * BATCH // 2
     assert counters(store.client)["drawn"] == 4
-    used = Counter(each for batch in [*taken, new] for each in batch)
-    assert {each: len(counts(service, each)) for each in used} == used
+    used = Counter(name for batch in [*taken, new] for name in batch)
+    assert {name: len(counts(service, name)) for name in used} == used
 
 
 def test_askers_at_the_same_time_get_the_same_batch_and_it_counts_once(address: str, store: ReplayStore) -> None:
@@ -126,7 +126,7 @@ def test_the_steps_that_used_a_trajectory_are_listed_page_by_page(service: Repla
     batches = {}
     for step in range(40):
         request = replay.SampleBatchRequest(run_id=RUN, batch_size=BATCH, step=step)
-        batches[step] = [each.trajectory.trajectory_id for each in service.sampler.sample(request)]
+        batches[step] = [sample.trajectory.trajectory_id for sample in service.sampler.sample(request)]
         reply = service.GetBatch(replay.GetBatchRequest(run_id=RUN, step=step), None)
         assert list(reply.trajectory_ids) == batches[step]
 

@@ -105,7 +105,7 @@ def status_of(service: ReplayService) -> Any:
 
 def ledger(client: redis.Redis) -> list[str]:
     ids: Any = client.zrange(redis_keys.replay_ids(RUN), 0, -1)
-    return sorted(each.decode() for each in ids)
+    return sorted(name.decode() for name in ids)
 
 
 def heavy(number: int) -> Trajectory:
@@ -119,7 +119,7 @@ def append_until_refused(store: ReplayStore, client: redis.Redis) -> list[str]:
         for start in range(0, 4000, 4):
             batch = [heavy(number) for number in range(start, start + 4)]
             store.append(RUN, batch)
-            acknowledged += [each.trajectory_id for each in batch]
+            acknowledged += [sample.trajectory_id for sample in batch]
     except redis.ResponseError:
         return acknowledged
     raise AssertionError("the server never refused")
@@ -261,7 +261,7 @@ def test_a_killed_redis_comes_back_with_a_ledger_that_is_equal(server: Server, s
         entered = 200 * turn + luck.randrange(20, 150)
         wait_until(lambda: len(ledger(server.client)) >= entered, "some progress")  # noqa: B023
         request = replay.SampleBatchRequest(run_id=RUN, batch_size=64, step=turn, wait_seconds=20)
-        batches[turn] = [each.trajectory.trajectory_id for each in service.sampler.sample(request)]
+        batches[turn] = [sample.trajectory.trajectory_id for sample in service.sampler.sample(request)]
         server.kill()
         server.start()
 
@@ -299,7 +299,7 @@ def test_a_redis_set_back_to_an_older_state_is_noticed_and_served_as_it_is(
 
     request = replay.SampleBatchRequest(run_id=RUN, batch_size=64)
     with structlog.testing.capture_logs() as logs:
-        numbers = {int(each.trajectory.trajectory_id[19:]) for each in service.sampler.sample(request)}
+        numbers = {int(sample.trajectory.trajectory_id[19:]) for sample in service.sampler.sample(request)}
 
     assert numbers <= set(range(100, 200))
     (said,) = logs

@@ -38,9 +38,9 @@ def online(numbers: range, version: int = 0) -> list[Trajectory]:
 
 def groups_of(sampler: BatchSampler, step: int, policy_version: int = 0) -> Counter[str]:
     request = SampleBatchRequest(run_id=RUN, batch_size=16, step=step, policy_version=policy_version)
-    batch = [each.trajectory for each in sampler.sample(request)]
-    assert Counter(each.source for each in batch) == {SOURCE_ONLINE: 12, SOURCE_HUMAN: 4}
-    return Counter(each.group_id for each in batch if each.source == SOURCE_ONLINE)
+    batch = [sample.trajectory for sample in sampler.sample(request)]
+    assert Counter(sample.source for sample in batch) == {SOURCE_ONLINE: 12, SOURCE_HUMAN: 4}
+    return Counter(sample.group_id for sample in batch if sample.source == SOURCE_ONLINE)
 
 
 def human(store: ReplayStore) -> None:
@@ -75,7 +75,7 @@ def test_a_group_with_a_missing_member_is_listed_but_not_drawn(store: ReplayStor
     with pytest.raises(NotReady, match=r"11 inserted, 4 correct, 8 servable in groups of 4, 3 in incomplete groups"):
         groups_of(sampler, 0)
     status = ReplayService(sampler).GetReplayStatus(GetReplayStatusRequest(run_id=RUN), None)
-    assert next(each.available for each in status.counts if each.source == SOURCE_ONLINE) == 8
+    assert next(count.available for count in status.counts if count.source == SOURCE_ONLINE) == 8
     assert status.admissible_inserts >= GROUP, "another group is asked for"
 
     store.append(RUN, online(range(11, 12)))

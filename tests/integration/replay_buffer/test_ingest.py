@@ -62,7 +62,7 @@ def publish(client: redis.Redis, *groups: RolloutGroup) -> None:
 
 def ledger(client: redis.Redis) -> list[str]:
     ids: Any = client.zrange(redis_keys.replay_ids(RUN), 0, -1)
-    return sorted(each.decode() for each in ids)
+    return sorted(name.decode() for name in ids)
 
 
 def expected(count: int) -> list[str]:

@@ -29,22 +29,22 @@ def sampler_of(client: redis.Redis, source: str = "online", replay: Any = None, 
 
 def draw(sampler: BatchSampler, step: int, version: int = 0, seed: int = 0) -> list[Trajectory]:
     request = SampleBatchRequest(run_id=RUN, batch_size=BATCH, step=step, policy_version=version, seed=seed)
-    return [each.trajectory for each in sampler.sample(request)]
+    return [sample.trajectory for sample in sampler.sample(request)]
 
 
-def number(each: Trajectory) -> int:
-    return int(each.trajectory_id.rsplit("_", 1)[1])
+def number(sample: Trajectory) -> int:
+    return int(sample.trajectory_id.rsplit("_", 1)[1])
 
 
 def enter(sampler: BatchSampler, numbers: range, source: Any = SOURCE_ONLINE, **fields: Any) -> None:
-    sampler.store.append(RUN, [trajectory(each, source, **fields) for each in numbers])
+    sampler.store.append(RUN, [trajectory(index, source, **fields) for index in numbers])
 
 
 def test_uniform_fifo_draws_from_the_window_alone(redis_client: redis.Redis) -> None:
     sampler = sampler_of(redis_client)
     enter(sampler, range(200))
 
-    drawn = {number(each) for step in range(40) for each in draw(sampler, step)}
+    drawn = {number(sample) for step in range(40) for sample in draw(sampler, step)}
 
     assert drawn == set(range(136, 200))
 
@@ -53,9 +53,9 @@ def test_uniform_draws_from_everything_and_nothing_leaves(redis_client: redis.Re
     sampler = sampler_of(redis_client, sampler="uniform", replay={"online_capacity": 4, "samples_per_insert": 100})
     enter(sampler, range(100))
 
-    drawn = {number(each) for step in range(60) for each in draw(sampler, step)}
+    drawn = {number(sample) for step in range(60) for sample in draw(sampler, step)}
     after_restart = {
-        number(each) for step in range(60, 120) for each in draw(BatchSampler(ReplayStore(redis_client)), step)
+        number(sample) for step in range(60, 120) for sample in draw(BatchSampler(ReplayStore(redis_client)), step)
     }
 
     assert drawn == after_restart == set(range(100))
@@ -65,7 +65,7 @@ def test_uniform_over_an_offline_source_ignores_the_cap_per_prompt(redis_client:
     sampler = sampler_of(redis_client, "human", sampler="uniform")
     enter(sampler, range(40), SOURCE_HUMAN)
 
-    assert {number(each) for step in range(30) for each in draw(sampler, step)} == set(range(40))
+    assert {number(sample) for step in range(30) for sample in draw(sampler, step)} == set(range(40))
 
 
 def test_prioritised_draws_surprises_more_often_and_old_ones_less(redis_client: redis.Redis) -> None:
@@ -76,7 +76,9 @@ def test_prioritised_draws_surprises_more_often_and_old_ones_less(redis_client: 
     enter(sampler, range(83, 163, 4), version=0)
     enter(sampler, range(163, 243, 4), version=4, right=False)
 
-    drawn = Counter((each.reward, each.policy_version_first) for step in range(60) for each in draw(sampler, step, 4))
+    drawn = Counter(
+        (sample.reward, sample.policy_version_first) for step in range(60) for sample in draw(sampler, step, 4)
+    )
 
     young_right, old_right, young_wrong = drawn[0.0, 4], drawn[0.0, 0], drawn[-1.0, 4]
     assert young_wrong > 2 * young_right > 0
@@ -91,7 +93,7 @@ def test_prioritised_by_value_spread_prefers_prompts_that_are_solved_half_of_the
     )
     enter(sampler, range(64))
 
-    drawn = Counter(each.prompt_id for step in range(30) for each in draw(sampler, step))
+    drawn = Counter(sample.prompt_id for step in range(30) for sample in draw(sampler, step))
 
     # Success rates .0, .1, .2, .3: prompt 0 has no spread and comes last.
     assert drawn[PROMPTS[0]] == 0
@@ -101,13 +103,15 @@ def test_prioritised_by_value_spread_prefers_prompts_that_are_solved_half_of_the
 def test_per_prompt_draws_every_prompt_equally_often(redis_client: redis.Redis) -> None:
     sampler = sampler_of(redis_client, sampler="per_prompt")
     # 40 of prompt 1, but 6 of the others together.
-    sampler.store.append(RUN, [trajectory(each) for each in range(1, 161, 4)])
-    sampler.store.append(RUN, [trajectory(each) for each in (0, 2, 3, 4, 6, 7)])
+    sampler.store.append(RUN, [trajectory(index) for index in range(1, 161, 4)])
+    sampler.store.append(RUN, [trajectory(index) for index in (0, 2, 3, 4, 6, 7)])
 
-    drawn = Counter(each.prompt_id for each in draw(sampler, 0))
+    drawn = Counter(sample.prompt_id for sample in draw(sampler, 0))
 
     assert drawn == {PROMPTS[0]: 2, PROMPTS[1]: 10, PROMPTS[2]: 2, PROMPTS[3]: 2}
-    assert len({each.trajectory_id for each in draw(sampler, 1)}) == BATCH, "nobody is drawn twice for balance's sake"
+    assert len({sample.trajectory_id for sample in draw(sampler, 1)}) == BATCH, (
+        "nobody is drawn twice for balance's sake"
+    )
 
 
 @pytest.mark.parametrize(("rights", "expected"), [(20, 8), (3, 3), (0, 0)])
@@ -118,7 +122,7 @@ def test_outcome_balanced_draws_right_and_wrong_alike_as_far_as_they_last(
     enter(sampler, range(44), right=False)
     enter(sampler, range(44, 44 + rights))
 
-    assert sum(each.reward == 0 for each in draw(sampler, 0)) == expected
+    assert sum(sample.reward == 0 for sample in draw(sampler, 0)) == expected
 
 
 def test_outcome_balanced_finds_the_right_ones_of_an_offline_source_behind_many_wrong(
@@ -128,7 +132,7 @@ def test_outcome_balanced_finds_the_right_ones_of_an_offline_source_behind_many_
     enter(sampler, range(80), SOURCE_HUMAN, right=False)
     enter(sampler, range(80, 96), SOURCE_HUMAN)
 
-    assert sum(each.reward == 0 for each in draw(sampler, 0)) == 8
+    assert sum(sample.reward == 0 for sample in draw(sampler, 0)) == 8
 
 
 def test_prompts_whose_outcome_is_nearly_certain_are_left_out_by_the_value_spread(redis_client: redis.Redis) -> None:
@@ -136,7 +140,7 @@ def test_prompts_whose_outcome_is_nearly_certain_are_left_out_by_the_value_sprea
     sampler = sampler_of(redis_client, min_value_spread=0.35)
     enter(sampler, range(60))
 
-    assert {each.prompt_id for each in draw(sampler, 0)} == {PROMPTS[2], PROMPTS[3]}
+    assert {sample.prompt_id for sample in draw(sampler, 0)} == {PROMPTS[2], PROMPTS[3]}
 
 
 def test_a_filter_that_leaves_nothing_is_an_error_with_the_source_and_its_counts(redis_client: redis.Redis) -> None:
@@ -153,7 +157,7 @@ def test_online_trajectories_beyond_their_age_are_not_drawn_and_replaced(redis_c
     enter(sampler, range(32), version=0)
     enter(sampler, range(32, 64), version=2)
 
-    assert {each.policy_version_first for each in draw(sampler, 0, version=3)} == {2}
+    assert {sample.policy_version_first for sample in draw(sampler, 0, version=3)} == {2}
     with pytest.raises(NotReady, match="source online: 64 inserted, 64 correct, 0 servable"):
         draw(sampler, 1, version=4)
 
@@ -172,7 +176,7 @@ def test_no_online_trajectory_is_served_more_often_than_allowed(redis_client: re
     with pytest.raises(NotReady, match="16 wanted"):
         draw(BatchSampler(ReplayStore(redis_client)), 6)
 
-    times = Counter(each.trajectory_id for batch in drawn for each in batch)
+    times = Counter(sample.trajectory_id for batch in drawn for sample in batch)
     assert max(times.values()) == 2
     enter(sampler, range(40, 56), group_size=4)
     assert len(draw(sampler, 6)) == BATCH
@@ -186,9 +190,9 @@ def test_equal_ledgers_steps_and_seeds_make_equal_batches(redis_client: redis.Re
         batch_sampler = sampler_of(redis_client, sampler=sampler)
         for start in range(0, 60, 20 if batches else 60):
             batch_sampler.store.append(
-                RUN, [trajectory(each, right=each % 3 == 0) for each in range(start, min(60, start + 60))]
+                RUN, [trajectory(index, right=index % 3 == 0) for index in range(start, min(60, start + 60))]
             )
-        batches.append([number(each) for step in range(3) for each in draw(batch_sampler, step, seed=seed)])
+        batches.append([number(sample) for step in range(3) for sample in draw(batch_sampler, step, seed=seed)])
 
     assert batches[0] == batches[1]
     assert batches[0] != batches[2]

@@ -72,7 +72,7 @@ def copy_new(following: SharedRolloutIngest, run_id: str = FOLLOWER) -> int:
 
 def view(store: ReplayStore, run_id: str = FOLLOWER) -> list[Trajectory]:
     ids: Any = store.client.zrange(redis_keys.replay_ids(run_id), 0, -1)
-    return [each for each in store.get(run_id, [raw.decode() for raw in ids]) if each is not None]
+    return [sample for sample in store.get(run_id, [raw.decode() for raw in ids]) if sample is not None]
 
 
 def batch(following: SharedRolloutIngest, step: int, run_id: str = FOLLOWER, version: int = 0) -> list[Trajectory]:
@@ -104,7 +104,7 @@ def test_a_follower_sees_every_online_rollout_once_with_what_its_sampler_said(
         )
         assert all(getattr(ours, name) == getattr(theirs, name) for name in same)
     assert scorer.scored == 0, "log-probs of the same pi0 hold"
-    assert {each.source for each in batch(following, 0)} == {SOURCE_SHARED}
+    assert {sample.source for sample in batch(following, 0)} == {SOURCE_SHARED}
     assert len(view(store, RUN)) == 21, "the followed run's ledger is as it was"
 
 
@@ -118,7 +118,7 @@ def test_rollouts_without_log_probs_of_the_reference_are_scored(
     assert copy_new(following) == 4
 
     assert scorer.scored == 4
-    assert all(list(each.reference_logprobs) == [-0.5] * 3 for each in view(store))
+    assert all(list(sample.reference_logprobs) == [-0.5] * 3 for sample in view(store))
 
 
 def test_each_follower_reads_as_much_as_its_own_limiter_admits(
@@ -133,7 +133,7 @@ def test_each_follower_reads_as_much_as_its_own_limiter_admits(
         batch(following, step, "job_SLOW")
 
     assert copy_new(following, "job_SLOW") == 12, "24 samples make room for 12 inserts"
-    assert [each.parents[0] for each in view(store, "job_SLOW")] == [
+    assert [sample.parents[0] for sample in view(store, "job_SLOW")] == [
         f"traj_SOURCE_ONLINE_{number}" for number in range(20)
     ]
     assert copy_new(following) == 0
@@ -147,11 +147,11 @@ def test_rollouts_age_in_the_versions_of_the_run_that_samples(
     store.note_policy_version(RUN, 3)
 
     assert copy_new(following) == 30, "version 0 is three behind"
-    assert {each.policy_version_first for each in batch(following, 0, version=100)} <= {1, 2, 3}
+    assert {sample.policy_version_first for sample in batch(following, 0, version=100)} <= {1, 2, 3}
 
     store.note_policy_version(RUN, 5)
-    served = [each for step in range(1, 9) for each in batch(following, step, version=100)]
-    assert {each.policy_version_first for each in served} == {3}
+    served = [sample for step in range(1, 9) for sample in batch(following, step, version=100)]
+    assert {sample.policy_version_first for sample in served} == {3}
     counters: Any = store.client.hgetall(redis_keys.replay_counters(FOLLOWER))
     assert (counters[b"followed"], counters[b"left_out"]) == (b"40", b"10")
 
@@ -162,7 +162,7 @@ def test_a_follower_serves_prompts_by_its_own_values(store: ReplayStore, followi
     store.append(RUN, [trajectory(number) for number in range(40)])
     copy_new(following)
 
-    served = Counter(each.prompt_id for step in range(20) for each in batch(following, step))
+    served = Counter(sample.prompt_id for step in range(20) for sample in batch(following, step))
 
     assert set(served) == set(PROMPTS[1:])
 
@@ -249,8 +249,8 @@ def test_killed_services_take_over_every_rollout_once(store: ReplayStore, redis_
             process.wait(10)
 
     assert kills == 8
-    found = sorted(each.parents[0] for each in view(store))
-    assert found == sorted(each.trajectory_id for each in view(store, RUN))
+    found = sorted(sample.parents[0] for sample in view(store))
+    assert found == sorted(sample.trajectory_id for sample in view(store, RUN))
     assert len(found) == total
     counters: Any = store.client.hgetall(redis_keys.replay_counters(FOLLOWER))
     assert (counters[b"inserted:shared"], counters.get(b"left_out", b"0")) == (b"6000", b"0")

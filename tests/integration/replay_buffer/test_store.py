@@ -47,7 +47,7 @@ def counter(store: ReplayStore, name: str) -> int:
 
 
 def fill(store: ReplayStore, online: int = 100) -> None:
-    store.append(RUN, [trajectory(each, right=each % 2 == 0, version=each // 100) for each in range(online)])
+    store.append(RUN, [trajectory(index, right=index % 2 == 0, version=index // 100) for index in range(online)])
     store.append(RUN, [trajectory(number, SOURCE_REFERENCE, right=number % 3 == 0) for number in range(30)])
     store.append(RUN, [trajectory(number, SOURCE_HUMAN) for number in range(8)])
 
@@ -140,21 +140,21 @@ def test_a_batch_has_the_exact_shares_and_only_right_reference_samples(
 
     batch = batch_of(sampler, 0)
 
-    assert Counter(each.source for each in batch) == {SOURCE_ONLINE: 8, SOURCE_REFERENCE: 4, SOURCE_HUMAN: 4}
-    assert all(each.reward == 0 for each in batch if each.source == SOURCE_REFERENCE)
-    assert len({each.trajectory_id for each in batch}) == 16
+    assert Counter(sample.source for sample in batch) == {SOURCE_ONLINE: 8, SOURCE_REFERENCE: 4, SOURCE_HUMAN: 4}
+    assert all(sample.reward == 0 for sample in batch if sample.source == SOURCE_REFERENCE)
+    assert len({sample.trajectory_id for sample in batch}) == 16
 
 
 def test_a_repeated_request_gets_the_same_batch_and_is_counted_once(store: ReplayStore, sampler: BatchSampler) -> None:
     fill(store)
-    first = [each.trajectory_id for each in batch_of(sampler, 3)]
+    first = [sample.trajectory_id for sample in batch_of(sampler, 3)]
     store.append(RUN, [trajectory(number) for number in range(200, 240)])
 
-    again = [each.trajectory_id for each in batch_of(sampler, 3)]
+    again = [sample.trajectory_id for sample in batch_of(sampler, 3)]
 
     assert again == first
     assert counter(store, "sampled:online") == 8
-    assert [each.trajectory_id for each in batch_of(sampler, 4)] != first
+    assert [sample.trajectory_id for sample in batch_of(sampler, 4)] != first
 
 
 def test_stale_online_trajectories_are_not_served(store: ReplayStore, sampler: BatchSampler) -> None:
@@ -163,7 +163,7 @@ def test_stale_online_trajectories_are_not_served(store: ReplayStore, sampler: B
 
     batch = batch_of(sampler, 0, policy_version=5)
 
-    assert {each.policy_version_first for each in batch if each.source == SOURCE_ONLINE} == {3}
+    assert {sample.policy_version_first for sample in batch if sample.source == SOURCE_ONLINE} == {3}
 
 
 def test_a_buffer_whose_online_experience_went_stale_asks_for_new(store: ReplayStore, sampler: BatchSampler) -> None:
@@ -210,7 +210,7 @@ def test_a_batch_may_ask_for_another_mix_than_the_specs(store: ReplayStore, samp
 
     batch = sampler.sample(SampleBatchRequest(run_id=RUN, batch_size=8, mix=shares))
 
-    assert Counter(each.trajectory.source for each in batch) == {SOURCE_HUMAN: 6, SOURCE_ANNOTATED: 2}
+    assert Counter(sample.trajectory.source for sample in batch) == {SOURCE_HUMAN: 6, SOURCE_ANNOTATED: 2}
 
 
 def test_another_batch_size_for_a_step_already_served_is_a_conflict(store: ReplayStore, sampler: BatchSampler) -> None:
@@ -232,7 +232,7 @@ def test_prompts_nothing_solved_follow_the_specs_policy(
 
     batch = BatchSampler(store).sample(SampleBatchRequest(run_id=RUN, batch_size=16, step=1))
 
-    served = sorted({each.qhat_0 for each in batch if each.trajectory.prompt_id == PROMPTS[0]})
+    served = sorted({sample.qhat_0 for sample in batch if sample.trajectory.prompt_id == PROMPTS[0]})
     assert served == pytest.approx([] if qhat_0 is None else [qhat_0], abs=1e-3)
 
 
@@ -240,7 +240,7 @@ def test_a_prompt_whose_estimate_was_given_up_is_not_served(store: ReplayStore, 
     fill(store)
     store.client.hdel(redis_keys.run_values(RUN), PROMPTS[3])
 
-    assert {each.prompt_id for step in range(4) for each in batch_of(sampler, step)} == set(PROMPTS[:3])
+    assert {sample.prompt_id for step in range(4) for sample in batch_of(sampler, step)} == set(PROMPTS[:3])
 
 
 def test_a_restarted_buffer_serves_a_repeated_step_with_its_values(store: ReplayStore, sampler: BatchSampler) -> None:
@@ -276,11 +276,11 @@ def test_qhat_0_is_derived_with_the_beta_of_the_spec(store: ReplayStore, sampler
 
     sampled = sampler.sample(SampleBatchRequest(run_id=RUN, batch_size=16, step=0))
 
-    for each in sampled:
-        rate = int(each.trajectory.prompt_id[-1]) / 10
+    for sample in sampled:
+        rate = int(sample.trajectory.prompt_id[-1]) / 10
         solved = BETA * math.log(rate + (1 - rate) * math.exp(-1 / BETA))
         # Nothing solved: the mean of Q under the posterior of its rate, Beta(1/2, 100 1/2), integrated by hand.
-        assert each.qhat_0 == pytest.approx(solved if rate else -0.929, abs=1e-3 if not rate else 1e-9)
+        assert sample.qhat_0 == pytest.approx(solved if rate else -0.929, abs=1e-3 if not rate else 1e-9)
 
 
 def test_at_most_the_allowed_number_of_offline_trajectories_per_prompt_is_served(
@@ -290,7 +290,7 @@ def test_at_most_the_allowed_number_of_offline_trajectories_per_prompt_is_served
     index = sampler.index(RUN)
     index.refresh(["human"])
 
-    assert Counter(each.prompt_id for each in index.servable(index.rule("human"))) == dict.fromkeys(PROMPTS, 3)
+    assert Counter(sample.prompt_id for sample in index.servable(index.rule("human"))) == dict.fromkeys(PROMPTS, 3)
     assert store.client.zcard(redis_keys.replay_ids(RUN)) == 40, "the ledger keeps all of them"
 
 
@@ -300,7 +300,7 @@ def test_the_ledger_is_listed_newest_first_page_by_page(store: ReplayStore) -> N
     first, cursor = store.newest_first(RUN, "", "", 3)
     second, end = store.newest_first(RUN, "", cursor, 3)
 
-    assert [each.trajectory_id[-1] for each in first + second] == ["4", "3", "2", "1", "0"]
+    assert [sample.trajectory_id[-1] for sample in first + second] == ["4", "3", "2", "1", "0"]
     assert end == ""
 
 
@@ -311,7 +311,7 @@ def test_trajectories_are_listed_by_prompt_and_source(store: ReplayStore, sample
     numbers: list[int] = []
     while True:
         page = service.ListTrajectories(request, None)
-        numbers += [int(each.trajectory_id.rsplit("_", 1)[1]) for each in page.trajectories]
+        numbers += [int(sample.trajectory_id.rsplit("_", 1)[1]) for sample in page.trajectories]
         if not page.next_cursor:
             break
         request.cursor = page.next_cursor

@@ -66,7 +66,7 @@ class ProgramJudge(JudgeDouble):
     """Accepts the one program."""
 
     def Judge(self, request: JudgeRequest, context: Any) -> JudgeResponse:
-        outcomes = [OUTCOME_ACCEPTED if each == PROGRAM else OUTCOME_WRONG_ANSWER for each in request.programs]
+        outcomes = [OUTCOME_ACCEPTED if program == PROGRAM else OUTCOME_WRONG_ANSWER for program in request.programs]
         return JudgeResponse(verdicts=[Verdict(outcome=outcome) for outcome in outcomes])
 
 
@@ -96,7 +96,7 @@ class Stage:
 
     def annotated(self, run_id: str = RUN) -> list[Trajectory]:
         stored, _ = self.store.newest_first(run_id, "", "", 100)
-        return [each for each in stored if each.source == SOURCE_ANNOTATED]
+        return [sample for sample in stored if sample.source == SOURCE_ANNOTATED]
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_a_search_closes_in_on_the_token_that_changes_the_chance(stage: Stage) -
     stage.worker.annotate(REQUEST, stage.stop)
 
     (found,) = stage.annotated()
-    counts = {each.position: (each.rollouts, each.successes) for each in found.annotations}
+    counts = {sample.position: (sample.rollouts, sample.successes) for sample in found.annotations}
     length = len(stage.engine.program)
     assert counts[0] == (40, 10), "S_0 is the prompt's value and cost no rollout"
     assert counts[length] == (1, 1), "a finished correct response succeeds for certain"
@@ -171,9 +171,9 @@ def test_rollouts_are_kept_as_reference_samples_where_they_are_wanted(stage: Sta
     stage.worker.annotate(REQUEST, stage.stop)
 
     stored, _ = stage.store.newest_first(RUN, "", "", 100)
-    kept = [each for each in stored if each.source == SOURCE_REFERENCE]
-    assert {each.reward for each in kept} == {0.0, -1.0}
-    assert all(each.group_id.startswith("pivotal-") for each in kept)
+    kept = [sample for sample in stored if sample.source == SOURCE_REFERENCE]
+    assert {sample.reward for sample in kept} == {0.0, -1.0}
+    assert all(sample.group_id.startswith("pivotal-") for sample in kept)
 
 
 def test_requests_of_the_stream_are_finished_and_those_of_ended_runs_cost_nothing(stage: Stage) -> None:

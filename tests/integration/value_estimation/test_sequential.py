@@ -99,7 +99,7 @@ def test_a_sequential_value_is_a_posterior_mean_with_its_interval(stage: Stage) 
 def test_each_prompt_gets_its_first_round_before_any_gets_a_second(stage: Stage) -> None:
     stage.start(RUN, sequential(0.001))
     prompts = "abcdef"
-    publish(stage.client, redis_keys.estimates(), [stage.request(each, 24).SerializeToString() for each in prompts])
+    publish(stage.client, redis_keys.estimates(), [stage.request(prompt, 24).SerializeToString() for prompt in prompts])
     stop = threading.Event()
     thread = threading.Thread(target=stage.worker.run, args=(stop,))
     thread.start()
@@ -153,7 +153,7 @@ def test_hotter_samples_of_an_unsolved_prompt_are_data_and_leave_the_value_alone
 
     assert [(samples, temperature) for samples, temperature, _ in stage.asked()] == [(16, 1.0), (8, 1.5)]
     assert (stage.value().samples, stage.value().successes) == (16, 0)
-    assert any(each.response_text == RIGHT for each in stage.store.newest_first(RUN, "", "", 50)[0])
+    assert any(sample.response_text == RIGHT for sample in stage.store.newest_first(RUN, "", "", 50)[0])
 
 
 def test_a_solved_prompt_is_not_retried(stage: Stage) -> None:

@@ -53,7 +53,7 @@ class Stage:
         self.weights.write(RUN, version, parent=version - 1, step=10 * version, dtype="float32", shards=shards)
 
     def token_values(self, **fields: Any) -> wire.GetTokenValuesResponse:
-        ids = [each.trajectory_id for each in self.trajectories()]
+        ids = [sample.trajectory_id for sample in self.trajectories()]
         request = wire.GetTokenValuesRequest(run_id=RUN, trajectory_ids=ids, **fields)
         found: wire.GetTokenValuesResponse = self.values.call("GetTokenValues", request, 60)
         return found
@@ -81,9 +81,9 @@ def test_under_pi0_every_q_is_qhat_0(stage: Stage) -> None:
     found = stage.token_values()
 
     assert found.policy_version == 0, "nothing has been published yet"
-    for each in found.trajectories:
-        assert list(each.advantages) == [0.0] * len(each.advantages)
-        assert list(each.q) == pytest.approx([each.qhat_0] * len(each.q))
+    for sample in found.trajectories:
+        assert list(sample.advantages) == [0.0] * len(sample.advantages)
+        assert list(sample.q) == pytest.approx([sample.qhat_0] * len(sample.q))
 
 
 def test_q_t_is_qhat_0_plus_the_advantages_of_that_version(stage: Stage) -> None:
@@ -92,16 +92,16 @@ def test_q_t_is_qhat_0_plus_the_advantages_of_that_version(stage: Stage) -> None
 
     found = stage.token_values(policy_version=1)
 
-    stored = {each.trajectory_id: each for each in stage.trajectories()}
+    stored = {sample.trajectory_id: sample for sample in stage.trajectories()}
     policy: Any = random_llama(2)
-    for each in found.trajectories:
-        trajectory = stored[each.trajectory_id]
+    for sample in found.trajectories:
+        trajectory = stored[sample.trajectory_id]
         tokens = torch.tensor([[*trajectory.prompt_token_ids, *trajectory.response_token_ids]])
         with torch.no_grad():
             logprobs = token_logprobs(policy, tokens, torch.ones_like(tokens))[0, len(trajectory.prompt_token_ids) :]
         expected = BETA * (logprobs - torch.tensor(list(trajectory.reference_logprobs)))
-        assert list(each.advantages) == pytest.approx(expected.tolist(), abs=1e-5)
-        assert list(each.q) == pytest.approx((each.qhat_0 + expected.cumsum(0)).tolist(), abs=1e-5)
+        assert list(sample.advantages) == pytest.approx(expected.tolist(), abs=1e-5)
+        assert list(sample.q) == pytest.approx((sample.qhat_0 + expected.cumsum(0)).tolist(), abs=1e-5)
     assert stage.token_values().policy_version == 2, "the newest is the default"
 
 
@@ -120,7 +120,9 @@ def test_a_trajectory_that_is_not_there_is_refused(stage: Stage) -> None:
 def test_pi0_itself_is_calibrated_at_the_rate_of_the_prompt(stage: Stage) -> None:
     found = stage.calibration(positions=2)
 
-    assert sum(each.outcomes for each in found.bins) == 16 * 2, "equal samples are stored once and count as often"
+    assert sum(curve_bin.outcomes for curve_bin in found.bins) == 16 * 2, (
+        "equal samples are stored once and count as often"
+    )
     assert len(found.bins) == 1, "Q_t is Qhat_0 everywhere"
     assert found.bins[0].observed == pytest.approx(4 / 16)
     assert found.expected_calibration_error == pytest.approx(0, abs=1e-6)
@@ -176,25 +178,29 @@ def test_qhat_0_comes_with_its_interval_for_any_beta(stage: Stage) -> None:
 def test_cached_reference_logprobs_are_those_of_the_trainers_forward(stage: Stage) -> None:
     model: Any = load_policy(stage.model_path, "float32")
 
-    for each in stage.trajectories():
-        tokens = torch.tensor([[*each.prompt_token_ids, *each.response_token_ids]])
+    for sample in stage.trajectories():
+        tokens = torch.tensor([[*sample.prompt_token_ids, *sample.response_token_ids]])
         with torch.no_grad():
-            logprobs = token_logprobs(model, tokens, torch.ones_like(tokens))[0, len(each.prompt_token_ids) :]
+            logprobs = token_logprobs(model, tokens, torch.ones_like(tokens))[0, len(sample.prompt_token_ids) :]
         # Another batch shape may round differently in the last bit of a float32 sum.
-        assert list(each.reference_logprobs) == pytest.approx(logprobs.tolist(), rel=1e-6)
+        assert list(sample.reference_logprobs) == pytest.approx(logprobs.tolist(), rel=1e-6)
 
 
 def test_reference_logprobs_are_those_of_the_trainers_forward_bit_for_bit(stage: Stage) -> None:
     """Sequences of one length, since another shape of batch may round differently."""
     rng = random.Random(0)
     sequences = [[rng.randrange(4, 20) for _ in range(24)] for _ in range(16)]
-    asked = [wire.TokenSequence(prompt_token_ids=each[:8], response_token_ids=each[8:]) for each in sequences]
+    asked = [
+        wire.TokenSequence(prompt_token_ids=sequence[:8], response_token_ids=sequence[8:]) for sequence in sequences
+    ]
 
     request = wire.ComputeReferenceLogprobsRequest(run_id=RUN, sequences=asked)
     scored = stage.values.call("ComputeReferenceLogprobs", request, 60).sequences
 
-    trajectories = [Trajectory(prompt_token_ids=each[:8], response_token_ids=each[8:]) for each in sequences]
-    batch = token_batch([TrainingSample(each, -0.5, 0) for each in trajectories], BETA, RewardSpec())
+    trajectories = [
+        Trajectory(prompt_token_ids=sequence[:8], response_token_ids=sequence[8:]) for sequence in sequences
+    ]
+    batch = token_batch([TrainingSample(sample, -0.5, 0) for sample in trajectories], BETA, RewardSpec())
     with torch.no_grad():
         own_BL = token_logprobs(load_policy(stage.model_path, "float32"), batch.input_ids_BL, batch.attention_mask_BL)
-    assert torch.equal(torch.tensor([list(each.logprobs) for each in scored]), own_BL[:, 8:])
+    assert torch.equal(torch.tensor([list(sample.logprobs) for sample in scored]), own_BL[:, 8:])

@@ -156,8 +156,8 @@ def test_human_solutions_are_taken_as_published_where_the_job_says_so(stage: Sta
     stage.worker.estimate(stage.request(samples=4, run_id="job_TRUSTS", human_solutions=[RIGHT, WRONG]))
 
     stored = stage.store.newest_first("job_TRUSTS", "", "", 50)[0]
-    human = [each for each in stored if each.source == SOURCE_HUMAN]
-    assert {(each.response_text, each.reward, each.verdict.judge_version) for each in human} == {
+    human = [sample for sample in stored if sample.source == SOURCE_HUMAN]
+    assert {(sample.response_text, sample.reward, sample.verdict.judge_version) for sample in human} == {
         (RIGHT, 0.0, ""),
         (WRONG, 0.0, ""),
     }
@@ -170,7 +170,7 @@ def test_only_accepted_human_solutions_that_fit_are_imported(stage: Stage) -> No
     stage.worker.estimate(stage.request(human_solutions=[RIGHT, WRONG, too_long]))
 
     assert stage.inserted("human") == 1
-    human = [each for each in stage.store.newest_first(RUN, "", "", 50)[0] if each.source == SOURCE_HUMAN]
+    human = [sample for sample in stage.store.newest_first(RUN, "", "", 50)[0] if sample.source == SOURCE_HUMAN]
     assert human[0].response_text == RIGHT
     assert not human[0].sampling_logprobs
 
@@ -197,10 +197,10 @@ def test_a_second_run_on_the_same_model_starts_with_values_and_samples(stage: St
     assert len(stage.engine.calls) == calls
     assert stage.value("job_SECOND") == stage.value()
     second = stage.store.newest_first("job_SECOND", "", "", 50)[0]
-    assert [each.response_text for each in second] == [each.response_text for each in first]
-    assert {each.run_id for each in second} == {"job_SECOND"}
-    assert not {each.trajectory_id for each in second} & {each.trajectory_id for each in first}
-    assert [each.reference_logprobs for each in second] == [each.reference_logprobs for each in first]
+    assert [sample.response_text for sample in second] == [sample.response_text for sample in first]
+    assert {sample.run_id for sample in second} == {"job_SECOND"}
+    assert not {sample.trajectory_id for sample in second} & {sample.trajectory_id for sample in first}
+    assert [sample.reference_logprobs for sample in second] == [sample.reference_logprobs for sample in first]
 
 
 @pytest.mark.parametrize(
@@ -323,5 +323,7 @@ def test_judged_groups_enter_with_their_reference_logprobs(stage: Stage, ingest:
 
     stored, _ = stage.store.newest_first(RUN, "", "", 50)
     assert len(stored) == 20
-    assert all(math.isfinite(sum(each.reference_logprobs)) and len(each.reference_logprobs) == 3 for each in stored)
+    assert all(
+        math.isfinite(sum(sample.reference_logprobs)) and len(sample.reference_logprobs) == 3 for sample in stored
+    )
     assert stage.client.xlen(redis_keys.verdicts()) == 0

@@ -16,10 +16,10 @@ def test_a_batch_is_the_same_as_one_encoded_from_messages(characters: int) -> No
     values = [-0.25, 0.0, -1.0]
 
     answer = encode_batch(
-        SampledPayload(each.SerializeToString(), value) for each, value in zip(found, values, strict=True)
+        SampledPayload(sample.SerializeToString(), value) for sample, value in zip(found, values, strict=True)
     )
 
-    expected = [SampledTrajectory(trajectory=each, qhat_0=value) for each, value in zip(found, values, strict=True)]
+    expected = [SampledTrajectory(trajectory=sample, qhat_0=value) for sample, value in zip(found, values, strict=True)]
     assert SampleBatchResponse.FromString(answer) == SampleBatchResponse(batch=expected)
 
 
@@ -32,7 +32,7 @@ def test_no_script_call_carries_too_much_and_none_is_left_out(sizes: list[int]) 
     payloads = [bytes(size) for size in sizes]
     cut = [payloads[chunk] for chunk in chunks(payloads)]
 
-    assert [each for chunk in cut for each in chunk] == payloads
+    assert [payload for chunk in cut for payload in chunk] == payloads
     for chunk in cut:
         assert 1 <= len(chunk) <= CHUNK_TRAJECTORIES
         assert len(chunk) == 1 or sum(map(len, chunk)) <= CHUNK_BYTES
