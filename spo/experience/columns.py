@@ -156,9 +156,9 @@ def fields_of(row: StoredTrajectory) -> dict[str, Any]:
         "reference_dtype": row.reference_dtype,
         "reward": trajectory.reward if trajectory.HasField("reward") else None,
         "outcome": _word(Outcome, "OUTCOME_", verdict.outcome) if judged else None,
-        "annotation_positions": [each.position for each in trajectory.annotations],
-        "annotation_rollouts": [each.rollouts for each in trajectory.annotations],
-        "annotation_successes": [each.successes for each in trajectory.annotations],
+        "annotation_positions": [annotation.position for annotation in trajectory.annotations],
+        "annotation_rollouts": [annotation.rollouts for annotation in trajectory.annotations],
+        "annotation_successes": [annotation.successes for annotation in trajectory.annotations],
     }
 
 

@@ -50,7 +50,7 @@ def merge(store: ExperienceStore, files: Sequence[StoredFile]) -> str:
 def _portions(files: Sequence[StoredFile]) -> Iterator[list[StoredFile]]:
     chosen: list[StoredFile] = []
     for file in files:
-        rows, size = sum(each.rows for each in chosen), sum(each.size_bytes for each in chosen)
+        rows, size = sum(file.rows for file in chosen), sum(file.size_bytes for file in chosen)
         if chosen and (rows + file.rows > MERGED_ROWS or size + file.size_bytes > MERGED_BYTES):
             yield chosen
             chosen = []

@@ -26,8 +26,8 @@ class BucketFiles(ArrowFSWrapper):  # type: ignore[misc]
         from pyarrow.fs import FileSelector, FileType
 
         found = self.fs.get_file_info(FileSelector(path, allow_not_found=True, recursive=True))
-        files = (each for each in found if each.type == FileType.File)
-        return {each.path: {"name": each.path, "size": each.size, "type": "file"} for each in files}
+        files = (entry for entry in found if entry.type == FileType.File)
+        return {entry.path: {"name": entry.path, "size": entry.size, "type": "file"} for entry in files}
 
 
 def open_place(url: str) -> tuple[Any, str]:

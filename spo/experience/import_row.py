@@ -109,7 +109,7 @@ def stored_row(row: UploadedRow, problems: ProblemIndex, terms: ImportTerms) -> 
         prompt_id=problem.problem_id,
         source=SOURCE_OTHER_RUN,
         finish_reason=FinishReason.Value(f"FINISH_REASON_{parsed.finish_reason.upper()}"),
-        **{each: getattr(parsed, each) for each in _TAKEN},
+        **{name: getattr(parsed, name) for name in _TAKEN},
     )
     reward = _reward(parsed, terms)
     if reward is not None:

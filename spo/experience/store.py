@@ -118,7 +118,7 @@ class ExperienceStore:
     def _sorted_out(self, run: str | None, task_set: str | None) -> tuple[list[StoredFile], list[StoredFile]]:
         found = self._readable(run, task_set)
         merged = {str(PurePosixPath(file.path).with_name(name)) for file in found for name in file.merged}
-        return [each for each in found if each.path not in merged], [each for each in found if each.path in merged]
+        return [file for file in found if file.path not in merged], [file for file in found if file.path in merged]
 
     def _readable(self, run: str | None, task_set: str | None) -> list[StoredFile]:
         found = []

@@ -63,9 +63,9 @@ def redacted(value: object, name: str = "") -> object:
     if isinstance(value, str):
         return _TOKEN.sub(r"\1[redacted]", _URL_PASSWORD.sub(r"\1[redacted]@", value))
     if isinstance(value, dict):
-        return {key: redacted(each, str(key)) for key, each in value.items()}
+        return {key: redacted(member, str(key)) for key, member in value.items()}
     if isinstance(value, list | tuple):
-        return [redacted(each) for each in value]
+        return [redacted(member) for member in value]
     return value
 
 

@@ -61,7 +61,9 @@ def error_of(failure: grpc.RpcError, service: str, address: str) -> errors.SpoEr
             detail = errors_pb2.ErrorDetail()
             if packed.Unpack(detail):
                 kind = _BY_CODE.get(detail.code) or _BY_STATUS.get(status, errors.InternalError)
-                violations = tuple(errors.FieldViolation(each.pointer, each.message) for each in detail.violations)
+                violations = tuple(
+                    errors.FieldViolation(violation.pointer, violation.message) for violation in detail.violations
+                )
                 return kind(rich.message, code=detail.code, violations=violations)
     if status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
         return errors.Unreachable(f"{service} at {address} did not answer: {failure.details()}")

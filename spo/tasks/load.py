@@ -43,7 +43,7 @@ def _read(spec: TasksSpec) -> TaskSets:
 
 def _decided_by_public_tests(problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
     """The problems with only the tests that the policy may see; those without such tests have nothing to decide by."""
-    decided = tuple(replace(each, tests=each.public_tests) for each in problems if each.public_tests.tests)
+    decided = tuple(replace(problem, tests=problem.public_tests) for problem in problems if problem.public_tests.tests)
     if not decided:
         raise InvalidInput("no training problem has public tests to decide the reward", code="no_public_tests")
     if len(decided) < len(problems):

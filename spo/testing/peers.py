@@ -50,7 +50,7 @@ class JudgeServiceDouble(JudgeServiceServicer):
         outcomes = [
             OUTCOME_ACCEPTED if program.startswith(RIGHT) else OUTCOME_WRONG_ANSWER for program in request.programs
         ]
-        verdicts = [Verdict(outcome=each, judge_version=self.version) for each in outcomes]
+        verdicts = [Verdict(outcome=outcome, judge_version=self.version) for outcome in outcomes]
         if request.want_details:
             for verdict in verdicts:
                 verdict.tests.add(outcome=verdict.outcome, output="<b>printed</b>")
@@ -100,12 +100,14 @@ class ReplayDouble(ReplayServiceServicer):
     def GetTrajectory(
         self, request: replay.GetTrajectoryRequest, context: grpc.ServicerContext
     ) -> replay.GetTrajectoryResponse:
-        found = next(each for each in self.trajectories if each.trajectory_id == request.trajectory_id)
+        found = next(
+            trajectory for trajectory in self.trajectories if trajectory.trajectory_id == request.trajectory_id
+        )
         steps = range(request.steps_from, 7)[: request.steps_limit]
         return replay.GetTrajectoryResponse(trajectory=found, steps=steps, times_sampled=7)
 
     def GetBatch(self, request: replay.GetBatchRequest, context: grpc.ServicerContext) -> replay.GetBatchResponse:
-        return replay.GetBatchResponse(trajectory_ids=[each.trajectory_id for each in self.trajectories])
+        return replay.GetBatchResponse(trajectory_ids=[trajectory.trajectory_id for trajectory in self.trajectories])
 
 
 class ServiceDoubles:

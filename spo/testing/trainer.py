@@ -85,7 +85,7 @@ class OneJob(OrchestratorServiceServicer):
             spec_json=spec_to_json(self.spec),
             epoch=self.epoch,
             lease_seconds=self.lease_seconds,
-            next_weight_version=max((each.version for each in self.published), default=0) + 1,
+            next_weight_version=max((weights.version for weights in self.published), default=0) + 1,
             checkpoint_path=str(self.state_path / "checkpoints" / self.run_id),
             weight_store_path=str(self.state_path / "weights" / self.run_id),
         )

@@ -65,8 +65,8 @@ def assemble(backend: WeightBackend, cache: WeightCache, run_id: str, manifest: 
                 shutil.copyfile(base.path / entry["name"], whole / entry["name"])
             else:
                 _fetch(backend, run_id, at, entry, fetched).rename(whole / entry["name"])
-        for each in reversed(deltas):
-            _apply(backend, run_id, each, fetched, whole)
+        for delta in reversed(deltas):
+            _apply(backend, run_id, delta, fetched, whole)
         for entry in whole_entries(manifest):
             verify(whole / entry["name"], entry, f"{backend.uri(run_id, int(manifest['version']))}/{entry['name']}")
     except IntegrityError:

@@ -55,9 +55,9 @@ class WeightCache:
 
     def __init__(self, root: str, store: str) -> None:
         named = f"spo-weights-{os.getuid()}"
-        roots = [Path(root)] if root else [each / named for each in (SHARED_MEMORY, Path(tempfile.gettempdir()))]
-        usable = roots if root else [each for each in roots if _is_ours(each)]
-        self._roots = [each / redis_keys.digest(store)[:16] for each in usable]
+        roots = [Path(root)] if root else [base / named for base in (SHARED_MEMORY, Path(tempfile.gettempdir()))]
+        usable = roots if root else [base for base in roots if _is_ours(base)]
+        self._roots = [base / redis_keys.digest(store)[:16] for base in usable]
 
     def find(self, run_id: str, version: int, digest: str) -> Cached | None:
         """The version with this manifest digest, if it is here; not verified."""
