@@ -1,4 +1,4 @@
-"""The front desk under load: reading and submitting jobs, very many listeners, very many jobs, very many replicas.
+"""The REST API under load: reading and submitting jobs, very many listeners, very many jobs, very many replicas.
 
 Everything runs on one pair of cores: Redis, the orchestrator process with its runner and an API key, the yardstick and
 the clients. Rows with a rate ask at that rate in all, over 50 connections, at fixed times; their latencies are wall

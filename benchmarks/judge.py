@@ -90,7 +90,7 @@ def _judging(tier: IsolationTier, tests: verdict_pb2.TestSet) -> float:
     family = [zygote, *zygote.children(recursive=True)]
     started = _cpu_seconds() + _cpu_seconds_of(family)
     for program in _programs(PROGRAMS):
-        verdict = program_judge.judge(worker, program, "python", tests, want_details=False)
+        verdict = program_judge.judge(worker, program, "python", tests)
         assert verdict.outcome == Outcome.OUTCOME_ACCEPTED, verdict.detail
     used = _cpu_seconds() + _cpu_seconds_of(family) - started
     worker.close()
@@ -127,10 +127,10 @@ def _warm(tier: IsolationTier) -> float:
         programs = _programs(WARM_PROGRAMS)
         requests = [programs[start : start + 128] for start in range(0, WARM_PROGRAMS, 128)]
         for request in requests:
-            scheduler.submit(request, "python", digest, Priority.PRIORITY_TRAINING, False).verdicts(600)
+            scheduler.submit(request, "python", digest, Priority.PRIORITY_TRAINING).verdicts(600)
         started = time.process_time()
         for request in requests:
-            scheduler.submit(request, "python", digest, Priority.PRIORITY_TRAINING, False).verdicts(600)
+            scheduler.submit(request, "python", digest, Priority.PRIORITY_TRAINING).verdicts(600)
         used = time.process_time() - started
         scheduler.close()
     return WARM_PROGRAMS / used

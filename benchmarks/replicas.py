@@ -1,8 +1,8 @@
 """Rollouts a second of a rollout-bound job with one real inference replica, with two, and with one again.
 
 Redis, the orchestrator and the replicas (vLLM on CPU, one thread each) are real processes; prompts always wait, since
-the ends of the belt take all that comes (benchmarks.peers.pipeline) and no trainer is waited for. Two replicas can only
-bring what cores are free: the rows say how many cores the replicas got, and how many were idle beside them.
+the ends of the pipeline take all that comes (benchmarks.peers.pipeline) and no trainer is waited for. Two replicas can
+only bring what cores are free: the rows say how many cores the replicas got, and how many were idle beside them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import psutil
 from benchmarks.frame import Row, run, within
 from benchmarks.peers.pipeline import (
     WAIT_SECONDS,
-    Belt,
+    PipelineEnds,
     cpu_seconds,
     orchestrator,
     redis_server,
@@ -58,23 +58,23 @@ class Measured:
 
 def measure() -> list[Row]:
     """All claims."""
-    belt = Belt(SAMPLES, lambda: GROUPS_WAITING)  # type: ignore[abstract]
+    ends = PipelineEnds(SAMPLES, lambda: GROUPS_WAITING)  # type: ignore[abstract]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spo-benchmark-")))
         write_random_llama(folder / "pi0", seed=0)
         url, _ = stack.enter_context(redis_server(folder))
         client = connect(url)
         running_job(client, _spec(folder))
-        replay = stack.enter_context(belt.moving(url))
+        replay = stack.enter_context(ends.running(url))
         address, _ = stack.enter_context(orchestrator(folder, url, replay))
         found = []
         with _replica(folder, address, url) as first:
             _wait_until_serving(client, 1)
-            found.append(_window(belt, [first]))
+            found.append(_window(ends, [first]))
             with _replica(folder, address, url) as second:
                 _wait_until_serving(client, 2)
-                found.append(_window(belt, [first, second]))
-            found.append(_window(belt, [first]))
+                found.append(_window(ends, [first, second]))
+            found.append(_window(ends, [first]))
     return _rows(*found)
 
 
@@ -151,14 +151,14 @@ def _wait_until_serving(client: RedisClient, replicas: int) -> None:
     wait_until(serving, f"{replicas} replicas serve the job", WAIT_SECONDS)
 
 
-def _window(belt: Belt, replicas: list[int]) -> Measured:
+def _window(ends: PipelineEnds, replicas: list[int]) -> Measured:
     time.sleep(SETTLE_SECONDS)
-    began, finished = time.monotonic(), belt.finished
+    began, finished = time.monotonic(), ends.finished
     used, idle = sum(map(cpu_seconds, replicas)), psutil.cpu_times().idle
     time.sleep(WINDOW_SECONDS)
     seconds = time.monotonic() - began
     return Measured(
-        SAMPLES * (belt.finished - finished) / seconds,
+        SAMPLES * (ends.finished - finished) / seconds,
         (sum(map(cpu_seconds, replicas)) - used) / seconds,
         (psutil.cpu_times().idle - idle) / seconds,
     )

@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.frame import Row, run, within
 from benchmarks.peers.pipeline import (
     WAIT_SECONDS,
-    Belt,
+    PipelineEnds,
     cpu_seconds,
     orchestrator,
     redis_server,
@@ -81,13 +81,13 @@ def measure() -> list[Row]:
         rows.append(_row(f"orchestrator, {replicas} replicas", "cores", cores, 1.0))
         rows.append(_row(f"orchestrator per replica, {replicas} replicas", "millicores", 1000 * cores / replicas, 1000))
     most = found[max(found)]
-    wished = min(GROUPS_PER_MINUTE, GROUPS_PER_REPLICA_MINUTE * max(found))
+    target = min(GROUPS_PER_MINUTE, GROUPS_PER_REPLICA_MINUTE * max(found))
     rows.append(_row(f"Redis, {max(found)} replicas", "cores", most.redis_cores, 1.0))
     rows.append(_row("orchestrator and Redis together", "cores", most.orchestrator_cores + most.redis_cores, 1.0))
     rows.append(_row("announcement until all have applied it", "s", most.applied_seconds, 5.0))
     rows.append(_row("announcement until the orchestrator knows so", "s", most.known_seconds, 5.0))
-    # A limit holds from above: what is missing of the wished rate.
-    rows.append(_row(f"missing of {wished:,} groups a minute", "share", 1 - most.groups_per_minute / wished, 0.05))
+    # A limit holds from above: what is missing of the rate.
+    rows.append(_row(f"missing of {target:,} groups a minute", "share", 1 - most.groups_per_minute / target, 0.05))
     return rows
 
 
@@ -99,26 +99,26 @@ def _measured(replicas: int) -> Measured:
     per_minute = min(GROUPS_PER_MINUTE, GROUPS_PER_REPLICA_MINUTE * replicas)
     # Nothing is admitted before all have joined.
     start = math.inf
-    belt = Belt(SAMPLES, lambda: per_minute * (time.monotonic() - start) / 60 - belt.finished)  # type: ignore[abstract]
+    ends = PipelineEnds(SAMPLES, lambda: per_minute * (time.monotonic() - start) / 60 - ends.finished)  # type: ignore[abstract]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spo-benchmark-")))
         url, redis_process = stack.enter_context(redis_server(folder))
         client = connect(url)
         job_id = running_job(client, SPEC)
-        replay = stack.enter_context(belt.moving(url))
+        replay = stack.enter_context(ends.running(url))
         address, process = stack.enter_context(orchestrator(folder, url, replay))
         logs = stack.enter_context(_simulated(folder, address, url, replicas))
         wait_until(lambda: _live(client, 0) >= replicas, f"{replicas} replicas have joined", WAIT_SECONDS)
         start = time.monotonic()
         time.sleep(3 * GROUP_SECONDS)
         counted = [process, redis_process]
-        began, before, finished = time.monotonic(), list(map(cpu_seconds, counted)), belt.finished
+        began, before, finished = time.monotonic(), list(map(cpu_seconds, counted)), ends.finished
         time.sleep(WINDOW_SECONDS / 2)
         applied, known = _push(client, address, job_id, logs, replicas)
         time.sleep(WINDOW_SECONDS / 2)
         seconds = time.monotonic() - began
         cores = [(cpu_seconds(each) - used) / seconds for each, used in zip(counted, before, strict=True)]
-        return Measured(cores[0], cores[1], 60 * (belt.finished - finished) / seconds, applied, known)
+        return Measured(cores[0], cores[1], 60 * (ends.finished - finished) / seconds, applied, known)
 
 
 def _push(client: RedisClient, address: str, job_id: str, logs: Sequence[Path], replicas: int) -> tuple[float, float]:
@@ -160,8 +160,8 @@ def _simulated(folder: Path, address: str, redis_url: str, replicas: int) -> Ite
     for first in range(0, replicas, share):
         log = folder / f"applied-{first}"
         log.touch()
-        wished = [address, redis_url, str(first), str(min(share, replicas - first)), str(GROUP_SECONDS), str(log)]
-        command = [sys.executable, "-m", "benchmarks.peers.simulated_replicas", *wished]
+        arguments = [address, redis_url, str(first), str(min(share, replicas - first)), str(GROUP_SECONDS), str(log)]
+        command = [sys.executable, "-m", "benchmarks.peers.simulated_replicas", *arguments]
         processes.append(subprocess.Popen(command, stdout=sys.stderr))
         logs.append(log)
     try:

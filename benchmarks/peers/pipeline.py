@@ -1,4 +1,4 @@
-"""What benchmarks of the belt stand on: a real Redis, the real orchestrator with a running job, and its two ends.
+"""What benchmarks of the pipeline stand on: a real Redis, the real orchestrator with a running job, and its two ends.
 
 Judges and replay ingest are two threads here that hand on and count; a trainer is what a benchmark makes of it.
 """
@@ -34,8 +34,8 @@ from spo.v1.replay_service_pb2_grpc import ReplayServiceServicer, add_ReplayServ
 WAIT_SECONDS = 300.0
 
 
-class Belt(ReplayServiceServicer):
-    """The judges and the replay buffer: takes what replicas hand on; `room` says how many groups it wants by now."""
+class PipelineEnds(ReplayServiceServicer):
+    """The judges and the replay buffer: takes what replicas forward; `room` says how many groups it wants by now."""
 
     def __init__(self, samples: int, room: Callable[[], float]) -> None:
         self.samples = samples
@@ -46,24 +46,24 @@ class Belt(ReplayServiceServicer):
         return GetReplayStatusResponse(admissible_inserts=int(max(0.0, self.room())) * self.samples)
 
     @contextlib.contextmanager
-    def moving(self, redis_url: str) -> Iterator[str]:
+    def running(self, redis_url: str) -> Iterator[str]:
         """Run both ends; yields the address of the replay service."""
         stop = threading.Event()
         replay = RpcServer("127.0.0.1", 0)
         add_ReplayServiceServicer_to_server(self, replay.server)
         replay.start()
-        ends = [
+        threads = [
             threading.Thread(target=body, args=(connect(redis_url), stop), daemon=True)
             for body in (self._judge, self._ingest)
         ]
-        for end in ends:
-            end.start()
+        for thread in threads:
+            thread.start()
         try:
             yield replay.address
         finally:
             stop.set()
-            for end in ends:
-                end.join(10)
+            for thread in threads:
+                thread.join(10)
             replay.stop(1)
 
     def _judge(self, client: RedisClient, stop: threading.Event) -> None:

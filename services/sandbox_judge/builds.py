@@ -63,8 +63,8 @@ def build(language: Language, source: bytes, worker: SandboxWorker) -> bytes:
     """The binary of a program, built inside a jail. Raises CompileFailed or JudgeFault."""
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "TMPDIR": ".", "LC_ALL": "C.UTF-8", **language.environment}
     executable = Executable(command=language.command, environment=environment, freedom=Freedom.TOOLCHAIN)
-    with worker.open(Role.COMPILER, executable, BUILD_LIMITS) as opened:
-        run = opened.run(source)
+    with worker.open(Role.COMPILER, executable, BUILD_LIMITS) as compiler:
+        run = compiler.run(source)
     if run.ending is RunEnding.EXITED and run.code == 0 and run.stdout:
         return run.stdout
     if run.ending is RunEnding.EXITED and run.code == 127:

@@ -1,4 +1,4 @@
-"""The judge's place on the belt: rollout groups in, the same groups with verdicts and rewards out."""
+"""The judge's stage of the pipeline: rollout groups in, the same groups with verdicts and rewards out."""
 
 from __future__ import annotations
 
@@ -51,13 +51,15 @@ class JudgeWorker:
 
     def _submit(self, group: RolloutGroup) -> Batch:
         prompt = group.request.prompt
-        programs = [extract_program(each.response_text, prompt.response_format) for each in group.trajectories]
+        programs = [
+            extract_program(trajectory.response_text, prompt.response_format) for trajectory in group.trajectories
+        ]
         return self.scheduler.submit(
             programs,
             prompt.language,
             prompt.tests_digest,
             Priority.PRIORITY_TRAINING,
-            needs_all_tests(self._reward(group)),
+            want_details=needs_all_tests(self._reward(group)),
         )
 
     def _reward(self, group: RolloutGroup) -> RewardSpec:

@@ -90,7 +90,9 @@ def languages() -> dict[str, Language]:
     """The languages that are installed here, by name; python is the judge's own version, run by zygotes."""
     own = (Language("python"), Language(_python_name(sys.version_info[:2])))
     rows = (*own, *_other_pythons(), *_pypy(), *_NATIVE, *_java())
-    found = {each.name: each for each in reversed(rows) if not each.build or shutil.which(each.build[0])}
+    found = {
+        language.name: language for language in reversed(rows) if not language.build or shutil.which(language.build[0])
+    }
     return dict(sorted(found.items(), key=lambda pair: [row.name for row in rows].index(pair[0])))
 
 
@@ -165,8 +167,8 @@ def _java() -> Iterator[Language]:
         return
     tools = Path(path).resolve().parent
     # Distributions keep a runtime's configuration elsewhere and link to it.
-    linked = {str(each.resolve().parent) for each in (tools.parent / "conf").rglob("*") if each.is_symlink()}
-    outside = tuple(sorted(each for each in {str(tools.parent), *linked} if not each.startswith("/usr/")))
+    linked = {str(path.resolve().parent) for path in (tools.parent / "conf").rglob("*") if path.is_symlink()}
+    outside = tuple(sorted(folder for folder in {str(tools.parent), *linked} if not folder.startswith("/usr/")))
     options = " ".join(f"-J{option}" for option in (*_JVM, "-Xmx256m", "-XX:TieredStopAtLevel=1"))
     yield Language(
         "java",

@@ -87,10 +87,10 @@ def _probe(tier: IsolationTier, settings: Settings) -> str | None:
         zygote.close()
 
 
-def _first_failure(zygote: Zygote, may_read_image: bool) -> str | None:
+def _first_failure(zygote: Zygote, *, may_read_image: bool) -> str | None:
     limits = RunLimits()
-    with zygote.open(Executable(source=_HONEST), limits) as opened:
-        run = opened.run(b"41\n")
+    with zygote.open(Executable(source=_HONEST), limits) as program:
+        run = program.run(b"41\n")
         if run.stdout.split()[:1] != [b"42"]:
             return f"an honest program failed: {run.stderr.decode(errors='replace')}"
         if run.stdout.split()[1].decode() != platform.python_version():
@@ -98,8 +98,8 @@ def _first_failure(zygote: Zygote, may_read_image: bool) -> str | None:
     # A runtime with a kernel of its own may lack Landlock; what it lets programs read is the image.
     excused = may_read_image and not zygote.landlock_abi
     for source in _FORBIDDEN if excused else (*_FORBIDDEN, _READS_SYSTEM):
-        with zygote.open(Executable(source=source), limits) as opened:
-            run = opened.run(b"")
+        with zygote.open(Executable(source=source), limits) as program:
+            run = program.run(b"")
             if b"escaped" in run.stdout or (run.ending is RunEnding.EXITED and run.code == 0):
                 return f"a forbidden program got through: {source.decode()}"
     return None

@@ -1,4 +1,4 @@
-"""One program, all tests: run in order, compare in the judge, stop at the first failure unless details are wanted."""
+"""One program, all tests: runs them in order and compares outputs, until one fails unless details are wanted."""
 
 from __future__ import annotations
 
@@ -52,11 +52,18 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True)
 class JudgeOptions:
-    """How to go about a verdict: which tests to run and to report, and whether anybody still waits for it."""
+    """Which tests to run and to report, and whether anybody still waits for the verdict.
 
-    want_details: bool
-    stop_early: bool
-    wanted: Callable[[], bool]
+    Without details nobody learns of the tests after a failure, so they are not run.
+    """
+
+    want_details: bool = False
+    stop_early: bool = False
+    wanted: Callable[[], bool] = lambda: True
+
+    @property
+    def ends_at_failure(self) -> bool:
+        return self.stop_early or not self.want_details
 
 
 class ProgramJudge:
@@ -72,12 +79,9 @@ class ProgramJudge:
         program: str,
         language: str,
         test_set: TestSet,
-        want_details: bool = False,
-        stop_early: bool = False,
-        wanted: Callable[[], bool] = lambda: True,
+        options: JudgeOptions = JudgeOptions(),
     ) -> Verdict:
-        """The verdict on one program. Raises JudgeFault when the judge, not the program, failed, and Abandoned."""
-        options = JudgeOptions(want_details, stop_early or not want_details, wanted)
+        """The verdict on one program. Raises JudgeFault when the judge, not the program, failed, and Cancelled."""
         source = encoded(program)
         if len(source) > self.max_source_bytes:
             reason = f"the program has {len(source)} bytes; at most {self.max_source_bytes} are judged"
@@ -85,15 +89,15 @@ class ProgramJudge:
         try:
             with contextlib.ExitStack() as stack:
                 check = self._checker(worker, test_set, stack)
-                opened = stack.enter_context(self._opened(worker, source, language, limits_of(test_set)))
-                results = list(_results(opened.run, check, test_set, options))
-                verdict = summary_of(results, test_set, options.want_details)
-                verdict.suspected_hard_coded = suspects(program, language, test_set, results, opened.run, check)
+                prepared = stack.enter_context(self._prepared(worker, source, language, limits_of(test_set)))
+                results = list(_results(prepared.run, check, test_set, options))
+                verdict = summary_of(results, test_set, want_details=options.want_details)
+                verdict.suspected_hard_coded = suspects(program, language, test_set, results, prepared.run, check)
                 return verdict
         except CompileFailed as failure:
             return _refused(test_set, str(failure), options)
 
-    def _opened(
+    def _prepared(
         self, worker: SandboxWorker, source: bytes, language: str, limits: RunLimits
     ) -> contextlib.AbstractContextManager[PreparedProgram]:
         """The program in its jail, built before where its language says so."""
@@ -118,12 +122,12 @@ class ProgramJudge:
             language = language_of(test_set.checker_language or "python")
             executable = self._executable(worker, test_set.checker_program, language)
             named = Executable(executable.source, executable.binary, paths, freedom=executable.freedom)
-            opened = stack.enter_context(worker.open(Role.CHECKER, named, CHECKER_LIMITS))
+            prepared = stack.enter_context(worker.open(Role.CHECKER, named, CHECKER_LIMITS))
         except CompileFailed as failure:
             raise JudgeFault(f"the special judge does not compile: {failure}") from failure
 
         def check(test: TestCase, output: bytes) -> str | None:
-            run = opened.run(b"", (test.stdin, output, test.stdout))
+            run = prepared.run(b"", (test.stdin, output, test.stdout))
             if run.ending is RunEnding.EXITED and run.code == _CHECKER_ACCEPTS:
                 return None
             if run.ending is RunEnding.EXITED and run.code in _CHECKER_REFUSES:
@@ -141,7 +145,7 @@ def encoded(program: str) -> bytes:
 def _results(
     run: Callable[[bytes], ProgramRun], check: Check, test_set: TestSet, options: JudgeOptions
 ) -> Iterator[TestResult]:
-    """The results of the tests in order; those that are left out are told only where details are wanted."""
+    """The results of the tests in order; skipped tests appear only where details are wanted."""
     time_limits, skipped = 0, ""
     for position, test in enumerate(test_set.tests):
         if skipped:
@@ -152,7 +156,7 @@ def _results(
         result = result_of(run(test.stdin), lambda output, test=test: check(test, output))  # type: ignore[misc]
         yield result
         time_limits += result.outcome in _TIME_LIMITS
-        if result.outcome != Outcome.OUTCOME_ACCEPTED and options.stop_early:
+        if result.outcome != Outcome.OUTCOME_ACCEPTED and options.ends_at_failure:
             skipped = f"not run: test {position + 1} had already failed"
         elif time_limits >= MOST_TIME_LIMITS:
             skipped = f"not run: the program had already met its time limit {time_limits} times"
@@ -183,7 +187,7 @@ def result_of(run: ProgramRun, difference_in: Callable[[bytes], str | None]) -> 
     )
 
 
-def summary_of(results: Sequence[TestResult], test_set: TestSet, want_details: bool) -> Verdict:
+def summary_of(results: Sequence[TestResult], test_set: TestSet, *, want_details: bool) -> Verdict:
     """One verdict from the results of the tests that were run: the first failure decides."""
     verdict = Verdict(outcome=Outcome.OUTCOME_ACCEPTED, tests_total=len(test_set.tests), runs=1)
     verdict.public_tests_total = sum(test.public for test in test_set.tests)
@@ -203,7 +207,7 @@ def summary_of(results: Sequence[TestResult], test_set: TestSet, want_details: b
 
 
 def _refused(test_set: TestSet, reason: str, options: JudgeOptions) -> Verdict:
-    """The verdict on what is no program; none of its tests was run."""
+    """The verdict on a source that does not compile; none of its tests was run."""
     verdict = summary_of((), test_set, want_details=False)
     verdict.outcome = Outcome.OUTCOME_COMPILE_ERROR
     verdict.detail = reason.encode(errors="replace").decode(errors="replace")[:DETAIL_CHARACTERS]

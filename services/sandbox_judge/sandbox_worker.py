@@ -1,4 +1,4 @@
-"""A lane judges one program at a time; it owns the zygotes that it needs and replaces those that fail or have aged."""
+"""A worker runs one program at a time, in zygotes of its own that are replaced when they fail or have aged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Role(enum.Enum):
 
 @dataclass
 class PreparedProgram:
-    """A program in its jail that brings files to every run; who is killed for its tree's shared limit has met it."""
+    """A program in its jail, with the files that every run finds; a kill by its cgroup counts as its memory limit."""
 
     program: OpenProgram
     files: tuple[bytes, ...]
@@ -56,7 +56,7 @@ class SandboxWorker:
     _scratch: str | None = field(default=None, init=False)
 
     def zygote(self, role: Role) -> Zygote:
-        """The lane's zygote for a role. Raises JudgeFault when it cannot be started."""
+        """The worker's zygote for a role. Raises JudgeFault when it cannot be started."""
         zygote = self._zygotes.get(role)
         if zygote is None:
             if self.cgroups and self.tier != "docker":
@@ -79,8 +79,8 @@ class SandboxWorker:
         if cgroup:
             with _faults():
                 cgroup.limit(limits.memory_bytes)
-        with zygote.open(executable, limits) as opened:
-            yield PreparedProgram(opened, files, cgroup)
+        with zygote.open(executable, limits) as program:
+            yield PreparedProgram(program, files, cgroup)
 
     def retire_old(self) -> None:
         """End zygotes that have served long enough."""
@@ -89,13 +89,13 @@ class SandboxWorker:
                 self._end(role)
 
     def kill(self) -> None:
-        """From another thread: what the lane runs ends as a judge fault."""
+        """End what runs, from another thread, as a judge fault."""
         for zygote in list(self._zygotes.values()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(zygote.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End everything the lane has started; it can be used again."""
+        """End everything the worker has started; it can be used again."""
         for role in {*self._zygotes, *self._cgroups}:
             self._end(role)
         if self._scratch:

@@ -1,7 +1,7 @@
 """Many programs: one verdict each, from the cache where it is known, otherwise from the workers, evaluation first.
 
-A lane is a thread with a zygote of its own; there are as many as cores. The queue is bounded: beyond it callers are
-told to come back.
+A worker is a thread with zygotes of its own; there are as many as cores. The queue is bounded: beyond it callers are
+refused and may try again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from services.sandbox_judge import redis_keys as own_keys
 from services.sandbox_judge.executor import JudgeFault
 from services.sandbox_judge.isolation.memory_cgroup import memory_parent
 from services.sandbox_judge.languages import behaviour_of, language_of
-from services.sandbox_judge.program_judge import Cancelled, ProgramJudge, encoded
+from services.sandbox_judge.program_judge import Cancelled, JudgeOptions, ProgramJudge, encoded
 from services.sandbox_judge.sandbox_worker import SandboxWorker
 from services.sandbox_judge.settings import IsolationTier, Settings
 from services.sandbox_judge.test_store import Store, TestSets
@@ -49,10 +49,8 @@ class JudgeTask:
     program: str
     language: str
     test_set: TestSet
-    want_details: bool
-    stop_early: bool
+    options: JudgeOptions
     recheck: bool
-    cancelled: threading.Event
     verdict: Future[Verdict] = field(default_factory=Future)
 
 
@@ -69,14 +67,14 @@ class Batch:
         return [self.futures[program].result(timeout_seconds) for program in self.programs]
 
     def cancel(self) -> None:
-        """Give up what has not started, and what has started before its next test."""
+        """Judge nothing more for it: what waits is dropped, what runs ends before its next test."""
         self.cancelled.set()
         for future in self.futures.values():
             future.cancel()
 
 
 class JudgeScheduler:
-    """All programs this judge has been asked about and the workers that work them off."""
+    """The queue of programs and the workers that judge them."""
 
     def __init__(self, store: Store, settings: Settings, tier: IsolationTier, workers: int) -> None:
         self.judge_version = f"{REVISION}+cpython{platform.python_version()}"
@@ -87,14 +85,14 @@ class JudgeScheduler:
         self._cgroups = memory_parent(settings.memory_cgroup)
         self.features = ["memory-cgroup"] if self._cgroups else []
         self._settings = settings
-        # (urgency, arrival, case); a lane ends at None, which sorts after every case.
+        # (urgency, arrival, task); a worker ends at None, which sorts after every task.
         self._queue: queue.PriorityQueue[tuple[int, int, JudgeTask | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._program_judge = ProgramJudge(settings.max_source_bytes)
         self._busy = 0
         self._workers = [SandboxWorker(tier, index, settings, self._cgroups) for index in range(workers)]
         self._threads = [
-            threading.Thread(target=self._work, args=(worker,), name=f"lane-{worker.index}", daemon=True)
+            threading.Thread(target=self._work, args=(worker,), name=f"worker-{worker.index}", daemon=True)
             for worker in self._workers
         ]
         for thread in self._threads:
@@ -102,7 +100,7 @@ class JudgeScheduler:
 
     @property
     def load(self) -> float:
-        """0 idle, 1 when every lane works."""
+        """0 idle, 1 when every worker is busy."""
         return min(1.0, self._busy / len(self._workers))
 
     def submit(
@@ -111,7 +109,8 @@ class JudgeScheduler:
         language: str,
         tests_digest: str,
         priority: Priority.ValueType,
-        want_details: bool,
+        *,
+        want_details: bool = False,
         stop_early: bool = False,
     ) -> Batch:
         """Queue what the cache does not know. Raises InvalidInput, NotFound, ResourceExhausted."""
@@ -124,10 +123,9 @@ class JudgeScheduler:
             raise ResourceExhausted(f"{self._queue.qsize()} programs are waiting; try again later")
         urgency = 0 if priority == Priority.PRIORITY_EVALUATION else 1
         cancelled = threading.Event()
+        options = JudgeOptions(want_details, stop_early, wanted=lambda: not cancelled.is_set())
         for program in missing:
-            task = JudgeTask(
-                program, language, test_set, want_details, stop_early, self._sampled(keys[program]), cancelled
-            )
+            task = JudgeTask(program, language, test_set, options, self._sampled(keys[program]))
             if not want_details:
                 task.verdict.add_done_callback(self._remember(keys[program]))
             futures[program] = task.verdict
@@ -135,7 +133,7 @@ class JudgeScheduler:
         return Batch(programs, futures, cancelled)
 
     def interrupt(self) -> None:
-        """End what runs for callers that have given up; for anybody else it starts again."""
+        """Kill what runs; it starts again for callers that still wait."""
         for worker in self._workers:
             worker.kill()
 
@@ -200,7 +198,7 @@ class JudgeScheduler:
         worker.close()
 
     def _decide(self, task: JudgeTask, worker: SandboxWorker) -> Verdict:
-        """The verdict of a case, after a second look where it is sampled for one. Raises NotReady, Abandoned."""
+        """The verdict of a task, after a second look where it is sampled for one. Raises NotReady, Cancelled."""
         verdict = self._try(task, worker)
         if task.recheck:
             verdict = self._look_again(verdict, task, worker)
@@ -213,38 +211,30 @@ class JudgeScheduler:
         return verdict
 
     def _look_again(self, first: Verdict, task: JudgeTask, worker: SandboxWorker) -> Verdict:
-        """How noisy the verdict is; of differing ones a failure stands: what is right only sometimes is not right."""
+        """The verdict after more runs, with how many of them differ; a program that fails in any of them has failed."""
         seen = [first, self._try(task, worker)]
         if seen[0].outcome != seen[1].outcome:
             seen += [self._try(task, worker) for _ in range(MOST_RUNS - len(seen))]
-            log.warning("flaky program", outcomes=[Outcome.Name(each.outcome) for each in seen])
+            log.warning("flaky program", outcomes=[Outcome.Name(verdict.outcome) for verdict in seen])
             metrics.JUDGE_FLAKY_PROGRAMS.inc()
         metrics.JUDGE_RECHECKED_PROGRAMS.inc()
-        verdict = next((each for each in seen if each.outcome != Outcome.OUTCOME_ACCEPTED), first)
+        verdict = next((failed for failed in seen if failed.outcome != Outcome.OUTCOME_ACCEPTED), first)
         verdict.runs = len(seen)
-        verdict.differing_runs = sum(each.outcome != verdict.outcome for each in seen)
+        verdict.differing_runs = sum(other.outcome != verdict.outcome for other in seen)
         return verdict
 
     def _try(self, task: JudgeTask, worker: SandboxWorker) -> Verdict:
-        """Judge a case, with new zygotes after each fault. Raises NotReady after ATTEMPTS faults, Abandoned."""
+        """Judge a task, with new zygotes after a fault. Raises NotReady after ATTEMPTS faults, Cancelled."""
         fault = ""
         for _ in range(ATTEMPTS):
             try:
-                verdict = self._program_judge.judge(
-                    worker,
-                    task.program,
-                    task.language,
-                    task.test_set,
-                    task.want_details,
-                    task.stop_early,
-                    wanted=lambda: not task.cancelled.is_set(),
-                )
+                verdict = self._program_judge.judge(worker, task.program, task.language, task.test_set, task.options)
                 worker.retire_old()
                 return verdict
             except JudgeFault as error:
                 fault = str(error)
                 log.warning("judge fault; starting new zygotes", worker=worker.index, reason=fault)
                 worker.close()
-                if task.cancelled.is_set():
+                if not task.options.wanted():
                     raise Cancelled from error
         raise NotReady(f"the judge failed {ATTEMPTS} times on this program: {fault}", code="judge_fault")

@@ -1,4 +1,4 @@
-"""gRPC face of the judge: decode, ask the docket, encode."""
+"""gRPC service of the judge: decodes requests, asks the scheduler, encodes verdicts."""
 
 from __future__ import annotations
 
@@ -26,21 +26,23 @@ class JudgeService(JudgeServiceServicer):
         self, request: judge.UploadTestsRequest, context: grpc.ServicerContext
     ) -> judge.UploadTestsResponse:
         """Store test sets by digest."""
-        return judge.UploadTestsResponse(digests=[self.scheduler.test_sets.upload(each) for each in request.test_sets])
+        return judge.UploadTestsResponse(
+            digests=[self.scheduler.test_sets.upload(test_set) for test_set in request.test_sets]
+        )
 
     def Judge(self, request: judge.JudgeRequest, context: grpc.ServicerContext) -> judge.JudgeResponse:
-        """One verdict per program; a caller that vanishes takes its waiting programs along."""
+        """One verdict per program; a caller that hangs up cancels its waiting programs."""
         raw = [program.decode("utf-8", "surrogateescape") for program in request.raw_programs]
         programs = [*request.programs, *raw]
         if request.want_details:
-            self._require_tellable(len(programs), request.tests_digest)
+            self._require_few_details(len(programs), request.tests_digest)
         batch = self.scheduler.submit(
             programs,
             request.language,
             request.tests_digest,
             request.priority,
-            request.want_details,
-            request.stop_early,
+            want_details=request.want_details,
+            stop_early=request.stop_early,
         )
         if not context.add_callback(batch.cancel):
             batch.cancel()
@@ -51,7 +53,7 @@ class JudgeService(JudgeServiceServicer):
             raise NotReady("the caller's deadline passed before all programs were judged") from None
         return judge.JudgeResponse(verdicts=verdicts)
 
-    def _require_tellable(self, programs: int, tests_digest: str) -> None:
+    def _require_few_details(self, programs: int, tests_digest: str) -> None:
         runs = programs * len(self.scheduler.test_sets.get(tests_digest).tests)
         if runs > MOST_DETAILS:
             raise InvalidInput(f"details of {runs} runs do not fit one answer; at most {MOST_DETAILS} do")

@@ -45,4 +45,4 @@ class Settings(ServiceSettings, service="sandbox_judge"):
     docker_folder: str = Field(
         default="", description="Folder that judge and engine both see under this path; default: the temporary one."
     )
-    docker_memory_bytes: int = Field(default=2 << 30, ge=128 << 20, description="Memory of one lane's container.")
+    docker_memory_bytes: int = Field(default=2 << 30, ge=128 << 20, description="Memory of one worker's container.")

@@ -98,6 +98,7 @@ def demo_experience() -> None:
 
 @app.command()
 def reproduce(
+    *,
     quick: Annotated[bool, typer.Option("--quick", help="One seed, few steps: under 15 minutes on two cores.")] = False,
     seeds: Annotated[int | None, typer.Option("--seeds", min=1, help="Seeds per method; default 3, quick 1.")] = None,
     runs: Annotated[str, typer.Option("--runs", help="Only runs whose name matches this regular expression.")] = "",
@@ -111,13 +112,14 @@ def reproduce(
 
 @app.command()
 def doctor(
+    *,
     deep: Annotated[bool, typer.Option("--deep", help="Also import vLLM and DeepSpeed; takes a minute.")] = False,
     output: cli_jobs.OutputOption = Output.TABLE,
 ) -> None:
     """Say what this machine has and lacks for running the platform, why it matters and what to do; 1 when it lacks."""
     from spo.doctor.doctor import examine
 
-    if not examine(deep, output):
+    if not examine(deep=deep, output=output):
         raise typer.Exit(ExitCode.FAILURE)
 
 

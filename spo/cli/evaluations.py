@@ -32,6 +32,7 @@ def evaluate(
     k: Annotated[
         list[int] | None, typer.Option("-k", help="pass@k; may be given several times. Default: 1 and 10.")
     ] = None,
+    *,
     problems: Annotated[bool, typer.Option("--problems", help="Show every problem.")] = False,
     timeout: TimeoutOption = 3600,
     output: OutputOption = Output.TABLE,

@@ -70,6 +70,7 @@ def import_files(
     judging: Annotated[
         Literal["missing", "all", "never"], typer.Option("--judge", help="Which rows are judged here.")
     ] = "missing",
+    *,
     keep_good: Annotated[
         bool, typer.Option("--keep-good", help="Store the good rows although others are bad.")
     ] = False,
@@ -117,6 +118,7 @@ def rejudge(
     run: RunOption = None,
     task_set: TaskSetOption = None,
     name: Annotated[str | None, typer.Option("--name", help="Of the new lineage; default: a new one.")] = None,
+    *,
     dry_run: DryRunOption = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
@@ -133,6 +135,7 @@ def rejudge(
 def compact(
     run: RunOption = None,
     task_set: TaskSetOption = None,
+    *,
     dry_run: DryRunOption = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
@@ -146,6 +149,7 @@ def prune(
     run: RunOption = None,
     task_set: TaskSetOption = None,
     older_than_days: Annotated[float | None, typer.Option("--older-than-days", min=0)] = None,
+    *,
     dry_run: DryRunOption = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     output: OutputOption = Output.TABLE,

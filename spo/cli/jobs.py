@@ -56,6 +56,7 @@ LimitOption = Annotated[int, typer.Option("--limit", min=1, help="At most so man
 @jobs.command()
 def submit(
     spec_file: Annotated[Path, typer.Argument(help="JobSpec, YAML or JSON.")],
+    *,
     wait: WaitOption = False,
     timeout: TimeoutOption = 86_400,
     validate_only: Annotated[
@@ -136,7 +137,7 @@ def resume(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
 
 @jobs.command()
 def cancel(
-    job_id: JobId, wait: WaitOption = False, timeout: TimeoutOption = 120, output: OutputOption = Output.TABLE
+    job_id: JobId, *, wait: WaitOption = False, timeout: TimeoutOption = 120, output: OutputOption = Output.TABLE
 ) -> None:
     """Stop a job for good."""
     with api() as client:
@@ -151,6 +152,7 @@ def fork(
     checkpoint: Annotated[
         int | None, typer.Option("--checkpoint", help="Go on from the checkpoint of this step.")
     ] = None,
+    *,
     as_reference: Annotated[
         bool, typer.Option("--as-reference", help="The weights become the reference; otherwise it is the parent's.")
     ] = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -51,6 +52,7 @@ def judge(
     ] = "tokens",
     absolute_tolerance: Annotated[float, typer.Option("--absolute-tolerance", min=0, help="Of checker float.")] = 0.0,
     relative_tolerance: Annotated[float, typer.Option("--relative-tolerance", min=0, help="Of checker float.")] = 0.0,
+    *,
     stop_early: Annotated[
         bool, typer.Option("--stop-early", help="Skip a program's tests after its first failure.")
     ] = False,
@@ -75,16 +77,16 @@ def judge(
         ignored = ", ".join(sorted(unknown))
         error_console.print(f"[yellow]ignored[/] keys of {escape(str(tests))}: {escape(ignored)}", highlight=False)
     runs_path = Path(os.environ.get("SPO_LAUNCHER_RUNS_PATH", "runs"))
-    with JudgeClient(test_set, where, runs_path) as link:
-        _require_languages(files, link)
-        faults = _print_all(_rows(files, link, test_set, stop_early), len(files), _printer(output))
+    with JudgeClient(test_set, where, runs_path) as client:
+        _require_languages(files, client)
+        faults = _print_all(_rows(files, client, test_set, stop_early=stop_early), len(files), _printer(output))
     if faults:
         raise typer.Exit(ExitCode.FAILURE)
 
 
-def _require_languages(files: list[ProgramFile], link: JudgeClient) -> None:
+def _require_languages(files: list[ProgramFile], client: JudgeClient) -> None:
     """Every judge runs Python; about others it is asked before anything is judged. Raises InvalidInput."""
-    known = ["python"] if all(file.language == "python" for file in files) else list(link.describe().languages)
+    known = ["python"] if all(file.language == "python" for file in files) else list(client.describe().languages)
     for file in files:
         if file.language not in known:
             raise InvalidInput(
@@ -93,26 +95,27 @@ def _require_languages(files: list[ProgramFile], link: JudgeClient) -> None:
             )
 
 
-def _rows(files: list[ProgramFile], link: JudgeClient, test_set: TestSet, stop_early: bool) -> Iterator[Row]:
-    """The rows in the order of the files; two programs per lane are on their way."""
-    in_flight = 2 * link.workers
+def _rows(files: list[ProgramFile], client: JudgeClient, test_set: TestSet, *, stop_early: bool) -> Iterator[Row]:
+    """The rows in the order of the files; two programs per worker of the judge are in flight."""
+    in_flight = 2 * client.workers
     limits, tests = test_set.limits, len(test_set.tests)
     slow_tests = min(tests, MOST_TIME_LIMITS)
     worst = START_SECONDS + tests * limits.cpu_seconds + slow_tests * (limits.cpu_seconds + limits.wall_seconds)
     deadline_seconds = min(LONGEST_SECONDS, worst * in_flight)
+    row = functools.partial(_row, client, stop_early=stop_early, deadline_seconds=deadline_seconds)
     threads = ThreadPoolExecutor(in_flight, thread_name_prefix="judge")
     try:
-        yield from threads.map(lambda file: _row(file, link, stop_early, deadline_seconds), files)
+        yield from threads.map(row, files)
     except BaseException:
-        link.close()  # otherwise the threads would wait for what is still being judged
+        client.close()  # otherwise the threads would wait for what is still being judged
         raise
     finally:
         threads.shutdown(cancel_futures=True)
 
 
-def _row(file: ProgramFile, link: JudgeClient, stop_early: bool, deadline_seconds: float) -> Row:
+def _row(client: JudgeClient, file: ProgramFile, *, stop_early: bool, deadline_seconds: float) -> Row:
     try:
-        verdict = link.judge(file.read(), file.language, stop_early, deadline_seconds)
+        verdict = client.judge(file.read(), file.language, stop_early=stop_early, deadline_seconds=deadline_seconds)
     except SpoError as error:
         row = {"program": str(file.path), "outcome": "internal_error", "tests": [], "isolation": ""}
         return {**row, "detail": error.message}

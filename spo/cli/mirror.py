@@ -19,6 +19,7 @@ def mirror_job(
     target: Annotated[
         str, typer.Option("--to", help="tensorboard:FOLDER, mlflow:TRACKING_URI or wandb:PROJECT.")
     ] = "tensorboard:runs/tensorboard",
+    *,
     every: Annotated[bool, typer.Option("--all", help="All jobs, present and to come, until stopped.")] = False,
 ) -> None:
     """Write a job's curves to a sink until it has ended; started again it goes on where it was, without repeats."""

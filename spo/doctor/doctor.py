@@ -31,12 +31,12 @@ PROBE_SECONDS = 20
 OLDEST_REDIS = (7, 2)
 
 
-def examine(deep: bool = False, output: Output = Output.TABLE) -> bool:
+def examine(*, deep: bool = False, output: Output = Output.TABLE) -> bool:
     """Print every finding; True when nothing needed is missing."""
     checks = [
         *_machine(),
         _gpu(),
-        *version_findings(deep),
+        *version_findings(deep=deep),
         *sandbox_findings(),
         *_redis(),
         *_platform(),
@@ -44,7 +44,7 @@ def examine(deep: bool = False, output: Output = Output.TABLE) -> bool:
     if output is Output.TABLE:
         _print(checks)
     else:
-        print_document([{"finding": each.mark, **asdict(each)} for each in checks], output)
+        print_document([{"finding": check.mark, **asdict(check)} for check in checks], output)
     return all(check.well or not check.needed for check in checks)
 
 
@@ -53,9 +53,9 @@ def _print(checks: list[DoctorCheck]) -> None:
     table = Table(box=None, header_style="bold")
     for column in ("", "what", "why", "what to do"):
         table.add_column(column, overflow="fold")
-    for each in checks:
-        mark = f"[{colours[each.mark]}]{each.mark}[/]"
-        table.add_row(mark, escape(each.what), escape(each.why), "" if each.well else escape(each.step))
+    for check in checks:
+        mark = f"[{colours[check.mark]}]{check.mark}[/]"
+        table.add_row(mark, escape(check.what), escape(check.why), "" if check.well else escape(check.step))
     console.print(table)
 
 

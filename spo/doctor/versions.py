@@ -28,7 +28,7 @@ _DEEP = ("vllm", "deepspeed")
 _SETUP = "`make setup`, or pip install -c constraints/cpu.txt -e '.[cpu]'"
 
 
-def version_findings(deep: bool) -> list[DoctorCheck]:
+def version_findings(*, deep: bool) -> list[DoctorCheck]:
     """One finding per package, and with deep one per heavy import."""
     gpu = _version(("vllm",)) is not None
     tested = _pins(CONSTRAINTS / ("gpu.txt" if gpu else "cpu.txt"))

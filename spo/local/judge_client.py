@@ -150,7 +150,7 @@ class JudgeClient:
         described: DescribeJudgeResponse = self._connected().call("DescribeJudge", DescribeJudgeRequest())
         return described
 
-    def judge(self, source: bytes, language: str, stop_early: bool, deadline_seconds: float) -> Verdict:
+    def judge(self, source: bytes, language: str, *, stop_early: bool, deadline_seconds: float) -> Verdict:
         """The verdict on one program with details; a judge that fails or is busy is asked again.
 
         Raises SpoError when it keeps failing or deadline_seconds have passed.
@@ -160,7 +160,7 @@ class JudgeClient:
         while True:
             client, digest = self._connected(), self._digest
             try:
-                request = _request(source, language, digest, stop_early)
+                request = _request(source, language, digest, stop_early=stop_early)
                 verdict: Verdict = client.call("Judge", request, deadline - time.monotonic()).verdicts[0]
                 return verdict
             except (NotFound, NotReady) as error:  # a judge that has lost its tests, or is gone
@@ -212,7 +212,7 @@ class JudgeClient:
                     self._upload(used)
 
 
-def _request(source: bytes, language: str, digest: str, stop_early: bool) -> JudgeRequest:
+def _request(source: bytes, language: str, digest: str, *, stop_early: bool) -> JudgeRequest:
     request = JudgeRequest(
         language=language,
         tests_digest=digest,

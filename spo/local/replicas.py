@@ -36,7 +36,7 @@ class LocalReplicas:
         self.leaving: list[Child] = []
 
     def follow(self) -> None:
-        """Start and drain replicas until each pool has as many as were wished for."""
+        """Start and drain replicas until each pool has as many as are desired."""
         for child in list(self.leaving):
             if not child.is_running() or time.monotonic() > self._deadlines[child.name]:
                 child.stop_by(time.monotonic())
@@ -44,7 +44,7 @@ class LocalReplicas:
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + LOOK_SECONDS
-        for pool, wanted in self._wishes().items():
+        for pool, wanted in self._desired().items():
             members = [child for child in self._children if child.name == pool or child.name.startswith(f"{pool}-")]
             taken = {child.name for child in [*members, *self.leaving]}
             free = (f"{pool}-{number}" for number in range(2, len(taken) + wanted + 2))
@@ -60,7 +60,7 @@ class LocalReplicas:
                 self._deadlines[child.name] = time.monotonic() + self._drain_seconds
                 log.info("replica drains", replica=child.name, pid=child.pid)
 
-    def _wishes(self) -> dict[str, int]:
+    def _desired(self) -> dict[str, int]:
         try:
             stored = self._client.hgetall(redis_keys.scale())
         except redis.RedisError:

@@ -72,7 +72,7 @@ class RunProgress:
         seconds = sum(self.left.values()) * self._spent_seconds / self._spent_steps
         return f"; about {seconds / 60:.0f} min left"
 
-    def _say(self, doing: str, now: bool = False) -> None:
+    def _say(self, doing: str, *, now: bool = False) -> None:
         self._bar.update(self._task, doing=doing)
         elapsed = time.monotonic() - self.began
         if not self.console.is_terminal and (now or elapsed >= self._next_line):

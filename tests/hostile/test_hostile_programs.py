@@ -106,7 +106,7 @@ def worker(tier: str) -> Iterator[SandboxWorker]:
 
 
 def outcome_of(worker: SandboxWorker, source: str, tests: verdict_pb2.TestSet) -> tuple[str, str]:
-    verdict = PROGRAM_JUDGE.judge(worker, source, "python", tests, want_details=False)
+    verdict = PROGRAM_JUDGE.judge(worker, source, "python", tests)
     return verdict_pb2.Outcome.Name(verdict.outcome).removeprefix("OUTCOME_").lower(), verdict.detail
 
 

@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from services.sandbox_judge.executor import (
     CompileFailed,
@@ -82,7 +81,7 @@ class Zygote:
         self.pid = self._process.pid
         self.landlock_abi = self._greet(launch.setting)
 
-    def _greet(self, setting: dict[str, Any]) -> int:
+    def _greet(self, setting: dict[str, object]) -> int:
         try:
             self._control.send(marshal.dumps(setting, _MARSHAL_VERSION))
             answer = _receive(self._control, START_SECONDS)
@@ -176,12 +175,12 @@ def _expect_ready(channel: socket.socket) -> None:
         raise CompileFailed("the compiler crashed or did not finish")
 
 
-def _receive(link: socket.socket, seconds: float) -> bytes:
+def _receive(channel: socket.socket, seconds: float) -> bytes:
     """The next message; empty when the other side is gone or silent for so long."""
     poller = select.poll()
-    poller.register(link, select.POLLIN)
+    poller.register(channel, select.POLLIN)
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
         if poller.poll(left * 1000):
-            return link.recv(_MESSAGE_BYTES)
+            return channel.recv(_MESSAGE_BYTES)
     return b""

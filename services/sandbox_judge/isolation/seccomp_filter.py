@@ -79,7 +79,7 @@ def base_filter() -> bytes:
 
 
 @cache
-def narrowing_filter(freedom: Freedom, namespaces: bool) -> bytes:
+def narrowing_filter(freedom: Freedom, *, namespaces: bool) -> bytes:
     """BPF of the small filter that every run gets on top; without namespaces OWN_PID is left to fill in.
 
     It is installed for every test, so it only says what the program may not do of what the jail may. Raises NotReady.
@@ -105,7 +105,7 @@ def narrowing_filter(freedom: Freedom, namespaces: bool) -> bytes:
 class _Rules:
     """A libseccomp filter; calls that this machine's libseccomp does not know are left to the default."""
 
-    def __init__(self, refuse_by_default: bool) -> None:
+    def __init__(self, *, refuse_by_default: bool) -> None:
         try:
             import pyseccomp
         except (ImportError, OSError, RuntimeError) as error:

@@ -9,7 +9,7 @@ import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import services.sandbox_judge
 from services.sandbox_judge.isolation.seccomp_filter import OWN_PID, Freedom, base_filter, narrowing_filter
@@ -18,7 +18,7 @@ from services.sandbox_judge.settings import IsolationTier
 
 TIERS: tuple[IsolationTier, ...] = get_args(IsolationTier)
 
-# Programs of lane n run as this user id plus n when the judge is root.
+# Programs of worker n run as this user id plus n when the judge is root.
 FIRST_PROGRAM_UID = 61000
 _CAP_DAC_READ_SEARCH = 1 << 2
 _JUDGE_SIDE = "/judge"
@@ -41,16 +41,16 @@ class Launch:
 
     command: tuple[str, ...]
     environment: dict[str, str]
-    setting: dict[str, Any]
+    setting: dict[str, object]
 
 
 def program_uid(worker: int) -> int | None:
-    """The user that programs of a lane run as; None: the judge's own, because it is not root."""
+    """The user that programs of a worker run as; None: the judge's own, because it is not root."""
     return FIRST_PROGRAM_UID + worker if os.geteuid() == 0 else None
 
 
 def launch(tier: IsolationTier, worker: int, scratch: str | None = None) -> Launch:
-    """The way to start a zygote of a lane on this machine; tiers with namespaces bring their own scratch.
+    """The way to start a zygote of a worker on this machine; tiers with namespaces bring their own scratch.
 
     Raises NotReady when seccomp filters cannot be built.
     """
@@ -59,9 +59,11 @@ def launch(tier: IsolationTier, worker: int, scratch: str | None = None) -> Laun
     python = (_interpreter(), *_OPTIONS, f"import sys; {_BOOT}", source_root)
     root = os.geteuid() == 0
     return Launch(
-        command=(*_bubblewrap(root), *python) if namespaces else python,
+        command=(*_bubblewrap(root=root), *python) if namespaces else python,
         environment=_ENVIRONMENT,
-        setting=_setting(namespaces, tier.endswith("landlock"), "/tmp" if namespaces else scratch)
+        setting=_setting(
+            namespaces=namespaces, landlock=tier.endswith("landlock"), scratch="/tmp" if namespaces else scratch
+        )
         | {
             "uid": program_uid(worker),
             "capabilities": 0 if namespaces or not root or _open_to_all(_prefix()) else _CAP_DAC_READ_SEARCH,
@@ -90,19 +92,19 @@ def jail_sources() -> Path:
     return _source_root() / _JAIL
 
 
-def _setting(namespaces: bool, landlock: bool, scratch: str | None) -> dict[str, Any]:
+def _setting(*, namespaces: bool, landlock: bool, scratch: str | None) -> dict[str, object]:
     return {
         "namespaces": namespaces,
         "landlock": landlock,
         "readable": ["/usr", *_SYSTEM_FOLDERS, "/etc/ld.so.cache", "/etc/alternatives", *_outside_usr()],
         "scratch": scratch,
         "base_filter": base_filter(),
-        "filters": {freedom.value: narrowing_filter(freedom, namespaces) for freedom in Freedom},
+        "filters": {freedom.value: narrowing_filter(freedom, namespaces=namespaces) for freedom in Freedom},
         "own_pid_marker": struct.pack("=I", OWN_PID),
     }
 
 
-def _bubblewrap(root: bool) -> tuple[str, ...]:
+def _bubblewrap(*, root: bool) -> tuple[str, ...]:
     arguments = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--as-pid-1"]
     arguments += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if root:

@@ -116,7 +116,7 @@ def mount_tmpfs(path: str, size_bytes: int, inodes: int) -> None:
     _check(_libc.mount(b"tmpfs", path.encode(), b"tmpfs", flags, options), "mount tmpfs")
 
 
-def set_dumpable(dumpable: bool) -> None:
+def set_dumpable(*, dumpable: bool) -> None:
     """Whether /proc/self belongs to the user (needed to map identities) and others may look inside."""
     _prctl("PR_SET_DUMPABLE", _PR_SET_DUMPABLE, int(dumpable))
 
@@ -146,7 +146,7 @@ def become(uid: int, gid: int, keep_capabilities: int) -> None:
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
     set_capabilities(keep_capabilities)
-    set_dumpable(True)
+    set_dumpable(dumpable=True)
 
 
 def landlock_abi() -> int:

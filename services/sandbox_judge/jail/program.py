@@ -58,7 +58,7 @@ def live(setting: Setting, request: dict[str, Any], descriptors: list[int]) -> N
     try:
         _lock_up(setting, request)
         guard = setting.prepared.get(request["freedom"]) or functools.partial(_guard_alone, setting, request)
-        program = _program(setting, request, channel, len(descriptors) > 1)
+        program = _program(setting, request, channel, binary=len(descriptors) > 1)
         gc.freeze()
         gc.enable()
         channel.send(b"+")
@@ -104,7 +104,9 @@ def _guard_alone(setting: Setting, request: dict[str, Any]) -> None:
     kernel.prepared_filter(narrowing)()
 
 
-def _program(setting: Setting, request: dict[str, Any], channel: socket.socket, binary: bool) -> Callable[[], NoReturn]:
+def _program(
+    setting: Setting, request: dict[str, Any], channel: socket.socket, *, binary: bool
+) -> Callable[[], NoReturn]:
     """What turns a child into the program."""
     command = request["command"]
     if command:
@@ -131,13 +133,13 @@ def _run_tests(
     receive, send, pack, now = channel.recvmsg, channel.send, RESULT.pack, time.monotonic
     fork, wait_for, setpgid, closerange = kernel.fork_bare, kernel.wait_for, os.setpgid, os.closerange
     supervise = watch.supervisor(request, CHANNEL)
-    clean_up = cleaner(setting, request["processes"])
+    clean_up = cleaner(setting, processes=request["processes"])
     while True:
         order, pipes, _, _ = receive(_ORDER_BYTES, _ANCILLARY_BYTES)
         if not order:
             os._exit(0)
         if not pipes:
-            continue  # a wish to stop, for a test that has ended meanwhile
+            continue  # the judge's "stop", for a test that has ended meanwhile
         above = len(pipes[0][2]) >> 2
         started = now()
         pid = fork()
@@ -157,7 +159,7 @@ def _run_tests(
         send(b"=" + pack(ending, status, cpu_seconds, now() - started, memory_bytes))
 
 
-def cleaner(setting: Setting, processes: bool) -> Callable[[int], None]:
+def cleaner(setting: Setting, *, processes: bool) -> Callable[[int], None]:
     """What removes the traces of a child, given its pid: files and, where it may have made some, processes."""
     scratch, statvfs, chmod = setting.scratch, os.statvfs, os.chmod
     # In a file system of its own every file takes an inode; counting them costs less than looking.

@@ -1,4 +1,4 @@
-"""Watching a running child: its CPU and wall limits, and the judge's wish to stop it."""
+"""Watching a running child: its CPU and wall limits, and the judge's order to stop it."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ def supervisor(request: dict[str, Any], channel: int) -> Callable[[int, float], 
     def supervise(pid: int, started: float) -> int:
         pidfd_open(pid)
         ready = poll(first_look)
-        ending = ENDED if ready and ready[0][0] == _PIDFD else _look_after(request, channel, pid, started, bool(ready))
+        ending = (
+            ENDED if ready and ready[0][0] == _PIDFD else _look_after(request, channel, pid, started, stop=bool(ready))
+        )
         close(_PIDFD)
         return ending
 
     return supervise
 
 
-def _look_after(request: dict[str, Any], channel: int, pid: int, started: float, stop: bool) -> int:
+def _look_after(request: dict[str, Any], channel: int, pid: int, started: float, *, stop: bool) -> int:
     """Wait for a child that has not ended at once; how it ended."""
     watch = _Watch(request, pid, started)
     ending = STOPPED if stop else watch.verdict()

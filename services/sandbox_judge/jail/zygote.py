@@ -52,7 +52,7 @@ def main() -> None:
         scratch=setting["scratch"],
         filters=setting["filters"],
         own_pid_marker=setting["own_pid_marker"],
-        prepared={name: kernel.prepared_filter(each) for name, each in setting["filters"].items()}
+        prepared={name: kernel.prepared_filter(narrowing) for name, narrowing in setting["filters"].items()}
         if setting["namespaces"]
         else {},
         main=python_child.prepare(),
@@ -88,7 +88,7 @@ def _settle(setting: dict[str, Any]) -> int:
         kernel.landlock(landlock_abi, _allowed_paths(setting))
     if setting["scratch"]:
         os.chdir(setting["scratch"])
-    kernel.set_dumpable(False)
+    kernel.set_dumpable(dumpable=False)
     kernel.set_capabilities(setting["capabilities"])
     _limit_resources()
     kernel.prepared_filter(setting["base_filter"])()
@@ -164,8 +164,8 @@ def _watch(control: socket.socket, pid: int) -> int:
         os.kill(pid, signal.SIGKILL)
 
 
-def receive(link: socket.socket, size: int = 1 << 18) -> tuple[bytes, list[int]]:
+def receive(channel: socket.socket, size: int = 1 << 18) -> tuple[bytes, list[int]]:
     """One message and the descriptors that came with it."""
-    message, ancillary, _, _ = link.recvmsg(size, socket.CMSG_SPACE(4 * MOST_DESCRIPTORS))
+    message, ancillary, _, _ = channel.recvmsg(size, socket.CMSG_SPACE(4 * MOST_DESCRIPTORS))
     content = ancillary[0][2] if ancillary else b""
     return message, list(struct.unpack(f"={len(content) // 4}i", content))

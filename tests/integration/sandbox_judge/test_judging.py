@@ -156,7 +156,7 @@ def test_a_full_queue_says_come_back_later(redis_client: redis.Redis, tier: str)
     digest = scheduler.test_sets.upload(DOUBLES)
     try:
         with pytest.raises(ResourceExhausted):
-            scheduler.submit([f"print({n})" for n in range(4)], "python", digest, Priority.PRIORITY_TRAINING, False)
+            scheduler.submit([f"print({n})" for n in range(4)], "python", digest, Priority.PRIORITY_TRAINING)
     finally:
         scheduler.close()
 
@@ -167,8 +167,8 @@ def test_evaluation_overtakes_training(redis_client: redis.Redis, settings: Sett
     finished: list[str] = []
     try:
         slow = [f"x = {n}\nfor _ in range(10**6): pass" for n in range(5)]
-        training = scheduler.submit(slow, "python", digest, Priority.PRIORITY_TRAINING, False)
-        evaluation = scheduler.submit([RIGHT], "python", digest, Priority.PRIORITY_EVALUATION, False)
+        training = scheduler.submit(slow, "python", digest, Priority.PRIORITY_TRAINING)
+        evaluation = scheduler.submit([RIGHT], "python", digest, Priority.PRIORITY_EVALUATION)
         training.futures[slow[-1]].add_done_callback(lambda _: finished.append("training"))
         evaluation.futures[RIGHT].add_done_callback(lambda _: finished.append("evaluation"))
         training.verdicts(60)
@@ -239,7 +239,7 @@ def test_a_closed_scheduler_leaves_no_process_behind(redis_client: redis.Redis, 
     descriptors = len(os.listdir("/proc/self/fd"))
     scheduler = JudgeScheduler(redis_client, settings, tier, workers=2)
     digest = scheduler.test_sets.upload(DOUBLES)
-    scheduler.submit([RIGHT, WRONG], "python", digest, Priority.PRIORITY_TRAINING, False).verdicts(60)
+    scheduler.submit([RIGHT, WRONG], "python", digest, Priority.PRIORITY_TRAINING).verdicts(60)
     scheduler.close()
 
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before

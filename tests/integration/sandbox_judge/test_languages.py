@@ -11,7 +11,7 @@ from services.sandbox_judge.executor import JudgeFault
 from services.sandbox_judge.isolation.tiers import TIERS
 from services.sandbox_judge.languages import languages
 from services.sandbox_judge.probe import why_not
-from services.sandbox_judge.program_judge import ProgramJudge
+from services.sandbox_judge.program_judge import JudgeOptions, ProgramJudge
 from services.sandbox_judge.sandbox_worker import SandboxWorker
 from spo.v1 import verdict_pb2
 from spo.v1.verdict_pb2 import Checker, Limits, Outcome
@@ -45,7 +45,7 @@ def outcome(
     language: str,
     tests: verdict_pb2.TestSet = DOUBLES,
 ) -> str:
-    verdict = program_judge.judge(worker, program, language, tests, want_details=False)
+    verdict = program_judge.judge(worker, program, language, tests)
     return Outcome.Name(verdict.outcome).removeprefix("OUTCOME_").lower()
 
 
@@ -75,7 +75,7 @@ def test_a_c_program_is_built_once_and_judged_again_from_the_kept_binary(
     source = '#include <stdio.h>\nint main(void){int n; scanf("%d",&n); printf("%d",2*n);}'
     assert outcome(program_judge, worker, source, "c") == "accepted"
     worker.close()  # a compiler that cannot run again proves that the binary was kept
-    verdict = program_judge.judge(worker, source, "c", DOUBLES, want_details=True)
+    verdict = program_judge.judge(worker, source, "c", DOUBLES, JudgeOptions(want_details=True))
     assert verdict.tests_passed == 3
 
 
@@ -208,4 +208,4 @@ def test_a_broken_special_judge_is_a_fault_and_never_a_verdict(
     program_judge: ProgramJudge, worker: SandboxWorker, checker: bytes
 ) -> None:
     with pytest.raises(JudgeFault, match="special judge"):
-        program_judge.judge(worker, "print(7)", "python", divisor_tests(checker), want_details=False)
+        program_judge.judge(worker, "print(7)", "python", divisor_tests(checker))

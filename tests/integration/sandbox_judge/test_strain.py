@@ -73,7 +73,7 @@ def upload(judge: RpcClient, tests: verdict_pb2.TestSet = ONE) -> str:
 
 def judge_one(scheduler: JudgeScheduler, program: str, tests: verdict_pb2.TestSet = ONE) -> verdict_pb2.Verdict:
     digest = scheduler.test_sets.upload(tests)
-    return scheduler.submit([program], "python", digest, Priority.PRIORITY_TRAINING, False).verdicts(60)[0]
+    return scheduler.submit([program], "python", digest, Priority.PRIORITY_TRAINING).verdicts(60)[0]
 
 
 def metric(name: str, **labels: str) -> float:
@@ -240,7 +240,9 @@ def test_many_tests_at_their_time_limit_end_in_skipped_ones(scheduler: JudgeSche
     tests = verdict_pb2.TestSet(tests=[verdict_pb2.TestCase()] * 100, limits=Limits(cpu_seconds=0.01, wall_seconds=5))
     digest = scheduler.test_sets.upload(tests)
 
-    (verdict,) = scheduler.submit(["while True: pass"], "python", digest, Priority.PRIORITY_TRAINING, True).verdicts(60)
+    (verdict,) = scheduler.submit(
+        ["while True: pass"], "python", digest, Priority.PRIORITY_TRAINING, want_details=True
+    ).verdicts(60)
 
     outcomes = [result.outcome for result in verdict.tests]
     assert outcomes == [Outcome.OUTCOME_CPU_TIME_LIMIT] * 20 + [Outcome.OUTCOME_SKIPPED] * 80
@@ -292,7 +294,7 @@ def test_a_closing_judge_finishes_what_it_has_taken(make_scheduler: Callable[...
     scheduler = make_scheduler(recheck_rate=0.0)
     digest = scheduler.test_sets.upload(ONE)
     programs = [f"{RIGHT}  # {number}" for number in range(40)]
-    batch = scheduler.submit(programs, "python", digest, Priority.PRIORITY_TRAINING, False)
+    batch = scheduler.submit(programs, "python", digest, Priority.PRIORITY_TRAINING)
 
     scheduler.close()
 
