@@ -44,7 +44,7 @@ def on_config(config: Any) -> Any:
 
 def on_files(files: Files, *, config: Any) -> Files:
     """Add the pages that are written from the code."""
-    for name in ("cli", "rest", "job_spec", "metrics", "recipes", "errors"):
+    for name in ("cli", "rest", "sdk", "job_spec", "metrics", "recipes", "errors"):
         text = _module(name).page(ROOT)
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     return files

@@ -122,6 +122,13 @@ def test_both_clients_offer_the_same() -> None:
     assert ours == {name for name in dir(Client) if not name.startswith("_")}
 
 
+def test_every_method_says_what_it_does() -> None:
+    with Client("http://api", transport=httpx.MockTransport(Recorder())) as client:
+        silent = [method.__qualname__ for method in methods(client) if not inspect.getdoc(method)]
+
+    assert silent == [], "reference/sdk.md is made of the docstrings"
+
+
 def test_the_synchronous_client_is_made_from_the_other() -> None:
     if importlib.util.find_spec("unasync") is None:
         message = "unasync is not installed: pip install '.[dev]'"
