@@ -10,8 +10,8 @@ from typing import Any
 
 HEAD = """# SDK methods
 
-What `spo.client.Client` offers; `AsyncClient` has the same with `await`. Models are those of `spo.client.models`, under the
-names of the [REST API's schemas](rest.md#schemas); [how to use it](../sdk.md)."""
+The methods of `Client`; `AsyncClient` has the same with `await`. Models are in `spo.client.models`, named as in the
+[REST API's schemas](rest.md#schemas); [how to use it](../sdk.md)."""
 
 
 def page(root: Path) -> str:
