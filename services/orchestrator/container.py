@@ -1,4 +1,4 @@
-"""Everything the orchestrator's doors (REST, gRPC, pages) share, put together once."""
+"""Everything that REST, gRPC and the web pages share, put together once."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from services.orchestrator.evaluation.queue import EvaluationQueue
 from services.orchestrator.evaluation.scorer import Scorer
 from services.orchestrator.jobs.leases import Leases
 from services.orchestrator.jobs.store import JobStore
+from services.orchestrator.lifecycle.actions import JobActions
 from services.orchestrator.lifecycle.alarms import Alarms
 from services.orchestrator.lifecycle.deletion import JobDeletion
 from services.orchestrator.lifecycle.dispatcher import PromptDispatcher
-from services.orchestrator.lifecycle.forks import Forks
+from services.orchestrator.lifecycle.forks.fork import Forks
+from services.orchestrator.lifecycle.monitor import JobMonitor
+from services.orchestrator.lifecycle.preparation import JobPreparation
 from services.orchestrator.lifecycle.queue import JobQueue
 from services.orchestrator.lifecycle.runner import JobRunner
+from services.orchestrator.lifecycle.training import JobTraining
 from services.orchestrator.replicas.assignment import ReplicaAssigner
 from services.orchestrator.replicas.heartbeats import HeartbeatResponder
 from services.orchestrator.replicas.registry import ReplicaRegistry
@@ -41,7 +45,7 @@ from spo.weights.store import WeightStore
 
 @dataclass
 class AppContext:
-    """The orchestrator without its doors; `stop` ends its waits."""
+    """The orchestrator without what listens for requests; `stop` ends its waits."""
 
     settings: Settings
     redis: RedisClient
@@ -49,50 +53,58 @@ class AppContext:
     library: TaskLibrary = field(default_factory=TaskLibrary)
 
     def __post_init__(self) -> None:
+        self._connect_services()
+        self._open_stores()
+        self._follow_replicas()
+        self._run_jobs()
+
+    def _connect_services(self) -> None:
         settings = self.settings
         self.inference = InferenceClient(settings.inference_address, self.redis)
         self.judge = RpcClient("sandbox-judge", settings.sandbox_judge_address, JudgeServiceStub)
         self.replay = RpcClient("replay-buffer", settings.replay_buffer_address, ReplayServiceStub)
         self.values = RpcClient("value-estimation", settings.value_estimation_address, ValueServiceStub)
+
+    def _open_stores(self) -> None:
+        settings = self.settings
+        self.jobs = JobStore(self.redis, durable=settings.durable_writes)
         self.datasets = Datasets(self.redis, settings.state_path, settings.max_dataset_bytes)
         self.library.resolve = self.datasets.resolve
         self.experience = ExperienceStore(settings.experience_place)
+        self.weight_store = WeightStore(settings.weight_place, cache_path=settings.weight_cache_path)
         self.authenticator = Authenticator(settings, self.redis)
         self.audit = AuditLog(self.redis)
-        store = WeightStore(settings.weight_place, cache_path=settings.weight_cache_path)
-        self.jobs = JobStore(self.redis, settings.durable_writes)
-        self.leases = Leases(self.jobs, settings.state_path, settings.weight_place, settings.lease_seconds, self.stop)
+
+    def _follow_replicas(self) -> None:
+        settings = self.settings
         self.replicas = ReplicaRegistry(self.jobs, settings.replica_silence_seconds)
         self.assigner = ReplicaAssigner(self.jobs, self.replicas)
-        self.queue = JobQueue(self.jobs, self.replicas, settings.max_running_jobs)
-        self.value_progress = ValueProgress(self.redis)
         self.weights = WeightAnnouncements(self.jobs)
         self.heartbeats = HeartbeatResponder(self.jobs, self.assigner, self.weights)
-        self.deletion = JobDeletion(self.jobs, settings.state_path, store)
         self.scale = Scale(settings, self.redis)
-        self.alarms = Alarms(self.jobs, self.weights)
-        self.dispatcher = PromptDispatcher(self.jobs, self.library, self.replay)
+
+    def _run_jobs(self) -> None:
+        settings, jobs = self.settings, self.jobs
+        self.leases = Leases(jobs, settings.state_path, settings.weight_place, settings.lease_seconds, self.stop)
+        self.alarms = Alarms(jobs, self.weights)
+        self.queue = JobQueue(jobs, self.replicas, settings.max_running_jobs)
+        self.actions = JobActions(jobs, self.queue)
+        self.deletion = JobDeletion(jobs, settings.state_path, self.weight_store)
+        self.dispatcher = PromptDispatcher(jobs, self.library, self.replay)
+        self.value_progress = ValueProgress(self.redis)
+        self.references = ReferenceRefresh(jobs, self.library, self.weights)
         scorer = Scorer(self.inference, self.judge, settings.evaluation_requests)
-        self.evaluations = EvaluationQueue(self.jobs, self.library, self.weights, scorer, self.assigner)
-        self.references = ReferenceRefresh(self.jobs, self.library, self.weights)
-        self.forks = Forks(self.jobs, self.library, self.weights, self.references, settings.state_path, store)
-        self.runner = JobRunner(
-            self.jobs,
-            self.library,
-            self.evaluations,
-            self.leases,
-            self.replicas,
-            self.judge,
-            settings,
-            self.references,
-            self.queue,
-            self.assigner,
-        )
+        self.evaluations = EvaluationQueue(jobs, self.library, self.weights, scorer, self.assigner)
+        self.forks = Forks(jobs, self.library, self.weights, self.references, settings.state_path, self.weight_store)
+        self.monitor = JobMonitor(jobs, self.leases, self.assigner, settings.stall_seconds)
+        preparation = JobPreparation(jobs, self.library, self.judge, settings.max_dead_letter_share)
+        training = JobTraining(jobs, self.leases, self.evaluations, self.references, settings)
+        self.runner = JobRunner(jobs, self.queue, preparation, training, self.monitor, self.assigner)
 
     def require_usable(self, tasks: TasksSpec | None, tenant: str | None, model: str | None = None) -> None:
-        """Refuse tasks, and the folder of a model, that are not the tenant's to use (None: anybody's).
+        """Refuse tasks, and the folder of a model, that the tenant may not use; None may use all.
 
-        Raises InvalidInput with a pointer to each.
+        Raises InvalidInput with a pointer to each fault.
         """
         self.datasets.require_usable(tasks, tenant)
         if tenant is not None:

@@ -133,13 +133,13 @@ class EvaluationQueue:
         done = [int(result["step"]) for result in evaluation_results(self.jobs.client, job_id)]
         record = self.jobs.record(job_id)
         if 0 not in done:
-            return ScheduledEvaluation(job_id, 0, int(record.get("start_version", 0)))
+            return ScheduledEvaluation(job_id, 0, record.start_version)
         versions = self.weights.versions(job_id)
         newest = versions[-1] if versions else {"step": 0, "version": 0}
         due = ScheduledEvaluation(job_id, int(newest["step"]), int(newest["version"]))
         if due.step in done:
             return None
-        is_last = "trained_steps" in record
+        is_last = record.is_trained
         interval = spec.evaluation.interval_steps
         return due if is_last or due.step // interval > max(done) // interval else None
 

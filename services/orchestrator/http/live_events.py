@@ -24,7 +24,7 @@ from sse_starlette.sse import SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
 from services.orchestrator import redis_keys as own_keys
-from services.orchestrator.jobs.store import JobEvent, event_of
+from services.orchestrator.jobs.events import JobEvent, event_of
 from spo.messaging.redis_client import StreamEntry, StreamReplies
 from spo.observability.logs import get_logger
 from spo.spec.job_state import TERMINAL

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 
 from services.orchestrator.http.errors import MEDIA_TYPE, ProblemDocument
 from services.orchestrator.http.middleware import OPEN_PATHS
-from services.orchestrator.jobs.store import legal_transitions
+from services.orchestrator.jobs.states import legal_transitions
 from spo.spec.job_spec import JobSpec
 
 JsonObject = dict[str, Any]

@@ -109,7 +109,7 @@ class Commit:
     body: str = "{}"
     actor: str = "orchestrator"
 
-    def run(self, client: RedisClient, durable: bool) -> CommitOutcome:
+    def run(self, client: RedisClient, *, durable: bool) -> CommitOutcome:
         """Apply it; with durable, return only when Redis' append-only file holds it.
 
         Raises NotReady (code "not_durable") when the file was late: a power loss may undo the change.

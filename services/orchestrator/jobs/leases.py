@@ -11,9 +11,9 @@ from pathlib import Path
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.commit import Commit, Fence, Precondition, Write
+from services.orchestrator.jobs.record import clear_fields, write_fields
 from services.orchestrator.jobs.series import report_writes
 from services.orchestrator.jobs.store import JobStore
-from spo import redis_keys
 from spo.observability.logs import get_logger
 from spo.spec.job_spec import spec_to_json
 from spo.spec.job_state import JobState
@@ -82,8 +82,8 @@ class Leases:
         return wire.LeaseJobResponse()
 
     def _grant(self, job_id: str, trainer_id: str) -> wire.LeaseJobResponse | None:
-        held = self.lease(job_id)
-        if "trained_steps" in self.jobs.record(job_id) or (held.live and held.trainer_id != trainer_id):
+        held, record = self.lease(job_id), self.jobs.record(job_id)
+        if record.is_trained or (held.live and held.trainer_id != trainer_id):
             return None
         key = own_keys.job_lease(job_id)
         epoch = held.epoch + 1
@@ -94,7 +94,7 @@ class Leases:
             writes=[("HSET", key, "trainer_id", trainer_id, "epoch", epoch, "expires_unix_ms", self._expiry())],
             kind="lease",
             body=json.dumps({"trainer_id": trainer_id, "epoch": epoch}),
-        ).run(self.jobs.client, self.jobs.durable)
+        ).run(self.jobs.client, durable=self.jobs.durable)
         if not outcome.done:
             return None
         log.info("job leased", job=job_id, trainer=trainer_id, epoch=epoch)
@@ -107,7 +107,7 @@ class Leases:
             next_weight_version=max((int(version) for version in versions), default=0) + 1,
             checkpoint_path=str((self.state_path / "checkpoints" / job_id).absolute()),
             weight_store_path=f"{self.weight_place}/{job_id}",
-            start_version=int(self.jobs.record(job_id).get("start_version", 0)),
+            start_version=record.start_version,
         )
 
     def renew(self, request: wire.RenewLeaseRequest) -> wire.Directive.ValueType:
@@ -128,7 +128,7 @@ class Leases:
     def _directive(self, job_id: str, state: JobState) -> wire.Directive.ValueType:
         match state:
             case JobState.RUNNING:
-                asked = self.jobs.client.hexists(redis_keys.job_record(job_id), "checkpoint_asked")
+                asked = self.jobs.record(job_id).checkpoint_asked
                 return wire.DIRECTIVE_CHECKPOINT if asked else wire.DIRECTIVE_CONTINUE
             case JobState.PAUSING:
                 return wire.DIRECTIVE_PAUSE
@@ -151,7 +151,7 @@ class Leases:
                 fence=Fence(request.trainer_id, request.epoch),
                 writes=[
                     ("HSET", own_keys.job_checkpoints(job_id), request.step, json.dumps(head)),
-                    ("HDEL", redis_keys.job_record(job_id), "checkpoint_asked"),
+                    clear_fields(job_id, "checkpoint_asked"),
                     self._extension(job_id),
                 ],
                 kind="checkpoint",
@@ -166,7 +166,7 @@ class Leases:
         job_id = request.run_id
         writes: list[Write] = [("HSET", own_keys.job_lease(job_id), "trainer_id", "", "expires_unix_ms", 0)]
         if not request.error_code:
-            writes.append(("HSET", redis_keys.job_record(job_id), "trained_steps", request.final_step))
+            writes.append(write_fields(job_id, trained_steps=request.final_step))
         outcome = self.jobs.fenced(
             Commit(
                 job_id,

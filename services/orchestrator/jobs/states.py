@@ -4,13 +4,13 @@ queued -> validating -> estimating -> running -> succeeded
                                         |  ^
                                         v  |
                                     pausing -> paused
-paused -> running waits for a place in the queue;
+paused -> running waits in the queue for a slot;
 every state before the last may go to failed, and by cancelling to cancelled
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ def may_become(state: JobState) -> frozenset[JobState]:
 class JobAction:
     """What a person may ask of a job: where each state goes, and the states in which it is already so.
 
-    Moves out of `queues` happen when there is a place.
+    Out of the states `queues` the move waits for a slot in the queue.
     """
 
     name: str
@@ -64,6 +64,11 @@ RESUME = JobAction(
 ACTIONS = (CANCEL, PAUSE, RESUME)
 
 
+def legal_transitions() -> dict[str, list[str]]:
+    """The table as plain words, for documents and OpenAPI."""
+    return {state.value: sorted(following) for state, following in TRANSITIONS.items()}
+
+
 def refuse(action: str, state: JobState) -> Conflict:
     """The error of a verb that this state does not allow; names the transitions and verbs that are legal."""
     states = ", ".join(sorted(TRANSITIONS[state])) or "none"
@@ -74,7 +79,7 @@ def refuse(action: str, state: JobState) -> Conflict:
     )
 
 
-def fold(transitions: Iterable[dict[str, Any]]) -> JobState:
+def fold(transitions: Iterable[Mapping[str, Any]]) -> JobState:
     """The state after transition bodies {"from", "to"} in order. Raises IntegrityError at an illegal or missing one."""
     state: JobState | None = None
     for body in transitions:

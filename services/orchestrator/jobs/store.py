@@ -3,63 +3,30 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
-
-from ulid import ULID
 
 from services.orchestrator import redis_keys as own_keys
-from services.orchestrator.jobs.commit import (
-    Commit,
-    CommitOutcome,
-    Fence,
-    Precondition,
-    Write,
-    timestamp,
-)
-from services.orchestrator.jobs.listing import JobFilter, JobIdPage, label_writes, page_of_jobs
-from services.orchestrator.jobs.states import TRANSITIONS, JobAction, fold, may_become, refuse
-from services.orchestrator.jobs.waiting import ask_to_resume, withdraw_resume
+from services.orchestrator.jobs.commit import Commit, CommitOutcome, Fence, Precondition, Write
+from services.orchestrator.jobs.creation import NewJob, Submission, require_same_request
+from services.orchestrator.jobs.events import JobEvent, event_of
+from services.orchestrator.jobs.listing import JobFilter, JobIdPage, page_of_jobs
+from services.orchestrator.jobs.record import JobRecord, write_fields
+from services.orchestrator.jobs.states import fold, may_become
 from spo import redis_keys
-from spo.errors import InvalidInput, LeaseLost, NotFound
+from spo.errors import LeaseLost, NotFound
 from spo.messaging.redis_client import RedisClient
 from spo.observability.logs import get_logger
-from spo.spec.job_spec import JobSpec, spec_from_json, spec_to_json
-from spo.spec.job_state import TERMINAL, JobState
+from spo.spec.job_spec import JobSpec, spec_from_json
+from spo.spec.job_state import TERMINAL, JobState, decode_state
 
 log = get_logger("jobs")
-
-IDEMPOTENCY_SECONDS = 86_400
-FIRST_EVENT = "0-0"
-
-
-@dataclass(frozen=True)
-class JobEvent:
-    """One entry of a job's history; seq counts from 1 without gaps."""
-
-    seq: int
-    at: str
-    actor: str
-    kind: str
-    body: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class NewJob:
-    """What a job has from the start that was not submitted as a spec: its id, what its request was, further writes."""
-
-    job_id: str
-    request_digest: str
-    writes: Sequence[Write]
 
 
 class JobStore:
     """All jobs in Redis. Every change goes through `Commit`."""
 
-    def __init__(self, client: RedisClient, durable: bool = True) -> None:
+    def __init__(self, client: RedisClient, *, durable: bool = True) -> None:
         self.client = client
         self.durable = durable
         self.parse_spec = lru_cache(maxsize=64)(spec_from_json)
@@ -72,58 +39,24 @@ class JobStore:
         tenant: str = "",
         new_job: NewJob | None = None,
     ) -> str:
-        """Create a queued job and return its id; the same key and spec of a tenant return the same job.
+        """Create a queued job and return its id; the same key and request of a tenant return the same job.
 
-        Raises InvalidInput (code "idempotency_mismatch") when the key was used for another spec.
+        Raises InvalidInput (code "idempotency_mismatch") when the key was used for another request.
         """
-        job_id = new_job.job_id if new_job else new_job_id()
-        created_unix_ms = int(time.time() * 1000)
-        document = spec_to_json(spec)
-        body_digest = new_job.request_digest if new_job else redis_keys.digest(document)
-        writes: list[Write] = [
-            ("SET", redis_keys.run_spec(job_id), document),
-            ("ZADD", redis_keys.job_index(), created_unix_ms, job_id),
-            ("ZADD", own_keys.tenant_jobs(tenant), created_unix_ms, job_id),
-            *_record_writes(job_id, spec, created_unix_ms, tenant),
-            *label_writes(spec.labels, job_id, created_unix_ms),
-            *(new_job.writes if new_job else ()),
-        ]
-        guard = None
-        if idempotency_key is not None:
-            key = _idempotency(tenant, idempotency_key)
-            guard = Precondition(key, "job_id")
-            writes += [
-                ("HSET", key, "job_id", job_id, "body_digest", body_digest),
-                ("EXPIRE", key, IDEMPOTENCY_SECONDS),
-            ]
-        body = json.dumps({"reason": "submitted"})
-        commit = Commit(
-            job_id, ("absent",), JobState.QUEUED, guard=guard, writes=writes, kind="state", body=body, actor=actor
-        )
-        outcome = commit.run(self.client, self.durable)
-        if outcome.verdict == "guard" and guard is not None:
-            return self._same_job(guard.key, outcome.guard_value, body_digest)
-        return job_id
-
-    def made_before(self, idempotency_key: str | None, request_digest: str, tenant: str) -> str | None:
-        """The job that this request has made already. Raises InvalidInput (code "idempotency_mismatch")."""
-        key = _idempotency(tenant, idempotency_key) if idempotency_key else None
-        made = self.client.hget(key, "job_id") if key else None
-        return self._same_job(key, made.decode(), request_digest) if key and made else None
-
-    def _same_job(self, key: str, job_id: str, body_digest: str) -> str:
-        if self.client.hget(key, "body_digest") != body_digest.encode():
-            raise InvalidInput(
-                "this Idempotency-Key was used with another body; take a new key", code="idempotency_mismatch"
-            )
-        return job_id
+        submission = Submission(spec, idempotency_key, actor, tenant, new_job)
+        commit = submission.commit()
+        outcome = commit.run(self.client, durable=self.durable)
+        if outcome.verdict == "guard" and commit.guard is not None:
+            require_same_request(self.client, commit.guard.key, submission.request_digest())
+            return outcome.guard_value
+        return commit.job_id
 
     def state(self, job_id: str) -> JobState:
         """Raises NotFound."""
-        state = self.client.get(redis_keys.run_state(job_id))
+        state = decode_state(self.client.get(redis_keys.run_state(job_id)))
         if state is None:
             raise NotFound(f"there is no job {job_id}", code="job_not_found")
-        return JobState(state.decode())
+        return state
 
     def spec(self, job_id: str) -> JobSpec:
         """Raises NotFound."""
@@ -132,12 +65,12 @@ class JobStore:
             raise NotFound(f"there is no job {job_id}", code="job_not_found")
         return self.parse_spec(document)
 
-    def record(self, job_id: str) -> dict[str, str]:
+    def record(self, job_id: str) -> JobRecord:
         """The job's record; raises NotFound."""
         fields = self.client.hgetall(redis_keys.job_record(job_id))
         if not fields:
             raise NotFound(f"there is no job {job_id}", code="job_not_found")
-        return {name.decode(): value.decode() for name, value in fields.items()}
+        return JobRecord.from_redis(fields)
 
     def events(self, job_id: str, after_seq: int = 0, limit: int = 1000) -> list[JobEvent]:
         """Events after a sequence number, oldest first."""
@@ -179,6 +112,14 @@ class JobStore:
             found = [(score, raw.decode()) for members in pipe.execute() for raw, score in members]
         return [job_id for _, job_id in sorted(found)]
 
+    def by_priority(self, job_ids: Sequence[str]) -> dict[str, int]:
+        """The jobs with their priorities, the highest first; of equal ones in the order given."""
+        with self.client.pipeline(transaction=False) as pipe:
+            for job_id in job_ids:
+                pipe.hget(redis_keys.job_record(job_id), "priority")
+            found = {job_id: int(raw or 1) for job_id, raw in zip(job_ids, pipe.execute(), strict=True)}
+        return dict(sorted(found.items(), key=lambda found: -found[1]))
+
     def users_of(self, dataset_id: str) -> list[str]:
         """Jobs that have not ended and whose tasks are this dataset."""
         unfinished = self.in_states([state for state in JobState if state not in TERMINAL])
@@ -210,35 +151,18 @@ class JobStore:
         allowed = may_become(to) if expected is None else frozenset(expected) & may_become(to)
         body = json.dumps({"reason": reason})
         commit = Commit(job_id, sorted(allowed), to, writes=writes, kind="state", body=body, actor=actor)
-        outcome = commit.run(self.client, self.durable)
+        outcome = commit.run(self.client, durable=self.durable)
         if outcome.done:
             log.info("job state", job=job_id, before=outcome.state, to=to.value, reason=reason)
         return outcome.done
 
     def fail(self, job_id: str, code: str, message: str) -> bool:
         """Move a job to failed with the reason people will read."""
-        record = ("HSET", redis_keys.job_record(job_id), "failure_code", code, "failure_message", message[:2000])
-        return self.transition(job_id, JobState.FAILED, f"{code}: {message[:2000]}", writes=[record])
+        message = message[:2000]
+        failure = write_fields(job_id, failure_code=code, failure_message=message)
+        return self.transition(job_id, JobState.FAILED, f"{code}: {message}", writes=[failure])
 
-    def act(self, job_id: str, action: JobAction, actor: str = "api") -> JobState:
-        """Do what a person asks; repeated asking changes nothing. Raises NotFound, Conflict (illegal_transition)."""
-        while True:
-            state = self.state(job_id)
-            if state in action.already:
-                if action.name == "pause":
-                    withdraw_resume(self.client, job_id)
-                return state
-            if state not in action.moves:
-                raise refuse(action.name, state)
-            if state in action.queues:
-                if ask_to_resume(self.client, job_id, actor, self.durable):
-                    return state
-                continue
-            to = action.moves[state]
-            if self.transition(job_id, to, f"{action.name} asked for", expected=(state,), actor=actor):
-                return to
-
-    def append(self, job_id: str, kind: str, body: dict[str, Any], writes: Sequence[Write] = ()) -> None:
+    def append(self, job_id: str, kind: str, body: Mapping[str, object], writes: Sequence[Write] = ()) -> None:
         """Add an event that is not a transition, with the writes it tells of."""
         Commit(job_id, writes=writes, kind=kind, body=json.dumps(body)).run(self.client, durable=False)
 
@@ -247,61 +171,40 @@ class JobStore:
         job_id: str,
         guard: Precondition,
         kind: str,
-        body: dict[str, Any],
+        body: Mapping[str, object],
         writes: Sequence[Write],
         durable: bool | None = None,
     ) -> bool:
         """As append, durably unless told otherwise, only while the guard holds; False when it does not."""
         commit = Commit(job_id, guard=guard, writes=writes, kind=kind, body=json.dumps(body))
-        return commit.run(self.client, self.durable if durable is None else durable).done
+        return commit.run(self.client, durable=self.durable if durable is None else durable).done
 
     def fenced(self, commit: Commit) -> CommitOutcome:
         """Run a commit of a lease holder. Raises LeaseLost when another trainer has the job."""
-        outcome = commit.run(self.client, self.durable)
+        outcome = commit.run(self.client, durable=self.durable)
         if outcome.verdict == "fence":
             trainer = commit.fence or Fence("", 0)
             raise LeaseLost(f"trainer {trainer.trainer_id} (epoch {trainer.epoch}) does not hold {commit.job_id}")
         return outcome
 
     def refold(self, job_id: str) -> JobState:
-        """Recompute the state from the events and correct the stored one if it differs."""
-        bodies = [event.body for event in self.events(job_id, limit=1_000_000) if event.kind == "state"]
-        state = fold(bodies)
-        if self.state(job_id) is not state:
-            log.error("stored state differs from its events; corrected", job=job_id, folded=state.value)
-            self.client.set(redis_keys.run_state(job_id), state.value)
-        return state
+        """Recompute the state from the events; where the stored one or the sets by state differ, correct them at once.
 
+        Raises NotFound, IntegrityError when the events are none that a job can have.
+        """
+        while True:
+            stored = self.state(job_id)
+            state = fold(event.body for event in self.events(job_id, limit=1_000_000) if event.kind == "state")
+            listed = self._listed_under(job_id)
+            if stored is state and listed == [state]:
+                return state
+            away = [("ZREM", redis_keys.jobs_in_state(other), job_id) for other in listed]
+            # The same step puts it where it belongs; not when the job has moved since it was read.
+            if Commit(job_id, (stored,), state, writes=away).run(self.client, durable=self.durable).done:
+                log.error("stored state differs from its events; corrected", job=job_id, folded=state.value)
 
-def new_job_id() -> str:
-    return f"job_{ULID()}"
-
-
-def _idempotency(tenant: str, key: str) -> str:
-    return own_keys.idempotency(redis_keys.digest(tenant, key))
-
-
-def legal_transitions() -> dict[str, list[str]]:
-    """The table as plain words, for documents and OpenAPI."""
-    return {state.value: sorted(following) for state, following in TRANSITIONS.items()}
-
-
-def event_of(entry: tuple[bytes, dict[bytes, bytes]]) -> JobEvent:
-    """Decode one stream entry."""
-    entry_id, fields = entry
-    body = json.loads(fields[b"body"])
-    if fields[b"kind"] == b"state":
-        body = {"from": fields[b"from"].decode() or None, "to": fields[b"to"].decode(), **body}
-    return JobEvent(
-        seq=int(entry_id.split(b"-")[0]),
-        at=fields[b"at"].decode(),
-        actor=fields[b"actor"].decode(),
-        kind=fields[b"kind"].decode(),
-        body=body,
-    )
-
-
-def _record_writes(job_id: str, spec: JobSpec, created_unix_ms: int, tenant: str) -> list[Write]:
-    created: Write = ("created_at", timestamp(), "created_unix_ms", created_unix_ms)
-    named: Write = ("name", spec.name, "labels", json.dumps(spec.labels), "tenant", tenant, "priority", spec.priority)
-    return [("HSET", redis_keys.job_record(job_id), *created, *named)]
+    def _listed_under(self, job_id: str) -> list[JobState]:
+        with self.client.pipeline(transaction=True) as pipe:
+            for state in JobState:
+                pipe.zscore(redis_keys.jobs_in_state(state), job_id)
+            return [state for state, score in zip(JobState, pipe.execute(), strict=True) if score is not None]

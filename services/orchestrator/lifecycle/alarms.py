@@ -78,7 +78,7 @@ class Alarms:
             kind="state",
             body=json.dumps({"reason": reason}),
             actor="collapse guard",
-        ).run(self.jobs.client, self.jobs.durable)
+        ).run(self.jobs.client, durable=self.jobs.durable)
         if outcome.done:
             log.warning("the collapse guard pauses a job", job=job_id, reason=reason)
         return outcome.done

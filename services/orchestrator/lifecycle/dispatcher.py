@@ -1,4 +1,4 @@
-"""Puts prompts on the belt: never more trajectories than the replay limiter admits, never a prompt twice or skipped."""
+"""Dispatches prompts: never more trajectories than the replay limiter admits, never a prompt twice or skipped."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PromptSchedule:
 
 
 class PromptDispatcher:
-    """Feeds every running job; its position is in Redis and moves in the same step as the prompts it publishes."""
+    """Gives every running job its prompts; the position is in Redis and moves in the same step as the prompts."""
 
     def __init__(self, jobs: JobStore, library: TaskLibrary, replay: RpcClient) -> None:
         self.jobs = jobs
@@ -69,7 +69,7 @@ class PromptDispatcher:
         self._schedules: dict[str, PromptSchedule] = {}
 
     def run(self, stop: threading.Event) -> None:
-        """Feed until stop; trouble with a peer costs time, never a prompt."""
+        """Dispatch until stop; a service that does not answer costs time, never a prompt."""
         while not stop.is_set():
             running: list[str] = []
             try:
@@ -87,14 +87,14 @@ class PromptDispatcher:
             self.dispatch(job_id)
         except SpoError as error:
             if error.retryable:
-                log.warning("could not feed; trying again", job=job_id, reason=error.message)
+                log.warning("could not dispatch prompts; trying again", job=job_id, reason=error.message)
             else:
                 self.jobs.fail(job_id, error.code, error.message)
 
     def dispatch(self, job_id: str) -> int:
         """Publish as many groups as the limiter has room for; returns how many."""
         spec = self.jobs.spec(job_id)
-        if spec.replay.online_share == 0 or "trained_steps" in self.jobs.record(job_id):
+        if spec.replay.online_share == 0 or self.jobs.record(job_id).is_trained:
             return 0
         # Counted before the limiter is asked: a group ingested in between is counted twice, never forgotten.
         in_pipeline = groups_in_pipeline(self.jobs.client, job_id)
@@ -133,13 +133,13 @@ class PromptDispatcher:
                 problems = self._with_value(job_id, spec, problems)
             if not problems:
                 raise PreconditionFailed(
-                    "no training prompt has a value that the mix takes; nothing can be fed", code="no_prompts"
+                    "no training prompt has a value that the mix takes; nothing can be dispatched", code="no_prompts"
                 )
             self._schedules[job_id] = PromptSchedule(problems, spec.seed)
         return self._schedules[job_id]
 
     def _with_value(self, job_id: str, spec: JobSpec, problems: Sequence[Problem]) -> tuple[Problem, ...]:
-        """Problems that can be learnt from: with a value, neither unsolved nor too certain where these are left out."""
+        """Problems with a value, without those that the spec leaves out: unsolved, or with too little spread."""
         found = self.jobs.client.hgetall(redis_keys.run_values(job_id))
         values = {prompt_id.decode(): PromptValue.FromString(raw) for prompt_id, raw in found.items()}
         drops = spec.value is not None and spec.value.unsolved == "drop"
@@ -158,7 +158,7 @@ def _spread(value: PromptValue) -> float:
 
 
 def _span(group: PromptGroup) -> tracing.Span:
-    """The first span of the group's trace; one that never ends is never told."""
+    """The first span of the group's trace; a span that is not ended is not exported."""
     return tracing.begin(
         "dispatch",
         ids=tracing.group_ids(group.run_id, group.group_id),

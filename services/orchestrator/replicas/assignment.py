@@ -13,7 +13,6 @@ from typing import Any
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.store import JobStore
-from services.orchestrator.jobs.waiting import by_priority
 from services.orchestrator.replicas.registry import ReplicaRegistry
 from spo.observability.logs import get_logger
 from spo.spec.job_state import HOLDS_SLOT, JobState
@@ -69,7 +68,7 @@ class ReplicaAssigner:
 
     def wanted(self) -> dict[str, int]:
         """Runs that want replicas with their weights, first in precedence first; else the one under evaluation."""
-        runs = by_priority(self.jobs.client, self.jobs.in_states(SERVED))
+        runs = self.jobs.by_priority(self.jobs.in_states(SERVED))
         if runs:
             return runs
         examined = self.jobs.client.get(own_keys.evaluated_run())

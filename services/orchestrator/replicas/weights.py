@@ -95,7 +95,7 @@ class WeightAnnouncements:
             kind="weights",
             body=json.dumps({"action": action, "version": version, "step": published["step"]}),
             actor=actor,
-        ).run(self.jobs.client, self.jobs.durable)
+        ).run(self.jobs.client, durable=self.jobs.durable)
         if not outcome.done:
             raise Conflict(f"job {job_id} is {outcome.state}; it serves no weights", code="job_not_active")
         return announcement

@@ -17,7 +17,7 @@ import redis
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.http.server import HttpServer
-from services.orchestrator.jobs.store import JobEvent
+from services.orchestrator.jobs.events import JobEvent
 from services.orchestrator.service import OrchestratorService
 from services.orchestrator.settings import Settings
 from spo.rpc.client import RpcClient

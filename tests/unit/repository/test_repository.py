@@ -192,7 +192,7 @@ def test_work_streams_are_never_trimmed() -> None:
     # The prompts of a cancelled run are emptied, since nobody wants them any more; records are not work.
     # The typed view of Redis only names the parameter.
     allowed = {
-        "services/orchestrator/lifecycle/runner.py",
+        "services/orchestrator/lifecycle/training.py",
         "spo/messaging/capped_log.py",
         "spo/messaging/redis_client.py",
     }

@@ -15,9 +15,8 @@ from services.orchestrator.container import AppContext
 from services.orchestrator.http import views
 from services.orchestrator.http.dependencies import ContextDep, JobId, PrincipalDep
 from services.orchestrator.http.submission import checked_spec, require_quota, require_sources, submit_job
-from services.orchestrator.jobs.states import CANCEL, PAUSE, RESUME, JobAction, refuse
-from services.orchestrator.lifecycle.forks import ForkOptions
-from spo import redis_keys
+from services.orchestrator.jobs.states import CANCEL, PAUSE, RESUME, JobAction
+from services.orchestrator.lifecycle.forks.fork import ForkOptions
 from spo.errors import InvalidInput
 from spo.spec.job_spec import JobSpec
 from spo.spec.job_state import JobState
@@ -140,10 +139,7 @@ def resume(context: ContextDep, job_id: JobId) -> schemas.JobSummary:
 @router.post("/{job_id}/checkpoint", status_code=202)
 def checkpoint(context: ContextDep, job_id: JobId) -> schemas.JobSummary:
     """Ask the trainer of a running job for a checkpoint now."""
-    state = context.jobs.state(job_id)
-    if state is not JobState.RUNNING:
-        raise refuse("checkpoint", state)
-    context.redis.hset(redis_keys.job_record(job_id), "checkpoint_asked", 1)
+    context.actions.ask_for_checkpoint(job_id)
     return views.job_summary(context, job_id)
 
 
@@ -187,7 +183,7 @@ def rollback_weights(
 
 
 def _act(context: AppContext, job_id: str, action: JobAction) -> schemas.JobSummary:
-    context.jobs.act(job_id, action)
+    context.actions.act(job_id, action)
     if action is RESUME:
         context.queue.fill()
     return views.job_summary(context, job_id)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator import schemas
 from services.orchestrator.container import AppContext
-from services.orchestrator.lifecycle.monitor import waits
+from services.orchestrator.jobs.record import JobRecord
 from services.orchestrator.replicas.weights import announcement_of
 from spo import redis_keys
 from spo.errors import NotFound
@@ -31,7 +32,11 @@ def job_summaries(context: AppContext, job_ids: Sequence[str]) -> list[schemas.J
             pipe.zrange(own_keys.job_metrics(job_id), -1, -1, withscores=True)
         replies = pipe.execute()
     found = zip(job_ids, replies[::3], replies[1::3], replies[2::3], strict=True)
-    return [_summary(job_id, *stored) for job_id, *stored in found if stored[0] and stored[1]]
+    return [
+        _summary(job_id, JobRecord.from_redis(fields), state, newest)
+        for job_id, fields, state, newest in found
+        if fields and state
+    ]
 
 
 def job(context: AppContext, job_id: str) -> schemas.Job:
@@ -48,19 +53,18 @@ def job(context: AppContext, job_id: str) -> schemas.Job:
         fields, state, newest, document, values, evaluated, announced = pipe.execute()
     if not fields or not state or document is None:
         raise NotFound(f"there is no job {job_id}", code="job_not_found")
-    summary = _summary(job_id, fields, state, newest)
-    record = {name.decode(): value.decode() for name, value in fields.items()}
+    record = JobRecord.from_redis(fields)
+    summary = _summary(job_id, record, state, newest)
     spec = context.jobs.parse_spec(document)
     latest = _newest_evaluation(context, job_id, evaluated)
-    total = record.get("prompts_total")
     failure = None
-    if "failure_code" in record:
-        failure = schemas.Failure(code=record["failure_code"], message=record["failure_message"])
+    if record.failure_code:
+        failure = schemas.Failure(code=record.failure_code, message=record.failure_message)
     return schemas.Job(
         **vars(summary),
         progress=schemas.Progress(
             **context.value_progress.of(job_id, spec, values),
-            values_total=int(total) if total else None,
+            values_total=record.prompts_total,
             step=summary.step,
             steps=spec.trainer.steps,
             weight_version=announcement_of(announced[0]).version if announced else 0,
@@ -70,7 +74,7 @@ def job(context: AppContext, job_id: str) -> schemas.Job:
         failure=failure,
         waits=[] if summary.state in TERMINAL else _waits(context, job_id, summary.state),
         spec=spec.model_dump(mode="json"),
-        lineage=json.loads(record["lineage"]) if "lineage" in record else None,
+        lineage=schemas.Lineage(**asdict(record.lineage)) if record.lineage else None,
     )
 
 
@@ -79,24 +83,20 @@ def evaluation_brief(evaluation: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in evaluation.items() if name != "per_problem"}
 
 
-def _summary(
-    job_id: str, fields: Mapping[bytes, bytes], state: bytes, newest: list[tuple[bytes, float]]
-) -> schemas.JobSummary:
-    record = {name.decode(): value.decode() for name, value in fields.items()}
+def _summary(job_id: str, record: JobRecord, state: bytes, newest: list[tuple[bytes, float]]) -> schemas.JobSummary:
     return schemas.JobSummary(
         id=job_id,
-        name=record["name"],
-        labels=json.loads(record["labels"]),
+        name=record.name,
+        labels=record.labels,
         state=JobState(state.decode()),
         step=int(newest[0][1]) if newest else 0,
-        created_at=record["created_at"],
-        updated_at=record.get("updated_at", record["created_at"]),
+        created_at=record.created_at,
+        updated_at=record.updated_at or record.created_at,
     )
 
 
 def _waits(context: AppContext, job_id: str, state: JobState) -> list[str]:
-    seen = waits(context.jobs, context.replicas, context.leases, context.assigner, job_id, state)
-    return [*context.queue.reasons(job_id, state), *seen]
+    return [*context.queue.reasons(job_id, state), *context.monitor.waits(job_id, state)]
 
 
 def _newest_evaluation(context: AppContext, job_id: str, steps: list[bytes]) -> dict[str, object] | None:

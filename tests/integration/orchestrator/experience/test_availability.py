@@ -133,7 +133,7 @@ def test_jobs_without_values_take_stored_experience_too(context: AppContext, doc
 
 def test_a_job_is_not_deleted_while_its_experience_is_on_its_way(context: AppContext, document: Document) -> None:
     job_id = context.jobs.submit(parse_job_spec(document))
-    context.jobs.act(job_id, CANCEL)
+    context.actions.act(job_id, CANCEL)
     context.redis.hset(redis_keys.replay_counters(job_id), "number", 10)
     context.redis.hset(redis_keys.replay_stored(job_id), "written", 7)
 

@@ -67,7 +67,7 @@ def test_a_stream_cut_again_and_again_misses_and_repeats_nothing(
     def write() -> None:
         for number in range(total - 2):
             context.jobs.append(job_id, "progress", {"done": number})
-        context.jobs.act(job_id, CANCEL)
+        context.actions.act(job_id, CANCEL)
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -134,7 +134,7 @@ def test_a_listener_that_fell_far_behind_misses_nothing(
         )
         for number in range(total - 2):
             context.jobs.append(job_id, "progress", {"done": number, "padding": "x" * 4000})
-        context.jobs.act(job_id, CANCEL)
+        context.actions.act(job_id, CANCEL)
         told = b"".join(iter(lambda: slow.recv(1 << 16), b""))
 
     assert [int(line[4:]) for line in told.split(b"\r\n") if line.startswith(b"id: ")] == list(range(1, total + 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.jobs.listing import label_writes
+from services.orchestrator.jobs.record import write_fields
 from spo import redis_keys
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.job_state import JobState
@@ -57,7 +57,7 @@ def test_jobs_are_found_by_when_they_were_made(api: httpx.Client, context: AppCo
     for _ in range(3):
         jobs.append(submitted(context, document))
         time.sleep(0.005)
-    made = [datetime.fromtimestamp(int(context.jobs.record(each)["created_unix_ms"]) / 1000, UTC) for each in jobs]
+    made = [datetime.fromtimestamp(context.jobs.record(job_id).created_unix_ms / 1000, UTC) for job_id in jobs]
 
     assert listed(api, created_from=made[1].isoformat()) == jobs[:0:-1]
     assert listed(api, created_to=made[1].isoformat()) == jobs[1::-1]
@@ -85,8 +85,8 @@ def test_ten_thousand_jobs_are_listed_fast(
         for number in range(10_000):
             job_id, state = f"job_{number:026d}", JobState.FAILED if number % 2 else JobState.SUCCEEDED
             labels = {"n": str(number % 10)}
-            record = {"name": spec.name, "labels": json.dumps(labels), "created_at": "2026-01-01T00:00:00Z"}
-            pipe.hset(redis_keys.job_record(job_id), mapping=record)
+            created = {"created_at": "2026-01-01T00:00:00Z", "created_unix_ms": number}
+            pipe.execute_command(*write_fields(job_id, name=spec.name, labels=labels, **created))
             pipe.set(redis_keys.run_state(job_id), state.value)
             for key in (redis_keys.job_index(), redis_keys.jobs_in_state(state)):
                 pipe.zadd(key, {job_id: number})

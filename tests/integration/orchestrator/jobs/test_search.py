@@ -11,7 +11,7 @@ from services.orchestrator.container import AppContext
 from services.orchestrator.http.bottlenecks import job_waits
 from services.orchestrator.jobs.listing import JobFilter
 from services.orchestrator.jobs.search import PIECE, find_jobs
-from services.orchestrator.lifecycle.monitor import Watch
+from services.orchestrator.lifecycle.monitor import JobMonitor
 from spo import redis_keys
 from spo.messaging.streams import publish
 from spo.spec.job_spec import parse_job_spec
@@ -87,7 +87,7 @@ def test_how_idle_pools_are_is_sampled(context: AppContext, jobs: list[str]) -> 
     for load in (0.25, 0.75):
         beat = wire.HeartbeatRequest(replica_id=f"i-{load}", pool="inference", load=load)
         context.replicas.beat(beat)
-    Watch(context.jobs, context.replicas, context.leases, context.assigner, 60).look(jobs[0])
+    JobMonitor(context.jobs, context.leases, context.assigner, 60).observe(jobs[0])
     sampled = context.redis.zrange(own_keys.job_platform_series(jobs[0]), 0, -1)[0]
 
     assert b'"idle_inference": 0.5' in sampled

@@ -64,10 +64,36 @@ def test_the_state_is_the_fold_of_the_events_and_is_repaired_from_them(
     job_id = context.jobs.submit(spec)
     context.jobs.transition(job_id, JobState.VALIDATING, "turn")
     redis_client.set(redis_keys.run_state(job_id), "succeeded")
+    redis_client.zadd(redis_keys.jobs_in_state("succeeded"), {job_id: 1})
+    redis_client.zrem(redis_keys.jobs_in_state("validating"), job_id)
 
     assert context.jobs.refold(job_id) is JobState.VALIDATING
     assert context.jobs.state(job_id) is JobState.VALIDATING
+    assert context.jobs.counts() == {state: int(state is JobState.VALIDATING) for state in JobState}
     assert fold([event.body for event in context.jobs.events(job_id)]) is JobState.VALIDATING
+
+
+def test_a_job_that_is_listed_under_another_state_too_is_listed_under_its_own_alone(
+    context: AppContext, spec: JobSpec, redis_client: redis.Redis
+) -> None:
+    job_id = context.jobs.submit(spec)
+    redis_client.zadd(redis_keys.jobs_in_state("running"), {job_id: 1})
+
+    assert context.jobs.refold(job_id) is JobState.QUEUED
+    assert context.jobs.counts() == {state: int(state is JobState.QUEUED) for state in JobState}
+
+
+def test_a_checkpoint_asked_of_a_job_that_has_just_stopped_leaves_no_mark(
+    context: AppContext, spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = context.jobs.submit(spec)
+    # Who asked saw it running.
+    monkeypatch.setattr(context.jobs, "state", lambda job_id: JobState.RUNNING)
+
+    with pytest.raises(Conflict):
+        context.actions.ask_for_checkpoint(job_id)
+
+    assert not context.jobs.record(job_id).checkpoint_asked
 
 
 def test_one_idempotency_key_makes_one_job(context: AppContext, spec: JobSpec) -> None:
@@ -123,9 +149,9 @@ def test_verbs_are_idempotent_and_leave_one_event(context: AppContext, spec: Job
     job_id = running(context, spec)
     before = len(context.jobs.events(job_id))
 
-    assert [context.jobs.act(job_id, PAUSE) for _ in range(3)] == [JobState.PAUSING] * 3
-    assert context.jobs.act(job_id, RESUME) is JobState.RUNNING
-    assert [context.jobs.act(job_id, CANCEL) for _ in range(2)] == [JobState.CANCELLING] * 2
+    assert [context.actions.act(job_id, PAUSE) for _ in range(3)] == [JobState.PAUSING] * 3
+    assert context.actions.act(job_id, RESUME) is JobState.RUNNING
+    assert [context.actions.act(job_id, CANCEL) for _ in range(2)] == [JobState.CANCELLING] * 2
     assert len(context.jobs.events(job_id)) == before + 3
 
 
@@ -134,7 +160,7 @@ def test_an_ended_job_takes_no_action(context: AppContext, spec: JobSpec) -> Non
     context.jobs.transition(job_id, JobState.SUCCEEDED, "done")
 
     with pytest.raises(Conflict, match="legal transitions: none"):
-        context.jobs.act(job_id, CANCEL)
+        context.actions.act(job_id, CANCEL)
 
 
 def test_an_unknown_job_is_not_found(context: AppContext) -> None:

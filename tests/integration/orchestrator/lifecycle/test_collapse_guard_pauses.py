@@ -65,7 +65,7 @@ def test_by_policy_pause_an_alarm_pauses_the_job_at_the_last_good_weights(traini
     assert [each.seq for each in context.jobs.events(job_id)] == list(range(1, len(context.jobs.events(job_id)) + 1))
     assert alarms_counted() == counted + 1
 
-    context.jobs.act(job_id, RESUME)
+    context.actions.act(job_id, RESUME)
     training.wait_trained(job_id)
 
     assert len(training.events(job_id, "alarm")) == 1
@@ -113,7 +113,7 @@ def test_a_report_that_arrives_twice_is_told_of_once_and_pauses_once(
     service = OrchestratorService(context)
 
     first = service.RenewLease(renewal, None)  # type: ignore[arg-type]
-    context.jobs.act(job_id, RESUME)
+    context.actions.act(job_id, RESUME)
     second = service.RenewLease(renewal, None)  # type: ignore[arg-type]
 
     assert (first.directive, second.directive) == (wire.DIRECTIVE_PAUSE, wire.DIRECTIVE_CONTINUE)

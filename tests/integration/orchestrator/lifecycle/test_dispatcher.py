@@ -195,7 +195,7 @@ def test_two_feeders_at_once_publish_each_position_once(
 def test_a_cancelled_job_is_fed_nothing(context: AppContext, peers: ServiceDoubles, document: dict[str, Any]) -> None:
     job_id = running(context, document)
     peers.replay.admissible = 100
-    context.jobs.act(job_id, CANCEL)
+    context.actions.act(job_id, CANCEL)
 
     assert context.dispatcher.dispatch(job_id) == 0
     assert groups(context, job_id) == []
@@ -235,4 +235,4 @@ def test_a_job_with_nothing_to_feed_fails_and_says_so(
     context.stop.set()
     loop.join(10)
 
-    assert context.jobs.record(job_id)["failure_code"] == "no_prompts"
+    assert context.jobs.record(job_id).failure_code == "no_prompts"

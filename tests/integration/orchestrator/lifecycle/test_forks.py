@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
-from services.orchestrator.lifecycle.forks import merge_patch
+from services.orchestrator.lifecycle.forks.fork import merge_patch
 from spo import redis_keys
 from spo.manifest_folder import seal_folder, staging_folder
 from spo.model.folder import inspect_model_folder

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.orchestrator.lifecycle.forks import ForkOptions
+from services.orchestrator.lifecycle.forks.fork import ForkOptions
 from spo.spec.job_state import JobState
 from spo.weights.store import WeightStore
 

@@ -12,7 +12,7 @@ import pytest
 from services.orchestrator.container import AppContext
 from services.orchestrator.jobs.series import evaluation_results
 from services.orchestrator.jobs.states import CANCEL, PAUSE, RESUME
-from services.orchestrator.lifecycle.monitor import dead_letters
+from services.orchestrator.lifecycle.dead_letters import dead_requests
 from spo import redis_keys
 from spo.messaging import streams
 from spo.spec.job_spec import parse_job_spec
@@ -133,7 +133,7 @@ def test_a_job_that_waited_starts_when_the_running_one_ends(context: AppContext,
     with at_work(context):
         wait_until(lambda: state(context, first) is JobState.ESTIMATING, "the first job estimates")
         assert state(context, second) is JobState.QUEUED
-        context.jobs.act(first, CANCEL)
+        context.actions.act(first, CANCEL)
         wait_until(lambda: state(context, second) is JobState.ESTIMATING, "the second job's turn comes")
 
     assert state(context, first) is JobState.CANCELLED
@@ -145,7 +145,7 @@ def test_a_cancelled_job_ends_when_its_trainer_lets_go(context: AppContext, docu
         bring_to_running(context, job_id)
         grant = context.leases.wait_for_job("trainer", 5)
         owner = {"run_id": job_id, "trainer_id": "trainer", "epoch": grant.epoch}
-        context.jobs.act(job_id, CANCEL)
+        context.actions.act(job_id, CANCEL)
         assert context.leases.renew(wire.RenewLeaseRequest(**owner)) == wire.DIRECTIVE_CANCEL
         assert state(context, job_id) is JobState.CANCELLING
         context.leases.finish(wire.FinishRunRequest(**owner, error_code="cancelled", error_message="cancelled"))
@@ -159,7 +159,7 @@ def test_a_pause_waits_for_the_checkpoint_and_a_resume_goes_on(context: AppConte
         grant = context.leases.wait_for_job("trainer", 5)
         owner = {"run_id": job_id, "trainer_id": "trainer", "epoch": grant.epoch}
         context.leases.renew(wire.RenewLeaseRequest(**owner, reports=[wire.StepReport(step=5)]))
-        context.jobs.act(job_id, PAUSE)
+        context.actions.act(job_id, PAUSE)
         assert context.leases.renew(wire.RenewLeaseRequest(**owner)) == wire.DIRECTIVE_PAUSE
         assert state(context, job_id) is JobState.PAUSING
         context.leases.checkpoint(wire.ReportCheckpointRequest(**owner, step=5, path="p", manifest_digest="d"))
@@ -167,7 +167,7 @@ def test_a_pause_waits_for_the_checkpoint_and_a_resume_goes_on(context: AppConte
         assert context.leases.renew(wire.RenewLeaseRequest(**owner)) == wire.DIRECTIVE_CANCEL
         context.leases.finish(wire.FinishRunRequest(**owner, error_code="cancelled", error_message="cancelled"))
         assert context.leases.wait_for_job("trainer", 0).run_id == "", "nobody trains a paused job"
-        context.jobs.act(job_id, RESUME)
+        context.actions.act(job_id, RESUME)
         assert context.leases.wait_for_job("another", 10).run_id == job_id
     assert state(context, job_id) is JobState.RUNNING
 
@@ -184,7 +184,7 @@ def test_a_trainer_that_gives_up_fails_the_job_with_its_reason(context: AppConte
 
     record = context.jobs.record(job_id)
     assert state(context, job_id) is JobState.FAILED
-    assert (record["failure_code"], record["failure_message"]) == ("q_mismatch", "Q_T is not Qhat_0")
+    assert (record.failure_code, record.failure_message) == ("q_mismatch", "Q_T is not Qhat_0")
 
 
 def test_estimates_given_up_on_fail_the_job_loudly(context: AppContext, document: dict[str, Any]) -> None:
@@ -196,8 +196,8 @@ def test_estimates_given_up_on_fail_the_job_loudly(context: AppContext, document
             reader.dead_letter(entry, "poison")
         wait_until(lambda: state(context, job_id) is JobState.FAILED, "the job fails")
 
-    assert context.jobs.record(job_id)["failure_code"] == "too_many_dead_letters"
-    assert dead_letters(context.redis, job_id)["estimates"] == 4
+    assert context.jobs.record(job_id).failure_code == "too_many_dead_letters"
+    assert len(dead_requests(context.redis, job_id, "estimates")) == 4
 
 
 def test_training_begins_only_when_the_pivotal_tokens_are_searched(

@@ -131,7 +131,7 @@ def test_absent_ended_silent_and_other_tenants_jobs_are_not_followed(
     assert "samples no rollouts" in refusals(api, follower_of(document, silent))["/rollout/follow"]
 
     ended = context.jobs.submit(parse_job_spec(document))
-    context.jobs.act(ended, CANCEL)
+    context.actions.act(ended, CANCEL)
     assert "is cancelled" in refusals(api, follower_of(document, ended))["/rollout/follow"]
     assert context.redis.get(redis_keys.run_state(ended)) == b"cancelled"
 

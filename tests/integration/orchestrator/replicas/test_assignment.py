@@ -10,7 +10,6 @@ import pytest
 from services.orchestrator.container import AppContext
 from services.orchestrator.http import views
 from services.orchestrator.jobs.states import CANCEL, PAUSE, RESUME
-from services.orchestrator.jobs.waiting import waiting
 from services.orchestrator.replicas.assignment import ReplicaAssigner, fair_counts, share
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.job_state import JobState
@@ -124,9 +123,7 @@ def test_places_go_to_the_highest_priority_and_then_to_the_oldest(
     context.queue.fill()
 
     assert states(context, old, urgent, young) == ["validating", "validating", "queued"]
-    assert views.job(context, young).waits == [
-        "the job waits for a place: 2 of 2 are taken; higher priorities go first"
-    ]
+    assert views.job(context, young).waits == ["the job waits for a slot: 2 of 2 are taken; higher priorities go first"]
 
 
 def test_as_many_jobs_run_as_there_are_trainers_with_replicas(context: AppContext, document: Document) -> None:
@@ -148,15 +145,15 @@ def test_a_paused_job_gives_its_place_back_and_waits_for_one_to_go_on(context: A
     context.queue.fill()
     assert states(context, other) == ["queued"]
 
-    context.jobs.act(paused, PAUSE)
+    context.actions.act(paused, PAUSE)
     context.jobs.transition(paused, JobState.PAUSED, "test")
     context.queue.fill()
     assert states(context, paused, other) == ["paused", "validating"]
 
-    assert [context.jobs.act(paused, RESUME) for _ in range(2)] == [JobState.PAUSED] * 2
+    assert [context.actions.act(paused, RESUME) for _ in range(2)] == [JobState.PAUSED] * 2
     context.queue.fill()
     assert states(context, paused) == ["paused"]
-    assert views.job(context, paused).waits[0].startswith("the job waits for a place: 1 of 1")
+    assert views.job(context, paused).waits[0].startswith("the job waits for a slot: 1 of 1")
     context.jobs.fail(other, "test", "it ended")
     context.queue.fill()
     assert states(context, paused) == ["running"]
@@ -167,15 +164,15 @@ def test_a_paused_job_gives_its_place_back_and_waits_for_one_to_go_on(context: A
 def test_who_is_paused_again_or_cancelled_no_longer_waits_for_a_place(context: AppContext, document: Document) -> None:
     again, gone = running(context, document), running(context, document)
     for job_id in (again, gone):
-        context.jobs.act(job_id, PAUSE)
+        context.actions.act(job_id, PAUSE)
         context.jobs.transition(job_id, JobState.PAUSED, "test")
-        context.jobs.act(job_id, RESUME)
-    context.jobs.act(again, PAUSE)
-    context.jobs.act(gone, CANCEL)
+        context.actions.act(job_id, RESUME)
+    context.actions.act(again, PAUSE)
+    context.actions.act(gone, CANCEL)
     context.jobs.transition(gone, JobState.CANCELLED, "test")
 
     for _ in range(3):
         context.queue.fill()
 
     assert states(context, again, gone) == ["paused", "cancelled"]
-    assert waiting(context.redis) == []
+    assert context.queue.waiting() == []

@@ -36,8 +36,8 @@ def model_of_version(model: Path, version: StoredVersion, destination: Path) -> 
     if len(version.files) == 1:
         (destination / version.files[0].name).rename(destination / SINGLE_FILE)
     else:
-        queue = {name: file.name for file in version.files for name in _tensors(file)}
-        index = {"metadata": {"total_size": version.size_bytes}, "weight_map": queue}
+        files = {name: file.name for file in version.files for name in _tensors(file)}
+        index = {"metadata": {"total_size": version.size_bytes}, "weight_map": files}
         (destination / INDEX_FILE).write_text(json.dumps(index))
     return destination
 

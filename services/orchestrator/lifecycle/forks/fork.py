@@ -1,7 +1,7 @@
 """New jobs from the weights or the checkpoint of another: everything they need is theirs before they are submitted.
 
-from a version: training starts at step 0 with its weights; pi0 and Qhat_0 stay the parent's, or with as_reference the
-weights become them. From a checkpoint: training goes on at its step, with the optimiser's state.
+From a version: training starts at step 0 with its weights; pi0 stays the parent's, or with as_reference the weights
+become pi0 and are estimated anew. From a checkpoint: training goes on at its step, with the optimiser's state.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import Any
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.datasets.library import TaskLibrary
 from services.orchestrator.jobs.commit import Write, timestamp
+from services.orchestrator.jobs.creation import NewJob, new_job_id, submitted_before
 from services.orchestrator.jobs.leases import now_ms
-from services.orchestrator.jobs.store import JobStore, NewJob, new_job_id
-from services.orchestrator.lifecycle.fork_models import link_model, model_of_version
+from services.orchestrator.jobs.record import ForkLineage, write_fields
+from services.orchestrator.jobs.store import JobStore
+from services.orchestrator.lifecycle.forks.model_folders import link_model, model_of_version
 from services.orchestrator.lifecycle.submission import check_spec
 from services.orchestrator.replicas.weights import WeightAnnouncements
 from services.orchestrator.values.refresh import ReferenceRefresh
@@ -34,7 +36,7 @@ from spo.weights.store import WeightStore
 log = get_logger("forks")
 
 FOLDERS = ("checkpoints", "models")
-FIRST = 1
+FIRST_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -45,17 +47,6 @@ class ForkOptions:
     checkpoint_step: int | None
     as_reference: bool
     overrides: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class ForkLineage:
-    """Where a job comes from; null: not from there."""
-
-    parent: str
-    version: int | None
-    checkpoint_step: int | None
-    as_reference: bool
-    forked_at: str
 
 
 class Forks:
@@ -91,7 +82,7 @@ class Forks:
         Raises NotFound, InvalidInput by field, PreconditionFailed when what it would start from is damaged.
         """
         request_digest = redis_keys.digest(parent, json.dumps(asdict(requested), sort_keys=True))
-        made = self.jobs.made_before(idempotency_key, request_digest, tenant)
+        made = submitted_before(self.jobs.client, idempotency_key, request_digest, tenant)
         if made:
             return made
         lineage = self._lineage(parent, requested)
@@ -103,7 +94,7 @@ class Forks:
             check(spec)
             check_spec(spec, self.library)
             writes = [*self._start(job_id, lineage), ("SREM", own_keys.forks_under_way(), job_id)]
-            writes.append(("HSET", redis_keys.job_record(job_id), "lineage", json.dumps(asdict(lineage))))
+            writes.append(write_fields(job_id, lineage=lineage))
             new_job = NewJob(job_id, request_digest, writes)
             done = self.jobs.submit(spec, idempotency_key, actor, tenant, new_job)
         except (IntegrityError, NotFound) as error:
@@ -117,7 +108,7 @@ class Forks:
         return done
 
     def _lineage(self, parent: str, requested: ForkOptions) -> ForkLineage:
-        versions = {int(each["version"]): each for each in self.weights.versions(parent)}
+        versions = {int(published["version"]): published for published in self.weights.versions(parent)}
         version, step = requested.version, requested.checkpoint_step
         if version is not None and step is not None:
             raise _refusal("/checkpoint_step", "name a version or a checkpoint, not both")
@@ -130,7 +121,7 @@ class Forks:
             raise _refusal("/checkpoint_step", f"{parent} has no checkpoint of step {step}")
         elif requested.as_reference:
             # Only published weights can become a model folder.
-            version, step = next((v for v, each in versions.items() if int(each["step"]) == step), None), None
+            version, step = next((v for v, published in versions.items() if int(published["step"]) == step), None), None
             if version is None:
                 raise _refusal("/checkpoint_step", "no weights were published at this step, which the reference needs")
         if not requested.as_reference and self.references.in_force(parent):
@@ -147,7 +138,7 @@ class Forks:
         try:
             spec = parse_job_spec(merged)
         except InvalidInput as error:
-            found = tuple(FieldViolation(f"/overrides{each.pointer}", each.message) for each in error.violations)
+            found = tuple(FieldViolation(f"/overrides{fault.pointer}", fault.message) for fault in error.violations)
             raise InvalidInput(error.message, code="invalid_job_spec", violations=found) from None
         path = self._model(job_id, Path(parent.model.path), lineage)
         return spec.model_copy(update={"model": spec.model.model_copy(update={"path": str(path)})})
@@ -167,7 +158,7 @@ class Forks:
         if lineage.checkpoint_step is None:
             assert lineage.version is not None
             writes = self._adopt_version(job_id, lineage.parent, lineage.version, step=0)
-            return [*writes, ("HSET", redis_keys.job_record(job_id), "start_version", FIRST)]
+            return [*writes, write_fields(job_id, start_version=FIRST_VERSION)]
         return self._adopt_checkpoint(job_id, lineage.parent, lineage.checkpoint_step)
 
     def _adopt_checkpoint(self, job_id: str, parent: str, step: int) -> list[Write]:
@@ -175,7 +166,7 @@ class Forks:
         source = open_folder(checkpoints / parent / f"{step:010d}")
         version = int(source.manifest.get("weight_version", 0))
         head = {name: value for name, value in source.manifest.items() if name != "files"}
-        head |= {"epoch": 0, "weight_version": FIRST if version else 0}
+        head |= {"epoch": 0, "weight_version": FIRST_VERSION if version else 0}
         destination = checkpoints / job_id / source.path.name
         with staging_folder(destination) as writing:
             link_files(source.files, writing)
@@ -191,9 +182,9 @@ class Forks:
 
     def _adopt_version(self, job_id: str, parent: str, version: int, step: int) -> list[Write]:
         """The parent's version becomes the job's first, announced as if the job had published it."""
-        stored = self.store.adopt(job_id, FIRST, self.store.open(parent, version), parent=0, step=step)
+        stored = self.store.adopt(job_id, FIRST_VERSION, self.store.open(parent, version), parent=0, step=step)
         told: dict[str, Any] = {
-            "version": FIRST,
+            "version": FIRST_VERSION,
             "step": step,
             "uri": stored.uri,
             "manifest_digest": stored.manifest_digest,
@@ -201,7 +192,7 @@ class Forks:
         announcement = WeightAnnouncement(run_id=job_id, announced_unix_ms=now_ms(), **told)
         published = told | {"size_bytes": stored.size_bytes, "published_at": timestamp()}
         return [
-            ("HSET", own_keys.job_weights(job_id), FIRST, json.dumps(published)),
+            ("HSET", own_keys.job_weights(job_id), FIRST_VERSION, json.dumps(published)),
             append_words(redis_keys.weights(job_id), announcement.SerializeToString()),
         ]
 

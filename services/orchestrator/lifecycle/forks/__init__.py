@@ -1,0 +1,1 @@
+"""New jobs from the weights or the checkpoint of another one."""

@@ -1,0 +1,92 @@
+"""A job while it trains: until it has succeeded, is paused, or is cancelled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from services.orchestrator import redis_keys as own_keys
+from services.orchestrator.evaluation.queue import EvaluationQueue
+from services.orchestrator.jobs.commit import Write
+from services.orchestrator.jobs.leases import Leases
+from services.orchestrator.jobs.series import latest_step
+from services.orchestrator.jobs.store import JobStore
+from services.orchestrator.lifecycle.dead_letters import dead_groups, refuse_dead_letters
+from services.orchestrator.settings import Settings
+from services.orchestrator.values.refresh import ReferenceRefresh
+from spo import redis_keys
+from spo.spec.job_state import JobState
+
+DEAD_LETTER_SECONDS = 2.0
+
+
+class JobTraining:
+    """running -> succeeded, pausing -> paused, cancelling -> cancelled; every step may be repeated."""
+
+    def __init__(
+        self,
+        jobs: JobStore,
+        leases: Leases,
+        evaluations: EvaluationQueue,
+        references: ReferenceRefresh,
+        settings: Settings,
+    ) -> None:
+        self.jobs = jobs
+        self.leases = leases
+        self.evaluations = evaluations
+        self.references = references
+        self.settings = settings
+        self._checked_at: dict[str, float] = {}
+        self._pausing_since: dict[str, float] = {}
+
+    def advance(self, job_id: str) -> None:
+        """A running job: refresh its reference, and end it when it is trained and evaluated.
+
+        Raises PreconditionFailed (code "too_many_dead_letters").
+        """
+        self._pausing_since.pop(job_id, None)
+        self._check_dead_letters(job_id)
+        self.references.advance(job_id)
+        trained_steps = self.jobs.record(job_id).trained_steps
+        if trained_steps is not None and self.evaluations.due(job_id) is None:
+            reason = f"{trained_steps} steps trained and evaluated"
+            self.jobs.transition(job_id, JobState.SUCCEEDED, reason, writes=[_drop_prompts(job_id)])
+
+    def pause(self, job_id: str) -> None:
+        """A pausing job is paused once its last step is saved, or nobody is there to save it."""
+        since = self._pausing_since.setdefault(job_id, time.monotonic())
+        if not self.leases.lease(job_id).live:
+            self.jobs.transition(job_id, JobState.PAUSED, "no trainer holds the job")
+        elif self._is_saved(job_id):
+            self.jobs.transition(job_id, JobState.PAUSED, "the last step is saved")
+        elif time.monotonic() - since > self.settings.pause_grace_seconds:
+            self.jobs.transition(job_id, JobState.PAUSED, "no checkpoint came within the grace; the last one counts")
+
+    def cancel(self, job_id: str) -> None:
+        """A cancelling job is cancelled once no trainer holds it."""
+        if not self.leases.lease(job_id).live:
+            reason = "no trainer holds the job"
+            self.jobs.transition(job_id, JobState.CANCELLED, reason, writes=[_drop_prompts(job_id)])
+
+    def forget(self, active: Sequence[str]) -> None:
+        """Drop what is remembered of jobs that ended."""
+        for remembered in (self._checked_at, self._pausing_since):
+            for ended in remembered.keys() - set(active):
+                del remembered[ended]
+
+    def _check_dead_letters(self, job_id: str) -> None:
+        if time.monotonic() - self._checked_at.get(job_id, float("-inf")) <= DEAD_LETTER_SECONDS:
+            return
+        self._checked_at[job_id] = time.monotonic()
+        dispatched = int(self.jobs.client.hget(redis_keys.dispatch_cursor(job_id), "position") or 0)
+        for stream, dead in dead_groups(self.jobs.client, job_id).items():
+            refuse_dead_letters(dead, dispatched, stream, max_share=self.settings.max_dead_letter_share)
+
+    def _is_saved(self, job_id: str) -> bool:
+        saved = self.jobs.client.hkeys(own_keys.job_checkpoints(job_id))
+        return max(map(int, saved), default=0) >= latest_step(self.jobs.client, job_id) > 0
+
+
+def _drop_prompts(job_id: str) -> Write:
+    """Drop the prompts of an ended run; the consumer group stays for those who still read."""
+    return ("XTRIM", redis_keys.prompts(job_id), "MAXLEN", 0)
