@@ -148,14 +148,14 @@ def fields_of(row: StoredTrajectory) -> dict[str, Any]:
         **{name: list(getattr(trajectory, name)) for name in _LISTS_OF_TRAJECTORY},
         **{name: getattr(prompt, name) for name in _OF_PROMPT},
         **{name: getattr(verdict, name) if judged else None for name in _OF_VERDICT},
-        "source": _word(Source, "SOURCE_", trajectory.source),
-        "finish_reason": _word(FinishReason, "FINISH_REASON_", trajectory.finish_reason),
+        "source": Source.Name(trajectory.source).removeprefix("SOURCE_").lower(),
+        "finish_reason": FinishReason.Name(trajectory.finish_reason).removeprefix("FINISH_REASON_").lower(),
         "statement": prompt.text,
         "statement_digest": statement_digest(prompt.text),
         "content_digest": content_digest(trajectory.response_text),
         "reference_dtype": row.reference_dtype,
         "reward": trajectory.reward if trajectory.HasField("reward") else None,
-        "outcome": _word(Outcome, "OUTCOME_", verdict.outcome) if judged else None,
+        "outcome": Outcome.Name(verdict.outcome).removeprefix("OUTCOME_").lower() if judged else None,
         "annotation_positions": [annotation.position for annotation in trajectory.annotations],
         "annotation_rollouts": [annotation.rollouts for annotation in trajectory.annotations],
         "annotation_successes": [annotation.successes for annotation in trajectory.annotations],
@@ -189,7 +189,3 @@ def _annotations(fields: Mapping[str, Any]) -> Sequence[Annotation]:
         Annotation(position=position, rollouts=rollouts, successes=successes)
         for position, rollouts, successes in zip(*columns, strict=True)
     ]
-
-
-def _word(kind: Any, prefix: str, code: int) -> str:
-    return str(kind.Name(code)).removeprefix(prefix).lower()

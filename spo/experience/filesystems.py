@@ -7,11 +7,18 @@ AWS client finds them; AWS_ENDPOINT_URL names a server that is not Amazon's.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import fsspec
+from fsspec import AbstractFileSystem
 from fsspec.implementations.arrow import ArrowFSWrapper
+
+if TYPE_CHECKING:
+    from pyarrow.fs import S3FileSystem
+
+# Path -> what fsspec says of it: name, size, type.
+Listing = dict[str, dict[str, str | int]]
 
 CONNECT_SECONDS = 5.0
 REQUEST_SECONDS = 60.0
@@ -21,7 +28,7 @@ _S3 = "s3://"
 class BucketFiles(ArrowFSWrapper):  # type: ignore[misc]
     """The objects of an S3 server."""
 
-    def find(self, path: str, maxdepth: int | None = None, withdirs: bool = False, **options: Any) -> dict[str, Any]:
+    def find(self, path: str, maxdepth: int | None = None, withdirs: bool = False, **options: object) -> Listing:
         """Every object below a path with its size: one listing, not one for each folder."""
         from pyarrow.fs import FileSelector, FileType
 
@@ -30,7 +37,7 @@ class BucketFiles(ArrowFSWrapper):  # type: ignore[misc]
         return {entry.path: {"name": entry.path, "size": entry.size, "type": "file"} for entry in files}
 
 
-def open_place(url: str) -> tuple[Any, str]:
+def open_place(url: str) -> tuple[AbstractFileSystem, str]:
     """The file system of a URL and the path within it. Raises ValueError, ImportError when nothing opens it."""
     if not url.startswith(_S3):
         file_system, root = fsspec.core.url_to_fs(url)
@@ -41,7 +48,7 @@ def open_place(url: str) -> tuple[Any, str]:
     return BucketFiles(_bucket_client(), skip_instance_cache=True), root
 
 
-def _bucket_client() -> Any:
+def _bucket_client() -> S3FileSystem:
     # Only here: importing it starts the client's threads.
     from pyarrow.fs import S3FileSystem
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import resource
 import sys
-from typing import Any
 
 import pyarrow
 from pyarrow import parquet
@@ -57,7 +56,7 @@ def main(path: str) -> int:
     return 0
 
 
-def _surprise(schema: Any) -> str:
+def _surprise(schema: pyarrow.Schema) -> str:
     if len(set(schema.names)) < len(schema.names):
         return "two columns have the same name"
     for field in schema:

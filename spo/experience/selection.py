@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain, zip_longest
-from typing import Any
+from typing import TypedDict
 
 import pyarrow
 from pyarrow import compute
@@ -22,6 +22,20 @@ from spo.v1.prompt_pb2 import Prompt
 NARROW = ("trajectory_id", "prompt_id", "statement_digest", "content_digest", "reward", "outcome", "created_unix_ms")
 _PLACE = [("file", pyarrow.int32()), ("row", pyarrow.int32())]
 _EMPTY = pyarrow.schema([*(SCHEMA.field(name) for name in NARROW), *_PLACE]).empty_table()
+
+
+class IndexRow(TypedDict):
+    """A row of the index: the columns of NARROW, and where the whole row is."""
+
+    trajectory_id: str
+    prompt_id: str
+    statement_digest: str
+    content_digest: str
+    reward: float | None
+    outcome: str | None
+    created_unix_ms: int
+    file: int
+    row: int
 
 
 class Selection:
@@ -48,13 +62,11 @@ class Selection:
         """
         with self._lock:
             index, files = self._known = self._known or self._look()
-        # pyarrow's compute functions are made at import, unseen by type checkers.
-        functions: Any = compute
-        same = functions.or_(
-            functions.equal(index["prompt_id"], prompt.prompt_id),
-            functions.equal(index["statement_digest"], statement_digest(prompt.text)),
+        same = compute.or_(
+            compute.equal(index["prompt_id"], prompt.prompt_id),
+            compute.equal(index["statement_digest"], statement_digest(prompt.text)),
         )
-        found: list[dict[str, Any]] = index.filter(same).to_pylist()
+        found: list[IndexRow] = index.filter(same).to_pylist()
         found.sort(key=lambda row: (row["created_unix_ms"], row["trajectory_id"]), reverse=True)
         chosen = {row["trajectory_id"]: row for wanted in self.wanted for row in _choose(found, wanted, files)}
         numbers: dict[int, list[int]] = defaultdict(list)
@@ -84,11 +96,9 @@ class Selection:
         return pyarrow.concat_tables([_EMPTY, *tables]), files
 
 
-def _choose(
-    found: Sequence[Mapping[str, Any]], wanted: StoredExperience, files: Sequence[StoredFile]
-) -> list[Mapping[str, Any]]:
+def _choose(found: Sequence[IndexRow], wanted: StoredExperience, files: Sequence[StoredFile]) -> list[IndexRow]:
     of_run = [row for row in found if wanted.run in (None, files[row["file"]].origin.run)]
-    distinct: dict[tuple[str, bool], Mapping[str, Any]] = {}
+    distinct: dict[tuple[str, bool], IndexRow] = {}
     for row in of_run:
         success = is_success(row["reward"], outcome=row["outcome"])
         distinct.setdefault((row["content_digest"], success), row)

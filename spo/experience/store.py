@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TypeVar
 from urllib.parse import quote, unquote
 
 import pyarrow
@@ -26,8 +26,10 @@ from ulid import ULID
 
 from spo.errors import IntegrityError, InvalidInput, Unreachable
 from spo.experience.columns import FORMAT, SCHEMA, StoredTrajectory, rows_of, table_of
-from spo.experience.filesystems import open_place
+from spo.experience.filesystems import Listing, open_place
 from spo.observability.logs import get_logger
+
+Read = TypeVar("Read")
 
 log = get_logger("experience")
 
@@ -160,10 +162,10 @@ class ExperienceStore:
         parts = {"task_set": origin.task_set or UNKNOWN_REFERENCE, "reference": reference, "run": origin.run}
         return "/".join([self._root, *(f"{name}={quote(value, safe='')}" for name, value in parts.items())])
 
-    def _listed(self, run: str | None, task_set: str | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def _listed(self, run: str | None, task_set: str | None) -> Iterator[tuple[str, Mapping[str, str | int]]]:
         with self._reaching():
             self._fs.invalidate_cache()
-            found: dict[str, Any] = self._fs.find(self._root, detail=True) if self._fs.exists(self._root) else {}
+            found: Listing = self._fs.find(self._root, detail=True) if self._fs.exists(self._root) else {}
         for path, facts in sorted(found.items()):
             place = _PATH.fullmatch(path.removeprefix(self._root).lstrip("/"))
             if place and run in (None, unquote(place["run"])) and task_set in (None, unquote(place["task_set"])):
@@ -186,7 +188,7 @@ class ExperienceStore:
         finally:
             writing.unlink(missing_ok=True)
 
-    def _read(self, path: str, read: Callable[[parquet.ParquetFile], Any]) -> Any:
+    def _read(self, path: str, read: Callable[[parquet.ParquetFile], Read]) -> Read:
         with self._open(path) as file:
             return read(file)
 
@@ -270,7 +272,7 @@ def _check(file: parquet.ParquetFile, path: str) -> None:
         raise IntegrityError(f"{path} {'; '.join(reasons)}", code="bad_experience")
 
 
-def _same(found: Any, wanted: Any) -> bool:
+def _same(found: pyarrow.DataType | None, wanted: pyarrow.DataType) -> bool:
     if found is None or not pyarrow.types.is_list(wanted):
         return bool(found == wanted)
     return bool(pyarrow.types.is_list(found) and found.value_type == wanted.value_type)

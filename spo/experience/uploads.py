@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from spo.errors import FieldViolation, InvalidInput
 from spo.experience.parquet_child import PRINTED_BYTES, REFUSED
@@ -83,7 +83,7 @@ def _parquet_lines(body: bytes) -> Iterator[bytes]:
             yield from lines
 
 
-def _run_confined(path: str, rows: Any, errors: Any) -> int:
+def _run_confined(path: str, rows: BinaryIO, errors: BinaryIO) -> int:
     command = [sys.executable, "-m", "spo.experience.parquet_child", path]
     environment = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system", "ARROW_IO_THREADS": "1", "OMP_NUM_THREADS": "1"}
     try:

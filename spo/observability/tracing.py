@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
@@ -20,6 +20,8 @@ from spo.errors import SpoError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span as OpenSpan
+    from opentelemetry.trace import SpanContext, Tracer
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 # gRPC metadata and stream entries call it so.
@@ -29,7 +31,7 @@ Ids = tuple[int, int]
 Attribute = str | int | float | bool
 
 _provider: TracerProvider | None = None
-_tracer: Any = None
+_tracer: Tracer | None = None
 _current: ContextVar[str] = ContextVar("trace", default="")
 _chosen: ContextVar[Ids | None] = ContextVar("chosen_ids", default=None)
 
@@ -37,7 +39,7 @@ _chosen: ContextVar[Ids | None] = ContextVar("chosen_ids", default=None)
 class Span:
     """A span under way, or nothing when traces are off; `header` says where its children belong."""
 
-    def __init__(self, span: Any = None) -> None:
+    def __init__(self, span: OpenSpan | None = None) -> None:
         self._span = span
         self.header = _header(span) if span is not None else ""
 
@@ -167,13 +169,13 @@ def within(begun: Span) -> Iterator[None]:
         _current.reset(token)
 
 
-def _context(ids: Ids) -> Any:
+def _context(ids: Ids) -> SpanContext:
     from opentelemetry.trace import SpanContext, TraceFlags
 
     return SpanContext(*ids, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 
 
-def _header(span: Any) -> str:
+def _header(span: OpenSpan) -> str:
     place = span.get_span_context()
     if not place.is_valid:
         return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent import futures
 from typing import Any
 
@@ -27,22 +28,26 @@ MOST_REASON_CHARACTERS = 500
 class _TypedErrors(grpc.ServerInterceptor):
     """Turns what a handler raises into a status with details; anything unexpected is logged and becomes INTERNAL."""
 
-    def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+    def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Any], handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
         handler = continuation(handler_call_details)
         if handler is None or handler.unary_unary is None:
             return handler
 
         serialize = handler.response_serializer
         method = handler_call_details.method
-        trace = next((value for name, value in handler_call_details.invocation_metadata if name == tracing.HEADER), "")
+        trace = next(
+            (str(value) for name, value in handler_call_details.invocation_metadata if name == tracing.HEADER), ""
+        )
 
-        def answer(request: Any, context: grpc.ServicerContext) -> Any:
+        def answer(request: object, context: grpc.ServicerContext) -> object:
             if not trace:
                 return handler.unary_unary(request, context)
             with tracing.span(method.rsplit("/", 1)[-1], parent=trace, kind="SERVER"):
                 return handler.unary_unary(request, context)
 
-        def behaviour(request: Any, context: grpc.ServicerContext) -> Any:
+        def behaviour(request: object, context: grpc.ServicerContext) -> object:
             try:
                 return answer(request, context)
             except errors.SpoError as error:
@@ -67,7 +72,9 @@ class _Health(health.HealthServicer):  # type: ignore[misc]
 
     reason = ""
 
-    def Check(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+    def Check(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
         if self.reason:
             context.set_trailing_metadata(((REASON, self.reason),))
         return super().Check(request, context)
