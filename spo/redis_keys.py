@@ -2,7 +2,9 @@
 
 `spo:{run}:owner:noun[:id]`; the owner is the only service that writes the key unless the docstring says otherwise.
 Keys that one service alone knows are in `services/<it>/redis_keys.py`, with one exception: a key of a run is here even
-when only its owner reads it. The orchestrator deletes a run's keys by these functions, and imports no other service.
+when only its owner reads it, since the orchestrator deletes a run's keys by these functions and imports no other
+service. What a job has in Redis is thus: every function here and in `services/orchestrator/redis_keys.py` that takes a
+`run_id` or `job_id` (the same string).
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def entries_in_flight(run_id: str) -> str:
 
 
 def weights(run_id: str) -> str:
-    """Stream: WeightAnnouncement, append only. Orchestrator -> inference replicas (read from the newest, no group)."""
+    """Stream: WeightAnnouncement, append only. Orchestrator -> inference replicas (no consumer group)."""
     return f"spo:{run_id}:weights"
 
 
@@ -152,7 +154,7 @@ def replay_prompts(run_id: str) -> str:
 
 
 def replay_duplicates(run_id: str) -> str:
-    """Hash: id of an acknowledged trajectory whose content was there already -> id that stands for it. Replay."""
+    """Hash: id of a duplicate that was accepted -> id of the stored trajectory with the same content. Replay."""
     return f"spo:{run_id}:replay-buffer:duplicates"
 
 

@@ -1,4 +1,8 @@
-"""What this replica serves: it follows its assignment and the run's weight announcements, and reports both."""
+"""What this replica serves: the run that heartbeats assign to it, at the newest announced weights.
+
+Announcements come by the run's stream `weights`, at once; the answer to a heartbeat repeats the newest one, for a
+replica that joins late or lost its connection. What was applied is reported by the next heartbeat.
+"""
 
 from __future__ import annotations
 

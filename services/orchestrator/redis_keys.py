@@ -19,7 +19,7 @@ def labelled_jobs(label: str) -> str:
 
 
 def listing(indexes_digest: str) -> str:
-    """Sorted set: job ids that several of the sets above share, made for a listing and soon gone. Orchestrator."""
+    """Sorted set: intersection of several of the sets above, for one listing; expires. Orchestrator."""
     return f"spo:orchestrator:listing:{indexes_digest}"
 
 

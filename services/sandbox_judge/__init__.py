@@ -1,1 +1,1 @@
-"""Runs programs in a sandbox and turns their outputs into verdicts and rewards."""
+"""Runs programs in a sandbox and gives verdicts; `spo.spec.reward` says what a verdict is worth in a job."""

@@ -1,4 +1,4 @@
-"""One program, all tests: runs them in order and compares outputs, until one fails unless details are wanted."""
+"""One program on its tests, in order: each output is compared, and the first failure ends it unless all are wanted."""
 
 from __future__ import annotations
 

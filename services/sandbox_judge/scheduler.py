@@ -24,7 +24,7 @@ from services.sandbox_judge.languages import behaviour_of, language_of
 from services.sandbox_judge.program_judge import Cancelled, JudgeOptions, ProgramJudge, encoded
 from services.sandbox_judge.sandbox_worker import SandboxWorker
 from services.sandbox_judge.settings import IsolationTier, Settings
-from services.sandbox_judge.test_store import Store, TestSets
+from services.sandbox_judge.test_set_store import Store, TestSets
 from spo import redis_keys
 from spo.errors import NotReady, ResourceExhausted
 from spo.observability import metrics

@@ -81,7 +81,7 @@ class LossTerm(BaseModel):
         default=None,
         le=0,
         ge=-1000,
-        description="supervised: responses less likely under pi0, mean nats per token, are not imitated.",
+        description="supervised: responses are left out whose mean log-prob per token under pi0 (nats) is below.",
     )
 
     def needs(self, need: Need) -> bool:

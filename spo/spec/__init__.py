@@ -1,1 +1,1 @@
-"""The JobSpec: everything a person decides about a job, checked with a pointer to each wrong field."""
+"""The JobSpec and what follows from it: checks with a pointer to each fault, the reward of a verdict, job states."""

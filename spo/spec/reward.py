@@ -14,7 +14,7 @@ from spo.v1.verdict_pb2 import (
 
 # Rewards travel as decimal text and float32 in places.
 _ROUNDING = 1e-6
-_AT_IMPORT = RewardSpec()
+_DEFAULT = RewardSpec()
 _ACCEPTED = "accepted"
 
 
@@ -28,13 +28,13 @@ def reward_of(verdict: Verdict, reward: RewardSpec) -> float:
     return min(0.0, reward.scale * _score(verdict, reward) + reward.shift)
 
 
-def is_success(reward: float | None, spec: RewardSpec = _AT_IMPORT, *, outcome: str | None = None) -> bool:
-    """Whether a judged program solved its problem: the one meaning of success, right and correct on the platform.
+def is_success(reward: float | None, spec: RewardSpec = _DEFAULT, *, outcome: str | None = None) -> bool:
+    """Whether a judged program solved its problem: `success`, `right` and `correct` mean this everywhere.
 
     Without an outcome the reward decides: it is a success when it is the best that `spec` gives, not merely above the
     worst; None is no success. `spec` is that of the run which gave the reward; the default is that of rewards that
-    people import, where a right program earns 0. Pass `outcome` (of the verdict, as stored experience spells it) where
-    trajectories of several runs meet, whose rewards have different scales: it decides then, unless it is empty.
+    people import, where a right program earns 0. Where trajectories of several runs meet, their rewards have
+    different scales: pass the verdict's `outcome`, as stored experience spells it, which then decides unless empty.
     """
     if outcome:
         return outcome == _ACCEPTED

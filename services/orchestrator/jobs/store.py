@@ -173,6 +173,7 @@ class JobStore:
         kind: str,
         body: Mapping[str, object],
         writes: Sequence[Write],
+        *,
         durable: bool | None = None,
     ) -> bool:
         """As append, durably unless told otherwise, only while the guard holds; False when it does not."""

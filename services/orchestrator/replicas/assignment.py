@@ -1,7 +1,7 @@
 """Which inference replica serves which run: in proportion to the jobs' priorities, at least one each where possible.
 
-A replica moves only when jobs or replicas came or went, and only once that has lasted a while: to move costs it the
-groups in hand and perhaps a new model.
+A replica moves only when jobs or replicas came or went, and only once that has settled: a move costs it the groups in
+flight and perhaps a new model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SERVED = HOLDS_SLOT - {JobState.CANCELLING}
 def fair_counts(replicas: int, weights: Mapping[str, int]) -> dict[str, int]:
     """How many replicas each run gets; weights in order of precedence.
 
-    One each as far as they go, the others by Sainte-Lague's divisors: one more replica adds one seat and moves none.
+    One each as far as they go, the rest by Sainte-Lague's divisors: a further replica moves no other.
     """
     found = dict.fromkeys(weights, 0)
     for run_id in list(weights)[:replicas]:
@@ -36,8 +36,8 @@ def fair_counts(replicas: int, weights: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def share(replicas: Sequence[str], current: Mapping[str, str], weights: Mapping[str, int]) -> dict[str, str]:
-    """The run of each replica, "" for none; whoever serves a run that may keep it stays."""
+def assign(replicas: Sequence[str], current: Mapping[str, str], weights: Mapping[str, int]) -> dict[str, str]:
+    """The run of each replica, "" for none; a replica stays with its run while the run may keep it."""
     left = fair_counts(len(replicas), weights)
     found: dict[str, str] = {}
     for replica_id in replicas:
@@ -96,7 +96,7 @@ class ReplicaAssigner:
             ids = [each.replica_id for each in live]
             runs = self.wanted()
             current = self.assignments()
-            target = share(ids, current, runs)
+            target = assign(ids, current, runs)
             if not self._has_settled(
                 (runs, ids), moves=any(current.get(each) in runs for each in _moved(current, target))
             ):
@@ -113,7 +113,7 @@ class ReplicaAssigner:
         assigned = set(self.assignments().values()) - {""}
         return bool(assigned) and job_id not in assigned
 
-    def _has_settled(self, situation: object, moves: bool) -> bool:
+    def _has_settled(self, situation: object, *, moves: bool) -> bool:
         """Whether replicas may be taken from runs: when the same runs and replicas were there for settle_seconds."""
         if situation != self._situation[0]:
             self._situation = (situation, self.clock())

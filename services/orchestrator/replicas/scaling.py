@@ -1,8 +1,8 @@
-"""How many replicas a pool should have: wished for here, carried out by whoever starts processes.
+"""How many replicas a pool should have: requested here, carried out by whatever starts processes.
 
-local       the launcher of `spo up` follows the wishes in Redis
-kubernetes  the wish goes to the Deployment, or becomes the lower bound of its KEDA ScaledObject
-none        nobody can: a wish is refused
+local       the launcher of `spo up` follows the numbers in Redis
+kubernetes  the number goes to the Deployment, or becomes the lower bound of its KEDA ScaledObject
+none        nothing here starts processes: a request is refused
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ API_SECONDS = 10
 
 
 class Scaler(Protocol):
-    """Carries out wishes."""
+    """Carries out requests for replicas."""
 
     def desired(self, pool: str) -> int:
-        """Replicas wished for."""
+        """The number of replicas requested last."""
 
     def scale(self, pool: str, replicas: int) -> None:
-        """Wish for so many. Raises Unreachable."""
+        """Request so many replicas. Raises Unreachable."""
 
 
 class LocalScaler:
-    """Wishes in Redis; every pool begins with one replica."""
+    """Requested numbers in Redis; every pool begins with one replica."""
 
     def __init__(self, client: RedisClient) -> None:
         self.client = client
@@ -103,7 +103,7 @@ class KubernetesScaler:
 
 
 class Scale:
-    """The wishes people may make, within bounds."""
+    """The numbers of replicas people may request, within bounds."""
 
     def __init__(self, settings: Settings, client: RedisClient) -> None:
         self.kind = settings.scaler
@@ -117,10 +117,10 @@ class Scale:
             self._scaler = KubernetesScaler(settings)
 
     def desired(self) -> dict[str, int | None]:
-        """Wished replicas by pool; None where nobody scales."""
+        """Requested replicas by pool; None where nothing can scale."""
         return {pool: self._scaler.desired(pool) if self._scaler else None for pool in SCALABLE}
 
-    def requested(self, wanted: dict[str, int]) -> None:
+    def request(self, wanted: dict[str, int]) -> None:
         """Ask for so many replicas, all pools or none.
 
         Raises InvalidInput by field, PreconditionFailed (code "scaling_unavailable"), Unreachable.
@@ -138,4 +138,4 @@ class Scale:
             )
         for pool, replicas in wanted.items():
             self._scaler.scale(pool, replicas)
-            log.info("replicas wished for", pool=pool, replicas=replicas)
+            log.info("replicas requested", pool=pool, replicas=replicas)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from itertools import product
+from typing import NamedTuple
 
 from spo.tasks.toy.grammar import LIST_AGGREGATES, Composition
 
@@ -76,8 +77,7 @@ def human_solutions(composition: Composition, rng: random.Random) -> tuple[str, 
 
 def write_program(composition: Composition, header: str, style: str, rng: random.Random) -> str:
     """Return a program for `composition` with spellings at random."""
-    return _assemble(
-        composition,
+    parts = _Parts(
         header,
         style,
         rng.choice(MAP_SPELLINGS[composition.map]),
@@ -85,12 +85,13 @@ def write_program(composition: Composition, header: str, style: str, rng: random
         rng.choice(AGGREGATE_SPELLINGS[composition.aggregate]),
         rng.choice(POST_SPELLINGS[composition.post]),
     )
+    return _assemble(composition, parts)
 
 
 def every_program(composition: Composition) -> Iterator[str]:
     """Yield each right program that the headers, styles and spellings can make."""
     seen = set()
-    for parts in product(
+    for chosen in product(
         HEADERS,
         STYLES,
         MAP_SPELLINGS[composition.map],
@@ -98,29 +99,32 @@ def every_program(composition: Composition) -> Iterator[str]:
         AGGREGATE_SPELLINGS[composition.aggregate],
         POST_SPELLINGS[composition.post],
     ):
-        program = _assemble(composition, *parts)
+        program = _assemble(composition, _Parts(*chosen))
         if program not in seen:
             seen.add(program)
             yield program
 
 
-def _assemble(
-    composition: Composition,
-    header: str,
-    style: str,
-    map_spelling: str,
-    filter_spelling: str,
-    aggregate_spelling: tuple[str, str],
-    post_spelling: str,
-) -> str:
-    element = map_spelling.format(n=composition.map_number)
-    condition = filter_spelling.format(n=composition.filter_number)
-    lines, values = _survivors(style, element, condition)
-    before, result = (part.format(e=values) for part in aggregate_spelling)
+class _Parts(NamedTuple):
+    """How one program is written: its header, its style, and the spelling of each component."""
+
+    header: str
+    style: str
+    map: str
+    filter: str
+    aggregate: tuple[str, str]
+    post: str
+
+
+def _assemble(composition: Composition, parts: _Parts) -> str:
+    element = parts.map.format(n=composition.map_number)
+    condition = parts.filter.format(n=composition.filter_number)
+    lines, values = _survivors(parts.style, element, condition)
+    before, result = (part.format(e=values) for part in parts.aggregate)
     if composition.aggregate in LIST_AGGREGATES:
-        return f"{header}{lines}{before}print(*{result})"
-    printed = post_spelling.format(v=result, n=composition.post_number)
-    return f"{header}{lines}{before}print({printed})"
+        return f"{parts.header}{lines}{before}print(*{result})"
+    printed = parts.post.format(v=result, n=composition.post_number)
+    return f"{parts.header}{lines}{before}print({printed})"
 
 
 def _survivors(style: str, element: str, condition: str) -> tuple[str, str]:

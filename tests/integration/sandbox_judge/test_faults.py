@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from services.sandbox_judge.isolation.memory_cgroup import memory_parent
-from services.sandbox_judge.test_store import TestSets
+from services.sandbox_judge.test_set_store import TestSets
 from spo import redis_keys
 from spo.messaging import streams
 from spo.spec.job_spec import parse_job_spec, spec_to_json

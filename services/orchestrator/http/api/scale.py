@@ -35,5 +35,5 @@ def get_scale(context: ContextDep) -> schemas.ScaleView:
 def put_scale(context: ContextDep, body: ScaleRequest) -> schemas.ScaleView:
     """Ask for other numbers of replicas; they join and drain while jobs run."""
     given = {"inference": body.inference, "sandbox-judge": body.sandbox_judge}
-    context.scale.requested({pool: count for pool, count in given.items() if count is not None})
+    context.scale.request({pool: count for pool, count in given.items() if count is not None})
     return views.scale(context)

@@ -10,7 +10,7 @@ import pytest
 from services.orchestrator.container import AppContext
 from services.orchestrator.http import views
 from services.orchestrator.jobs.states import CANCEL, PAUSE, RESUME
-from services.orchestrator.replicas.assignment import ReplicaAssigner, fair_counts, share
+from services.orchestrator.replicas.assignment import ReplicaAssigner, assign, fair_counts
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.job_state import JobState
 from spo.v1 import orchestrator_service_pb2 as wire
@@ -72,13 +72,13 @@ def test_one_more_replica_takes_none_away() -> None:
 
 def test_as_few_replicas_move_as_must() -> None:
     ids = [f"r{number}" for number in range(8)]
-    alone = share(ids, {}, {"a": 1})
-    beside = share(ids, alone, {"a": 1, "b": 1})
-    left = share(ids, beside, {"b": 1})
+    alone = assign(ids, {}, {"a": 1})
+    beside = assign(ids, alone, {"a": 1, "b": 1})
+    left = assign(ids, beside, {"b": 1})
 
     assert sum(alone[each] != beside[each] for each in ids) == 4
     assert sum(beside[each] != left[each] for each in ids) == 4
-    assert share(ids, beside, {"a": 1, "b": 1}) == beside
+    assert assign(ids, beside, {"a": 1, "b": 1}) == beside
 
 
 def test_a_replica_is_taken_from_a_run_only_when_the_need_lasts(context: AppContext, document: Document) -> None:
