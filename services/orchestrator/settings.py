@@ -55,7 +55,7 @@ class Settings(ServiceSettings, service="orchestrator"):
     @property
     def tenant_folders(self) -> tuple[Path, ...]:
         """`tenant_paths`, and where models that the platform makes itself are kept."""
-        opened = [Path(each) for each in self.tenant_paths.split(":") if each]
+        opened = [Path(path) for path in self.tenant_paths.split(":") if path]
         return (*opened, self.state_path / "cache" / "models")
 
     @model_validator(mode="after")

@@ -71,7 +71,7 @@ def _pairs() -> Iterator[Comparison]:
 
 def findings(results: Results) -> list[ClaimFinding]:
     """Every claim that our runs can say something about, and those that they cannot yet."""
-    found = [_compared(results, each) for each in _pairs()]
+    found = [_compared(results, pair) for pair in _pairs()]
     found += [_ppo_declines(results, setting) for setting in ("p160", "p32")]
     found += [_faster_pushes(results, method) for method in ("spo", "ppo")]
     found += [_half_the_rollouts(results, setting) for setting in ("p160", "p32")]
@@ -95,14 +95,14 @@ def judged(estimate: Estimate, expected: Literal["higher", "same"]) -> tuple[Ver
     return ("unclear", "the interval holds 0 and more") if holds else ("not reproduced", "the interval leaves 0 out")
 
 
-def _compared(results: Results, each: Comparison) -> ClaimFinding:
-    left, right = results.scores(*each.left, each.k), results.scores(*each.right, each.k)
-    measured = f"pass@{each.k} of {'/'.join(each.left)} less that of {'/'.join(each.right)}"
+def _compared(results: Results, pair: Comparison) -> ClaimFinding:
+    left, right = results.scores(*pair.left, pair.k), results.scores(*pair.right, pair.k)
+    measured = f"pass@{pair.k} of {'/'.join(pair.left)} less that of {'/'.join(pair.right)}"
     if left is None or right is None:
-        return ClaimFinding(each.claim, each.source, each.left[0], measured, None, "unclear", "not run")
+        return ClaimFinding(pair.claim, pair.source, pair.left[0], measured, None, "unclear", "not run")
     estimate = difference(left, right)
-    verdict, reason = judged(estimate, each.expected)
-    return ClaimFinding(each.claim, each.source, each.left[0], measured, estimate, verdict, reason)
+    verdict, reason = judged(estimate, pair.expected)
+    return ClaimFinding(pair.claim, pair.source, pair.left[0], measured, estimate, verdict, reason)
 
 
 def _ppo_declines(results: Results, setting: str) -> ClaimFinding:
@@ -158,7 +158,11 @@ def _stable(results: Results, method: str) -> ClaimFinding:
 
 
 def _curve(run: Result, k: int) -> list[float]:
-    return [float(each["pass_at_k"][str(k)]["value"]) for each in run["evaluations"] if str(k) in each["pass_at_k"]]
+    return [
+        float(evaluation["pass_at_k"][str(k)]["value"])
+        for evaluation in run["evaluations"]
+        if str(k) in evaluation["pass_at_k"]
+    ]
 
 
 def _train_seconds(run: Result) -> float:

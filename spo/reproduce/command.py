@@ -126,8 +126,8 @@ def _platform(
     cache = PlatformSettings().state_path / "cache" / "models"
     with LocalPlatform(folder.name, folder / "state", settings) as platform:
         builds: dict[Difficulty, ReferenceModelBuild] = {
-            each: ReferenceModelBuild(cache, each, folder / "logs" / f"reference-model-{each}.log")
-            for each in sorted(difficulties, reverse=True)
+            difficulty: ReferenceModelBuild(cache, difficulty, folder / "logs" / f"reference-model-{difficulty}.log")
+            for difficulty in sorted(difficulties, reverse=True)
         }
         try:
             yield platform, builds

@@ -70,7 +70,11 @@ MAIN = {
 _NO_HUMANS = {"offline": {"human_solutions": False}}
 _HALF_OWN = merged(_NO_HUMANS, _mix(0.5, reference=0.5))
 HARD = {
-    **{name: Method(each.recipe, merged(each.changes, _HALF_OWN)) for name, each in MAIN.items() if "half" in name},
+    **{
+        name: Method(method.recipe, merged(method.changes, _HALF_OWN))
+        for name, method in MAIN.items()
+        if "half" in name
+    },
     "half_online_mixed_quality": Method(
         "toy/half_online_cross_entropy", merged(_NO_HUMANS, _mix(0.5, reference_all=0.5))
     ),

@@ -56,11 +56,11 @@ def draw_plots(results: Results, folder: Path) -> list[Path]:
 def _draw(axis: Any, title: str, rows: Sequence[tuple[str, Sequence[Result]]], k: int) -> None:
     """The mean over seeds, and their range."""
     for method, runs in rows:
-        curves = [[each["pass_at_k"][str(k)]["value"] for each in run["evaluations"]] for run in runs]
+        curves = [[evaluation["pass_at_k"][str(k)]["value"] for evaluation in run["evaluations"]] for run in runs]
         if not curves:
             continue
         shortest = min(map(len, curves))
-        steps = [each["step"] for each in runs[0]["evaluations"][:shortest]]
+        steps = [evaluation["step"] for evaluation in runs[0]["evaluations"][:shortest]]
         values = np.array([curve[:shortest] for curve in curves])
         (line,) = axis.plot(steps, values.mean(axis=0), marker="o", markersize=3, label=method)
         axis.fill_between(steps, values.min(axis=0), values.max(axis=0), alpha=0.15, color=line.get_color())

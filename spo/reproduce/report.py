@@ -59,7 +59,7 @@ def report_of(
 ) -> dict[str, Any]:
     """The document: verdicts, claims, tables, costs, failures, machine."""
     # A QUICK plan leaves rows out on purpose; in a full one a claim without runs is a gap to see.
-    claims = [each.document() for each in findings(results) if not (quick and each.estimate is None)]
+    claims = [finding.document() for finding in findings(results) if not (quick and finding.estimate is None)]
     return {
         "quick": quick,
         "verdicts": dict(Counter(claim["verdict"] for claim in claims)),
@@ -70,11 +70,11 @@ def report_of(
         },
         "memory": list(memory),
         "failed": [
-            {"name": each["name"], "state": each["state"], "failure": each["failure"]}
-            for each in results.all
-            if each["state"] != "succeeded"
+            {"name": run["name"], "state": run["state"], "failure": run["failure"]}
+            for run in results.all
+            if run["state"] != "succeeded"
         ],
-        "alarms": [{"name": each["name"], "first": first} for each in results.all if (first := _first_alarms(each))],
+        "alarms": [{"name": run["name"], "first": first} for run in results.all if (first := _first_alarms(run))],
         "runs": len(results.all),
         "wall_seconds": round(wall_seconds, 1),
         "machine": machine(),
@@ -197,12 +197,12 @@ def _notes(report: Mapping[str, Any]) -> Iterator[str]:
     yield "  the first run with the same tasks and settings spent until its training began."
     yield "- Hacked: share of samples on training problems that pass the public test and fail a hidden one, where the"
     yield "  public one is the reward."
-    for each in report["failed"]:
-        reason = (each["failure"] or {}).get("message", "")
-        yield f"- {each['name']} {each['state']}: {reason}"
-    for each in report["alarms"]:
-        first = ", ".join(f"{alarm} at step {step}" for alarm, step in each["first"].items())
-        yield f"- Collapse guard in {each['name']}: {first}"
+    for run in report["failed"]:
+        reason = (run["failure"] or {}).get("message", "")
+        yield f"- {run['name']} {run['state']}: {reason}"
+    for run in report["alarms"]:
+        first = ", ".join(f"{alarm} at step {step}" for alarm, step in run["first"].items())
+        yield f"- Collapse guard in {run['name']}: {first}"
     yield ""
 
 

@@ -20,14 +20,14 @@ class Results:
     """
 
     def __init__(self, found: Iterable[Result], estimates: Mapping[str, float] | None = None) -> None:
-        self.all = sorted(found, key=lambda each: (each["setting"], each["method"], each["seed"]))
+        self.all = sorted(found, key=lambda run: (run["setting"], run["method"], run["seed"]))
         self._rows: dict[tuple[str, str], list[Result]] = defaultdict(list)
         self._estimates: dict[str, float] = defaultdict(float, estimates or {})
-        for each in self.all:
-            if each["state"] == "succeeded":
-                self._rows[each["setting"], each["method"]].append(each)
-                key = value_key(each["document"])
-                self._estimates[key] = max(self._estimates[key], each["cpu_seconds"]["estimate"])
+        for run in self.all:
+            if run["state"] == "succeeded":
+                self._rows[run["setting"], run["method"]].append(run)
+                key = value_key(run["document"])
+                self._estimates[key] = max(self._estimates[key], run["cpu_seconds"]["estimate"])
 
     def methods(self, setting: str) -> list[str]:
         return [method for place, method in self._rows if place == setting]
@@ -38,7 +38,7 @@ class Results:
 
     def scores(self, setting: str, method: str, k: int) -> Scores | None:
         """pass@k of the last evaluation by seed and problem; None without runs."""
-        tables = [each["evaluations"][-1]["per_problem"] for each in self.row(setting, method) if each["evaluations"]]
+        tables = [run["evaluations"][-1]["per_problem"] for run in self.row(setting, method) if run["evaluations"]]
         if not tables:
             return None
         return score_table([table["correct"] for table in tables], [table["samples"] for table in tables], k)

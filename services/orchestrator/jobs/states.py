@@ -70,11 +70,11 @@ def legal_transitions() -> dict[str, list[str]]:
 
 
 def refuse(action: str, state: JobState) -> Conflict:
-    """The error of a verb that this state does not allow; names the transitions and verbs that are legal."""
+    """The error of an action that this state does not allow; names the transitions and actions that are legal."""
     states = ", ".join(sorted(TRANSITIONS[state])) or "none"
-    verbs = ", ".join(each.name for each in ACTIONS if state in each.moves) or "none"
+    actions = ", ".join(legal.name for legal in ACTIONS if state in legal.moves) or "none"
     return Conflict(
-        f"a job that is {state} cannot {action}; legal transitions: {states}; legal verbs: {verbs}",
+        f"a job that is {state} cannot {action}; legal transitions: {states}; legal actions: {actions}",
         code="illegal_transition",
     )
 

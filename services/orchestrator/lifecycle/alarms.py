@@ -61,7 +61,7 @@ class Alarms:
         if self.jobs.state(job_id) is not JobState.RUNNING or self.jobs.client.hexists(mark.key, mark.field):
             return False
         window = self.jobs.spec(job_id).collapse_guard.window
-        sound = [each["version"] for each in self.weights.versions(job_id) if each["step"] <= report.step - window]
+        sound = [known["version"] for known in self.weights.versions(job_id) if known["step"] <= report.step - window]
         good = int(sound[-1]) if sound else REFERENCE_VERSION
         announced = self.weights.announced(job_id)
         if announced is not None and announced.version != good:

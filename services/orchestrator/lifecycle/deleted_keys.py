@@ -19,9 +19,9 @@ _OF_A_RUN = ("run_id", "job_id")
 def keys_of(client: RedisClient, run_id: str) -> Iterator[list[str]]:
     """Chunks of keys, indices last: whoever is cut short finds the rest again."""
     for chunk in _ids(client, redis_keys.replay_ids(run_id)):
-        yield [redis_keys.replay_trajectory(run_id, each) for each in chunk]
+        yield [redis_keys.replay_trajectory(run_id, trajectory_id) for trajectory_id in chunk]
     for chunk in _ids(client, redis_keys.replay_batch_log(run_id)):
-        yield [redis_keys.replay_batch(run_id, int(each)) for each in chunk]
+        yield [redis_keys.replay_batch(run_id, int(step)) for step in chunk]
     prompts = {*_fields(client, redis_keys.run_prompts(run_id)), *_fields(client, redis_keys.run_values(run_id))}
     yield [redis_keys.value_progress(run_id, prompt_id) for prompt_id in sorted(prompts)]
     versions = _fields(client, own_keys.job_weights(run_id))
@@ -33,13 +33,13 @@ def keys_of(client: RedisClient, run_id: str) -> Iterator[list[str]]:
 
 def single_keys(*modules: ModuleType) -> list[Callable[[str], str]]:
     """The functions that name one key of a run."""
-    return [each for each in _functions(*modules) if tuple(inspect.signature(each).parameters) in ONLY_A_RUN]
+    return [key for key in _functions(*modules) if tuple(inspect.signature(key).parameters) in ONLY_A_RUN]
 
 
 def families(*modules: ModuleType) -> set[str]:
     """The names of the functions that name one of many keys of a run."""
-    many = [each for each in _functions(*modules) if next(iter(inspect.signature(each).parameters), "") in _OF_A_RUN]
-    return {each.__name__ for each in many} - {each.__name__ for each in single_keys(*modules)}
+    many = [key for key in _functions(*modules) if next(iter(inspect.signature(key).parameters), "") in _OF_A_RUN]
+    return {key.__name__ for key in many} - {key.__name__ for key in single_keys(*modules)}
 
 
 ONLY_A_RUN = tuple((name,) for name in _OF_A_RUN)
@@ -47,10 +47,10 @@ ONLY_A_RUN = tuple((name,) for name in _OF_A_RUN)
 
 def _functions(*modules: ModuleType) -> list[Callable[[str], str]]:
     return [
-        each
+        function
         for module in modules
-        for _, each in inspect.getmembers(module, inspect.isfunction)
-        if each.__module__ == module.__name__
+        for _, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__
     ]
 
 
@@ -60,10 +60,10 @@ def _ids(client: RedisClient, key: str) -> Iterator[list[str]]:
         found = client.zrange(key, start, start + IDS_PER_READ - 1)
         if not found:
             return
-        yield [each.decode() for each in found]
+        yield [raw.decode() for raw in found]
         start += len(found)
 
 
 def _fields(client: RedisClient, key: str) -> list[str]:
     found = client.hkeys(key)
-    return [each.decode() for each in found]
+    return [raw.decode() for raw in found]

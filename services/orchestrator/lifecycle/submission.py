@@ -36,7 +36,7 @@ def check_spec(spec: JobSpec, library: TaskLibrary) -> None:
         try:
             check()
         except InvalidInput as error:
-            violations += [FieldViolation(each.pointer, each.message) for each in error.violations] or [
+            violations += [FieldViolation(violation.pointer, violation.message) for violation in error.violations] or [
                 FieldViolation(pointer, error.message)
             ]
     if violations:

@@ -92,21 +92,22 @@ class ReplicaAssigner:
     def balance(self) -> dict[str, str]:
         """Bring the assignment up to date and return it."""
         with self._lock:
-            live = [each for each in self.replicas.live() if each.pool == "inference" and not each.draining]
-            ids = [each.replica_id for each in live]
+            live = [replica for replica in self.replicas.live() if replica.pool == "inference" and not replica.draining]
+            ids = [replica.replica_id for replica in live]
             runs = self.wanted()
             current = self.assignments()
             target = assign(ids, current, runs)
             if not self._has_settled(
-                (runs, ids), moves=any(current.get(each) in runs for each in _moved(current, target))
+                (runs, ids), moves=any(current.get(replica_id) in runs for replica_id in _moved(current, target))
             ):
-                target = {each: current[each] if current.get(each) in runs else target[each] for each in ids}
+                staying = {replica_id for replica_id in ids if current.get(replica_id) in runs}
+                target = {replica_id: (current if replica_id in staying else target)[replica_id] for replica_id in ids}
             self._write(current, target)
             return target
 
     def serving(self, job_id: str) -> list[str]:
         """Ids of the replicas assigned to a run."""
-        return sorted(each for each, run_id in self.assignments().items() if run_id == job_id)
+        return sorted(replica_id for replica_id, run_id in self.assignments().items() if run_id == job_id)
 
     def left_out(self, job_id: str) -> bool:
         """Whether other runs have replicas and this one has none."""
@@ -125,8 +126,8 @@ class ReplicaAssigner:
         return {replica_id.decode(): run_id.decode() for replica_id, run_id in stored.items()}
 
     def _write(self, before: Mapping[str, str], after: Mapping[str, str]) -> None:
-        gone = [each for each in before if each not in after]
-        changed: dict[Any, Any] = {each: after[each] for each in _moved(before, after)}
+        gone = [replica_id for replica_id in before if replica_id not in after]
+        changed: dict[Any, Any] = {replica_id: after[replica_id] for replica_id in _moved(before, after)}
         with self.jobs.client.pipeline(transaction=True) as pipe:
             if gone:
                 pipe.hdel(own_keys.assignments(), *gone)
@@ -141,4 +142,4 @@ class ReplicaAssigner:
 
 
 def _moved(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    return [each for each, run_id in after.items() if before.get(each) != run_id]
+    return [replica_id for replica_id, run_id in after.items() if before.get(replica_id) != run_id]

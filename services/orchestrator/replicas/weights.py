@@ -117,7 +117,7 @@ class WeightAnnouncements:
     def versions(self, job_id: str) -> list[dict[str, Any]]:
         """Every published version, oldest first."""
         found = self.jobs.client.hgetall(own_keys.job_weights(job_id))
-        return sorted((json.loads(raw) for raw in found.values()), key=lambda each: int(each["version"]))
+        return sorted((json.loads(raw) for raw in found.values()), key=lambda announced: int(announced["version"]))
 
 
 def announcement_of(entry: tuple[bytes, dict[bytes, bytes]]) -> WeightAnnouncement:

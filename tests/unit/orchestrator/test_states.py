@@ -67,4 +67,4 @@ def test_a_refusal_names_what_is_legal() -> None:
 
     assert error.code == "illegal_transition"
     assert "cancelling, failed, running" in error.message
-    assert "legal verbs: cancel" in error.message
+    assert "legal actions: cancel" in error.message

@@ -97,8 +97,8 @@ def _number(value: float) -> str:
 
 def legal_actions(state: JobState) -> list[str]:
     """What may be asked of a job now, by the one table of transitions."""
-    verbs = [action.name for action in ACTIONS if state in action.moves]
-    return [*sorted(verbs, reverse=True), *(["checkpoint"] if state is JobState.RUNNING else [])]
+    actions = [action.name for action in ACTIONS if state in action.moves]
+    return [*sorted(actions, reverse=True), *(["checkpoint"] if state is JobState.RUNNING else [])]
 
 
 templates.env.globals["legal_actions"] = legal_actions

@@ -187,7 +187,7 @@ def test_an_illegal_action_is_a_conflict_that_names_the_legal_ones(api: httpx.Cl
     refused = api.post(f"/v1/jobs/{job_id}/resume")
 
     assert (refused.status_code, refused.json()["code"]) == (409, "illegal_transition")
-    assert "legal verbs: cancel" in refused.json()["detail"]
+    assert "legal actions: cancel" in refused.json()["detail"]
 
 
 def test_cancelling_twice_is_accepted_twice(api: httpx.Client, document: Document) -> None:
