@@ -26,7 +26,7 @@ TOKENS_BL = torch.arange(4, 28).reshape(2, 12)
 
 @contextmanager
 def engine_for(path: Path, stage: int, dtype: str = "float32") -> Iterator[DeepSpeedEngine]:
-    engine = DeepSpeedEngine(load_policy(path, dtype), TrainerSpec(zero_stage=stage), micro_batches=2)
+    engine = DeepSpeedEngine(load_policy(path, dtype), TrainerSpec(zero_stage=stage), passes=2)
     yield engine
     engine.close()
 

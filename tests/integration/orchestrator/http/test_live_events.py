@@ -84,7 +84,7 @@ def test_a_stream_cut_again_and_again_misses_and_repeats_nothing(
 
 def test_a_stream_ends_with_the_job(context: AppContext, api: httpx.Client, document: dict[str, Any]) -> None:
     job_id = submitted(context, document)
-    threading.Timer(2.0, context.jobs.act, (job_id, CANCEL)).start()
+    threading.Timer(2.0, context.actions.act, (job_id, CANCEL)).start()
 
     assert follow(api, job_id, 0, at_most=1000) == [1, 2]
 
