@@ -41,6 +41,7 @@ def draw_batch(rows: int, width: int, seed: int) -> tuple[torch.Tensor, TokenBat
         annotated_q_BL=-uniform(rows, width),
         annotated_mask_BL=response_mask_BL & (uniform(rows, width) < 0.5),
         critic_advantage_BL=uniform(rows, width) - 0.5,
+        critic_return_BL=-uniform(rows, width),
     )
     return -3 * uniform(rows, width), batch
 
