@@ -18,13 +18,13 @@ from spo.testing.waiting import wait_until
 from tests.e2e.conftest import demo_spec
 from tests.support.platform import check_ledgers, child_of, running_platform, wait_for_progress
 
-# Belt stages give the work of a dead consumer to the next one after this; short, so that the test is.
+# Pipeline stages give the work of a dead consumer to the next one after this; short, so that the test is.
 RECLAIM_SECONDS = "5"
 SHORTENED: dict[str, dict[str, Any]] = {
     "tasks": {"train_problems": 12, "evaluation_problems": 6},
     "value": {"samples": 16},
     "offline": {"human_solutions_per_problem": 2},
-    # Little slack: when a stage of the belt is dead the trainer soon waits for it instead of running ahead.
+    # Little slack: when a stage of the pipeline is dead the trainer soon waits for it instead of running ahead.
     "replay": {
         "mix": [{"source": "online", "share": 0.75}, {"source": "human", "share": 0.25}],
         "min_online": 16,

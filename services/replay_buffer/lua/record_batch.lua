@@ -1,7 +1,7 @@
 -- Record which trajectories a step gets, once: a repeated request for the step gets the same ones.
 -- KEYS[1] batch     string: trajectory ids joined by spaces
 -- KEYS[2] counters  hash: drawn (the last batch's number), sampled:<source>
--- KEYS[3] draws     sorted set: step by the number of its batch
+-- KEYS[3] batch log  sorted set: step by the number of its batch
 -- ARGV[1] ids joined by spaces; ARGV[2] step; ARGV[3] '' or the number of the last batch that this one takes into
 --   account; then pairs source, count
 -- Returns the recorded ids, '' when another batch was recorded after ARGV[3].

@@ -1,4 +1,4 @@
-"""The belt's promises, on a real server."""
+"""What the streams promise, on a real server."""
 
 from __future__ import annotations
 

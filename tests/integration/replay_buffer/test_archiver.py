@@ -187,7 +187,7 @@ def test_only_runs_with_something_unstored_are_looked_at(store: ReplayStore, tmp
 
     store.client.set(redis_keys.run_state(RUN), "succeeded")
     store.append(RUN, [trajectory(3)])
-    assert store.client.smembers(own_keys.replay_unstored()) == {RUN.encode()}, "what was still on the belt"
+    assert store.client.smembers(own_keys.replay_unstored()) == {RUN.encode()}, "what was still in the pipeline"
     spiller.archive_when_due(RUN)
     assert len(stored(tmp_path)) == 4
 

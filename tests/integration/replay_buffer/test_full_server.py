@@ -1,4 +1,4 @@
-"""A Redis that is full, dies or is emptied: nothing acknowledged is lost, the feeder stops, and it is said."""
+"""A Redis that is full, dies or is emptied: nothing acknowledged is lost, the dispatcher stops, and it is said."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_the_dispatcher_is_stopped_before_the_server_is_full(server: Server, ser
 
     wait_until(nearly_full, "the status says that the server is nearly full")
     assert status_of(service).admissible_inserts == 0
-    assert service.store.append(RUN, [trajectory(1)]) == (1, 0), "what is on the belt still fits"
+    assert service.store.append(RUN, [trajectory(1)]) == (1, 0), "what is in the pipeline still fits"
 
 
 def test_a_full_disk_refuses_and_keeps_everything_acknowledged(server: Server, service: ReplayService) -> None:

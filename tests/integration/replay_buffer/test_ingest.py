@@ -160,7 +160,7 @@ def test_a_killed_ingest_loses_nothing_and_enters_nothing_twice(
 ) -> None:
     start_run(redis_client)
     groups = [judged_group([number, number + 1]) for number in range(0, 600, 2)]
-    # Some entries are on the belt twice: their first delivery's acknowledgement was lost.
+    # Some entries are in the pipeline twice: their first delivery's acknowledgement was lost.
     deliveries = groups + groups[::5]
     random.Random(1).shuffle(deliveries)
     kills = 0

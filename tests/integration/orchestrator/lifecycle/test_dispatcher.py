@@ -1,4 +1,4 @@
-"""The feeder: as much as the limiter admits, every prompt in its turn, across restarts."""
+"""The dispatcher: as much as the limiter admits, every prompt in its turn, across restarts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def groups(context: AppContext, job_id: str) -> list[PromptGroup]:
 
 
 def drain(context: AppContext, job_id: str) -> None:
-    """Plays the whole belt: every group arrives in the replay buffer."""
+    """Plays the whole pipeline: every group arrives in the replay buffer."""
     reader = streams.Consumer(context.redis, redis_keys.prompts(job_id), redis_keys.INFERENCE_GROUP, "r")
     reader.finish(reader.read(1000, 0.01))
 
