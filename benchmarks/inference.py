@@ -30,10 +30,11 @@ from spo.local.redis_server import server_command
 from spo.messaging import streams
 from spo.messaging.connection import connect
 from spo.messaging.redis_client import RedisClient
-from spo.model.logprobs import encode_prompt, load_tokenizer
+from spo.model.tokenizer import encode_prompt, load_tokenizer
 from spo.observability.logs import configure_logs
-from spo.spec.job_spec import parse_job_spec, spec_to_json
+from spo.spec.job_spec import spec_to_json
 from spo.testing.models import write_random_llama
+from spo.testing.toy_spec import toy_spec
 from spo.v1.orchestrator_service_pb2 import HeartbeatResponse
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, Prompt, PromptGroup, Sampling
 from spo.v1.trajectory_pb2 import RolloutGroup
@@ -59,7 +60,7 @@ class Service:
     def __init__(self, client: RedisClient, folder: Path, settings: Settings) -> None:
         self._client = client
         self._stop = threading.Event()
-        client.set(redis_keys.run_spec(RUN), spec_to_json(parse_job_spec({"model": {"path": str(folder)}})))
+        client.set(redis_keys.run_spec(RUN), spec_to_json(toy_spec({"model": {"path": str(folder)}})))
         self._replica = ServingReplica(settings, client, lambda serving, reason: None, self._stop.set)
         self._replica.on_heartbeat(HeartbeatResponse(run_id=RUN, model_path=str(folder)))
         self._worker = RolloutWorker(client, self._replica, "benchmark", settings)

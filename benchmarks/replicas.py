@@ -111,7 +111,7 @@ def _rows(before: Measured, two: Measured, after: Measured) -> list[Row]:
 
 def _spec(folder: Path) -> dict[str, Any]:
     return {
-        "model": {"path": str(folder / "pi0"), "dtype": "float32", "max_response_tokens": 44},
+        "model": {"path": str(folder / "pi0"), "dtype": "float32", "max_prompt_tokens": 64, "max_response_tokens": 44},
         "tasks": {"kind": "toy", "train_problems": 60, "evaluation_problems": 6},
         "algorithm": {"losses": [{"objective": "group_centred_squared"}]},
         "replay": {"unit": "group", "mix": [{"source": "online", "share": 1.0}]},

@@ -25,13 +25,14 @@ from benchmarks.frame import CpuClock, Measure, Row, compare, run, within
 from services.trainer.batches import TrainingSample, token_batch
 from services.trainer.deepspeed_engine import leave_deepspeed, prepare_deepspeed
 from services.trainer.learner import Learner
-from services.trainer.microbatches import MicroBatch, Minibatch, cut_into_minibatches
+from services.trainer.microbatches import ForwardLimits, MicroBatch, Minibatch, cut_into_minibatches
 from services.trainer.ranks import Ranks, join_ranks
 from spo.algorithm.losses import spo_loss
 from spo.algorithm.registry import LossTerm
 from spo.model.logprobs import load_policy, token_logprobs
-from spo.spec.job_spec import JobSpec, RewardSpec, parse_job_spec
+from spo.spec.job_spec import JobSpec, RewardSpec
 from spo.testing.models import write_random_llama
+from spo.testing.toy_spec import toy_spec
 from spo.testing.trainer import sampled_trajectories
 
 WIDTH, LAYERS = 192, 4
@@ -200,7 +201,8 @@ def _two_steps(ranks: Ranks, method: dict[str, Any], model_path: Path, rows: Seq
     """Two: the optimiser's state comes into being in the first."""
     size = {"batch_size": MEMORY_BATCH, "micro_batch_size": MEMORY_MICRO_BATCH}
     learner = Learner(ranks, _spec(model_path, method, **size))
-    ((minibatch,),) = cut_into_minibatches(rows, 1, 1, MEMORY_MICRO_BATCH, whole_groups=False)
+    limits = ForwardLimits(MEMORY_BATCH * 2 * LONGEST, MEMORY_MICRO_BATCH)
+    ((minibatch,),) = cut_into_minibatches(rows, 1, 1, limits, whole_groups=False)
     for _ in range(2):
         learner.learn([minibatch], 1e-4)
     learner.close()
@@ -251,7 +253,7 @@ def _spec(model_path: Path, method: dict[str, Any] | None = None, **trainer: Any
     defaults = {"batch_size": BATCH, "micro_batch_size": BATCH, "zero_stage": 0}
     sections = {**(method or {})}
     own: dict[str, Any] = sections.pop("trainer", {})
-    return parse_job_spec({"model": {"path": str(model_path)}, **sections, "trainer": {**defaults, **own, **trainer}})
+    return toy_spec({"model": {"path": str(model_path)}, **sections, "trainer": {**defaults, **own, **trainer}})
 
 
 def _sampled(model_path: Path, count: int) -> list[TrainingSample]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Write the secrets that docker-compose.yml mounts: a Redis password and an API key, random, once.
+# Write the secrets that docker-compose.yml mounts: a Redis password, an API key, what requests are signed with; random, once.
 set -euo pipefail
 folder="$(cd "$(dirname "$0")" && pwd)/secrets"
 mkdir -p "$folder"
@@ -11,6 +11,10 @@ fi
 printf 'redis://:%s@redis:6379/0' "$(cat "$folder/redis_password")" >"$folder/spo_redis_url"
 if [ ! -s "$folder/spo_orchestrator_api_key" ]; then
   random >"$folder/spo_orchestrator_api_key"
+fi
+# Requests to people's own reward services are signed with it.
+if [ ! -s "$folder/spo_verifier_http_secret" ]; then
+  random >"$folder/spo_verifier_http_secret"
 fi
 # Containers run as users of their own and read the files through bind mounts; on the host the folder keeps others out.
 chmod 644 "$folder"/redis_password "$folder"/spo_*

@@ -15,7 +15,16 @@ import unasync
 
 ROOT = Path(__file__).parents[1]
 SOURCE, TARGET = (ROOT / "spo" / "client" / name for name in ("_async", "_sync"))
-CLASSES = ("BaseTransport", "Client", "Connection", "DatasetCalls", "ExperienceCalls", "PlatformCalls", "TrainingCalls")
+CLASSES = (
+    "BaseTransport",
+    "Client",
+    "Connection",
+    "DatasetCalls",
+    "DeadLetterCalls",
+    "ExperienceCalls",
+    "PlatformCalls",
+    "TrainingCalls",
+)
 REPLACEMENTS = {
     "_async": "_sync",
     **{f"Async{name}": name for name in CLASSES},

@@ -18,7 +18,7 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 from spo.client import Client
-from spo.demo.demo import RECIPE, fresh_demo
+from spo.demo.demo import RECIPE, fresh_demo, model_of
 from spo.spec.spec_file import read_spec
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
@@ -42,7 +42,7 @@ def main() -> None:
     chromium = shutil.which("chromium")
     if chromium is None:
         sys.exit("chromium is not installed; `make system-deps` installs it")
-    with fresh_demo("screenshots", document) as demo:
+    with fresh_demo("screenshots", model_of(document)) as demo:
         demo.platform.wait_until_ready()
         model = demo.build.result(PATIENCE_SECONDS)
         url = demo.platform.http_url

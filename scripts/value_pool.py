@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from spo.local.judge_client import EmbeddedJudge
-from spo.model.logprobs import encode_prompt, encode_response, load_policy, load_tokenizer, response_logprobs
+from spo.model.logprobs import load_policy, response_logprobs
+from spo.model.tokenizer import encode_prompt, encode_response, load_tokenizer
 from spo.rpc.client import RpcClient
 from spo.tasks.problem import Problem
 from spo.tasks.toy.problems import toy_tasks

@@ -11,6 +11,7 @@ import redis
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.http.app import create_app
+from services.orchestrator.leadership import Leadership
 from services.orchestrator.settings import Settings
 
 PLACE = Path(__file__).parents[1] / "docs" / "openapi.json"
@@ -19,7 +20,8 @@ PLACE = Path(__file__).parents[1] / "docs" / "openapi.json"
 def document() -> str:
     """The OpenAPI document as committed; no server is asked, so none needs to run."""
     # A client connects when it is first used, and describing the API uses none.
-    context = AppContext(Settings(), redis.Redis(), threading.Event())
+    client = redis.Redis()
+    context = AppContext(Settings(), client, threading.Event(), Leadership(client, "openapi"))
     try:
         return json.dumps(create_app(context).openapi(), indent=1, sort_keys=True) + "\n"
     finally:

@@ -8,12 +8,18 @@ from enum import StrEnum
 
 import yaml
 from pydantic import BaseModel
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from spo import errors
 from spo.error_codes import CATALOGUE
+
+# Columns of longer cells may be cut into lines of so many characters, and no shorter ones.
+NARROWEST_COLUMN = 20
+# What a column's name does not say to people who are new here.
+HEADINGS = {"reward": "reward (0: solved)"}
 
 console = Console()
 error_console = Console(stderr=True)
@@ -79,19 +85,31 @@ def print_error(error: errors.SpoError) -> None:
     error_console.print(f"[dim]{escape(next_step)}[/]", highlight=False)
 
 
+def print_failure(code: str, message: str) -> None:
+    """Why a job failed and what to do, on standard error."""
+    error_console.print(f"[bold red]failed[/] {escape(message)} [dim]({escape(code)})[/]", highlight=False)
+    if code in CATALOGUE:
+        error_console.print(f"[dim]{escape(CATALOGUE[code].remedy)}[/]", highlight=False)
+
+
 def print_rows(rows: Sequence[Mapping[str, object] | BaseModel], columns: Sequence[str], output: Output) -> None:
     """Rows as a table of these columns, or whole as JSON or YAML."""
     documents = [_plain(row) for row in rows]
     if output is not Output.TABLE:
         print_document(documents, output)
         return
-    table = Table(box=None, header_style="bold")
-    for position, column in enumerate(columns):
-        # The first column names the row: whole, so that it can be copied.
-        table.add_column(column, overflow="fold", no_wrap=position == 0)
-    for document in documents:
-        table.add_row(*(escape(_cell(document.get(column))) for column in columns))
-    console.print(table)
+    cells = [[_cell(document.get(column)) for column in columns] for document in documents]
+    if _is_readable(columns, cells):
+        table = Table(box=None, header_style="bold")
+        for position, column in enumerate(columns):
+            # The first column names the row: whole, so that it can be copied.
+            table.add_column(HEADINGS.get(column, column), overflow="fold", no_wrap=position == 0)
+        for row in cells:
+            table.add_row(*map(escape, row))
+        console.print(table)
+        return
+    for row in cells:
+        _print_entry_by_lines(columns, row)
 
 
 def print_document(document: object, output: Output) -> None:
@@ -111,6 +129,24 @@ def print_entry(document: BaseModel, output: Output) -> None:
     plain = _plain(document)
     text = json.dumps(plain) if output is Output.JSON else "---\n" + yaml.safe_dump(plain, sort_keys=False)
     console.print(text.rstrip(), markup=False, highlight=False, soft_wrap=True)
+
+
+def _is_readable(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> bool:
+    """Whether the terminal is wide enough for a table: short cells whole, a word or two of long ones on a line."""
+    widths = [
+        max([cell_len(HEADINGS.get(column, column)), *(cell_len(row[place]) for row in cells)])
+        for place, column in enumerate(columns)
+    ]
+    needed = widths[:1] + [min(width, NARROWEST_COLUMN) for width in widths[1:]]
+    return sum(needed) + 2 * len(columns) <= console.width
+
+
+def _print_entry_by_lines(columns: Sequence[str], row: Sequence[str]) -> None:
+    """A row as one line for each column that holds something, indented below the first."""
+    console.print(row[0], style="bold", markup=False, highlight=False, soft_wrap=True)
+    for column, cell in zip(columns[1:], row[1:], strict=True):
+        if cell:
+            console.print(f"  {HEADINGS.get(column, column)}: {cell}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _plain(document: Mapping[str, object] | BaseModel) -> dict[str, object]:

@@ -90,15 +90,16 @@ def seal_folder(writing: Path, destination: Path, head: Manifest) -> ManifestFol
     for path in writing.iterdir():
         _fsync(path)
     _fsync(writing)
+    epoch = int(manifest["epoch"])
     for _ in range(2):  # The second time after a replacement.
         if _renamed(writing, destination):
             return ManifestFolder(destination, manifest)
         existing = _intact(destination)
         if existing and existing.manifest == manifest:
             return existing
-        if existing and existing.manifest.get("epoch", 0) >= manifest["epoch"]:
+        # A damaged one is replaced by its own epoch too.
+        if not remove_written_until(destination, epoch - 1 if existing else epoch):
             break
-        remove_folder(destination)
     raise Conflict(f"{destination} was already written by another owner", code="already_written")
 
 
@@ -136,10 +137,37 @@ def open_folder(path: Path) -> ManifestFolder:
 
 def remove_folder(path: Path) -> None:
     """Take a folder away in one step, so that no reader meets half of it."""
+    shutil.rmtree(_taken_away(path), ignore_errors=True)
+
+
+def remove_written_until(path: Path, epoch: int) -> bool:
+    """Take a folder away unless a newer epoch wrote it; False when one did. One without manifest is nobody's.
+
+    Judged again once it is away: a writer that was stopped in between may find its successor's folder under the name,
+    which it puts back.
+    """
+    if _epoch_of(path) > epoch:
+        return False
+    hidden = _taken_away(path)
+    if _epoch_of(hidden) > epoch:
+        with contextlib.suppress(OSError):  # Somebody newer still has the name.
+            os.rename(hidden, path)
+            return False
+    shutil.rmtree(hidden, ignore_errors=True)
+    return True
+
+
+def _taken_away(path: Path) -> Path:
     hidden = path.parent / f".writing-removed-{ULID()}"
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+    return hidden
+
+
+def _epoch_of(path: Path) -> int:
+    with contextlib.suppress(IntegrityError, NotFound, ValueError, TypeError):
+        return int(read_manifest(path / MANIFEST).get("epoch", 0))
+    return -1
 
 
 def numbered_folders(parent: Path) -> list[tuple[int, Path]]:
@@ -149,12 +177,11 @@ def numbered_folders(parent: Path) -> list[tuple[int, Path]]:
     return sorted((int(path.name), path) for path in parent.iterdir() if path.name.isdecimal() and path.is_dir())
 
 
-def prune_folders(parent: Path, keep: int, spare: Container[int] = ()) -> None:
-    """Remove all but the newest `keep` numbered folders and those in `spare`, and what crashed writers left behind."""
-    folders = numbered_folders(parent)
-    for number, path in folders[: max(0, len(folders) - keep)]:
-        if number not in spare:
-            remove_folder(path)
+def prune_folders(parent: Path, kept: Container[int], epoch: int) -> None:
+    """Remove the numbered folders that are not kept, and what crashed writers left; a newer epoch's stay."""
+    for number, path in numbered_folders(parent):
+        if number not in kept:
+            remove_written_until(path, epoch)
     remove_abandoned(parent)
 
 

@@ -16,6 +16,7 @@ INFERENCE_GROUP = "inference"
 JUDGE_GROUP = "sandbox-judge"
 INGEST_GROUP = "replay-buffer"
 VALUE_GROUP = "value-estimation"
+VERIFIER_GROUP = "verifier"
 
 
 def prompts(run_id: str) -> str:
@@ -24,12 +25,22 @@ def prompts(run_id: str) -> str:
 
 
 def rollouts() -> str:
-    """Stream: RolloutGroup without verdicts. Inference -> judges, all runs."""
+    """Stream: RolloutGroup without verdicts, of prompts that name no pool. Inference -> judges, all runs."""
     return "spo:rollouts"
 
 
+def verifier_rollouts() -> str:
+    """Stream: RolloutGroup without verdicts, of prompts that name the pool of verifiers. Inference -> verifiers."""
+    return "spo:verifier:rollouts"
+
+
+def rollouts_of(verifier_pool: str) -> str:
+    """The stream of judges that a `Prompt.verifier_pool` names: that of the sandbox judge or of the verifiers."""
+    return verifier_rollouts() if verifier_pool else rollouts()
+
+
 def verdicts() -> str:
-    """Stream: RolloutGroup with verdicts. Judges -> replay ingest, all runs."""
+    """Stream: RolloutGroup with verdicts. Judges and verifiers -> replay ingest, all runs."""
     return "spo:verdicts"
 
 
@@ -54,8 +65,38 @@ def weights(run_id: str) -> str:
 
 
 def dead_letters(stream: str) -> str:
-    """Stream: entries given up on, fields payload, reason, deliveries, at_unix_ms."""
+    """Stream: entries given up on, fields reason, deliveries, at_unix_ms, run it belongs to, counted (the run that it
+    was counted for), trace, bytes. Capped: the oldest go."""
     return f"{stream}:dead"
+
+
+def dead_letter_payloads(stream: str) -> str:
+    """Hash: id of a dead letter -> its payload, apart from the facts so that listing letters costs no payloads."""
+    return f"{stream}:dead:payloads"
+
+
+def dead_letter_totals(stream: str) -> str:
+    """Hash: bytes of the payloads that are kept, gone (letters that gave way to newer ones)."""
+    return f"{stream}:dead:totals"
+
+
+def lone_deliveries(stream: str) -> str:
+    """Hash: id of an entry that is handled alone -> weight of the deaths of its holders. Gone with the entry."""
+    return f"{stream}:lone"
+
+
+def dead_letter_counts(run_id: str) -> str:
+    """Hash: stream -> entries of the run given up on and not redriven, `stream:reason` -> why the last one was.
+
+    Counted in the step that moves the entry; a letter that is dropped or gives way stays counted.
+    """
+    return f"spo:{run_id}:dead_letters"
+
+
+def run_troubles(run_id: str) -> str:
+    """Hash: stream or service -> JSON of why the run's work waits there and since when. Whoever cannot do it writes it;
+    it vanishes by itself."""
+    return f"spo:{run_id}:troubles"
 
 
 def run_spec(run_id: str) -> str:
@@ -88,6 +129,11 @@ def job_record(job_id: str) -> str:
     return f"spo:{job_id}:orchestrator:job"
 
 
+def job_checkpoints(job_id: str) -> str:
+    """Hash: step -> JSON of a checkpoint that is kept, for whoever resumes. Orchestrator; read by replay."""
+    return f"spo:{job_id}:orchestrator:checkpoints"
+
+
 def dispatch_cursor(run_id: str) -> str:
     """Hash: next prompt position, groups dispatched, so that a restarted dispatcher goes on. Orchestrator."""
     return f"spo:{run_id}:orchestrator:dispatcher"
@@ -96,6 +142,11 @@ def dispatch_cursor(run_id: str) -> str:
 def scale() -> str:
     """Hash: pool -> how many replicas it should have. Orchestrator; the launcher of a local platform follows it."""
     return "spo:orchestrator:scale"
+
+
+def platform() -> str:
+    """Hash: schema_version (MAJOR.MINOR of the newest release that joined), epoch (this Redis' data). Every service."""
+    return "spo:platform"
 
 
 def replicas() -> str:
@@ -129,22 +180,22 @@ def pivotal_visits(run_id: str) -> str:
 
 
 def replay_trajectory(run_id: str, trajectory_id: str) -> str:
-    """String: serialized Trajectory (judged, with reference log-probs). Replay."""
+    """String: serialized Trajectory (judged, with reference log-probs); gone once it may never be served. Replay."""
     return f"spo:{run_id}:replay-buffer:trajectory:{trajectory_id}"
 
 
 def replay_ids(run_id: str) -> str:
-    """Sorted set: trajectory id by insertion number; the ledger of everything acknowledged. Replay."""
+    """Sorted set: trajectory id by insertion number; the ledger: what is in Redis, and the newest beyond. Replay."""
     return f"spo:{run_id}:replay-buffer:ids"
 
 
 def replay_source(run_id: str, source: str) -> str:
-    """Sorted set: trajectory ids of a source by insertion number; only ever grows. Replay."""
+    """Sorted set: trajectory ids of a source that are in Redis by insertion number. Replay."""
     return f"spo:{run_id}:replay-buffer:source:{source}"
 
 
 def replay_facts(run_id: str) -> str:
-    """Hash: trajectory id -> `correct:policy version:reward:group:prompt id`, what sampling must know of it. Replay."""
+    """Hash: trajectory id -> `correct:policy version:reward:group:prompt id`, of those that are in Redis. Replay."""
     return f"spo:{run_id}:replay-buffer:facts"
 
 
@@ -170,12 +221,13 @@ def replay_content(run_id: str) -> str:
 
 def replay_counters(run_id: str) -> str:
     """Hash: number (last insertion), drawn (last draw), policy_version (newest named), inserted, correct, sampled by
-    source; followed (position in the ledger of the run it follows), left_out. Replay."""
+    source; followed (position in the ledger of the run it follows), left_out; forgotten (the ledger has left out the
+    ids up to this insertion number that are not in Redis). Replay."""
     return f"spo:{run_id}:replay-buffer:counters"
 
 
 def replay_batch(run_id: str, step: int) -> str:
-    """String: ids of the batch drawn for a step, joined by spaces: a repeated request gets the same batch. Replay."""
+    """String: ids of a step's batch, joined by spaces, while a trainer may ask again or it is a late one. Replay."""
     return f"spo:{run_id}:replay-buffer:batch:{step}"
 
 

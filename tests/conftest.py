@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 import structlog
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Workers share the tests by file; whole platforms go to one of them, because two at once starve each other."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OnePlatformAtATime(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "platforms" if nodeid.startswith(("tests/chaos/", "tests/e2e/")) else nodeid.split("::")[0]
+
+    return OnePlatformAtATime(config, log)
 
 
 @pytest.fixture(autouse=True)
@@ -70,3 +83,31 @@ def redis_client(redis_server: str) -> Iterator[redis.Redis]:
     client.flushall()
     yield client
     client.close()
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one mebibyte; root may mount one, others skip loudly."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"NOT TESTED, a full disk: no tmpfs can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture
+def fill_disk(tiny_disk: Path) -> Callable[[], Path]:
+    """Fills the tiny disk to the last page; returns the file to remove."""
+
+    def fill() -> Path:
+        ballast = tiny_disk / "ballast"
+        with ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(b"0" * 4096):
+                pass
+        return ballast
+
+    return fill

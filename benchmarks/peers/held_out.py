@@ -15,11 +15,13 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from services.inference.engine import Engine, EngineSpec, SampleRequest
 from services.inference.settings import Settings
 from services.orchestrator.jobs.seeds import seed_of
 from spo.algorithm.pass_at_k import ProblemCounts, mean_pass_at_k
-from spo.model.logprobs import encode_prompt, load_tokenizer
+from spo.model.tokenizer import decode_response, encode_prompt, load_tokenizer
 from spo.rpc.client import RpcClient
 from spo.spec.training import EvaluationSpec
 from spo.tasks.problem import Problem, extract_program
@@ -35,7 +37,9 @@ JUDGE_SECONDS = 300.0
 PROTOCOL = EvaluationSpec()
 
 
-def sampled(engine: Engine, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int]) -> list[list[str]]:
+def sampled(
+    engine: Engine, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int]
+) -> list[list[str]]:
     """The texts of each prompt's samples."""
     texts: list[list[str]] = [[] for _ in prompts]
     for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
@@ -45,7 +49,7 @@ def sampled(engine: Engine, prompts: Sequence[tuple[int, ...]], seeds: Sequence[
     left = len(prompts) * PROTOCOL.samples
     while left:
         for name, sample_found in engine.step():
-            texts[int(name.split("-")[0])].append(sample_found.text)
+            texts[int(name.split("-")[0])].append(decode_response(tokenizer, sample_found.token_ids))
             left -= 1
     return texts
 
@@ -79,7 +83,7 @@ def main(arguments: Sequence[str]) -> None:
     for number, line in enumerate(sys.stdin, start=1):
         began = time.process_time()
         engine.load(sorted(Path(line.strip()).glob("*.safetensors")), number)
-        counts = list(counted(judge, problems, sampled(engine, prompts, seeds)))
+        counts = list(counted(judge, problems, sampled(engine, tokenizer, prompts, seeds)))
         scores = {f"pass_at_{k}": mean_pass_at_k(counts, k, seed=0).mean for k in PROTOCOL.ks}
         print(json.dumps({**scores, "cpu_seconds": time.process_time() - began}), flush=True)
     judge.close()

@@ -20,7 +20,8 @@ from datasets import Dataset  # type: ignore[import-not-found]
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
-from spo.model.logprobs import load_policy, load_tokenizer
+from spo.model.logprobs import load_policy
+from spo.model.tokenizer import load_tokenizer
 from spo.rpc.client import RpcClient
 from spo.tasks.problem import Problem, extract_program
 from spo.tasks.toy.problems import toy_tasks

@@ -1,13 +1,15 @@
 """What the documentation site adds to docs/: reference pages written from the code, and links into the sources.
 
-Pages below reference/ exist only in the site, so they cannot go stale. A link from docs/ to a file of the repository
-must lead to one that is there; in the site, which has no sources, its text remains.
+Pages below reference/ exist only in the site, so they cannot go stale: documents link to what they are written from,
+which is there in the repository, and in the site such a link leads to the page. Another link from docs/ to a file must
+lead to one of the repository; in the site, which has no sources, its text remains.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import re
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +20,16 @@ from mkdocs.structure.files import File, Files
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 log = logging.getLogger("mkdocs.hooks.spo")
-_OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#\s]+)(?:#[^)\s]*)?\)")
+_OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#\s]+|openapi\.json)(#[^)\s]*)?\)")
+# What a page of the reference is written from -> the page.
+WRITTEN_FROM = {
+    "deploy/recipes": "recipes",
+    "docs/openapi.json": "rest",
+    "spo/cli": "cli",
+    "spo/client": "sdk",
+    "spo/error_codes.txt": "errors",
+    "spo/spec": "job_spec",
+}
 
 
 def _module(name: str) -> ModuleType:
@@ -55,8 +66,12 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
     folder = Path(config["docs_dir"]) / Path(page.file.src_uri).parent
 
     def kept(found: re.Match[str]) -> str:
-        text, target = found.groups()
+        text, target, anchor = found.groups()
         place = (folder / target).resolve()
+        page_name = WRITTEN_FROM.get(str(place.relative_to(ROOT))) if place.is_relative_to(ROOT) else None
+        if page_name:
+            written = Path(config["docs_dir"]) / "reference" / f"{page_name}.md"
+            return f"[{text}]({os.path.relpath(written, folder)}{anchor or ''})"
         if place.is_relative_to(Path(config["docs_dir"]).resolve()):
             return found[0]
         if not place.exists():

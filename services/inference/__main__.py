@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import sys
 
-from services.inference.replica import ServingReplica
-from services.inference.rollout_worker import RolloutWorker
-from services.inference.service import RPC_THREADS, InferenceService
 from services.inference.settings import Settings
-from spo.messaging.connection import connect
+from spo.service.join import join_platform
 from spo.service.process import ServiceProcess
 from spo.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 
 
 def main() -> int:
     settings = Settings()
-    process = ServiceProcess("inference", settings, rpc_threads=RPC_THREADS)
-    client = connect(settings.redis_url, settings.redis_wait_seconds)
+    process = ServiceProcess("inference", settings)
+    process.answer_probes("loads its libraries")
+    # Imported late: probes are answered while these take their time.
+    from services.inference.deaths import EngineDeaths
+    from services.inference.replica import ServingReplica
+    from services.inference.rollout_worker import RolloutWorker
+    from services.inference.service import InferenceService
+
+    client = join_platform(settings)
     replica = ServingReplica(settings, client, process.server.set_serving, process.stop.set)
     worker = RolloutWorker(client, replica, process.replica_id, settings)
-    add_InferenceServiceServicer_to_server(InferenceService(replica, process.replica_id), process.server.server)
+    service = InferenceService(replica, process.replica_id, EngineDeaths(client))
+    add_InferenceServiceServicer_to_server(service, process.server.server)
     process.report = replica.report
     process.on_heartbeat = replica.on_heartbeat
     process.workers = [replica.follow, worker.read, worker.forward]

@@ -1,4 +1,4 @@
-"""The only file that imports vllm: one in-process engine, driven by one thread.
+"""One in-process vLLM engine, driven by one thread.
 
 `add` and `step` give continuous batching; `load` swaps the weights of the live engine. Three rules keep a swap
 correct and are all in `load`: the scheduler is paused first (otherwise the engine dies), tensors go through vLLM's
@@ -10,34 +10,32 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-import torch
 import vllm
-from safetensors import safe_open
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.logprobs import FlatLogprobs
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from services.inference.adapters import AdapterRoom, write_neutral_adapter
+from services.inference.broadcast import JoinedBroadcast
 from services.inference.settings import Settings
+from services.inference.weight_transfer import BACKEND, WorkerExtension
 from spo.errors import InvalidInput
+from spo.model.adapter_folder import Shapes, adapter_of, tensor_shapes
+from spo.service.memory import memory_limit_bytes
 
-BACKEND = "safetensors-files"
 # vLLM's CPU attention wants multiples of 32; small blocks let short prompts share their prefix.
 CPU_BLOCK_TOKENS = 32
 CPU_PREFILL_TOKENS = 4096
@@ -52,19 +50,22 @@ class SampleRequest:
     top_p: float
     max_tokens: int
     seed: int
+    # What ends it: texts, and tokens beside those of the model's own files.
+    stop: tuple[str, ...] = ()
+    end_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Sample:
     """One finished sequence.
 
-    logprobs: nats per token, of the distribution that was sampled (temperature and top-p applied). token_ids end with
-    the end-of-sequence token when `stopped`. The versions are those of the weights behind the first and last token.
+    logprobs: nats per token, of the distribution that was sampled (temperature and top-p applied). When `stopped`,
+    token_ids end with an end token or with the token that completed a stop string. The versions are those of the
+    weights behind the first and last token.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    text: str
     stopped: bool
     version_first: int
     version_last: int
@@ -78,6 +79,7 @@ class EngineSpec:
     model_hash: str
     dtype: Literal["float32", "bfloat16"]
     max_tokens: int  # prompt and response together
+    adapters: AdapterRoom | None = None  # the job's versions are adapters of the model
 
     @property
     def sampler(self) -> str:
@@ -87,51 +89,11 @@ class EngineSpec:
     def fits(self, requested: EngineSpec) -> bool:
         """Whether an engine built for this spec can serve the requested one."""
         same = (self.model_hash, self.dtype) == (requested.model_hash, requested.dtype)
-        return same and self.max_tokens >= requested.max_tokens
-
-
-@dataclass
-class WeightFiles(WeightTransferUpdateInfo):
-    """Safetensors files that together hold a whole model, with the tensor names of checkpoints."""
-
-    paths: list[str]
-
-
-class FileWeightTransfer(WeightTransferEngine[WeightTransferInitInfo, WeightFiles]):
-    """Loads weights from files into the live model, in each of vLLM's workers."""
-
-    init_info_cls = WeightTransferInitInfo
-    update_info_cls = WeightFiles
-
-    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
-        """Files need no rendezvous."""
-
-    def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
-
-    def receive_weights(self, update_info: WeightFiles) -> None:
-        model: Any = self.model  # every vLLM model has load_weights; nn.Module does not say so
-        model.load_weights(_tensors(update_info.paths))
-
-    def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-
-    def shutdown(self) -> None:
-        """Nothing is held between updates."""
-
-
-def _tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    for path in paths:
-        with safe_open(path, framework="pt", device="cpu") as shard:
-            for name in shard.keys():  # noqa: SIM118 - not a mapping
-                yield name, shard.get_tensor(name)
-
-
-class WorkerExtension:
-    """Makes each of vLLM's worker processes import this module, and so register the transfer below."""
-
-
-WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransfer)
+        if not (same and self.max_tokens >= requested.max_tokens):
+            return False
+        if self.adapters is None or requested.adapters is None:
+            return self.adapters == requested.adapters
+        return self.adapters.holds(requested.adapters)
 
 
 class Engine:
@@ -145,27 +107,38 @@ class Engine:
         self._llm = LLMEngine.from_engine_args(_engine_args(spec, settings))
         # After the build, which sets it: vLLM would log every pause.
         logging.getLogger("vllm").setLevel(logging.WARNING)
-        self._tokenizer = self._llm.get_tokenizer()
+        self._base: Shapes = {}
+        # Every request names this one adapter, also at version 0: what is loaded in its place then holds for those
+        # that are running, too.
+        self._adapter = LoRARequest("policy", 1, "loaded by `load`") if spec.adapters else None
+        if self._adapter:
+            self._base = tensor_shapes(spec.model_path.glob("*.safetensors"))
+            self._load_adapter(self._adapter, None)
         self._llm.set_weight_version("0")
 
     def add(self, request_id: str, request: SampleRequest) -> None:
         """Queue a sequence; it joins the running batch at one of the next steps. Raises InvalidInput."""
-        params = SamplingParams(
-            temperature=request.temperature,
-            top_p=request.top_p,
-            max_tokens=request.max_tokens,
-            seed=request.seed,
-            # The sampled token's own log-prob. min_tokens stays unset: it would mask the end inside it.
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
         try:
-            self._llm.add_request(request_id, {"prompt_token_ids": list(request.prompt_token_ids)}, params)
-        except (VLLMClientError, ValueError) as error:
-            # Too long, or token ids outside the vocabulary.
-            raise InvalidInput(f"vLLM refuses the prompt: {error}", code="refused_prompt") from error
+            params = SamplingParams(
+                temperature=request.temperature,
+                top_p=request.top_p,
+                max_tokens=request.max_tokens,
+                seed=request.seed,
+                # The sampled token's own log-prob. min_tokens stays unset: it would mask the end inside it.
+                logprobs=0,
+                flat_logprobs=True,
+                # Only stop strings need it; the text is made of the tokens afterwards.
+                detokenize=bool(request.stop),
+                stop=list(request.stop),
+                stop_token_ids=list(request.end_token_ids),
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            self._llm.add_request(
+                request_id, {"prompt_token_ids": list(request.prompt_token_ids)}, params, lora_request=self._adapter
+            )
+        except (VLLMClientError, ValueError, TypeError, OverflowError) as error:
+            # Too long, token ids outside the vocabulary, or sampling that vLLM does not do.
+            raise InvalidInput(f"vLLM refuses the request: {error}", code="refused_prompt") from error
 
     def step(self) -> list[tuple[str, Sample]]:
         """Decode one token of every running sequence; returns the sequences that finished."""
@@ -180,14 +153,42 @@ class Engine:
         self._llm.abort_request(list(request_ids))
 
     def load(self, paths: Sequence[Path], version: int) -> None:
-        """Swap in the weights of these files; running sequences go on with them, their prefixes recomputed."""
+        """Swap in these weights, or the adapter that they are; running sequences go on, their prefixes recomputed."""
         self._llm.sleep(level=0, mode="keep")
+        if self._adapter:
+            self._load_adapter(self._adapter, adapter_of(paths))
+            self._take_up(version)
+        else:
+            self._update({"paths": [str(path) for path in paths]}, version)
+
+    def receive(self, joined: JoinedBroadcast, version: int) -> None:
+        """Swap in the whole weights that a broadcast brings.
+
+        Whatever it raises: the model may be half of each version then, and nothing may run until `load`.
+        """
+        self._llm.sleep(level=0, mode="keep")
+        self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {"joined": joined}})
+        self._update({}, version)
+
+    def _update(self, update_info: dict[str, list[str]], version: int) -> None:
         self._llm.collective_rpc("start_weight_update")
-        self._llm.collective_rpc("update_weights", kwargs={"update_info": {"paths": [str(path) for path in paths]}})
+        self._llm.collective_rpc("update_weights", kwargs={"update_info": update_info})
         self._llm.collective_rpc("finish_weight_update")
+        self._take_up(version)
+
+    def _take_up(self, version: int) -> None:
+        """Go on with what was swapped in."""
         self.reset_prefix_cache()
         self._llm.set_weight_version(str(version))
         self._llm.wake_up(["scheduling"])
+
+    def _load_adapter(self, adapter: LoRARequest, folder: Path | None) -> None:
+        """Put the adapter of a folder in the one's place that requests name; None: one that changes nothing."""
+        with TemporaryDirectory(prefix="spo-adapter-") as neutral:
+            if folder is None:
+                folder = Path(neutral)
+                write_neutral_adapter(folder, self._base)
+            self._llm.add_lora(LoRARequest(adapter.lora_name, adapter.lora_int_id, str(folder), load_inplace=True))
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache; running sequences are preempted and recompute theirs."""
@@ -201,17 +202,36 @@ class Engine:
         return Sample(
             token_ids=token_ids,
             logprobs=tuple(logprobs.logprobs),
-            text=self._tokenizer.decode(token_ids, skip_special_tokens=True),
             stopped=output.finish_reason == "stop",
             version_first=int(spans[0].version),
             version_last=int(spans[-1].version),
         )
 
 
+def head_sizes() -> tuple[int, ...]:
+    """The sizes of attention heads that the engine takes here; empty: all (on a GPU one of its backends does)."""
+    return tuple(CPUAttentionBackend.get_supported_head_sizes()) if current_platform.is_cpu() else ()
+
+
+def device_memory_bytes(settings: Settings) -> tuple[int, ...]:
+    """Bytes of each device that the model is cut over; of a CPU what its processes may take."""
+    if current_platform.is_cpu():
+        return (memory_limit_bytes(),)
+    return (int(current_platform.get_device_total_memory()),) * settings.tensor_parallel_size
+
+
+def is_accelerated() -> bool:
+    """Whether the engine computes on no CPU."""
+    return not current_platform.is_cpu()
+
+
 def _engine_args(spec: EngineSpec, settings: Settings) -> EngineArgs:
     on_cpu = current_platform.is_cpu()
     return EngineArgs(
         model=str(spec.model_path),
+        # A folder may hold the same model in a format of its maker's too; the trainer reads this one.
+        config_format="hf",
+        tokenizer_mode="hf",
         dtype=spec.dtype,
         max_model_len=spec.max_tokens,
         max_num_seqs=settings.max_sequences,
@@ -230,5 +250,14 @@ def _engine_args(spec: EngineSpec, settings: Settings) -> EngineArgs:
         max_num_batched_tokens=max(CPU_PREFILL_TOKENS, spec.max_tokens) if on_cpu else None,
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        worker_extension_cls=f"{__name__}.{WorkerExtension.__name__}",
+        worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
+        **_adapter_args(spec.adapters),
     )
+
+
+def _adapter_args(room: AdapterRoom | None) -> dict[str, Any]:
+    if room is None:
+        return {}
+    # Only these layers: vLLM would otherwise compute an adapter of nothing for the logits, too.
+    layers = sorted(room.layers)
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room.rank, "lora_target_modules": layers}

@@ -7,28 +7,39 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
+from socket import gethostname
 
+from services.inference.deaths import EngineDeaths, engine_failed
 from services.inference.engine import Engine, Sample, SampleRequest
 from services.inference.settings import Settings
 from services.inference.weight_schedule import next_decision
 from services.inference.weights import Weights
-from spo.errors import InvalidInput, NotReady
+from spo.errors import IntegrityError, InvalidInput, NotReady
+from spo.messaging.work_deaths import last_line
 from spo.observability import metrics
 from spo.observability.logs import get_logger
+from spo.weights.broadcast.rendezvous import BroadcastFailed
 
 log = get_logger("engine")
 
 # A turn lasts at least this many times the load it cost, so that swapping large models stays cheap.
 TURN_PER_LOAD_SECONDS = 20.0
+# What a broken broadcast leaves in the engine: nothing runs until some version is loaded whole.
+NOTHING_WHOLE = Weights("", -1, "", None)
 
 
 @dataclass(eq=False)
 class SampleGroup:
-    """Sequences that are sampled under the same weights; None: the newest announced of the run."""
+    """Sequences that are sampled under the same weights; None: the newest announced of the run.
+
+    alone: with no other group in the engine, since one died while it worked on this one.
+    """
 
     run_id: str
     requests: Sequence[SampleRequest]
     weights: Weights | None
+    alone: bool = False
     future: Future[list[Sample]] = field(default_factory=Future)
     request_ids: list[str] = field(default_factory=list)
     samples: dict[str, Sample] = field(default_factory=dict)
@@ -37,9 +48,14 @@ class SampleGroup:
 class EngineThread:
     """Runs the engine for many callers; `submit`, `announce` and the properties may be used from any thread."""
 
-    def __init__(self, build: Callable[[], Engine], reference: Weights, settings: Settings) -> None:
+    def __init__(
+        self, build: Callable[[], Engine], reference: Weights, settings: Settings, deaths: EngineDeaths
+    ) -> None:
         self._build = build
         self._settings = settings
+        self._deaths = deaths
+        # Versions that have killed engines, and what is said to those who ask for them.
+        self._refused: dict[Weights, InvalidInput] = {}
         self._reference = reference
         self._wake = threading.Condition()
         self._waiting: list[SampleGroup] = []
@@ -50,6 +66,7 @@ class EngineThread:
         self._turn_ends = 0.0
         self._numbered = 0
         self.loaded = reference
+        self._without_files: Weights | None = None
         self.ready = threading.Event()
         self.failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -68,15 +85,25 @@ class EngineThread:
     def announce(self, run_id: str, weights: Weights) -> None:
         """Make `weights` the newest of the run; they are loaded when running groups allow."""
         with self._wake:
+            if weights in self._refused:
+                return
             self._newest[run_id] = weights
             self._target = weights
             self._wake.notify()
+
+    def take_missing(self) -> Weights | None:
+        """The version that was to come by a broadcast and did not: it is to be announced again, with its files."""
+        with self._wake:
+            missing, self._without_files = self._without_files, None
+            return missing
 
     def submit(self, group: SampleGroup) -> None:
         """Queue a group; its future gets the samples in request order. Cancelling the future frees its sequences."""
         with self._wake:
             if self._stopping or self.failure:
                 raise NotReady("the engine of this replica has stopped")
+            if group.weights in self._refused:
+                raise self._refused[group.weights]
             self._waiting.append(group)
             self._wake.notify()
 
@@ -96,18 +123,27 @@ class EngineThread:
         except Exception as error:
             log.exception("the engine failed")
             self.failure = error
-            self._fail_all(NotReady(f"the engine of this replica failed: {type(error).__name__}"))
+            for group in self._groups_running():
+                _settle(group, engine_failed(error))
+            self._running = {}
+            self._fail_all(NotReady(f"the engine of this replica failed before it began: {last_line(error)}"))
 
     def _wait_for_work(self) -> bool:
         with self._wake:
-            while not (self._stopping or self._waiting or self._running or self._target != self.loaded):
+            while not (self._stopping or self._target != self.loaded or self._has_work()):
                 self._wake.wait()
             return not self._stopping
+
+    def _has_work(self) -> bool:
+        return self.loaded != NOTHING_WHOLE and bool(self._waiting or self._running)
 
     def _weights_of(self, group: SampleGroup) -> Weights:
         return group.weights or self._newest.get(group.run_id, self._reference)
 
     def _schedule(self) -> None:
+        if self.loaded == NOTHING_WHOLE:
+            self._load(self._target)
+            return
         with self._wake:
             newest = self._target
             decision = next_decision(
@@ -128,25 +164,94 @@ class EngineThread:
             group.weights is None and self._newest.get(group.run_id) == newest for group in self._running.values()
         )
 
+    @property
+    def problem(self) -> str:
+        """Why versions are refused that were announced or asked for, "" when none is."""
+        return "; ".join(refusal.message for refusal in self._refused.values())
+
     def _load(self, weights: Weights) -> None:
+        # A machine's own trouble is no reason to refuse a version elsewhere.
+        work = f"loading version {weights.version} of run {weights.run_id} ({weights.digest[:16]}) on {gethostname()}"
         started = time.monotonic()
-        self._engine.load(weights.paths, weights.version)
+        try:
+            with self._deaths.during(work):
+                size_bytes = self._receive(weights) if weights.paths is None else self._read(weights, weights.paths)
+        except InvalidInput as refusal:
+            self._refuse(weights, refusal)
+            return
+        if not size_bytes:
+            self._ask_for_files(weights)
+            return
         seconds = time.monotonic() - started
         self.loaded = weights
         self._turn_ends = time.monotonic() + max(self._settings.turn_seconds, TURN_PER_LOAD_SECONDS * seconds)
         metrics.WEIGHTS_PUSH_SECONDS.observe(seconds)
-        metrics.WEIGHTS_BYTES.inc(sum(path.stat().st_size for path in weights.paths))
-        log.info("weights loaded", run=weights.run_id, version=weights.version, seconds=round(seconds, 3))
+        metrics.WEIGHTS_BYTES.inc(size_bytes)
+        source = "files" if weights.paths is not None else "broadcast"
+        log.info(
+            "weights loaded", run=weights.run_id, version=weights.version, seconds=round(seconds, 3), source=source
+        )
+
+    def _read(self, weights: Weights, paths: Sequence[Path]) -> int:
+        self._engine.load(paths, weights.version)
+        return sum(path.stat().st_size for path in paths)
+
+    def _receive(self, weights: Weights) -> int:
+        """Load what a trainer sends; returns its bytes, 0 where that failed."""
+        if weights.broadcast is None:
+            return 0
+        try:
+            joined = weights.broadcast.join(self._settings.tensor_parallel_size)
+        except (BroadcastFailed, IntegrityError) as error:
+            log.info("not in the broadcast of a version", version=weights.version, reason=str(error))
+            return 0
+        try:
+            self._engine.receive(joined, weights.version)
+        # Whatever a transport, vLLM or a model raises: the model is no version now, and the files make it one again.
+        except Exception as error:
+            log.warning("a broadcast of weights broke off", version=weights.version, reason=last_line(error))
+            self.loaded = NOTHING_WHOLE
+            return 0
+        return joined.size_bytes
+
+    def _ask_for_files(self, weights: Weights) -> None:
+        """Go on with the loaded version until `announce` gives the files of one that did not come by broadcast."""
+        with self._wake:
+            self._without_files = weights
+            self._keep_loaded(weights)
+
+    def _keep_loaded(self, weights: Weights) -> None:
+        """Serve what is loaded wherever `weights` were to be served."""
+        if self._target == weights:
+            self._target = self.loaded
+        for run_id in [run_id for run_id, newest in self._newest.items() if newest == weights]:
+            self._newest[run_id] = self.loaded
+
+    def _refuse(self, weights: Weights, refusal: InvalidInput) -> None:
+        """Go on without a version that kills engines: what asks for it fails, the last one stays loaded."""
+        log.error("weights refused; the loaded version keeps serving", run=weights.run_id, reason=refusal.message)
+        with self._wake:
+            self._refused[weights] = refusal
+            self._keep_loaded(weights)
+            if self.loaded == NOTHING_WHOLE:
+                self._target = self._reference
+            refused = [group for group in self._waiting if group.weights == weights]
+            self._waiting = [group for group in self._waiting if group not in refused]
+        for group in refused:
+            _settle(group, refusal)
 
     def _admit(self) -> None:
-        """Start waiting groups of the loaded version until the batch is full."""
+        """Start waiting groups of the loaded version until the batch is full; one that has to be alone, alone."""
         with self._wake:
             room = self._settings.max_sequences - len(self._running)
             admitted: list[SampleGroup] = []
             for group in self._waiting:
-                if room <= 0:
+                if room <= 0 or any(running.alone for running in (*self._groups_running(), *admitted)):
                     break
                 if self._weights_of(group) == self.loaded:
+                    if group.alone and (self._running or admitted):
+                        # Those before it finish, none is let past it.
+                        break
                     admitted.append(group)
                     room -= len(group.requests)
             self._waiting = [group for group in self._waiting if group not in admitted]
@@ -179,8 +284,12 @@ class EngineThread:
     def _drop_cancelled(self) -> None:
         with self._wake:
             self._waiting = [group for group in self._waiting if not group.future.cancelled()]
-        for group in {id(group): group for group in self._running.values() if group.future.cancelled()}.values():
-            self._abort(group)
+        for group in self._groups_running():
+            if group.future.cancelled():
+                self._abort(group)
+
+    def _groups_running(self) -> list[SampleGroup]:
+        return list({id(group): group for group in self._running.values()}.values())
 
     def _abort(self, group: SampleGroup) -> None:
         alive = [request_id for request_id in group.request_ids if self._running.pop(request_id, None)]
@@ -189,9 +298,9 @@ class EngineThread:
     def _fail_all(self, error: Exception) -> None:
         with self._wake:
             self._stopping = True
-            groups = [*self._waiting, *self._running.values()]
+            groups = [*self._waiting, *self._groups_running()]
             self._waiting = []
-        for group in {id(group): group for group in groups}.values():
+        for group in groups:
             _settle(group, error)
 
 

@@ -6,35 +6,47 @@ replica that joins late or lost its connection. What was applied is reported by 
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from socket import gethostname
 
 import redis
 from transformers import PreTrainedTokenizerBase
 
-from services.inference.engine import Engine, EngineSpec
+from services.inference.adapters import room_for
+from services.inference.deaths import EngineDeaths
+from services.inference.engine import Engine, EngineSpec, device_memory_bytes, head_sizes, is_accelerated
 from services.inference.engine_thread import EngineThread
+from services.inference.environment_pool import EnvironmentPool
 from services.inference.settings import Settings
-from services.inference.weights import REFERENCE_VERSION, PolicyVersions, reference_weights
+from services.inference.weights import REFERENCE_VERSION, PolicyVersions, Weights, reference_weights
 from spo import redis_keys
 from spo.errors import NotFound, NotReady, PreconditionFailed, SpoError
 from spo.messaging import streams
 from spo.messaging.redis_client import RedisClient
+from spo.model.adapter_folder import tensor_shapes
 from spo.model.folder import inspect_model_folder
-from spo.model.logprobs import load_tokenizer
+from spo.model.tokenizer import end_tokens, load_tokenizer
 from spo.observability import metrics
 from spo.observability.logs import get_logger, lines_concern_run
 from spo.spec.job_spec import JobSpec, spec_from_json
 from spo.v1 import orchestrator_service_pb2 as orchestrator
-from spo.v1.weights_pb2 import WeightAnnouncement
+from spo.v1.weights_pb2 import BroadcastOffer, WeightAnnouncement
 from spo.weights.store import WeightStore
 
 log = get_logger("replica")
 
 FOLLOW_SECONDS = 1.0
 RETRY_SECONDS = 5.0
+# How often it is asked whether a model that killed engines may be tried again.
+REFUSED_SECONDS = 60.0
+# How often weights that were refused as damaged are looked at again.
+REPAIR_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,12 @@ class Assignment:
     versions: PolicyVersions
     tokenizer: PreTrainedTokenizerBase
     sampler: str
+
+    @cached_property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response of this run."""
+        folder = inspect_model_folder(self.engine_spec.model_path)
+        return end_tokens(self.tokenizer, folder.end_token_ids, self.spec.model.chat_format)
 
     @property
     def policy_version(self) -> int:
@@ -75,8 +93,15 @@ class ServingReplica:
         # The last assignment's engine outlives it: the next run on the same model starts at once.
         self._warm: Assignment | None = None
         self._applied = WeightAnnouncement()
+        # What the engine was told to serve of this run; when refused weights are looked at again.
+        self._serves: Weights | None = None
+        self._look_again_at = math.inf
         self._problem = ""
+        # The run whose model this replica has given up on for now.
+        self._refused_run = ""
         self._is_ready = False
+        self._devices = device_memory_bytes(settings)
+        self.environments = EnvironmentPool(settings.verifier_address)
 
     # --- heartbeat thread ---
 
@@ -87,7 +112,11 @@ class ServingReplica:
     def report(self, request: orchestrator.HeartbeatRequest) -> None:
         """Fill in what is served, how full the engine is, and why an announced version could not be loaded."""
         assignment = self._assignment
-        request.problem = self._problem
+        request.problem = self._problem or (assignment.engine.problem if assignment else "")
+        request.head_sizes.extend(head_sizes())
+        request.device_memory_bytes.extend(self._devices)
+        request.accelerated = is_accelerated()
+        request.refused_run_id = self._refused_run
         if assignment:
             request.run_id = assignment.run_id
             request.policy_version = assignment.policy_version
@@ -114,7 +143,7 @@ class ServingReplica:
         position = "0-0"
         while not stop.is_set():
             requested = self._requested
-            if requested.run_id != self._serving_run():
+            if requested.run_id != self._serving_run() or self._refused_run:
                 position = "0-0"
                 self._reassign(requested, stop)
             assignment = self._assignment
@@ -127,6 +156,7 @@ class ServingReplica:
 
     def close(self) -> None:
         """Stop the engine; for the end of the process."""
+        self.environments.close()
         served = self._assignment or self._warm
         if served:
             served.engine.stop()
@@ -139,24 +169,24 @@ class ServingReplica:
         lines_concern_run("")
         self._warm = before or self._warm
         self._applied = WeightAnnouncement()
-        self._problem = ""
+        self._serves = None
+        if requested.run_id != self._refused_run:
+            self._problem = self._refused_run = ""
         if not requested.run_id:
             self._ready()
             return
-        self._not_ready(f"loads the model of run {requested.run_id}")
+        if not self._refused_run:
+            self._not_ready(f"loads the model of run {requested.run_id}")
         try:
-            self._assignment = self._assign(requested, stop)
+            assignment = self._assign(requested, stop)
+            if assignment:
+                if self._refused_run:
+                    self._problem = self._refused_run = ""
+                # Its engine stays when the weights do not come.
+                self._warm = assignment
+                self._join(assignment, requested.weights)
+            self._assignment = assignment
             lines_concern_run(self._serving_run())
-            # A replica that joins a running job is ready once it has the job's current weights.
-            late = (
-                f"loads version {requested.weights.version} of run {requested.run_id}"
-                if requested.weights.version
-                else ""
-            )
-            if self._assignment and not late:
-                self._ready()
-            else:
-                self._not_ready(late)
         except SpoError as error:
             self._problem = str(error)
             self._not_ready(self._problem)
@@ -177,11 +207,13 @@ class ServingReplica:
             raise NotFound(f"run {requested.run_id} has no spec")
         spec = spec_from_json(text)
         model_path = Path(requested.model_path or spec.model.path)
+        folder = inspect_model_folder(model_path)
         engine_spec = EngineSpec(
             model_path,
-            inspect_model_folder(model_path).model_hash,
+            folder.model_hash,
             spec.model.dtype,
             spec.model.max_prompt_tokens + spec.model.max_response_tokens,
+            room_for(spec.model.lora, tensor_shapes(folder.safetensors_files)) if spec.model.lora else None,
         )
         warm = self._warm
         if warm and warm.engine_spec.fits(engine_spec):
@@ -195,7 +227,8 @@ class ServingReplica:
 
     def _build(self, run_id: str, spec: JobSpec, engine_spec: EngineSpec, stop: threading.Event) -> Assignment | None:
         reference = reference_weights(engine_spec.model_path, engine_spec.model_hash)
-        engine = EngineThread(lambda: Engine(engine_spec, self._settings), reference, self._settings)
+        deaths = EngineDeaths(self._client)
+        engine = EngineThread(lambda: self._built(engine_spec, deaths), reference, self._settings, deaths)
         log.info("building the engine", run=run_id, model=engine_spec.model_hash)
         engine.start()
         while not engine.ready.wait(FOLLOW_SECONDS):
@@ -203,6 +236,11 @@ class ServingReplica:
                 # Reported before the process ends: the next process may well fail in the same way.
                 self._problem = f"vLLM cannot serve the model: {engine.failure}"
                 self._not_ready(self._problem)
+                if isinstance(engine.failure, SpoError) and engine.failure.code == "kills_engine":
+                    # Nothing was built: the process stays, says so, and looks again later whether it may try.
+                    self._refused_run = run_id
+                    self._wait_refused(run_id, stop)
+                    return None
                 stop.wait(RETRY_SECONDS)
                 raise engine.failure
             if stop.is_set():
@@ -213,15 +251,30 @@ class ServingReplica:
             engine=engine,
             engine_spec=engine_spec,
             versions=PolicyVersions(
-                WeightStore(self._settings.weight_place, cache_path=self._settings.weight_cache_path), reference
+                WeightStore(self._settings.weight_place, cache_path=self._settings.weight_cache_path),
+                reference,
+                engine_spec.adapters,
             ),
             tokenizer=load_tokenizer(engine_spec.model_path),
             sampler=engine_spec.sampler,
         )
 
+    def _wait_refused(self, run_id: str, stop: threading.Event) -> None:
+        deadline = time.monotonic() + REFUSED_SECONDS
+        while self._requested.run_id == run_id and time.monotonic() < deadline and not stop.wait(FOLLOW_SECONDS):
+            pass
+
+    def _built(self, spec: EngineSpec, deaths: EngineDeaths) -> Engine:
+        """The engine; one that dies of this model again and again is not built any more for a while."""
+        # Of this replica: others of the machine that build theirs at the same time have died of nothing.
+        place = f"{gethostname()}:{self._settings.port}"
+        work = f"building the engine of model {spec.model_hash[:16]} for {spec.max_tokens} tokens on {place}"
+        with deaths.during(work):
+            return Engine(spec, self._settings)
+
     def _follow_weights(self, assignment: Assignment, position: str, stop: threading.Event) -> str:
         """Wait a little for announcements and apply the newest; returns the new position in the stream."""
-        newest = WeightAnnouncement()
+        newest, sent = WeightAnnouncement(), None
         try:
             entries = streams.read_after(
                 self._client, redis_keys.weights(assignment.run_id), position, block_seconds=FOLLOW_SECONDS
@@ -233,29 +286,101 @@ class ServingReplica:
         if entries:
             position = entries[-1].entry_id
             newest = WeightAnnouncement.FromString(entries[-1].payload)
+            newest.entry_id = position
+            sent = newest.broadcast if newest.HasField("broadcast") else None
         requested = self._requested.weights if self._requested.run_id == assignment.run_id else WeightAnnouncement()
-        if requested.announced_unix_ms > newest.announced_unix_ms:
-            newest = requested
-        if newest.announced_unix_ms > self._applied.announced_unix_ms:
-            self._apply(assignment, newest, stop)
+        if _place(requested) > _place(newest):
+            newest, sent = requested, None
+        if assignment.engine.take_missing():
+            self._look_again_at = 0.0
+        if _place(newest) > _place(self._applied):
+            self._apply(assignment, newest, stop, sent)
+        elif time.monotonic() >= self._look_again_at:
+            self._apply(assignment, self._applied, stop)
         return position
 
-    def _apply(self, assignment: Assignment, announced: WeightAnnouncement, stop: threading.Event) -> None:
+    def _join(self, assignment: Assignment, announced: WeightAnnouncement) -> None:
+        """Begin with the weights that the run has by now, so that no prompt meets pi0 in their place.
+
+        Raises SpoError when they cannot be had yet.
+        """
+        if not announced.version:
+            self._ready()
+            return
+        self._not_ready(f"loads version {announced.version} of run {assignment.run_id}")
+        self._take_up(assignment, announced)
+
+    def _apply(
+        self,
+        assignment: Assignment,
+        announced: WeightAnnouncement,
+        stop: threading.Event,
+        sent: BroadcastOffer | None = None,
+    ) -> None:
         try:
-            weights = assignment.versions.resolve(assignment.run_id, announced.version, announced.manifest_digest)
+            self._take_up(assignment, announced, sent)
         except SpoError as error:
             self._problem = f"version {announced.version}: {error}"
-            if not self._is_ready:
-                self._not_ready(self._problem)
+            log.warning("announced weights are not available yet; the old version keeps serving", reason=str(error))
+            stop.wait(RETRY_SECONDS)
+
+    def _take_up(
+        self, assignment: Assignment, announced: WeightAnnouncement, sent: BroadcastOffer | None = None
+    ) -> None:
+        """Serve what was announced, or say why not; `sent`: it also comes by broadcast, just now.
+
+        Raises SpoError where another try may help.
+        """
+        of_run = assignment.run_id, announced.version, announced.manifest_digest
+        if self._settings.weight_transfer == "files":
+            sent = None
+        try:
+            weights = assignment.versions.offered(*of_run, sent) if sent else None
+            weights = weights or assignment.versions.resolve(*of_run)
+        except SpoError as error:
             if error.retryable:
-                log.warning("announced weights are not available yet; the old version keeps serving", reason=str(error))
-                stop.wait(RETRY_SECONDS)
-                return
-            self._applied = announced
-            log.error("announced weights refused; the old version keeps serving", reason=str(error))
+                raise
+            self._refuse(assignment, announced, error)
             return
-        self._applied = announced
-        assignment.engine.announce(assignment.run_id, weights)
+        self._serve(assignment, weights)
+        self._applied, self._look_again_at = announced, math.inf
         self._problem = ""
         self._ready()
         metrics.POLICY_VERSION.labels(role="inference").set(announced.version)
+
+    def _refuse(self, assignment: Assignment, announced: WeightAnnouncement, error: SpoError) -> None:
+        """Go on with what is served, or begin with the newest intact version before it; it may be repaired."""
+        if self._serves is None:
+            before = published_before(self._client, announced)
+            self._serve(assignment, assignment.versions.newest_intact(assignment.run_id, before))
+            if self._serves and self._serves.version:
+                self._ready()
+        served = self._serves.version if self._serves else REFERENCE_VERSION
+        metrics.POLICY_VERSION.labels(role="inference").set(served)
+        problem = f"version {announced.version}: {error}; version {served} is served in its place"
+        if problem != self._problem:
+            log.error("announced weights refused", version=announced.version, served=served, reason=str(error))
+        self._problem = problem
+        if not self._is_ready:
+            self._not_ready(problem)
+        self._applied, self._look_again_at = announced, time.monotonic() + REPAIR_SECONDS
+
+    def _serve(self, assignment: Assignment, weights: Weights) -> None:
+        self._serves = weights
+        assignment.engine.announce(assignment.run_id, weights)
+
+
+def published_before(client: RedisClient, announced: WeightAnnouncement) -> list[tuple[int, str]]:
+    """(version, manifest digest) of what the run published before a version, newest first. Raises NotReady."""
+    try:
+        entries = streams.read_after(client, redis_keys.weights(announced.run_id), "0-0", block_seconds=0)
+    except redis.RedisError as error:
+        raise NotReady(f"the run's weight announcements cannot be read: {error}") from error
+    found = [WeightAnnouncement.FromString(entry.payload) for entry in entries]
+    known = {each.version: each.manifest_digest for each in found if 0 < each.version < announced.version}
+    return sorted(known.items(), reverse=True)
+
+
+def _place(announced: WeightAnnouncement) -> tuple[int, ...]:
+    """Where an announcement stands in the run's stream; before all where it does not say."""
+    return tuple(map(int, announced.entry_id.split("-"))) if announced.entry_id else (0, 0)

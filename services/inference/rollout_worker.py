@@ -9,18 +9,22 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import redis
 from google.protobuf.message import DecodeError
 
+from services.inference.deaths import EngineDeaths, sampling_of
+from services.inference.episodes.group import StartedEpisodes
 from services.inference.replica import ServingReplica
 from services.inference.rollouts import StartedGroup, start_group
 from services.inference.settings import Settings
 from spo import redis_keys
-from spo.errors import SpoError
+from spo.errors import InvalidInput, NotFound, SpoError
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.streams import Consumer, Entry
+from spo.messaging.streams.failures import Outage
 from spo.observability import tracing
 from spo.observability.logs import get_logger
 from spo.v1.prompt_pb2 import PromptGroup
@@ -36,7 +40,7 @@ class InFlightGroup:
 
     consumer: Consumer
     entry: Entry
-    started: StartedGroup
+    started: StartedGroup | StartedEpisodes
     span: tracing.Span
 
 
@@ -52,6 +56,8 @@ class RolloutWorker:
         self._lock = threading.Lock()
         self._room = threading.Event()
         self._finished: queue.SimpleQueue[InFlightGroup] = queue.SimpleQueue()
+        self._deaths = EngineDeaths(client)
+        self._writing = Outage("rollouts cannot be written")
 
     def read(self, stop: threading.Event) -> None:
         """Take prompt groups of the assigned run until stop, at most `groups_in_flight` at once."""
@@ -61,7 +67,9 @@ class RolloutWorker:
             if assignment is None:
                 stop.wait(BLOCK_SECONDS / 4)
                 continue
-            if consumer is None or consumer.stream != redis_keys.prompts(assignment.run_id):
+            if consumer is None or consumer.run_id != assignment.run_id:
+                if consumer:
+                    consumer.holder.forget(consumer.stream)
                 consumer = self._consumer(assignment.run_id)
             self._room.clear()
             room = self._settings.groups_in_flight - len(self._in_flight)
@@ -70,14 +78,11 @@ class RolloutWorker:
                 continue
             try:
                 entries = consumer.read(room, BLOCK_SECONDS)
-            except redis.RedisError as error:
-                log.warning("cannot read prompts; trying again", reason=str(error))
-                # A server that came back empty has no consumer group: a new consumer makes it.
-                consumer = None
+            except (redis.RedisError, NotFound):
+                # The consumer has said what it was.
                 stop.wait(BLOCK_SECONDS)
                 continue
-            for entry in entries:
-                self._start(consumer, entry)
+            self._start_all(consumer, entries, stop)
 
     def forward(self, stop: threading.Event) -> None:
         """Forward finished groups; after stop, go on for drain_seconds with those that are in flight."""
@@ -98,6 +103,7 @@ class RolloutWorker:
                 continue
             self._finish(group)
         log.warning("drain time is over; unfinished groups are left to other replicas", groups=len(self._in_flight))
+        self._release()
 
     def _consumer(self, run_id: str) -> Consumer:
         return Consumer(
@@ -106,18 +112,46 @@ class RolloutWorker:
             redis_keys.INFERENCE_GROUP,
             self._replica_id,
             reclaim_after_seconds=self._settings.reclaim_after_seconds,
+            run_id=run_id,
         )
+
+    def _start_all(self, consumer: Consumer, entries: Sequence[Entry], stop: threading.Event) -> None:
+        try:
+            for entry in entries:
+                if entry.alone:
+                    self._start_alone(consumer, entry, stop)
+                else:
+                    self._start(consumer, entry)
+        except redis.RedisError as error:
+            consumer.interrupted([entry for entry in entries if entry.entry_id not in self._in_flight], error)
+
+    def _start_alone(self, consumer: Consumer, entry: Entry, stop: threading.Event) -> None:
+        """Sample a group whose earlier holders vanished while the engine has no other."""
+        if self._emptied(stop, lambda: consumer.keep_alive([entry])) and consumer.begin_alone(entry):
+            self._start(consumer, entry)
+            self._emptied(stop, lambda: None)
+        consumer.release(consumer.unfinished([entry] if entry.entry_id not in self._in_flight else []))
+
+    def _emptied(self, stop: threading.Event, meanwhile: Callable[[], None]) -> bool:
+        """Wait until no group is in flight; False when the process stops first."""
+        while self._in_flight and not stop.is_set():
+            self._room.clear()
+            if self._in_flight:
+                self._room.wait(BLOCK_SECONDS)
+            meanwhile()
+        return not self._in_flight
 
     def _start(self, consumer: Consumer, entry: Entry) -> None:
         if entry.entry_id in self._in_flight:
             return
         try:
-            started = start_group(self._replica, PromptGroup.FromString(entry.payload))
-        except DecodeError as error:
-            consumer.dead_letter(entry, f"not a PromptGroup: {error}")
-            return
-        except SpoError as error:
-            self._give_up(consumer, entry, error)
+            request = _decode(entry.payload)
+            alone = self._deaths.suspected(sampling_of(request)) or entry.alone
+            started = start_group(self._replica, request, alone=alone)
+        except redis.RedisError:
+            raise
+        except Exception as error:
+            self._fail(consumer, entry, error)
             return
         span = _span(entry, started)
         group = InFlightGroup(consumer, entry, started, span)
@@ -131,31 +165,48 @@ class RolloutWorker:
             group.span.note(tokens=sum(len(trajectory.response_token_ids) for trajectory in rollouts.trajectories))
             group.consumer.forward(
                 group.entry,
-                redis_keys.rollouts(),
+                redis_keys.rollouts_of(rollouts.request.prompt.verifier_pool),
                 rollouts.SerializeToString(),
                 group.span.header,
                 run_id=rollouts.request.run_id,
             )
             group.span.end()
+            self._writing.over()
+            if group.started.alone:
+                self._deaths.cleared(sampling_of(group.started.request))
         except redis.RedisError as error:
-            log.warning("cannot write rollouts; trying again", reason=str(error))
+            self._writing.failed(error)
             time.sleep(BLOCK_SECONDS)
             self._finished.put(group)
             return
-        except SpoError as error:
-            group.span.end(error.code)
-            self._give_up(group.consumer, group.entry, error)
+        except Exception as error:
+            group.span.end(error.code if isinstance(error, SpoError) else "internal")
+            if isinstance(error, SpoError) and error.code == "engine_failed":
+                # The process ends and tells nobody else: a group that fails engines would come back for ever.
+                self._deaths.died(sampling_of(group.started.request), error, alone=group.started.alone)
+            self._fail(group.consumer, group.entry, error)
         with self._lock:
             del self._in_flight[group.entry.entry_id]
         self._room.set()
 
-    def _give_up(self, consumer: Consumer, entry: Entry, error: SpoError) -> None:
-        """Dead-letter what can never work; leave the rest pending, to be delivered again."""
-        # It was read just before this replica was assigned to another run: that run's next replica claims it.
-        if error.retryable or error.code == "other_run":
-            log.warning("group left for redelivery", entry=entry.entry_id, reason=str(error))
-        else:
-            consumer.dead_letter(entry, str(error))
+    def _fail(self, consumer: Consumer, entry: Entry, error: Exception) -> None:
+        """Let the error decide on the entry; what Redis does not take now is reclaimed later."""
+        try:
+            if isinstance(error, SpoError) and error.code == "other_run":
+                # It was read just before this replica was assigned to another run, whose next replica takes it.
+                consumer.release([entry])
+            else:
+                consumer.fail(entry, error)
+        except redis.RedisError as failure:
+            consumer.interrupted([entry], failure)
+
+    def _release(self) -> None:
+        """Give back what is in flight, so that other replicas need not wait for this one's silence."""
+        for group in list(self._in_flight.values()):
+            try:
+                group.consumer.release([group.entry])
+            except redis.RedisError as error:
+                log.warning("a group was not given back", entry=group.entry.entry_id, reason=str(error))
 
     def _keep_alive(self) -> None:
         with self._lock:
@@ -167,7 +218,14 @@ class RolloutWorker:
                 log.warning("keep-alive failed; will try again", reason=str(error))
 
 
-def _span(entry: Entry, started: StartedGroup) -> tracing.Span:
+def _decode(payload: bytes) -> PromptGroup:
+    try:
+        return PromptGroup.FromString(payload)
+    except DecodeError as error:
+        raise InvalidInput(f"not a PromptGroup: {error}", code="malformed_entry") from None
+
+
+def _span(entry: Entry, started: StartedGroup | StartedEpisodes) -> tracing.Span:
     group = started.request
     if not entry.trace:
         return tracing.Span()

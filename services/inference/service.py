@@ -6,37 +6,41 @@ import threading
 
 import grpc
 
+from services.inference.deaths import EngineDeaths, sampling_of
 from services.inference.replica import ServingReplica
 from services.inference.rollouts import start_group
 from spo.errors import ResourceExhausted
 from spo.rpc.client import DEFAULT_DEADLINE_SECONDS
+from spo.rpc.long_polls import ANSWERING_THREADS
 from spo.v1 import inference_service_pb2 as inference
 from spo.v1.inference_service_pb2_grpc import InferenceServiceServicer
 
-RPC_THREADS = 64
-# Health checks share the threads: some are kept free for them.
-MAX_GENERATE_CALLS = 56
+# Health checks share the server's threads: some are kept free for them.
+MAX_GENERATE_CALLS = ANSWERING_THREADS - 8
 
 
 class InferenceService(InferenceServiceServicer):
     """Generate for evaluation and value estimation, DescribeReplica for people."""
 
-    def __init__(self, replica: ServingReplica, replica_id: str) -> None:
+    def __init__(self, replica: ServingReplica, replica_id: str, deaths: EngineDeaths) -> None:
         self._replica = replica
+        self._deaths = deaths
         self._replica_id = replica_id
         self._slots = threading.BoundedSemaphore(MAX_GENERATE_CALLS)
 
     def Generate(self, request: inference.GenerateRequest, context: grpc.ServicerContext) -> inference.GenerateResponse:
         if not self._slots.acquire(blocking=False):
             raise ResourceExhausted(f"{MAX_GENERATE_CALLS} Generate calls are already being served")
+        group = request.group
         try:
-            started = start_group(self._replica, request.group)
-            # A caller that gave up frees its sequences.
-            context.add_callback(started.cancel)
-            remaining = context.time_remaining()
-            return inference.GenerateResponse(
-                group=started.result(DEFAULT_DEADLINE_SECONDS if remaining is None else remaining)
-            )
+            with self._deaths.during(sampling_of(group)) as alone:
+                started = start_group(self._replica, group, alone=alone)
+                # A caller that gave up frees its sequences.
+                context.add_callback(started.cancel)
+                remaining = context.time_remaining()
+                return inference.GenerateResponse(
+                    group=started.result(DEFAULT_DEADLINE_SECONDS if remaining is None else remaining)
+                )
         finally:
             self._slots.release()
 

@@ -24,6 +24,9 @@ class Settings(ServiceSettings, service="inference"):
         default="finish",
         description="New weights: finish started groups on the old ones first, or go on with them under the new.",
     )
+    weight_transfer: Literal["files", "broadcast"] = Field(
+        default="files", description="broadcast: take new versions from trainers that send them; files where it fails."
+    )
     turn_seconds: float = Field(
         default=1.0, gt=0, description="How long one weight version may be served while another is waited for."
     )

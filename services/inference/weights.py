@@ -7,9 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safetensors import safe_open
-
-from spo.errors import IntegrityError
+from services.inference.adapters import AdapterRoom, check_adapter
+from services.inference.broadcast import OfferedBroadcast, reached
+from spo.errors import IntegrityError, SpoError
+from spo.model.adapter_folder import Shapes, adapter_of, tensor_shapes
+from spo.model.folder import inspect_model_folder
+from spo.v1.weights_pb2 import BroadcastOffer
 from spo.weights.cache import Pin
 from spo.weights.store import WeightStore
 
@@ -19,33 +22,39 @@ REMEMBERED = 4
 # A model with tied embeddings may be written with or without this copy of them.
 _TIED = "lm_head.weight"
 
-Shapes = dict[str, tuple[int, ...]]
-
 
 @dataclass(frozen=True)
 class Weights:
-    """One servable version; runs that share a model share version 0, whose run_id is empty."""
+    """One servable version; runs that share a model share version 0, whose run_id is empty.
+
+    paths: None while its files are not opened, since it comes by `broadcast`.
+    """
 
     run_id: str
     version: int
     digest: str
-    paths: tuple[Path, ...] = field(repr=False)
+    paths: tuple[Path, ...] | None = field(repr=False, compare=False)
     # Keeps cached files from being evicted for as long as they may be loaded.
     pin: Pin | None = field(default=None, repr=False, compare=False)
+    broadcast: OfferedBroadcast | None = field(default=None, repr=False, compare=False)
 
 
 def reference_weights(model_path: Path, model_hash: str) -> Weights:
     """Version 0: the model folder itself."""
-    return Weights("", REFERENCE_VERSION, model_hash, tuple(sorted(model_path.glob("*.safetensors"))))
+    return Weights("", REFERENCE_VERSION, model_hash, inspect_model_folder(model_path).safetensors_files)
 
 
 class PolicyVersions:
-    """Resolves (run, version) to verified weights; a version is read and hashed once."""
+    """Resolves (run, version) to verified weights; a version is read and hashed once.
 
-    def __init__(self, store: WeightStore, reference: Weights) -> None:
+    With room for adapters, versions are adapters of the reference; else they are whole weights.
+    """
+
+    def __init__(self, store: WeightStore, reference: Weights, room: AdapterRoom | None = None) -> None:
         self._store = store
         self.reference = reference
-        self._shapes = _shapes_of(reference.paths)
+        self._room = room
+        self._shapes = tensor_shapes(reference.paths or ())
         self._verified: dict[tuple[str, int], Weights] = {}
         self._lock = threading.Lock()
 
@@ -65,25 +74,45 @@ class PolicyVersions:
                 del self._verified[next(iter(self._verified))]
             return known
 
+    def offered(self, run_id: str, version: int, manifest_digest: str, offer: BroadcastOffer) -> Weights | None:
+        """A version that a trainer sends; None where it is here, an adapter, or its sender is out of reach."""
+        if self._room or (run_id, version) in self._verified:
+            return None
+        what = f"version {version} of run {run_id}"
+        broadcast = reached(offer, manifest_digest, lambda shapes: _check_shapes(self._shapes, shapes, what))
+        return Weights(run_id, version, manifest_digest, None, broadcast=broadcast) if broadcast else None
+
+    def newest_intact(self, run_id: str, candidates: Iterable[tuple[int, str]]) -> Weights:
+        """The first of these (version, manifest digest) that can be served; the reference when none can.
+
+        Raises what may pass by itself: a store that does not answer.
+        """
+        for version, digest in candidates:
+            try:
+                return self.resolve(run_id, version, digest)
+            except SpoError as error:
+                if error.retryable:
+                    raise
+        return self.reference
+
     def _open(self, run_id: str, version: int, manifest_digest: str) -> Weights:
         stored = self._store.open(run_id, version)
         if manifest_digest not in ("", stored.manifest_digest):
             raise IntegrityError(f"version {version} of run {run_id} is not the one that was announced")
-        _check_shapes(self._shapes, _shapes_of(stored.files), f"version {version} of run {run_id}")
+        what = f"version {version} of run {run_id}"
+        if self._room:
+            if stored.base_model != self.reference.digest:
+                raise IntegrityError(f"{what} is no adapter of the model that is served")
+            check_adapter(stored.files, self._shapes, self._room, what)
+        elif adapter_of(stored.files):
+            raise IntegrityError(f"{what} is an adapter, and the job trains all weights")
+        else:
+            _check_shapes(self._shapes, tensor_shapes(stored.files), what)
         return Weights(run_id, version, stored.manifest_digest, stored.files, stored.hold)
 
 
 def _still_there(weights: Weights) -> bool:
-    return all(path.is_file() for path in weights.paths)
-
-
-def _shapes_of(paths: Iterable[Path]) -> Shapes:
-    shapes: Shapes = {}
-    for path in paths:
-        with safe_open(path, framework="numpy") as shard:
-            for name in shard.keys():  # noqa: SIM118 - not a mapping
-                shapes[name] = tuple(shard.get_slice(name).get_shape())
-    return shapes
+    return all(path.is_file() for path in weights.paths or ())
 
 
 def _check_shapes(expected: Shapes, found: Shapes, what: str) -> None:

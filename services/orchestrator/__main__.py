@@ -6,30 +6,29 @@ import sys
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.http.server import HttpServer, freeze_gc
+from services.orchestrator.leadership import Leadership
 from services.orchestrator.service import OrchestratorService
 from services.orchestrator.settings import Settings
-from spo.messaging.connection import connect
+from spo.service.join import join_platform
 from spo.service.process import ServiceProcess
 from spo.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServicer_to_server
 
 
 def main() -> int:
     settings = Settings()
-    process = ServiceProcess("orchestrator", settings)
-    context = AppContext(settings, connect(settings.redis_url, settings.redis_wait_seconds), process.stop)
+    process = ServiceProcess("orchestrator", settings, long_polls=settings.long_polls)
+    client = join_platform(settings)
+    leadership = Leadership(client, process.replica_id, process.address)
+    context = AppContext(settings, client, process.stop, leadership)
     add_OrchestratorServiceServicer_to_server(OrchestratorService(context), process.server.server)
     http = HttpServer(context)
-    process.workers += [
-        context.runner.run,
-        context.dispatcher.run,
-        context.evaluations.run,
-        context.deletion.run,
-        context.datasets.run,
-        http.run,
-        freeze_gc,
-    ]
+    loops = (context.runner, context.dispatcher, context.evaluations, context.deletion, context.datasets, context.watch)
+    process.workers += [leadership.run, *(leadership.while_leading(loop.run) for loop in loops), http.run, freeze_gc]
     process.on_drain = context.close
-    return process.run()
+    status = process.run()
+    # Only now: until its last worker has ended this process still writes.
+    leadership.release()
+    return status
 
 
 if __name__ == "__main__":

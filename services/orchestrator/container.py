@@ -10,20 +10,30 @@ from services.orchestrator.auth.authenticator import Authenticator
 from services.orchestrator.auth.paths import require_within
 from services.orchestrator.datasets.library import TaskLibrary
 from services.orchestrator.datasets.store import Datasets
-from services.orchestrator.evaluation.queue import EvaluationQueue
+from services.orchestrator.evaluation.queue import EvaluationLimits, EvaluationQueue
 from services.orchestrator.evaluation.scorer import Scorer
+from services.orchestrator.jobs.event_files import EventFiles
 from services.orchestrator.jobs.leases import Leases
 from services.orchestrator.jobs.store import JobStore
+from services.orchestrator.leadership import Leadership
 from services.orchestrator.lifecycle.actions import JobActions
 from services.orchestrator.lifecycle.alarms import Alarms
 from services.orchestrator.lifecycle.deletion import JobDeletion
 from services.orchestrator.lifecycle.dispatcher import PromptDispatcher
 from services.orchestrator.lifecycle.forks.fork import Forks
+from services.orchestrator.lifecycle.model_check import ModelCheck
 from services.orchestrator.lifecycle.monitor import JobMonitor
+from services.orchestrator.lifecycle.plan_warnings import PlanWarnings
 from services.orchestrator.lifecycle.preparation import JobPreparation
 from services.orchestrator.lifecycle.queue import JobQueue
 from services.orchestrator.lifecycle.runner import JobRunner
+from services.orchestrator.lifecycle.submission import SpecCheck
+from services.orchestrator.lifecycle.trainer_deaths import TrainerDeaths
 from services.orchestrator.lifecycle.training import JobTraining
+from services.orchestrator.recovery.identity import PlatformIdentity
+from services.orchestrator.recovery.manifests import JobManifests
+from services.orchestrator.recovery.rebuild import JobRebuild
+from services.orchestrator.recovery.watch import RecoveryWatch
 from services.orchestrator.replicas.assignment import ReplicaAssigner
 from services.orchestrator.replicas.heartbeats import HeartbeatResponder
 from services.orchestrator.replicas.registry import ReplicaRegistry
@@ -34,10 +44,12 @@ from services.orchestrator.values.progress import ValueProgress
 from services.orchestrator.values.refresh import ReferenceRefresh
 from spo.experience.store import ExperienceStore
 from spo.messaging.redis_client import RedisClient
+from spo.rpc.address_rules import AddressRules
 from spo.rpc.client import RpcClient
 from spo.rpc.inference_client import InferenceClient
+from spo.rpc.judge_pools import JudgePools
 from spo.spec.job_spec import TasksSpec
-from spo.v1.judge_service_pb2_grpc import JudgeServiceStub
+from spo.spec.verifier import verifiers_in
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
 from spo.v1.value_service_pb2_grpc import ValueServiceStub
 from spo.weights.store import WeightStore
@@ -50,6 +62,7 @@ class AppContext:
     settings: Settings
     redis: RedisClient
     stop: threading.Event
+    leadership: Leadership
     library: TaskLibrary = field(default_factory=TaskLibrary)
 
     def __post_init__(self) -> None:
@@ -61,19 +74,24 @@ class AppContext:
     def _connect_services(self) -> None:
         settings = self.settings
         self.inference = InferenceClient(settings.inference_address, self.redis)
-        self.judge = RpcClient("sandbox-judge", settings.sandbox_judge_address, JudgeServiceStub)
+        self.judges = JudgePools(settings.sandbox_judge_address, settings.verifier_address)
         self.replay = RpcClient("replay-buffer", settings.replay_buffer_address, ReplayServiceStub)
         self.values = RpcClient("value-estimation", settings.value_estimation_address, ValueServiceStub)
 
     def _open_stores(self) -> None:
         settings = self.settings
-        self.jobs = JobStore(self.redis, durable=settings.durable_writes)
-        self.datasets = Datasets(self.redis, settings.state_path, settings.max_dataset_bytes)
+        files = EventFiles(settings.state_path / "events")
+        self.jobs = JobStore(self.redis, self.leadership, files, durable=settings.durable_copies)
+        self.datasets = Datasets(self.jobs, settings.state_path, settings.max_dataset_bytes)
         self.library.resolve = self.datasets.resolve
         self.experience = ExperienceStore(settings.experience_place)
         self.weight_store = WeightStore(settings.weight_place, cache_path=settings.weight_cache_path)
         self.authenticator = Authenticator(settings, self.redis)
         self.audit = AuditLog(self.redis)
+        identity = PlatformIdentity(self.redis, settings.state_path, settings.weight_place)
+        self.watch = RecoveryWatch(self.jobs, identity, JobManifests(self.jobs, settings.state_path))
+        self.jobs.absent = self.watch.absent
+        self.job_rebuild = JobRebuild(self.jobs, settings.state_path, self.weight_store)
 
     def _follow_replicas(self) -> None:
         settings = self.settings
@@ -87,17 +105,22 @@ class AppContext:
         settings, jobs = self.settings, self.jobs
         self.leases = Leases(jobs, settings.state_path, settings.weight_place, settings.lease_seconds, self.stop)
         self.alarms = Alarms(jobs, self.weights)
+        self.trainer_deaths = TrainerDeaths(jobs, settings.most_trainer_deaths)
         self.queue = JobQueue(jobs, self.replicas, settings.max_running_jobs)
         self.actions = JobActions(jobs, self.queue)
-        self.deletion = JobDeletion(jobs, settings.state_path, self.weight_store)
-        self.dispatcher = PromptDispatcher(jobs, self.library, self.replay)
+        self.deletion = JobDeletion(jobs, settings.state_path, self.weight_store, self.watch.manifests.forget)
+        self.dispatcher = PromptDispatcher(jobs, self.library, self.replay, settings.most_fruitless_windows)
         self.value_progress = ValueProgress(self.redis)
         self.references = ReferenceRefresh(jobs, self.library, self.weights)
-        scorer = Scorer(self.inference, self.judge, settings.evaluation_requests)
-        self.evaluations = EvaluationQueue(jobs, self.library, self.weights, scorer, self.assigner)
-        self.forks = Forks(jobs, self.library, self.weights, self.references, settings.state_path, self.weight_store)
+        scorer = Scorer(self.inference, self.judges, settings.evaluation_requests, settings.evaluation_patience_seconds)
+        limits = EvaluationLimits(settings.evaluation_attempts, settings.evaluations_kept)
+        self.evaluations = EvaluationQueue(jobs, self.library, self.weights, scorer, self.assigner, limits)
+        self.model_check = ModelCheck(self.replicas, settings.max_dead_letter_share)
+        self.spec_check = SpecCheck(self.library, self.model_check, AddressRules.of(settings.verifier_http_hosts))
+        self.forks = Forks(jobs, self.spec_check, self.weights, self.references, settings.state_path, self.weight_store)
+        self.plan_warnings = PlanWarnings(self.replicas)
         self.monitor = JobMonitor(jobs, self.leases, self.assigner, settings.stall_seconds)
-        preparation = JobPreparation(jobs, self.library, self.judge, settings.max_dead_letter_share)
+        preparation = JobPreparation(jobs, self.library, self.model_check, self.judges)
         training = JobTraining(jobs, self.leases, self.evaluations, self.references, settings)
         self.runner = JobRunner(jobs, self.queue, preparation, training, self.monitor, self.assigner)
 
@@ -108,12 +131,14 @@ class AppContext:
         """
         self.datasets.require_usable(tasks, tenant)
         if tenant is not None:
-            named = {"/model/path": model}
+            named: dict[str, str | None] = {"/model/path": model}
             if tasks is not None:
                 named |= {"/tasks/path": tasks.path, "/tasks/evaluation_path": tasks.evaluation_path}
+                for at, one in verifiers_in(tasks.verifier):
+                    named |= {f"/tasks/{at}/path": one.path} if one.kind == "python" else {}
             require_within(self.settings.tenant_folders, named)
 
     def close(self) -> None:
         """End the connections to the other services, so that no wait for them outlives the process."""
-        for client in (self.inference, self.judge, self.replay, self.values):
+        for client in (self.inference, self.judges, self.replay, self.values):
             client.close()

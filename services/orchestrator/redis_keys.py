@@ -8,6 +8,12 @@ from __future__ import annotations
 from spo.redis_keys import digest
 
 
+def leader() -> str:
+    """Hash: holder, epoch, expires_unix_ms, renewed_unix_ms, since_unix_ms (has served without an outage since then),
+    away_unix_ms (and was away from then on), identity of its process, address; times by Redis' clock. Orchestrator."""
+    return "spo:orchestrator:leader"
+
+
 def tenant_jobs(tenant: str) -> str:
     """Sorted set: the tenant's job ids by creation time (unix ms). Orchestrator."""
     return f"spo:orchestrator:tenant:{tenant}:jobs"
@@ -84,7 +90,8 @@ def job_logs(job_id: str) -> str:
 
 
 def job_events(job_id: str) -> str:
-    """Stream: append-only events {seq, at, actor, kind, body}; entry id `<seq>-0`: seq is gapless. Orchestrator."""
+    """Stream: the newest events {seq, at, actor, kind, body}; entry id `<seq>-0`: seq is gapless. Older ones are in
+    files below the state folder. Orchestrator."""
     return f"spo:{job_id}:orchestrator:events"
 
 
@@ -103,14 +110,15 @@ def job_alarms(job_id: str) -> str:
     return f"spo:{job_id}:orchestrator:alarms"
 
 
+def job_trainer_deaths(job_id: str) -> str:
+    """Hash: epoch of the last trainer's death that was told, deaths without a step in between, step, out_of_memory (how
+    many of them), message. Orchestrator."""
+    return f"spo:{job_id}:orchestrator:trainer_deaths"
+
+
 def job_lease(job_id: str) -> str:
     """Hash: trainer_id, epoch, expires_unix_ms. Orchestrator."""
     return f"spo:{job_id}:orchestrator:lease"
-
-
-def job_checkpoints(job_id: str) -> str:
-    """Hash: step -> JSON of the checkpoint manifest's head. Orchestrator."""
-    return f"spo:{job_id}:orchestrator:checkpoints"
 
 
 def job_weights(job_id: str) -> str:
@@ -118,9 +126,24 @@ def job_weights(job_id: str) -> str:
     return f"spo:{job_id}:orchestrator:weight_versions"
 
 
+def applied_versions(job_id: str) -> str:
+    """Hash: replica id -> highest weight version it has served, of replicas that live. Orchestrator."""
+    return f"spo:{job_id}:orchestrator:applied_versions"
+
+
 def evaluations(job_id: str) -> str:
     """Hash: step -> JSON of an evaluation result. Orchestrator."""
     return f"spo:{job_id}:orchestrator:evaluations"
+
+
+def evaluation_failures(job_id: str) -> str:
+    """Hash: step -> JSON of why its evaluation has no result: failed_attempts, code, message. Orchestrator."""
+    return f"spo:{job_id}:orchestrator:evaluation_failures"
+
+
+def requested_evaluations(job_id: str) -> str:
+    """Sorted set, all scores 0: ids of the evaluations of a job that somebody asked for. Orchestrator."""
+    return f"spo:{job_id}:orchestrator:requested_evaluations"
 
 
 def on_demand_evaluations() -> str:
@@ -136,3 +159,8 @@ def evaluated_run() -> str:
 def idempotency(key_digest: str) -> str:
     """Hash: job_id, body_digest of a POST with an Idempotency-Key; expires after a day. Orchestrator."""
     return f"spo:orchestrator:idempotency:{key_digest}"
+
+
+def job_dead_letters_told(job_id: str) -> str:
+    """Hash: stream's name -> how many dead letters the job's events tell of."""
+    return f"spo:{job_id}:orchestrator:dead_letters_told"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import grpc
 
 from services.orchestrator.container import AppContext
+from services.orchestrator.replicas.weights import serving
+from spo.rpc.long_polls import LongPolls
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceServicer
 
@@ -14,15 +16,26 @@ class OrchestratorService(OrchestratorServiceServicer):
 
     def __init__(self, context: AppContext) -> None:
         self.context = context
+        self.long_polls = LongPolls(context.settings.long_polls)
+
+    def _leads(self) -> None:
+        """A standby answers nobody, so that callers try again and find the leader. Raises NotLeading."""
+        self.context.leadership.require()
 
     def Heartbeat(self, request: wire.HeartbeatRequest, context: grpc.ServicerContext) -> bytes:  # type: ignore[override]
+        self._leads()
         self.context.replicas.beat(request)
         return self.context.heartbeats.answer(request)
 
     def LeaseJob(self, request: wire.LeaseJobRequest, context: grpc.ServicerContext) -> wire.LeaseJobResponse:
-        return self.context.leases.wait_for_job(request.trainer_id, request.wait_seconds, wanted=context.is_active)
+        self._leads()
+        with self.long_polls.place():
+            return self.context.leases.wait_for_job(request.trainer_id, request.wait_seconds, wanted=context.is_active)
 
     def RenewLease(self, request: wire.RenewLeaseRequest, context: grpc.ServicerContext) -> wire.RenewLeaseResponse:
+        self._leads()
+        if request.HasField("death"):
+            self.context.trainer_deaths.note(request)
         directive = self.context.leases.renew(request)
         # In the same answer: the trainer that told of an alarm must learn what became of it.
         paused = self.context.alarms.note(request)
@@ -34,19 +47,25 @@ class OrchestratorService(OrchestratorServiceServicer):
     def GetReferenceValues(
         self, request: wire.GetReferenceValuesRequest, context: grpc.ServicerContext
     ) -> wire.GetReferenceValuesResponse:
+        self._leads()
         return wire.GetReferenceValuesResponse(qhat_0=self.context.references.values(request.run_id, request.version))
 
     def PublishWeights(
         self, request: wire.PublishWeightsRequest, context: grpc.ServicerContext
     ) -> wire.PublishWeightsResponse:
-        return wire.PublishWeightsResponse(announced=self.context.weights.publish(request))
+        self._leads()
+        announced = self.context.weights.publish(request)
+        return wire.PublishWeightsResponse(
+            announced=announced, replicas=len(serving(self.context.replicas.live(), request.run_id))
+        )
 
     def ReportCheckpoint(
         self, request: wire.ReportCheckpointRequest, context: grpc.ServicerContext
     ) -> wire.ReportCheckpointResponse:
-        self.context.leases.checkpoint(request)
-        return wire.ReportCheckpointResponse()
+        self._leads()
+        return wire.ReportCheckpointResponse(kept_steps=self.context.leases.checkpoint(request))
 
     def FinishRun(self, request: wire.FinishRunRequest, context: grpc.ServicerContext) -> wire.FinishRunResponse:
+        self._leads()
         self.context.leases.finish(request)
         return wire.FinishRunResponse()

@@ -13,12 +13,14 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class Settings(ServiceSettings, service="orchestrator"):
+    long_polls: int = Field(default=448, ge=1, le=4096, description="Trainers that may wait for a job at once.")
     http_port: int = Field(default=8080, ge=0, le=65535, description="REST and web page; 0 takes a free one.")
     api_key: SecretStr | None = Field(default=None, description="Bearer key of the API; without it loopback only.")
     max_body_bytes: int = Field(default=1 << 20, ge=1024, description="Largest request body.")
     max_import_bytes: int = Field(default=64 << 20, ge=1024, description="Largest file of an experience import.")
     max_part_bytes: int = Field(default=64 << 20, ge=1024, description="Largest part of a dataset's upload.")
     max_dataset_bytes: int = Field(default=16 << 30, ge=1024, description="Largest dataset.")
+    max_connections: int = Field(default=512, ge=1, le=60_000, description="HTTP connections open at once.")
     rate_limit: str = Field(
         default="3000/minute",
         pattern=r"^\d{1,9}/(second|minute|hour|day)$",
@@ -40,6 +42,9 @@ class Settings(ServiceSettings, service="orchestrator"):
     scale_keda: bool = Field(default=False, description="Kubernetes: move the bound of KEDA's ScaledObject instead.")
     kubernetes_url: str = Field(default="https://kubernetes.default.svc", description="Kubernetes API.")
     durable_writes: bool = Field(default=True, description="Control-plane writes wait for Redis' append-only file.")
+    durable_replicas: int = Field(
+        default=0, ge=0, le=16, description="And for so many replicas of Redis: a failover to one of them loses none."
+    )
     max_running_jobs: int = Field(
         default=0,
         ge=0,
@@ -49,8 +54,33 @@ class Settings(ServiceSettings, service="orchestrator"):
     replica_silence_seconds: float = Field(default=10, gt=0, description="A replica silent for this long is dropped.")
     pause_grace_seconds: float = Field(default=60, gt=0, description="Longest wait for the trainer's checkpoint.")
     stall_seconds: float = Field(default=120, gt=0, description="No progress for this long becomes an event.")
+    most_trainer_deaths: int = Field(
+        default=5, ge=1, description="Deaths of a job's trainer without a step in between, after which the job fails."
+    )
     max_dead_letter_share: float = Field(default=0.05, ge=0, le=1, description="Above it a job fails loudly.")
-    evaluation_requests: int = Field(default=32, ge=1, le=256, description="Held-out problems in flight at once.")
+    most_fruitless_windows: int = Field(
+        default=4,
+        ge=1,
+        description="Windows of rollouts with too few correct ones for a batch, where only such are served, before a"
+        " job fails.",
+    )
+    evaluation_requests: int = Field(
+        default=32, ge=1, le=256, description="Held-out problems of one evaluation in flight at once."
+    )
+    evaluation_attempts: int = Field(
+        default=5, ge=1, description="Failures of an evaluation after which it is given up on; outages are none."
+    )
+    evaluation_patience_seconds: float = Field(
+        default=600, gt=0, description="An evaluation without any answer for this long gives its turn to others."
+    )
+    evaluations_kept: int = Field(
+        default=1000, ge=1, description="Evaluations that stay of a job: of its schedule, and of the requested ones."
+    )
+
+    @property
+    def durable_copies(self) -> int:
+        """How many copies control-plane writes wait for: the append-only file and the replicas of Redis."""
+        return 1 + self.durable_replicas if self.durable_writes else 0
 
     @property
     def tenant_folders(self) -> tuple[Path, ...]:

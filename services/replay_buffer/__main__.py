@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from services.replay_buffer.experience_archiver import archiving
+from services.replay_buffer.archive.workers import archive_reader, archive_workers
 from services.replay_buffer.ingest_worker import IngestWorker
 from services.replay_buffer.reference_scores import ReferenceScores
 from services.replay_buffer.sampler import BatchSampler
@@ -13,26 +13,26 @@ from services.replay_buffer.settings import Settings
 from services.replay_buffer.shared_rollout_ingest import SharedRolloutIngest
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
-from spo.messaging.connection import connect
 from spo.messaging.streams import Consumer
+from spo.service.join import join_platform
 from spo.service.process import ServiceProcess
 from spo.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
 
 
 def main() -> int:
     settings = Settings()
-    process = ServiceProcess("replay-buffer", settings)
-    client = connect(settings.redis_url, settings.redis_wait_seconds)
+    process = ServiceProcess("replay-buffer", settings, long_polls=settings.long_polls)
+    client = join_platform(settings)
     store = ReplayStore(client)
-    service = ReplayService(BatchSampler(store), settings.stop_memory_share)
+    service = ReplayService(BatchSampler(store, settings.long_polls), settings.stop_memory_share)
+    service.archived = archive_reader(settings)
     add_ReplayServiceServicer_to_server(service, process.server.server)
-    consumer = Consumer(
-        client, redis_keys.verdicts(), redis_keys.INGEST_GROUP, process.replica_id, settings.reclaim_seconds
-    )
+    stream, group = redis_keys.verdicts(), redis_keys.INGEST_GROUP
+    consumer = Consumer(client, stream, group, process.replica_id, settings.reclaim_seconds)
     scores = ReferenceScores.at(settings.value_estimation_address, settings.logprobs_deadline_seconds)
     ingest = IngestWorker(store, consumer, scores, settings.groups_per_read)
     shared = SharedRolloutIngest(service.sampler, scores, service.storage)
-    process.workers += [ingest.run, shared.run, *archiving(store, settings)]
+    process.workers += [ingest.run, shared.run, *archive_workers(service.sampler, settings)]
     return process.run()
 
 

@@ -8,11 +8,14 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 import numpy as np
 
 from spo import redis_keys
 from spo.errors import FieldViolation, InvalidInput
+from spo.model.segments import segment_faults, trained_mask
+from spo.rpc.message_sizes import MAX_TRAJECTORY_BYTES
 from spo.spec.job_spec import JobSpec
 from spo.tasks.problem import extract_program
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_SHARED, SOURCE_UNSPECIFIED, Source
@@ -55,7 +58,14 @@ def check_judged(run_id: str, spec: JobSpec, trajectory: Trajectory) -> None:
         ("/sampling_logprobs", "must be finite", not _finite(trajectory.sampling_logprobs)),
         ("/group_id", "is not an id", grouped and not _ID.fullmatch(trajectory.group_id)),
     ]
-    _refuse(trajectory, faults)
+    _refuse(trajectory, [*faults, *_conversation_faults(trajectory)])
+    size = trajectory.ByteSize()
+    if size > MAX_TRAJECTORY_BYTES:
+        raise InvalidInput(
+            f"trajectory {trajectory.trajectory_id} has {size} bytes, more than the {MAX_TRAJECTORY_BYTES} that can be"
+            " passed on in a message",
+            code="trajectory_too_large",
+        )
 
 
 def check_scored(spec: JobSpec, trajectory: Trajectory) -> None:
@@ -65,8 +75,36 @@ def check_scored(spec: JobSpec, trajectory: Trajectory) -> None:
     faults = [
         ("/reference_logprobs", "do not match the tokens", scored not in lengths),
         ("/reference_logprobs", "must be finite", not _finite(trajectory.reference_logprobs)),
+        ("/reference_logprobs", "must be 0 at observations", _speaks_of_observations(trajectory, "reference_logprobs")),
     ]
     _refuse(trajectory, faults)
+
+
+def _conversation_faults(trajectory: Trajectory) -> list[tuple[str, str, bool]]:
+    """What makes a conversation's turns no turns of this response; empty for a response of a single turn."""
+    segments = trajectory.segments
+    if not segments:
+        return []
+    tokens = len(trajectory.response_token_ids)
+    faults = segment_faults(segments, tokens, len(trajectory.response_text))
+    if faults:
+        return [(pointer, reason, True) for pointer, reason in faults]
+    trained_T = trained_mask(trajectory)
+    misplaced = [
+        (f"/annotations/{index}/position", "does not follow a token that the policy sampled", True)
+        for index, annotation in enumerate(trajectory.annotations)
+        if annotation.position and not (annotation.position <= tokens and trained_T[annotation.position - 1])
+    ]
+    said = _speaks_of_observations(trajectory, "sampling_logprobs")
+    return [*misplaced, ("/sampling_logprobs", "must be 0 at observations", said)]
+
+
+def _speaks_of_observations(trajectory: Trajectory, name: Literal["sampling_logprobs", "reference_logprobs"]) -> bool:
+    """Whether log-probs, one per token, are not 0 at tokens that the policy did not sample."""
+    logprobs_T = np.asarray(getattr(trajectory, name))
+    if not trajectory.segments or len(logprobs_T) != len(trajectory.response_token_ids):
+        return False
+    return bool(logprobs_T[~trained_mask(trajectory)].any())
 
 
 def split_by(

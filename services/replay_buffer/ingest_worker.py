@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
 
 import redis
 from google.protobuf.message import DecodeError
@@ -17,18 +15,27 @@ from google.protobuf.message import DecodeError
 from services.replay_buffer.admission import check_judged, check_scored, split_by
 from services.replay_buffer.reference_scores import ReferenceScores, note_hop
 from services.replay_buffer.store import ReplayStore
-from spo.errors import InvalidInput
+from spo.errors import InvalidInput, SpoError
 from spo.messaging.connection import as_spo_error, refuses_writes
-from spo.messaging.streams import Consumer, Entry, consume
+from spo.messaging.streams import Consumer, Entry, RunLanes
 from spo.observability import metrics, tracing
 from spo.observability.logs import get_logger
-from spo.service.process import keep_alive_while
 from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
 
 log = get_logger("ingest")
 
 FULL_PAUSE_SECONDS = 0.5
 LOG_SECONDS = 10.0
+SCORE_PATIENCE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class JudgedGroup:
+    """An entry of the stream, and what it holds."""
+
+    entry: Entry
+    group: RolloutGroup
+    spans: Sequence[tracing.Span]
 
 
 @dataclass
@@ -42,33 +49,38 @@ class IngestWorker:
     _stop: threading.Event = field(default_factory=threading.Event, init=False)
 
     def run(self, stop: threading.Event) -> None:
-        """Ingest until stop is set; whatever fails stays pending and is tried again."""
+        """Ingest until stop is set, each run by itself; whatever fails stays pending and is tried again."""
         self._stop = stop
-        consume(self.consumer, self.ingest, stop, count=self.groups_per_read)
+        RunLanes(self.consumer, self.ingest, count=self.groups_per_read).run(stop)
 
     def ingest(self, entries: list[Entry]) -> None:
         """Insert the groups of these entries and acknowledge them.
 
         Raises InvalidInput when some trajectories are refused, after the valid ones of all entries are inserted:
-        `consume` then retries the entries one by one, and those that fail alone become dead letters with the reason.
+        the entries are then tried one by one, and those that fail alone become dead letters with the reason. Groups of
+        one run are inserted, and fail, without those of another.
         """
-        with keep_alive_while(lambda: self.consumer.keep_alive(entries), self.consumer.reclaim_after_seconds / 4):
-            by_run: dict[str, list[Trajectory]] = defaultdict(list)
-            spans: dict[str, list[tracing.Span]] = defaultdict(list)
-            for entry in entries:
-                group = _decode(entry.payload)
-                by_run[group.request.run_id] += group.trajectories
-                spans[group.request.run_id] += _spans(entry, group)
-            refusals = [
-                refusal
-                for run_id, trajectories in by_run.items()
-                for refusal in self._insert(run_id, trajectories, spans[run_id])
-            ]
-            if refusals:
-                raise refusals[0]
-            self.consumer.finish(entries)
-            for span in chain.from_iterable(spans.values()):
+        by_run: dict[str, list[JudgedGroup]] = defaultdict(list)
+        for entry in entries:
+            group = _decode(entry.payload)
+            by_run[group.request.run_id].append(JudgedGroup(entry, group, _spans(entry, group)))
+        failures = [failure for run_id, groups in by_run.items() for failure in self._ingest_run(run_id, groups)]
+        if failures:
+            raise failures[0]
+
+    def _ingest_run(self, run_id: str, groups: Sequence[JudgedGroup]) -> Sequence[SpoError]:
+        """Insert groups of one run and acknowledge them; returns why that failed."""
+        trajectories = [trajectory for judged in groups for trajectory in judged.group.trajectories]
+        spans = [span for judged in groups for span in judged.spans]
+        try:
+            refusals = self._insert(run_id, trajectories, spans)
+        except SpoError as failure:
+            return [failure]
+        if not refusals:
+            self.consumer.finish([judged.entry for judged in groups])
+            for span in spans:
                 span.end()
+        return refusals
 
     def _insert(
         self, run_id: str, trajectories: Sequence[Trajectory], spans: Sequence[tracing.Span]
@@ -102,16 +114,14 @@ class IngestWorker:
                     raise as_spo_error(error) from None
 
     def _score(self, run_id: str, trajectories: Sequence[Trajectory], spans: Sequence[tracing.Span]) -> None:
-        """Add the reference log-probs, all in one call.
+        """Add the reference log-probs.
 
-        Every group gets a span of that length; the call itself is traced in the first one.
-
-        While value-estimation is away this waits: the entries are kept alive, the stream fills up behind them, and the
-        dispatcher stops. Leaving them to be redelivered instead would use up their deliveries.
+        Every group gets a span of that length; the calls themselves are traced in the first one. While value-estimation
+        is away this waits a little: the entries are then tried again later, and the job says what it waits for.
         """
         scoring = [tracing.begin("reference log-probs", parent=span.header, groups=len(spans)) for span in spans]
         with tracing.within(scoring[0]) if scoring else nullcontext():
-            self.scores.add(run_id, trajectories, patience_seconds=math.inf, stop=self._stop)
+            self.scores.add(run_id, trajectories, patience_seconds=SCORE_PATIENCE_SECONDS, stop=self._stop)
         for span in scoring:
             span.end()
         note_hop(trajectories)

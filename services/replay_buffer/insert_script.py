@@ -9,6 +9,7 @@ from services.replay_buffer import redis_keys as own_keys
 from services.replay_buffer.admission import content_digest
 from services.replay_buffer.windows import SOURCES, fact_of, source_name
 from spo import redis_keys
+from spo.errors import NotFound
 from spo.messaging.redis_client import RedisClient, RedisScript
 from spo.spec.job_spec import JobSpec
 from spo.v1.trajectory_pb2 import Trajectory
@@ -18,6 +19,8 @@ CHUNK_TRAJECTORIES = 256
 CHUNK_BYTES = 2 << 20
 # What the script returns for a trajectory that it inserted; anything else is a duplicate.
 INSERTED = 1
+# Place among the script's keys, from 1, of the first source's set.
+FIRST_SOURCE_KEY = 11
 
 
 class InsertScript:
@@ -31,11 +34,17 @@ class InsertScript:
     def insert(
         self, run_id: str, spec: JobSpec, trajectories: Sequence[Trajectory], payloads: Sequence[bytes]
     ) -> list[int]:
-        """Insert trajectories with their payloads; returns one result per trajectory, INSERTED for the new ones."""
+        """Insert trajectories with their payloads; returns one result per trajectory, INSERTED for the new ones.
+
+        Raises NotFound (unknown_run) when the run is deleted, and writes nothing then.
+        """
         results: list[int] = []
         for chunk in chunks(payloads):
             arguments = _arguments(spec, trajectories[chunk], payloads[chunk])
-            results += self._script(keys=_keys(run_id), args=[run_id, *arguments])
+            inserted = self._script(keys=_keys(run_id), args=[run_id, *arguments])
+            if not inserted:
+                raise NotFound(f"there is no run {run_id}", code="unknown_run")
+            results += inserted
         return results
 
 
@@ -62,7 +71,9 @@ def _keys(run_id: str) -> list[str]:
         redis_keys.replay_copies(run_id),
         redis_keys.replay_trajectory(run_id, ""),
         own_keys.replay_unstored(),
+        own_keys.replay_untrimmed(),
         *(redis_keys.replay_source(run_id, source) for source in map(source_name, SOURCES)),
+        redis_keys.run_spec(run_id),
     ]
 
 
@@ -71,7 +82,7 @@ def _arguments(spec: JobSpec, trajectories: Sequence[Trajectory], payloads: Sequ
     for trajectory, payload in zip(trajectories, payloads, strict=True):
         arguments += [
             trajectory.trajectory_id,
-            10 + SOURCES.index(trajectory.source),
+            FIRST_SOURCE_KEY + SOURCES.index(trajectory.source),
             content_digest(trajectory),
             fact_of(spec, trajectory),
             payload,

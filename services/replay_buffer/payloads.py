@@ -12,7 +12,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from spo import redis_keys
+from spo.errors import InvalidInput
 from spo.messaging.redis_client import RedisClient
+from spo.rpc.client import MAX_MESSAGE_BYTES
 from spo.v1.replay_service_pb2 import SampleBatchResponse, SampledTrajectory
 from spo.v1.trajectory_pb2 import Trajectory
 
@@ -67,13 +69,20 @@ class PayloadCache:
 
 
 def encode_batch(batch: Iterable[SampledPayload]) -> bytes:
-    """A serialized SampleBatchResponse."""
+    """A serialized SampleBatchResponse. Raises InvalidInput when it is too large for a message."""
     parts: list[bytes] = []
     for payload, qhat_0 in batch:
         length = _varint(len(payload))
         sample_length = len(_TRAJECTORY) + len(length) + len(payload) + _QHAT_0.size
         parts += (_BATCH, _varint(sample_length), _TRAJECTORY, length, payload, _QHAT_0.pack(_QHAT_0_TAG, qhat_0))
-    return b"".join(parts)
+    encoded = b"".join(parts)
+    if len(encoded) > MAX_MESSAGE_BYTES:
+        raise InvalidInput(
+            f"the batch of {len(parts) // 6} trajectories has {len(encoded)} bytes, more than a message's"
+            f" {MAX_MESSAGE_BYTES}: take a smaller trainer.batch_size, or shorter responses",
+            code="batch_too_large",
+        )
+    return encoded
 
 
 def _varint(number: int) -> bytes:

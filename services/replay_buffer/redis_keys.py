@@ -6,3 +6,8 @@ from __future__ import annotations
 def replay_unstored() -> str:
     """Set: ids of runs whose ledgers hold more than the experience store. Replay."""
     return "spo:replay-buffer:unstored"
+
+
+def replay_untrimmed() -> str:
+    """Set: ids of runs of which something may leave Redis later, or has not yet. Replay."""
+    return "spo:replay-buffer:untrimmed"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spo.rpc.client import RpcClient
+from spo.rpc.message_sizes import chunks_by_bytes
 from spo.v1.trajectory_pb2 import Hop, Trajectory
 from spo.v1.value_service_pb2 import (
     ComputeReferenceLogprobsRequest,
@@ -32,15 +33,25 @@ class ReferenceScores:
     def add(
         self, run_id: str, trajectories: Sequence[Trajectory], *, patience_seconds: float, stop: threading.Event
     ) -> None:
-        """Write reference log-probs (nats) and the reference's hash into the trajectories, all in one call.
+        """Write reference log-probs (nats) and the reference's hash into the trajectories, in calls cut by bytes.
 
         Raises SpoError when value-estimation refuses them, or stays away for longer than patience_seconds.
         """
+        # Tokens go there and log-probs come back: four bytes or fewer each.
+        sizes = [4 * (len(each.prompt_token_ids) + 2 * len(each.response_token_ids)) for each in trajectories]
+        for chunk in chunks_by_bytes(sizes):
+            self._add(run_id, trajectories[chunk], patience_seconds, stop)
+
+    def _add(
+        self, run_id: str, trajectories: Sequence[Trajectory], patience_seconds: float, stop: threading.Event
+    ) -> None:
         request = ComputeReferenceLogprobsRequest(
             run_id=run_id,
             sequences=[
                 TokenSequence(
-                    prompt_token_ids=trajectory.prompt_token_ids, response_token_ids=trajectory.response_token_ids
+                    prompt_token_ids=trajectory.prompt_token_ids,
+                    response_token_ids=trajectory.response_token_ids,
+                    segments=trajectory.segments,
                 )
                 for trajectory in trajectories
             ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,20 +11,23 @@ import numpy as np
 
 from services.replay_buffer.limiter import Limiter
 from services.replay_buffer.payloads import SampledPayload
+from services.replay_buffer.run_changes import RunChanges
 from services.replay_buffer.sampling_index import FOLLOWED_POSITION, SamplingIndex
 from services.replay_buffer.store import ReplayStore
 from services.replay_buffer.windows import SOURCES, source_name
 from spo.algorithm.replay_sampling import exact_counts
 from spo.errors import Conflict, FieldViolation, IntegrityError, InvalidInput, NotReady, PreconditionFailed
 from spo.observability import metrics
+from spo.rpc.long_polls import LongPolls
 from spo.spec.job_spec import SourceMix
 from spo.spec.section import LIVE_SOURCES
 from spo.v1.replay_service_pb2 import SampleBatchRequest
 
-POLL_SECONDS = 0.1
+# What changes without a counter of the run, such as values of prompts, is seen after this.
+RETRY_SECONDS = 1.0
 MAX_WAIT_SECONDS = 60.0
 MAX_STEP = 2**32 - 1
-INDEXED_RUNS = 32
+INDEXED_RUNS = 512
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,10 @@ class SampledId(NamedTuple):
 class BatchSampler:
     """Serves SampleBatch for all runs; owns their sampling indices."""
 
-    def __init__(self, store: ReplayStore) -> None:
+    def __init__(self, store: ReplayStore, long_polls: int = 448) -> None:
         self.store = store
+        self._changes = RunChanges(store.client)
+        self._long_polls = LongPolls(long_polls)
         self._indices: dict[str, SamplingIndex] = {}
 
     def index(self, run_id: str) -> SamplingIndex:
@@ -59,28 +64,44 @@ class BatchSampler:
             self._indices.pop(oldest, None)
         return found
 
-    def sample(self, request: SampleBatchRequest) -> list[SampledPayload]:
-        """Return the step's batch, waiting at most wait_seconds for experience.
+    def sample(self, request: SampleBatchRequest, wanted: Callable[[], bool] = lambda: True) -> list[SampledPayload]:
+        """Return the step's batch, waiting at most wait_seconds for experience, while it is wanted.
 
         Raises NotReady (names the source and its counts), PreconditionFailed when a source will never have anything,
         InvalidInput on an impossible mix, Conflict when the step already got a batch of another size, NotFound.
         """
         index = self.index(request.run_id)
         quotas = _quotas_of(request, index)
-        deadline = time.monotonic() + min(request.wait_seconds, MAX_WAIT_SECONDS)
-        while True:
-            try:
-                sampled = self._recorded(request, index) or self._draw(request, index, quotas)
-                break
-            except NotReady:
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(POLL_SECONDS)
+        sampled = self._recorded(request, index) or self._draw_when_ready(request, index, quotas, wanted)
         if len(sampled) != request.batch_size:
             raise Conflict(
                 f"step {request.step} was given {len(sampled)} trajectories before, not {request.batch_size}"
             )
         return self._with_payloads(request, index, sampled)
+
+    def _draw_when_ready(
+        self,
+        request: SampleBatchRequest,
+        index: SamplingIndex,
+        quotas: Sequence[SourceQuota],
+        wanted: Callable[[], bool],
+    ) -> list[SampledId]:
+        deadline = time.monotonic() + min(request.wait_seconds, MAX_WAIT_SECONDS)
+        try:
+            return self._draw(request, index, quotas)
+        except NotReady:
+            if request.wait_seconds <= 0:
+                raise
+        with self._long_polls.place(), self._changes.watched(request.run_id):
+            while True:
+                moves = self._changes.moves(request.run_id)
+                try:
+                    return self._draw(request, index, quotas)
+                except NotReady:
+                    left = deadline - time.monotonic()
+                    if left <= 0 or not wanted():
+                        raise
+                self._changes.wait_beyond(request.run_id, moves, min(left, RETRY_SECONDS))
 
     def _recorded(self, request: SampleBatchRequest, index: SamplingIndex) -> list[SampledId]:
         ids = self.store.batch(request.run_id, request.step)

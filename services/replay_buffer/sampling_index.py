@@ -1,7 +1,7 @@
 """What may be sampled of a run, mirrored in memory.
 
-The indices in Redis only grow, so each refresh reads only what is new. The mirror belongs to one process and can be
-lost at any time: it is read again from the ledger.
+The indices in Redis grow at one end and lose what no window holds at the other, so each refresh reads only what is new.
+The mirror belongs to one process and can be lost at any time: it is read again from the ledger.
 """
 
 from __future__ import annotations
@@ -136,6 +136,19 @@ class SamplingIndex:
         """Trajectories of a source that may be drawn now."""
         return len(self.servable(rule)) * self.unit_size(rule.source)
 
+    def window_start(self, source: str, resumed_version: int) -> int:
+        """The insertion number below which no trajectory of a live source is ever served again.
+
+        resumed_version: of the weights that a trainer may go back to, the oldest.
+        """
+        rule, window = self.rule(source), self._live[source]
+        newest = self.newest_version(source)
+        oldest = window.oldest(min(resumed_version, newest) - (newest - self.oldest_version(rule)))
+        if oldest is None:
+            return self._read_to.get(source, 0) + 1 if window.keeps_all else 0
+        numbers = self.client.zmscore(redis_keys.replay_ids(self.run_id), list(oldest.trajectory_ids))
+        return min((int(number) for number in numbers if number is not None), default=0)
+
     def unit_size(self, source: str) -> int:
         """Trajectories of a source that are drawn together."""
         return self._live[source].unit_size if source in LIVE_SOURCES else 1
@@ -198,7 +211,6 @@ class SamplingIndex:
         self._values_read = 0
         self.sample_counts = SampleCounts(self.client, self.run_id)
         self._filtered: dict[SourceMix, tuple[tuple[int, ...], list[Candidate]]] = {}
-        # The payloads of older ones stay in Redis: they are listed, and a repeated batch may name them.
         self._live: dict[str, LiveWindow] = {source: LiveWindow(self.spec, source) for source in LIVE_SOURCES}
         self._followed_version = 0
         self._offline: dict[str, OfflineWindow] = {}
@@ -215,7 +227,12 @@ class SamplingIndex:
         for start in range(0, len(entries), FACTS_PER_READ):
             ids = [trajectory_id for trajectory_id, _ in entries[start : start + FACTS_PER_READ]]
             facts = self.client.hmget(redis_keys.replay_facts(self.run_id), ids)
+            gone = [trajectory_id for trajectory_id, fact in zip(ids, facts, strict=True) if fact is None]
+            # What has left the window since the source's set was read has left the set too.
+            trimmed = self._absent(source, gone) if gone else set()
             for trajectory_id, fact in zip(ids, facts, strict=True):
+                if trajectory_id in trimmed:
+                    continue
                 if fact is None:
                     raise IntegrityError(f"run {self.run_id}: trajectory {trajectory_id.decode()} has no facts")
                 candidate, group = read_fact(trajectory_id.decode(), fact.decode())
@@ -227,6 +244,10 @@ class SamplingIndex:
             self._read_to[source] = int(entries[-1][1])
             if self._read_to[source] > self._newest[1]:
                 self._newest = (entries[-1][0].decode(), self._read_to[source])
+
+    def _absent(self, source: str, trajectory_ids: list[bytes]) -> set[bytes]:
+        numbers = self.client.zmscore(redis_keys.replay_source(self.run_id, source), trajectory_ids)
+        return {trajectory_id for trajectory_id, number in zip(trajectory_ids, numbers, strict=True) if number is None}
 
     def _read_values(self, count: int) -> None:
         if self.spec.value is not None:

@@ -1,6 +1,7 @@
-"""The buffer in Redis: a ledger of everything acknowledged, with its payloads, counters and recorded batches.
+"""The buffer in Redis: a ledger of what was acknowledged, with payloads, counters and recorded batches.
 
-Nothing is ever evicted: trajectories outside the online window stay listed, and a repeated batch may still name them.
+Redis evicts nothing. What has left the window of its run and no batch may name again is taken out by
+`archive.window_trimmer`, once the experience store has it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 from services.replay_buffer.admission import check_judged, check_scored
 from services.replay_buffer.insert_script import INSERTED, InsertScript
 from services.replay_buffer.payloads import PayloadCache
-from services.replay_buffer.windows import read_fact
+from services.replay_buffer.windows import SOURCES, read_fact, source_name
 from spo import redis_keys
 from spo.errors import IntegrityError, NotFound
 from spo.messaging.redis_client import RedisClient, RedisScript
@@ -53,13 +54,17 @@ class ReplayStore:
     def insert(self, run_id: str, trajectories: Sequence[Trajectory]) -> tuple[int, int]:
         """Insert checked trajectories, each at most once by id, offline ones also once by content.
 
-        Returns (inserted, duplicates).
+        Returns (inserted, duplicates). Raises NotFound (unknown_run) when the run is deleted.
         """
         spec = self.spec(run_id)
         if not trajectories:
             return 0, 0
         payloads = [trajectory.SerializeToString() for trajectory in trajectories]
-        results = self._insert.insert(run_id, spec, trajectories, payloads)
+        try:
+            results = self._insert.insert(run_id, spec, trajectories, payloads)
+        except NotFound:
+            self._specs.forget(run_id)
+            raise
         for trajectory, payload, result in zip(trajectories, payloads, results, strict=True):
             if result == INSERTED:
                 self._cache.put(run_id, trajectory.trajectory_id, payload)
@@ -84,8 +89,8 @@ class ReplayStore:
         """Record a step's batch unless another request did so before; returns the ids that are recorded.
 
         A batch is leased to its step, not to the process that asked for it: whoever asks again gets the same batch, and
-        it counts as sampled once. Batches live as long as the run. Returns [], and records nothing, when `last_batch`
-        is no longer the number of the last recorded batch.
+        it counts as sampled once. Returns [], and records nothing, when `last_batch` is no longer the number of the
+        last recorded batch, or when a trajectory has left Redis since it was drawn.
         """
         pairs = [part for source, count in counts.items() for part in (source, count)]
         recorded = self._record(
@@ -93,6 +98,7 @@ class ReplayStore:
                 redis_keys.replay_batch(run_id, step),
                 redis_keys.replay_counters(run_id),
                 redis_keys.replay_batch_log(run_id),
+                redis_keys.replay_trajectory(run_id, ""),
             ],
             args=[" ".join(trajectory_ids), step, "" if last_batch is None else last_batch, *pairs],
         )
@@ -115,6 +121,19 @@ class ReplayStore:
             raise NotFound(f"run {run_id} has no trajectory {trajectory_id}")
         return found
 
+    def in_redis(self, run_id: str, trajectory_ids: Sequence[str]) -> set[str]:
+        """Those of these trajectories that have not left Redis."""
+        facts = self.client.hmget(redis_keys.replay_facts(run_id), list(trajectory_ids)) if trajectory_ids else []
+        return {trajectory_id for trajectory_id, fact in zip(trajectory_ids, facts, strict=True) if fact is not None}
+
+    def has_trimmed(self, run_id: str) -> bool:
+        """Whether trajectories of a run have left Redis."""
+        with self.client.pipeline(transaction=False) as pipe:
+            pipe.hget(redis_keys.replay_counters(run_id), "number")
+            pipe.hlen(redis_keys.replay_facts(run_id))
+            number, kept = pipe.execute()
+        return int(number or 0) > int(kept)
+
     def prompts_of(self, run_id: str, trajectory_ids: Sequence[str]) -> list[str]:
         """The prompts of acknowledged trajectories. Raises IntegrityError when one is not in the ledger."""
         facts = self.client.hmget(redis_keys.replay_facts(run_id), list(trajectory_ids))
@@ -133,7 +152,7 @@ class ReplayStore:
         return int(found or 0)
 
     def newest_first(self, run_id: str, prompt_id: str, after: str, count: int) -> tuple[list[Trajectory], str]:
-        """A page of the ledger, newest first; `after` is the cursor of the page before ('' starts).
+        """A page of what is in Redis, newest first; `after` is the cursor of the page before ('' starts).
 
         prompt_id '' means all prompts.
         """
@@ -166,9 +185,15 @@ class ReplayStore:
 
     def _of_all(self, run_id: str, after: str, count: int) -> list[tuple[str, int]]:
         highest = f"({int(after)}" if after else "+inf"
-        page = self.client.zrevrangebyscore(
-            redis_keys.replay_ids(run_id), highest, "-inf", start=0, num=count, withscores=True
-        )
+        # The ledger also holds ids whose trajectories have left Redis; the sources' sets do not.
+        found = [
+            pair
+            for source in map(source_name, SOURCES)
+            for pair in self.client.zrevrangebyscore(
+                redis_keys.replay_source(run_id, source), highest, "-inf", start=0, num=count, withscores=True
+            )
+        ]
+        page = sorted(found, key=lambda pair: -pair[1])[:count]
         return [(trajectory_id.decode(), int(number)) for trajectory_id, number in page]
 
     def _of_prompt(self, run_id: str, prompt_id: str, after: str, count: int) -> list[tuple[str, int]]:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from services.replay_buffer.limiter import groups_kept
 from spo.spec.job_spec import JobSpec, SourceMix, SourceName
-from spo.spec.reward import is_success
+from spo.spec.reward import has_succeeded
+from spo.spec.wire_enums import wire_name
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_UNSPECIFIED, Source
 from spo.v1.trajectory_pb2 import Trajectory
 
@@ -27,7 +28,7 @@ class Candidate(NamedTuple):
 
 def source_name(source: Source.ValueType) -> str:
     """`online` for SOURCE_ONLINE: the names a JobSpec uses."""
-    return Source.Name(source).removeprefix("SOURCE_").lower()
+    return wire_name(Source, source)
 
 
 def fact_of(spec: JobSpec, trajectory: Trajectory) -> str:
@@ -36,7 +37,7 @@ def fact_of(spec: JobSpec, trajectory: Trajectory) -> str:
     # A group that is dispatched again on purpose is another group.
     group = f"{trajectory.group_id}.{trajectory.attempt}" if grouped else ""
     version, reward = trajectory.policy_version_first, trajectory.reward
-    correct = is_success(reward, spec.tasks.reward)
+    correct = has_succeeded(trajectory, spec.tasks.reward)
     return f"{int(correct)}:{version}:{reward!r}:{group}:{trajectory.prompt_id}"
 
 
@@ -52,14 +53,18 @@ def rule_of(spec: JobSpec, source: SourceName | str) -> SourceMix:
     return next(named, SourceMix.model_validate({"source": source, "share": 0}))
 
 
+# Groups whose members have not all come: late ones follow at once, those that were refused never.
+INCOMPLETE_KEPT = 1024
+
+
 class LiveWindow:
-    """The newest trajectories, or the newest complete groups; older and incomplete ones are in the ledger only."""
+    """The newest trajectories, or the newest complete groups; older and incomplete ones are never served."""
 
     def __init__(self, spec: JobSpec, source: SourceName) -> None:
         # Members of a followed run's group may be left out, so shared trajectories are drawn one by one.
         grouped = spec.replay.unit == "group" and source == "online"
         capacity = groups_kept(spec) if grouped else spec.replay.online_capacity
-        keeps_all = rule_of(spec, source).sampler == "uniform"
+        self.keeps_all = keeps_all = rule_of(spec, source).sampler == "uniform"
         self.unit_size = spec.rollout.samples_per_prompt if grouped else 1
         # Whether a group is complete is only known when it was read from its first member on.
         self.needs_all = keeps_all or grouped
@@ -76,6 +81,8 @@ class LiveWindow:
         if len(members) == self.unit_size:
             del self._incomplete[group]
             self._kept.append(_group_of(members))
+        elif len(self._incomplete) > INCOMPLETE_KEPT:
+            del self._incomplete[next(iter(self._incomplete))]
 
     def candidates(self, rule: SourceMix, oldest: int) -> list[Candidate]:
         """The candidates of version `oldest` or newer that a rule admits."""
@@ -84,6 +91,12 @@ class LiveWindow:
             for candidate in self._kept
             if candidate.version >= oldest and (candidate.correct or not rule.correct_only)
         ]
+
+    def oldest(self, version: int) -> Candidate | None:
+        """The first candidate that may ever be served again; one below `version` may not, where no window ends."""
+        while self.keeps_all and self._kept and self._kept[0].version < version:
+            self._kept.popleft()
+        return self._kept[0] if self._kept else None
 
     def incomplete(self) -> int:
         """Trajectories whose group still lacks members."""

@@ -9,8 +9,8 @@ from services.sandbox_judge.scheduler import JudgeScheduler
 from services.sandbox_judge.service import JudgeService
 from services.sandbox_judge.settings import Settings
 from spo.errors import SpoError
-from spo.messaging.connection import connect
 from spo.observability.logs import get_logger
+from spo.service.join import join_platform
 from spo.service.process import ServiceProcess
 from spo.v1.judge_service_pb2_grpc import add_JudgeServiceServicer_to_server
 
@@ -19,7 +19,7 @@ def main() -> int:
     settings = Settings()
     process = ServiceProcess("sandbox-judge", settings)
     try:
-        client = connect(settings.redis_url, settings.redis_wait_seconds)
+        client = join_platform(settings)
         tier = choose_tier(settings)
     except SpoError as error:
         get_logger("start").error("the judge will not serve", reason=error.message, code=error.code)
@@ -30,7 +30,7 @@ def main() -> int:
         process.workers.append(JudgeWorker(client, scheduler, f"{process.replica_id}-{number}", settings))
     process.report = lambda beat: setattr(beat, "load", scheduler.load)
     status = process.run()
-    scheduler.close()
+    scheduler.close(process.drain_seconds_left)
     return status
 
 

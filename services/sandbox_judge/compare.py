@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, InvalidOperation
+from decimal import Decimal
 
+from spo.tasks.answer import is_close
 from spo.v1.verdict_pb2 import Checker, TestSet
 
 DEFAULT_TOLERANCE = 1e-6
 _SHOWN_BYTES = 80
 _NUMBER = re.compile(rb"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,9})?|[+-]?inf(inity)?|[+-]?nan", re.IGNORECASE | re.ASCII)
-# Wide enough that the difference of two doubles, or of integers of any size, is judged by its leading digits.
-_ARITHMETIC = Context(prec=60, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[InvalidOperation])
 
 
 def first_difference(test_set: TestSet, expected: bytes, actual: bytes) -> str | None:
@@ -73,8 +72,7 @@ def _close(right: bytes, found: bytes, absolute: Decimal, relative: Decimal) -> 
         return wanted.is_nan() and got.is_nan()
     if wanted.is_infinite() or got.is_infinite():
         return wanted == got
-    tolerance = _ARITHMETIC.add(absolute, _ARITHMETIC.multiply(relative, wanted.copy_abs()))
-    return _ARITHMETIC.subtract(wanted, got).copy_abs() <= tolerance
+    return is_close(wanted, got, absolute, relative)
 
 
 def _normalised_lines(text: bytes) -> list[bytes]:

@@ -20,7 +20,7 @@ from spo.v1.judge_service_pb2_grpc import add_JudgeServiceServicer_to_server
 
 
 class MemoryStore:
-    """The three commands of Redis that a judge needs; what it holds ends with the process."""
+    """The commands of Redis that a judge without a cache needs; what it holds ends with the process."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -31,9 +31,11 @@ class MemoryStore:
     def mget(self, keys: list[str]) -> list[bytes | None]:
         return [self._values.get(key) for key in keys]
 
-    def set(self, key: str, value: bytes, *, ex: int | None = None) -> None:
-        """Keep the value; ex (seconds) is for stores that outlive the command."""
+    def set(self, key: str, value: bytes) -> None:
         self._values[key] = value
+
+    def eval(self, script: str, numkeys: int, *keys_and_args: str | bytes | int) -> None:
+        """No verdict is remembered."""
 
 
 def main() -> int:

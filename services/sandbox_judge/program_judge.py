@@ -59,6 +59,8 @@ class JudgeOptions:
 
     want_details: bool = False
     stop_early: bool = False
+    # Of what each test printed, so much is reported.
+    output_bytes: int = OUTPUT_BYTES
     wanted: Callable[[], bool] = lambda: True
 
     @property
@@ -153,7 +155,7 @@ def _results(
             continue
         if not options.wanted():
             raise Cancelled
-        result = result_of(run(test.stdin), lambda output, test=test: check(test, output))  # type: ignore[misc]
+        result = result_of(run(test.stdin), lambda output, test=test: check(test, output), options.output_bytes)  # type: ignore[misc]
         yield result
         time_limits += result.outcome in _TIME_LIMITS
         if result.outcome != Outcome.OUTCOME_ACCEPTED and options.ends_at_failure:
@@ -164,7 +166,9 @@ def _results(
             return
 
 
-def result_of(run: ProgramRun, difference_in: Callable[[bytes], str | None]) -> TestResult:
+def result_of(
+    run: ProgramRun, difference_in: Callable[[bytes], str | None], output_bytes: int = OUTPUT_BYTES
+) -> TestResult:
     """What a run means for its test; only the output of a clean exit is looked at."""
     detail = ""
     if run.ending is RunEnding.EXITED and run.code == 0:
@@ -183,7 +187,7 @@ def result_of(run: ProgramRun, difference_in: Callable[[bytes], str | None]) -> 
         wall_seconds=run.wall_seconds,
         memory_bytes=run.memory_bytes,
         detail=detail.removesuffix(": ")[:DETAIL_CHARACTERS],
-        output=run.stdout[:OUTPUT_BYTES].decode(errors="replace"),
+        output=run.stdout[:output_bytes].decode(errors="replace"),
     )
 
 

@@ -11,3 +11,13 @@ def tests(digest: str) -> str:
 def verdict(digest: str) -> str:
     """String: serialized Verdict by digest of (program, tests, limits, language, judge version). Judge."""
     return f"spo:sandbox-judge:verdict:{digest}"
+
+
+def verdict_order() -> str:
+    """List: `size:key` of the cached verdicts, the oldest first. Judge."""
+    return "spo:sandbox-judge:verdict_order"
+
+
+def verdict_bytes() -> str:
+    """String: the sum of the sizes in the list of cached verdicts. Judge."""
+    return "spo:sandbox-judge:verdict_bytes"

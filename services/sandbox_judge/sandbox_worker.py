@@ -16,7 +16,7 @@ from pathlib import Path
 from services.sandbox_judge.backends.zygote import Executable, OpenProgram, Zygote
 from services.sandbox_judge.executor import JudgeFault, ProgramRun, RunEnding, RunLimits
 from services.sandbox_judge.isolation.memory_cgroup import MemoryCgroup, child_name
-from services.sandbox_judge.isolation.tiers import launch, program_uid
+from services.sandbox_judge.isolation.tiers import Preload, launch, program_uid
 from services.sandbox_judge.settings import IsolationTier, Settings
 
 
@@ -26,6 +26,30 @@ class Role(enum.Enum):
     PROGRAM = "program"
     COMPILER = "compiler"
     CHECKER = "checker"
+    # Responses with the tests that people wrote for them, the second with pytest.
+    TESTS = "tests"
+    PYTEST = "pytest"
+    # Functions that score responses: people's own, and those of libraries.
+    FUNCTION = "function"
+    MATHEMATICS = "mathematics"
+    REASONING_GYM = "reasoning-gym"
+
+
+PRELOADS = {
+    Role.TESTS: Preload("tests_child"),
+    Role.PYTEST: Preload("tests_child", ("pytest", "_pytest.assertion.rewrite")),
+    Role.FUNCTION: Preload("scores_child", ("numpy", "difflib", "statistics")),
+    Role.MATHEMATICS: Preload("scores_child", ("math_verify",)),
+    Role.REASONING_GYM: Preload("scores_child", ("reasoning_gym",)),
+}
+# What interpreter and libraries take themselves, beyond a response's memory.
+ALLOWANCE_BYTES = {
+    Role.PYTEST: 64 << 20,
+    Role.FUNCTION: 96 << 20,
+    Role.MATHEMATICS: 128 << 20,
+    Role.REASONING_GYM: 256 << 20,
+}
+_NEEDS_SCRATCH = (Role.COMPILER, Role.PYTEST, Role.REASONING_GYM)
 
 
 @dataclass
@@ -61,8 +85,10 @@ class SandboxWorker:
         if zygote is None:
             if self.cgroups and self.tier != "docker":
                 self._cgroups[role] = _cgroup(self.cgroups / child_name(self.index, role.value))
-            scratch = self._private_folder() if role is Role.COMPILER else None
-            zygote = start_zygote(self.tier, self.index, self.settings, scratch, self._cgroups.get(role))
+            scratch = self._private_folder() if role in _NEEDS_SCRATCH else None
+            zygote = start_zygote(
+                self.tier, self.index, self.settings, scratch, self._cgroups.get(role), PRELOADS.get(role)
+            )
             self._zygotes[role] = zygote
         return zygote
 
@@ -74,6 +100,7 @@ class SandboxWorker:
 
         Raises CompileFailed or JudgeFault.
         """
+        limits = dataclasses.replace(limits, memory_bytes=limits.memory_bytes + ALLOWANCE_BYTES.get(role, 0))
         zygote = self.zygote(role)
         cgroup = self._cgroups.get(role)
         if cgroup:
@@ -125,14 +152,15 @@ def start_zygote(
     settings: Settings,
     scratch: str | None = None,
     cgroup: MemoryCgroup | None = None,
+    preload: Preload | None = None,
 ) -> Zygote:
     """A zygote of a tier. Raises JudgeFault, or NotReady when seccomp filters cannot be built."""
     if tier == "docker":
         # Only this tier pays for importing the engine's SDK.
         from services.sandbox_judge.backends.docker import ContainerZygote
 
-        return ContainerZygote(worker, settings)
-    started = launch(tier, worker, scratch)
+        return ContainerZygote(worker, settings, preload)
+    started = launch(tier, worker, scratch, preload)
     if cgroup:
         started = dataclasses.replace(started, command=cgroup.enter(started.command))
     return Zygote(started)

@@ -10,27 +10,35 @@ import itertools
 import platform
 import queue
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
-import redis
 from blake3 import blake3
 
 from services.sandbox_judge import redis_keys as own_keys
+from services.sandbox_judge.answers.answer_judge import AnswerJudge
+from services.sandbox_judge.batch import Batch, judge_by_parts
 from services.sandbox_judge.executor import JudgeFault
 from services.sandbox_judge.isolation.memory_cgroup import memory_parent
 from services.sandbox_judge.languages import behaviour_of, language_of
 from services.sandbox_judge.program_judge import Cancelled, JudgeOptions, ProgramJudge, encoded
-from services.sandbox_judge.sandbox_worker import SandboxWorker
+from services.sandbox_judge.sandbox_worker import Role, SandboxWorker
+from services.sandbox_judge.scoring.code_tests import judge_code
+from services.sandbox_judge.scoring.packages import SCORING_ROLES, behaviour_of_packages, role_of
+from services.sandbox_judge.scoring.scores import MOST_TOGETHER, score_responses
 from services.sandbox_judge.settings import IsolationTier, Settings
 from services.sandbox_judge.test_set_store import Store, TestSets
+from services.sandbox_judge.verdict_cache import VerdictCache
 from spo import redis_keys
 from spo.errors import NotReady, ResourceExhausted
 from spo.observability import metrics
 from spo.observability.logs import get_logger
+from spo.tasks.answer import ANSWER_LANGUAGE
+from spo.tasks.problem import tests_digest as digest_of
 from spo.v1.judge_service_pb2 import Priority
-from spo.v1.verdict_pb2 import Outcome, TestSet, Verdict
+from spo.v1.verdict_pb2 import AnswerRule, Outcome, TestSet, Verdict
 
 log = get_logger("scheduler")
 
@@ -38,39 +46,21 @@ ATTEMPTS = 3
 # A program whose second look differs gets so many looks in all.
 MOST_RUNS = 4
 # Raise it when a change of the judge could change a verdict: cached verdicts and stored values then no longer apply.
-REVISION = 2
+REVISION = 3
 _LAST = 1 << 30
+_USUAL = JudgeOptions()
 
 
 @dataclass(frozen=True)
 class JudgeTask:
-    """One program waiting for its verdict."""
+    """One program waiting for its verdict, or several responses that are scored together."""
 
-    program: str
+    programs: tuple[str, ...]
     language: str
     test_set: TestSet
     options: JudgeOptions
     recheck: bool
-    verdict: Future[Verdict] = field(default_factory=Future)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Programs of one request; `programs[i]` gets the verdict of `futures[programs[i]]`."""
-
-    programs: Sequence[str]
-    futures: dict[str, Future[Verdict]]
-    cancelled: threading.Event
-
-    def verdicts(self, timeout_seconds: float | None = None) -> list[Verdict]:
-        """The verdicts in the order of the programs. Raises what judging raised, TimeoutError, CancelledError."""
-        return [self.futures[program].result(timeout_seconds) for program in self.programs]
-
-    def cancel(self) -> None:
-        """Judge nothing more for it: what waits is dropped, what runs ends before its next test."""
-        self.cancelled.set()
-        for future in self.futures.values():
-            future.cancel()
+    verdicts: tuple[Future[Verdict], ...]
 
 
 class JudgeScheduler:
@@ -81,7 +71,7 @@ class JudgeScheduler:
         self.isolation = tier
         metrics.JUDGE_ISOLATION.labels(tier=tier).set(1)
         self.test_sets = TestSets(store)
-        self._store = store
+        self._verdicts = VerdictCache(store, settings.cache_seconds, settings.cache_bytes)
         self._cgroups = memory_parent(settings.memory_cgroup)
         self.features = ["memory-cgroup"] if self._cgroups else []
         self._settings = settings
@@ -89,6 +79,7 @@ class JudgeScheduler:
         self._queue: queue.PriorityQueue[tuple[int, int, JudgeTask | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._program_judge = ProgramJudge(settings.max_source_bytes)
+        self._answer_judge = AnswerJudge(settings.max_source_bytes, self.judge_version)
         self._busy = 0
         self._workers = [SandboxWorker(tier, index, settings, self._cgroups) for index in range(workers)]
         self._threads = [
@@ -111,110 +102,154 @@ class JudgeScheduler:
         priority: Priority.ValueType,
         *,
         want_details: bool = False,
-        stop_early: bool = False,
+        report: JudgeOptions = _USUAL,
     ) -> Batch:
-        """Queue what the cache does not know. Raises InvalidInput, NotFound, ResourceExhausted."""
-        language_of(language)
+        """Queue what the cache does not know; `report` says what details hold.
+
+        Raises InvalidInput, NotFound, ResourceExhausted.
+        """
+        if language != ANSWER_LANGUAGE:
+            language_of(language)
         test_set = self.test_sets.get(tests_digest)
-        keys = {program: self._key(program, language, tests_digest) for program in dict.fromkeys(programs)}
+        asked = replace(report, want_details=want_details)
+        return self._submit(programs, language, tests_digest, test_set, priority, asked)
+
+    def _submit(
+        self,
+        programs: Sequence[str],
+        language: str,
+        tests_digest: str,
+        test_set: TestSet,
+        priority: Priority.ValueType,
+        asked: JudgeOptions,
+    ) -> Batch:
+        want_details = asked.want_details
+        if test_set.HasField("composition"):
+            # Each part is a request of its own, with its own cached verdicts.
+            def judge_part(texts: Sequence[str], part: TestSet) -> Batch:
+                return self._submit(texts, language, digest_of(part), part, priority, asked)
+
+            return judge_by_parts(programs, test_set, language, judge_part)
+        role = role_of(test_set)
+        if role is None and test_set.HasField("answer"):
+            return self._answers(programs, test_set.answer, want_details=want_details)
+        if role is None:
+            language_of(language)
+        behaviour = behaviour_of_packages(role) if role else behaviour_of(language)
+        keys = {program: self._key(program, language, tests_digest, behaviour) for program in dict.fromkeys(programs)}
         futures = {} if want_details else self._cached(keys)
         missing = [program for program in keys if program not in futures]
         if self._queue.qsize() + len(missing) > self._settings.max_queued_programs:
             raise ResourceExhausted(f"{self._queue.qsize()} programs are waiting; try again later")
         urgency = 0 if priority == Priority.PRIORITY_EVALUATION else 1
         cancelled = threading.Event()
-        options = JudgeOptions(want_details, stop_early, wanted=lambda: not cancelled.is_set())
-        for program in missing:
-            task = JudgeTask(program, language, test_set, options, self._sampled(keys[program]))
-            if not want_details:
-                task.verdict.add_done_callback(self._remember(keys[program]))
-            futures[program] = task.verdict
+        options = replace(asked, wanted=lambda: not cancelled.is_set())
+        rechecked = [program for program in missing if self._sampled(keys[program])]
+        for together in (*([program] for program in rechecked), *self._together(missing, rechecked, role)):
+            verdicts = tuple(Future[Verdict]() for _ in together)
+            for program, verdict in zip(together, verdicts, strict=True):
+                if not want_details:
+                    verdict.add_done_callback(self._remember(keys[program]))
+                futures[program] = verdict
+            task = JudgeTask(tuple(together), language, test_set, options, together[0] in rechecked, verdicts)
             self._queue.put((urgency, next(self._numbers), task))
         return Batch(programs, futures, cancelled)
+
+    def _together(self, missing: Sequence[str], rechecked: Sequence[str], role: Role | None) -> Iterator[list[str]]:
+        """What one worker judges at once: a program each, or as many responses as leave no worker idle."""
+        left = [program for program in missing if program not in set(rechecked)]
+        share = -(-len(left) // max(1, len(self._workers)))
+        size = max(1, min(MOST_TOGETHER, share)) if role in SCORING_ROLES else 1
+        return (left[start : start + size] for start in range(0, len(left), size))
+
+    def _answers(self, responses: Sequence[str], rule: AnswerRule, *, want_details: bool) -> Batch:
+        """The verdicts on answers, of no cache: to compare takes less time than to look one up."""
+        futures = self._answer_judge.judge(responses, rule, want_details=want_details)
+        for future in futures.values():
+            future.add_done_callback(_count)
+        return Batch(responses, futures, threading.Event())
 
     def interrupt(self) -> None:
         """Kill what runs; it starts again for callers that still wait."""
         for worker in self._workers:
             worker.kill()
 
-    def close(self) -> None:
-        """Finish what is queued, then end the workers."""
+    def close(self, seconds: float | None = None) -> None:
+        """Finish what is queued, then end the workers, within so many seconds in all; None: `drain_seconds`."""
+        deadline = time.monotonic() + (self._settings.drain_seconds if seconds is None else seconds)
         for _ in self._workers:
             self._queue.put((_LAST, next(self._numbers), None))
         for thread in self._threads:
-            thread.join(self._settings.drain_seconds)
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._answer_judge.close()
 
-    def _key(self, program: str, language: str, tests_digest: str) -> str:
+    def _key(self, program: str, language: str, tests_digest: str, behaviour: str) -> str:
         # Hashed first: a program need not be UTF-8.
         source = blake3(encoded(program)).hexdigest()
-        return own_keys.verdict(
-            redis_keys.digest(source, tests_digest, language, behaviour_of(language), self.judge_version)
-        )
+        return own_keys.verdict(redis_keys.digest(source, tests_digest, language, behaviour, self.judge_version))
 
     def _sampled(self, key: str) -> bool:
         """Whether a program gets a second look; its key decides, so that the same ones do on every judge."""
         return int(key[-8:], 16) < self._settings.recheck_rate * (1 << 32)
 
     def _cached(self, keys: dict[str, str]) -> dict[str, Future[Verdict]]:
-        if not keys or not self._settings.cache_seconds:
-            return {}
         found: dict[str, Future[Verdict]] = {}
-        stored: list[bytes | None] = self._store.mget(list(keys.values()))
-        for program, serialized in zip(keys, stored, strict=True):
-            if serialized is not None:
-                verdict = Verdict.FromString(serialized)
-                verdict.cached = True
-                found[program] = Future()
-                found[program].set_result(verdict)
-        metrics.JUDGE_CACHE_HITS.inc(len(found))
+        for program, verdict in self._verdicts.find(keys).items():
+            found[program] = Future()
+            found[program].set_result(verdict)
         return found
 
     def _remember(self, key: str) -> Callable[[Future[Verdict]], None]:
         def store(future: Future[Verdict]) -> None:
-            if future.cancelled() or future.exception() or not self._settings.cache_seconds:
+            if future.cancelled() or future.exception():
                 return
-            # A wall-clock limit says as much about the machine's load as about the program.
-            if future.result().outcome != Outcome.OUTCOME_WALL_TIME_LIMIT:
-                try:
-                    self._store.set(key, future.result().SerializeToString(), ex=self._settings.cache_seconds)
-                except redis.RedisError as error:
-                    log.warning("verdict not cached", reason=str(error))
+            # A wall-clock limit says as much about the machine's load as about the program; a fault says nothing of it.
+            if future.result().outcome not in (Outcome.OUTCOME_WALL_TIME_LIMIT, Outcome.OUTCOME_INTERNAL_ERROR):
+                self._verdicts.put(key, future.result())
 
         return store
 
     def _work(self, worker: SandboxWorker) -> None:
         while (task := self._queue.get()[2]) is not None:
-            if not task.verdict.set_running_or_notify_cancel():
+            both = zip(task.programs, task.verdicts, strict=True)
+            waited = [(program, verdict) for program, verdict in both if verdict.set_running_or_notify_cancel()]
+            if not waited:
                 continue
+            task = replace(task, programs=tuple(program for program, _ in waited))
+            futures = [verdict for _, verdict in waited]
             self._busy += 1
             try:
-                task.verdict.set_result(self._decide(task, worker))
+                for future, found in zip(futures, self._decide(task, worker), strict=True):
+                    future.set_result(found)
             except Exception as error:
                 if not isinstance(error, NotReady | Cancelled):
                     log.exception("judging failed")
-                task.verdict.set_exception(error)
+                for future in futures:
+                    if not future.done():
+                        future.set_exception(error)
             finally:
                 self._busy -= 1
         worker.close()
 
-    def _decide(self, task: JudgeTask, worker: SandboxWorker) -> Verdict:
-        """The verdict of a task, after a second look where it is sampled for one. Raises NotReady, Cancelled."""
-        verdict = self._try(task, worker)
-        if task.recheck:
-            verdict = self._look_again(verdict, task, worker)
-        verdict.judge_version = self.judge_version
-        verdict.isolation = self.isolation
-        metrics.JUDGE_VERDICTS.labels(outcome=Outcome.Name(verdict.outcome)).inc()
-        metrics.JUDGE_PROGRAM_SECONDS.observe(verdict.cpu_seconds)
-        if verdict.suspected_hard_coded:
-            metrics.JUDGE_SUSPECTED_HARD_CODED.inc()
-        return verdict
+    def _decide(self, task: JudgeTask, worker: SandboxWorker) -> list[Verdict]:
+        """The verdicts of a task, after a second look where it is sampled for one. Raises NotReady, Cancelled."""
+        verdicts = self._try(task, worker)
+        if task.recheck and verdicts[0].outcome != Outcome.OUTCOME_INTERNAL_ERROR:
+            verdicts = [self._look_again(verdicts[0], task, worker)]
+        for verdict in verdicts:
+            verdict.judge_version = self.judge_version
+            verdict.isolation = self.isolation
+            metrics.JUDGE_VERDICTS.labels(outcome=Outcome.Name(verdict.outcome)).inc()
+            metrics.JUDGE_PROGRAM_SECONDS.observe(verdict.cpu_seconds)
+            if verdict.suspected_hard_coded:
+                metrics.JUDGE_SUSPECTED_HARD_CODED.inc()
+        return verdicts
 
     def _look_again(self, first: Verdict, task: JudgeTask, worker: SandboxWorker) -> Verdict:
         """The verdict after more runs, with how many of them differ; a program that fails in any of them has failed."""
-        seen = [first, self._try(task, worker)]
+        seen = [first, *self._try(task, worker)]
         if seen[0].outcome != seen[1].outcome:
-            seen += [self._try(task, worker) for _ in range(MOST_RUNS - len(seen))]
+            seen += [self._try(task, worker)[0] for _ in range(MOST_RUNS - len(seen))]
             log.warning("flaky program", outcomes=[Outcome.Name(verdict.outcome) for verdict in seen])
             metrics.JUDGE_FLAKY_PROGRAMS.inc()
         metrics.JUDGE_RECHECKED_PROGRAMS.inc()
@@ -223,14 +258,24 @@ class JudgeScheduler:
         verdict.differing_runs = sum(other.outcome != verdict.outcome for other in seen)
         return verdict
 
-    def _try(self, task: JudgeTask, worker: SandboxWorker) -> Verdict:
+    def _judge(self, task: JudgeTask, worker: SandboxWorker) -> list[Verdict]:
+        """The verdicts by whichever judge the test set is for. Raises JudgeFault, Cancelled."""
+        role, details = role_of(task.test_set), task.options.want_details
+        if role in SCORING_ROLES:
+            return score_responses(worker, task.programs, task.test_set, task.options)
+        (program,) = task.programs
+        if role is not None:
+            return [judge_code(worker, program, task.test_set, self._settings.max_source_bytes, want_details=details)]
+        return [self._program_judge.judge(worker, program, task.language, task.test_set, task.options)]
+
+    def _try(self, task: JudgeTask, worker: SandboxWorker) -> list[Verdict]:
         """Judge a task, with new zygotes after a fault. Raises NotReady after ATTEMPTS faults, Cancelled."""
         fault = ""
         for _ in range(ATTEMPTS):
             try:
-                verdict = self._program_judge.judge(worker, task.program, task.language, task.test_set, task.options)
+                verdicts = self._judge(task, worker)
                 worker.retire_old()
-                return verdict
+                return verdicts
             except JudgeFault as error:
                 fault = str(error)
                 log.warning("judge fault; starting new zygotes", worker=worker.index, reason=fault)
@@ -238,3 +283,8 @@ class JudgeScheduler:
                 if not task.options.wanted():
                     raise Cancelled from error
         raise NotReady(f"the judge failed {ATTEMPTS} times on this program: {fault}", code="judge_fault")
+
+
+def _count(future: Future[Verdict]) -> None:
+    if not future.cancelled() and not future.exception():
+        metrics.JUDGE_VERDICTS.labels(outcome=Outcome.Name(future.result().outcome)).inc()

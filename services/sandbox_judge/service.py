@@ -7,15 +7,18 @@ from concurrent.futures import CancelledError
 import grpc
 
 from services.sandbox_judge.languages import languages, version_of
-from services.sandbox_judge.program_judge import Cancelled
+from services.sandbox_judge.program_judge import OUTPUT_BYTES, Cancelled, JudgeOptions
 from services.sandbox_judge.scheduler import JudgeScheduler
-from spo.errors import InvalidInput, NotReady
+from services.sandbox_judge.test_set_store import tests_in
+from spo.errors import FieldViolation, InvalidInput, NotReady
 from spo.rpc.client import DEFAULT_DEADLINE_SECONDS
 from spo.v1 import judge_service_pb2 as judge
 from spo.v1.judge_service_pb2_grpc import JudgeServiceServicer
 
 # One answer must stay well below what gRPC carries.
 MOST_DETAILS = 20_000
+MOST_OUTPUT_BYTES = 64 << 10
+MOST_OUTPUT_BYTES_IN_ALL = 16 << 20
 
 
 class JudgeService(JudgeServiceServicer):
@@ -35,14 +38,14 @@ class JudgeService(JudgeServiceServicer):
         raw = [program.decode("utf-8", "surrogateescape") for program in request.raw_programs]
         programs = [*request.programs, *raw]
         if request.want_details:
-            self._require_few_details(len(programs), request.tests_digest)
+            self._require_few_details(len(programs), request)
         batch = self.scheduler.submit(
             programs,
             request.language,
             request.tests_digest,
             request.priority,
             want_details=request.want_details,
-            stop_early=request.stop_early,
+            report=JudgeOptions(stop_early=request.stop_early, output_bytes=request.output_bytes or OUTPUT_BYTES),
         )
         if not context.add_callback(batch.cancel):
             batch.cancel()
@@ -53,10 +56,14 @@ class JudgeService(JudgeServiceServicer):
             raise NotReady("the caller's deadline passed before all programs were judged") from None
         return judge.JudgeResponse(verdicts=verdicts)
 
-    def _require_few_details(self, programs: int, tests_digest: str) -> None:
-        runs = programs * len(self.scheduler.test_sets.get(tests_digest).tests)
-        if runs > MOST_DETAILS:
-            raise InvalidInput(f"details of {runs} runs do not fit one answer; at most {MOST_DETAILS} do")
+    def _require_few_details(self, programs: int, request: judge.JudgeRequest) -> None:
+        if not 0 <= request.output_bytes <= MOST_OUTPUT_BYTES:
+            violation = FieldViolation("/output_bytes", f"must be from 0 to {MOST_OUTPUT_BYTES}")
+            raise InvalidInput("so much of an output does not come back", violations=(violation,))
+        runs = programs * tests_in(self.scheduler.test_sets.get(request.tests_digest))
+        most = min(MOST_DETAILS, MOST_OUTPUT_BYTES_IN_ALL // max(1, request.output_bytes))
+        if runs > most:
+            raise InvalidInput(f"details of {runs} runs do not fit one answer; at most {most} do")
 
     def DescribeJudge(
         self, request: judge.DescribeJudgeRequest, context: grpc.ServicerContext

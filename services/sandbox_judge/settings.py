@@ -27,6 +27,9 @@ class Settings(ServiceSettings, service="sandbox_judge"):
     stream_groups: int = Field(default=8, gt=0, description="Rollout groups judged at once from the stream.")
     reclaim_seconds: float = Field(default=20, gt=0, description="A silent judge's groups go to another after it.")
     cache_seconds: int = Field(default=7 * 86400, ge=0, description="Life of a cached verdict; 0 switches it off.")
+    cache_bytes: int = Field(
+        default=256 << 20, ge=1 << 20, description="Redis memory of all cached verdicts; the oldest go first."
+    )
     recheck_rate: float = Field(
         default=0.01, ge=0, le=1, description="Share of programs judged twice to measure how noisy verdicts are."
     )

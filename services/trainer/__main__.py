@@ -7,22 +7,30 @@ import signal
 import sys
 
 from services.trainer.settings import Settings
+from spo.local.die_with_parent import die_with_torchrun
 from spo.observability.logs import configure_logs
+from spo.service.process import ServiceProcess
 
 
 def main() -> int:
     settings = Settings()
-    # Imported late: a wrong setting is reported at once, not after the seconds that these imports take.
+    rank = os.environ.get("RANK", "0")
+    # At once: a torchrun that is killed while the libraries load leaves ranks that find each other without it.
+    die_with_torchrun()
+    configure_logs(f"trainer-{rank}", settings.log_level, settings.log_format)
+    # torchrun signals every rank; the others stop when rank 0 tells them to, after its last checkpoint.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    process = ServiceProcess("trainer", settings) if rank == "0" else None
+    if process:
+        process.answer_probes("loads its libraries")
+    # Imported late: a wrong setting is reported at once and probes are answered while these take their time.
     from services.trainer.deepspeed_engine import leave_deepspeed, prepare_deepspeed
     from services.trainer.process import follow, lead
     from services.trainer.ranks import join_ranks
 
-    configure_logs(f"trainer-{os.environ.get('RANK', '0')}", settings.log_level, settings.log_format)
-    # torchrun signals every rank; the others stop when rank 0 tells them to, after its last checkpoint.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ranks = join_ranks(settings.collective_timeout_seconds)
     prepare_deepspeed(settings.state_path)
-    status = lead(ranks, settings) if ranks.leads else follow(ranks, settings)
+    status = lead(process, ranks, settings) if process else follow(ranks, settings)
     leave_deepspeed()
     return status
 

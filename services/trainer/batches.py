@@ -14,6 +14,7 @@ import torch
 from spo.algorithm.monte_carlo import q_of_two_rewards
 from spo.algorithm.token_batch import TokenBatch
 from spo.errors import IntegrityError
+from spo.model.segments import Mask, segment_faults, trained_mask
 from spo.rpc.client import RpcClient
 from spo.spec.job_spec import RewardSpec
 from spo.v1 import replay_service_pb2 as wire
@@ -108,7 +109,11 @@ def _fault(row: TrainingSample, *, cached_reference: bool) -> str:
         return "the reward is missing or not finite"
     if not math.isfinite(row.qhat_0):
         return "Qhat_0 is not finite"
-    if not all(_is_possible(annotation, length) for annotation in trajectory.annotations):
+    misplaced = segment_faults(trajectory.segments, length, None)
+    if misplaced:
+        return "{} {}".format(*misplaced[0])
+    trained = trained_mask(trajectory)
+    if not all(_is_possible(annotation, trained) for annotation in trajectory.annotations):
         return "an annotation is impossible"
     if cached_reference and len(trajectory.reference_logprobs) != length:
         return f"{len(trajectory.reference_logprobs)} reference log-probs for {length} tokens"
@@ -117,14 +122,17 @@ def _fault(row: TrainingSample, *, cached_reference: bool) -> str:
     return ""
 
 
-def _is_possible(annotation: Annotation, length: int) -> bool:
-    return 0 <= annotation.position <= length and 0 <= annotation.successes <= annotation.rollouts > 0
+def _is_possible(annotation: Annotation, trained_T: Mask) -> bool:
+    position = annotation.position
+    stands = position == 0 or (0 < position <= len(trained_T) and bool(trained_T[position - 1]))
+    return stands and 0 <= annotation.successes <= annotation.rollouts > 0
 
 
-def token_batch(rows: Sequence[TrainingSample], beta: float, reward: RewardSpec) -> TokenBatch:
+def token_batch(rows: Sequence[TrainingSample], value_beta: float, reward: RewardSpec) -> TokenBatch:
     """Right-padded tensors of the rows, on the CPU; reference log-probs are 0 where a trajectory brings none.
 
-    An annotation speaks of the prefix of `position` tokens: its target, found with beta, stands at the last of them.
+    Of a conversation the mask holds the tokens that the policy sampled, as `spo.model.segments` says. An annotation
+    speaks of the prefix of `position` tokens: its target, found with value_beta, stands at the last of them.
     """
     shape = (len(rows), max(map(length_of, rows)))
     input_ids_BL = torch.zeros(shape, dtype=torch.long)
@@ -140,12 +148,12 @@ def token_batch(rows: Sequence[TrainingSample], beta: float, reward: RewardSpec)
         input_ids_BL[index, :start] = torch.tensor(list(trajectory.prompt_token_ids))
         input_ids_BL[index, start:end] = torch.tensor(list(trajectory.response_token_ids))
         attention_mask_BL[index, :end] = 1
-        response_mask_BL[index, start:end] = True
+        response_mask_BL[index, start:end] = torch.from_numpy(trained_mask(trajectory))
         if len(trajectory.reference_logprobs) == end - start:
             reference_logprobs_BL[index, start:end] = torch.tensor(list(trajectory.reference_logprobs))
         if len(trajectory.sampling_logprobs) == end - start:
             sampling_logprobs_BL[index, start:end] = torch.tensor(list(trajectory.sampling_logprobs))
-        for position, target in annotated_targets(trajectory, beta, reward).items():
+        for position, target in annotated_targets(trajectory, value_beta, reward).items():
             annotated_q_BL[index, start + position - 1] = target
             annotated_mask_BL[index, start + position - 1] = True
     return TokenBatch(
@@ -163,7 +171,7 @@ def token_batch(rows: Sequence[TrainingSample], beta: float, reward: RewardSpec)
     )
 
 
-def annotated_targets(trajectory: Trajectory, beta: float, reward: RewardSpec) -> dict[int, float]:
+def annotated_targets(trajectory: Trajectory, value_beta: float, reward: RewardSpec) -> dict[int, float]:
     """Qhat_t by number t >= 1 of response tokens, reward units; position 0 is the prompt's own value, not a target.
 
     Rollouts from the same prefix are counted together.
@@ -173,7 +181,7 @@ def annotated_targets(trajectory: Trajectory, beta: float, reward: RewardSpec) -
         successes, rollouts = counts.get(found.position, (0, 0))
         counts[found.position] = (successes + found.successes, rollouts + found.rollouts)
     return {
-        position: q_of_two_rewards(successes / rollouts, beta, best=reward.best, worst=reward.shift)
+        position: q_of_two_rewards(successes / rollouts, value_beta, best=reward.best, worst=reward.shift)
         for position, (successes, rollouts) in counts.items()
         if position >= 1
     }

@@ -11,7 +11,7 @@ from services.trainer.checkpoints import TrainingProgress
 from services.trainer.learner import StepResult
 from services.trainer.microbatches import Minibatch
 from services.trainer.ranks import Ranks
-from spo.errors import SpoError
+from spo.errors import ResourceExhausted, SpoError
 from spo.manifest_folder import ManifestFolder
 from spo.weights.store import StoredVersion
 
@@ -32,6 +32,9 @@ class Command:
 class RankRole(Protocol):
     """A rank's part in a run, beside the commands themselves: rank 0 decides and reports, the others follow."""
 
+    def resumed(self, progress: TrainingProgress, *, packed: bool) -> None:
+        """Training goes on from here; what was loaded is saved already. packed: the model computes without padding."""
+
     def next_command(self, progress: TrainingProgress) -> Command:
         """What this rank does next; all ranks do it together."""
 
@@ -47,8 +50,11 @@ class RankRole(Protocol):
     def checkpointed(self, sealed: ManifestFolder | None, progress: TrainingProgress) -> None:
         """A checkpoint was tried; rank 0 gets its folder, None when it could not be written."""
 
+    def no_room(self, error: ResourceExhausted) -> None:
+        """There is no room for weights or a checkpoint now: it is tried again."""
+
     def fail(self, error: SpoError) -> None:
-        """The run cannot go on."""
+        """The run cannot go on here."""
 
     def conclude(self, progress: TrainingProgress) -> None:
         """The work on the run has ended here."""
@@ -59,6 +65,9 @@ class Follower:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
+
+    def resumed(self, progress: TrainingProgress, *, packed: bool) -> None:
+        """Rank 0 decides when to save."""
 
     def next_command(self, progress: TrainingProgress) -> Command:
         """Wait for rank 0's decision."""
@@ -76,6 +85,9 @@ class Follower:
 
     def checkpointed(self, sealed: ManifestFolder | None, progress: TrainingProgress) -> None:
         """Rank 0 reports."""
+
+    def no_room(self, error: ResourceExhausted) -> None:
+        """Rank 0 writes."""
 
     def fail(self, error: SpoError) -> None:
         """The error is raised on rank 0 alike."""

@@ -9,18 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from services.trainer.attempts.attempt import Attempt
 from services.trainer.batches import ReplayClient, TrainingSample, faults, groups_of
 from services.trainer.checkpoints import TrainingProgress
 from services.trainer.collapse_monitor import CollapseMonitor
 from services.trainer.commands import Command
 from services.trainer.learner import StepResult
 from services.trainer.lease import TRANSIENT, JobLease
-from services.trainer.microbatches import cut_into_minibatches
+from services.trainer.microbatches import ForwardLimits, cut_into_minibatches
 from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
-from services.trainer.step_metrics import batch_metrics
-from spo.errors import Conflict, InternalError, LeaseLost, SpoError
-from spo.manifest_folder import ManifestFolder
+from services.trainer.step_metrics import batch_metrics, sampler_alarm
+from spo.errors import Conflict, InternalError, LeaseLost, ResourceExhausted, SpoError
+from spo.manifest_folder import ManifestFolder, prune_folders
 from spo.observability import tracing
 from spo.observability.logs import get_logger
 from spo.observability.metrics import POLICY_VERSION, TRAINER_STEP_SECONDS, TRAINER_WAIT_SECONDS
@@ -28,6 +29,7 @@ from spo.rpc.client import RpcClient
 from spo.spec.job_spec import JobSpec
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.orchestrator_service_pb2 import LeaseJobResponse
+from spo.weights.broadcast.broadcaster import Broadcaster
 from spo.weights.store import StoredVersion
 
 log = get_logger("controller")
@@ -35,11 +37,12 @@ log = get_logger("controller")
 LOG_SECONDS = 10.0
 WAIT_SECONDS = 0.5
 MIN_CHECKPOINT_SECONDS = 10.0
+ROOM_SECONDS = 5.0
 
 
 @dataclass
 class TrainerContext:
-    """What rank 0 has and the others do not: the other services, the stop signal, and the leased job for heartbeats."""
+    """What rank 0 has and the others do not: the other services, the stop signal, and what its heartbeats say."""
 
     orchestrator: RpcClient
     replay: RpcClient
@@ -47,6 +50,9 @@ class TrainerContext:
     stop: threading.Event
     run_id: str = ""
     weight_version: int = 0
+    problem: str = ""
+    broadcaster: Broadcaster | None = None
+    attempt: Attempt | None = None
 
 
 @dataclass(frozen=True)
@@ -79,9 +85,14 @@ class Controller:
         )
         self._replay = ReplayClient(context.replay, grant.run_id, spec.trainer.batch_size, spec.seed)
         self._outcome: RunOutcome | None = None
+        self._limits = ForwardLimits.of(spec.trainer, packed=False)
         # The batch that is being learned from.
         self._rows: Sequence[TrainingSample] = ()
         self._checkpoint_tried_at_step = -1
+        self._resumed_step = 0
+        # A full disk is tried again from then on; until then training goes on without the checkpoint it owes.
+        self._room_again_at = 0.0
+        self._owes_checkpoint = False
         self._checkpoint_ended = time.monotonic()
         self._checkpoint_seconds = 0.0
         self._waiting_since = time.monotonic()
@@ -96,9 +107,14 @@ class Controller:
         self._values: tuple[int, Mapping[str, float]] = (0, {})
         context.run_id = grant.run_id
 
+    def resumed(self, progress: TrainingProgress, *, packed: bool) -> None:
+        """Training goes on from here; what was loaded is saved already. packed: the model computes without padding."""
+        self._limits = ForwardLimits.of(self._spec.trainer, packed=packed)
+        self._resumed_step = self._checkpoint_tried_at_step = progress.step
+
     def next_command(self, progress: TrainingProgress) -> Command:
         """Decide what all ranks do next, and give each its part of it."""
-        self._context.weight_version = progress.weight_version
+        self._context.weight_version = progress.published_version
         self._rows = ()
         command = self._interruption(progress) or self._due(progress) or self._next_batch(progress)
         self._command_started = time.monotonic()
@@ -106,7 +122,7 @@ class Controller:
             self._rows,
             self._spec.trainer.minibatches,
             self._ranks.world_size,
-            self._spec.trainer.micro_batch_size,
+            self._limits,
             whole_groups=self._spec.algorithm.needs_groups,
         )
         return self._ranks.scatter([replace(command, minibatches=share) for share in shares])
@@ -130,8 +146,8 @@ class Controller:
         trainer = self._spec.trainer
         done = progress.step >= trainer.steps
         if progress.weight_step != progress.step and (progress.step % trainer.update_interval == 0 or done):
-            return Command("publish")
-        saved = self._checkpoint_tried_at_step == progress.step
+            return Command("publish") if self._may_find_room() else self._pause_a_little()
+        saved = self._is_saved(progress)
         if not saved and progress.step and (done or self._checkpoint_due(progress)):
             return Command("checkpoint")
         if self._lease.reference_version > progress.reference_version and not done:
@@ -144,10 +160,21 @@ class Controller:
         return self._end(RunOutcome("all steps done", give_back=True)) if done else None
 
     def _save_and_wait(self, progress: TrainingProgress) -> Command:
-        if progress.step and self._checkpoint_tried_at_step != progress.step:
+        if progress.step and not self._is_saved(progress):
             return Command("checkpoint")
+        return self._pause_a_little()
+
+    def _pause_a_little(self) -> Command:
         self._stop.wait(WAIT_SECONDS)
         return Command("wait")
+
+    def _is_saved(self, progress: TrainingProgress) -> bool:
+        """Whether this step needs no further try: it is saved, or found no room a moment ago."""
+        tried = self._checkpoint_tried_at_step == progress.step
+        return tried and not (self._owes_checkpoint and self._may_find_room())
+
+    def _may_find_room(self) -> bool:
+        return time.monotonic() >= self._room_again_at
 
     def _is_paused_by_alarm(self) -> bool:
         """Whether an alarm has stopped the run until a person resumes it: no steps, no weights published."""
@@ -159,6 +186,8 @@ class Controller:
     def _checkpoint_due(self, progress: TrainingProgress) -> bool:
         if progress.step % self._spec.trainer.checkpoint_interval == 0:
             return True
+        if self._owes_checkpoint:
+            return self._may_find_room()
         share = self._settings.checkpoint_share
         if not share:
             return False
@@ -170,11 +199,16 @@ class Controller:
         try:
             refreshed = self._values_under(progress.reference_version)
             with tracing.span("draw batch", run=self._lease.grant.run_id, step=step) as drawn:
-                rows = self._replay.sample(step, progress.weight_version, self._settings.batch_wait_seconds, refreshed)
+                rows = self._replay.sample(
+                    step, progress.published_version, self._settings.batch_wait_seconds, refreshed
+                )
                 drawn.link(groups_of(rows))
         except TRANSIENT as error:
             waited_seconds = time.monotonic() - self._waiting_since
-            if isinstance(error, InternalError) and waited_seconds > self._settings.patience_seconds:
+            if (
+                isinstance(error, InternalError | ResourceExhausted)
+                and waited_seconds > self._settings.patience_seconds
+            ):
                 return self._end(RunOutcome("no batch", error.code, f"step {step}: {error.message}", give_back=True))
             self._stop.wait(WAIT_SECONDS)
             if time.monotonic() - self._last_logged > LOG_SECONDS:
@@ -214,12 +248,15 @@ class Controller:
         TRAINER_STEP_SECONDS.observe(seconds)
         self._span.end()
         self._quarantined_in_a_row = 0
-        measured = {**batch_metrics(self._rows, progress.weight_version), **result.metrics}
+        measured = {**batch_metrics(self._rows, progress.published_version), **result.metrics}
         alarms = self._monitor.check(progress.step, measured)
         if alarms and self._monitor.pauses:
             self._paused_by_alarm = True
+        engines_differ = sampler_alarm(measured)
+        for reason in engines_differ.values():
+            log.warning("the sampler and the trainer disagree", step=progress.step, reason=reason)
         counts = {"step_seconds": seconds, "quarantined": 0.0, "alarms": float(len(alarms))}
-        self._lease.report_step(progress.step, self._reported({**measured, **counts}), alarms)
+        self._lease.report_step(progress.step, self._reported({**measured, **counts}), {**alarms, **engines_differ})
 
     def _quarantine(self, step: int, rows: Sequence[TrainingSample], reason: str) -> None:
         ids = [row.trajectory.trajectory_id for row in rows]
@@ -238,8 +275,18 @@ class Controller:
         return {**finite, "wait_seconds": self._wait_seconds}
 
     def fail(self, error: SpoError) -> None:
-        """The run cannot go on; the job fails with this error."""
-        self._outcome = RunOutcome("failed", error.code, error.message, give_back=True)
+        """The run cannot go on; the job fails with this error, or is tried again where that may help."""
+        if error.retryable:
+            self._context.problem = error.message
+            self._outcome = RunOutcome(error.message)
+        else:
+            self._outcome = RunOutcome("failed", error.code, error.message, give_back=True)
+
+    def no_room(self, error: ResourceExhausted) -> None:
+        """There is no room for weights or a checkpoint now: say so, and try again a little later."""
+        log.error("no room; tried again", run=self._lease.grant.run_id, reason=error.message)
+        self._context.problem = error.message
+        self._room_again_at = time.monotonic() + ROOM_SECONDS
 
     @contextmanager
     def owning(self) -> Iterator[None]:
@@ -256,13 +303,13 @@ class Controller:
         """Announce a stored version."""
         if written is None:
             raise InternalError("rank 0 was given no stored version")
-        self._lease.publish(
-            progress.weight_version,
-            progress.weight_step,
-            uri=written.uri,
-            manifest_digest=written.manifest_digest,
-            size_bytes=written.size_bytes,
-        )
+        broadcaster = self._context.broadcaster
+        # An adapter is small, and no whole model.
+        offer = broadcaster.offer() if broadcaster and not self._spec.model.lora else None
+        replicas = self._lease.publish(progress.weight_version, progress.weight_step, written, offer)
+        if broadcaster and offer:
+            broadcaster.send(written, offer, replicas)
+        self._context.problem = ""
         POLICY_VERSION.labels(role="trainer").set(progress.weight_version)
         log.info("weights published", version=progress.weight_version, step=progress.weight_step)
 
@@ -271,16 +318,23 @@ class Controller:
         self._checkpoint_tried_at_step = progress.step
         self._checkpoint_ended = time.monotonic()
         self._checkpoint_seconds = self._checkpoint_ended - self._command_started
+        self._owes_checkpoint = sealed is None and not self._may_find_room()
         if sealed is None:
             return
+        self._context.problem = ""
         if self._lease.directive == wire.DIRECTIVE_CHECKPOINT:
             self._lease.directive = wire.DIRECTIVE_CONTINUE
-        self._lease.report_checkpoint(
+        kept = self._lease.report_checkpoint(
             progress.step,
             path=str(sealed.path.absolute()),
             manifest_digest=sealed.manifest_digest,
             weight_version=progress.weight_version,
+            keep=self._settings.checkpoints_kept,
+            resumed_step=self._resumed_step,
         )
+        # Only now: a trainer that lost its lease removes nothing, and what is removed is recorded no longer.
+        if kept:
+            prune_folders(sealed.path.parent, kept, self._lease.grant.epoch)
 
     def conclude(self, progress: TrainingProgress) -> None:
         """Give the job back, or let go of it."""

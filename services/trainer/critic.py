@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from services.trainer.deepspeed_engine import DeepSpeedEngine
+from services.trainer.zero3.loading import whole_shape
 from spo.algorithm.policy_gradient import generalised_advantages, kl_regularised_rewards, value_loss
 from spo.algorithm.token_batch import TokenBatch
 from spo.errors import InvalidInput
+from spo.model.packing import PackedRow, is_packed
 from spo.spec.job_spec import AlgorithmSpec, TrainerSpec
 
 
@@ -26,7 +28,7 @@ class ValueModel(nn.Module):
         super().__init__()
         self.body = policy.base_model
         # The width of the hidden states; that of the embedding differs in some models.
-        width = policy.get_output_embeddings().weight.shape[1]
+        width = whole_shape(policy.get_output_embeddings().weight)[1]
         self.head = nn.Linear(width, 1, dtype=policy.dtype)
         # At 0 the first advantages are plain returns, and no random state is drawn from.
         nn.init.zeros_(self.head.weight)
@@ -34,11 +36,17 @@ class ValueModel(nn.Module):
 
     def forward(self, input_ids_BL: Tensor, attention_mask_BL: Tensor) -> Tensor:
         """value_BL, float32: at l the value of the prompt and the tokens before l; 0 at first positions."""
+        if is_packed(self.body):
+            row = PackedRow.of(attention_mask_BL)
+            value_1T = self._values(input_ids=row.pack(input_ids_BL), **row.model_inputs())
+            # The value before a sequence's first token would be read from the sequence before it.
+            return row.unpack(value_1T.masked_fill(row.position_ids_1T == 0, 0.0))
         mask_BL = attention_mask_BL.long()
         position_ids_BL = (mask_BL.cumsum(dim=-1) - 1).clamp(min=0)
-        hidden_BLD = self.body(
-            input_ids=input_ids_BL, attention_mask=mask_BL, position_ids=position_ids_BL, use_cache=False
-        ).last_hidden_state
+        return self._values(input_ids=input_ids_BL, attention_mask=mask_BL, position_ids=position_ids_BL)
+
+    def _values(self, **given: Tensor | int) -> Tensor:
+        hidden_BLD = self.body(**given, use_cache=False).last_hidden_state
         value_BL = self.head(hidden_BLD[:, :-1]).squeeze(-1).float()
         return nn.functional.pad(value_BL, (1, 0))
 

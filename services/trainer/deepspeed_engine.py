@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO around one model: the only file that imports deepspeed, pinned to the version in pyproject.toml."""
+"""DeepSpeed ZeRO around one model that learns; DeepSpeed's version is pinned in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 
 import deepspeed
 import deepspeed.comm
 import deepspeed.ops
 import torch
-from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 from torch import Tensor, nn
 
 from services.trainer.ranks import Ranks
 from services.trainer.reshard import reshard_state
+from services.trainer.zero3.loading import Offload, free_model, offloaded, whole_shape
 from spo.errors import IntegrityError, PreconditionFailed
+from spo.model.activations import checkpoint_activations, is_large
 from spo.spec.job_spec import TrainerSpec
 
 # Optimiser state of torch's AdamW, per parameter or per flat partition.
@@ -44,7 +46,10 @@ def leave_deepspeed() -> None:
 
 
 class DeepSpeedEngine:
-    """One model being trained. `model` is what computes log-probs; every rank calls every method alike."""
+    """One model being trained. `model` is what computes log-probs; every rank calls every method alike.
+
+    Parameters that want no gradient are never updated, and are in no state that is stored.
+    """
 
     def __init__(self, model: nn.Module, spec: TrainerSpec, passes: int) -> None:
         """passes: forwards and backwards on each rank before an update."""
@@ -52,29 +57,42 @@ class DeepSpeedEngine:
         # Only the ZeRO optimisers keep fp32 master weights for bfloat16; stage 1 differs from 0 in nothing else.
         self.stage = max(spec.zero_stage, 1) if half else spec.zero_stage
         self._max_grad_norm = spec.max_grad_norm
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=spec.learning_rate, betas=spec.adam_betas, weight_decay=spec.weight_decay
-        )
+        # One pass over the state in place of a dozen, on CPU and GPU.
+        groups = _groups(model, spec.weight_decay)
+        optimizer = torch.optim.AdamW(groups, lr=spec.learning_rate, betas=spec.adam_betas, fused=True)
         self.model, self._optimizer, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
-            config=self._config(passes, half=half),
+            config=self._config(passes, spec.offload, half=half),
             dist_init_required=False,
         )
+        if self.stage == 3 and not half:
+            self._share_masters()
         # Evaluation mode although it is trained: with dropout the policy would differ from its reference at step 0.
         self.model.eval()
+        wanted = spec.activation_checkpointing
+        if is_large(self.model) if wanted is None else wanted:
+            checkpoint_activations(self.model, reentrant=self.stage == 3)
 
-    def _config(self, passes: int, *, half: bool) -> dict[str, object]:
+    def _config(self, passes: int, offload: Offload, *, half: bool) -> dict[str, object]:
         return {
             # The size of a micro-batch means nothing to DeepSpeed here: losses arrive scaled.
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": passes,
-            "zero_optimization": {"stage": self.stage},
+            "zero_optimization": {"stage": self.stage, **offloaded(offload)},
+            # DeepSpeed's own Adam for the CPU has to be compiled first; torch's fused one does the same.
+            "zero_force_ds_cpu_optimizer": False,
             "zero_allow_untested_optimizer": True,
             # At stage 0 DeepSpeed clips without telling the norm, so `step` clips.
             "gradient_clipping": self._max_grad_norm if self.stage else 0.0,
             "bf16": {"enabled": half},
         }
+
+    def _share_masters(self) -> None:
+        """Float32 weights are their own master weights; DeepSpeed means it so and compares a device with its name."""
+        for master, weights in zip(self._masters(), self._optimizer.fp16_partitioned_groups_flat, strict=True):
+            if master.device == weights.device:
+                master.data = weights.data
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of `loss` (scaled so that the mean over ranks is right); `last` before a step."""
@@ -107,19 +125,26 @@ class DeepSpeedEngine:
         self._optimizer.averaged_gradients = {}
         if self.stage < 3:
             self._optimizer.all_grad_tensors = {}
+            # The next gradients replace what the CPU keeps of these, as after a step.
+            self._optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
 
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, whole parameter on the CPU), one at a time so that no rank holds the whole model twice."""
-        for name, parameter in self.model.module.named_parameters():
+    def full_parameters(self, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole parameter on the CPU) of what is trained, one at a time: no rank holds all of it twice.
+
+        wanted: names that this rank needs, None for all; every rank takes part in gathering each.
+        """
+        for name, parameter in trained_parameters(self.model.module):
+            needed = wanted is None or name in wanted
             with deepspeed.zero.GatheredParameters([parameter], enabled=self.stage == 3):
                 # A copy at stage 3: the gathered values are freed when the block ends.
-                yield name, parameter.detach().to("cpu", copy=self.stage == 3).contiguous()
+                whole = parameter.detach().to("cpu", copy=self.stage == 3).contiguous() if needed else None
+            if whole is not None:
+                yield name, whole
 
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of the whole model, as it is published."""
-        parameters = self.model.module.parameters()
-        return sum(getattr(found, "ds_numel", found.numel()) * found.element_size() for found in parameters)
+    def parameter_bytes(self) -> dict[str, int]:
+        """Bytes of each whole parameter that is trained, by its name, in the order of `full_parameters`."""
+        trained = trained_parameters(self.model.module)
+        return {name: whole_shape(found).numel() * found.element_size() for name, found in trained}
 
     def state_tensors(self) -> dict[str, Tensor]:
         """This rank's part of the training state: fp32 weights, Adam moments and step counts."""
@@ -144,7 +169,7 @@ class DeepSpeedEngine:
                 if f"{name}.{index}" in tensors:
                     self._adam.state[master][name] = tensors[f"{name}.{index}"].to(master)
             if f"step.{index}" in tensors:
-                self._adam.state[master]["step"] = tensors[f"step.{index}"].clone()
+                self._adam.state[master]["step"] = tensors[f"step.{index}"].to(master.device, copy=True)
         self._spread_masters(len(masters))
 
     def reshard(self, paths: Sequence[Path], prefix: str, ranks: Ranks) -> dict[str, Tensor]:
@@ -157,15 +182,10 @@ class DeepSpeedEngine:
     def close(self) -> None:
         """Free the model and its optimiser; the process goes on to the next job."""
         self.model.destroy()
-        # ZeRO-3 leaves modules on a global stack and objects behind hooks held in C++, where no gc looks: what those
-        # hold is freed here, their empty shells stay.
-        FWD_MODULE_STACK.clear()
         self._adam.state.clear()
         self._adam.param_groups.clear()
         vars(self._optimizer).clear()
-        for parameter in self.model.module.parameters():
-            vars(parameter).clear()
-            parameter.data = torch.empty(0)
+        free_model(self.model.module)
         del self.model, self._optimizer
         gc.collect()
         if torch.cuda.is_available():
@@ -193,3 +213,19 @@ class DeepSpeedEngine:
                 self._optimizer._reassign_or_swap_out_partitioned_parameters(group)
         elif self.stage:
             self._optimizer.update_lp_params()
+
+
+def trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Name and parameter of what learns: with an adapter, the adapter alone."""
+    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Parameters for the optimiser: matrices decay, norms and biases do not. One group where nothing decays."""
+    parameters = [parameter for _, parameter in trained_parameters(model)]
+    if not weight_decay:
+        return [{"params": parameters, "weight_decay": 0.0}]
+    matrices = [parameter for parameter in parameters if len(whole_shape(parameter)) > 1]
+    others = [parameter for parameter in parameters if len(whole_shape(parameter)) <= 1]
+    groups: list[dict[str, object]] = [{"params": matrices, "weight_decay": weight_decay}]
+    return groups + ([{"params": others, "weight_decay": 0.0}] if others else [])

@@ -14,10 +14,14 @@ from services.trainer.deepspeed_engine import DeepSpeedEngine
 from services.trainer.microbatches import MicroBatch, Minibatch
 from services.trainer.policy import Policy, load_model
 from services.trainer.ranks import Ranks
-from services.trainer.step_metrics import WeightedMeans
+from services.trainer.step_metrics import WeightedMeans, is_unchanged_sample, sampler_metrics
 from services.trainer.unusable_batch import UnusableBatch, on_each
 from spo.algorithm.q_values import check_starts_at_reference
+from spo.algorithm.rounding import Difference, Rounding
 from spo.errors import InvalidInput
+from spo.model.adapter_folder import Adapter
+from spo.model.logprobs import DTYPES
+from spo.model.packing import is_packed
 from spo.spec.job_spec import JobSpec
 
 # Prefix of the critic's tensors in a checkpoint.
@@ -48,37 +52,59 @@ class Learner:
                 f"in {trainer.minibatches} minibatches",
                 code="batch_not_divisible",
             )
-        passes = -(-share // trainer.micro_batch_size)
+        # At most: how many they are follows from each batch's lengths.
+        passes = share
         self._policy = Policy(spec, ranks.device, start, passes)
         self._critic = None
         if spec.algorithm.critic:
-            self._critic = Critic(load_model(spec.model, ranks.device), spec.algorithm, trainer, passes)
+            self._critic = Critic(load_model(spec, ranks.device), spec.algorithm, trainer, passes)
 
     @property
     def engine(self) -> DeepSpeedEngine:
         """The policy's engine, whose weights are published."""
         return self._policy.engine
 
+    def adapter(self) -> Adapter | None:
+        """What the published tensors adapt; None where all weights are trained."""
+        return self._policy.adapter()
+
+    @property
+    def packed(self) -> bool:
+        """Whether the policy computes without padding."""
+        return is_packed(self.engine.model)
+
     def set_reference(self, files: Sequence[Path]) -> None:
         """Take published weights as the reference in place of the model folder's. Raises InvalidInput without one."""
         self._policy.set_reference(files)
 
-    def check_reference(self, micro_batches: Sequence[MicroBatch], tolerance: float) -> None:
+    def check_reference(self, micro_batches: Sequence[MicroBatch], factor: float) -> dict[str, float]:
         """Raise InvalidInput (code "reference_mismatch") unless Q_t = Qhat_0 for every t, as it must before any step.
 
-        Raised on every rank when it holds on any.
+        Up to rounding, times `factor`. Raised on every rank when it holds on any. Returns by the names of metrics how
+        the sampler's log-probs differ from the policy's, where it sampled from pi0 as it is.
         """
+        dtype = DTYPES[self._spec.model.dtype]
+        beta = self._spec.algorithm.beta
+        samplers: list[Difference] = []
 
         @torch.no_grad()
         def check(micro_batch: MicroBatch) -> None:
             batch = self._policy.batch(micro_batch)
-            check_starts_at_reference(self._policy.logprobs(batch), batch, self._spec.algorithm.beta, tolerance)
+            logprobs_BL = self._policy.logprobs(batch)
+            check_starts_at_reference(logprobs_BL, batch, beta, Rounding.of_one_forward(dtype, factor))
+            rows = [index for index, row in enumerate(micro_batch.rows) if is_unchanged_sample(row.trajectory)]
+            if rows and not micro_batch.idle:
+                chosen = batch.select(torch.tensor(rows, device=logprobs_BL.device))
+                given = logprobs_BL[rows], chosen.sampling_logprobs_BL, chosen.response_mask_BL
+                samplers.append(Difference.between(*given, Rounding.of_two_engines(dtype, factor)))
 
         try:
             on_each(self._ranks, micro_batches, self._policy.batch)
+            on_each(self._ranks, micro_batches, self._policy.add_reference)
             on_each(self._ranks, micro_batches, check)
         except UnusableBatch as error:
             raise error.first from error
+        return sampler_metrics([found for own in self._ranks.gather(samplers) for found in own])
 
     def learn(self, minibatches: Sequence[Minibatch], learning_rate: float) -> StepResult:
         """An optimiser step on each minibatch in turn, `trainer.epochs` times; a loss is the mean over the minibatch.
@@ -94,6 +120,7 @@ class Learner:
         try:
             # Before any forward: a rank without tensors would keep the others waiting for its parameters.
             on_each(self._ranks, micro_batches, self._policy.batch)
+            on_each(self._ranks, micro_batches, self._policy.add_reference)
             if self._critic:
                 self._add_advantages(self._critic, micro_batches)
             for minibatch in schedule:

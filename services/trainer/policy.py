@@ -6,6 +6,7 @@ Axes: B trajectory, L padded position.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -19,24 +20,40 @@ from services.trainer.deepspeed_engine import DeepSpeedEngine
 from services.trainer.microbatches import MicroBatch
 from services.trainer.step_metrics import WeightedMeans, named_diagnostics
 from services.trainer.weights import take_weights
+from services.trainer.zero3.loading import partitioned_loading
+from services.trainer.zero3.reference import ReferenceModel
 from spo.algorithm.diagnostics import batch_diagnostics
 from spo.algorithm.losses import spo_loss
 from spo.algorithm.token_batch import TokenBatch
 from spo.errors import FieldViolation, InvalidInput
-from spo.model.logprobs import load_policy, packed_token_logprobs, token_logprobs
-from spo.spec.job_spec import JobSpec, ModelSpec
+from spo.model.adapter_folder import Adapter
+from spo.model.folder import inspect_model_folder
+from spo.model.logprobs import DTYPES, load_policy, token_logprobs
+from spo.model.lora import adapter_off, add_adapter, take_adapter
+from spo.service.memory import is_out_of_memory
+from spo.spec.job_spec import JobSpec
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 
 
-def load_model(spec: ModelSpec, device: torch.device) -> PreTrainedModel:
-    """A copy of pi0 on the device. Raises InvalidInput when the folder may not or cannot be loaded."""
+def load_model(spec: JobSpec, device: torch.device) -> PreTrainedModel:
+    """A copy of pi0 on the device; at ZeRO stage 3 no rank ever holds more than its part of it.
+
+    Raises InvalidInput when the folder may not or cannot be loaded.
+    """
+    path, dtype = spec.model.path, spec.model.dtype
+    on_cpu = spec.trainer.offload == "optimizer_and_parameters"
+    cut = partitioned_loading(DTYPES[dtype], on_cpu=on_cpu) if spec.trainer.zero_stage == 3 else nullcontext()
     try:
-        model = load_policy(spec.path, spec.dtype)
+        with cut:
+            model = load_policy(path, dtype, packing=spec.trainer.packing)
         # As any module's: transformers hides its signature behind a wrapper.
         nn.Module.to(model, device)
         return model
     except (OSError, ValueError, RuntimeError) as error:
-        raise InvalidInput(f"the model at {spec.path} cannot be loaded: {error}", code="model_not_loadable") from error
+        if is_out_of_memory(error):
+            # No fault of the folder: told as the death of the trainer that it is.
+            raise
+        raise InvalidInput(f"the model at {path} cannot be loaded: {error}", code="model_not_loadable") from error
 
 
 class Policy:
@@ -46,27 +63,46 @@ class Policy:
         """start: files of the weights that training begins with, none: pi0's. passes: micro-batches per update."""
         self._spec = spec
         self._device = device
-        model = load_model(spec.model, device)
-        take_weights(model, start)
+        model = load_model(spec, device)
+        lora = spec.model.lora
+        self._adapter_config = add_adapter(model, lora.peft_options(), seed=spec.seed) if lora else {}
+        if start:
+            (take_adapter if self._adapter_config else take_weights)(model, start)
         self._vocabulary_size = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
-        in_trainer = spec.trainer.reference == "in_trainer"
-        self._reference = load_model(spec.model, device).requires_grad_(False) if in_trainer else None
+        # With an adapter the model itself is the reference, the adapter switched off.
+        second_model = spec.trainer.reference == "in_trainer" and not self._adapter_config
+        self._reference = ReferenceModel(load_model(spec, device), spec.trainer.offload) if second_model else None
         self.engine = DeepSpeedEngine(model, spec.trainer, passes)
+
+    def adapter(self) -> Adapter | None:
+        """What the published tensors adapt; None where all weights are trained. Hashes the model the first time."""
+        if not self._adapter_config:
+            return None
+        return Adapter(inspect_model_folder(self._spec.model.path).model_hash, self._adapter_config)
 
     def set_reference(self, files: Sequence[Path]) -> None:
         """Take published weights as the reference in place of the model folder's. Raises InvalidInput without one."""
         if self._reference is None:
             raise InvalidInput("only a reference held by the trainer can change", code="no_reference")
-        take_weights(self._reference, files)
+        take_weights(self._reference.weights, files)
 
     def batch(self, micro_batch: MicroBatch) -> TokenBatch:
         """The tensors of a micro-batch on the device, built at most once. Raises InvalidInput on an unknown token."""
         return micro_batch.batch(self._build)
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
-        """ln pi_theta of each token; (B, L), nats."""
-        forward = packed_token_logprobs if self._spec.trainer.packing else token_logprobs
-        return forward(self.engine.model, batch.input_ids_BL, batch.attention_mask_BL)
+        """ln pi_theta of each response token, 0 elsewhere; (B, L), nats."""
+        return token_logprobs(self.engine.model, batch.input_ids_BL, batch.attention_mask_BL, batch.response_mask_BL)
+
+    @torch.no_grad()
+    def reference_logprobs(self, input_ids_BL: Tensor, attention_mask_BL: Tensor, wanted_BL: Tensor) -> Tensor:
+        """ln pi0 of each wanted token, 0 elsewhere; (B, L), nats. Raises InvalidInput without a reference."""
+        if self._reference is not None:
+            return token_logprobs(self._reference.model, input_ids_BL, attention_mask_BL, wanted_BL)
+        if not self._adapter_config:
+            raise InvalidInput("the trainer holds no reference", code="no_reference")
+        with adapter_off(self.engine.model):
+            return token_logprobs(self.engine.model, input_ids_BL, attention_mask_BL, wanted_BL)
 
     def loss(self, micro_batch: MicroBatch, means: WeightedMeans) -> Tensor:
         """The mean loss of a micro-batch; what was measured on the way goes into `means`. Raises InvalidInput."""
@@ -87,7 +123,7 @@ class Policy:
         return loss
 
     def _build(self, rows: Sequence[TrainingSample]) -> TokenBatch:
-        batch = token_batch(rows, self._spec.algorithm.beta, self._spec.tasks.reward).to(self._device)
+        batch = token_batch(rows, self._spec.algorithm.temperature_of_values, self._spec.tasks.reward).to(self._device)
         foreign_BL = (batch.input_ids_BL < 0) | (batch.input_ids_BL >= self._vocabulary_size)
         if foreign_BL.any():
             foreign_rows = foreign_BL.any(dim=1).nonzero().flatten().tolist()
@@ -96,13 +132,21 @@ class Policy:
                 code="token_out_of_range",
                 violations=tuple(FieldViolation(f"/input_ids/{row}", "unknown token") for row in foreign_rows),
             )
-        if self._reference is not None:
-            with torch.no_grad():
-                reference_BL = token_logprobs(self._reference, batch.input_ids_BL, batch.attention_mask_BL)
-            batch = replace(batch, reference_logprobs_BL=reference_BL)
         return batch
+
+    def add_reference(self, micro_batch: MicroBatch) -> None:
+        """Add the reference's log-probs to a micro-batch's tensors, where the trainer computes them.
+
+        Only once every rank has its tensors: the forward may gather parameters from all of them.
+        """
+        if self._spec.trainer.reference == "in_trainer":
+            batch = self.batch(micro_batch)
+            tensors = batch.input_ids_BL, batch.attention_mask_BL, batch.response_mask_BL
+            micro_batch.keep(replace(batch, reference_logprobs_BL=self.reference_logprobs(*tensors)))
 
     def close(self) -> None:
         """Free the models; the process goes on to the next job."""
+        if self._reference is not None:
+            self._reference.close()
         self._reference = None
         self.engine.close()

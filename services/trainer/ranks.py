@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar, cast
@@ -14,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-PR_SET_PDEATHSIG = 1
+from spo.local.die_with_parent import die_with_torchrun
 
 T = TypeVar("T")
 
@@ -56,7 +53,7 @@ class Ranks:
 
 def join_ranks(timeout_seconds: float) -> Ranks:
     """Set up torch.distributed from torchrun's environment, or alone without it."""
-    _end_with_torchrun()
+    die_with_torchrun()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -71,14 +68,3 @@ def join_ranks(timeout_seconds: float) -> Ranks:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     control = dist.new_group(backend="gloo", timeout=timeout)
     return Ranks(rank, world_size, device, control)
-
-
-def _end_with_torchrun() -> None:
-    """Have the kernel end this rank when the torchrun that started it dies, even by kill -9.
-
-    torchrun gives every rank a session of its own, so that nobody else would: ranks left behind would train on, beside
-    those that are started in their place. A torchrun that died before this line took its store with it, without which
-    no rank gets further.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

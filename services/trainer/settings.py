@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from spo.service.settings import ServiceSettings
@@ -15,13 +17,10 @@ class Settings(ServiceSettings, service="trainer"):
     patience_seconds: float = Field(default=600, gt=0, description="How long an absent service is called again.")
     collective_timeout_seconds: float = Field(default=1800, gt=0, description="Longest wait of one rank for another.")
     reference_tolerance: float = Field(
-        default=1e-3,
+        default=1.0,
         gt=0,
-        description="Reward units by which Q_t may depart from Qhat_0 on the first batch; float32 rounding over a "
-        "thousand tokens stays below it, another engine's or precision's log-probs do not.",
-    )
-    reference_tolerance_bfloat16: float = Field(
-        default=0.1, gt=0, description="The same for bfloat16 models, whose log-probs change with the batch's shape."
+        description="Factor on how far the first batch may be off its reference by rounding, which follows from dtype "
+        "and length.",
     )
     max_quarantined: int = Field(default=5, ge=1, description="Unusable batches in a row after which a run fails.")
     checkpoints_kept: int = Field(default=2, ge=1, description="Newest checkpoints kept per run.")
@@ -38,3 +37,16 @@ class Settings(ServiceSettings, service="trainer"):
         "shared folder, every 10th in an object store.",
     )
     weights_kept: int = Field(default=20, ge=2, description="Newest weight versions kept per run.")
+    weight_transfer: Literal["files", "broadcast"] = Field(
+        default="files",
+        description="broadcast: a new version is also sent to the run's replicas, over NCCL or gloo, for a private "
+        "network of theirs: it is not encrypted. Its files are written either way.",
+    )
+    broadcast_host: str = Field(
+        default="", description="This machine's address on that network; default: the host, or what its name means."
+    )
+    broadcast_port: int = Field(default=0, ge=0, le=65535, description="Where replicas join; 0 takes a free one.")
+    broadcast_window_seconds: float = Field(
+        default=10, gt=0, description="How long replicas may take to join; who is later takes the files."
+    )
+    broadcast_seconds: float = Field(default=120, gt=0, description="How long the transfer may take from there.")

@@ -6,8 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from services.trainer.batches import TrainingSample
+from spo.algorithm.collapse_guard import SAMPLER_MISMATCH
+from spo.algorithm.rounding import Difference
+from spo.model.segments import trained_tokens
+from spo.spec.wire_enums import wire_name
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, Source
-from spo.v1.trajectory_pb2 import FINISH_REASON_LENGTH
+from spo.v1.trajectory_pb2 import FINISH_REASON_LENGTH, Trajectory
+
+# Curves of parts; a scoring function may name as many as it likes.
+MOST_PARTS = 32
 
 
 class WeightedMeans:
@@ -33,25 +40,34 @@ class WeightedMeans:
 
 
 def batch_metrics(rows: Sequence[TrainingSample], policy_version: int) -> dict[str, float]:
-    """Metrics of a batch before it is learned from: mean reward, in all and by source, and the token count.
+    """Metrics of a batch before it is learned from: mean reward, in all and by source, and the count of trained tokens.
 
-    Of online trajectories also the staleness in versions, the length in tokens and the share cut off at the limit.
+    Of verdicts with a score its mean, `score`, and those of its parts, `score/<name>`, at most MOST_PARTS names. Of
+    online trajectories also the staleness in versions, the length in tokens and the share cut off at the limit.
     """
     means = WeightedMeans()
+    named: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         trajectory = row.trajectory
-        source = Source.Name(trajectory.source).removeprefix("SOURCE_").lower()
+        source = wire_name(Source, trajectory.source)
         means.add({"reward": trajectory.reward, f"reward/{source}": trajectory.reward}, 1)
+        verdict = trajectory.verdict
+        if verdict.HasField("score"):
+            means.add({"score": verdict.score}, 1)
+        for part in verdict.parts:
+            named[f"score/{part.name}"].append(part.score)
         if trajectory.source == SOURCE_ONLINE:
             of_online = {
                 "staleness": policy_version - trajectory.policy_version_last,
-                "response_length/online": len(trajectory.response_token_ids),
+                "response_length/online": trained_tokens(trajectory),
                 "truncated/online": float(trajectory.finish_reason == FINISH_REASON_LENGTH),
             }
             means.add(of_online, 1)
+    for name in sorted(named)[:MOST_PARTS]:
+        means.add({name: sum(named[name]) / len(named[name])}, len(named[name]))
     return {
         **means.means([means]),
-        "tokens": float(sum(len(row.trajectory.response_token_ids) for row in rows)),
+        "tokens": float(sum(trained_tokens(row.trajectory) for row in rows)),
         "trajectories": float(len(rows)),
     }
 
@@ -64,3 +80,33 @@ def named_diagnostics(diagnostics: dict[str, float]) -> dict[str, float]:
         "response_tokens": "response_length",
     }
     return {renamed.get(name, name): value for name, value in diagnostics.items() if name != "reward"}
+
+
+def is_unchanged_sample(trajectory: Trajectory) -> bool:
+    """Whether pi0 was sampled as it is: neither hotter nor cooler, nothing cut off; its log-probs are then ln pi0."""
+    plain = trajectory.temperature == 1 and trajectory.top_p == 1
+    return plain and trajectory.policy_version_last == 0 and bool(trajectory.sampling_logprobs)
+
+
+def sampler_metrics(differences: Sequence[Difference]) -> dict[str, float]:
+    """How the sampler's log-probs differ from the trainer's, nats; `excess` above 1 is more than rounding."""
+    if not differences:
+        return {}
+    worst = max(differences, key=lambda difference: float(difference.excess_B.max()))
+    return {
+        f"{SAMPLER_MISMATCH}/token": max(difference.largest_token for difference in differences),
+        f"{SAMPLER_MISMATCH}/sum": worst.largest_sum,
+        f"{SAMPLER_MISMATCH}/tolerance": worst.tolerance,
+        f"{SAMPLER_MISMATCH}/excess": float(worst.excess_B.max()),
+    }
+
+
+def sampler_alarm(metrics: Mapping[str, float]) -> dict[str, str]:
+    """The alarm by its name, in words, where `sampler_metrics` are beyond rounding."""
+    if metrics.get(f"{SAMPLER_MISMATCH}/excess", 0.0) <= 1:
+        return {}
+    token, total, tolerance = (metrics[f"{SAMPLER_MISMATCH}/{name}"] for name in ("token", "sum", "tolerance"))
+    return {
+        SAMPLER_MISMATCH: f"the sampler's log-probs differ from the trainer's by up to {token:.3g} nats at a token and "
+        f"{total:.3g} in the sum over a response, where rounding explains {tolerance:.3g}"
+    }

@@ -8,36 +8,56 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from services.trainer.attempts.attempt import WAITING, Attempt, death_before, forget_deaths
 from services.trainer.checkpoints import TrainingProgress, load_checkpoint, save_checkpoint
 from services.trainer.commands import Command, Follower, RankRole
 from services.trainer.controller import Controller, TrainerContext
 from services.trainer.learner import Learner
-from services.trainer.lease import take_lease
+from services.trainer.lease import take_lease, tell_death
 from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
 from services.trainer.weights import NewVersion, run_store, store_weights
-from spo.errors import SpoError
+from spo.errors import ResourceExhausted, SpoError
 from spo.observability.logs import get_logger, lines_concern_run
-from spo.spec.job_spec import JobSpec, TrainerSpec, spec_from_json
+from spo.spec.job_spec import JobSpec, spec_from_json
+from spo.spec.learning_rate import learning_rate_at
 from spo.v1.orchestrator_service_pb2 import LeaseJobResponse
 from spo.weights.store import WeightStore
 
 log = get_logger("train")
+
+# Commands with which nothing is in hand.
+IDLE = ("skip", "wait", "end")
 
 
 def lead_jobs(ranks: Ranks, settings: Settings, context: TrainerContext) -> None:
     """Rank 0: lease one job after the other and work on it with all ranks, until stopped."""
     while not context.stop.is_set():
         grant = take_lease(context.orchestrator, context.trainer_id, settings.lease_wait_seconds, context.stop)
+        if grant and not _tell_earlier_death(context, grant):
+            grant = None
         # Shared also when there is no job yet, which one without run_id says: no rank waits long for another.
         ranks.share(grant or LeaseJobResponse())
         if grant:
             spec = spec_from_json(grant.spec_json)
             log.info("job leased", run=grant.run_id, epoch=grant.epoch, ranks=ranks.world_size)
             lines_concern_run(grant.run_id)
-            _work_on(ranks, settings, grant, spec, Controller(ranks, settings, context, grant, spec))
+            context.attempt = Attempt(ranks, grant)
+            _work_on(ranks, settings, grant, spec, Controller(ranks, settings, context, grant, spec), context.attempt)
             lines_concern_run("")
     ranks.share(None)
+
+
+def _tell_earlier_death(context: TrainerContext, grant: LeaseJobResponse) -> bool:
+    """Tell the orchestrator what the job's trainer died of, if it did; whether the job is to be worked on."""
+    death = death_before(grant.checkpoint_path, grant.epoch)
+    if death is None:
+        return True
+    log.warning("the trainer before died", run=grant.run_id, stage=death.stage, step=death.step, reason=death.cause)
+    told = tell_death(context.orchestrator, context.trainer_id, grant, death)
+    if told is not None:
+        forget_deaths(grant.checkpoint_path)
+    return bool(told)
 
 
 def follow_jobs(ranks: Ranks, settings: Settings) -> None:
@@ -45,27 +65,36 @@ def follow_jobs(ranks: Ranks, settings: Settings) -> None:
     grant: LeaseJobResponse | None
     while (grant := ranks.share(None)) is not None:
         if grant.run_id:
-            _work_on(ranks, settings, grant, spec_from_json(grant.spec_json), Follower(ranks))
+            _work_on(ranks, settings, grant, spec_from_json(grant.spec_json), Follower(ranks), Attempt(ranks, grant))
 
 
-def _work_on(ranks: Ranks, settings: Settings, grant: LeaseJobResponse, spec: JobSpec, role: RankRole) -> None:
-    run = TrainingRun(ranks, settings, grant, spec, role)
-    try:
-        run.carry_out()
-    except SpoError as error:
-        # Raised alike on every rank; what fails on rank 0 alone, the controller catches.
-        log.error("the run failed", run=grant.run_id, reason=str(error))
-        role.fail(error)
-    finally:
-        run.close()
-    role.conclude(run.progress)
+def _work_on(
+    ranks: Ranks, settings: Settings, grant: LeaseJobResponse, spec: JobSpec, role: RankRole, attempt: Attempt
+) -> None:
+    run = TrainingRun(ranks, settings, grant, spec, role, attempt)
+    with attempt.noted():
+        try:
+            run.carry_out()
+        except SpoError as error:
+            # Raised alike on every rank; what fails on rank 0 alone, the controller catches.
+            log.error("the run failed", run=grant.run_id, reason=str(error))
+            role.fail(error)
+        finally:
+            run.close()
+        role.conclude(run.progress)
 
 
 class TrainingRun:
     """One leased job on this rank."""
 
     def __init__(
-        self, ranks: Ranks, settings: Settings, grant: LeaseJobResponse, spec: JobSpec, role: RankRole
+        self,
+        ranks: Ranks,
+        settings: Settings,
+        grant: LeaseJobResponse,
+        spec: JobSpec,
+        role: RankRole,
+        attempt: Attempt,
     ) -> None:
         self.progress = TrainingProgress()
         self._ranks = ranks
@@ -73,6 +102,7 @@ class TrainingRun:
         self._grant = grant
         self._spec = spec
         self._role = role
+        self._attempt = attempt
         # Versions that may become the reference, however old: those of the refresh interval, and all of earlier leases.
         self._candidates: set[int] = set()
         self._learner: Learner | None = None
@@ -84,7 +114,10 @@ class TrainingRun:
         self._learner = learner = Learner(self._ranks, self._spec, files)
         self._resume(learner)
         while True:
+            self._attempt.begins(WAITING, self.progress.step)
             command = self._role.next_command(self.progress)
+            if command.kind not in IDLE:
+                self._attempt.begins(command.kind, self.progress.step)
             match command.kind:
                 case "train":
                     self._train(learner, command)
@@ -108,24 +141,29 @@ class TrainingRun:
         self._learner = None
 
     def _resume(self, learner: Learner) -> None:
-        self.progress = load_checkpoint(self._ranks, learner, Path(self._grant.checkpoint_path)) or TrainingProgress()
+        grant = self._grant
+        self._attempt.begins("resume", max((saved.step for saved in grant.checkpoints.items), default=0))
+        recorded = grant.checkpoints if grant.HasField("checkpoints") else None
+        loaded = load_checkpoint(self._ranks, learner, Path(grant.checkpoint_path), recorded)
+        begun = loaded or TrainingProgress(weight_version=grant.start_version)
         # Versions count up over leases, whatever the checkpoint knew of them.
-        self.progress = replace(self.progress, weight_version=self._grant.next_weight_version - 1)
+        self.progress = replace(begun, published_version=grant.next_weight_version - 1)
+        self._attempt.resumed(self.progress.step)
+        self._role.resumed(self.progress, packed=learner.packed)
         if self._spec.algorithm.reference_refresh:
             self._candidates.update(self._store.versions(self._grant.run_id))
         if self.progress.reference_version:
             self._update_reference(learner, self.progress.reference_version)
 
     def _train(self, learner: Learner, command: Command) -> None:
+        mismatch: dict[str, float] = {}
         # A fork starts elsewhere than at its reference; its parent's first batch was checked.
         if self.progress.updates == 0 and not self._grant.start_version:
-            half = self._spec.model.dtype == "bfloat16"
-            tolerance = self._settings.reference_tolerance_bfloat16 if half else self._settings.reference_tolerance
-            learner.check_reference(
-                [micro_batch for minibatch in command.minibatches for micro_batch in minibatch.micro_batches], tolerance
-            )
+            micro_batches = [found for minibatch in command.minibatches for found in minibatch.micro_batches]
+            mismatch = learner.check_reference(micro_batches, self._settings.reference_tolerance)
         step = self.progress.step + 1
         result = learner.learn(command.minibatches, learning_rate_at(step, self._spec.trainer))
+        result = replace(result, metrics={**result.metrics, **mismatch})
         self.progress = replace(self.progress, step=step, updates=self.progress.updates + result.updates)
         self._role.step_done(self.progress, result)
 
@@ -136,14 +174,31 @@ class TrainingRun:
         log.info("the reference is refreshed", run=self._grant.run_id, version=version, step=self.progress.step)
 
     def _publish(self, learner: Learner) -> None:
-        parent, step = self.progress.weight_version, self.progress.step
-        self.progress = replace(self.progress, weight_version=parent + 1, weight_step=step)
-        new = NewVersion(self._grant.run_id, parent + 1, parent=parent, step=step, epoch=self._grant.epoch)
+        before, no_room = self.progress, False
+        step, version = before.step, before.published_version + 1
+        self.progress = replace(before, weight_version=version, weight_step=step, published_version=version)
+        new = NewVersion(
+            self._grant.run_id,
+            version,
+            parent=before.weight_version,
+            step=step,
+            epoch=self._grant.epoch,
+            adapter=learner.adapter() if self._ranks.leads else None,
+        )
+        store, spared = self._store, self._spared()
         with self._role.owning():
-            written = store_weights(
-                self._ranks, learner.engine, self._store, new, keep=self._settings.weights_kept, spare=self._spared()
-            )
-            self._role.published(written, self.progress)
+            try:
+                written = store_weights(self._ranks, learner.engine, store, new)
+            except ResourceExhausted as error:
+                no_room = True
+                self._role.no_room(error)
+            else:
+                self._role.published(written, self.progress)
+                # Only now: a trainer that lost its lease removes nothing.
+                if written:
+                    store.prune(self._grant.run_id, self._settings.weights_kept, spared)
+        if self._ranks.share(no_room):
+            self.progress = before
 
     @property
     def _store(self) -> WeightStore:
@@ -159,17 +214,15 @@ class TrainingRun:
 
     def _checkpoint(self, learner: Learner) -> None:
         with self._role.owning():
-            sealed = save_checkpoint(
-                self._ranks,
-                learner,
-                Path(self._grant.checkpoint_path),
-                self.progress,
-                epoch=self._grant.epoch,
-                keep=self._settings.checkpoints_kept,
-            )
+            sealed = None
+            try:
+                sealed = save_checkpoint(
+                    self._ranks,
+                    learner,
+                    Path(self._grant.checkpoint_path),
+                    self.progress,
+                    epoch=self._grant.epoch,
+                )
+            except ResourceExhausted as error:
+                self._role.no_room(error)
             self._role.checkpointed(sealed, self.progress)
-
-
-def learning_rate_at(step: int, trainer: TrainerSpec) -> float:
-    """Linear warm-up over the first steps, then constant (paper: 200 steps); step counts from 1."""
-    return trainer.learning_rate * min(1.0, step / max(1, trainer.warmup_steps))

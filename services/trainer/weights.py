@@ -1,24 +1,32 @@
-"""The policy's weights, gathered from all ranks into the weight store."""
+"""The policy's weights, gathered by all ranks into the weight store, and taken from it."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from ulid import ULID
 
 from services.trainer.deepspeed_engine import DeepSpeedEngine
 from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
+from services.trainer.zero3.loading import put_values, whole_shape
 from spo.errors import IntegrityError, InvalidInput
+from spo.manifest_folder import Manifest
+from spo.model.adapter_folder import TENSORS_FILE, Adapter
+from spo.model.lora import adapter_name
 from spo.observability.metrics import WEIGHTS_BYTES, WEIGHTS_PUSH_SECONDS
 from spo.weights.store import StoredVersion, WeightStore
 
-SHARD_BYTES = 2 << 30
+SHARD_BYTES = 1 << 30
 # Deltas save what a network would carry; from a shared folder replicas read whole files in place.
 REMOTE_ANCHOR_INTERVAL = 10
 
@@ -34,52 +42,106 @@ def run_store(run_id: str, weight_store_path: str, settings: Settings) -> Weight
 
 @dataclass(frozen=True)
 class NewVersion:
-    """What a weight version is stored as: gathered after `step`, following `parent`, by the lease of `epoch`."""
+    """What a weight version is stored as: gathered after `step`, following `parent`, by the lease of `epoch`.
+
+    adapter: what the trained tensors adapt; None on every rank but rank 0, and where all weights are trained.
+    """
 
     run_id: str
     version: int
     parent: int
     step: int
     epoch: int
+    adapter: Adapter | None = None
+
+    def head(self, dtype: str) -> Manifest:
+        """What the manifest says beside its files."""
+        named = ("version", "parent", "step", "epoch")
+        based = {"base_model": self.adapter.base_model} if self.adapter else {}
+        return {name: vars(self)[name] for name in named} | {"dtype": dtype} | based
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where all ranks write: beside `mark`. An adapter is one file, with peft's names."""
+
+    mark: Path
+    adapter: bool
 
 
 @WEIGHTS_PUSH_SECONDS.time()
-def store_weights(
-    ranks: Ranks,
-    engine: DeepSpeedEngine,
-    store: WeightStore,
-    new: NewVersion,
-    *,
-    keep: int,
-    spare: Container[int] = (),
-) -> StoredVersion | None:
-    """Gather the weights (all ranks take part) and store them as `new`; rank 0 gets the stored version, others None.
+def store_weights(ranks: Ranks, engine: DeepSpeedEngine, store: WeightStore, new: NewVersion) -> StoredVersion | None:
+    """Gather the weights and store them as `new`, each rank its share of the files; rank 0 gets the version.
 
-    All but the newest `keep` versions and those in `spare` are removed. Raises Conflict when a newer owner has written
-    the version.
+    Raises, on rank 0 alone, Conflict when a newer owner has written the version, and what any rank met while writing.
     """
-    parameters = engine.full_parameters()
     if not ranks.leads:
-        deque(parameters, maxlen=0)
+        place: _Place | None = ranks.share(None)
+        if place:
+            _write_together(ranks, engine, place)
         return None
+    asked = False
+
+    def write_into(folder: Path) -> None:
+        nonlocal asked
+        place = _Place(folder / f".{ULID()}", adapter=new.adapter is not None)
+        place.mark.touch()
+        asked, _ = True, ranks.share(place)
+        for problem in _write_together(ranks, engine, place):
+            raise problem
+        if new.adapter:
+            new.adapter.write(folder)
+
     dtype = str(next(engine.model.module.parameters()).dtype).removeprefix("torch.")
     try:
-        written = store.write(
-            new.run_id,
-            new.version,
-            parent=new.parent,
-            step=new.step,
-            dtype=dtype,
-            shards=_shards(parameters),
-            epoch=new.epoch,
-            size_bytes=engine.parameter_bytes,
-        )
+        written = store.write_files(new.run_id, new.head(dtype), write_into, sum(engine.parameter_bytes().values()))
     finally:
-        # Where the store fails half-way: the other ranks wait in the gathers that are left.
-        deque(parameters, maxlen=0)
+        # Where there was no room even for a folder: the other ranks wait for its name.
+        if not asked:
+            ranks.share(None)
     WEIGHTS_BYTES.inc(written.stored_bytes)
-    store.prune(new.run_id, keep, spare)
     return written
+
+
+def _write_together(ranks: Ranks, engine: DeepSpeedEngine, place: _Place) -> list[OSError]:
+    """Write this rank's share of the files; what went wrong on any rank, after all have written.
+
+    The ranks that see the mark have shares: a cache for an object store is on rank 0's machine only.
+    """
+    writers = [rank for rank, sees in enumerate(ranks.gather(place.mark.exists())) if sees]
+    if ranks.leads:
+        place.mark.unlink()
+    sizes = engine.parameter_bytes()
+    shards = {TENSORS_FILE: list(sizes)} if place.adapter else _shards(sizes)
+    own = {
+        name: names
+        for number, (name, names) in enumerate(shards.items())
+        if writers[number % len(writers)] == ranks.rank
+    }
+    problem = None
+    parameters = engine.full_parameters({name for names in own.values() for name in names})
+    try:
+        renamed = ((adapter_name(name), tensor) for name, tensor in parameters) if place.adapter else parameters
+        _write_shards(own, renamed, place.mark.parent)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        problem = OSError(getattr(error, "errno", None), f"rank {ranks.rank}: {error}")
+    finally:
+        # Where writing fails half-way: the other ranks wait in the gathers that are left.
+        deque(parameters, maxlen=0)
+    return [found for found in ranks.gather(problem) if found]
+
+
+def _write_shards(shards: Mapping[str, Sequence[str]], parameters: Iterator[tuple[str, Tensor]], folder: Path) -> None:
+    """Write files while the next one's parameters are gathered: at most two files of them are in memory."""
+    with ThreadPoolExecutor(1) as writer:
+        before: Future[None] | None = None
+        for file, names in shards.items():
+            tensors = dict(islice(parameters, len(names)))
+            if before:
+                before.result()
+            before = writer.submit(save_file, tensors, folder / file)
+        if before:
+            before.result()
 
 
 @torch.no_grad()
@@ -87,24 +149,21 @@ def take_weights(model: nn.Module, files: Sequence[Path]) -> None:
     """Put published weights in place of a model's own. Raises IntegrityError when they are another model's."""
     parameters = dict(model.named_parameters())
     for path in files:
+        # Mapped: a rank that holds a part of each parameter reads no more than that.
         for name, tensor in load_file(path).items():
-            if name not in parameters or parameters[name].shape != tensor.shape:
+            if name not in parameters or whole_shape(parameters[name]) != tensor.shape:
                 raise IntegrityError(f"{path} holds {name} as {tuple(tensor.shape)}, which the model has not")
-            parameters[name].copy_(tensor)
+            put_values(parameters[name], tensor)
 
 
-def _shards(parameters: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Parameters in files of about SHARD_BYTES, one in memory at a time."""
-    shard: dict[str, Tensor] = {}
-    number = 1
-    for name, parameter in parameters:
-        shard[name] = parameter
-        if sum(tensor.nbytes for tensor in shard.values()) >= SHARD_BYTES:
-            yield _shard_name(number), shard
-            shard, number = {}, number + 1
-    if shard:
-        yield _shard_name(number), shard
-
-
-def _shard_name(number: int) -> str:
-    return f"model-{number:05d}.safetensors"
+def _shards(parameter_bytes: Mapping[str, int]) -> dict[str, list[str]]:
+    """Names of parameters by file, in order; files have about SHARD_BYTES, whoever writes them."""
+    shards: list[list[str]] = []
+    room = 0
+    for name, size in parameter_bytes.items():
+        if room <= 0:
+            shards.append([])
+            room = SHARD_BYTES
+        shards[-1].append(name)
+        room -= size
+    return {f"model-{number:05d}.safetensors": names for number, names in enumerate(shards, start=1)}

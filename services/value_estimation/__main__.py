@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from services.value_estimation.pivotal_worker import PivotalWorker
-from services.value_estimation.policies import Policies
-from services.value_estimation.reference import References
-from services.value_estimation.service import ValueService
-from services.value_estimation.service_clients import connect_clients
 from services.value_estimation.settings import Settings
-from services.value_estimation.token_values import TokenValuer
-from services.value_estimation.value_worker import ValueWorker
-from spo.messaging.connection import connect
+from spo.service.join import join_platform
 from spo.service.process import ServiceProcess
 from spo.v1.value_service_pb2_grpc import add_ValueServiceServicer_to_server
 from spo.weights.store import WeightStore
@@ -21,12 +14,23 @@ from spo.weights.store import WeightStore
 def main() -> int:
     settings = Settings()
     process = ServiceProcess("value-estimation", settings)
-    client = connect(settings.redis_url, settings.redis_wait_seconds)
-    references = References(client, settings.tokens_per_forward, settings.device)
+    process.answer_probes("loads its libraries")
+    # Imported late: probes are answered while these take their time.
+    from services.value_estimation.pivotal_worker import PivotalWorker
+    from services.value_estimation.policies import Policies
+    from services.value_estimation.reference import References
+    from services.value_estimation.service import ValueService
+    from services.value_estimation.service_clients import connect_clients
+    from services.value_estimation.token_values import TokenValuer
+    from services.value_estimation.value_worker import ValueWorker
+
+    client = join_platform(settings)
+    references = References(client, settings.tokens_per_forward, settings.device, settings.port)
     clients = connect_clients(settings, process.stop, client)
     weights = WeightStore(settings.weight_place, cache_path=settings.weight_cache_path)
     valuer = TokenValuer(client, Policies(references, weights), clients)
     add_ValueServiceServicer_to_server(ValueService(client, references, valuer), process.server.server)
+    process.report = references.report
     shared = (client, references, clients, settings, process.replica_id)
     process.workers += [ValueWorker(*shared).run, PivotalWorker(*shared).run]
     return process.run()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spo.spec.job_spec import RewardSpec
-from spo.spec.reward import is_success
+from spo.spec.reward import has_succeeded
 from spo.v1.trajectory_pb2 import Trajectory
 
 
@@ -34,12 +34,26 @@ class Counts:
 
 
 def count(trajectories: Sequence[Trajectory], reward: RewardSpec) -> Counts:
-    """The counts of judged trajectories."""
-    rewards = [trajectory.reward for trajectory in trajectories]
-    varying = tuple(rewards) if reward.score == "share_of_tests" else ()
-    return Counts(len(rewards), sum(is_success(value, reward) for value in rewards), varying)
+    """The counts of judged trajectories, with their rewards where one is neither the best nor the worst."""
+    rewards = tuple(trajectory.reward for trajectory in trajectories)
+    varies = reward.score == "share_of_tests" or any(_is_between(one, reward) for one in rewards)
+    successes = sum(has_succeeded(trajectory, reward) for trajectory in trajectories)
+    return Counts(len(rewards), successes, rewards if varies else ())
 
 
-def total(parts: Iterable[Counts]) -> Counts:
-    """The sum of counts."""
-    return sum(parts, Counts())
+def total(parts: Iterable[Counts], reward: RewardSpec) -> Counts:
+    """The sum of counts, with all rewards where any part has its own."""
+    found = list(parts)
+    if any(part.rewards for part in found):
+        found = [replace(part, rewards=part.rewards or _best_and_worst(part, reward)) for part in found]
+    return sum(found, Counts())
+
+
+def _best_and_worst(part: Counts, reward: RewardSpec) -> tuple[float, ...]:
+    return (reward.best,) * part.successes + (reward.shift,) * (part.samples - part.successes)
+
+
+def _is_between(earned: float, reward: RewardSpec) -> bool:
+    # Rewards are float32 on the wire.
+    near = 1e-6 * (reward.scale + abs(reward.shift))
+    return min(abs(earned - reward.best), abs(earned - reward.shift)) > near

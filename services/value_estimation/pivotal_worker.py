@@ -28,7 +28,7 @@ from spo.messaging.redis_client import RedisClient
 from spo.messaging.streams import depth
 from spo.observability import metrics
 from spo.spec.job_spec import JobSpec, PivotalSpec, ValueSpec
-from spo.spec.reward import is_success
+from spo.spec.reward import has_succeeded
 from spo.v1.prompt_pb2 import SOURCE_ANNOTATED, Prompt, Sampling, Source
 from spo.v1.trajectory_pb2 import FINISH_REASON_STOP, Annotation, Hop, Trajectory
 from spo.v1.value_pb2 import PivotalRequest, PromptValue
@@ -62,13 +62,14 @@ class Search:
 
     def labels_digest(self, trajectory: Trajectory) -> str:
         """The digest of everything that a trajectory's labels depend on; they are stored under it."""
-        value = self.value
+        value, chat = self.value, self.spec.model.chat_format.address
         return redis_keys.digest(
             self.maker.reference.model_hash,
             self.prompt.prompt_id,
             self.prompt.tests_digest,
             self.spec.tasks.reward.model_dump_json(),
-            f"T={value.temperature:g} p={value.top_p:g} n={self.spec.model.max_response_tokens}",
+            f"T={value.temperature:g} p={value.top_p:g} n={self.spec.model.max_response_tokens}"
+            + (f" chat={chat}" if chat else ""),
             self.judge_version,
             str(list(trajectory.response_token_ids)),
         )
@@ -99,7 +100,8 @@ class PivotalWorker:
     def annotate(self, request: PivotalRequest, stop: threading.Event) -> None:
         """Annotate a prompt's trajectories and store that it is done; nothing when it is, or is no longer wanted.
 
-        Raises NotReady when a service was away too long, or when stop came first.
+        Raises NotReady when a service was away too long, or when stop came first, and InvalidInput (code
+        "prefix_of_conversation") for a prompt that an environment answers.
         """
         run_id, prompt = request.run_id, request.prompt
         if not is_wanted(self.client, run_id) or self.client.hexists(redis_keys.run_pivotal(run_id), prompt.prompt_id):
@@ -107,6 +109,14 @@ class PivotalWorker:
         spec = self.references.spec(run_id)
         if spec.value is None or spec.value.pivotal is None:
             raise InvalidInput(f"run {run_id} asks for no pivotal tokens", code="not_asked_for")
+        if prompt.environment:
+            # Nobody waits for it: the other prompts' searches count.
+            self.client.hset(redis_keys.run_pivotal(run_id), prompt.prompt_id, 0)
+            raise InvalidInput(
+                f"prompt {prompt.prompt_id} is answered in the environment {prompt.environment!r}, which cannot go on "
+                "from a prefix: there is no search for pivotal tokens",
+                code="prefix_of_conversation",
+            )
         try:
             if spec.value.pivotal.when == "idle":
                 self._await_idle(run_id, stop)
@@ -127,7 +137,7 @@ class PivotalWorker:
         stored = self.client.hget(redis_keys.run_values(run_id), prompt.prompt_id)
         known = PromptValue.FromString(stored or b"")
         start = RolloutCount(known.samples, known.successes) if known.samples else None
-        return Search(prompt, spec, value, pivotal, maker, maker.clients.judge_version(), start)
+        return Search(prompt, spec, value, pivotal, maker, maker.clients.judge_version(prompt), start)
 
     def _trajectories(self, search: Search) -> list[Trajectory]:
         """The finished correct trajectories to search, ordered by the digests of their labels."""
@@ -136,7 +146,9 @@ class PivotalWorker:
             code = Source.Value(f"SOURCE_{source.upper()}")
             for sample in search.maker.clients.stored_samples(search.maker.run_id, search.prompt.prompt_id, code):
                 # The rollouts of a search are not searched themselves.
-                if is_success(sample.reward, search.spec.tasks.reward) and not sample.group_id.startswith("pivotal-"):
+                # Nor are conversations, which no rollout can take up in the middle.
+                searched = not (sample.group_id.startswith("pivotal-") or sample.segments)
+                if has_succeeded(sample, search.spec.tasks.reward) and searched:
                     found.setdefault(search.labels_digest(sample), sample)
         finished = {digest: sample for digest, sample in found.items() if sample.finish_reason == FINISH_REASON_STOP}
         return [finished[digest] for digest in sorted(finished)[: search.pivotal.trajectories_per_prompt]]
@@ -198,7 +210,7 @@ class PivotalWorker:
         metrics.PIVOTAL_ROLLOUTS.inc(len(found))
         if search.pivotal.keep_rollouts:
             search.maker.clients.append(search.maker.run_id, found)
-        count = RolloutCount(len(found), sum(is_success(rollout.reward, search.spec.tasks.reward) for rollout in found))
+        count = RolloutCount(len(found), sum(has_succeeded(rollout, search.spec.tasks.reward) for rollout in found))
         self.client.hset(own_keys.pivotal_labels(labels), str(position), f"{count.rollouts}:{count.successes}")
         return count
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import threading
+from copy import deepcopy
 
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from services.value_estimation.reference import Reference, References, on_device
 from spo.errors import IntegrityError, NotFound
 from spo.model.logprobs import load_policy
-from spo.weights.store import WeightStore
+from spo.model.lora import add_adapter, take_adapter
+from spo.observability.logs import get_logger
+from spo.spec.job_spec import JobSpec, LoraSpec
+from spo.weights.store import StoredVersion, WeightStore
+
+log = get_logger("policies")
 
 REFERENCE_VERSION = 0
 
@@ -24,8 +31,14 @@ class Policies:
         self._lock = threading.Lock()
 
     def newest(self, run_id: str) -> int:
-        """The newest version of a run in the weight store; 0, pi0 itself, while there is none."""
-        return max(self.store.versions(run_id), default=REFERENCE_VERSION)
+        """The newest version of a run that is intact; 0, pi0 itself, where there is none. Damaged ones are logged."""
+        for version in reversed(self.store.versions(run_id)):
+            try:
+                self.of(run_id, version)
+                return version
+            except IntegrityError as error:
+                log.warning("a damaged version is passed over", run=run_id, version=version, reason=error.message)
+        return REFERENCE_VERSION
 
     def of(self, run_id: str, version: int) -> Reference:
         """The policy of a version. Raises NotFound when it is not kept, IntegrityError when it is damaged."""
@@ -44,16 +57,32 @@ class Policies:
             raise NotFound(f"run {run_id} has no weight version {version}", code="unknown_version")
         weights = self.store.open(run_id, version)
         spec = self.references.spec(run_id)
-        policy = load_policy(spec.model.path, spec.model.dtype)
-        state = {name: tensor for path in weights.files for name, tensor in load_file(path).items()}
-        found = policy.load_state_dict(state, strict=False)
-        tied = set(getattr(policy, "_tied_weights_keys", None) or ())
-        if found.unexpected_keys or set(found.missing_keys) - tied:
-            raise IntegrityError(f"version {version} of run {run_id} is not of the model {spec.model.path}")
+        lora = spec.model.lora
+        policy = _adapted(reference, lora, spec.seed, weights) if lora else _whole(spec, weights)
         return Reference(
             model=on_device(policy, self.references.device),
             tokenizer=reference.tokenizer,
             model_hash=weights.manifest_digest,
             tokens_per_forward=reference.tokens_per_forward,
             lock=threading.Lock(),
+            chat=reference.chat,
         )
+
+
+def _whole(spec: JobSpec, weights: StoredVersion) -> PreTrainedModel:
+    policy = load_policy(spec.model.path, spec.model.dtype, packing=spec.trainer.packing)
+    state = {name: tensor for path in weights.files for name, tensor in load_file(path).items()}
+    found = policy.load_state_dict(state, strict=False)
+    tied = set(getattr(policy, "_tied_weights_keys", None) or ())
+    if found.unexpected_keys or set(found.missing_keys) - tied:
+        raise IntegrityError(f"{weights.uri} is not of the model {spec.model.path}")
+    return policy
+
+
+def _adapted(reference: Reference, lora: LoraSpec, seed: int, weights: StoredVersion) -> PreTrainedModel:
+    """The reference's own weights again, not copied, with the version's adapter beside them."""
+    tensors = (*reference.model.parameters(), *reference.model.buffers())
+    policy = deepcopy(reference.model, {id(tensor): tensor for tensor in tensors})
+    add_adapter(policy, lora.peft_options(), seed=seed)
+    take_adapter(policy, weights.files)
+    return policy

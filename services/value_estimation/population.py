@@ -11,6 +11,7 @@ from services.value_estimation import redis_keys as own_keys
 from services.value_estimation.counts import Counts
 from spo.algorithm.value_prior import JEFFREYS, BetaPrior, PriorModel, PromptFeatures, fit_prior
 from spo.messaging.redis_client import RedisClient
+from spo.spec.stored import record_of
 
 # A fit to fewer would mostly describe the prompt itself.
 FEWEST_PROMPTS = 24
@@ -62,6 +63,6 @@ class Population:
             [name.decode() for name in names],
             [document["successes"] for document in documents],
             [document["samples"] for document in documents],
-            [PromptFeatures(**document["features"]) for document in documents],
+            [record_of(PromptFeatures, document["features"]) for document in documents],
         )
         return Fit(len(names), model, time.monotonic(), time.monotonic() - began)

@@ -21,9 +21,12 @@ from services.value_estimation.samples import SampleMaker
 from spo import redis_keys
 from spo.algorithm.value_prior import PromptFeatures
 from spo.messaging.redis_client import RedisClient
+from spo.model.chat import ChatFormat
 from spo.observability import metrics
+from spo.rpc.message_sizes import samples_per_message
 from spo.spec.job_spec import JobSpec, ValueSpec
-from spo.v1.prompt_pb2 import Sampling
+from spo.spec.stored import record_from_json
+from spo.v1.prompt_pb2 import Prompt, Sampling
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.value_pb2 import EstimateRequest
 
@@ -49,14 +52,14 @@ class PromptEstimate:
 
     def counted(self) -> Counts:
         """The counts of the value so far."""
-        return total(
-            Counts.decode(text) for name, text in self._done().items() if name.startswith((RECALLED, f"{VALUE}-"))
-        )
+        done = self._done().items()
+        parts = (Counts.decode(text) for name, text in done if name.startswith((RECALLED, f"{VALUE}-")))
+        return total(parts, self.spec.tasks.reward)
 
     def features(self) -> PromptFeatures:
         """The prompt's features, as they were stored with its imports."""
         noted = self._done().get(IMPORTED)
-        return PromptFeatures(**json.loads(noted)) if noted else PromptFeatures()
+        return record_from_json(PromptFeatures, noted) if noted else PromptFeatures()
 
     def note_imports(self, features: PromptFeatures) -> None:
         """Store that human solutions and stored experience are in the buffer, and the prompt's features."""
@@ -74,7 +77,7 @@ class PromptEstimate:
         if any(name != IMPORTED for name in self._done()):
             return
         stored = self.client.hgetall(own_keys.value_counts(self.value_key))
-        counts = total(map(Counts.decode, stored.values()))
+        counts = total(map(Counts.decode, stored.values()), self.spec.tasks.reward)
         if not counts.samples:
             return
         if self.keeps_samples:
@@ -110,7 +113,7 @@ class PromptEstimate:
             return
         key = own_keys.value_counts(self.value_key)
         stored = self.client.hgetall(key)
-        if counts.samples >= total(map(Counts.decode, stored.values())).samples:
+        if counts.samples >= total(map(Counts.decode, stored.values()), self.spec.tasks.reward).samples:
             with self.client.pipeline(transaction=True) as pipe:
                 pipe.delete(key)
                 pipe.hset(key, "all", counts.encode())
@@ -119,10 +122,12 @@ class PromptEstimate:
                 self.client.set(self._origin, self.request.run_id)
 
     def _sample(self, kind: str, sampling: Sampling, start: int, end: int) -> None:
+        model = self.spec.model
+        most = min(self.chunk_samples, samples_per_message(model.max_prompt_tokens + model.max_response_tokens))
         while start < end:
             part = Sampling()
             part.CopyFrom(sampling)
-            part.samples = min(self.chunk_samples, end - start)
+            part.samples = min(most, end - start)
             # By its start: samples in addition to an earlier run's are new ones, whatever the sizes of chunks.
             part.seed = (sampling.seed + start) % 2**63
             name = f"{kind}-{start}"
@@ -137,8 +142,8 @@ class PromptEstimate:
         metrics.VALUE_SAMPLES.inc(len(found))
 
     def _samples_of(self, kind: str) -> int:
-        done = self._done()
-        return total(Counts.decode(text) for name, text in done.items() if name.startswith(f"{kind}-")).samples
+        parts = (Counts.decode(text) for name, text in self._done().items() if name.startswith(f"{kind}-"))
+        return total(parts, self.spec.tasks.reward).samples
 
     def _done(self) -> dict[str, bytes]:
         stored = self.client.hgetall(self._progress)
@@ -152,15 +157,23 @@ class PromptEstimate:
     def _origin(self) -> str:
         """Key of the id of the run that holds the samples; extra samples and the precision are part of it."""
         extra = self.request.extra_sampling
-        beside = f"{extra.samples} {sampler(extra)} {self.spec.model.dtype}"
+        beside = f"{extra.samples} {sampler(extra, self.spec.model.chat_format)} {self.spec.model.dtype}"
         if self.value.unsolved == "retry_hotter":
             beside += f" retry {self.value.retry_samples} {self.value.retry_temperature:g}"
         return own_keys.value_origin(self.value_key, beside)
 
 
-def sampler(sampling: Sampling) -> str:
-    """The sampling settings that a value depends on, as text."""
-    return f"T={sampling.temperature_min:g}..{sampling.temperature_max:g} p={sampling.top_p:g} n={sampling.max_tokens}"
+def sampler(sampling: Sampling, chat: ChatFormat) -> str:
+    """The sampling settings and the writing of prompts that a value depends on, as text."""
+    settings = f"T={sampling.temperature_min:g}..{sampling.temperature_max:g}"
+    settings += f" p={sampling.top_p:g} n={sampling.max_tokens}"
+    return settings + (f" chat={chat.address}" if chat.address else "")
+
+
+def decider(prompt: Prompt) -> str:
+    """What decides about responses to a prompt, as text: its tests, and the environment that answers its turns."""
+    said = f" {prompt.environment} {prompt.environment_json}" if prompt.environment else ""
+    return prompt.tests_digest + said
 
 
 def _hotter(sampling: Sampling, value: ValueSpec) -> Sampling:

@@ -3,57 +3,123 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from socket import gethostname
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spo.errors import InvalidInput
+from services.value_estimation import redis_keys as own_keys
+from spo.errors import FieldViolation, InvalidInput, NotReady, SpoError
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_specs import RunSpecs
+from spo.messaging.work_deaths import WorkDeaths
+from spo.model.chat import USUAL, ChatFormat
 from spo.model.folder import inspect_model_folder
-from spo.model.logprobs import encode_prompt, encode_response, load_policy, load_tokenizer, response_logprobs
-from spo.spec.job_spec import JobSpec, ModelSpec
+from spo.model.logprobs import load_policy, response_logprobs
+from spo.model.segments import action_mask, segment_faults
+from spo.model.tokenizer import decode_response, encode_prompt, encode_response, load_tokenizer, opens_reasoning
+from spo.observability.logs import get_logger
+from spo.service.memory import is_out_of_memory, memory_limit_bytes
+from spo.spec.job_spec import JobSpec
+from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
+from spo.v1.trajectory_pb2 import Segment
+
+log = get_logger("reference")
 
 Tokens = tuple[int, ...]
+
+# A model stays loaded for this many times what its load took, within a limit, while another is asked for; less where
+# nobody uses it.
+TURN_PER_LOAD_SECONDS = 5.0
+MAX_TURN_SECONDS = 30.0
+IDLE_SECONDS = 1.0
+OUT_OF_MEMORY_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A loaded model; model_hash identifies it across runs."""
+    """A loaded model as one run uses it; model_hash identifies it across runs."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     model_hash: str
     tokens_per_forward: int
     lock: threading.Lock
+    chat: ChatFormat = USUAL
 
-    def encode(self, statement: str, response: str) -> tuple[list[int], list[int]]:
-        """Tokens of a prompt and of a response that ends with the end-of-sequence token."""
-        return encode_prompt(self.tokenizer, statement), encode_response(self.tokenizer, response)
+    def encode_response(self, text: str, *, ended: bool = True) -> list[int]:
+        """Tokens of a response, with what ends it where it has ended; it must hold no stop string."""
+        return encode_response(self.tokenizer, text, self.chat, ended=ended)
 
-    def logprobs(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> list[list[float]]:
-        """log pi0 of each response token, nats; equal sequences are computed once (samples at T = 1 repeat).
+    def encode_prompt(self, statement: str) -> list[int]:
+        """Tokens of a prompt."""
+        return encode_prompt(self.tokenizer, statement, self.chat)
 
-        Raises InvalidInput on an empty response or prompt, or a token outside the vocabulary.
+    def reasoning_length(self, prompt: Sequence[int], response: str) -> int:
+        """How many characters of a response to the prompt's tokens are reasoning."""
+        opened = opens_reasoning(self.tokenizer, prompt, self.chat)
+        return self.chat.reasoning_length(response, opened=opened)
+
+    def logprobs(
+        self,
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        segments: Sequence[Sequence[Segment]] | None = None,
+    ) -> list[list[float]]:
+        """log pi0 of each response token, nats; of a conversation's observations 0, and nothing is computed.
+
+        segments: of each response; None: none has any. Equal sequences are computed once (samples at T = 1 repeat).
+        Raises InvalidInput on an empty response or prompt, a token outside the vocabulary, or segments that are not
+        the response's.
         """
-        pairs = [(tuple(prompt), tuple(response)) for prompt, response in zip(prompts, responses, strict=True)]
-        unique = list(dict.fromkeys(pairs))
-        for prompt, response in unique:
-            self.check(prompt, response)
+        turns = segments if segments is not None else [()] * len(responses)
+        keys = [_key(*sequence) for sequence in zip(prompts, responses, turns, strict=True)]
+        unique = list(dict.fromkeys(keys))
+        for key in unique:
+            self.check(key.prompt, key.response)
         with self.lock:
-            found = response_logprobs(
-                self.model, [pair[0] for pair in unique], [pair[1] for pair in unique], self.tokens_per_forward
-            )
-        by_pair = dict(zip(unique, found, strict=True))
-        return [by_pair[pair] for pair in pairs]
+            found = self._scored(unique)
+        by_key = dict(zip(unique, found, strict=True))
+        return [by_key[key] for key in keys]
+
+    def _scored(self, keys: Sequence[SequenceKey]) -> list[list[float]]:
+        """With fewer tokens at a time where memory runs out. Raises InvalidInput (code "value_out_of_memory")."""
+        tokens = self.tokens_per_forward
+        longest = max((len(key.prompt) + len(key.response) for key in keys), default=0)
+        while True:
+            try:
+                return response_logprobs(
+                    self.model,
+                    [key.prompt for key in keys],
+                    [key.response for key in keys],
+                    tokens,
+                    [key.trained for key in keys],
+                )
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if tokens <= longest:
+                    raise InvalidInput(
+                        f"a sequence of {longest} tokens does not fit in memory beside the reference: {error}",
+                        code="value_out_of_memory",
+                    ) from error
+                log.warning("a forward ran out of memory; it is tried with half the tokens", tokens=tokens)
+            tokens //= 2
+            torch.cuda.empty_cache()
 
     def reads(self, response: Sequence[int], text: str) -> bool:
-        """Whether the response's tokens decode to the text. Raises InvalidInput on a token outside the vocabulary."""
+        """Whether the response's tokens read as the text. Raises InvalidInput on a token outside the vocabulary."""
         self.check((0,), response)
-        decoded = self.tokenizer.decode(list(response), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return bool(decoded == text)
+        return decode_response(self.tokenizer, response, self.chat) == text
+
+    def read(self, tokens: Sequence[int]) -> str:
+        """The text of a conversation's tokens, without special ones. Raises InvalidInput on an unknown token."""
+        self.check((0,), tokens)
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """The text of each token, special ones by name."""
@@ -71,32 +137,106 @@ class Reference:
             raise InvalidInput(f"a sequence is longer than the model's {longest} positions", code="too_long")
 
 
-class References:
-    """Loads each run's pi0 once and keeps the last one used; runs with the same model share it."""
+class SequenceKey(NamedTuple):
+    """What log-probs depend on; trained: which response tokens are wanted, None: all."""
 
-    def __init__(self, client: RedisClient, tokens_per_forward: int, device: str) -> None:
+    prompt: Tokens
+    response: Tokens
+    trained: tuple[bool, ...] | None
+
+
+def _key(prompt: Sequence[int], response: Sequence[int], segments: Sequence[Segment]) -> SequenceKey:
+    """Raises InvalidInput where the segments are not the response's."""
+    faults = segment_faults(segments, len(response), None)
+    if faults:
+        violations = tuple(FieldViolation(pointer, reason) for pointer, reason in faults)
+        raise InvalidInput("the segments are not the response's", code="unusable_trajectory", violations=violations)
+    trained = tuple(map(bool, action_mask(segments, len(response)))) if segments else None
+    return SequenceKey(tuple(prompt), tuple(response), trained)
+
+
+@dataclass(frozen=True)
+class ModelKey:
+    """What two runs must have in common to share one loaded pi0: the trainer's forward follows from it."""
+
+    path: str
+    dtype: str
+    packing: bool
+
+
+class References:
+    """Keeps one pi0 loaded; runs with the same model share it.
+
+    Runs of different models take turns, each long enough to be worth the load that it cost: what waits meanwhile is
+    served together.
+    """
+
+    def __init__(self, client: RedisClient, tokens_per_forward: int, device: str, port: int = 0) -> None:
+        """port: with the host, what tells this replica from others and is the same after a restart."""
+        self.place = f"{gethostname()}:{port}"
+        self._deaths = WorkDeaths(client, own_keys.reference_deaths, "value-estimation", code="kills_value_estimation")
         self.tokens_per_forward = tokens_per_forward
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.specs = RunSpecs(client)
-        self._loaded: dict[tuple[str, str], Reference] = {}
-        self._lock = threading.Lock()
+        self._loaded: dict[ModelKey, Reference] = {}
+        self._turns = threading.Condition()
+        self._turn_ends = self._used_at = 0.0
+
+    def report(self, request: HeartbeatRequest) -> None:
+        """Fill in the memory of the device that models are loaded on; of a CPU what this process may take."""
+        request.accelerated = self.device != "cpu"
+        request.device_memory_bytes.append(
+            int(torch.cuda.get_device_properties(torch.device(self.device)).total_memory)
+            if request.accelerated
+            else memory_limit_bytes()
+        )
 
     def spec(self, run_id: str) -> JobSpec:
         """The run's spec. Raises NotFound for a run nobody started."""
         return self.specs.of(run_id)
 
     def of(self, run_id: str) -> Reference:
-        """The run's pi0, loaded. Raises NotFound, or InvalidInput when its folder may not be loaded."""
-        model = self.spec(run_id).model
-        with self._lock:
-            key = (model.path, model.dtype)
-            if key not in self._loaded:
-                self._loaded = {key: self._load(model)}
-            return self._loaded[key]
+        """The run's pi0, loaded; waits at most MAX_TURN_SECONDS for the turn of another model to end.
 
-    def _load(self, model: ModelSpec) -> Reference:
+        Raises NotFound, or InvalidInput when its folder may not be loaded.
+        """
+        spec = self.spec(run_id)
+        key = ModelKey(spec.model.path, spec.model.dtype, packing=spec.trainer.packing)
+        with self._turns:
+            while key not in self._loaded:
+                wait = min(self._turn_ends, self._used_at + IDLE_SECONDS) - time.monotonic()
+                if wait <= 0 or not self._loaded:
+                    self._switch(key)
+                else:
+                    self._turns.wait(wait)
+            self._used_at = time.monotonic()
+            return replace(self._loaded[key], chat=spec.model.chat_format)
+
+    def _switch(self, key: ModelKey) -> None:
+        began = time.monotonic()
+        self._loaded = {key: self._load(key)}
+        loaded = self._used_at = time.monotonic()
+        self._turn_ends = loaded + min(MAX_TURN_SECONDS, TURN_PER_LOAD_SECONDS * (loaded - began))
+        self._turns.notify_all()
+
+    def _load(self, model: ModelKey) -> Reference:
+        """Raises InvalidInput (code "kills_value_estimation") once it has killed this replica too often."""
+        with self._deaths.during(f"loading {model} on {self.place}"):
+            try:
+                return self._read(model)
+            except SpoError:
+                raise
+            except Exception as error:
+                if is_out_of_memory(error):
+                    # Whoever else is short of memory may be about to give some back.
+                    time.sleep(OUT_OF_MEMORY_SECONDS)
+                    raise
+                # Of an outage nobody dies.
+                raise NotReady(f"the reference {model.path} cannot be loaded: {error}") from error
+
+    def _read(self, model: ModelKey) -> Reference:
         return Reference(
-            model=on_device(load_policy(model.path, model.dtype), self.device),
+            model=on_device(load_policy(model.path, model.dtype, packing=model.packing), self.device),
             tokenizer=load_tokenizer(model.path),
             model_hash=inspect_model_folder(model.path).model_hash,
             tokens_per_forward=self.tokens_per_forward,

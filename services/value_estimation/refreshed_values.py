@@ -7,39 +7,38 @@ from collections.abc import Iterator
 
 from services.value_estimation import redis_keys as own_keys
 from services.value_estimation.counts import count, total
-from services.value_estimation.prompt_estimate import sampler
+from services.value_estimation.prompt_estimate import decider, sampler
 from services.value_estimation.service_clients import ServiceClients
 from spo.observability import metrics
-from spo.spec.job_spec import RewardSpec
+from spo.rpc.message_sizes import samples_per_message
+from spo.spec.job_spec import JobSpec, RewardSpec
 from spo.spec.reward import needs_all_tests, reward_of
-from spo.tasks.problem import extract_program
+from spo.tasks.problem import has_verdict, program_of
 from spo.v1.prompt_pb2 import SOURCE_REFERENCE, PromptGroup, Sampling
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.value_pb2 import EstimateRequest, PromptValue
 
 
-def value_under(
-    request: EstimateRequest, clients: ServiceClients, reward: RewardSpec, chunk_samples: int
-) -> PromptValue:
+def value_under(request: EstimateRequest, clients: ServiceClients, spec: JobSpec, chunk_samples: int) -> PromptValue:
     """The success frequency of the request's reference version, stored under a key with that version's digest.
 
     Its samples are not kept: the replay buffer has others of the policy. Raises NotReady when a service was away too
     long.
     """
-    prompt = request.prompt
-    found = total(
-        count(_judged(group, clients.generate(group), clients, reward), reward)
-        for group in _groups(request, chunk_samples)
-    )
+    prompt, reward = request.prompt, spec.tasks.reward
+    groups = _groups(request, min(chunk_samples, samples_per_message(request.sampling.max_tokens)))
+    parts = (count(_judged(group, clients.generate(group), clients, reward), reward) for group in groups)
+    found = total(parts, reward)
     metrics.VALUE_SAMPLES.inc(found.samples)
     return PromptValue(
         prompt_id=prompt.prompt_id,
         value_key=own_keys.value_key(
             request.reference_hash,
             prompt.prompt_id,
-            prompt.tests_digest,
-            sampler(request.sampling),
-            clients.judge_version(),
+            decider(prompt),
+            sampler(request.sampling, spec.model.chat_format),
+            clients.judge_version(prompt),
+            reward,
         ),
         samples=found.samples,
         successes=found.successes,
@@ -67,8 +66,11 @@ def _groups(request: EstimateRequest, size: int) -> Iterator[PromptGroup]:
 def _judged(
     group: PromptGroup, trajectories: list[Trajectory], clients: ServiceClients, reward: RewardSpec
 ) -> list[Trajectory]:
-    programs = [extract_program(sample.response_text, group.prompt.response_format) for sample in trajectories]
+    undecided = [sample for sample in trajectories if not has_verdict(sample)]
+    programs = [program_of(sample, group.prompt.response_format, group.prompt.language) for sample in undecided]
     verdicts = clients.judge_programs(group.prompt, programs, all_tests=needs_all_tests(reward))
-    for trajectory, verdict in zip(trajectories, verdicts, strict=True):
-        trajectory.reward = reward_of(verdict, reward)
+    for trajectory, verdict in zip(undecided, verdicts, strict=True):
+        trajectory.verdict.CopyFrom(verdict)
+    for trajectory in trajectories:
+        trajectory.reward = reward_of(trajectory.verdict, reward)
     return trajectories

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from services.value_estimation.reference import Reference
 from services.value_estimation.service_clients import ServiceClients
 from spo import redis_keys
+from spo.errors import InvalidInput
 from spo.observability.logs import get_logger
 from spo.spec.job_spec import RewardSpec
 from spo.spec.reward import needs_all_tests, reward_of
-from spo.tasks.problem import extract_program, write_response
+from spo.tasks.problem import has_verdict, program_of, write_response
+from spo.tasks.verifier_pool import judges_named
 from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_REFERENCE, Prompt, PromptGroup, Sampling
 from spo.v1.trajectory_pb2 import FINISH_REASON_STOP, Hop, Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED
@@ -36,8 +38,15 @@ class SampleMaker:
     ) -> list[Trajectory]:
         """Samples of pi0 that continue the response tokens of `prefix`, judged and scored.
 
-        Their ids are made of `name`, so sampling the same name again makes the same trajectories.
+        Their ids are made of `name`, so sampling the same name again makes the same trajectories. Raises InvalidInput
+        (code "prefix_of_conversation") for a prefix where an environment would have to take up its state.
         """
+        if prefix and prompt.environment:
+            raise InvalidInput(
+                f"prompt {prompt.prompt_id} is answered in the environment {prompt.environment!r}, which cannot go on "
+                "from a prefix",
+                code="prefix_of_conversation",
+            )
         group = PromptGroup(
             group_id=f"{name}-{prompt.prompt_id[:24]}",
             run_id=self.run_id,
@@ -83,11 +92,20 @@ class SampleMaker:
     ) -> list[Trajectory]:
         """People's programs as trajectories: those that the judge accepts, or with correct=False those that it rejects.
 
-        Programs of more than max_response_tokens are left out. judged=False takes programs that were published as
-        correct for correct; their verdicts name no judge, so a later run judges them.
+        Programs of more than max_response_tokens, or with a stop string in them, are left out, and all of a prompt that
+        an environment answers: its conversations begin with what it says. judged=False takes
+        programs that were published as correct for correct; their verdicts name no judge, so a later run judges them.
         """
         kind = "human" if correct else "wrong"
-        candidates = [self._human(prompt, program, kind, index) for index, program in enumerate(programs)]
+        if prompt.environment and programs:
+            log.info("solutions are left out: they are no conversations", prompt=prompt.prompt_id[:12])
+            return []
+        texts = [write_solution(program, prompt) for program in programs]
+        candidates = [
+            self._human(prompt, text, kind, index)
+            for index, text in enumerate(texts)
+            if self.reference.chat.cut(text) == text
+        ]
         fitting = [found for found in candidates if len(found.response_token_ids) <= max_response_tokens]
         if not fitting:
             return []
@@ -103,9 +121,7 @@ class SampleMaker:
         self.score(kept)
         return kept
 
-    def _human(self, prompt: Prompt, program: str, kind: str, index: int) -> Trajectory:
-        text = write_solution(program, prompt)
-        prompt_tokens, response_tokens = self.reference.encode(prompt.text, text)
+    def _human(self, prompt: Prompt, text: str, kind: str, index: int) -> Trajectory:
         group_id = f"{kind}-{prompt.prompt_id[:24]}"
         return Trajectory(
             trajectory_id=redis_keys.trajectory_id(self.run_id, group_id, index, 0, REFERENCE_VERSION),
@@ -114,8 +130,8 @@ class SampleMaker:
             prompt_id=prompt.prompt_id,
             sample_index=index,
             source=SOURCE_HUMAN,
-            prompt_token_ids=prompt_tokens,
-            response_token_ids=response_tokens,
+            prompt_token_ids=self.reference.encode_prompt(prompt.text),
+            response_token_ids=self.reference.encode_response(text),
             response_text=text,
             finish_reason=FINISH_REASON_STOP,
             sampler="human",
@@ -123,15 +139,17 @@ class SampleMaker:
         )
 
     def judge(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
-        """Set verdicts and rewards. Raises NotReady when the judge was away too long."""
-        programs = [extract_program(sample.response_text, prompt.response_format) for sample in trajectories]
+        """Set rewards, and verdicts where no environment has; raises NotReady when the judge is away too long."""
+        undecided = [trajectory for trajectory in trajectories if not has_verdict(trajectory)]
+        programs = [program_of(sample, prompt.response_format, prompt.language) for sample in undecided]
         verdicts = self.clients.judge_programs(prompt, programs, all_tests=needs_all_tests(self.reward_spec))
-        for trajectory, verdict in zip(trajectories, verdicts, strict=True):
+        for trajectory, verdict in zip(undecided, verdicts, strict=True):
             trajectory.verdict.CopyFrom(verdict)
+        for trajectory in trajectories:
             # The counts of passed tests are enough; this keeps trajectories small.
             del trajectory.verdict.tests[:]
             self.reward(trajectory)
-            trajectory.hops.append(Hop(service="sandbox-judge", at_unix_ms=int(time.time() * 1000)))
+            trajectory.hops.append(Hop(service=judges_named(prompt.verifier_pool), at_unix_ms=int(time.time() * 1000)))
 
     def reward(self, trajectory: Trajectory) -> None:
         """Set the reward of its verdict by this run's rule."""
@@ -142,6 +160,7 @@ class SampleMaker:
         scored = self.reference.logprobs(
             [trajectory.prompt_token_ids for trajectory in trajectories],
             [trajectory.response_token_ids for trajectory in trajectories],
+            [trajectory.segments for trajectory in trajectories],
         )
         for trajectory, logprobs in zip(trajectories, scored, strict=True):
             trajectory.reference_logprobs[:] = logprobs
@@ -151,4 +170,4 @@ class SampleMaker:
 
 def write_solution(program: str, prompt: Prompt) -> str:
     """A person's program in the format of a response to the prompt."""
-    return write_response(program, "fenced" if prompt.response_format == "fenced" else "raw")
+    return write_response(program, "fenced" if prompt.response_format == "fenced" else "raw", prompt.language)

@@ -34,6 +34,7 @@ class ValueService(ValueServiceServicer):
         scored = reference.logprobs(
             [sequence.prompt_token_ids for sequence in request.sequences],
             [sequence.response_token_ids for sequence in request.sequences],
+            [sequence.segments for sequence in request.sequences],
         )
         return value.ComputeReferenceLogprobsResponse(
             sequences=[value.TokenLogprobs(logprobs=logprobs) for logprobs in scored],

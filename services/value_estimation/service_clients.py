@@ -14,6 +14,9 @@ from spo.errors import NotFound, NotReady
 from spo.messaging.redis_client import RedisClient
 from spo.rpc.client import RpcClient
 from spo.rpc.inference_client import InferenceClient
+from spo.rpc.judge_pools import JudgePools
+from spo.rpc.message_sizes import chunks_by_bytes
+from spo.spec.reward import require_decided
 from spo.v1.inference_service_pb2 import GenerateRequest, GenerateResponse
 from spo.v1.judge_service_pb2 import (
     PRIORITY_TRAINING,
@@ -22,7 +25,6 @@ from spo.v1.judge_service_pb2 import (
     JudgeRequest,
     JudgeResponse,
 )
-from spo.v1.judge_service_pb2_grpc import JudgeServiceStub
 from spo.v1.prompt_pb2 import SOURCE_REFERENCE, Prompt, PromptGroup, Source
 from spo.v1.replay_service_pb2 import (
     AppendRequest,
@@ -46,7 +48,7 @@ class ServiceClients:
     """Inference, judge and replay buffer; calls give up once `wanted` is false."""
 
     inference: RpcClient
-    judge: RpcClient
+    judge: JudgePools
     replay: RpcClient
     settings: Settings
     stop: threading.Event
@@ -62,6 +64,8 @@ class ServiceClients:
     def judge_programs(self, prompt: Prompt, programs: Sequence[str], *, all_tests: bool) -> list[Verdict]:
         """A verdict per program; equal programs are sent once. all_tests: go on after a failed test."""
         unique = list(dict.fromkeys(programs))
+        if not unique:
+            return []
         request = JudgeRequest(
             programs=unique,
             language=prompt.language,
@@ -69,24 +73,28 @@ class ServiceClients:
             priority=PRIORITY_TRAINING,
             want_details=all_tests,
         )
-        response: JudgeResponse = self._ask(self.judge, "Judge", request, self.settings.judge_deadline_seconds)
+        response: JudgeResponse = self._ask(
+            self.judge.of(prompt.verifier_pool), "Judge", request, self.settings.judge_deadline_seconds
+        )
         by_program = dict(zip(unique, response.verdicts, strict=True))
+        require_decided(response.verdicts)
         if any(verdict.outcome == OUTCOME_INTERNAL_ERROR for verdict in response.verdicts):
             # No verdict on the program, so no reward: the prompt is tried again.
             raise NotReady("the judge could not decide on a program", code="judge_fault")
         return [by_program[program] for program in programs]
 
-    def judge_version(self) -> str:
-        """The version under which verdicts and values are kept."""
+    def judge_version(self, prompt: Prompt) -> str:
+        """The version under which verdicts and values of a prompt are kept."""
         response: DescribeJudgeResponse = self._ask(
-            self.judge, "DescribeJudge", DescribeJudgeRequest(), SHORT_DEADLINE_SECONDS
+            self.judge.of(prompt.verifier_pool), "DescribeJudge", DescribeJudgeRequest(), SHORT_DEADLINE_SECONDS
         )
         return response.judge_version
 
     def append(self, run_id: str, trajectories: Sequence[Trajectory]) -> None:
         """Store judged and scored trajectories; repeating it changes nothing."""
-        request = AppendRequest(run_id=run_id, trajectories=trajectories)
-        self._ask(self.replay, "Append", request, SHORT_DEADLINE_SECONDS)
+        for chunk in chunks_by_bytes([trajectory.ByteSize() for trajectory in trajectories]):
+            request = AppendRequest(run_id=run_id, trajectories=trajectories[chunk])
+            self._ask(self.replay, "Append", request, SHORT_DEADLINE_SECONDS)
 
     def stored_samples(
         self, run_id: str, prompt_id: str, source: Source.ValueType = SOURCE_REFERENCE
@@ -134,7 +142,7 @@ def connect_clients(settings: Settings, stop: threading.Event, registry: RedisCl
     """Clients at the addresses of the settings; inference also at those in the registry of replicas."""
     return ServiceClients(
         InferenceClient(settings.inference_address, registry),
-        RpcClient("sandbox-judge", settings.sandbox_judge_address, JudgeServiceStub),
+        JudgePools(settings.sandbox_judge_address, settings.verifier_address),
         RpcClient("replay-buffer", settings.replay_buffer_address, ReplayServiceStub),
         settings,
         stop,

@@ -11,7 +11,7 @@ class Settings(ServiceSettings, service="value_estimation"):
     """Value-estimation's own settings."""
 
     prompts_in_flight: int = Field(
-        default=6, ge=1, le=256, description="Prompts estimated at once, to keep engines full."
+        default=6, ge=1, le=256, description="Prompts of one run estimated at once, to keep engines full."
     )
     chunk_samples: int = Field(default=64, ge=1, le=4096, description="Samples of one prompt asked for in one call.")
     patience_seconds: float = Field(default=600, gt=0, description="How long a call waits for a service that is away.")

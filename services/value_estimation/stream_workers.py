@@ -1,4 +1,4 @@
-"""Workers on the entries of a stream, one thread per entry, so that sampling and judging overlap."""
+"""Workers on the entries of a stream: each run has threads of its own, so that sampling and judging overlap."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from spo import redis_keys
 from spo.errors import InvalidInput
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_status import run_state
-from spo.messaging.streams import Consumer, Entry, consume
-from spo.service.process import keep_alive_while
+from spo.messaging.streams import Consumer, Entry, RunLanes
 from spo.spec.job_state import WANTED
 
 Request = TypeVar("Request", bound=Message)
@@ -41,40 +40,18 @@ def work_through(
     process: Callable[[bytes], bytes | None],
     stop: threading.Event,
 ) -> None:
-    """Call `process` with the payload of each of the stream's entries until stop; returns once all threads ended.
+    """Call `process` with the payload of each of the stream's entries until stop, so many of each run at once.
 
     An entry is kept alive until `process` returns. None finishes it; a payload goes to the end of the stream instead.
     """
-    threads = [
-        threading.Thread(
-            target=_work, args=(client, stream, f"{name}-{number}", settings, process, stop), name=f"{name}-{number}"
-        )
-        for number in range(settings.prompts_in_flight)
-    ]
-    for thread in threads:
-        thread.daemon = True
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def _work(
-    client: RedisClient,
-    stream: str,
-    name: str,
-    settings: Settings,
-    process: Callable[[bytes], bytes | None],
-    stop: threading.Event,
-) -> None:
     consumer = Consumer(client, stream, redis_keys.VALUE_GROUP, name, settings.reclaim_seconds)
 
     def finish(entries: list[Entry]) -> None:
-        with keep_alive_while(lambda: consumer.keep_alive(entries), settings.reclaim_seconds / 4):
-            for entry in entries:
-                remaining = process(entry.payload)
-                if remaining is None:
-                    consumer.finish([entry])
-                else:
-                    consumer.forward(entry, stream, remaining)
+        for entry in entries:
+            remaining = process(entry.payload)
+            if remaining is None:
+                consumer.finish([entry])
+            else:
+                consumer.forward(entry, stream, remaining)
 
-    consume(consumer, finish, stop, count=1)
+    RunLanes(consumer, finish, threads=settings.prompts_in_flight).run(stop)

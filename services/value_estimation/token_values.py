@@ -18,9 +18,10 @@ from spo import redis_keys
 from spo.algorithm.calibration import CalibrationCurve, calibration, success_probability
 from spo.errors import InvalidInput, NotFound, PreconditionFailed
 from spo.messaging.redis_client import RedisClient
+from spo.model.segments import trained_mask
 from spo.spec.job_spec import JobSpec, ValueSpec
 from spo.spec.prompt_values import qhat_0
-from spo.spec.reward import is_success
+from spo.spec.reward import has_succeeded
 from spo.v1.prompt_pb2 import Prompt, Sampling
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.value_pb2 import PromptValue
@@ -28,7 +29,10 @@ from spo.v1.value_pb2 import PromptValue
 
 @dataclass(frozen=True)
 class Valued:
-    """One trajectory with Qhat_0 of its prompt and, per response token, A_t and Q_t; reward units."""
+    """One trajectory with Qhat_0 of its prompt and, per response token, A_t and Q_t; reward units.
+
+    At what an environment said, A_t is 0 and Q_t what it was before.
+    """
 
     trajectory: Trajectory
     qhat_0: float
@@ -89,11 +93,12 @@ class TokenValuer:
         policy, reference = self.policies.of(run_id, version), self.policies.references.of(run_id)
         prompts = [trajectory.prompt_token_ids for trajectory in trajectories]
         responses = [trajectory.response_token_ids for trajectory in trajectories]
-        policy_logprobs = policy.logprobs(prompts, responses)
+        segments = [trajectory.segments for trajectory in trajectories]
+        policy_logprobs = policy.logprobs(prompts, responses, segments)
         # Those of version 0 too: the same forward for both, or Q_T would carry the difference.
         stored = [list(trajectory.reference_logprobs) for trajectory in trajectories]
         is_scored = all(len(logprobs) == len(tokens) for logprobs, tokens in zip(stored, responses, strict=True))
-        reference_logprobs = stored if is_scored else reference.logprobs(prompts, responses)
+        reference_logprobs = stored if is_scored else reference.logprobs(prompts, responses, segments)
         start = self._starts(run_id, spec, {trajectory.prompt_id for trajectory in trajectories})
         found = []
         for trajectory, ours, theirs in zip(trajectories, policy_logprobs, reference_logprobs, strict=True):
@@ -107,12 +112,19 @@ class TokenValuer:
     ) -> CalibrationReport:
         """How well success_probability(Q_t) predicts pi0 going on from prefixes of its own samples.
 
-        Raises PreconditionFailed when the run keeps no samples of pi0, NotReady when continuations do not come.
+        Raises PreconditionFailed when the run keeps no samples of pi0, or when fresh continuations are asked of
+        conversations, NotReady when they do not come.
         """
         spec = self.policies.references.spec(run_id)
         if design.continuations and not wanted():
             raise PreconditionFailed(
                 f"run {run_id} has ended: no engine serves it, so pi0 gives no fresh continuations", code="run_ended"
+            )
+        conversations = sorted({prompt.environment for prompt in design.prompts if prompt.environment})
+        if design.continuations and conversations:
+            raise PreconditionFailed(
+                f"pi0 gives no fresh continuations of conversations with {', '.join(conversations)}",
+                code="prefix_of_conversation",
             )
         samples = self._samples(run_id, design)
         repeats = self._repeats(run_id)
@@ -121,21 +133,21 @@ class TokenValuer:
         prefixes = [
             (valued, position)
             for valued in self.values(run_id, version, samples)
-            for position in _positions(len(valued.q), design.positions)
+            for position in _positions(valued.trajectory, design.positions)
         ]
 
         def outcomes_of(prefix: tuple[Valued, int]) -> list[bool]:
             valued, position = prefix
             if design.continuations:
                 return _continue(maker, spec, valued.trajectory, position, design)
-            success = is_success(valued.trajectory.reward, spec.tasks.reward)
+            success = has_succeeded(valued.trajectory, spec.tasks.reward)
             return [success] * (1 + repeats[valued.trajectory.trajectory_id])
 
         with ThreadPoolExecutor(self.clients.settings.prompts_in_flight, thread_name_prefix="calibration") as pool:
             outcomes = list(pool.map(outcomes_of, prefixes))
 
         def probabilities(q_of: Callable[[Valued, int], float]) -> list[float]:
-            reward, beta = spec.tasks.reward, spec.algorithm.beta
+            reward, beta = spec.tasks.reward, spec.algorithm.temperature_of_values
             return [
                 success_probability(q_of(valued, position), beta, best=reward.best, worst=reward.shift)
                 for (valued, position), found in zip(prefixes, outcomes, strict=True)
@@ -183,9 +195,10 @@ class TokenValuer:
         return Counter(name.decode() for name in stored)
 
 
-def _positions(length: int, count: int) -> list[int]:
-    """Prefix lengths spread evenly over a response, the empty prefix first."""
-    return sorted({length * number // count for number in range(count)})
+def _positions(trajectory: Trajectory, count: int) -> list[int]:
+    """Prefix lengths spread evenly over the tokens that the policy sampled, the empty prefix first."""
+    sampled = [0, *(int(index) + 1 for index in trained_mask(trajectory).nonzero()[0])]
+    return [sampled[place] for place in sorted({(len(sampled) - 1) * number // count for number in range(count)})]
 
 
 def _continue(
@@ -204,4 +217,4 @@ def _continue(
         seed=int(redis_keys.digest("calibration", name)[:15], 16),
     )
     found = maker.sample_reference(prompt, sampling, name, prefix=trajectory.response_token_ids[:position])
-    return [is_success(continuation.reward, spec.tasks.reward) for continuation in found]
+    return [has_succeeded(continuation, spec.tasks.reward) for continuation in found]

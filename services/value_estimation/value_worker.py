@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from services.value_estimation import redis_keys as own_keys
 from services.value_estimation.population import Population
-from services.value_estimation.prompt_estimate import PromptEstimate, sampler
+from services.value_estimation.prompt_estimate import PromptEstimate, decider, sampler
 from services.value_estimation.reference import References
 from services.value_estimation.refreshed_values import value_under
 from services.value_estimation.samples import SampleMaker, write_solution
@@ -74,9 +74,9 @@ class ValueWorker:
             return True
 
     def _estimate_under(self, request: EstimateRequest, key: str) -> bool:
-        reward = self.references.spec(request.run_id).tasks.reward
+        spec = self.references.spec(request.run_id)
         clients = replace(self.clients, wanted=lambda: is_wanted(self.client, request.run_id))
-        value = value_under(request, clients, reward, self.settings.chunk_samples)
+        value = value_under(request, clients, spec, self.settings.chunk_samples)
         self.client.hset(key, request.prompt.prompt_id, value.SerializeToString())
         return True
 
@@ -104,17 +104,19 @@ class ValueWorker:
 
     def _open(self, request: EstimateRequest, spec: JobSpec, maker: SampleMaker) -> PromptEstimate:
         prompt, reward = request.prompt, spec.tasks.reward
-        sampler_settings = sampler(request.sampling) + (
+        sampler_settings = sampler(request.sampling, spec.model.chat_format) + (
             "" if reward == RewardSpec() else f" r={reward.model_dump_json()}"
         )
-        model_hash, judge_version = maker.reference.model_hash, maker.clients.judge_version()
+        model_hash, judge_version = maker.reference.model_hash, maker.clients.judge_version(prompt)
         return PromptEstimate(
             self.client,
             request,
             spec,
             spec.value or ValueSpec(),
             maker,
-            own_keys.value_key(model_hash, prompt.prompt_id, prompt.tests_digest, sampler_settings, judge_version),
+            own_keys.value_key(
+                model_hash, prompt.prompt_id, decider(prompt), sampler_settings, judge_version, spec.tasks.reward
+            ),
             redis_keys.digest(model_hash, sampler_settings, judge_version),
             self.settings.chunk_samples,
         )
@@ -133,7 +135,7 @@ class ValueWorker:
         found = maker.import_human(prompt, request.wrong_solutions, limit, correct=False)
         if request.import_experience:
             stored = self.selections.of(request.run_id, spec).of(prompt)
-            found += StoredImport(maker, spec, maker.clients.judge_version()).trajectories(prompt, stored)
+            found += StoredImport(maker, spec, maker.clients.judge_version(prompt)).trajectories(prompt, stored)
         if found:
             maker.clients.append(request.run_id, found)
 
@@ -159,7 +161,7 @@ class ValueWorker:
 
     def _is_narrow(self, estimate: PromptEstimate, prior: BetaPrior, sequential: SequentialSpec) -> bool:
         evidence = evidence_of(_value(estimate, prior), estimate.spec)
-        found = soft_value_estimate(evidence, estimate.spec.algorithm.beta)
+        found = soft_value_estimate(evidence, estimate.spec.algorithm.temperature_of_values)
         return found.high - found.low <= sequential.interval_width
 
     def _record(self, estimate: PromptEstimate) -> None:
@@ -193,8 +195,8 @@ def _features(maker: SampleMaker, request: EstimateRequest, spec: JobSpec) -> Pr
         return PromptFeatures()
     prompt, reference = request.prompt, maker.reference
     texts = [write_solution(program, prompt) for program in (*request.human_solutions, *request.further_solutions)]
-    pairs = [reference.encode(prompt.text, text) for text in texts]
-    fitting = [pair for pair in pairs if len(pair[1]) <= spec.model.max_response_tokens]
-    scored = reference.logprobs([pair[0] for pair in fitting], [pair[1] for pair in fitting]) if fitting else []
-    words, _ = reference.encode(prompt.text, "")
-    return PromptFeatures(tuple(sum(logprobs) for logprobs in scored), tuple(sorted(set(words))))
+    asked = reference.encode_prompt(prompt.text)
+    responses = [reference.encode_response(text) for text in texts if reference.chat.cut(text) == text]
+    fitting = [response for response in responses if len(response) <= spec.model.max_response_tokens]
+    scored = reference.logprobs([asked] * len(fitting), fitting) if fitting else []
+    return PromptFeatures(tuple(sum(logprobs) for logprobs in scored), tuple(sorted(set(asked))))

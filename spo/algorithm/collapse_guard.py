@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+# Told like an alarm, once, of a job's first batch; nothing collapses by it, so that no job pauses.
+SAMPLER_MISMATCH = "sampler_mismatch"
+
 
 @dataclass(frozen=True)
 class StepHealth:

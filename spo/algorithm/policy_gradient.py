@@ -62,7 +62,8 @@ def generalised_advantages(
     """GAE advantages and the returns the value model regresses on; (B, L) each, detached, 0 outside the response.
 
     value_BL[b, l] = V(prompt and tokens before l), so delta_t = r_t + discount V_{t+1} - V_t with V = 0 after the
-    last token, and A_t = delta_t + discount trace A_{t+1} (Schulman et al. 2016). The response must be contiguous.
+    last token, and A_t = delta_t + discount trace A_{t+1} (Schulman et al. 2016). t + 1 is the next token in the mask:
+    what an environment says in between is a part of the step, and no step of its own.
     """
     value_BL = torch.where(response_mask_BL, value_BL.detach(), 0.0)
     reward_BL = torch.where(response_mask_BL, reward_BL, 0.0)
@@ -71,9 +72,9 @@ def generalised_advantages(
     for position in reversed(range(value_BL.shape[1])):
         inside_B = response_mask_BL[:, position]
         delta_B = reward_BL[:, position] + discount * next_value_B - value_BL[:, position]
-        advantage_B = torch.where(inside_B, delta_B + discount * trace * advantage_B, 0.0)
-        advantage_BL[:, position] = advantage_B
-        next_value_B = value_BL[:, position]
+        advantage_B = torch.where(inside_B, delta_B + discount * trace * advantage_B, advantage_B)
+        advantage_BL[:, position] = torch.where(inside_B, advantage_B, 0.0)
+        next_value_B = torch.where(inside_B, value_BL[:, position], next_value_B)
     return advantage_BL, advantage_BL + value_BL
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spo.algorithm.rounding import Difference, Rounding
 from spo.algorithm.token_batch import TokenBatch
 from spo.errors import FieldViolation, InvalidInput
 
@@ -65,17 +66,22 @@ def check_usable(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> None:
         raise InvalidInput("the batch holds non-finite numbers", code="not_finite", violations=tuple(violations))
 
 
-def check_starts_at_reference(logprobs_BL: Tensor, batch: TokenBatch, beta: float, tolerance: float) -> None:
-    """Before the first step pi_theta = pi0, so every Q_t must equal Qhat_0 within `tolerance` (reward units).
+def check_starts_at_reference(logprobs_BL: Tensor, batch: TokenBatch, beta: float, rounding: Rounding) -> None:
+    """Before the first step pi_theta = pi0, so every Q_t must equal Qhat_0 up to what rounding explains.
 
     Raises InvalidInput (code "reference_mismatch") with one violation per trajectory: reference log-probs that came
     from another model, precision or code would otherwise shift every Q_T without a trace.
     """
-    gap_B = (cumulative_q(logprobs_BL.detach(), batch, beta) - batch.qhat_0_B[:, None]).abs().amax(dim=1)
-    rows = (gap_B > tolerance).nonzero().flatten().tolist()
+    given = logprobs_BL.detach(), batch.reference_logprobs_BL, batch.response_mask_BL
+    difference = Difference.between(*given, rounding)
+    rows = (difference.excess_B > 1).nonzero().flatten().tolist()
     if rows:
         raise InvalidInput(
-            f"at step 0 Q_t departs from Qhat_0 by up to {gap_B.max().item():.3g} (tolerance {tolerance:g})",
+            f"at step 0 Q_t departs from Qhat_0 by up to {beta * difference.largest_sum:.3g} (tolerance "
+            f"{beta * difference.tolerance:.3g}, beta {beta:g}): {difference}",
             code="reference_mismatch",
-            violations=tuple(FieldViolation(f"/logprobs/{row}", f"off by {gap_B[row].item():.3g}") for row in rows),
+            violations=tuple(
+                FieldViolation(f"/logprobs/{row}", f"{difference.excess_B[row].item():.3g} of what rounding explains")
+                for row in rows
+            ),
         )

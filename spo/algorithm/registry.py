@@ -69,7 +69,9 @@ class LossTerm(BaseModel):
 
     objective: LossName = "terminal_squared"
     coefficient: float = Field(default=1.0, gt=0, le=1e6)
-    sources: tuple[SourceName, ...] | None = Field(default=None, description="Sources it applies to; default: all.")
+    sources: tuple[SourceName, ...] | None = Field(
+        default=None, max_length=16, description="Sources it applies to; default: all."
+    )
     epsilon: float = Field(default=1e-3, gt=0, lt=10, description="Clip of the cross-entropy forms, log-prob units.")
     sigmoid_scale: float = Field(default=1.0, gt=0, le=1e6, description="Scale inside the sigmoid.")
     sigmoid_unit: Literal["log_prob", "q"] = Field(default="log_prob", description="What sigmoid_scale multiplies.")

@@ -23,11 +23,13 @@ class TokenBatch:
     log pi0(token l | tokens before l), and so are the policy's log-probs handed in beside the batch. Values outside
     `response_mask_BL` are never read, except `input_ids_BL` by the model.
 
-    response_mask_BL: True exactly at response tokens (contiguous; the end-of-sequence token is one of them).
+    response_mask_BL: True exactly at the tokens that the policy sampled (an end-of-sequence token is one of them). In a
+    conversation the environment's tokens lie between them: the mask need not be contiguous, and t counts its tokens.
     sampling_logprobs_BL: log-prob under the behaviour policy as sampled; 0 where unknown (human solutions).
     reward_B, qhat_0_B: terminal reward (<= 0) and estimated soft value of the prompt, reward units.
     source_B: SOURCE_CODES. group_B: index of the trajectory's prompt within the batch, >= 0.
-    annotated_q_BL: where `annotated_mask_BL`, the Monte-Carlo estimate of Q_t after token l, reward units.
+    annotated_q_BL: where `annotated_mask_BL`, within the response mask, the Monte-Carlo estimate of Q_t after token l,
+    reward units.
     critic_advantage_BL, critic_return_BL: of each response token by PPO's critic: the generalised advantage, and the
     return that its value is regressed on; reward units.
     """
@@ -53,7 +55,7 @@ class TokenBatch:
 
     @property
     def response_lengths(self) -> Tensor:
-        """Response tokens of each trajectory; (B,)."""
+        """Tokens of each trajectory that are learned from; (B,)."""
         return self.response_mask_BL.sum(dim=1)
 
     def to(self, device: torch.device | str) -> TokenBatch:

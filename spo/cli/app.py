@@ -6,6 +6,8 @@ Exit codes are stable: `spo.console.EXIT_CODES` says what each means.
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,10 +16,16 @@ from spo.cli import (
     datasets as cli_datasets,
 )
 from spo.cli import (
+    dead_letters as cli_dead_letters,
+)
+from spo.cli import (
     evaluations as cli_eval,
 )
 from spo.cli import (
     experience as cli_experience,
+)
+from spo.cli import (
+    export as cli_export,
 )
 from spo.cli import (
     jobs as cli_jobs,
@@ -29,18 +37,26 @@ from spo.cli import (
     mirror as cli_mirror,
 )
 from spo.cli import (
+    plan as cli_plan,
+)
+from spo.cli import (
     platform as cli_platform,
+)
+from spo.cli import (
+    tasks as cli_tasks,
 )
 from spo.cli import (
     training as cli_training,
 )
-from spo.console import ExitCode, Output, error_console, exit_code_of, print_error
+from spo.cli import (
+    verifier as cli_verifier,
+)
+from spo.console import ExitCode, Output, console, error_console, exit_code_of, print_error
 from spo.errors import SpoError
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Soft Policy Optimization: post-train language models from any experience.",
 )
 app.add_typer(cli_jobs.jobs, name="job")
 app.add_typer(cli_training.trajectories, name="trajectory")
@@ -48,15 +64,39 @@ app.add_typer(cli_training.weights, name="weights")
 cli_jobs.jobs.command("checkpoints")(cli_training.list_checkpoints)
 cli_jobs.jobs.command("metrics")(cli_training.show_metrics)
 app.command("replicas")(cli_training.list_replicas)
+app.command("export")(cli_export.export_weights)
 app.command("ask")(cli_training.ask_policy)
 app.command("eval")(cli_eval.evaluate)
+app.command("cancel-eval")(cli_eval.cancel)
 cli_jobs.jobs.command("mirror")(cli_mirror.mirror_job)
 app.add_typer(cli_datasets.datasets, name="dataset")
+app.add_typer(cli_tasks.tasks, name="tasks")
 app.add_typer(cli_experience.experience, name="experience")
 app.command()(cli_judge.judge)
+app.command()(cli_plan.plan)
 app.command()(cli_platform.scale)
 app.command()(cli_platform.audit)
 app.add_typer(cli_platform.keys, name="key")
+app.add_typer(cli_verifier.verifier, name="verifier")
+app.add_typer(cli_platform.platform, name="platform")
+app.add_typer(cli_dead_letters.dead_letters, name="dead-letters")
+
+
+def _print_version(asked: object) -> None:
+    if asked:
+        console.print(f"spo {version('spo-platform')}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    *,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and end.")
+    ] = False,
+) -> None:
+    """Soft Policy Optimization: post-train language models from any experience."""
+
 
 # The launcher needs the `embedded` extra, so its modules are imported by the commands that use them and not above:
 # a client-only install can still submit and watch jobs.
@@ -65,9 +105,11 @@ app.add_typer(cli_platform.keys, name="key")
 @app.command()
 def up(name: Annotated[str, typer.Option("--name", help="Folder below runs/ for state and logs.")] = "local") -> None:
     """Start every service on this machine and stay until Ctrl-C or `spo down`."""
+    from spo.demo.toy_model import toy_model_in_background
     from spo.local.commands import run_platform
 
-    run_platform(name)
+    with toy_model_in_background():
+        run_platform(name)
 
 
 @app.command()
@@ -86,6 +128,30 @@ def demo() -> None:
     from spo.demo.demo import run_demo
 
     run_demo()
+
+
+@app.command("toy-model")
+def toy_model(
+    folder: Annotated[Path | None, typer.Argument(help="Folder to make; default: among the platform's models.")] = None,
+    *,
+    hard: Annotated[bool, typer.Option("--hard", help="Of the hard contest.")] = False,
+) -> None:
+    """Make pi0 of the toy contest, the `model.path` of its recipes, and print where it is; a minute of one core."""
+    from spo.demo import toy_model as toy
+
+    difficulty = "hard" if hard else "standard"
+    made = toy.copy_toy_model(difficulty, folder) if folder else toy.toy_model(difficulty)
+    console.print(str(made), highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command("real-demo")
+def real_demo(
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the job: order of the problems, samples.")] = 0,
+) -> None:
+    """Teach SmolLM2-135M to add and write runs/real-demo/report.json and report.png; fetches 93 MB the first time."""
+    from spo.demo.real import run_real_demo
+
+    run_real_demo(seed)
 
 
 @app.command("demo-experience")

@@ -51,7 +51,7 @@ def evaluate(
         found = client.wait_evaluation(client.request_evaluation(job_id, **wanted).id, timeout)
     result = found.result
     if result is None:
-        console.print(f"{found.id} failed: {found.failure.get('message', '')}", markup=False)
+        console.print(f"{found.id} {found.state}: {found.failure.get('message', '')}", markup=False)
         raise typer.Exit(ExitCode.FAILURE)
     if output is not Output.TABLE:
         print_document(found, output)
@@ -62,5 +62,20 @@ def evaluate(
     rates = f"distinct_solutions {result.distinct_solutions:.4g}, entropy {result.entropy:.4g}, "
     rates += f"response_tokens {result.response_tokens:.4g}, public_only_rate {result.public_only_rate:.4g}"
     console.print(counts + rates, highlight=False)
+    if result.scores:
+        console.print("mean " + ", ".join(f"{name} {value:.3f}" for name, value in result.scores.items()), markup=False)
     if problems:
         print_rows(result.per_problem, COLUMNS, output)
+
+
+def cancel(
+    evaluation_id: Annotated[str, typer.Argument(help="eval_..., as the web page and the API name it.")],
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """End an evaluation that has not ended yet, without a result."""
+    with api() as client:
+        found = client.cancel_evaluation(evaluation_id)
+    if output is not Output.TABLE:
+        print_document(found, output)
+        return
+    console.print(f"{found.id} {found.state}", markup=False)

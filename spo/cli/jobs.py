@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,19 +11,21 @@ import typer
 
 from spo.cli.progress import wait_with_bar
 from spo.client import DEFAULT_URL, Client
-from spo.client.models import Event, ForkRequest, Job, JobSummary, LogLevel, LogLine
+from spo.client.models import Event, ForkRequest, Job, JobSummary, JsonObject, LogLevel, LogLine
 from spo.console import (
     ExitCode,
     Output,
     console,
     print_document,
     print_entry,
+    print_failure,
     print_rows,
 )
 from spo.errors import SpoError
 from spo.local.state import running_platforms
 from spo.spec.job_state import JobState
 from spo.spec.spec_file import read_spec
+from spo.tasks.toy.built import newest_model, wanted_difficulty
 
 jobs = typer.Typer(no_args_is_help=True, help="Submit, watch and steer jobs.")
 
@@ -32,9 +34,13 @@ def api(*, retry_seconds: float = 5, timeout_seconds: float = 15) -> Client:
     """A client of SPO_API_URL, else of the platform started last on this machine, else of the default port."""
     url = os.environ.get("SPO_API_URL")
     if not url:
-        running = running_platforms(Path(os.environ.get("SPO_LAUNCHER_RUNS_PATH", "runs")))
+        running = running_platforms(_runs_path())
         url = running[0]["http_url"] if running else DEFAULT_URL
     return Client(url, os.environ.get("SPO_API_KEY"), retry_seconds=retry_seconds, timeout_seconds=timeout_seconds)
+
+
+def _runs_path() -> Path:
+    return Path(os.environ.get("SPO_LAUNCHER_RUNS_PATH", "runs"))
 
 
 def known_jobs(incomplete: str) -> list[str]:
@@ -56,6 +62,12 @@ LimitOption = Annotated[int, typer.Option("--limit", min=1, help="At most so man
 @jobs.command()
 def submit(
     spec_file: Annotated[Path, typer.Argument(help="JobSpec, YAML or JSON.")],
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model", help="In place of model.path. The toy contest of a platform here makes its own without one."
+        ),
+    ] = None,
     *,
     wait: WaitOption = False,
     timeout: TimeoutOption = 86_400,
@@ -65,16 +77,25 @@ def submit(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Submit a job."""
+    document = _with_model(read_spec(spec_file), model)
     with api() as client:
         if validate_only:
-            print_document(client.validate(read_spec(spec_file)), output)
+            resolved = client.validate(document)
+            _warn(resolved.pop("warnings", []))
+            print_document(resolved, output)
             return
-        job = client.submit(read_spec(spec_file))
+        job = client.submit(document)
+        _warn([warning.model_dump() for warning in job.warnings])
         if wait:
             job = wait_with_bar(client, job.id, timeout)
     _print_job(job, output)
     if wait:
         _exit_as(job)
+
+
+def _warn(warnings: Sequence[Mapping[str, object]]) -> None:
+    for warning in warnings:
+        typer.echo(f"warning: {warning['pointer']}: {warning['message']}", err=True)
 
 
 @jobs.command("list")
@@ -202,7 +223,23 @@ def logs(
         _print_line(line)
 
 
+def _with_model(document: JsonObject, model: Path | None) -> JsonObject:
+    """The spec with this model; one of the toy contest without a model gets pi0, where the platform runs here."""
+    running = running_platforms(_runs_path())
+    difficulty = wanted_difficulty(document)
+    if model is None and difficulty and running and not os.environ.get("SPO_API_URL"):
+        from spo.demo.toy_model import toy_model
+
+        state_path = Path(running[0]["state_path"])
+        model = newest_model(state_path / "cache" / "models", difficulty) or toy_model(difficulty, state_path)
+    if model is None or not isinstance(document.get("model", {}), dict):
+        return document
+    return {**document, "model": {**document.get("model", {}), "path": str(model.absolute())}}
+
+
 def _exit_as(job: Job) -> None:
+    if job.failure:
+        print_failure(job.failure.code, job.failure.message)
     if job.state != "succeeded":
         raise typer.Exit(ExitCode.JOB_DID_NOT_SUCCEED)
 

@@ -21,6 +21,7 @@ from spo.cli.judge_files import CHECKERS, ProgramFile, find_programs, read_tests
 from spo.console import ExitCode, Output, console, error_console
 from spo.errors import InvalidInput, SpoError
 from spo.local.judge_client import AUTO, JudgeClient
+from spo.spec.wire_enums import wire_name
 from spo.v1.verdict_pb2 import Limits, Outcome, TestSet, Verdict
 
 START_SECONDS = 60.0
@@ -147,7 +148,7 @@ def row_of(path: Path, verdict: Verdict) -> Row:
 
 
 def _name(outcome: Outcome.ValueType) -> str:
-    return Outcome.Name(outcome).removeprefix("OUTCOME_").lower()
+    return wire_name(Outcome, outcome)
 
 
 def _print_all(rows: Iterator[Row], total: int, show: Callable[[Row], None]) -> int:

@@ -7,18 +7,48 @@ from typing import Annotated
 import typer
 
 from spo.cli.jobs import LimitOption, OutputOption, api
-from spo.console import Output, print_document, print_rows
+from spo.console import Output, console, print_document, print_rows
 
 keys = typer.Typer(no_args_is_help=True, help="API keys; needs the scope admin.")
+
+
+platform = typer.Typer(no_args_is_help=True, help="What the platform is, what it lost, and making lost jobs again.")
+
+
+@platform.command("show")
+def show_platform(output: OutputOption = Output.TABLE) -> None:
+    """Which platform this is, what it lost, and the jobs whose records are gone."""
+    with api() as client:
+        found = client.platform.describe()
+    if output is not Output.TABLE:
+        print_document(found, output)
+        return
+    console.print(found.notice or f"platform {found.epoch}, schema {found.schema_version}: nothing is missing")
+    if found.lost_jobs:
+        print_rows(found.lost_jobs, ("id", "name", "state", "saved_at", "checkpoints", "weight_versions"), output)
+
+
+@platform.command("rebuild")
+def rebuild(
+    job_id: Annotated[list[str] | None, typer.Argument(help="Lost jobs; default: all.")] = None,
+    *,
+    resume: Annotated[bool, typer.Option("--resume", help="Queue them again; they go on from checkpoints.")] = False,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Make the records of lost jobs again from their manifests, and acknowledge the loss; needs the scope admin."""
+    with api() as client:
+        found = client.platform.rebuild(job_id or None, resume=resume)
+    print_rows(found, ("id", "state", "note"), output)
 
 
 def scale(
     inference: Annotated[int | None, typer.Option("--inference", min=0, help="Replicas to have.")] = None,
     sandbox_judge: Annotated[int | None, typer.Option("--sandbox-judge", min=0, help="Replicas to have.")] = None,
+    verifier: Annotated[int | None, typer.Option("--verifier", min=0, help="Replicas to have.")] = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Show how many replicas each pool has, or ask for other numbers; they join and drain while jobs run."""
-    pools = {"inference": inference, "sandbox_judge": sandbox_judge}
+    pools = {"inference": inference, "sandbox_judge": sandbox_judge, "verifier": verifier}
     replicas = {pool: count for pool, count in pools.items() if count is not None}
     with api() as client:
         found = client.platform.set_scale(**replicas) if replicas else client.platform.scale()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from spo.cli.jobs import JobId, LimitOption, OutputOption, api
 from spo.client.models import Source
 from spo.console import Output, print_document, print_rows
+from spo.errors import InvalidInput
 
 trajectories = typer.Typer(no_args_is_help=True, help="Look at trajectories.")
 weights = typer.Typer(no_args_is_help=True, help="Look at weight versions, announce them again, go back.")
@@ -24,7 +26,7 @@ def list_trajectories(
     limit: LimitOption = 20,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Trajectories of a job."""
+    """Trajectories of a job; a reward of 0 means solved, -1 that it is not."""
     with api() as client:
         rows = client.trajectories(job_id, limit, prompt_id=prompt, source=source)
     print_rows(rows, ("trajectory_id", "source", "reward", "policy_version_first", "response_text"), output)
@@ -42,6 +44,29 @@ def list_weights(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
     """Weight versions of a job and who serves them."""
     with api() as client:
         print_rows(client.weights(job_id), ("version", "step", "published_at", "size_bytes", "manifest_digest"), output)
+
+
+@weights.command("export")
+def download_weights(
+    job_id: JobId,
+    places: Annotated[list[str], typer.Argument(metavar="[VERSION] FOLDER", help="Default: the newest version.")],
+    *,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="An adapter: a whole model, the adapter in its weights.")
+    ] = False,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Download a weight version as a folder that transformers and vLLM load, or peft an adapter; from anywhere."""
+    *named, folder = places
+    if len(named) > 1 or not all(version.isdecimal() for version in named):
+        raise typer.BadParameter("say JOB [VERSION] FOLDER; the version is a number")
+    with api() as client:
+        published = [found.version for found in client.weights(job_id)]
+        if not named and not published:
+            raise InvalidInput(f"{job_id} has published no version", code="unknown_version")
+        version = int(named[0]) if named else published[-1]
+        made = client.download_weights(job_id, version, Path(folder), merge=merge)
+    print_rows([{"folder": str(made), "version": version}], ("folder", "version"), output)
 
 
 @trajectories.command("values")

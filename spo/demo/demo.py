@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -43,18 +43,22 @@ RECIPE = Path(__file__).parents[2] / "deploy" / "recipes" / "toy" / "demo.yaml"
 LONGEST_DEMO_SECONDS = 3600.0
 MODEL_SECONDS = 900.0
 POLL_SECONDS = 1.0
+# It has said all by then; torch takes its time to end on a busy machine.
+PROCESS_END_SECONDS = 120.0
 MEMORY_EVERY_SECONDS = 2.0
 
 
 class ReferenceModelBuild:
     """pi0 being built (or found) by a child process, while the services start."""
 
-    def __init__(self, cache: Path, difficulty: str, log_path: Path) -> None:
+    def __init__(self, cache: Path, name: str, log_path: Path, niceness: int = 0) -> None:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self.log_path = log_path
         self.done, self.total = 0, 0
         self.folder: Path | None = None
-        command = [sys.executable, "-m", "spo.demo.reference_model", str(cache), difficulty]
+        self.reason = ""
+        command = [sys.executable, "-m", "spo.demo.reference_model", str(cache), name]
+        command = ["nice", "-n", str(niceness), *command] if niceness else command
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 bound_to_this_process(command),
@@ -71,8 +75,9 @@ class ReferenceModelBuild:
         self._reader.join(timeout_seconds)
         if self._reader.is_alive():
             return None
-        if self._process.wait(10) != 0 or self.folder is None:
-            raise InternalError(f"building pi0 failed; see {self.log_path}", code="reference_model_failed")
+        if self._process.wait(PROCESS_END_SECONDS) != 0 or self.folder is None:
+            reason = self.reason or "its process died"
+            raise InternalError(f"building pi0 failed: {reason}; see {self.log_path}", code="reference_model_failed")
         return self.folder
 
     def stop(self) -> None:
@@ -84,6 +89,8 @@ class ReferenceModelBuild:
             said = json.loads(line)
             if "folder" in said:
                 self.folder = Path(said["folder"])
+            elif "error" in said:
+                self.reason = said["error"]
             else:
                 self.done, self.total = said["done"], said["total"]
 
@@ -170,6 +177,7 @@ class Demo:
             weight_versions=len(client.weights(job.id)),
             services=self.platform.services(),
             peak_memory_bytes=self.peak_memory_bytes,
+            cpu_seconds=self.platform.cpu_seconds(),
             setup_seconds=setup_seconds,
             total_seconds=time.monotonic() - self.view.began,
             first_point_seconds=self.first_point_seconds,
@@ -189,22 +197,27 @@ def run_demo() -> None:
     """Run the demo in the foreground; exits with a status that says whether the job succeeded. Raises SpoError."""
     configure_logs("launcher", level="error", log_format="console")
     document = read_spec(RECIPE)
-    with fresh_demo(NAME, document) as demo:
+    with fresh_demo(NAME, model_of(document)) as demo:
         report = write_report(demo.run(document), demo.platform.folder)
-    _print_summary(report, demo.platform.folder)
+    print_summary(report, demo.platform.folder)
     if report["state"] != "succeeded":
         raise SystemExit(ExitCode.JOB_DID_NOT_SUCCEED)
 
 
+def model_of(document: Mapping[str, Any]) -> str:
+    """The name of the toy contest's pi0 that a recipe begins with."""
+    return str(document["tasks"].get("difficulty", "standard"))
+
+
 @contextmanager
-def fresh_demo(name: str, document: Mapping[str, Any]) -> Iterator[Demo]:
+def fresh_demo(name: str, model: str) -> Iterator[Demo]:
     """A platform that knows nothing of earlier runs, until the block ends; Ctrl-C ends the process with its status."""
     settings = LauncherSettings()
     if not any(state["name"] == name for state in running_platforms(settings.runs_path)):
         # A demo shows a first run: no values, no experience, no log of an earlier one.
         shutil.rmtree(settings.runs_path / name, ignore_errors=True)
     try:
-        with signals_interrupt(), _demo(name, settings, document) as demo:
+        with signals_interrupt(), _demo(name, settings, model) as demo:
             yield demo
     except Interrupted:
         console.print("interrupted; everything is stopped")
@@ -212,12 +225,11 @@ def fresh_demo(name: str, document: Mapping[str, Any]) -> Iterator[Demo]:
 
 
 @contextmanager
-def _demo(name: str, settings: LauncherSettings, document: Mapping[str, Any]) -> Iterator[Demo]:
+def _demo(name: str, settings: LauncherSettings, model: str) -> Iterator[Demo]:
     folder = settings.runs_path / name
     cache = PlatformSettings().state_path / "cache" / "models"
-    difficulty = document["tasks"].get("difficulty", "standard")
     with LocalPlatform(name, folder / "state", settings) as platform:
-        build = ReferenceModelBuild(cache, difficulty, folder / "logs" / "reference-model.log")
+        build = ReferenceModelBuild(cache, model, folder / "logs" / "reference-model.log")
         try:
             with ProgressView(console) as view:
                 yield Demo(platform, build, view)
@@ -233,15 +245,23 @@ def _queues(client: Client, job_id: str) -> MetricSeries:
         return MetricSeries()
 
 
-def _print_summary(report: Mapping[str, Any], folder: Path) -> None:
+def print_summary(report: Mapping[str, Any], folder: Path) -> None:
+    """One line of figures, and where the report is."""
+
     def change(name: str) -> str:
-        before, after = report[name]["before"], report[name]["after"]
-        return " -> ".join("?" if value is None else f"{value:.2f}" for value in (before, after))
+        score = report[name]
+        return " -> ".join(_with_interval(score[when], score["intervals"][when]) for when in ("before", "after"))
 
     console.print(
         f"job {report['job_id']} {report['state']}: pass@1 {change('pass_at_1')}, pass@10 {change('pass_at_10')}, "
         f"{report['steps']} steps in {report['wall_seconds']['total']:.0f} s, "
-        f"{report['peak_memory_bytes'] / 2**30:.1f} GiB at most",
+        f"{report['peak_memory_bytes'] / 2**30:.1f} GiB at most, "
+        f"{sum(report['cpu_seconds'].values()):.0f} CPU s",
         highlight=False,
+        soft_wrap=True,
     )
     console.print(f"report: {escape(str(folder / 'report.json'))} and report.png", highlight=False)
+
+
+def _with_interval(value: float | None, interval: Sequence[float] | None) -> str:
+    return "?" if value is None or interval is None else f"{value:.2f} ({interval[0]:.2f} to {interval[1]:.2f})"

@@ -20,7 +20,7 @@ from typing import Any
 
 from spo.client import Client
 from spo.console import ExitCode, console
-from spo.demo.demo import RECIPE, Demo, fresh_demo
+from spo.demo.demo import RECIPE, Demo, fresh_demo, model_of
 from spo.demo.report import DemoOutcome, report_of
 from spo.errors import NotReady
 from spo.spec.spec_file import read_spec
@@ -57,7 +57,7 @@ class RunCost:
 def run_demo_experience() -> None:
     """Run both jobs in the foreground; exits with a status that says whether the promise held. Raises SpoError."""
     first_document, second_document = read_spec(RECIPE), read_spec(SECOND_RECIPE)
-    with fresh_demo(NAME, first_document) as demo:
+    with fresh_demo(NAME, model_of(first_document)) as demo:
         first = _measure(demo, first_document)
         _await_stored(demo, first.outcome.job.id)
         second = _measure(demo, starting_from(first.outcome.job.id, second_document))

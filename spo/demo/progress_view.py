@@ -108,7 +108,7 @@ def _picture(snapshot: Snapshot, elapsed: float) -> RenderableType:
 def _bars(snapshot: Snapshot) -> Table:
     bars = Table.grid(padding=(0, 1))
     if snapshot.job is None:
-        bars.add_row("pi0 of the toy contest", *_bar(snapshot.model_done, snapshot.model_total))
+        bars.add_row("pi0", *_bar(snapshot.model_done, snapshot.model_total))
     else:
         progress = snapshot.job.progress
         bars.add_row("values of prompts", *_bar(progress.values_done, progress.values_total or 0))

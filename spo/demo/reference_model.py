@@ -1,4 +1,6 @@
-"""pi0 of the toy contest, built once per recipe: `python -m spo.demo.reference_model CACHE_FOLDER [standard|hard]`.
+"""pi0 of a demo, built once: `python -m spo.demo.reference_model CACHE_FOLDER [standard|hard|smollm2-135m]`.
+
+The first two are pi0 of the toy contest, trained here; the third is a real model, see `smollm2.py`.
 
 Runs in a process of its own because it imports torch. Prints one JSON object per line: {"done", "total"} while it
 trains and {"folder"} at the end.
@@ -10,6 +12,9 @@ import sys
 from pathlib import Path
 from typing import TextIO, get_args
 
+from spo.demo.real import MODEL as SMOLLM2
+from spo.demo.smollm2 import cached_smollm2
+from spo.errors import SpoError
 from spo.tasks.toy.corpus import Difficulty
 from spo.tasks.toy.model import StepCallback, build_reference_model, recipe_digest
 
@@ -33,19 +38,27 @@ def _own_stdout() -> TextIO:
 
 def main(arguments: list[str]) -> None:
     """Build or find the model and print where it is."""
-    cache, difficulty = Path(arguments[0]), (arguments[1:] or ["standard"])[0]
-    if difficulty not in get_args(Difficulty):
-        raise SystemExit(f"difficulty must be one of {', '.join(get_args(Difficulty))}")
+    cache, name = Path(arguments[0]), (arguments[1:] or ["standard"])[0]
+    known = (*get_args(Difficulty), SMOLLM2)
+    if name not in known:
+        raise SystemExit(f"the model must be one of {', '.join(known)}")
     stdout = _own_stdout()
 
     def say(**line: int | str) -> None:
         print(json.dumps(line), file=stdout, flush=True)
 
     def say_progress(done: int, total: int) -> None:
-        if done % PROGRESS_EVERY == 0 or done == total:
+        if done % PROGRESS_EVERY == 0 or total < PROGRESS_EVERY or done == total:
             say(done=done, total=total)
 
-    folder = cached_reference_model(cache, "hard" if difficulty == "hard" else "standard", say_progress)
+    try:
+        if name == SMOLLM2:
+            folder = cached_smollm2(cache, say_progress)
+        else:
+            folder = cached_reference_model(cache, "hard" if name == "hard" else "standard", say_progress)
+    except SpoError as error:
+        say(error=error.message)
+        raise SystemExit(error.message) from error
     say(folder=str(folder.absolute()))
 
 

@@ -41,6 +41,7 @@ class DemoOutcome:
     weight_versions: int
     services: Sequence[ChildStatus]
     peak_memory_bytes: int
+    cpu_seconds: Mapping[str, float]
     setup_seconds: float
     total_seconds: float
     first_point_seconds: float | None
@@ -74,6 +75,7 @@ def report_of(outcome: DemoOutcome) -> dict[str, Any]:
             for service in outcome.services
         ],
         "peak_memory_bytes": outcome.peak_memory_bytes,
+        "cpu_seconds": {name: round(seconds, 1) for name, seconds in outcome.cpu_seconds.items()},
         "spec": outcome.job.spec,
         "figures": {
             "evaluations": [evaluation.model_dump(exclude={"per_problem"}) for evaluation in outcome.evaluations],
@@ -157,11 +159,16 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _before_after(before: StepEvaluation | None, after: StepEvaluation | None, k: str) -> dict[str, float | None]:
-    def score(evaluation: StepEvaluation | None) -> float | None:
-        return evaluation.pass_at_k[k].value if evaluation and k in evaluation.pass_at_k else None
-
-    return {"before": score(before), "after": score(after)}
+def _before_after(before: StepEvaluation | None, after: StepEvaluation | None, k: str) -> dict[str, Any]:
+    """The scores, and between which bounds they lie with 95 % confidence."""
+    scores = {
+        name: evaluation.pass_at_k[k] if evaluation and k in evaluation.pass_at_k else None
+        for name, evaluation in (("before", before), ("after", after))
+    }
+    return {
+        **{name: score and score.value for name, score in scores.items()},
+        "intervals": {name: score and [score.low, score.high] for name, score in scores.items()},
+    }
 
 
 def seconds_between(events: Sequence[Event], entered: str, left_to: str) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from spo.doctor.sandbox import sandbox_findings
 from spo.doctor.versions import version_findings
 from spo.errors import SpoError
 from spo.local.launcher import LauncherSettings
-from spo.local.state import running_platforms
+from spo.local.state import PlatformState, running_platforms
 from spo.messaging.connection import connect, public_address
 from spo.messaging.redis_client import RedisClient
 from spo.service.settings import PlatformSettings
@@ -148,8 +149,17 @@ def _redis_settings(client: RedisClient) -> list[DoctorCheck]:
 def _platform() -> list[DoctorCheck]:
     running = running_platforms(LauncherSettings().runs_path)
     why = "jobs are submitted to it"
+    url = os.environ.get("SPO_API_URL", "").rstrip("/")
+    if url and all(state["http_url"] != url for state in running):
+        step = "it does not answer: correct SPO_API_URL, or start it there"
+        named = DoctorCheck(f"platform at {url} (SPO_API_URL)", _answers(f"{url}/readyz"), why, step)
+        return [named, *_running_here(running, why)]
     if not running:
         return [DoctorCheck("platform", False, why, "`spo up` starts one", needed=False)]
+    return _running_here(running, why)
+
+
+def _running_here(running: list[PlatformState], why: str) -> list[DoctorCheck]:
     return [
         DoctorCheck(
             f"platform {state['name']} at {state['http_url']}",

@@ -13,15 +13,19 @@ from typing import Any
 import pyarrow
 from blake3 import blake3
 
+from spo.model.chat import USUAL
+from spo.model.segments import reasoning_characters
+from spo.spec.wire_enums import wire_name, wire_number
 from spo.v1.prompt_pb2 import Prompt, Source
-from spo.v1.trajectory_pb2 import Annotation, FinishReason, Trajectory
-from spo.v1.verdict_pb2 import Outcome, Verdict
+from spo.v1.trajectory_pb2 import Annotation, FinishReason, Segment, SegmentKind, Trajectory
+from spo.v1.verdict_pb2 import Outcome, PartScore, Verdict
 
 FORMAT = "1"
 
 _TEXT, _WORDS = pyarrow.string(), pyarrow.list_(pyarrow.string())
 _COUNT, _NUMBER, _FLAG = pyarrow.int64(), pyarrow.float64(), pyarrow.bool_()
 _TOKENS, _LOGPROBS = pyarrow.list_(pyarrow.int32()), pyarrow.list_(pyarrow.float32())
+_SCORES = pyarrow.list_(pyarrow.float64())
 SCHEMA = pyarrow.schema(
     [
         ("trajectory_id", _TEXT),
@@ -66,7 +70,32 @@ SCHEMA = pyarrow.schema(
         ("annotation_positions", _TOKENS),
         ("annotation_rollouts", _TOKENS),
         ("annotation_successes", _TOKENS),
+        ("segment_kinds", _WORDS),
+        ("segment_tokens", _TOKENS),
+        ("segment_characters", _TOKENS),
+        ("segment_scores", _SCORES),
+        ("segment_labels", _WORDS),
+        ("environment", _TEXT),
+        ("environment_json", _TEXT),
+        ("score", _NUMBER),
+        ("part_names", _WORDS),
+        ("part_scores", _SCORES),
     ]
+)
+# Columns that files written before them lack: read as empty.
+ADDED = frozenset(
+    {
+        "segment_kinds",
+        "segment_tokens",
+        "segment_characters",
+        "segment_scores",
+        "segment_labels",
+        "environment",
+        "environment_json",
+        "score",
+        "part_names",
+        "part_scores",
+    }
 )
 # Columns that a message has under the same name.
 _OF_TRAJECTORY = (
@@ -92,7 +121,15 @@ _LISTS_OF_TRAJECTORY = (
     "sampling_logprobs",
     "reference_logprobs",
 )
-_OF_PROMPT = ("task_set", "prompt_id", "tests_digest", "language", "response_format")
+_OF_PROMPT = (
+    "task_set",
+    "prompt_id",
+    "tests_digest",
+    "language",
+    "response_format",
+    "environment",
+    "environment_json",
+)
 _OF_VERDICT = (
     "tests_passed",
     "tests_total",
@@ -124,6 +161,14 @@ def rows_of(table: pyarrow.Table) -> list[StoredTrajectory]:
     return [_stored(fields) for fields in table.to_pylist()]
 
 
+def completed(table: pyarrow.Table, columns: Sequence[str]) -> pyarrow.Table:
+    """These columns of a table, in this order; those that its file lacks because it is older are null."""
+    for name in columns:
+        if name in ADDED and name not in table.column_names:
+            table = table.append_column(SCHEMA.field(name), pyarrow.nulls(len(table), SCHEMA.field(name).type))
+    return table.select(columns)
+
+
 def statement_digest(statement: str) -> str:
     """Under which statements count as the same: their words, whatever the spacing."""
     return _digest(" ".join(statement.split()))
@@ -148,17 +193,21 @@ def fields_of(row: StoredTrajectory) -> dict[str, Any]:
         **{name: list(getattr(trajectory, name)) for name in _LISTS_OF_TRAJECTORY},
         **{name: getattr(prompt, name) for name in _OF_PROMPT},
         **{name: getattr(verdict, name) if judged else None for name in _OF_VERDICT},
-        "source": Source.Name(trajectory.source).removeprefix("SOURCE_").lower(),
-        "finish_reason": FinishReason.Name(trajectory.finish_reason).removeprefix("FINISH_REASON_").lower(),
+        "source": wire_name(Source, trajectory.source),
+        "finish_reason": wire_name(FinishReason, trajectory.finish_reason),
         "statement": prompt.text,
         "statement_digest": statement_digest(prompt.text),
         "content_digest": content_digest(trajectory.response_text),
         "reference_dtype": row.reference_dtype,
         "reward": trajectory.reward if trajectory.HasField("reward") else None,
-        "outcome": Outcome.Name(verdict.outcome).removeprefix("OUTCOME_").lower() if judged else None,
+        "outcome": wire_name(Outcome, verdict.outcome) if judged else None,
+        "score": verdict.score if verdict.HasField("score") else None,
+        "part_names": [part.name for part in verdict.parts],
+        "part_scores": [part.score for part in verdict.parts],
         "annotation_positions": [annotation.position for annotation in trajectory.annotations],
         "annotation_rollouts": [annotation.rollouts for annotation in trajectory.annotations],
         "annotation_successes": [annotation.successes for annotation in trajectory.annotations],
+        **segment_fields(trajectory.segments),
     }
 
 
@@ -169,17 +218,23 @@ def _stored(fields: Mapping[str, Any]) -> StoredTrajectory:
         **known,
         **lists,
         prompt_id=fields["prompt_id"],
-        source=Source.Value(f"SOURCE_{fields['source'].upper()}"),
-        finish_reason=FinishReason.Value(f"FINISH_REASON_{fields['finish_reason'].upper()}"),
+        source=wire_number(Source, fields["source"]),
+        finish_reason=wire_number(FinishReason, fields["finish_reason"]),
         annotations=_annotations(fields),
+        segments=segments_of(fields),
     )
+    # As most models mark it; a job reads stored responses as its own.
+    trajectory.reasoning_characters = reasoning_characters(trajectory, lambda text, _: USUAL.reasoning_length(text))
     if fields["reward"] is not None:
         trajectory.reward = fields["reward"]
     if fields["outcome"] is not None:
-        outcome = Outcome.Value(f"OUTCOME_{fields['outcome'].upper()}")
+        outcome = wire_number(Outcome, fields["outcome"])
         found: dict[str, Any] = {name: fields[name] for name in _OF_VERDICT if fields[name] is not None}
-        trajectory.verdict.CopyFrom(Verdict(outcome=outcome, **found))
-    prompt = Prompt(text=fields["statement"], **{name: fields[name] for name in _OF_PROMPT})
+        names, scores = fields["part_names"] or [], fields["part_scores"] or []
+        parts = [PartScore(name=name, score=score) for name, score in zip(names, scores, strict=True)]
+        trajectory.verdict.CopyFrom(Verdict(outcome=outcome, score=fields["score"], parts=parts, **found))
+    asked: dict[str, Any] = {name: fields[name] for name in _OF_PROMPT if fields[name] is not None}
+    prompt = Prompt(text=fields["statement"], **asked)
     return StoredTrajectory(trajectory, prompt, fields["reference_dtype"])
 
 
@@ -188,4 +243,27 @@ def _annotations(fields: Mapping[str, Any]) -> Sequence[Annotation]:
     return [
         Annotation(position=position, rollouts=rollouts, successes=successes)
         for position, rollouts, successes in zip(*columns, strict=True)
+    ]
+
+
+def segment_fields(segments: Iterable[Segment]) -> dict[str, list[Any]]:
+    """Segments by column, one element each."""
+    known = list(segments)
+    return {
+        "segment_kinds": [wire_name(SegmentKind, segment.kind) for segment in known],
+        "segment_tokens": [segment.tokens for segment in known],
+        "segment_characters": [segment.characters for segment in known],
+        "segment_scores": [segment.score if segment.HasField("score") else None for segment in known],
+        "segment_labels": [segment.label for segment in known],
+    }
+
+
+def segments_of(fields: Mapping[str, Any]) -> list[Segment]:
+    """The inverse of segment_fields. Raises ValueError on lists of different lengths or an unknown kind."""
+    columns = (fields[f"segment_{name}"] or [] for name in ("kinds", "tokens", "characters", "scores", "labels"))
+    return [
+        Segment(
+            kind=wire_number(SegmentKind, kind), tokens=tokens, characters=characters, score=score, label=label or ""
+        )
+        for kind, tokens, characters, score, label in zip(*columns, strict=True)
     ]

@@ -10,14 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import numpy as np
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from spo import redis_keys
-from spo.experience.columns import SCHEMA, StoredTrajectory, content_digest, statement_digest
+from spo.experience.columns import SCHEMA, StoredTrajectory, content_digest, segments_of, statement_digest
 from spo.experience.uploads import UploadedRow
+from spo.model.chat import USUAL
+from spo.model.segments import action_mask, reasoning_characters, segment_faults, segments_of_mask
 from spo.tasks.problem import Problem
 from spo.v1.prompt_pb2 import SOURCE_OTHER_RUN, Prompt
-from spo.v1.trajectory_pb2 import FinishReason, Trajectory
+from spo.v1.trajectory_pb2 import FinishReason, Segment, Trajectory
 
 RESPONSE_CHARACTERS_MAXIMUM = 1 << 20
 TOKENS_MAXIMUM = 1_000_000
@@ -26,6 +29,8 @@ LOWEST_REWARD = -1000.0
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Logprob = Annotated[float, Field(le=0)]
 Word = Annotated[str, Field(max_length=200)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class ImportRow(BaseModel):
@@ -41,6 +46,19 @@ class ImportRow(BaseModel):
     prompt_token_ids: list[Token] = Field(default=[], max_length=TOKENS_MAXIMUM)
     response_token_ids: list[Token] = Field(default=[], max_length=TOKENS_MAXIMUM)
     sampling_logprobs: list[Logprob] = Field(default=[], max_length=TOKENS_MAXIMUM)
+    # 1 at response tokens that the policy sampled, 0 at an environment's; verl and TRL have their own words for it.
+    loss_mask: list[bool] = Field(
+        default=[],
+        max_length=TOKENS_MAXIMUM,
+        validation_alias=AliasChoices("loss_mask", "response_mask", "completion_mask"),
+    )
+    segment_kinds: list[Literal["action", "observation"]] = Field(default=[], max_length=TOKENS_MAXIMUM)
+    segment_tokens: list[Count] = Field(default=[], max_length=TOKENS_MAXIMUM)
+    segment_characters: list[Count] = Field(default=[], max_length=TOKENS_MAXIMUM)
+    segment_scores: list[Share | None] = Field(default=[], max_length=TOKENS_MAXIMUM)
+    segment_labels: list[Word] = Field(default=[], max_length=TOKENS_MAXIMUM)
+    environment: Word = ""
+    environment_json: str = Field(default="", max_length=RESPONSE_CHARACTERS_MAXIMUM)
     reference_hash: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
     sampler: Word = ""
     temperature: float = Field(default=0, ge=0, le=100)
@@ -99,6 +117,8 @@ def stored_row(row: UploadedRow, problems: ProblemIndex, terms: ImportTerms) -> 
     parsed = _parse(row.fields)
     problem = _problem_of(parsed, problems)
     _check_tokens(parsed, terms)
+    segments = _segments(parsed, judged=parsed.reward is None or terms.ignores_rewards)
+    trained_T = action_mask(segments, len(parsed.response_token_ids))
     name = terms.licence or parsed.licence
     trajectory = Trajectory(
         trajectory_id=_id(terms, problem, parsed),
@@ -109,17 +129,23 @@ def stored_row(row: UploadedRow, problems: ProblemIndex, terms: ImportTerms) -> 
         prompt_id=problem.problem_id,
         source=SOURCE_OTHER_RUN,
         finish_reason=FinishReason.Value(f"FINISH_REASON_{parsed.finish_reason.upper()}"),
+        segments=segments,
+        # What nobody sampled has no log-prob, whatever a file says.
+        sampling_logprobs=[
+            logprob if trained else 0.0 for logprob, trained in zip(parsed.sampling_logprobs, trained_T, strict=False)
+        ],
         **{name: getattr(parsed, name) for name in _TAKEN},
     )
+    trajectory.reasoning_characters = reasoning_characters(trajectory, lambda text, _: USUAL.reasoning_length(text))
     reward = _reward(parsed, terms)
     if reward is not None:
         trajectory.reward = reward
-    return StoredTrajectory(trajectory, _prompt(problem, terms))
+    return StoredTrajectory(trajectory, _prompt(problem, terms, parsed))
 
 
 _TAKEN = (
-    "response_text", "prompt_token_ids", "response_token_ids", "sampling_logprobs", "reference_hash", "sampler",
-    "temperature", "top_p", "policy_version_first", "policy_version_last", "created_unix_ms",
+    "response_text", "prompt_token_ids", "response_token_ids", "reference_hash", "sampler", "temperature", "top_p",
+    "policy_version_first", "policy_version_last", "created_unix_ms",
 )  # fmt: skip
 
 
@@ -157,6 +183,48 @@ def _check_tokens(row: ImportRow, terms: ImportTerms) -> None:
         raise RowRefusal("malformed_row", "/sampling_logprobs", "as many as response_token_ids, or none")
 
 
+def _segments(row: ImportRow, *, judged: bool) -> list[Segment]:
+    """The turns of a conversation, by segments or by a mask; none of a single turn. Raises RowRefusal.
+
+    judged: the row is to be judged here, which reads the text of the last turn.
+    """
+    if not (row.segment_kinds or row.loss_mask):
+        return []
+    tokens = len(row.response_token_ids)
+    if not tokens:
+        raise RowRefusal("missing_field", "/response_token_ids", "turns are turns of tokens, and there are none")
+    if row.loss_mask and len(row.loss_mask) != tokens:
+        raise RowRefusal("malformed_row", "/loss_mask", f"{len(row.loss_mask)} for {tokens} response tokens")
+    found = _given_segments(row) if row.segment_kinds else segments_of_mask(row.loss_mask)
+    faults = segment_faults(found, tokens, len(row.response_text) if any(row.segment_characters) else None)
+    if faults:
+        pointer, reason = faults[0]
+        raise RowRefusal("malformed_row", pointer, reason)
+    if row.loss_mask and not np.array_equal(action_mask(found, tokens), np.array(row.loss_mask)):
+        raise RowRefusal("malformed_row", "/loss_mask", "says otherwise than the segments")
+    if len(found) == 1 and not row.segment_kinds:
+        return []
+    if judged and not any(row.segment_characters):
+        message = "where the turns stand in the text is not known, so nothing can be judged; give it, or a reward"
+        raise RowRefusal("missing_field", "/segment_characters", message)
+    return found
+
+
+def _given_segments(row: ImportRow) -> list[Segment]:
+    count = len(row.segment_kinds)
+    columns: dict[str, list[Any]] = {
+        "segment_kinds": list(row.segment_kinds),
+        "segment_tokens": list(row.segment_tokens),
+        "segment_characters": list(row.segment_characters) or [0] * count,
+        "segment_scores": list(row.segment_scores) or [None] * count,
+        "segment_labels": list(row.segment_labels) or [""] * count,
+    }
+    for name, values in columns.items():
+        if len(values) != count:
+            raise RowRefusal("malformed_row", f"/{name}", f"{len(values)} for {count} segments")
+    return segments_of(columns)
+
+
 def _reward(row: ImportRow, terms: ImportTerms) -> float | None:
     if row.reward is None or terms.ignores_rewards:
         if terms.needs_reward:
@@ -175,7 +243,7 @@ def _id(terms: ImportTerms, problem: Problem, row: ImportRow) -> str:
     return "traj_" + redis_keys.digest(terms.run, problem.problem_id, content, repr(row.reward))[:32]
 
 
-def _prompt(problem: Problem, terms: ImportTerms) -> Prompt:
+def _prompt(problem: Problem, terms: ImportTerms, row: ImportRow) -> Prompt:
     return Prompt(
         prompt_id=problem.problem_id,
         text=problem.statement,
@@ -183,4 +251,6 @@ def _prompt(problem: Problem, terms: ImportTerms) -> Prompt:
         tests_digest=problem.tests_digest,
         language=problem.language,
         response_format=problem.response_format,
+        environment=row.environment,
+        environment_json=row.environment_json,
     )

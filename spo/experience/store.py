@@ -24,8 +24,9 @@ from fsspec.implementations.local import LocalFileSystem
 from pyarrow import parquet
 from ulid import ULID
 
+from spo.disk_space import told_when_full
 from spo.errors import IntegrityError, InvalidInput, Unreachable
-from spo.experience.columns import FORMAT, SCHEMA, StoredTrajectory, rows_of, table_of
+from spo.experience.columns import ADDED, FORMAT, SCHEMA, StoredTrajectory, completed, rows_of, table_of
 from spo.experience.filesystems import Listing, open_place
 from spo.observability.logs import get_logger
 
@@ -88,7 +89,8 @@ class ExperienceStore:
     def write(self, origin: Origin, name: str, rows: Sequence[StoredTrajectory]) -> str:
         """Store rows as the file `name` of their origin, replacing one of that name; returns its path.
 
-        Raises InvalidInput on names that are no plain names, Unreachable when the place cannot be written.
+        Raises InvalidInput on names that are no plain names, Unreachable when the place cannot be written,
+        ResourceExhausted when it is full.
         """
         if not (RUN_NAME.fullmatch(origin.run) and RUN_NAME.fullmatch(name)):
             raise InvalidInput(f"{origin.run!r}, {name!r}: not the names of a run and a file")
@@ -102,8 +104,9 @@ class ExperienceStore:
         From then on they do not count any more: in one step, wherever a crash leaves them. written_unix_ms 0: now.
         """
         path = f"{self._folder(origin)}/{name}.parquet"
-        with self._reaching():
-            self._write_whole(path, _encode(origin, table, merged, written_unix_ms))
+        payload = _encode(origin, table, merged, written_unix_ms)
+        with self._reaching(), told_when_full(self.url, len(payload)):
+            self._write_whole(path, payload)
         return path
 
     def files(self, run: str | None = None, task_set: str | None = None) -> list[StoredFile]:
@@ -134,7 +137,7 @@ class ExperienceStore:
 
     def table(self, file: StoredFile, columns: Sequence[str]) -> pyarrow.Table:
         """Some columns of a file, all rows. Raises IntegrityError, Unreachable."""
-        return self._read(file.path, lambda opened: opened.read(columns=list(columns)))
+        return self._read(file.path, lambda opened: completed(opened.read(columns=list(columns)), columns))
 
     def rows(self, file: StoredFile, numbers: Sequence[int]) -> list[StoredTrajectory]:
         """Rows of a file by number, in that order. Raises IntegrityError, Unreachable."""
@@ -142,7 +145,7 @@ class ExperienceStore:
         def pick(opened: parquet.ParquetFile) -> list[StoredTrajectory]:
             groups = sorted({number // ROW_GROUP_ROWS for number in numbers})
             place = {group: index * ROW_GROUP_ROWS for index, group in enumerate(groups)}
-            table = opened.read_row_groups(groups)
+            table = completed(opened.read_row_groups(groups), SCHEMA.names)
             return rows_of(table.take([place[n // ROW_GROUP_ROWS] + n % ROW_GROUP_ROWS for n in numbers]))
 
         return self._read(file.path, pick) if numbers else []
@@ -258,7 +261,8 @@ def _check(file: parquet.ParquetFile, path: str) -> None:
     unpacked = sum(footer.row_group(index).total_byte_size for index in range(footer.num_row_groups))
     types = {field.name: field.type for field in file.schema_arrow}
     # Names of list elements differ between writers; the types are what counts.
-    wrong = [field.name for field in SCHEMA if not _same(types.get(field.name), field.type)]
+    expected = [field for field in SCHEMA if field.name in types or field.name not in ADDED]
+    wrong = [field.name for field in expected if not _same(types.get(field.name), field.type)]
     sizes = [footer.row_group(index).num_rows for index in range(footer.num_row_groups)]
     faults = [
         ("is of another format", (footer.metadata or {}).get(b"spo_format") != FORMAT.encode()),

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal
 
+from spo.disk_space import told_when_full
 from spo.errors import FieldViolation, InvalidInput
 from spo.experience.parquet_child import PRINTED_BYTES, REFUSED
 
@@ -70,7 +71,7 @@ def _parquet_lines(body: bytes) -> Iterator[bytes]:
     """What the confined reader prints; its output is bounded too, since small files may unpack to anything."""
     with tempfile.TemporaryDirectory(prefix="spo-upload-") as folder:
         path, printed, said = (os.path.join(folder, name) for name in ("upload.parquet", "rows", "errors"))
-        with open(path, "wb") as stream:
+        with told_when_full(folder, len(body)), open(path, "wb") as stream:
             stream.write(body)
         with open(printed, "wb") as rows, open(said, "wb") as errors:
             status = _run_confined(path, rows, errors)

@@ -145,6 +145,11 @@ class JudgeClient:
             if self._embedded:
                 self._embedded.stop()
 
+    def judge_by(self, test_set: TestSet) -> None:
+        """Judge by another test set from now on; not while calls are under way. Raises SpoError where it is refused."""
+        self.test_set = test_set
+        self._upload(self._connected())
+
     def describe(self) -> DescribeJudgeResponse:
         """What the judge is. Raises SpoError."""
         described: DescribeJudgeResponse = self._connected().call("DescribeJudge", DescribeJudgeRequest())

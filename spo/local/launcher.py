@@ -1,6 +1,6 @@
 """The whole platform on one machine: Redis and every service as children of this process.
 
-    children   redis, orchestrator, sandbox-judge, replay-buffer, inference, value-estimation, trainer
+    children   redis, orchestrator, sandbox-judge, verifier, replay-buffer, inference, value-estimation, trainer
     in         settings of this module (SPO_LAUNCHER_*), SPO_REDIS_URL for a Redis of one's own
     out        <runs>/<name>/state.json (who runs where), <runs>/<name>/logs/<service>.log
 
@@ -22,7 +22,7 @@ from pathlib import Path
 import httpx
 import psutil
 import redis
-from pydantic import Field
+from pydantic import AliasChoices, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from spo.errors import Conflict, NotReady
@@ -38,18 +38,29 @@ from spo.service.settings import PlatformSettings
 
 log = get_logger("launcher")
 
-SERVICES = ("orchestrator", "sandbox-judge", "replay-buffer", "inference", "value-estimation", "trainer")
+# The verifiers too, whether or not a job needs them: without a model they are small, and a job finds them ready.
+SERVICES = ("orchestrator", "sandbox-judge", "verifier", "replay-buffer", "inference", "value-estimation", "trainer")
 REDIS = "redis"
-PREFERRED_HTTP_PORT = 8080
 DEATHS_BEFORE_READY = 3
+# glibc raises its thresholds with every large tensor that is freed, until tensors lie between small objects and their
+# memory never goes back: fixed ones keep a sixth of a trainer's peak, at no measurable cost in time.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20), "MALLOC_TRIM_THRESHOLD_": str(8 << 20)}
 
 
 class LauncherSettings(BaseSettings):
     """SPO_LAUNCHER_*: how the platform runs on one machine."""
 
-    model_config = SettingsConfigDict(env_prefix="SPO_LAUNCHER_", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="SPO_LAUNCHER_", extra="ignore", frozen=True, populate_by_name=True)
 
     runs_path: Path = Field(default=Path("runs"), description="Logs, state and reports of every launch.")
+    http_port: int = Field(
+        default=8080,
+        ge=0,
+        le=65535,
+        description="Of the API; 0: any. One that is set is taken or refused, the default gives way where it is taken.",
+        # The orchestrator's own name for it counts too: people know it from compose and the chart.
+        validation_alias=AliasChoices("SPO_LAUNCHER_HTTP_PORT", "SPO_ORCHESTRATOR_HTTP_PORT"),
+    )
     start_seconds: float = Field(default=240, gt=0, description="Longest wait until every service is ready.")
     drain_seconds: float = Field(default=10, gt=0, description="Grace of each service after SIGTERM.")
     trainer_ranks: int = Field(default=1, ge=1, le=64, description="Processes of the trainer; above 1 by torchrun.")
@@ -141,6 +152,17 @@ class LocalPlatform:
                 continue
         return total
 
+    def cpu_seconds(self) -> dict[str, float]:
+        """Processor time that each child has taken in its present life, with all its descendants."""
+        found = {}
+        for child in self.services():
+            try:
+                tree = [root := psutil.Process(child["pid"] or 0), *root.children(recursive=True)]
+                found[child["name"]] = sum(sum(process.cpu_times()[:4]) for process in tree)
+            except psutil.Error:
+                continue
+        return found
+
     def services(self) -> list[ChildStatus]:
         """Name, pid, restarts and address of every child."""
         return [child.status for child in self.children]
@@ -153,7 +175,11 @@ class LocalPlatform:
         return "\n".join(lines)
 
     def _plan(self) -> list[Child]:
-        ports = free_ports([*SERVICES, "http", REDIS, "torchrun"], preferred={"http": PREFERRED_HTTP_PORT})
+        ports = free_ports([*SERVICES, "http", REDIS, "torchrun"], preferred={"http": self.settings.http_port})
+        if "http_port" in self.settings.model_fields_set and ports["http"] != (
+            self.settings.http_port or ports["http"]
+        ):
+            raise Conflict(f"port {self.settings.http_port} is taken by another program", code="port_taken")
         self.http_url = f"http://127.0.0.1:{ports['http']}"
         own_redis = os.environ.get("SPO_REDIS_URL")
         if own_redis:
@@ -209,6 +235,7 @@ class LocalPlatform:
         addresses = {f"SPO_{_underscored(name).upper()}_ADDRESS": f"127.0.0.1:{ports[name]}" for name in SERVICES}
         threads = os.environ.get("OMP_NUM_THREADS", "1")
         return {
+            **MALLOC,
             **os.environ,
             **addresses,
             "SPO_REDIS_URL": self.redis_url,
@@ -276,6 +303,9 @@ def free_ports(names: list[str], preferred: dict[str, int]) -> dict[str, int]:
         for name in names:
             for port in (preferred.get(name, 0), 0):
                 probe = held.enter_context(socket.socket())
+                # As servers do: connections that ended a moment ago, of the platform before, hold no port. Not for any
+                # port: two sockets could then be given the same one.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port != 0))
                 try:
                     probe.bind(("127.0.0.1", port))
                 except OSError:

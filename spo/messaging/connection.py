@@ -10,8 +10,12 @@ import redis
 
 from spo.errors import InternalError, NotReady, SpoError, Unreachable
 from spo.messaging.redis_client import RedisClient
+from spo.observability.logs import get_logger
+
+log = get_logger("redis")
 
 OPERATION_TIMEOUT_SECONDS = 30.0
+TELL_SECONDS = 5.0
 
 
 def connect(url: str, wait_seconds: float = 30.0) -> RedisClient:
@@ -22,6 +26,7 @@ def connect(url: str, wait_seconds: float = 30.0) -> RedisClient:
     """
     client = open_client(url, OPERATION_TIMEOUT_SECONDS, connect_seconds=5.0)
     deadline = time.monotonic() + wait_seconds
+    told_at = time.monotonic()
     while True:
         try:
             client.ping()
@@ -38,6 +43,10 @@ def connect(url: str, wait_seconds: float = 30.0) -> RedisClient:
                     "start it or set SPO_REDIS_URL",
                     code="redis_unreachable",
                 ) from error
+            if time.monotonic() - told_at > TELL_SECONDS:
+                told_at = time.monotonic()
+                # Loading its data is among the reasons, and can take minutes.
+                log.warning("waiting for Redis", at=public_address(url), reason=str(error), seconds=wait_seconds)
             time.sleep(0.2)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -108,6 +109,9 @@ class MlflowSink:
     def __init__(self, tracking_uri: str, job_id: str, name: str) -> None:
         from mlflow import MlflowClient
 
+        if is_file_store(tracking_uri):
+            # MLflow 3 refuses folders unless it is told that they are meant; whoever names one means it.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._client = MlflowClient(tracking_uri=tracking_uri)
         known = self._client.get_experiment_by_name("spo")
         experiment = known.experiment_id if known else self._client.create_experiment("spo")
@@ -127,8 +131,8 @@ class MlflowSink:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        # An MLflow name has no "@"; one call holds at most 1000 metrics, which is one transaction in a store.
-        metrics = [Metric(f"{curve}/{tag.replace('@', '_at_')}", value, now, step) for tag, value in scalars.items()]
+        # One call holds at most 1000 metrics, which is one transaction in a store.
+        metrics = [Metric(mlflow_name(curve, name), value, now, step) for name, value in scalars.items()]
         self._client.log_batch(self._run_id, metrics=metrics[:1000])
 
     def flush(self) -> None:
@@ -136,6 +140,18 @@ class MlflowSink:
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
+
+
+def mlflow_name(curve: str, name: str) -> str:
+    """A scalar's name in MLflow: without "@", and no folder below the curve's, since its file stores make folders of
+    slashes and "log_ratio" could not lie beside "log_ratio/online".
+    """
+    return f"{curve}/{name.replace('@', '_at_').replace('/', '.')}"
+
+
+def is_file_store(tracking_uri: str) -> bool:
+    """Whether MLflow keeps runs of this URI in a folder."""
+    return urlsplit(tracking_uri).scheme in ("", "file")
 
 
 class WandbSink:

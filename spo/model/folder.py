@@ -1,14 +1,20 @@
 """What may be loaded as a model: a local folder of safetensors weights and JSON, with nothing in it that runs.
 
-Pickled weights and custom code execute whatever their author wrote, so a folder that holds any is refused as a whole.
+Pickled weights and custom code execute whatever their author wrote: a folder with code is refused as a whole, and
+pickled weights may only lie beside safetensors that every loader here prefers, as files that nobody opens.
+A path comes from whoever submits a job: nothing is opened but regular files, of limited size, and no tree is walked
+beyond the few entries that a model has.
 """
 
 import json
+import os
+import stat
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from blake3 import blake3
 
@@ -27,51 +33,91 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 INDEX_FILE = "model.safetensors.index.json"
-JSON_BYTES_MAXIMUM = 64 << 20
-HEADER_BYTES_MAXIMUM = 100 << 20
+WEIGHTS_FILE = "model.safetensors"
+GENERATION_FILE = "generation_config.json"
+# With it, libraries load weights from whatever place it names.
+ADAPTER_FILE = "adapter_config.json"
+# Read by libraries that have a process of their own for it (`check_tokenizer`): too large to be parsed here.
+LARGE_FILES = frozenset({"tokenizer.json", "vocab.json"})
+JSON_BYTES_MAXIMUM = 16 << 20
+TOKENIZER_BYTES_MAXIMUM = 64 << 20
+HEADER_BYTES_MAXIMUM = 16 << 20
+ENTRIES_MAXIMUM = 2000
+DEPTH_MAXIMUM = 2
+
+
+# A file and what changes when its content does: replaced files have another inode or time.
+StampedFile = tuple[Path, tuple[int, int, int]]
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """An inspected folder; `model_hash` covers weights, config and tokenizer: it names pi0 in every stored value."""
+    """An inspected folder, and the facts of its config.json that decide whether it can be served."""
 
     path: Path
-    model_hash: str
     architecture: str
+    config: dict[str, Any]
     safetensors_files: tuple[Path, ...]
+    tokenizer_files: tuple[Path, ...]
     weight_bytes: int
-    has_tokenizer: bool
+    # Ids of tokens that end a response, as config.json and generation_config.json have them.
+    end_token_ids: tuple[int, ...]
+    # What makes the model what it is: configuration, tokenizer, weights.
+    content: tuple[StampedFile, ...]
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return bool(self.tokenizer_files)
+
+    @cached_property
+    def model_hash(self) -> str:
+        """One digest over names and contents: it names pi0 in every stored value. Reads all weights the first time."""
+        return _digest(self.content)
 
 
 def inspect_model_folder(path: str | Path) -> ModelFolder:
     """Return what the folder holds; InvalidInput with pointer /model/path says why it may not be loaded."""
-    folder = Path(path)
-    if not folder.is_dir():
-        raise _refused(f"{folder} is not a folder")
-    files = _files_inside(folder.resolve())
-    _refuse_what_runs(files)
-    weights = sorted(file for file in files if file.suffix == ".safetensors")
-    config_file = folder.resolve() / "config.json"
-    if config_file not in files:
-        raise _refused(f"{folder} holds no config.json")
-    if not weights:
-        raise _refused(f"{folder} holds no *.safetensors weights")
+    try:
+        return _inspect(Path(path))
+    except OSError as error:
+        # No right to read it, a name that is too long, a file that went away meanwhile.
+        raise _refused(f"it cannot be read: {error.strerror}") from error
+    except (ValueError, RuntimeError) as error:
+        # A NUL byte, or a circle of links.
+        raise _refused(f"{error}") from error
+
+
+def _inspect(given: Path) -> ModelFolder:
+    if not given.is_dir():
+        raise _refused(f"{given} is not a folder")
+    folder = given.resolve()
+    config_file = folder / "config.json"
+    if not config_file.exists():
+        hint = "; name the snapshot in it" if (folder / "snapshots").is_dir() else ""
+        raise _refused(f"{given} holds no config.json{hint}")
+    files = _files_inside(folder)
+    weights = _weights(folder, files)
+    _refuse_what_runs(folder, files)
     config = _read_json(config_file)
     _refuse_auto_map(config, config_file)
-    tokenizer_files = [folder.resolve() / name for name in TOKENIZER_FILES if folder.resolve() / name in files]
+    tokenizer_files = [folder / name for name in TOKENIZER_FILES if folder / name in files]
     for file in tokenizer_files:
-        if file.suffix == ".json":
+        if file.stat().st_size > TOKENIZER_BYTES_MAXIMUM:
+            raise _refused(f"{file.name} is larger than {TOKENIZER_BYTES_MAXIMUM} bytes")
+        if file.suffix == ".json" and file.name not in LARGE_FILES:
             _refuse_auto_map(_read_json(file), file)
     for file in weights:
         _check_safetensors(file)
-    _check_shards_are_there(folder.resolve() / INDEX_FILE, files)
+    ends, decisive = _end_tokens(config, folder / GENERATION_FILE)
     return ModelFolder(
-        path=folder,
-        model_hash=_digest(tuple((file, _stamp(file)) for file in (config_file, *tokenizer_files, *weights))),
+        path=given,
         architecture=_architecture(config, config_file),
+        config=config,
         safetensors_files=tuple(weights),
+        tokenizer_files=tuple(tokenizer_files),
         weight_bytes=sum(file.stat().st_size for file in weights),
-        has_tokenizer=bool(tokenizer_files),
+        end_token_ids=ends,
+        content=tuple((file, _stamp(file)) for file in (config_file, *decisive, *tokenizer_files, *weights)),
     )
 
 
@@ -79,33 +125,98 @@ def _refused(reason: str) -> InvalidInput:
     return InvalidInput(
         "the model folder cannot be used",
         code="model_refused",
-        violations=(FieldViolation(pointer="/model/path", message=reason),),
+        violations=(FieldViolation(pointer="/model/path", message=reason[:500]),),
     )
 
 
 def _files_inside(folder: Path) -> frozenset[Path]:
-    files = [entry for entry in folder.rglob("*") if not entry.is_dir()]
-    for entry in folder.rglob("*"):
-        if not entry.exists():
-            raise _refused(f"{entry.name} is a link to nothing")
-        if not entry.resolve().is_relative_to(folder):
-            raise _refused(f"{entry.name} is a link that leaves the folder")
+    files = set()
+    for count, entry in enumerate(_entries(folder, 0)):
+        if count >= ENTRIES_MAXIMUM:
+            raise _refused(f"it holds more than {ENTRIES_MAXIMUM} files and folders; a model has few")
+        path = Path(entry.path)
+        if entry.is_symlink():
+            if not path.exists():
+                raise _refused(f"{entry.name} is a link to nothing")
+            target = path.resolve()
+            if not target.is_relative_to(folder) and target.parent != _blobs(folder):
+                raise _refused(f"{entry.name} is a link that leaves the folder")
+        if entry.is_dir():
+            continue
+        if not entry.is_file():
+            raise _refused(f"{entry.name} is no regular file")
+        files.add(path)
     return frozenset(files)
 
 
-def _refuse_what_runs(files: frozenset[Path]) -> None:
+def _blobs(folder: Path) -> Path | None:
+    """Where Hugging Face's cache keeps what the links of a snapshot lead to: models--NAME/blobs; None elsewhere."""
+    cached = folder.parent.parent
+    return cached / "blobs" if folder.parent.name == "snapshots" and cached.name.startswith("models--") else None
+
+
+def _entries(folder: Path, depth: int) -> Iterator[os.DirEntry[str]]:
+    """What the folder holds, and its subfolders; links to folders are named and not followed."""
+    with os.scandir(folder) as found:
+        for entry in found:
+            yield entry
+            if entry.is_dir(follow_symlinks=False):
+                if depth >= DEPTH_MAXIMUM:
+                    raise _refused(f"{entry.name} lies deeper than a model's folders do")
+                yield from _entries(Path(entry.path), depth + 1)
+
+
+def open_regular(file: Path) -> BinaryIO:
+    """Open a regular file for reading; never waits for a writer of a FIFO, and rings no device.
+
+    Raises InvalidInput when it is none, or was replaced by a link since it was looked at.
+    """
+    descriptor = os.open(file.resolve(), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC)
+    stream = os.fdopen(descriptor, "rb")
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        stream.close()
+        raise _refused(f"{file.name} is no regular file")
+    return stream
+
+
+def _weights(folder: Path, files: frozenset[Path]) -> list[Path]:
+    """The files that every loader here takes the weights from, whatever else lies beside them."""
+    if folder / INDEX_FILE in files:
+        shards = _read_json(folder / INDEX_FILE).get("weight_map")
+        if not isinstance(shards, dict) or not shards:
+            raise _refused(f"{INDEX_FILE} holds no weight_map")
+        names = sorted({str(shard) for shard in shards.values()})
+        for name in names:
+            if folder / name not in files:
+                raise _refused(f"{INDEX_FILE} names {name}, which is not there")
+        return [folder / name for name in names]
+    weights = sorted(file for file in files if file.suffix == ".safetensors" and file.parent == folder)
+    if not weights:
+        raise _refused(f"{folder} holds no *.safetensors weights")
+    if folder / WEIGHTS_FILE in files and len(weights) > 1:
+        names = [file.name for file in weights]
+        raise _refused(f"no {INDEX_FILE} says which of {', '.join(names)} are the weights")
+    return weights
+
+
+def _refuse_what_runs(folder: Path, files: frozenset[Path]) -> None:
+    preferred = folder / INDEX_FILE in files or folder / WEIGHTS_FILE in files
+    if folder / ADAPTER_FILE in files:
+        raise _refused(f"{ADAPTER_FILE} makes it an adapter of another model: merge it into that first")
     for file in sorted(files):
-        if file.suffix.lower() in PICKLED_SUFFIXES:
-            raise _refused(f"{file.name} may hold pickled objects; only safetensors weights are loaded")
+        if file.suffix.lower() in PICKLED_SUFFIXES and not preferred:
+            raise _refused(f"{file.name} may hold pickled objects, and there is no {WEIGHTS_FILE} to load in its place")
         if file.suffix.lower() in CODE_SUFFIXES:
             raise _refused(f"{file.name} is code; models with custom code are not loaded")
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    if file.stat().st_size > JSON_BYTES_MAXIMUM:
+    with open_regular(file) as stream:
+        text = stream.read(JSON_BYTES_MAXIMUM + 1)
+    if len(text) > JSON_BYTES_MAXIMUM:
         raise _refused(f"{file.name} is larger than {JSON_BYTES_MAXIMUM} bytes")
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _refused(f"{file.name} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
@@ -127,8 +238,8 @@ def _architecture(config: dict[str, Any], config_file: Path) -> str:
 
 def _check_safetensors(file: Path) -> None:
     """Read the header as the format defines it: 8 bytes of length, JSON, then exactly the bytes it promises."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
         prefix = stream.read(8)
         header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
         if header_bytes > min(size - 8, HEADER_BYTES_MAXIMUM):
@@ -143,25 +254,29 @@ def _check_safetensors(file: Path) -> None:
         raise _refused(f"{file.name} holds {size - 8 - header_bytes} bytes of weights but its header says {promised}")
 
 
-def _check_shards_are_there(index_file: Path, files: frozenset[Path]) -> None:
-    if index_file not in files:
-        return
-    shards = _read_json(index_file).get("weight_map")
-    if not isinstance(shards, dict):
-        raise _refused(f"{index_file.name} holds no weight_map")
-    for shard in sorted({str(shard) for shard in shards.values()}):
-        if index_file.parent / shard not in files:
-            raise _refused(f"{index_file.name} names {shard}, which is not there")
+def _end_tokens(config: dict[str, Any], generation_file: Path) -> tuple[tuple[int, ...], tuple[Path, ...]]:
+    """Ids of both files in their order, and the second file where it adds any: then it makes the model what it is."""
+    text = config.get("text_config")
+    ends = dict.fromkeys(_ids(config) or (_ids(text) if isinstance(text, dict) else ()))
+    if not generation_file.exists():
+        return tuple(ends), ()
+    added = [each for each in _ids(_read_json(generation_file)) if each not in ends]
+    return (*ends, *added), (generation_file,) if added else ()
+
+
+def _ids(config: dict[str, Any]) -> tuple[int, ...]:
+    given = config.get("eos_token_id")
+    listed = given if isinstance(given, list) else [given]
+    return tuple(each for each in listed if type(each) is int and 0 <= each < 1 << 31)
 
 
 def _stamp(file: Path) -> tuple[int, int, int]:
-    """Return what changes when a file's content does: replaced files have another inode or time."""
     status = file.stat()
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 @lru_cache(maxsize=64)
-def _digest(stamped_files: tuple[tuple[Path, tuple[int, int, int]], ...]) -> str:
+def _digest(stamped_files: tuple[StampedFile, ...]) -> str:
     """Return one digest over names and contents; the stamps are only there to make the cache miss after a change."""
     total = blake3()
     for file, _ in stamped_files:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import time
@@ -11,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
+
+from spo.observability.job_lines import job_line
 
 _SECRET_NAME = re.compile(r"(?i)(password|secret|token|api_?key|authorization)$")
 # Lines that wait for the next heartbeat, which takes them to the orchestrator; the oldest give way.
@@ -22,7 +23,7 @@ _TOKEN = re.compile(r"\b(spo_[0-9a-f]{16}_|(?i:bearer|basic)\s+)[\w.~+/=-]{8,}")
 
 @dataclass(frozen=True)
 class Line:
-    """A redacted line as written; run_id is empty where it concerns no run, or several."""
+    """A redacted line as people of the job read it; run_id is empty where it concerns no run, or several."""
 
     run_id: str
     level: str
@@ -48,7 +49,7 @@ def lines_concern_run(run_id: str) -> None:
 
 def _keep(_logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
     run_id = str(event.get("run") or event.get("job") or _process_run.run_id)
-    waiting.append(Line(run_id, method, int(time.time() * 1000), json.dumps(event, default=repr)))
+    waiting.append(Line(run_id, method, int(time.time() * 1000), job_line(event)))
     return event
 
 

@@ -57,7 +57,7 @@ QUICK = Size(
         "tasks": {"train_problems": 24, "evaluation_problems": 16},
         "value": {"samples": 16},
         "replay": {"min_online": 32, "error_buffer": 32},
-        "trainer": {"steps": 16, "batch_size": 32, "micro_batch_size": 32},
+        "trainer": {"steps": 16, "batch_size": 32},
         "evaluation": {"samples": 10},
     },
     problems={"p32": 8},

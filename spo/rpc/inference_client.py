@@ -79,8 +79,10 @@ class InferenceClient(RpcClient):
         except redis.RedisError as error:
             log.warning("the registry of replicas cannot be read", reason=str(error))
             return
-        oldest = time.time() * 1000 - SILENT_MS
-        heard = [raw for raw in stored if int.from_bytes(raw[:TIME_BYTES], "big") >= oldest]
+        # Against the newest heartbeat of all: no clock of ours counts, and while the orchestrator is away nobody ages.
+        beaten = [int.from_bytes(raw[:TIME_BYTES], "big") for raw in stored]
+        newest = max(beaten, default=0)
+        heard = [raw for raw, at in zip(stored, beaten, strict=True) if at >= newest - SILENT_MS]
         beats = [HeartbeatRequest.FromString(raw[TIME_BYTES:]) for raw in heard]
         found: dict[str, list[str]] = {}
         for beat in beats:

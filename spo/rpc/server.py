@@ -28,10 +28,16 @@ MOST_REASON_CHARACTERS = 500
 class _TypedErrors(grpc.ServerInterceptor):
     """Turns what a handler raises into a status with details; anything unexpected is logged and becomes INTERNAL."""
 
+    def __init__(self) -> None:
+        # Why methods are still to be added; "" once all are there.
+        self.loading = ""
+
     def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Any], handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
         handler = continuation(handler_call_details)
+        if handler is None and self.loading:
+            return grpc.unary_unary_rpc_method_handler(self._not_yet)
         if handler is None or handler.unary_unary is None:
             return handler
 
@@ -66,6 +72,9 @@ class _TypedErrors(grpc.ServerInterceptor):
             response_serializer=lambda answer: answer if isinstance(answer, bytes) else serialize(answer),
         )
 
+    def _not_yet(self, request: object, context: grpc.ServicerContext) -> None:
+        context.abort_with_status(status_of(errors.NotReady(f"the service starts: {self.loading}")))
+
 
 class _Health(health.HealthServicer):  # type: ignore[misc]
     """The standard health check, whose trailing metadata says why it is not SERVING."""
@@ -81,12 +90,13 @@ class _Health(health.HealthServicer):  # type: ignore[misc]
 
 
 class RpcServer:
-    """A gRPC server with health checking; `add` registers servicers before `start`."""
+    """A gRPC server with health checking; servicers are added before `start`, or after it while it says `loading`."""
 
     def __init__(self, host: str, port: int, max_workers: int = 16) -> None:
+        self._typed_errors = _TypedErrors()
         self.server = grpc.server(
             futures.ThreadPoolExecutor(max_workers=max_workers, thread_name_prefix="rpc"),
-            interceptors=[_TypedErrors()],
+            interceptors=[self._typed_errors],
             options=[
                 *OPTIONS,
                 ("grpc.so_reuseport", 0),
@@ -97,20 +107,40 @@ class RpcServer:
         )
         self.health = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
+        self._obstacle = ""
         self.set_serving(False)
         self.port = self.server.add_insecure_port(f"{host}:{port}")
         self.address = f"{host}:{self.port}"
 
     def set_serving(self, serving: bool, reason: str = "") -> None:
         """Readiness as seen by the standard gRPC health check; `spo.rpc.healthcheck` shows the reason why not."""
+        self._serving, self._reason = serving, reason
+        self._say()
+
+    def set_obstacle(self, reason: str) -> None:
+        """Something without which the service is not ready, whatever else is said; "" when it is out of the way."""
+        if reason != self._obstacle:
+            self._obstacle = reason
+            self._say()
+
+    def _say(self) -> None:
+        serving, reason = self._serving and not self._obstacle, self._reason or self._obstacle
         # Metadata takes printable ASCII.
         printable = " ".join(reason.split()).encode("ascii", "replace").decode()
         self.health.reason = "" if serving else printable[:MOST_REASON_CHARACTERS]
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         self.health.set("", status)
 
-    def start(self) -> None:
+    def start(self, loading: str = "") -> None:
+        """Answer from now on; loading: why servicers are still to come, until `loaded`."""
+        self._typed_errors.loading = loading
+        if loading:
+            self.set_serving(serving=False, reason=loading)
         self.server.start()
+
+    def loaded(self) -> None:
+        """All servicers are there."""
+        self._typed_errors.loading = ""
 
     def stop(self, grace_seconds: float) -> None:
         self.health.enter_graceful_shutdown()

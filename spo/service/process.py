@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -15,9 +17,11 @@ from types import TracebackType
 from ulid import ULID
 
 from spo.errors import SpoError
+from spo.messaging.streams.holder import THIS_PROCESS
 from spo.observability import metrics, tracing
 from spo.observability.logs import MAX_WAITING, Line, configure_logs, get_logger, waiting
 from spo.rpc.client import RpcClient
+from spo.rpc.long_polls import ANSWERING_THREADS
 from spo.rpc.server import RpcServer
 from spo.service.settings import ServiceSettings
 from spo.v1 import orchestrator_service_pb2 as orchestrator
@@ -37,6 +41,7 @@ class ServiceProcess:
 
     Fill `server` with servicers and `workers` with functions that return when their stop event is set, then `run()`.
     `report` fills in the heartbeat's changing fields, `on_heartbeat` receives the orchestrator's answer.
+    `long_polls`: how many of the servicers' calls may wait at once, beside those that answer quickly.
     """
 
     pool: str
@@ -46,14 +51,16 @@ class ServiceProcess:
     report: Callable[[orchestrator.HeartbeatRequest], None] = lambda request: None
     on_heartbeat: Beat = lambda response: None
     on_drain: Callable[[], None] = lambda: None
-    rpc_threads: int = 16
+    long_polls: int = 0
     stop: threading.Event = field(default_factory=threading.Event)
     failed: bool = field(default=False, init=False)
+    _answers_probes: bool = field(default=False, init=False)
+    _drained_by: float = field(default=math.inf, init=False)
 
     def __post_init__(self) -> None:
         configure_logs(self.pool, self.settings.log_level, self.settings.log_format)
         sys.excepthook = _say_why_it_cannot_start
-        self.server = RpcServer(self.settings.host, self.settings.port, self.rpc_threads)
+        self.server = RpcServer(self.settings.host, self.settings.port, self.long_polls + ANSWERING_THREADS)
         self.replica_id = f"{self.pool}-{ULID()}".lower()
         tracing.configure_traces(self.pool, self.replica_id, self.settings.traces_endpoint)
 
@@ -63,26 +70,44 @@ class ServiceProcess:
             return f"{socket.gethostname()}:{self.server.port}"
         return self.settings.advertise_address or self.server.address
 
+    def answer_probes(self, loading: str) -> None:
+        """Answer probes from now on, before the libraries of the role are imported: not ready, and why."""
+        self._answers_probes = True
+        self._answer(loading)
+
+    def _answer(self, loading: str = "") -> None:
+        metrics.serve_metrics(self.settings.host, self.settings.metrics_port)
+        self.server.start(loading)
+
     def run(self) -> int:
         """Serve until SIGTERM or SIGINT or until a worker fails; returns the exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self.stop.set())
-        metrics.serve_metrics(self.settings.host, self.settings.metrics_port)
-        self.server.start()
+        if self._answers_probes:
+            self.server.loaded()
+        else:
+            self._answer()
         threads = [self._thread(worker) for worker in [*self.workers, self._heartbeats]]
         self.server.set_serving(True)
         log.info("serving", address=self.address, pid=os.getpid(), replica=self.replica_id)
         # With a limit: the kernel may give SIGTERM to another thread, and its handler runs only when this one wakes.
         while not self.stop.wait(1.0):
-            pass
+            self.server.set_obstacle(THIS_PROCESS.obstacle())
         return self._drain(threads)
+
+    @property
+    def drain_seconds_left(self) -> float:
+        """What is left of the grace after SIGTERM, for what is closed after `run`."""
+        return max(0.0, min(self.settings.drain_seconds, self._drained_by - time.monotonic()))
 
     def _drain(self, threads: list[threading.Thread]) -> int:
         log.info("draining", grace_seconds=self.settings.drain_seconds)
+        # One for the whole process: whoever sent SIGTERM counts no threads.
+        self._drained_by = time.monotonic() + self.settings.drain_seconds
         self.server.set_serving(False)
         self.on_drain()
         for thread in threads:
-            thread.join(self.settings.drain_seconds)
+            thread.join(self.drain_seconds_left)
         unfinished = [thread.name for thread in threads if thread.is_alive()]
         self.server.stop(min(5.0, self.settings.drain_seconds))
         tracing.finish_traces()

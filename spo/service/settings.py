@@ -37,6 +37,11 @@ class PlatformSettings(BaseSettings):
     replay_buffer_address: str = "127.0.0.1:7073"
     value_estimation_address: str = "127.0.0.1:7074"
     trainer_address: str = "127.0.0.1:7075"
+    verifier_address: str = "127.0.0.1:7076"
+    verifier_http_hosts: list[str] = Field(
+        default=[],
+        description="Hosts that verifiers may ask (JSON list): name (ports 80 and 443) or name:port. Empty: none.",
+    )
     state_path: Path = Field(default=Path(".spo"), description="Weights, checkpoints and caches live below it.")
     experience_url: str = Field(
         default="",

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from spo.algorithm.sources import SourceName
-from spo.spec.section import Section, Share, Temperature
+from spo.spec.section import MOST_COUNT, Section, Share, Temperature, TopP
 from spo.spec.violations import impossible
 
 
@@ -15,8 +15,8 @@ class RolloutSpec(Section):
     """How online trajectories are sampled; temperatures are drawn per sample from U(a, b)."""
 
     samples_per_prompt: int = Field(default=4, ge=1, le=4096)
-    temperature: Temperature | tuple[Temperature, Temperature] = (0.1, 0.8)
-    top_p: float = Field(default=0.95, gt=0, le=1)
+    temperature: Temperature | tuple[Temperature, Temperature] = 1.0
+    top_p: TopP = 1.0
     follow: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9_.-]{1,200}$",
@@ -58,32 +58,38 @@ class SourceMix(Section):
         le=0.5,
         description="Serve only prompts with sqrt(p(1-p)) >= this, p their success rate under pi0.",
     )
-    max_age_versions: int | None = Field(default=None, ge=0, description="Oldest served, in weight versions.")
+    max_age_versions: int | None = Field(
+        default=None, ge=0, le=MOST_COUNT, description="Oldest served, in weight versions."
+    )
 
 
 class ReplaySpec(Section):
     """What the buffer keeps and serves; live sources are online and shared, the limiter is in Reverb's terms."""
 
-    mix: tuple[SourceMix, ...] = (
-        SourceMix(source="online", share=0.5),
-        SourceMix(source="reference", share=0.25, correct_only=True),
-        SourceMix(source="human", share=0.25),
+    mix: tuple[SourceMix, ...] = Field(
+        default=(
+            SourceMix(source="online", share=0.5),
+            SourceMix(source="reference", share=0.5, correct_only=True),
+        ),
+        max_length=16,
     )
     online_capacity: int = Field(
-        default=2048, ge=1, description="Newest trajectories of a live source kept for sampling."
+        default=2048, ge=1, le=MOST_COUNT, description="Newest trajectories of a live source kept for sampling."
     )
-    offline_per_prompt: int = Field(default=12, ge=1, description="Kept per prompt and offline source.")
-    min_online: int = Field(default=64, ge=0, description="Live trajectories needed before the first batch.")
+    offline_per_prompt: int = Field(default=12, ge=1, le=MOST_COUNT, description="Kept per prompt and offline source.")
+    min_online: int = Field(
+        default=64, ge=0, le=MOST_COUNT, description="Live trajectories needed before the first batch."
+    )
     samples_per_insert: float = Field(default=2.0, gt=0, le=1e6, description="Times a live trajectory is served.")
-    error_buffer: int = Field(default=256, ge=1, description="Slack of the limiter, live samples.")
+    error_buffer: int = Field(default=256, ge=1, le=MOST_COUNT, description="Slack of the limiter, live samples.")
     unit: Literal["trajectory", "group"] = Field(
         default="trajectory", description="`group`: online trajectories are drawn with all samples of their group."
     )
     max_times_sampled: int | None = Field(
-        default=None, ge=1, description="A live trajectory is served at most so often."
+        default=None, ge=1, le=MOST_COUNT, description="A live trajectory is served at most so often."
     )
     max_staleness: int = Field(
-        default=50, ge=0, description="Oldest policy version served, in versions behind its run."
+        default=50, ge=0, le=MOST_COUNT, description="Oldest policy version served, in versions behind its run."
     )
 
     @property

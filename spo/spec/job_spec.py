@@ -1,7 +1,8 @@
 """JobSpec: the science of a job, as a person writes it in YAML or JSON.
 
-Where a process lives (addresses, ports, folders) is not here but in `spo.service.settings`. Unknown fields are refused,
-specs are frozen, and every impossible combination is reported with the JSON pointer of its field by `parse_job_spec`.
+Where a process lives (addresses, ports, folders) is not here but in `spo.service.settings`. A spec that is
+submitted is checked by `parse_job_spec`: unknown fields are refused, and every impossible combination is reported with
+the JSON pointer of its field. A spec that is stored is read by `spec_from_json`, which only reads.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
 from spo.algorithm.sources import SourceName
 from spo.errors import InvalidInput
 from spo.spec.algorithm import PAPER_BETA, AlgorithmSpec, CriticSpec
 from spo.spec.experience import OfflineSpec, ReplaySpec, RolloutSpec, SourceMix, StoredExperience
+from spo.spec.lora import LoraSpec
 from spo.spec.rules import violations
 from spo.spec.section import Section
+from spo.spec.stored import STORED, read_stored
 from spo.spec.tasks import ModelSpec, RewardSpec, TasksSpec
 from spo.spec.training import CollapseGuardSpec, EvaluationSpec, TrainerSpec
 from spo.spec.value import PivotalSpec, SequentialSpec, ValueSpec
@@ -29,6 +32,7 @@ __all__ = [
     "CriticSpec",
     "EvaluationSpec",
     "JobSpec",
+    "LoraSpec",
     "ModelSpec",
     "OfflineSpec",
     "PivotalSpec",
@@ -52,7 +56,9 @@ class JobSpec(Section):
     """Everything that defines a run; equal specs and seeds ask for the same experiment."""
 
     name: str = Field(default="job", min_length=1, max_length=200)
-    labels: dict[str, Annotated[str, Field(max_length=500)]] = Field(default_factory=dict, max_length=64)
+    labels: dict[Annotated[str, Field(min_length=1, max_length=200)], Annotated[str, Field(max_length=500)]] = Field(
+        default_factory=dict, max_length=64
+    )
     priority: int = Field(
         default=1,
         ge=1,
@@ -72,8 +78,8 @@ class JobSpec(Section):
     collapse_guard: CollapseGuardSpec = CollapseGuardSpec()
 
     @model_validator(mode="after")
-    def combination_is_possible(self) -> Self:
-        found = violations(self)
+    def combination_is_possible(self, info: ValidationInfo) -> Self:
+        found = [] if info.context == STORED else violations(self)
         if found:
             raise impossible(*found)
         return self
@@ -98,5 +104,8 @@ def spec_to_json(spec: JobSpec) -> str:
 
 
 def spec_from_json(text: str | bytes) -> JobSpec:
-    """The inverse of spec_to_json. Raises InvalidInput."""
-    return parse_job_spec(json.loads(text))
+    """The inverse of spec_to_json, lenient with what another release stored.
+
+    Raises NotReady (code "unreadable_document").
+    """
+    return read_stored(JobSpec, json.loads(text), "a job's spec")

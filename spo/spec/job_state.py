@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from spo.spec.stored import unreadable
+
 
 class JobState(StrEnum):
     QUEUED = "queued"
@@ -30,5 +32,13 @@ ESTIMATED = frozenset({JobState.RUNNING, JobState.PAUSING, JobState.PAUSED})
 
 
 def decode_state(stored: bytes | None) -> JobState | None:
-    """A state as Redis holds it; None for a job that was never submitted, or is deleted."""
-    return None if stored is None else JobState(stored.decode())
+    """A state as Redis holds it; None for a job that was never submitted, or is deleted.
+
+    Raises NotReady (code "unreadable_document") for a state of a later release.
+    """
+    if stored is None:
+        return None
+    try:
+        return JobState(stored.decode())
+    except ValueError:
+        raise unreadable(f"a job's state {stored.decode()}") from None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from spo.algorithm.monte_carlo import SoftValueEstimate
+from spo.algorithm.monte_carlo import SoftValueEstimate, q_from_rewards
 from spo.algorithm.value_posterior import Evidence, soft_value_estimate, unsolved_posterior
 from spo.algorithm.value_prior import BetaPrior
 from spo.spec.job_spec import JobSpec
@@ -32,15 +32,19 @@ def qhat_0(value: PromptValue, spec: JobSpec, beta: float | None = None) -> Soft
     """Qhat_0 with its interval, reward units; None for a prompt without samples, or one that is dropped.
 
     A prompt that no sample solved follows value.unsolved. keep, retry_hotter: at the posterior mean under Jeffreys'
-    prior, since the plain estimate is the lowest of all values that the data allow. floor: the worst reward. drop:
-    none. `beta` in place of the job's re-derives Q without new samples.
+    prior, since the plain estimate is the lowest of all values that the data allow. floor: the paper's formula, so the
+    worst reward where all samples earned it. drop: none.
+    `beta` in place of the job's temperature of values re-derives Q without new samples.
     """
     if not value.samples or spec.value is None:
         return None
     evidence = evidence_of(value, spec)
     if not evidence.solved and spec.value.unsolved == "drop":
         return None
-    found = soft_value_estimate(unsolved_posterior(evidence), spec.algorithm.beta if beta is None else beta)
+    used = spec.algorithm.temperature_of_values if beta is None else beta
+    found = soft_value_estimate(unsolved_posterior(evidence), used)
     if not evidence.solved and spec.value.unsolved == "floor":
-        return replace(found, q=evidence.worst)
+        # Partly right samples are worth more than the worst reward; the paper's formula says how much.
+        q = q_from_rewards(evidence.rewards, used) if evidence.rewards else evidence.worst
+        return replace(found, q=q)
     return found

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 from spo.errors import InvalidInput
 from spo.spec.tasks import RewardSpec
+from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.verdict_pb2 import (
     OUTCOME_ACCEPTED,
     OUTCOME_INTERNAL_ERROR,
@@ -21,11 +25,23 @@ _ACCEPTED = "accepted"
 def reward_of(verdict: Verdict, reward: RewardSpec) -> float:
     """scale * score + shift, at most 0; by default 0 for an accepted program and -1 for any other.
 
-    Raises InvalidInput on a verdict that decides nothing: none, or a judge that broke.
+    The score is the verdict's own where it has one. Raises InvalidInput on a verdict that decides nothing: none, a
+    judge or verifier that broke, or a score that is not between 0 and 1.
     """
+    require_decided([verdict])
     if verdict.outcome in (OUTCOME_UNSPECIFIED, OUTCOME_INTERNAL_ERROR):
         raise InvalidInput("only a verdict on the program earns a reward", code="no_verdict")
     return min(0.0, reward.scale * _score(verdict, reward) + reward.shift)
+
+
+def require_decided(verdicts: Iterable[Verdict]) -> None:
+    """Raises InvalidInput (code "verifier_failed") where what people wrote to decide by has failed.
+
+    The judge has tried it again: tomorrow it fails too. What failed of the judge itself has no reason here.
+    """
+    broken = next((each for each in verdicts if each.outcome == OUTCOME_INTERNAL_ERROR and each.detail), None)
+    if broken:
+        raise InvalidInput(f"the verifier failed: {broken.detail}", code="verifier_failed")
 
 
 def is_success(reward: float | None, spec: RewardSpec = _DEFAULT, *, outcome: str | None = None) -> bool:
@@ -41,15 +57,32 @@ def is_success(reward: float | None, spec: RewardSpec = _DEFAULT, *, outcome: st
     return reward is not None and reward >= spec.best - _ROUNDING * spec.scale
 
 
+def has_succeeded(trajectory: Trajectory, spec: RewardSpec) -> bool:
+    """Whether a trajectory solved its problem: its verdict decides, or its reward where it was rewarded without one."""
+    outcome = trajectory.verdict.outcome
+    return outcome == OUTCOME_ACCEPTED if outcome != OUTCOME_UNSPECIFIED else is_success(trajectory.reward, spec)
+
+
+def reaches(score: float, pass_score: float) -> bool:
+    """Whether a verifier's score makes a response right; a pass_score of 0 stands for 1."""
+    return score >= (pass_score or 1.0) - _ROUNDING
+
+
 def needs_all_tests(reward: RewardSpec) -> bool:
     """Whether the judge must go on after the first failed test."""
     return reward.score == "share_of_tests"
 
 
 def _score(verdict: Verdict, reward: RewardSpec) -> float:
-    """Between 0 and 1. A program that tried to break out earns nothing, whatever it printed before."""
+    """Between 0 and 1. What tried to break out earns nothing, whatever it printed before."""
+    if verdict.HasField("score") and not (math.isfinite(verdict.score) and 0 <= verdict.score <= 1):
+        raise InvalidInput(f"a score of {verdict.score:g} is not between 0 and 1", code="no_verdict")
+    if verdict.outcome == OUTCOME_SECURITY_VIOLATION:
+        return 0.0
+    if verdict.HasField("score"):
+        return verdict.score
     if verdict.outcome == OUTCOME_ACCEPTED:
         return 1.0
-    if reward.score == "all_tests" or verdict.outcome == OUTCOME_SECURITY_VIOLATION or not verdict.tests_total:
+    if reward.score == "all_tests" or not verdict.tests_total:
         return 0.0
     return verdict.tests_passed / verdict.tests_total

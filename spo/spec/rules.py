@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from spo.model.adapter_folder import NEVER_ADAPTED
 from spo.spec.section import LIVE_SOURCES
 
 if TYPE_CHECKING:
@@ -27,6 +28,12 @@ def values_are_there(spec: JobSpec) -> Iterator[Violation]:
         yield "value", "the objectives need Qhat_0, which `value` estimates"
 
 
+def something_is_done(spec: JobSpec) -> Iterator[Violation]:
+    """A job that trains nothing estimates values."""
+    if spec.trainer.steps == 0 and spec.value is None:
+        yield "trainer/steps", "without `value` a job of 0 steps would do nothing"
+
+
 def sources_exist(spec: JobSpec) -> Iterator[Violation]:
     """Each source with a share has somewhere to come from."""
     shares = {part.source: part.share for part in spec.replay.mix if part.share > 0}
@@ -36,6 +43,8 @@ def sources_exist(spec: JobSpec) -> Iterator[Violation]:
         yield "replay/mix", "a share of reference samples needs `value` and keep_reference_samples"
     if "human" in shares and not (spec.offline.human_solutions or spec.offline.wrong_human_solutions):
         yield "replay/mix", "a share of human solutions needs offline.human_solutions"
+    if "human" in shares and spec.tasks.environment is not None:
+        yield "replay/mix", "solutions that people wrote are no conversations: no share of human beside an environment"
     if "other_run" in shares and not spec.offline.experience:
         yield "replay/mix", "a share of other_run needs offline.experience"
     if "annotated" in shares and not pivotal and not spec.offline.experience:
@@ -75,7 +84,8 @@ def terms_can_use_their_sources(spec: JobSpec) -> Iterator[Violation]:
                 yield "rollout/samples_per_prompt", f"{term.objective} compares a prompt's samples: at least 2"
             if spec.replay.unit != "group":
                 yield "replay/unit", f"{term.objective} needs whole groups in a batch: unit group"
-            if spec.trainer.micro_batch_size < spec.rollout.samples_per_prompt:
+            size = spec.trainer.micro_batch_size
+            if size is not None and size < spec.rollout.samples_per_prompt:
                 yield (
                     "trainer/micro_batch_size",
                     f"{term.objective} needs whole groups in a forward: at least rollout.samples_per_prompt",
@@ -108,9 +118,22 @@ def pivotal_search_can_work(spec: JobSpec) -> Iterator[Violation]:
         yield "value/pivotal/sources", "no trajectory of these sources is kept"
     if spec.tasks.reward.score != "all_tests":
         yield "value/pivotal", "success rates need rewards that say yes or no: score all_tests"
+    if spec.tasks.environment is not None:
+        yield "value/pivotal", "the search goes on from the middle of a response, which no conversation does"
     served = any(part.source == "annotated" and part.share > 0 for part in spec.replay.mix)
     if pivotal.when == "idle" and served and not spec.offline.experience:
         yield "value/pivotal/when", "a share of annotated trajectories needs them before_training"
+
+
+def annotations_are_of_verdicts(spec: JobSpec) -> Iterator[Violation]:
+    """Annotations count rollouts as right or wrong, and know no scores between."""
+    if spec.tasks.verifier.kind == "program":
+        return
+    for term in spec.algorithm.losses:
+        if term.needs("annotations"):
+            yield "tasks/verifier", f"{term.objective} knows rollouts as right or wrong, and no scores between"
+    if spec.value and spec.value.pivotal:
+        yield "value/pivotal", "success rates need verdicts that say yes or no: not with tasks.verifier"
 
 
 def samplers_can_draw(spec: JobSpec) -> Iterator[Violation]:
@@ -171,16 +194,41 @@ def reference_can_be_refreshed(spec: JobSpec) -> Iterator[Violation]:
             yield f"algorithm/losses/{index}/objective", "annotations are of the first reference"
 
 
+def adapter_is_possible(spec: JobSpec) -> Iterator[Violation]:
+    """Linear layers inside the model can be adapted; the reference is the model without its adapter."""
+    lora = spec.model.lora
+    if lora is None:
+        return
+    for index, target in enumerate(lora.targets if isinstance(lora.targets, tuple) else ()):
+        if target.rpartition(".")[2] in NEVER_ADAPTED:
+            yield f"model/lora/targets/{index}", "the embedding and the last layer cannot be adapted"
+    if spec.algorithm.reference_refresh:
+        yield "algorithm/reference_refresh", "with model.lora the reference stays the model without its adapter"
+
+
+def offload_has_parts(spec: JobSpec) -> Iterator[Violation]:
+    """What is offloaded is this rank's part of a state that ZeRO has cut."""
+    trainer = spec.trainer
+    if trainer.offload == "optimizer" and trainer.zero_stage == 0:
+        yield "trainer/offload", "offloading the optimiser needs trainer.zero_stage 1, 2 or 3"
+    if trainer.offload == "optimizer_and_parameters" and trainer.zero_stage != 3:
+        yield "trainer/offload", "offloading parameters needs trainer.zero_stage 3"
+
+
 RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
     values_are_there,
+    something_is_done,
     sources_exist,
     terms_can_use_their_sources,
     groups_fit,
     pivotal_search_can_work,
+    annotations_are_of_verdicts,
     samplers_can_draw,
     turns_suffice,
     critic_belongs_to_ppo,
     schedule_fits,
     reference_can_be_refreshed,
     retried_samples_are_kept,
+    adapter_is_possible,
+    offload_has_parts,
 )

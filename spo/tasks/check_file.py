@@ -1,7 +1,8 @@
 """Reports on every row of a task file that nobody vouches for: `python -m spo.tasks.check_file FILE FORMAT`.
 
 A process of its own, confined in memory and time. Prints one JSON object: rows, problems, left_out (rows that no judge
-here can decide), duplicates, tests, with_solutions, difficulties, faults (the first thousand) and faults_total.
+here can decide), duplicates, tests, answers (problems that an answer solves), with_solutions, difficulties, faults (the
+first thousand, all those of a row) and faults_total.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ def check_file(file: Path, task_format: str) -> dict[str, Any]:
     seen: set[bytes] = set()
 
     def note(error: InvalidInput) -> None:
-        counts["faults_total"] += 1
-        place, _, message = error.message.removeprefix(f"{file}").removeprefix(", ").partition(": ")
-        if len(faults) < SHOWN_FAULTS:
-            faults.append({"place": place or "the file", "message": message[:500]})
+        for violation in error.violations:
+            counts["faults_total"] += 1
+            place, _, message = violation.message.removeprefix(f"{file}").removeprefix(", ").partition(": ")
+            if len(faults) < SHOWN_FAULTS:
+                faults.append({"place": place or "the file", "message": message[:500]})
 
     try:
         for record in read_records(file, columns, on_fault=note):
@@ -55,11 +57,12 @@ def check_file(file: Path, task_format: str) -> dict[str, Any]:
             counts["duplicates"] += statement in seen
             seen.add(statement)
             counts["tests"] += len(problem.tests.tests)
+            counts["answers"] += problem.tests.HasField("answer")
             counts["with_solutions"] += bool(problem.human_solutions)
             difficulties[problem.difficulty or "unknown"] += 1
     except InvalidInput as error:
         note(error)
-    names = ("rows", "left_out", "duplicates", "tests", "with_solutions", "faults_total")
+    names = ("rows", "left_out", "duplicates", "tests", "answers", "with_solutions", "faults_total")
     return {
         **{name: counts[name] for name in names},
         "problems": len(seen),

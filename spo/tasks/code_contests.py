@@ -6,9 +6,10 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from spo.tasks.faults import malformed
 from spo.tasks.problem import Problem
 from spo.tasks.published import STATEMENT_BYTES_MAXIMUM, Columns, ask_for_program, first_distinct, make_test_set
-from spo.tasks.records import Record, malformed, parse_record, read_records
+from spo.tasks.records import Record, parse_record, read_problems
 from spo.v1.verdict_pb2 import TestCase
 
 PYTHON3 = 3
@@ -76,8 +77,7 @@ class CodeContestsRecord(Columns):
 
 def read_code_contests(path: str | Path) -> Iterator[Problem]:
     """Yield the problems that read standard input and write standard output; others cannot be judged here."""
-    problems = map(code_contests_problem, read_records(path, CodeContestsRecord.model_fields))
-    return (problem for problem in problems if problem)
+    return read_problems(path, CodeContestsRecord.model_fields, code_contests_problem)
 
 
 def code_contests_problem(record: Record) -> Problem | None:
@@ -99,4 +99,5 @@ def code_contests_problem(record: Record) -> Problem | None:
         human_solutions=row.solutions.in_python(),
         wrong_solutions=row.incorrect_solutions.in_python(),
         difficulty=DIFFICULTIES[row.difficulty],
+        place=record.place,
     )

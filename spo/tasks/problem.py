@@ -1,24 +1,28 @@
-"""What a task set is made of: statements, the tests that decide the reward, programs known to be right or wrong."""
+"""What a task set is made of: statements, what decides the reward, responses known to be right or wrong."""
 
-import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 from blake3 import blake3
 
-from spo.v1.verdict_pb2 import Limits, TestSet
+from spo.tasks.extraction import fenced_program, language_tag
+from spo.v1.trajectory_pb2 import SEGMENT_KIND_ACTION, Trajectory
+from spo.v1.verdict_pb2 import OUTCOME_UNSPECIFIED, Limits, TestSet
 
 ResponseFormat = Literal["raw", "fenced"]
 
 DEFAULT_LIMITS = Limits(cpu_seconds=2.0, wall_seconds=10.0, memory_bytes=256 << 20, output_bytes=1 << 20, processes=16)
 
-_FENCED_BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
-
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of a task set; `difficulty` is the published level or, in the toy contest, the tier."""
+    """One problem of a task set; `difficulty` is the published level or, in the toy contest, the tier.
+
+    tests: of a program in `language`, or the rule for an answer in the language "text", whose solutions are responses.
+    arguments_json: what else of it a scoring function or service is told, as a JSON object. place: where a person finds
+    it in its file.
+    """
 
     statement: str
     tests: TestSet
@@ -27,6 +31,11 @@ class Problem:
     human_solutions: tuple[str, ...] = ()
     wrong_solutions: tuple[str, ...] = ()
     difficulty: str = ""
+    arguments_json: str = ""
+    place: str = field(default="", compare=False)
+    # The environment that answers the policy's turns, and how it is set up; "": a single turn.
+    environment: str = ""
+    environment_json: str = ""
 
     @cached_property
     def tests_digest(self) -> str:
@@ -36,7 +45,9 @@ class Problem:
     @cached_property
     def problem_id(self) -> str:
         """Return the digest of all that decides a reward, so that values of this problem outlive a run."""
-        parts = (self.statement, self.language, self.response_format, self.tests_digest)
+        parts = [self.statement, self.language, self.response_format, self.tests_digest]
+        if self.environment:
+            parts += [self.environment, self.environment_json]
         digest = blake3()
         for part in parts:
             encoded = part.encode()
@@ -52,13 +63,24 @@ class Problem:
         public.tests.extend(test for test in self.tests.tests if test.public)
         return public
 
+    @property
+    def shows_public_tests(self) -> bool:
+        """Whether a program has public tests whose outcome may be shown."""
+        return any(test.public for test in self.tests.tests)
+
+    @cached_property
+    def public_tests_digest(self) -> str:
+        """Return the address of the public tests alone."""
+        return tests_digest(self.public_tests)
+
 
 @dataclass(frozen=True)
 class TaskSets:
-    """Training and held-out problems of one job."""
+    """Training and held-out problems of one job; notes: what its person should know of how they were chosen."""
 
     train: tuple[Problem, ...]
     evaluation: tuple[Problem, ...]
+    notes: tuple[str, ...] = ()
 
 
 def tests_digest(test_set: TestSet) -> str:
@@ -66,14 +88,41 @@ def tests_digest(test_set: TestSet) -> str:
     return blake3(test_set.SerializeToString(deterministic=True)).hexdigest()
 
 
-def write_response(program: str, response_format: ResponseFormat) -> str:
+def write_response(program: str, response_format: ResponseFormat, language: str = "python") -> str:
     """Return the response that holds `program`, for programs that people wrote: the inverse of `extract_program`."""
-    return program if response_format == "raw" else f"```python\n{program.rstrip()}\n```"
+    return program if response_format == "raw" else f"```{language_tag(language)}\n{program.rstrip()}\n```"
 
 
-def extract_program(response_text: str, response_format: str) -> str:
-    """Cut the program out of a response: `raw` is the text itself, `fenced` the last python block or else the text."""
-    if response_format == "raw":
-        return response_text
-    blocks = _FENCED_BLOCK.findall(response_text)
-    return str(blocks[-1]) if blocks else response_text
+def program_of(trajectory: Trajectory, response_format: str, language: str = "") -> str:
+    """Cut the program out of a trajectory's response; what was reasoned before the answer holds none.
+
+    Of a conversation, the last action is the answer.
+    """
+    begin, end = _last_action(trajectory)
+    text = trajectory.response_text[max(begin, trajectory.reasoning_characters) : end]
+    return extract_program(text, response_format, language)
+
+
+def has_verdict(trajectory: Trajectory) -> bool:
+    """Whether its environment has decided about the trajectory, so that no judge is asked."""
+    return trajectory.HasField("verdict") and trajectory.verdict.outcome != OUTCOME_UNSPECIFIED
+
+
+def _last_action(trajectory: Trajectory) -> tuple[int, int]:
+    """Where the last action begins and ends in the response's text; all of it where there was a single turn."""
+    place, found = 0, (0, len(trajectory.response_text))
+    for segment in trajectory.segments:
+        if segment.kind == SEGMENT_KIND_ACTION:
+            found = place, place + segment.characters
+        place += segment.characters
+    return found
+
+
+def extract_program(response_text: str, response_format: str, language: str = "") -> str:
+    """Cut the program out of an answer: `raw` is the text itself, `fenced` a block of code or else the text.
+
+    language: as the task names it; "": not known. docs/extraction.md says which block. Time linear in the text,
+    whatever it holds.
+    """
+    found = None if response_format == "raw" else fenced_program(response_text, language)
+    return response_text if found is None else found

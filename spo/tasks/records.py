@@ -1,26 +1,32 @@
-"""Records of a task file, one at a time: JSONL, Parquet or Arrow; whatever is malformed is named by file and line.
+"""Records of a task file, one at a time: JSONL (also in gzip), Parquet or Arrow; faults are named by file and line.
 
 Files come from users, so sizes are bounded and nothing is ever unpickled.
 """
 
+import gzip
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from spo.errors import FieldViolation, InvalidInput
+from spo.errors import InvalidInput
+from spo.tasks.faults import malformed, problems_of, reasons_of
 
 if TYPE_CHECKING:
     import pyarrow
 
+    from spo.tasks.problem import Problem
+
 LINE_BYTES_MAXIMUM = 256 << 20
 ROW_GROUP_BYTES_MAXIMUM = 4 << 30
 ROWS_PER_READ = 16
-SUFFIXES = (".jsonl", ".parquet", ".arrow")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".arrow")
 
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -43,13 +49,27 @@ def read_records(
     on_fault hears of lines that are no JSON, and reading goes on; without it they are raised.
     """
     for file in _task_files(Path(path)):
-        match file.suffix:
-            case ".jsonl":
-                yield from _json_lines(file, on_fault)
-            case ".parquet":
-                yield from _parquet_rows(file, columns)
-            case ".arrow":
-                yield from _arrow_rows(file)
+        yield from rows_of(file, columns, on_fault)
+
+
+def read_problems(
+    path: str | Path, columns: Collection[str], parse: Callable[[Record], "Problem | None"]
+) -> "Iterator[Problem]":
+    """The problems that `parse` makes of rows; when all are read, raises InvalidInput with the faults of all rows."""
+    return problems_of(lambda on_fault: read_records(path, columns, on_fault), parse)
+
+
+def rows_of(
+    file: Path, columns: Iterable[str], on_fault: Callable[[InvalidInput], None] | None = None
+) -> Iterator[Record]:
+    """The rows of one regular file; as `read_records`."""
+    match file.suffix:
+        case ".jsonl" | ".gz":
+            yield from _json_lines(file, on_fault)
+        case ".parquet":
+            yield from _parquet_rows(file, columns)
+        case ".arrow":
+            yield from _arrow_rows(file)
 
 
 def parse_record(schema: type[Schema], record: Record) -> Schema:
@@ -57,36 +77,42 @@ def parse_record(schema: type[Schema], record: Record) -> Schema:
     try:
         return schema.model_validate(record.fields)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise malformed(record.place, f"{'/'.join(map(str, first['loc']))}: {first['msg']}") from error
-
-
-def malformed(place: str, reason: str) -> InvalidInput:
-    """Return the error for a row that cannot be read."""
-    return InvalidInput(
-        f"{place}: {reason}",
-        code="malformed_task",
-        violations=(FieldViolation(pointer="/tasks/path", message=f"{place}: {reason}"),),
-    )
+        raise malformed(record.place, *reasons_of(error, schema.model_fields)) from error
 
 
 def _task_files(path: Path) -> list[Path]:
+    try:
+        return _files_at(path)
+    except (OSError, ValueError) as error:
+        # No right to read it, or a name that no file can have.
+        raise malformed(str(path)[:200], f"it cannot be read: {error}"[:300]) from error
+
+
+def _files_at(path: Path) -> list[Path]:
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+        files = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
+        # To open a FIFO would wait for whoever writes into it.
+        special = next((file.name for file in files if not file.is_file()), None)
+        if special:
+            raise malformed(str(path), f"{special} is no regular file")
         if not files:
             raise malformed(str(path), f"the folder holds no {', '.join(SUFFIXES)} file")
         return files
     if not path.is_file():
         raise malformed(str(path), "no such file or folder")
-    if path.suffix not in SUFFIXES:
+    if not path.name.endswith(SUFFIXES):
         raise malformed(str(path), f"not one of {', '.join(SUFFIXES)}")
     return [path]
 
 
 def _json_lines(file: Path, on_fault: Callable[[InvalidInput], None] | None) -> Iterator[Record]:
-    with file.open("rb") as stream:
+    try:
+        stream: IO[bytes] = gzip.GzipFile(file) if file.suffix == ".gz" else file.open("rb")  # type: ignore[assignment]
+    except OSError as error:
+        raise malformed(str(file), f"it cannot be read: {error.strerror}") from error
+    with stream:
         number = 0
-        while line := stream.readline(LINE_BYTES_MAXIMUM + 1):
+        while line := _line(stream, file):
             number += 1
             place = f"{file}, line {number}"
             if len(line) > LINE_BYTES_MAXIMUM:
@@ -103,16 +129,31 @@ def _json_lines(file: Path, on_fault: Callable[[InvalidInput], None] | None) -> 
             yield Record(place, fields)
 
 
+def _line(stream: IO[bytes], file: Path) -> bytes:
+    try:
+        return stream.readline(LINE_BYTES_MAXIMUM + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise malformed(str(file), f"it cannot be read to its end: {error}"[:300]) from error
+
+
 def parse_json(text: str | bytes, place: str) -> Any:
     """Return parsed JSON; integers too long for Python stay text instead of refusing the whole file."""
     try:
-        parsed = json.loads(text, parse_int=_integer)
+        parsed = json.loads(text, parse_int=_integer, object_pairs_hook=_object)
         if _SURROGATE_ESCAPE.search(text if isinstance(text, bytes) else text.encode()):
             # Half a character is valid JSON, but no program could ever read or print it.
             json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise malformed(place, f"not valid JSON: {error}") from error
     return parsed
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        twice = next(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+        raise ValueError(f"{twice[:80]!r} appears twice in one object")
+    return members
 
 
 def _integer(digits: str) -> int | str:

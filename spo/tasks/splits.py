@@ -13,21 +13,22 @@ from spo.tasks.problem import Problem, TaskSets
 Reader = Callable[[str], Iterator[Problem]]
 
 
-def split_problems(spec: TasksSpec, read: Reader, read_evaluation: Reader) -> TaskSets:
+def split_problems(spec: TasksSpec, read: Reader, read_evaluation: Reader, *, are_parted: bool = False) -> TaskSets:
     """Return at most `train_problems` and exactly `evaluation_problems`; no problem, nor a copy of it, in both.
 
-    The choice depends on the seed and the statements alone, not on the order of the files.
+    The choice depends on the seed and the statements alone, not on the order of the files. are_parted: they are known
+    to have no copies of each other, which costs up to a minute to find out.
     """
     training = _of_difficulty(read(spec.path or ""), spec.difficulties)
     if spec.evaluation_path is None:
-        chosen = _choose(training, spec.train_problems + spec.evaluation_problems, spec.seed)
+        chosen = _choose(training, spec.most_train_problems + spec.evaluation_problems, spec.seed)
         evaluation, train = chosen[: spec.evaluation_problems], chosen[spec.evaluation_problems :]
     else:
         held_out = list(read_evaluation(spec.evaluation_path))
         evaluation = _choose(held_out, spec.evaluation_problems, spec.seed)
         # Against all of the file, so that another seed's held-out problems were not trained on either.
-        index = ContaminationIndex(held_out, spec.near_duplicate_similarity)
-        train = _choose(index.without_copies(training), spec.train_problems, spec.seed)
+        index = None if are_parted else ContaminationIndex(held_out, spec.near_duplicate_similarity)
+        train = _choose(index.without_copies(training) if index else training, spec.most_train_problems, spec.seed)
     if len(evaluation) < spec.evaluation_problems or not train:
         raise InvalidInput(
             "too few problems",

@@ -7,9 +7,10 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from spo.tasks.faults import malformed
 from spo.tasks.problem import Problem
 from spo.tasks.published import STATEMENT_BYTES_MAXIMUM, Columns, ask_for_program, first_distinct, make_test_set
-from spo.tasks.records import Record, malformed, parse_json, parse_record, read_records
+from spo.tasks.records import Record, parse_json, parse_record, read_problems
 from spo.v1.verdict_pb2 import TestCase
 
 _NUMBER = re.compile(r"\d+(\.\d+)?")
@@ -51,8 +52,7 @@ def read_taco(path: str | Path) -> Iterator[Problem]:
 
     TACO flags no test as public.
     """
-    problems = map(taco_problem, read_records(path, TacoRecord.model_fields))
-    return (problem for problem in problems if problem)
+    return read_problems(path, TacoRecord.model_fields, taco_problem)
 
 
 def taco_problem(record: Record) -> Problem | None:
@@ -72,6 +72,7 @@ def taco_problem(record: Record) -> Problem | None:
         response_format="fenced",
         human_solutions=_programs(row, record),
         difficulty=row.difficulty.lower(),
+        place=record.place,
     )
 
 

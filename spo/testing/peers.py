@@ -20,18 +20,21 @@ from spo.v1.judge_service_pb2_grpc import JudgeServiceServicer, add_JudgeService
 from spo.v1.prompt_pb2 import PromptGroup
 from spo.v1.replay_service_pb2_grpc import ReplayServiceServicer, add_ReplayServiceServicer_to_server
 from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
-from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict
+from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_INTERNAL_ERROR, OUTCOME_WRONG_ANSWER, Verdict
 
 RIGHT = "right"
+# What the verifier of a person fails on, and how.
+BREAKS, FAULT = "breaks", "score: ValueError: no number"
 
 
 class JudgeServiceDouble(JudgeServiceServicer):
-    """Accepts programs that start with `right`."""
+    """Accepts programs that start with `right`; on `breaks` it has no verdict. parts: of every score, by name."""
 
     def __init__(self) -> None:
         self.uploaded: set[str] = set()
         self.version = "test"
         self.programs = 0
+        self.parts: dict[str, float] = {}
 
     def UploadTests(
         self, request: judge.UploadTestsRequest, context: grpc.ServicerContext
@@ -51,6 +54,12 @@ class JudgeServiceDouble(JudgeServiceServicer):
             OUTCOME_ACCEPTED if program.startswith(RIGHT) else OUTCOME_WRONG_ANSWER for program in request.programs
         ]
         verdicts = [Verdict(outcome=outcome, judge_version=self.version) for outcome in outcomes]
+        for program, verdict in zip(request.programs, verdicts, strict=True):
+            if program == BREAKS:
+                verdict.outcome, verdict.detail = OUTCOME_INTERNAL_ERROR, FAULT
+            for name, score in self.parts.items():
+                verdict.parts.add(name=name, score=score)
+                verdict.score = score
         if request.want_details:
             for verdict in verdicts:
                 verdict.tests.add(outcome=verdict.outcome, output="<b>printed</b>")
@@ -74,7 +83,12 @@ class InferenceDouble(InferenceServiceServicer):
                 raise NotReady("the model still loads")
             self.versions.append(group.policy_version)
         samples = [
-            Trajectory(sample_index=index, response_text=self.respond(group, index), sampling_logprobs=[-0.5, -0.5])
+            Trajectory(
+                sample_index=index,
+                response_text=self.respond(group, index),
+                response_token_ids=[1, 2],
+                sampling_logprobs=[-0.5, -0.5],
+            )
             for index in range(group.sampling.samples)
         ]
         return inference.GenerateResponse(group=RolloutGroup(request=group, trajectories=samples))
@@ -85,12 +99,16 @@ class ReplayDouble(ReplayServiceServicer):
 
     def __init__(self) -> None:
         self.admissible = 0
+        self.backpressure = ""
+        self.counts: list[replay.SourceCount] = []
         self.trajectories: list[Trajectory] = []
 
     def GetReplayStatus(
         self, request: replay.GetReplayStatusRequest, context: grpc.ServicerContext
     ) -> replay.GetReplayStatusResponse:
-        return replay.GetReplayStatusResponse(admissible_inserts=self.admissible)
+        return replay.GetReplayStatusResponse(
+            admissible_inserts=self.admissible, counts=self.counts, backpressure=self.backpressure
+        )
 
     def ListTrajectories(
         self, request: replay.ListTrajectoriesRequest, context: grpc.ServicerContext

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,11 +14,19 @@ import grpc
 from spo import redis_keys
 from spo.errors import InvalidInput, NotReady
 from spo.messaging.redis_client import RedisClient
+from spo.model.segments import action_mask
 from spo.rpc.server import RpcServer
-from spo.spec.job_spec import JobSpec, parse_job_spec, spec_to_json
+from spo.spec.job_spec import JobSpec, spec_to_json
+from spo.testing.toy_spec import toy_spec
 from spo.v1 import value_service_pb2 as value
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, PromptGroup, Source
-from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
+from spo.v1.trajectory_pb2 import (
+    SEGMENT_KIND_ACTION,
+    SEGMENT_KIND_OBSERVATION,
+    RolloutGroup,
+    Segment,
+    Trajectory,
+)
 from spo.v1.value_pb2 import PromptValue
 from spo.v1.value_service_pb2_grpc import ValueServiceServicer, add_ValueServiceServicer_to_server
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict
@@ -30,7 +38,7 @@ FOREIGN_TOKEN = 999
 
 def start_run(client: RedisClient, run_id: str = RUN, **sections: Any) -> JobSpec:
     """Store the spec of a running run and a value for each of PROMPTS: 0, 10, 20 and 30 successes of 100."""
-    spec = parse_job_spec({"model": {"path": "/pi0"}, **sections})
+    spec = toy_spec({"model": {"path": "/pi0"}, **sections})
     client.set(redis_keys.run_spec(run_id), spec_to_json(spec))
     for number, prompt_id in enumerate(PROMPTS):
         found = PromptValue(prompt_id=prompt_id, samples=100, successes=10 * number)
@@ -73,6 +81,23 @@ def trajectory(
     )
 
 
+def conversation(number: int, source: Source.ValueType = SOURCE_ONLINE, *, scored: bool = True) -> Trajectory:
+    """A judged trajectory of two turns with an observation of two tokens between them."""
+    made = trajectory(number, source, text=f"try({number})no: wrongprint({number})", scored=scored)
+    made.response_token_ids[:] = [3, 4, 5, 6, 7, 8]
+    made.sampling_logprobs[:] = [-0.1, -0.2, 0.0, 0.0, -0.3, -0.4]
+    made.reference_logprobs[:] = [-0.1, -0.3, 0.0, 0.0, -0.3, -0.5] if scored else []
+    first, said = len(f"try({number})"), len("no: wrong")
+    made.segments.extend(
+        [
+            Segment(kind=SEGMENT_KIND_ACTION, tokens=2, characters=first, score=0.25, label="python"),
+            Segment(kind=SEGMENT_KIND_OBSERVATION, tokens=2, characters=said),
+            Segment(kind=SEGMENT_KIND_ACTION, tokens=2, characters=len(made.response_text) - first - said),
+        ]
+    )
+    return made
+
+
 def judged_group(numbers: list[int], *, run_id: str = RUN) -> RolloutGroup:
     """An entry of the stream `verdicts`."""
     return RolloutGroup(
@@ -82,9 +107,10 @@ def judged_group(numbers: list[int], *, run_id: str = RUN) -> RolloutGroup:
 
 
 class ScorerDouble(ValueServiceServicer):
-    """Gives every token -0.5; `away` makes it answer like a service that still starts."""
+    """Gives every action token -0.5; `away`: answers like a service that still starts; `before` is called first."""
 
     def __init__(self) -> None:
+        self.before: Callable[[value.ComputeReferenceLogprobsRequest], None] = lambda request: None
         self.away = threading.Event()
         self.refused = 0
         self.scored = 0
@@ -92,6 +118,7 @@ class ScorerDouble(ValueServiceServicer):
     def ComputeReferenceLogprobs(
         self, request: value.ComputeReferenceLogprobsRequest, context: grpc.ServicerContext
     ) -> value.ComputeReferenceLogprobsResponse:
+        self.before(request)
         if self.away.is_set():
             self.refused += 1
             raise NotReady("the model still loads")
@@ -100,7 +127,9 @@ class ScorerDouble(ValueServiceServicer):
         self.scored += len(request.sequences)
         return value.ComputeReferenceLogprobsResponse(
             sequences=[
-                value.TokenLogprobs(logprobs=[-0.5] * len(sequence.response_token_ids))
+                value.TokenLogprobs(
+                    logprobs=-0.5 * action_mask(sequence.segments, len(sequence.response_token_ids)).astype(float)
+                )
                 for sequence in request.sequences
             ],
             reference_hash="pi0",

@@ -44,10 +44,13 @@ class OneJob(OrchestratorServiceServicer):
     refused: int = 0
     leased: bool = False
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    alarms: dict[int, dict[str, str]] = field(default_factory=dict)
     quarantined: dict[int, wire.StepReport] = field(default_factory=dict)
     published: list[wire.PublishWeightsRequest] = field(default_factory=list)
     checkpoints: list[wire.ReportCheckpointRequest] = field(default_factory=list)
+    recorded: list[wire.ReportCheckpointRequest] = field(default_factory=list)
     finished: list[wire.FinishRunRequest] = field(default_factory=list)
+    deaths: list[wire.TrainerDeath] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def wait_until(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
@@ -63,8 +66,17 @@ class OneJob(OrchestratorServiceServicer):
     def reset(self, spec: JobSpec, run_id: str) -> None:
         """Offer another job, with nothing recorded."""
         with self.changed:
-            for records in (self.metrics, self.quarantined, self.published, self.checkpoints, self.finished):
+            for records in (
+                self.metrics,
+                self.alarms,
+                self.quarantined,
+                self.published,
+                self.checkpoints,
+                self.finished,
+                self.deaths,
+            ):
                 records.clear()
+            self.recorded = []
             self.spec, self.run_id, self.leased = spec, run_id, False
 
     def lapse(self) -> None:
@@ -88,6 +100,12 @@ class OneJob(OrchestratorServiceServicer):
             next_weight_version=max((weights.version for weights in self.published), default=0) + 1,
             checkpoint_path=str(self.state_path / "checkpoints" / self.run_id),
             weight_store_path=str(self.state_path / "weights" / self.run_id),
+            checkpoints=wire.RecordedCheckpoints(
+                items=[
+                    wire.RecordedCheckpoint(step=kept.step, epoch=kept.epoch, manifest_digest=kept.manifest_digest)
+                    for kept in reversed(self.recorded)
+                ]
+            ),
         )
 
     def Heartbeat(self, request: wire.HeartbeatRequest, context: grpc.ServicerContext) -> wire.HeartbeatResponse:
@@ -96,8 +114,12 @@ class OneJob(OrchestratorServiceServicer):
     def RenewLease(self, request: wire.RenewLeaseRequest, context: grpc.ServicerContext) -> wire.RenewLeaseResponse:
         with self._from_owner(request):
             self.renewals += 1
+            if request.HasField("death"):
+                self.deaths.append(request.death)
             for report in request.reports:
                 self.metrics[report.step] = dict(report.metrics)
+                if report.alarms:
+                    self.alarms[report.step] = dict(report.alarms)
                 if report.quarantine_reason:
                     self.quarantined[report.step] = report
         return wire.RenewLeaseResponse(directive=self.directive)  # type: ignore[arg-type]
@@ -120,7 +142,9 @@ class OneJob(OrchestratorServiceServicer):
     ) -> wire.ReportCheckpointResponse:
         with self._from_owner(request):
             self.checkpoints.append(request)
-        return wire.ReportCheckpointResponse()
+            line = [kept for kept in self.recorded if kept.step < request.step]
+            self.recorded = [*line, request][-request.keep :]
+        return wire.ReportCheckpointResponse(kept_steps=[kept.step for kept in self.recorded])
 
     def FinishRun(self, request: wire.FinishRunRequest, context: grpc.ServicerContext) -> wire.FinishRunResponse:
         with self._from_owner(request):
@@ -185,6 +209,8 @@ def sampled_trajectories(
                 reward=0.0 if response[0] % 2 == 0 else -1.0,
                 reference_logprobs=reference,
                 sampling_logprobs=reference,
+                temperature=1.0,
+                top_p=1.0,
             ),
         )
         for index, (prompt, response, reference) in enumerate(zip(prompts, responses, references, strict=True))

@@ -14,8 +14,9 @@ import grpc
 from spo import redis_keys
 from spo.errors import NotReady, PreconditionFailed
 from spo.messaging.redis_client import RedisClient
-from spo.spec.job_spec import parse_job_spec, spec_to_json
+from spo.spec.job_spec import spec_to_json
 from spo.spec.job_state import JobState
+from spo.testing.toy_spec import toy_spec
 from spo.v1 import inference_service_pb2 as inference
 from spo.v1 import judge_service_pb2 as judge
 from spo.v1.inference_service_pb2_grpc import InferenceServiceServicer
@@ -104,6 +105,6 @@ class Surroundings:
 
     def start(self, run_id: str, state: JobState = JobState.ESTIMATING, **sections: Any) -> None:
         """A run of the random pi0 with these sections of its spec."""
-        spec = parse_job_spec({"model": {"path": str(self.model_path)}, **sections})
+        spec = toy_spec({"model": {"path": str(self.model_path)}, **sections})
         self.client.set(redis_keys.run_spec(run_id), spec_to_json(spec))
         self.client.set(redis_keys.run_state(run_id), state)

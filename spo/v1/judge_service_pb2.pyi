@@ -88,6 +88,7 @@ class JudgeRequest(_message.Message):
     WANT_DETAILS_FIELD_NUMBER: _builtins.int
     STOP_EARLY_FIELD_NUMBER: _builtins.int
     RAW_PROGRAMS_FIELD_NUMBER: _builtins.int
+    OUTPUT_BYTES_FIELD_NUMBER: _builtins.int
     language: _builtins.str
     tests_digest: _builtins.str
     priority: Global___Priority.ValueType
@@ -95,6 +96,8 @@ class JudgeRequest(_message.Message):
     """Run all tests and return one TestResult each, instead of stopping at the first failure."""
     stop_early: _builtins.bool
     """With want_details: stop at the first failure all the same; what was not run is OUTCOME_SKIPPED."""
+    output_bytes: _builtins.int
+    """With want_details: how much of what each test printed comes back, up to 65536 bytes; 0: 200."""
     @_builtins.property
     def programs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -111,10 +114,11 @@ class JudgeRequest(_message.Message):
         want_details: _builtins.bool = ...,
         stop_early: _builtins.bool = ...,
         raw_programs: _abc.Iterable[_builtins.bytes] | None = ...,
+        output_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["language", b"language", "priority", b"priority", "programs", b"programs", "raw_programs", b"raw_programs", "stop_early", b"stop_early", "tests_digest", b"tests_digest", "want_details", b"want_details"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["language", b"language", "output_bytes", b"output_bytes", "priority", b"priority", "programs", b"programs", "raw_programs", b"raw_programs", "stop_early", b"stop_early", "tests_digest", b"tests_digest", "want_details", b"want_details"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -61,6 +61,10 @@ class HeartbeatRequest(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
     LOGS_FIELD_NUMBER: _builtins.int
+    HEAD_SIZES_FIELD_NUMBER: _builtins.int
+    DEVICE_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    ACCELERATED_FIELD_NUMBER: _builtins.int
+    REFUSED_RUN_ID_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """First heartbeat registers; there is no other registration."""
     pool: _builtins.str
@@ -75,9 +79,21 @@ class HeartbeatRequest(_message.Message):
     draining: _builtins.bool
     problem: _builtins.str
     """Why the announced version could not be applied, if so."""
+    accelerated: _builtins.bool
+    """Whether those devices are accelerators."""
+    refused_run_id: _builtins.str
+    """Inference only: the run that it shall serve and whose model it has given up on; `problem` says why."""
     @_builtins.property
     def logs(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogLine]:
         """Lines about runs since the last heartbeat, redacted when written; a full buffer drops the oldest."""
+
+    @_builtins.property
+    def head_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Inference only: sizes of attention heads that the engine takes; empty: all."""
+
+    @_builtins.property
+    def device_memory_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Bytes that each device it computes on has; on CPUs, each rank's share of the machine's memory."""
 
     def __init__(
         self,
@@ -92,10 +108,14 @@ class HeartbeatRequest(_message.Message):
         draining: _builtins.bool = ...,
         problem: _builtins.str = ...,
         logs: _abc.Iterable[Global___LogLine] | None = ...,
+        head_sizes: _abc.Iterable[_builtins.int] | None = ...,
+        device_memory_bytes: _abc.Iterable[_builtins.int] | None = ...,
+        accelerated: _builtins.bool = ...,
+        refused_run_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "load", b"load", "logs", b"logs", "pid", b"pid", "policy_version", b"policy_version", "pool", b"pool", "problem", b"problem", "replica_id", b"replica_id", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accelerated", b"accelerated", "address", b"address", "device_memory_bytes", b"device_memory_bytes", "draining", b"draining", "head_sizes", b"head_sizes", "load", b"load", "logs", b"logs", "pid", b"pid", "policy_version", b"policy_version", "pool", b"pool", "problem", b"problem", "refused_run_id", b"refused_run_id", "replica_id", b"replica_id", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -197,6 +217,7 @@ class LeaseJobResponse(_message.Message):
     CHECKPOINT_PATH_FIELD_NUMBER: _builtins.int
     WEIGHT_STORE_PATH_FIELD_NUMBER: _builtins.int
     START_VERSION_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     spec_json: _builtins.str
     epoch: _builtins.int
@@ -210,6 +231,10 @@ class LeaseJobResponse(_message.Message):
     """Root of the weight store for this run."""
     start_version: _builtins.int
     """The published version whose weights training starts from, in a forked job; 0: the model folder."""
+    @_builtins.property
+    def checkpoints(self) -> Global___RecordedCheckpoints:
+        """What training may resume from; unset by an orchestrator from before it was sent."""
+
     def __init__(
         self,
         *,
@@ -221,14 +246,63 @@ class LeaseJobResponse(_message.Message):
         checkpoint_path: _builtins.str = ...,
         weight_store_path: _builtins.str = ...,
         start_version: _builtins.int = ...,
+        checkpoints: Global___RecordedCheckpoints | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoints", b"checkpoints"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_path", b"checkpoint_path", "epoch", b"epoch", "lease_seconds", b"lease_seconds", "next_weight_version", b"next_weight_version", "run_id", b"run_id", "spec_json", b"spec_json", "start_version", b"start_version", "weight_store_path", b"weight_store_path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_path", b"checkpoint_path", "checkpoints", b"checkpoints", "epoch", b"epoch", "lease_seconds", b"lease_seconds", "next_weight_version", b"next_weight_version", "run_id", b"run_id", "spec_json", b"spec_json", "start_version", b"start_version", "weight_store_path", b"weight_store_path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LeaseJobResponse: _TypeAlias = LeaseJobResponse  # noqa: Y015
+
+@_typing.final
+class RecordedCheckpoints(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ITEMS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordedCheckpoint]:
+        """The best one to resume from first: of the newest lease epoch, then of the highest step."""
+
+    def __init__(
+        self,
+        *,
+        items: _abc.Iterable[Global___RecordedCheckpoint] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordedCheckpoints: _TypeAlias = RecordedCheckpoints  # noqa: Y015
+
+@_typing.final
+class RecordedCheckpoint(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    epoch: _builtins.int
+    """Of the lease under which it was written."""
+    manifest_digest: _builtins.str
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        manifest_digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "manifest_digest", b"manifest_digest", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordedCheckpoint: _TypeAlias = RecordedCheckpoint  # noqa: Y015
 
 @_typing.final
 class StepReport(_message.Message):
@@ -317,12 +391,17 @@ class RenewLeaseRequest(_message.Message):
     TRAINER_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     REPORTS_FIELD_NUMBER: _builtins.int
+    DEATH_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     trainer_id: _builtins.str
     epoch: _builtins.int
     @_builtins.property
     def reports(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepReport]:
         """Steps done since the last renewal, idempotent by step."""
+
+    @_builtins.property
+    def death(self) -> Global___TrainerDeath:
+        """How the trainer ended that had the job before; said once, before this one begins."""
 
     def __init__(
         self,
@@ -331,14 +410,63 @@ class RenewLeaseRequest(_message.Message):
         trainer_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
         reports: _abc.Iterable[Global___StepReport] | None = ...,
+        death: Global___TrainerDeath | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["death", b"death"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "reports", b"reports", "run_id", b"run_id", "trainer_id", b"trainer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["death", b"death", "epoch", b"epoch", "reports", b"reports", "run_id", b"run_id", "trainer_id", b"trainer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RenewLeaseRequest: _TypeAlias = RenewLeaseRequest  # noqa: Y015
+
+@_typing.final
+class TrainerDeath(_message.Message):
+    """A trainer that ended in the middle of its work without giving its lease back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    STEPS_DONE_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    OUT_OF_MEMORY_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """Of its lease."""
+    stage: _builtins.str
+    """What it was doing: "load", "resume", "train", "publish", "checkpoint", "update_reference"."""
+    step: _builtins.int
+    """The step in hand: the one after the last that was done."""
+    steps_done: _builtins.int
+    """Steps done under that lease."""
+    cause: _builtins.str
+    """In words: the exception, or what the kernel's counters say; empty: it ended without a word."""
+    out_of_memory: _builtins.bool
+    ranks: _builtins.int
+    memory_bytes: _builtins.int
+    """Bytes that each rank may take, of its device or as its share of the machine's memory."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        stage: _builtins.str = ...,
+        step: _builtins.int = ...,
+        steps_done: _builtins.int = ...,
+        cause: _builtins.str = ...,
+        out_of_memory: _builtins.bool = ...,
+        ranks: _builtins.int = ...,
+        memory_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "epoch", b"epoch", "memory_bytes", b"memory_bytes", "out_of_memory", b"out_of_memory", "ranks", b"ranks", "stage", b"stage", "step", b"step", "steps_done", b"steps_done"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainerDeath: _TypeAlias = TrainerDeath  # noqa: Y015
 
 @_typing.final
 class RenewLeaseResponse(_message.Message):
@@ -439,6 +567,7 @@ class PublishWeightsRequest(_message.Message):
     URI_FIELD_NUMBER: _builtins.int
     MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    BROADCAST_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     trainer_id: _builtins.str
     epoch: _builtins.int
@@ -447,6 +576,8 @@ class PublishWeightsRequest(_message.Message):
     uri: _builtins.str
     manifest_digest: _builtins.str
     size_bytes: _builtins.int
+    @_builtins.property
+    def broadcast(self) -> _weights_pb2.BroadcastOffer: ...
     def __init__(
         self,
         *,
@@ -458,10 +589,11 @@ class PublishWeightsRequest(_message.Message):
         uri: _builtins.str = ...,
         manifest_digest: _builtins.str = ...,
         size_bytes: _builtins.int = ...,
+        broadcast: _weights_pb2.BroadcastOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["broadcast", b"broadcast"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "manifest_digest", b"manifest_digest", "run_id", b"run_id", "size_bytes", b"size_bytes", "step", b"step", "trainer_id", b"trainer_id", "uri", b"uri", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broadcast", b"broadcast", "epoch", b"epoch", "manifest_digest", b"manifest_digest", "run_id", b"run_id", "size_bytes", b"size_bytes", "step", b"step", "trainer_id", b"trainer_id", "uri", b"uri", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -472,15 +604,19 @@ class PublishWeightsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ANNOUNCED_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
     announced: _builtins.bool
+    replicas: _builtins.int
+    """Inference replicas that served the run when it was announced: who may come to a broadcast."""
     def __init__(
         self,
         *,
         announced: _builtins.bool = ...,
+        replicas: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced", b"announced"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced", b"announced", "replicas", b"replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -497,6 +633,8 @@ class ReportCheckpointRequest(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    KEEP_FIELD_NUMBER: _builtins.int
+    RESUMED_STEP_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     trainer_id: _builtins.str
     epoch: _builtins.int
@@ -504,6 +642,10 @@ class ReportCheckpointRequest(_message.Message):
     path: _builtins.str
     manifest_digest: _builtins.str
     weight_version: _builtins.int
+    keep: _builtins.int
+    """How many the trainer keeps: older ones are taken out of the record; 0: all stay in it."""
+    resumed_step: _builtins.int
+    """Where this lease began: what older leases recorded beyond it is no longer part of the run."""
     def __init__(
         self,
         *,
@@ -514,10 +656,12 @@ class ReportCheckpointRequest(_message.Message):
         path: _builtins.str = ...,
         manifest_digest: _builtins.str = ...,
         weight_version: _builtins.int = ...,
+        keep: _builtins.int = ...,
+        resumed_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "manifest_digest", b"manifest_digest", "path", b"path", "run_id", b"run_id", "step", b"step", "trainer_id", b"trainer_id", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "keep", b"keep", "manifest_digest", b"manifest_digest", "path", b"path", "resumed_step", b"resumed_step", "run_id", b"run_id", "step", b"step", "trainer_id", b"trainer_id", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -527,12 +671,19 @@ Global___ReportCheckpointRequest: _TypeAlias = ReportCheckpointRequest  # noqa: 
 class ReportCheckpointResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    KEPT_STEPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def kept_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The checkpoints that are still recorded, this one included; the trainer removes the others."""
+
     def __init__(
         self,
+        *,
+        kept_steps: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept_steps", b"kept_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

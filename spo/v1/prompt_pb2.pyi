@@ -59,6 +59,9 @@ class Prompt(_message.Message):
     TESTS_DIGEST_FIELD_NUMBER: _builtins.int
     LANGUAGE_FIELD_NUMBER: _builtins.int
     RESPONSE_FORMAT_FIELD_NUMBER: _builtins.int
+    VERIFIER_POOL_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_JSON_FIELD_NUMBER: _builtins.int
     prompt_id: _builtins.str
     text: _builtins.str
     task_set: _builtins.str
@@ -68,6 +71,12 @@ class Prompt(_message.Message):
     """Language of the expected program, for example "python"."""
     response_format: _builtins.str
     """How the program is cut out of a response: "raw" or "fenced" (markdown code block)."""
+    verifier_pool: _builtins.str
+    """Who decides about responses: empty: sandbox-judge; "verifier": the pool of verifiers (HTTP services, models)."""
+    environment: _builtins.str
+    """The environment that answers the policy's turns; empty: a single turn."""
+    environment_json: _builtins.str
+    """A JSON object: how the environment is set up for this problem."""
     def __init__(
         self,
         *,
@@ -77,10 +86,13 @@ class Prompt(_message.Message):
         tests_digest: _builtins.str = ...,
         language: _builtins.str = ...,
         response_format: _builtins.str = ...,
+        verifier_pool: _builtins.str = ...,
+        environment: _builtins.str = ...,
+        environment_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["language", b"language", "prompt_id", b"prompt_id", "response_format", b"response_format", "task_set", b"task_set", "tests_digest", b"tests_digest", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["environment", b"environment", "environment_json", b"environment_json", "language", b"language", "prompt_id", b"prompt_id", "response_format", b"response_format", "task_set", b"task_set", "tests_digest", b"tests_digest", "text", b"text", "verifier_pool", b"verifier_pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -38,6 +38,27 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _SegmentKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SegmentKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SegmentKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SEGMENT_KIND_UNSPECIFIED: _SegmentKind.ValueType  # 0
+    SEGMENT_KIND_ACTION: _SegmentKind.ValueType  # 1
+    """Sampled from the policy, and trained on."""
+    SEGMENT_KIND_OBSERVATION: _SegmentKind.ValueType  # 2
+    """Written by the environment: the policy sees it, and nothing is trained on it."""
+
+class SegmentKind(_SegmentKind, metaclass=_SegmentKindEnumTypeWrapper): ...
+
+SEGMENT_KIND_UNSPECIFIED: SegmentKind.ValueType  # 0
+SEGMENT_KIND_ACTION: SegmentKind.ValueType  # 1
+"""Sampled from the policy, and trained on."""
+SEGMENT_KIND_OBSERVATION: SegmentKind.ValueType  # 2
+"""Written by the environment: the policy sees it, and nothing is trained on it."""
+Global___SegmentKind: _TypeAlias = SegmentKind  # noqa: Y015
+
 @_typing.final
 class Hop(_message.Message):
     """A service that worked on the trajectory, and when."""
@@ -90,6 +111,44 @@ class Annotation(_message.Message):
 Global___Annotation: _TypeAlias = Annotation  # noqa: Y015
 
 @_typing.final
+class Segment(_message.Message):
+    """A stretch of a response of several turns."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    CHARACTERS_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
+    kind: Global___SegmentKind.ValueType
+    tokens: _builtins.int
+    """Response tokens, and characters of the response text, that it holds; the segments hold all of them, in order."""
+    characters: _builtins.int
+    score: _builtins.float
+    """Of a turn that the environment scored."""
+    label: _builtins.str
+    """What the page shows of a turn, such as "python" for a call of that tool."""
+    def __init__(
+        self,
+        *,
+        kind: Global___SegmentKind.ValueType = ...,
+        tokens: _builtins.int = ...,
+        characters: _builtins.int = ...,
+        score: _builtins.float | None = ...,
+        label: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "score", b"score"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "characters", b"characters", "kind", b"kind", "label", b"label", "score", b"score", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
+    _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
+
+Global___Segment: _TypeAlias = Segment  # noqa: Y015
+
+@_typing.final
 class Trajectory(_message.Message):
     """One response to one prompt, with everything that learning from it needs."""
 
@@ -106,6 +165,7 @@ class Trajectory(_message.Message):
     RESPONSE_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_LOGPROBS_FIELD_NUMBER: _builtins.int
     RESPONSE_TEXT_FIELD_NUMBER: _builtins.int
+    REASONING_CHARACTERS_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIRST_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_LAST_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
@@ -123,6 +183,7 @@ class Trajectory(_message.Message):
     PARENTS_FIELD_NUMBER: _builtins.int
     ORIGIN_RUN_ID_FIELD_NUMBER: _builtins.int
     LICENCE_FIELD_NUMBER: _builtins.int
+    SEGMENTS_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """hash(run, prompt, sample index, attempt, policy version): see spo.trajectory_ids."""
     group_id: _builtins.str
@@ -132,6 +193,8 @@ class Trajectory(_message.Message):
     attempt: _builtins.int
     source: _prompt_pb2.Source.ValueType
     response_text: _builtins.str
+    reasoning_characters: _builtins.int
+    """How many characters of the text, from its beginning, are reasoning and no answer; all: reasoning that never ended."""
     policy_version_first: _builtins.int
     """Weight versions that produced the first and the last token."""
     policy_version_last: _builtins.int
@@ -151,7 +214,7 @@ class Trajectory(_message.Message):
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def response_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ends with the end-of-sequence token when finish_reason is STOP."""
+        """When finish_reason is STOP, ends with an end token or with the token that completed a stop string."""
 
     @_builtins.property
     def sampling_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
@@ -161,7 +224,7 @@ class Trajectory(_message.Message):
     def hops(self) -> _containers.RepeatedCompositeFieldContainer[Global___Hop]: ...
     @_builtins.property
     def verdict(self) -> _verdict_pb2.Verdict:
-        """Set by the judge."""
+        """Set by the judge, or by an environment that scores its episodes itself."""
 
     @_builtins.property
     def reference_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
@@ -172,6 +235,10 @@ class Trajectory(_message.Message):
     @_builtins.property
     def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of the trajectories it was made from: what was judged again, annotated or copied."""
+
+    @_builtins.property
+    def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Segment]:
+        """Empty: all of the response was sampled, in one turn. Sampling and reference log-probs of observations are 0."""
 
     def __init__(
         self,
@@ -187,6 +254,7 @@ class Trajectory(_message.Message):
         response_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling_logprobs: _abc.Iterable[_builtins.float] | None = ...,
         response_text: _builtins.str = ...,
+        reasoning_characters: _builtins.int = ...,
         policy_version_first: _builtins.int = ...,
         policy_version_last: _builtins.int = ...,
         temperature: _builtins.float = ...,
@@ -204,10 +272,11 @@ class Trajectory(_message.Message):
         parents: _abc.Iterable[_builtins.str] | None = ...,
         origin_run_id: _builtins.str = ...,
         licence: _builtins.str = ...,
+        segments: _abc.Iterable[Global___Segment] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "annotations", b"annotations", "attempt", b"attempt", "created_unix_ms", b"created_unix_ms", "finish_reason", b"finish_reason", "group_id", b"group_id", "hops", b"hops", "licence", b"licence", "origin_run_id", b"origin_run_id", "parents", b"parents", "policy_version_first", b"policy_version_first", "policy_version_last", b"policy_version_last", "prompt_id", b"prompt_id", "prompt_token_ids", b"prompt_token_ids", "reference_hash", b"reference_hash", "reference_logprobs", b"reference_logprobs", "response_text", b"response_text", "response_token_ids", b"response_token_ids", "reward", b"reward", "run_id", b"run_id", "sample_index", b"sample_index", "sampler", b"sampler", "sampling_logprobs", b"sampling_logprobs", "seed", b"seed", "source", b"source", "temperature", b"temperature", "top_p", b"top_p", "trajectory_id", b"trajectory_id", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "annotations", b"annotations", "attempt", b"attempt", "created_unix_ms", b"created_unix_ms", "finish_reason", b"finish_reason", "group_id", b"group_id", "hops", b"hops", "licence", b"licence", "origin_run_id", b"origin_run_id", "parents", b"parents", "policy_version_first", b"policy_version_first", "policy_version_last", b"policy_version_last", "prompt_id", b"prompt_id", "prompt_token_ids", b"prompt_token_ids", "reasoning_characters", b"reasoning_characters", "reference_hash", b"reference_hash", "reference_logprobs", b"reference_logprobs", "response_text", b"response_text", "response_token_ids", b"response_token_ids", "reward", b"reward", "run_id", b"run_id", "sample_index", b"sample_index", "sampler", b"sampler", "sampling_logprobs", b"sampling_logprobs", "seed", b"seed", "segments", b"segments", "source", b"source", "temperature", b"temperature", "top_p", b"top_p", "trajectory_id", b"trajectory_id", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

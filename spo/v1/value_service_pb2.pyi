@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from spo.v1 import prompt_pb2 as _prompt_pb2
+from spo.v1 import trajectory_pb2 as _trajectory_pb2
 from spo.v1 import value_pb2 as _value_pb2
 import builtins as _builtins
 import sys
@@ -26,19 +27,25 @@ class TokenSequence(_message.Message):
 
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     RESPONSE_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SEGMENTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def response_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def segments(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Segment]:
+        """Of a conversation: the log-probs of observations are not computed, and 0."""
+
     def __init__(
         self,
         *,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         response_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        segments: _abc.Iterable[_trajectory_pb2.Segment] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_token_ids", b"prompt_token_ids", "response_token_ids", b"response_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_token_ids", b"prompt_token_ids", "response_token_ids", b"response_token_ids", "segments", b"segments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -83,6 +83,104 @@ CHECKER_CASE_INSENSITIVE: Checker.ValueType  # 5
 CHECKER_SPECIAL: Checker.ValueType  # 6
 Global___Checker: _TypeAlias = Checker  # noqa: Y015
 
+class _AnswerComparison:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AnswerComparisonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AnswerComparison.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ANSWER_COMPARISON_UNSPECIFIED: _AnswerComparison.ValueType  # 0
+    ANSWER_COMPARISON_EXACT: _AnswerComparison.ValueType  # 1
+    """The same text, apart from white space around it."""
+    ANSWER_COMPARISON_NUMERIC: _AnswerComparison.ValueType  # 2
+    """The same decimal number, within the tolerances."""
+    ANSWER_COMPARISON_CHOICE: _AnswerComparison.ValueType  # 3
+    """The same label of a choice, such as "B", "(b)" or "B. Paris"."""
+    ANSWER_COMPARISON_REGULAR_EXPRESSION: _AnswerComparison.ValueType  # 4
+    """The whole answer matches one of the expected regular expressions."""
+    ANSWER_COMPARISON_JSON_SCHEMA: _AnswerComparison.ValueType  # 5
+    """The answer is JSON that is valid under one of the expected schemas."""
+    ANSWER_COMPARISON_MATH: _AnswerComparison.ValueType  # 6
+    """The same mathematical object, as the package math-verify finds."""
+
+class AnswerComparison(_AnswerComparison, metaclass=_AnswerComparisonEnumTypeWrapper):
+    """How an answer is compared with the expected ones."""
+
+ANSWER_COMPARISON_UNSPECIFIED: AnswerComparison.ValueType  # 0
+ANSWER_COMPARISON_EXACT: AnswerComparison.ValueType  # 1
+"""The same text, apart from white space around it."""
+ANSWER_COMPARISON_NUMERIC: AnswerComparison.ValueType  # 2
+"""The same decimal number, within the tolerances."""
+ANSWER_COMPARISON_CHOICE: AnswerComparison.ValueType  # 3
+"""The same label of a choice, such as "B", "(b)" or "B. Paris"."""
+ANSWER_COMPARISON_REGULAR_EXPRESSION: AnswerComparison.ValueType  # 4
+"""The whole answer matches one of the expected regular expressions."""
+ANSWER_COMPARISON_JSON_SCHEMA: AnswerComparison.ValueType  # 5
+"""The answer is JSON that is valid under one of the expected schemas."""
+ANSWER_COMPARISON_MATH: AnswerComparison.ValueType  # 6
+"""The same mathematical object, as the package math-verify finds."""
+Global___AnswerComparison: _TypeAlias = AnswerComparison  # noqa: Y015
+
+class _AnswerExtraction:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AnswerExtractionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AnswerExtraction.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ANSWER_EXTRACTION_UNSPECIFIED: _AnswerExtraction.ValueType  # 0
+    ANSWER_EXTRACTION_WHOLE: _AnswerExtraction.ValueType  # 1
+    ANSWER_EXTRACTION_FIRST_LINE: _AnswerExtraction.ValueType  # 2
+    """The first line that is not blank."""
+    ANSWER_EXTRACTION_LAST_NUMBER: _AnswerExtraction.ValueType  # 3
+    ANSWER_EXTRACTION_AFTER_MARKER: _AnswerExtraction.ValueType  # 4
+    """The rest of the line after the last `marker`."""
+    ANSWER_EXTRACTION_BOXED: _AnswerExtraction.ValueType  # 5
+    """What the last \\boxed{...} holds."""
+    ANSWER_EXTRACTION_XML_TAG: _AnswerExtraction.ValueType  # 6
+    """What the last <marker>...</marker> holds."""
+
+class AnswerExtraction(_AnswerExtraction, metaclass=_AnswerExtractionEnumTypeWrapper):
+    """Where in a response the answer stands; nothing is guessed where it is not there."""
+
+ANSWER_EXTRACTION_UNSPECIFIED: AnswerExtraction.ValueType  # 0
+ANSWER_EXTRACTION_WHOLE: AnswerExtraction.ValueType  # 1
+ANSWER_EXTRACTION_FIRST_LINE: AnswerExtraction.ValueType  # 2
+"""The first line that is not blank."""
+ANSWER_EXTRACTION_LAST_NUMBER: AnswerExtraction.ValueType  # 3
+ANSWER_EXTRACTION_AFTER_MARKER: AnswerExtraction.ValueType  # 4
+"""The rest of the line after the last `marker`."""
+ANSWER_EXTRACTION_BOXED: AnswerExtraction.ValueType  # 5
+"""What the last \\boxed{...} holds."""
+ANSWER_EXTRACTION_XML_TAG: AnswerExtraction.ValueType  # 6
+"""What the last <marker>...</marker> holds."""
+Global___AnswerExtraction: _TypeAlias = AnswerExtraction  # noqa: Y015
+
+class _CodeTestStyle:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CodeTestStyleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CodeTestStyle.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CODE_TEST_STYLE_UNSPECIFIED: _CodeTestStyle.ValueType  # 0
+    CODE_TEST_STYLE_MODULE: _CodeTestStyle.ValueType  # 1
+    """`before`, the response, `code`: one module, wrong when it raises."""
+    CODE_TEST_STYLE_COMPLETION: _CodeTestStyle.ValueType  # 2
+    """As MODULE; the response goes on from `before` in the middle of a function, or writes the function anew."""
+    CODE_TEST_STYLE_PYTEST: _CodeTestStyle.ValueType  # 3
+    """`code` is a file of pytest's that imports the response as `solution`."""
+
+class CodeTestStyle(_CodeTestStyle, metaclass=_CodeTestStyleEnumTypeWrapper):
+    """How code that people wrote meets a response."""
+
+CODE_TEST_STYLE_UNSPECIFIED: CodeTestStyle.ValueType  # 0
+CODE_TEST_STYLE_MODULE: CodeTestStyle.ValueType  # 1
+"""`before`, the response, `code`: one module, wrong when it raises."""
+CODE_TEST_STYLE_COMPLETION: CodeTestStyle.ValueType  # 2
+"""As MODULE; the response goes on from `before` in the middle of a function, or writes the function anew."""
+CODE_TEST_STYLE_PYTEST: CodeTestStyle.ValueType  # 3
+"""`code` is a file of pytest's that imports the response as `solution`."""
+Global___CodeTestStyle: _TypeAlias = CodeTestStyle  # noqa: Y015
+
 @_typing.final
 class TestCase(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -141,8 +239,290 @@ class Limits(_message.Message):
 Global___Limits: _TypeAlias = Limits  # noqa: Y015
 
 @_typing.final
+class AnswerRule(_message.Message):
+    """The rule that decides a response which is no program but an answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPECTED_FIELD_NUMBER: _builtins.int
+    COMPARISON_FIELD_NUMBER: _builtins.int
+    EXTRACTION_FIELD_NUMBER: _builtins.int
+    MARKER_FIELD_NUMBER: _builtins.int
+    ABSOLUTE_TOLERANCE_FIELD_NUMBER: _builtins.int
+    RELATIVE_TOLERANCE_FIELD_NUMBER: _builtins.int
+    comparison: Global___AnswerComparison.ValueType
+    extraction: Global___AnswerExtraction.ValueType
+    marker: _builtins.str
+    """For AFTER_MARKER the text before the answer, for XML_TAG the tag's name."""
+    absolute_tolerance: _builtins.float
+    """NUMERIC: |found - expected| <= absolute + relative * |expected|."""
+    relative_tolerance: _builtins.float
+    @_builtins.property
+    def expected(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Any of them is right."""
+
+    def __init__(
+        self,
+        *,
+        expected: _abc.Iterable[_builtins.str] | None = ...,
+        comparison: Global___AnswerComparison.ValueType = ...,
+        extraction: Global___AnswerExtraction.ValueType = ...,
+        marker: _builtins.str = ...,
+        absolute_tolerance: _builtins.float = ...,
+        relative_tolerance: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absolute_tolerance", b"absolute_tolerance", "comparison", b"comparison", "expected", b"expected", "extraction", b"extraction", "marker", b"marker", "relative_tolerance", b"relative_tolerance"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnswerRule: _TypeAlias = AnswerRule  # noqa: Y015
+
+@_typing.final
+class CodeTests(_message.Message):
+    """The response is a function or a module; code that people wrote decides."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STYLE_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    ENTRY_POINT_FIELD_NUMBER: _builtins.int
+    style: Global___CodeTestStyle.ValueType
+    before: _builtins.str
+    code: _builtins.str
+    entry_point: _builtins.str
+    """The function that the tests call; a response that does not define it is told so."""
+    def __init__(
+        self,
+        *,
+        style: Global___CodeTestStyle.ValueType = ...,
+        before: _builtins.str = ...,
+        code: _builtins.str = ...,
+        entry_point: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "code", b"code", "entry_point", b"entry_point", "style", b"style"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CodeTests: _TypeAlias = CodeTests  # noqa: Y015
+
+@_typing.final
+class ScoringFunction(_message.Message):
+    """A function that a person wrote scores the response, in the sandbox: f(response, **arguments) -> number, or numbers by
+    name, between 0 and 1.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    FUNCTION_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    LIBRARY_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    function: _builtins.str
+    arguments_json: _builtins.str
+    """A JSON object: what of the problem the function is given."""
+    library: _builtins.str
+    """In place of `source`: a function that comes with the platform, such as "reasoning_gym"."""
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        function: _builtins.str = ...,
+        arguments_json: _builtins.str = ...,
+        library: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "function", b"function", "library", b"library", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoringFunction: _TypeAlias = ScoringFunction  # noqa: Y015
+
+@_typing.final
+class HttpScore(_message.Message):
+    """A reward service of the user's own."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    URL_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    url: _builtins.str
+    arguments_json: _builtins.str
+    """A JSON object: what of the problem it is told."""
+    timeout_seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        url: _builtins.str = ...,
+        arguments_json: _builtins.str = ...,
+        timeout_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "timeout_seconds", b"timeout_seconds", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HttpScore: _TypeAlias = HttpScore  # noqa: Y015
+
+@_typing.final
+class ModelScore(_message.Message):
+    """A language model as judge."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUBRIC_FIELD_NUMBER: _builtins.int
+    STATEMENT_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    VOTES_FIELD_NUMBER: _builtins.int
+    REFERENCE_FIELD_NUMBER: _builtins.int
+    rubric: _builtins.str
+    """What the judge is told; the response and the statement are put where it names them."""
+    statement: _builtins.str
+    address: _builtins.str
+    """An OpenAI-compatible address, empty: the platform's own inference; and the model it serves."""
+    model: _builtins.str
+    votes: _builtins.int
+    reference: _builtins.str
+    """A right answer for comparison, where the problem has one."""
+    def __init__(
+        self,
+        *,
+        rubric: _builtins.str = ...,
+        statement: _builtins.str = ...,
+        address: _builtins.str = ...,
+        model: _builtins.str = ...,
+        votes: _builtins.int = ...,
+        reference: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "model", b"model", "reference", b"reference", "rubric", b"rubric", "statement", b"statement", "votes", b"votes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelScore: _TypeAlias = ModelScore  # noqa: Y015
+
+@_typing.final
+class LengthPenalty(_message.Message):
+    """A penalty for length: 0 up to `free_characters`, the whole of it from `most_characters` on, linear between."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FREE_CHARACTERS_FIELD_NUMBER: _builtins.int
+    MOST_CHARACTERS_FIELD_NUMBER: _builtins.int
+    free_characters: _builtins.int
+    most_characters: _builtins.int
+    def __init__(
+        self,
+        *,
+        free_characters: _builtins.int = ...,
+        most_characters: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_characters", b"free_characters", "most_characters", b"most_characters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LengthPenalty: _TypeAlias = LengthPenalty  # noqa: Y015
+
+@_typing.final
+class LanguagePenalty(_message.Message):
+    """A penalty for the share of letters outside a script, such as "latin"."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCRIPT_FIELD_NUMBER: _builtins.int
+    script: _builtins.str
+    def __init__(
+        self,
+        *,
+        script: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["script", b"script"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LanguagePenalty: _TypeAlias = LanguagePenalty  # noqa: Y015
+
+@_typing.final
+class Part(_message.Message):
+    """One part of a composition."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    GATE_FIELD_NUMBER: _builtins.int
+    VERIFIER_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    LANGUAGE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    weight: _builtins.float
+    gate: _builtins.bool
+    """What fails this part scores 0 as a whole."""
+    @_builtins.property
+    def verifier(self) -> Global___TestSet: ...
+    @_builtins.property
+    def length(self) -> Global___LengthPenalty: ...
+    @_builtins.property
+    def language(self) -> Global___LanguagePenalty: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        weight: _builtins.float = ...,
+        gate: _builtins.bool = ...,
+        verifier: Global___TestSet | None = ...,
+        length: Global___LengthPenalty | None = ...,
+        language: Global___LanguagePenalty | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "language", b"language", "length", b"length", "verifier", b"verifier"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "kind", b"kind", "language", b"language", "length", b"length", "name", b"name", "verifier", b"verifier", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["verifier", "length", "language"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___Part: _TypeAlias = Part  # noqa: Y015
+
+@_typing.final
+class Composition(_message.Message):
+    """Score = the parts' weighted mean, penalties taken off, or 0 when a gate fails; between 0 and 1."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]: ...
+    def __init__(
+        self,
+        *,
+        parts: _abc.Iterable[Global___Part] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Composition: _TypeAlias = Composition  # noqa: Y015
+
+@_typing.final
 class TestSet(_message.Message):
-    """The tests of one problem. Addressed by digest = blake3 of the deterministic serialisation."""
+    """What decides about the responses to one problem. Addressed by digest = blake3 of the deterministic serialisation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -153,16 +533,41 @@ class TestSet(_message.Message):
     RELATIVE_TOLERANCE_FIELD_NUMBER: _builtins.int
     CHECKER_PROGRAM_FIELD_NUMBER: _builtins.int
     CHECKER_LANGUAGE_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    CODE_TESTS_FIELD_NUMBER: _builtins.int
+    SCORING_FUNCTION_FIELD_NUMBER: _builtins.int
+    HTTP_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    COMPOSITION_FIELD_NUMBER: _builtins.int
+    PASS_SCORE_FIELD_NUMBER: _builtins.int
     checker: Global___Checker.ValueType
     absolute_tolerance: _builtins.float
     relative_tolerance: _builtins.float
     checker_program: _builtins.bytes
     """Source of a special judge (CHECKER_SPECIAL), run in its own sandbox."""
     checker_language: _builtins.str
+    pass_score: _builtins.float
+    """Score from which a response is right (OUTCOME_ACCEPTED); 0: 1."""
     @_builtins.property
     def tests(self) -> _containers.RepeatedCompositeFieldContainer[Global___TestCase]: ...
     @_builtins.property
     def limits(self) -> Global___Limits: ...
+    @_builtins.property
+    def answer(self) -> Global___AnswerRule:
+        """In place of all above: the response is an answer. It is compared, and no sandbox is started."""
+
+    @_builtins.property
+    def code_tests(self) -> Global___CodeTests:
+        """Further kinds, each in place of all above but `limits`."""
+
+    @_builtins.property
+    def scoring_function(self) -> Global___ScoringFunction: ...
+    @_builtins.property
+    def http(self) -> Global___HttpScore: ...
+    @_builtins.property
+    def model(self) -> Global___ModelScore: ...
+    @_builtins.property
+    def composition(self) -> Global___Composition: ...
     def __init__(
         self,
         *,
@@ -173,10 +578,17 @@ class TestSet(_message.Message):
         relative_tolerance: _builtins.float = ...,
         checker_program: _builtins.bytes = ...,
         checker_language: _builtins.str = ...,
+        answer: Global___AnswerRule | None = ...,
+        code_tests: Global___CodeTests | None = ...,
+        scoring_function: Global___ScoringFunction | None = ...,
+        http: Global___HttpScore | None = ...,
+        model: Global___ModelScore | None = ...,
+        composition: Global___Composition | None = ...,
+        pass_score: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "code_tests", b"code_tests", "composition", b"composition", "http", b"http", "limits", b"limits", "model", b"model", "scoring_function", b"scoring_function"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absolute_tolerance", b"absolute_tolerance", "checker", b"checker", "checker_language", b"checker_language", "checker_program", b"checker_program", "limits", b"limits", "relative_tolerance", b"relative_tolerance", "tests", b"tests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absolute_tolerance", b"absolute_tolerance", "answer", b"answer", "checker", b"checker", "checker_language", b"checker_language", "checker_program", b"checker_program", "code_tests", b"code_tests", "composition", b"composition", "http", b"http", "limits", b"limits", "model", b"model", "pass_score", b"pass_score", "relative_tolerance", b"relative_tolerance", "scoring_function", b"scoring_function", "tests", b"tests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -218,8 +630,36 @@ class TestResult(_message.Message):
 Global___TestResult: _TypeAlias = TestResult  # noqa: Y015
 
 @_typing.final
+class PartScore(_message.Message):
+    """What one part of a composition, or one name of a scoring function, gave."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    score: _builtins.float
+    """Between 0 and 1; of a penalty, what it took off."""
+    detail: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        score: _builtins.float = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "name", b"name", "score", b"score"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PartScore: _TypeAlias = PartScore  # noqa: Y015
+
+@_typing.final
 class Verdict(_message.Message):
-    """What the judge found about one program on one TestSet."""
+    """What the judge found about one response on one TestSet."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -239,6 +679,8 @@ class Verdict(_message.Message):
     RUNS_FIELD_NUMBER: _builtins.int
     DIFFERING_RUNS_FIELD_NUMBER: _builtins.int
     SUSPECTED_HARD_CODED_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     outcome: Global___Outcome.ValueType
     tests_passed: _builtins.int
     tests_total: _builtins.int
@@ -259,10 +701,14 @@ class Verdict(_message.Message):
     """Of runs, those that ended differently from this verdict: above 0 for a flaky program. The noise is their share."""
     suspected_hard_coded: _builtins.bool
     """Right on the public tests, wrong on hidden ones, and seemingly for the reason that it prints remembered answers."""
+    score: _builtins.float
+    """Between 0 and 1, of verifiers that know more than right and wrong; it decides the reward in place of the outcome."""
     @_builtins.property
     def tests(self) -> _containers.RepeatedCompositeFieldContainer[Global___TestResult]:
         """Only when details were asked for."""
 
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartScore]: ...
     def __init__(
         self,
         *,
@@ -282,11 +728,15 @@ class Verdict(_message.Message):
         runs: _builtins.int = ...,
         differing_runs: _builtins.int = ...,
         suspected_hard_coded: _builtins.bool = ...,
+        score: _builtins.float | None = ...,
+        parts: _abc.Iterable[Global___PartScore] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "cpu_seconds", b"cpu_seconds", "detail", b"detail", "differing_runs", b"differing_runs", "isolation", b"isolation", "judge_version", b"judge_version", "memory_bytes", b"memory_bytes", "outcome", b"outcome", "public_tests_passed", b"public_tests_passed", "public_tests_total", b"public_tests_total", "runs", b"runs", "suspected_hard_coded", b"suspected_hard_coded", "tests", b"tests", "tests_passed", b"tests_passed", "tests_total", b"tests_total", "wall_seconds", b"wall_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "cached", b"cached", "cpu_seconds", b"cpu_seconds", "detail", b"detail", "differing_runs", b"differing_runs", "isolation", b"isolation", "judge_version", b"judge_version", "memory_bytes", b"memory_bytes", "outcome", b"outcome", "parts", b"parts", "public_tests_passed", b"public_tests_passed", "public_tests_total", b"public_tests_total", "runs", b"runs", "score", b"score", "suspected_hard_coded", b"suspected_hard_coded", "tests", b"tests", "tests_passed", b"tests_passed", "tests_total", b"tests_total", "wall_seconds", b"wall_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
+    _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
 
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015

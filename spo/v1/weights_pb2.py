@@ -24,13 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14spo/v1/weights.proto\x12\x06spo.v1\"\x84\x01\n\x12WeightAnnouncement\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x0b\n\x03uri\x18\x04 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x05 \x01(\t\x12\x19\n\x11\x61nnounced_unix_ms\x18\x06 \x01(\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14spo/v1/weights.proto\x12\x06spo.v1\"~\n\x0e\x42roadcastOffer\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\x05\x12\x0b\n\x03key\x18\x03 \x01(\t\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x16\n\x0ewindow_seconds\x18\x05 \x01(\x01\x12\x18\n\x10transfer_seconds\x18\x06 \x01(\x01\"\xc1\x01\n\x12WeightAnnouncement\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x0b\n\x03uri\x18\x04 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x05 \x01(\t\x12\x19\n\x11\x61nnounced_unix_ms\x18\x06 \x01(\x03\x12\x10\n\x08\x65ntry_id\x18\x07 \x01(\t\x12)\n\tbroadcast\x18\x08 \x01(\x0b\x32\x16.spo.v1.BroadcastOfferb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'spo.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WEIGHTANNOUNCEMENT']._serialized_start=33
-  _globals['_WEIGHTANNOUNCEMENT']._serialized_end=165
+  _globals['_BROADCASTOFFER']._serialized_start=32
+  _globals['_BROADCASTOFFER']._serialized_end=158
+  _globals['_WEIGHTANNOUNCEMENT']._serialized_start=161
+  _globals['_WEIGHTANNOUNCEMENT']._serialized_end=354
 # @@protoc_insertion_point(module_scope)

@@ -17,6 +17,46 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class BroadcastOffer(_message.Message):
+    """Where a trainer also sends a version to replicas on its network; its files are stored before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    WINDOW_SECONDS_FIELD_NUMBER: _builtins.int
+    TRANSFER_SECONDS_FIELD_NUMBER: _builtins.int
+    host: _builtins.str
+    """The sender's store, where receivers join."""
+    port: _builtins.int
+    key: _builtins.str
+    """Names this transfer in the store."""
+    transport: _builtins.str
+    """"nccl" between GPUs, "gloo" between processes on CPU; a replica that cannot takes the files."""
+    window_seconds: _builtins.float
+    """How long receivers may take to join, and how long the transfer may take from there."""
+    transfer_seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        host: _builtins.str = ...,
+        port: _builtins.int = ...,
+        key: _builtins.str = ...,
+        transport: _builtins.str = ...,
+        window_seconds: _builtins.float = ...,
+        transfer_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "key", b"key", "port", b"port", "transfer_seconds", b"transfer_seconds", "transport", b"transport", "window_seconds", b"window_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BroadcastOffer: _TypeAlias = BroadcastOffer  # noqa: Y015
+
+@_typing.final
 class WeightAnnouncement(_message.Message):
     """One entry of the stream `weights` of a run: this version may be served now."""
 
@@ -28,6 +68,8 @@ class WeightAnnouncement(_message.Message):
     URI_FIELD_NUMBER: _builtins.int
     MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
     ANNOUNCED_UNIX_MS_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    BROADCAST_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     version: _builtins.int
     step: _builtins.int
@@ -36,6 +78,13 @@ class WeightAnnouncement(_message.Message):
     """Folder of the version in the weight store; its manifest.json lists files and digests."""
     manifest_digest: _builtins.str
     announced_unix_ms: _builtins.int
+    """For people; which of two announcements is the newer one is said by entry_id."""
+    entry_id: _builtins.str
+    """Id of its entry in the stream, filled in by whoever reads it there: ids only grow, clocks do not."""
+    @_builtins.property
+    def broadcast(self) -> Global___BroadcastOffer:
+        """Absent: by files alone."""
+
     def __init__(
         self,
         *,
@@ -45,10 +94,12 @@ class WeightAnnouncement(_message.Message):
         uri: _builtins.str = ...,
         manifest_digest: _builtins.str = ...,
         announced_unix_ms: _builtins.int = ...,
+        entry_id: _builtins.str = ...,
+        broadcast: Global___BroadcastOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["broadcast", b"broadcast"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced_unix_ms", b"announced_unix_ms", "manifest_digest", b"manifest_digest", "run_id", b"run_id", "step", b"step", "uri", b"uri", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced_unix_ms", b"announced_unix_ms", "broadcast", b"broadcast", "entry_id", b"entry_id", "manifest_digest", b"manifest_digest", "run_id", b"run_id", "step", b"step", "uri", b"uri", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spo import redis_keys
+from spo.disk_space import told_when_full
 from spo.errors import NotReady
 from spo.manifest_folder import remove_folder
 
@@ -72,10 +73,10 @@ class WeightCache:
     def stage(self, run_id: str, name: str, size_bytes: int) -> Iterator[Path]:
         """A folder of that name to put a version together in, kept when the block raises so that a retry goes on there.
 
-        One process at a time has it. Raises NotReady when another had it for FETCH_SECONDS.
+        One process at a time has it. Raises NotReady when another had it for FETCH_SECONDS, ResourceExhausted.
         """
         parent = self._root_for(size_bytes) / run_id
-        with self._alone(run_id, name):
+        with told_when_full(parent, size_bytes), self._alone(run_id, name):
             path = parent / f".stage-{name}"
             path.mkdir(parents=True, exist_ok=True)
             yield path

@@ -8,16 +8,18 @@ does not lie in a folder of this machine is put together in its cache (spo.weigh
 from __future__ import annotations
 
 import contextlib
-import errno
 import re
 import shutil
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spo.errors import IntegrityError, InvalidInput, NotFound, NotReady
+from spo.disk_space import told_when_full
+from spo.errors import IntegrityError, InvalidInput, NotFound
 from spo.manifest_folder import FileEntry, Manifest, ManifestFolder, entry_of, link_files, verify
+from spo.model.adapter_folder import Adapter
 from spo.observability.logs import get_logger
 from spo.weights.assembly import (
     DELTA_NAME,
@@ -41,22 +43,11 @@ _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}\.safetensors")
 WORTHWHILE_SHARE = 0.9
 
 
-@contextlib.contextmanager
-def _told_when_full() -> Iterator[None]:
-    """Make a full disk or shared memory an error that says so and is worth a retry."""
-    try:
-        yield
-    except Exception as error:
-        # safetensors' own error has no errno.
-        if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT) and "os error 28" not in str(error):
-            raise
-        raise NotReady(f"no space is left for weights: {error}", code="disk_full") from error
-
-
 @dataclass(frozen=True)
 class StoredVersion:
     """One verified version; `manifest` has version, parent, step, dtype, epoch and files {name, blake3, size_bytes}.
 
+    Where `base_model` is given it is an adapter of the model folder with this hash, as a folder that peft loads.
     size_bytes: of the whole files; stored_bytes: of what the store holds for it. The files stay while `hold` lives.
     """
 
@@ -68,6 +59,11 @@ class StoredVersion:
     stored_bytes: int
     uri: str
     hold: Pin | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def base_model(self) -> str:
+        """Hash of the model that this is an adapter of; empty for whole weights."""
+        return str(self.manifest.get("base_model", ""))
 
 
 class WeightStore:
@@ -84,7 +80,6 @@ class WeightStore:
         # Manifests change only when their version is written again: each is read once for pruning, not at every push.
         self._base_of: dict[tuple[str, int], int] = {}
 
-    @_told_when_full()
     def write(
         self,
         run_id: str,
@@ -96,38 +91,57 @@ class WeightStore:
         shards: Iterable[tuple[str, Mapping[str, Tensor]]],
         epoch: int = 0,
         size_bytes: int = 0,
+        adapter: Adapter | None = None,
     ) -> StoredVersion:
         """Store a version; shards are (file name ending in .safetensors, contiguous CPU tensors by parameter name).
 
-        size_bytes: about how large it will be. Idempotent for equal content. Raises Conflict when a different version
-        is there, written under this lease epoch or a newer one, InvalidInput on unsafe names, and Unreachable; NotReady
-        where no space is left. A crash leaves nothing visible.
+        size_bytes: about how large it will be. adapter: what the tensors adapt; being small, it is stored whole.
+        Idempotent for equal content. Raises Conflict when a different version is there, written under this lease epoch
+        or a newer one, InvalidInput on unsafe names, and Unreachable; ResourceExhausted where no space is left. A crash
+        leaves nothing visible.
         """
+        head: Manifest = {"version": version, "parent": parent, "step": step, "dtype": dtype, "epoch": epoch}
+        if adapter:
+            head["base_model"] = adapter.base_model
+        return self.write_files(run_id, head, partial(_save, shards, adapter=adapter), size_bytes)
+
+    def write_files(
+        self, run_id: str, head: Manifest, write_into: Callable[[Path], None], size_bytes: int = 0
+    ) -> StoredVersion:
+        """As `write`, of the files that write_into puts into a folder; other processes may have a part in that.
+
+        head: version, parent, step, dtype, epoch, and of an adapter base_model.
+        """
+        version, epoch = int(head["version"]), int(head["epoch"])
         _check(run_id, version)
-        head = {"version": version, "parent": parent, "step": step, "dtype": dtype, "epoch": epoch}
-        self._base_of.pop((run_id, version), None)
-        staging_dir = self.backend.staging_dir(run_id, version)
-        if staging_dir is not None and self.anchor_interval == 1:
-            with staging_dir as writing:
-                _save(shards, writing)
-                return self._version(run_id, self.backend.seal(run_id, version, writing, head))
-        with self._cache.stage(run_id, f"{version:08d}-written-{epoch}", size_bytes) as stage:
-            whole = emptied(stage / "whole")
-            _save(shards, whole)
-            manifest = self._seal(run_id, head, whole, emptied(stage / "delta"))
-            # Into the cache: the next delta's base, and what replicas of this machine need not fetch.
-            sealed = ManifestFolder(whole, manifest)
-            cached = self._cache.keep(whole, run_id, version, sealed.manifest_digest)
-        return self._version(run_id, sealed, cached)
+        with told_when_full(self.backend.name, size_bytes):
+            self._base_of.pop((run_id, version), None)
+            staging_dir = self.backend.staging_dir(run_id, version)
+            if staging_dir is not None and (self.anchor_interval == 1 or "base_model" in head):
+                with staging_dir as writing:
+                    write_into(writing)
+                    return self._version(run_id, self.backend.seal(run_id, version, writing, head))
+            with self._cache.stage(run_id, f"{version:08d}-written-{epoch}", size_bytes) as stage:
+                whole = emptied(stage / "whole")
+                write_into(whole)
+                manifest = self._seal(run_id, head, whole, emptied(stage / "delta"))
+                # Into the cache: the next delta's base, and what replicas of this machine need not fetch.
+                sealed = ManifestFolder(whole, manifest)
+                cached = self._cache.keep(whole, run_id, version, sealed.manifest_digest)
+            return self._version(run_id, sealed, cached)
 
     def _seal(self, run_id: str, head: Manifest, whole: Path, delta: Path) -> Manifest:
         """Store a delta where there is a base for one and it is small, else the whole; returns the manifest."""
         version = head["version"]
-        based = self._write_delta(run_id, head["parent"], whole, delta)
+        based = {} if "base_model" in head else self._write_delta(run_id, head["parent"], whole, delta)
+        source = delta if based else whole
         staging_dir = self.backend.staging_dir(run_id, version)
-        with staging_dir or contextlib.nullcontext(delta if based else whole) as writing:
+        with (
+            told_when_full(self.backend.name, _bytes_in(source)),
+            staging_dir or contextlib.nullcontext(source) as writing,
+        ):
             if staging_dir:
-                shutil.copytree(delta if based else whole, writing, dirs_exist_ok=True)
+                shutil.copytree(source, writing, dirs_exist_ok=True)
             return self.backend.seal(run_id, version, writing, head | based).manifest
 
     def _write_delta(self, run_id: str, parent: int, whole: Path, delta: Path) -> Manifest:
@@ -153,28 +167,29 @@ class WeightStore:
         facts = {"base": parent, "base_digest": digest_of(before), "depth": depth}
         return {"delta": {**facts, "files": [entry_of(path) for path in sorted(whole.iterdir())]}}
 
-    @_told_when_full()
     def adopt(self, run_id: str, version: int, source: StoredVersion, *, parent: int, step: int) -> StoredVersion:
         """Store another run's verified version as one of this run; it lives on when the other is removed."""
         _check(run_id, version)
-        dtype = source.manifest.get("dtype", "")
-        head = {"version": version, "parent": parent, "step": step, "dtype": dtype, "epoch": 0}
-        staging_dir = self.backend.staging_dir(run_id, version)
-        if staging_dir is not None:
-            with staging_dir as writing:
-                link_files(source.files, writing)
-                return self._version(run_id, self.backend.seal(run_id, version, writing, head))
-        with self._cache.stage(run_id, f"{version:08d}-adopted", source.size_bytes) as stage:
-            whole = emptied(stage / "whole")
-            link_files(source.files, whole)
-            sealed = self.backend.seal(run_id, version, whole, head)
-            return self._version(run_id, sealed, self._cache.keep(whole, run_id, version, sealed.manifest_digest))
+        with told_when_full(self.backend.name, source.size_bytes):
+            dtype = source.manifest.get("dtype", "")
+            head = {"version": version, "parent": parent, "step": step, "dtype": dtype, "epoch": 0}
+            if source.base_model:
+                head["base_model"] = source.base_model
+            staging_dir = self.backend.staging_dir(run_id, version)
+            if staging_dir is not None:
+                with staging_dir as writing:
+                    link_files(source.files, writing)
+                    return self._version(run_id, self.backend.seal(run_id, version, writing, head))
+            with self._cache.stage(run_id, f"{version:08d}-adopted", source.size_bytes) as stage:
+                whole = emptied(stage / "whole")
+                link_files(source.files, whole)
+                sealed = self.backend.seal(run_id, version, whole, head)
+                return self._version(run_id, sealed, self._cache.keep(whole, run_id, version, sealed.manifest_digest))
 
-    @_told_when_full()
     def open(self, run_id: str, version: int) -> StoredVersion:
         """Verify and return a version, fetched first where it must be.
 
-        Raises NotFound, IntegrityError naming the damaged file, or Unreachable.
+        Raises NotFound, IntegrityError naming the damaged file, Unreachable, or ResourceExhausted.
         """
         _check(run_id, version)
         try:
@@ -278,7 +293,7 @@ def backend_at(place: str | Path) -> WeightBackend:
     return S3Backend(str(place))
 
 
-def _save(shards: Iterable[tuple[str, Mapping[str, Tensor]]], folder: Path) -> None:
+def _save(shards: Iterable[tuple[str, Mapping[str, Tensor]]], folder: Path, *, adapter: Adapter | None) -> None:
     # Imported here: the orchestrator lists and prunes versions without torch.
     from safetensors.torch import save_file
 
@@ -286,6 +301,8 @@ def _save(shards: Iterable[tuple[str, Mapping[str, Tensor]]], folder: Path) -> N
         if not _SHARD_NAME.fullmatch(name):
             raise InvalidInput(f"{name!r} is no name for a weight shard")
         save_file(dict(tensors), folder / name)
+    if adapter:
+        adapter.write(folder)
 
 
 def _bytes_in(folder: Path) -> int:

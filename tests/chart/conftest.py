@@ -97,6 +97,11 @@ EVERYTHING = {
         "extraVolumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
     },
     "sandboxJudge": {"autoscaling": {"enabled": True, "engine": "hpa"}, "runtimeClassName": "gvisor"},
+    "verifier": {
+        "autoscaling": {"enabled": True, "engine": "hpa"},
+        "hosts": ["rewards.example.org"],
+        "existingSecret": "reward-keys",
+    },
     "trainer": {"ranks": 4, "nodeSelector": {"pool": "train"}},
 }
 # PUT /v1/scale, and trainers of several pods.
@@ -114,6 +119,7 @@ JOB_SET = {
     "networkPolicy": {"kubernetesApiTo": [{"ipBlock": {"cidr": "10.0.0.1/32"}}]},
     "inference": {"autoscaling": KEDA},
     "sandboxJudge": {"autoscaling": KEDA},
+    "verifier": {"autoscaling": KEDA},
     "trainer": {"kind": "JobSet", "nodes": 2},
 }
 EXTERNAL = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from typing import Any
 
@@ -11,16 +12,18 @@ from conftest import SETS, rendered
 Object = dict[str, Any]
 
 WORKLOADS = ("Deployment", "StatefulSet", "JobSet", "Pod")
-SERVICES = ("orchestrator", "inference", "sandbox-judge", "replay-buffer", "value-estimation", "trainer")
+SERVICES = ("orchestrator", "inference", "sandbox-judge", "verifier", "replay-buffer", "value-estimation", "trainer")
 # Who opens a connection to whom, and where: the drawing in docs/life_of_a_trajectory.md.
 EDGES = {
     ("inference", "orchestrator", 7070),
     ("inference", "redis", 6379),
+    ("inference", "verifier", 7070),
     ("orchestrator", "inference", 7070),
     ("orchestrator", "redis", 6379),
     ("orchestrator", "replay-buffer", 7070),
     ("orchestrator", "sandbox-judge", 7070),
     ("orchestrator", "value-estimation", 7070),
+    ("orchestrator", "verifier", 7070),
     ("replay-buffer", "orchestrator", 7070),
     ("replay-buffer", "redis", 6379),
     ("replay-buffer", "value-estimation", 7070),
@@ -34,6 +37,10 @@ EDGES = {
     ("value-estimation", "redis", 6379),
     ("value-estimation", "replay-buffer", 7070),
     ("value-estimation", "sandbox-judge", 7070),
+    ("value-estimation", "verifier", 7070),
+    ("verifier", "orchestrator", 7070),
+    ("verifier", "redis", 6379),
+    ("verifier", "sandbox-judge", 7070),
 }
 
 
@@ -171,14 +178,17 @@ def test_everything_mounted_is_a_volume_and_every_volume_is_mounted(objects: lis
         assert len(set(paths)) == len(paths), name
 
 
-def test_only_the_trainer_may_write_weights_and_the_judge_has_no_files_at_all(objects: list[Object]) -> None:
+def test_trainer_and_orchestrator_alone_may_write_the_state_folder_and_the_judge_has_no_files(
+    objects: list[Object],
+) -> None:
     writers = set()
     for name, pod in pods(objects).items():
         mounts = [mount for each in pod["containers"] for mount in each.get("volumeMounts", [])]
         writers |= {name for mount in mounts if mount["name"] == "state" and not mount.get("readOnly")}
-        if name == "sandbox-judge":
+        if name in ("sandbox-judge", "verifier"):
             assert {mount["name"] for mount in mounts} == {"tmp"}
-    assert writers == {"trainer"}
+    # The orchestrator keeps events and uploads there, makes forks, and removes what deleted jobs left.
+    assert writers == {"trainer", "orchestrator"}
 
 
 def test_experience_is_written_by_the_replay_buffer_and_by_imports_and_read_where_pi0_is(objects: list[Object]) -> None:
@@ -272,6 +282,25 @@ def test_programs_under_judgement_reach_nothing_but_redis_the_orchestrator_and_n
     assert all(rule["to"] for rule in policy["spec"]["egress"])
 
 
+def test_verifiers_reach_the_outside_only_where_hosts_are_named_and_never_a_private_address() -> None:
+    def outside(values: str) -> list[Object]:
+        policies = of_kind(rendered(values), "NetworkPolicy")
+        (policy,) = (each["spec"] for each in policies if each["metadata"]["name"] == "spo-verifier")
+        return [rule for rule in policy["egress"] if any("ipBlock" in peer for peer in rule["to"])]
+
+    assert outside("default") == []
+    (rule,) = outside("everything")
+    assert [port["port"] for port in rule["ports"]] == [443]
+    open_to, _ = (ipaddress.ip_network(peer["ipBlock"]["cidr"]) for peer in rule["to"])
+    closed = [ipaddress.ip_network(each) for each in rule["to"][0]["ipBlock"]["except"]]
+    assert open_to == ipaddress.ip_network("0.0.0.0/0")
+    for address in ("10.0.0.1", "172.31.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "127.0.0.1"):
+        assert any(ipaddress.ip_address(address) in network for network in closed), address
+    told = {each["name"]: each for each in pods(rendered("everything"))["verifier"]["containers"][0]["env"]}
+    assert json.loads(told["SPO_VERIFIER_HTTP_HOSTS"]["value"]) == ["rewards.example.org"]
+    assert told["SPO_VERIFIER_HTTP_SECRET"]["valueFrom"]["secretKeyRef"]["name"] == "reward-keys"
+
+
 def test_no_secret_is_written_outside_secrets(objects: list[Object]) -> None:
     for pod in pods(objects).values():
         for variable in pod["containers"][0].get("env", []):
@@ -305,12 +334,12 @@ def test_the_ways_in_lead_to_the_api() -> None:
 
 def test_a_pool_with_automatic_scaling_has_no_fixed_size() -> None:
     objects = rendered("everything")
-    for name in ("inference", "sandbox-judge"):
+    for name in ("inference", "sandbox-judge", "verifier"):
         assert "replicas" not in workload(objects, name)["spec"]
     targets = {
         each["spec"]["scaleTargetRef"]["name"] for each in of_kind(objects, "ScaledObject", "HorizontalPodAutoscaler")
     }
-    assert targets == {"spo-inference", "spo-sandbox-judge"}
+    assert targets == {"spo-inference", "spo-sandbox-judge", "spo-verifier"}
 
 
 def test_pools_scale_by_what_waits_in_their_own_stream() -> None:
@@ -321,6 +350,7 @@ def test_pools_scale_by_what_waits_in_their_own_stream() -> None:
     assert queries == {
         "spo-inference": [f'spo_stream_{what}_entries{{stream="prompts"}}' for what in ("lag", "pending")],
         "spo-sandbox-judge": [f'spo_stream_{what}_entries{{stream="rollouts"}}' for what in ("lag", "pending")],
+        "spo-verifier": [f'spo_stream_{what}_entries{{stream="verifier_rollouts"}}' for what in ("lag", "pending")],
     }
 
 

@@ -9,7 +9,7 @@ from conftest import ELASTIC, JOB_SET, Helm, rendered
 from test_chart_policy import component, of_kind, pod_of, pods
 
 Object = dict[str, Any]
-POOLS = ["spo-inference", "spo-sandbox-judge"]
+POOLS = ["spo-inference", "spo-sandbox-judge", "spo-verifier"]
 
 
 def variables(objects: list[Object], service: str) -> dict[str, str]:
@@ -39,7 +39,9 @@ def test_the_orchestrator_patches_what_the_role_names() -> None:
         told = variables(rendered(values), "orchestrator")
         assert told["SPO_ORCHESTRATOR_SCALER"] == "kubernetes"
         assert told["SPO_ORCHESTRATOR_SCALE_KEDA"] == keda
-        assert [told["SPO_ORCHESTRATOR_SCALE_PREFIX"] + pool for pool in ("inference", "sandbox-judge")] == POOLS
+        assert [
+            told["SPO_ORCHESTRATOR_SCALE_PREFIX"] + pool for pool in ("inference", "sandbox-judge", "verifier")
+        ] == POOLS
         kind = "ScaledObject" if keda == "true" else "Deployment"
         assert set(POOLS) <= {each["metadata"]["name"] for each in of_kind(rendered(values), kind)}
     assert "SPO_ORCHESTRATOR_SCALER" not in variables(rendered("default"), "orchestrator")
@@ -74,7 +76,7 @@ def test_an_upgrade_keeps_the_bounds_that_were_asked_for(helm: Helm) -> None:
     helm.cluster.of_kind("ScaledObject")["spo-inference"]["spec"]["minReplicaCount"] = 4
     helm.upgrade({**JOB_SET, "logLevel": "debug"})
     bounds = {name: each["spec"]["minReplicaCount"] for name, each in helm.cluster.of_kind("ScaledObject").items()}
-    assert bounds == {"spo-inference": 4, "spo-sandbox-judge": 1}
+    assert bounds == {"spo-inference": 4, "spo-sandbox-judge": 1, "spo-verifier": 1}
 
 
 def test_automatic_scaling_has_bounds_and_takes_its_time_to_shrink() -> None:

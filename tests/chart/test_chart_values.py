@@ -43,7 +43,7 @@ REFUSED = {
             "scaling": {"enabled": True, "maxReplicas": 4},
             "inference": {"autoscaling": {"enabled": True, "engine": "keda"}},
         },
-        "for both inference and sandboxJudge, or for neither",
+        "for all of inference, sandboxJudge and verifier, or for none",
     ),
     "wishes that KEDA refuses": (
         {

@@ -85,3 +85,16 @@ def test_the_curves_of_a_job_are_mirrored_to_tensorboard(live: Any, trained_job:
 
     assert [point.step for point in read.Scalars("training/loss")] == expected
     assert [point.step for point in read.Scalars("evaluation/pass@1")] == [0, 20, 40]
+
+
+def test_a_probe_says_what_a_model_can_learn_from_before_anything_is_trained(live: Any, tmp_path: Path) -> None:
+    spec = tmp_path / "job.yaml"
+    spec.write_text(yaml.safe_dump(live.spec))
+
+    probed = spo(live, "tasks", "probe", str(spec), "--samples", "4", "--problems", "6", "-o", "json", seconds=300)
+
+    assert probed.returncode == 0, probed.stderr
+    found = json.loads(probed.stdout)
+    assert found["problems"] == found["unsolved"] + found["solved"] + found["learnable"] == 6
+    assert (found["samples"], sum(found["histogram"])) == (4, 6)
+    assert spo(live, "job", "get", found["job_id"], "-o", "json").returncode == 0

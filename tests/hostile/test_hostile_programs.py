@@ -141,8 +141,8 @@ def test_a_hostile_program_meets_its_end(worker: SandboxWorker, case: dict[str, 
     before = open_descriptors()
     expected = [case["outcome"]] if isinstance(case["outcome"], str) else case["outcome"]
 
-    # Touching memory takes CPU time too, on a busy machine a lot.
-    limits = PATIENT if "memory_limit" in expected else TIGHT
+    # On a busy machine whatever ends by itself takes long; only who is to meet a limit of time meets it soon.
+    limits = TIGHT if any(outcome.endswith("time_limit") for outcome in expected) else PATIENT
     outcome, detail = outcome_of(worker, source_of(case), case_tests(case, limits))
 
     assert outcome in expected, detail

@@ -87,7 +87,7 @@ def surroundings(
     from services.value_estimation.service_clients import connect_clients
     from services.value_estimation.settings import Settings
     from services.value_estimation.token_values import TokenValuer
-    from spo.model.logprobs import load_tokenizer
+    from spo.model.tokenizer import load_tokenizer
     from spo.rpc.server import RpcServer
     from spo.testing.value import EngineDouble, JudgeDouble, Surroundings
     from spo.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
@@ -100,7 +100,9 @@ def surroundings(
 
     def build(engine_class: Any = EngineDouble, judge_class: Any = JudgeDouble, **fields: Any) -> Surroundings:
         server = RpcServer("127.0.0.1", 0)
-        addresses = {f"{name}_address": server.address for name in ("inference", "sandbox_judge", "replay_buffer")}
+        addresses = {
+            f"{name}_address": server.address for name in ("inference", "sandbox_judge", "verifier", "replay_buffer")
+        }
         settings = Settings(**{"patience_seconds": 20, "prompts_in_flight": 2, **addresses, **fields})
         clients = connect_clients(settings, threading.Event(), redis_client)
         store, weights = ReplayStore(redis_client), WeightStore(tmp_path / "weights")

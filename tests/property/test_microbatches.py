@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.trainer.batches import TrainingSample, annotated_targets, faults, token_batch
-from services.trainer.microbatches import MicroBatch, cut
+from services.trainer.batches import TrainingSample, annotated_targets, faults, length_of, token_batch
+from services.trainer.microbatches import ForwardLimits, MicroBatch, cut
 from spo.algorithm.losses import spo_loss
 from spo.algorithm.monte_carlo import q_from_successes
 from spo.algorithm.registry import LOSSES, LossTerm
@@ -26,6 +27,8 @@ from spo.v1.trajectory_pb2 import Annotation, Trajectory
 BETA = 0.3
 
 group_sizes = st.lists(st.integers(2, 5), min_size=1, max_size=6)
+# Trajectories have 2 to 10 tokens.
+limits_of_all_kinds = st.builds(ForwardLimits, st.integers(1, 60), st.none() | st.integers(1, 8), st.booleans())
 
 
 def draw_rows(sizes: Sequence[int], seed: int) -> list[TrainingSample]:
@@ -88,9 +91,9 @@ def loss_and_gradient(
 
 
 @settings(max_examples=15, deadline=None)
-@given(group_sizes, st.integers(0, 2**31), st.integers(1, 4), st.integers(1, 8))
+@given(group_sizes, st.integers(0, 2**31), st.integers(1, 4), limits_of_all_kinds)
 def test_any_cut_gives_the_loss_and_the_gradient_of_the_whole_batch(
-    sizes: list[int], seed: int, world_size: int, size: int
+    sizes: list[int], seed: int, world_size: int, limits: ForwardLimits
 ) -> None:
     rows = draw_rows(sizes, seed)
     draw = random.Random(seed)
@@ -100,7 +103,7 @@ def test_any_cut_gives_the_loss_and_the_gradient_of_the_whole_batch(
     for objective in LOSSES:
         terms = [LossTerm(objective=objective)]
         whole_groups = "groups" in LOSSES[objective].needs
-        shares = cut(rows, world_size, size, whole_groups=whole_groups)
+        shares = cut(rows, world_size, limits, whole_groups=whole_groups)
 
         loss, gradients = loss_and_gradient([micro_batch for share in shares for micro_batch in share], policy, terms)
 
@@ -111,13 +114,13 @@ def test_any_cut_gives_the_loss_and_the_gradient_of_the_whole_batch(
             torch.testing.assert_close(gradient, whole_gradients[trajectory_id], atol=1e-9, rtol=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
-@given(group_sizes, st.integers(0, 2**31), st.integers(1, 5), st.integers(1, 8))
-def test_whole_groups_stay_whole_and_every_rank_makes_equally_many_passes(
-    sizes: list[int], seed: int, world_size: int, size: int
+@settings(max_examples=150, deadline=None)
+@given(group_sizes, st.integers(0, 2**31), st.integers(1, 5), limits_of_all_kinds, st.booleans())
+def test_forwards_are_within_their_limits_and_every_rank_makes_equally_many(
+    sizes: list[int], seed: int, world_size: int, limits: ForwardLimits, whole_groups: bool
 ) -> None:
     rows = draw_rows(sizes, seed)
-    shares = cut(rows, world_size, size, whole_groups=True)
+    shares = cut(rows, world_size, limits, whole_groups=whole_groups)
 
     assert len({len(share) for share in shares}) == 1
     micro_batches = [micro_batch for share in shares for micro_batch in share]
@@ -130,20 +133,42 @@ def test_whole_groups_stay_whole_and_every_rank_makes_equally_many_passes(
     assert sorted(counted) == sorted(row.trajectory.trajectory_id for row in rows)
     for micro_batch in micro_batches:
         present = Counter(row.group for row in micro_batch.rows)
-        assert all(count == sizes[group] for group, count in present.items())
-        assert len(micro_batch.rows) <= size or len(present) == 1
+        if whole_groups:
+            assert all(count == sizes[group] for group, count in present.items())
+        units = len(present) if whole_groups else len(micro_batch.rows)
+        assert units == 1 or tokens_of(micro_batch, limits) <= limits.tokens
+        assert units == 1 or limits.rows is None or len(micro_batch.rows) <= limits.rows
+
+
+def tokens_of(micro_batch: MicroBatch, limits: ForwardLimits) -> int:
+    lengths = [length_of(row) for row in micro_batch.rows]
+    return sum(lengths) if limits.packed else len(lengths) * max(lengths)
+
+
+@settings(max_examples=60, deadline=None)
+@given(group_sizes, st.integers(0, 2**31), limits_of_all_kinds)
+def test_one_rank_makes_no_pass_that_the_one_before_had_room_for(
+    sizes: list[int], seed: int, limits: ForwardLimits
+) -> None:
+    (share,) = cut(draw_rows(sizes, seed), 1, limits, whole_groups=False)
+
+    for one, following in pairwise(share):
+        both = MicroBatch([*one.rows, following.rows[0]])
+        assert tokens_of(both, limits) > limits.tokens or len(both.rows) > (limits.rows or len(both.rows))
 
 
 def test_groups_of_one_size_are_shared_out_equally_and_without_idle_passes() -> None:
-    shares = cut(draw_rows([4] * 16, seed=1), 4, 8, whole_groups=True)
+    shares = cut(draw_rows([4] * 16, seed=1), 4, ForwardLimits(1000, 8), whole_groups=True)
     assert [[micro_batch.weight for micro_batch in share] for share in shares] == [[8, 8]] * 4
 
 
 def test_without_groups_the_shares_are_equal_and_similar_in_length() -> None:
     rows = draw_rows([4] * 8, seed=2)
-    shares = cut(rows, 4, 3, whole_groups=False)
+    shares = cut(rows, 4, ForwardLimits(1000, 3), whole_groups=False)
     assert [[micro_batch.weight for micro_batch in share] for share in shares] == [[3, 3, 2]] * 4
-    assert cut([], 2, 3, whole_groups=True) == [[], []]
+    tokens = [sum(length_of(row) for micro_batch in share for row in micro_batch.rows) for share in shares]
+    assert max(tokens) - min(tokens) <= 2
+    assert cut([], 2, ForwardLimits(1000), whole_groups=True) == [[], []]
 
 
 def test_an_annotation_becomes_the_target_of_the_last_token_of_its_prefix() -> None:

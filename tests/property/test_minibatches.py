@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.trainer.batches import TrainingSample
-from services.trainer.microbatches import Minibatch, cut_into_minibatches
+from services.trainer.microbatches import ForwardLimits, Minibatch, cut_into_minibatches
 from spo.v1.trajectory_pb2 import Trajectory
 
 
@@ -41,7 +41,7 @@ def test_single_trajectories_are_dealt_evenly(
     total = count * world_size * each
     rows = rows_of(data.draw(st.lists(st.integers(1, 9), min_size=total, max_size=total)))
 
-    shares = cut_into_minibatches(rows, count, world_size, size, whole_groups=False)
+    shares = cut_into_minibatches(rows, count, world_size, ForwardLimits(1000, size), whole_groups=False)
 
     assert [len(share) for share in shares] == [count] * world_size
     assert {len(ids(minibatch)) for share in shares for minibatch in share} == {each}
@@ -58,7 +58,7 @@ def test_whole_groups_stay_in_one_piece_and_ranks_make_equally_many_passes(
 ) -> None:
     rows = rows_of(lengths[: len(lengths) // 2 * 2])
 
-    shares = cut_into_minibatches(rows, count, world_size, size, whole_groups=True)
+    shares = cut_into_minibatches(rows, count, world_size, ForwardLimits(1000, size), whole_groups=True)
 
     for steps in zip(*shares, strict=True):
         assert len({len(minibatch.micro_batches) for minibatch in steps}) == 1

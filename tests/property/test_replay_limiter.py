@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.replay_buffer.limiter import Limiter, LiveCounts, groups_kept
-from spo.spec.job_spec import parse_job_spec
+from spo.testing.toy_spec import toy_spec
 
 SPECS = st.builds(
-    lambda share, **fields: parse_job_spec(
+    lambda share, **fields: toy_spec(
         {
             "model": {"path": "/pi0"},
             # Four groups' worth keeps the online part of every share a whole number of groups.
@@ -94,7 +94,7 @@ def test_what_is_admissible_keeps_both_inequalities(spec: Any, inserted: int, sa
 
 
 def test_online_experience_that_is_too_stale_is_replaced_whatever_the_ratio_says() -> None:
-    spec = parse_job_spec({"model": {"path": "/pi0"}, "replay": {"samples_per_insert": 8}})
+    spec = toy_spec({"model": {"path": "/pi0"}, "replay": {"samples_per_insert": 8}})
     limiter = Limiter.of(spec)
     full = LiveCounts(inserted=200, sampled=0, available=200)
     stale = LiveCounts(inserted=200, sampled=0, available=0)
@@ -106,6 +106,6 @@ def test_online_experience_that_is_too_stale_is_replaced_whatever_the_ratio_says
 
 
 def test_a_run_without_online_share_asks_for_no_online_trajectories() -> None:
-    spec = parse_job_spec({"model": {"path": "/pi0"}, "replay": {"mix": [{"source": "human", "share": 1}]}})
+    spec = toy_spec({"model": {"path": "/pi0"}, "replay": {"mix": [{"source": "human", "share": 1}]}})
 
     assert Limiter.of(spec).admissible_inserts(LiveCounts(0, 0, 0)) == 0

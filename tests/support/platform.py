@@ -10,6 +10,7 @@ import pytest
 
 from spo.client import Client
 from spo.client.models import Job
+from spo.experience.store import ExperienceStore
 from spo.local.child import Child
 from spo.local.launcher import LauncherSettings, LocalPlatform
 from spo.messaging.connection import connect
@@ -25,6 +26,7 @@ def running_platform(
 ) -> Iterator[LocalPlatform]:
     """A platform with its own Redis under a folder, ready to take jobs; stopped at the end."""
     settings = LauncherSettings(
+        http_port=0,
         runs_path=folder / "runs",
         start_seconds=START_SECONDS,
         drain_seconds=drain_seconds,
@@ -57,4 +59,4 @@ def check_ledgers(platform: LocalPlatform, *job_ids: str) -> None:
     """Nothing of these jobs was lost or doubled."""
     with connect(platform.redis_url) as client:
         for job_id in job_ids:
-            check_ledger(client, job_id)
+            check_ledger(client, job_id, experience=ExperienceStore(str(platform.state_path / "experience")))

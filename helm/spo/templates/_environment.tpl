@@ -36,7 +36,7 @@
 {{- end }}
 - {name: SPO_ORCHESTRATOR_ADDRESS, value: "{{ $full }}-orchestrator:7070"}
 # Headless services: dns:/// spreads calls over all ready pods.
-{{- range list "inference" "sandbox-judge" "replay-buffer" "value-estimation" }}
+{{- range list "inference" "sandbox-judge" "verifier" "replay-buffer" "value-estimation" }}
 - {name: SPO_{{ . | replace "-" "_" | upper }}_ADDRESS, value: "dns:///{{ $full }}-{{ . }}:7070"}
 {{- end }}
 {{- if .redis }}
@@ -48,6 +48,17 @@
 - name: POD_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 - {name: {{ $prefix }}_ADVERTISE_ADDRESS, value: "$(POD_IP):7070"}
+{{- if and .root.Values.verifier.hosts (has .component (list "orchestrator" "verifier")) }}
+- {name: SPO_VERIFIER_HTTP_HOSTS, value: {{ .root.Values.verifier.hosts | toJson | quote }}}
+{{- end }}
+{{- if eq .component "verifier" }}
+{{- with .values.existingSecret }}
+- name: {{ $prefix }}_HTTP_SECRET
+  valueFrom: {secretKeyRef: {name: {{ . }}, key: http-secret, optional: true}}
+- name: {{ $prefix }}_MODEL_KEYS
+  valueFrom: {secretKeyRef: {name: {{ . }}, key: model-keys, optional: true}}
+{{- end }}
+{{- end }}
 {{- if eq .component "orchestrator" }}
 - {name: {{ $prefix }}_HTTP_PORT, value: "8080"}
 - name: {{ $prefix }}_API_KEY

@@ -62,7 +62,7 @@ app.kubernetes.io/component: {{ .component }}
 {{- if contains "@" $external.url -}}
 {{- fail "externalRedis.url holds a password: put the whole URL into a Secret and name it in externalRedis.existingSecret" -}}
 {{- end -}}
-{{- range $name := list "inference" "sandboxJudge" -}}
+{{- range $name := list "inference" "sandboxJudge" "verifier" -}}
 {{- $scaling := (get $.Values $name).autoscaling -}}
 {{- if and $scaling.enabled (gt (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}
 {{- fail (printf "%s.autoscaling: minReplicas is above maxReplicas" $name) -}}
@@ -84,8 +84,8 @@ app.kubernetes.io/component: {{ .component }}
 {{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
 {{- fail "scaling: minReplicas is above maxReplicas" -}}
 {{- end -}}
-{{- if and .enabled (ne $.Values.inference.autoscaling.enabled $.Values.sandboxJudge.autoscaling.enabled) -}}
-{{- fail "scaling.enabled: autoscaling by keda for both inference and sandboxJudge, or for neither" -}}
+{{- if and .enabled (or (ne $.Values.inference.autoscaling.enabled $.Values.sandboxJudge.autoscaling.enabled) (ne $.Values.inference.autoscaling.enabled $.Values.verifier.autoscaling.enabled)) -}}
+{{- fail "scaling.enabled: autoscaling by keda for all of inference, sandboxJudge and verifier, or for none" -}}
 {{- end -}}
 {{- end -}}
 {{- $trainer := .Values.trainer -}}

@@ -12,7 +12,9 @@ from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.auth.principals import Principal, Scope
 from services.orchestrator.jobs.commit import timestamp
 from spo.errors import NotFound
+from spo.messaging.control_writes import write_even_when_full
 from spo.messaging.redis_client import RedisClient
+from spo.spec.stored import record_of
 
 PREFIX = "spo_"
 # For so long a key is known without asking Redis, so a revoked one may still work.
@@ -67,7 +69,7 @@ class KeyStore:
         key = self.get(key_id)
         if not key.revoked_at:
             key = ApiKey(**{**asdict(key), "revoked_at": timestamp()})
-            self.client.hset(own_keys.api_keys(), key_id, json.dumps(asdict(key)))
+            write_even_when_full(self.client, ("HSET", own_keys.api_keys(), key_id, json.dumps(asdict(key))))
         self._remembered.clear()
         return key
 
@@ -114,7 +116,7 @@ class KeyStore:
 
 def _key_of(stored: bytes) -> ApiKey:
     fields = json.loads(stored)
-    return ApiKey(**{**fields, "scopes": tuple(fields["scopes"])})
+    return record_of(ApiKey, {**fields, "scopes": tuple(fields["scopes"])})
 
 
 def _digest(token: str) -> str:

@@ -6,7 +6,8 @@ from pydantic import BaseModel
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.commit import timestamp
-from spo.messaging.capped_log import append_record
+from spo.messaging.capped_log import record_words
+from spo.messaging.control_writes import write_even_when_full
 from spo.messaging.redis_client import RedisClient
 
 # About a year on a busy platform; older entries are trimmed, as the description of /v1/audit says.
@@ -43,7 +44,8 @@ class AuditLog:
             "status": status,
             "request_id": request_id,
         }
-        append_record(self.client, own_keys.audit_log(), fields, KEPT_ENTRIES)
+        # Who deleted what while Redis was full is what people will look for.
+        write_even_when_full(self.client, record_words(own_keys.audit_log(), fields, KEPT_ENTRIES))
 
     def page(self, cursor: str, limit: int) -> tuple[list[AuditRecord], str | None]:
         """Entries, newest first, and where the next page begins."""

@@ -15,12 +15,13 @@ READING = ("GET", "HEAD")
 # Path, scope to read, scope to change; the first match counts, and a page needs what its REST counterpart needs.
 # Other paths need jobs:read to read and jobs:write to change.
 _RULES: tuple[tuple[str, Scope, Scope], ...] = (
-    (r"(/v1)?/(keys|audit)(/|$)", "admin", "admin"),
+    (r"(/v1)?/(keys|audit|dead-letters)(/|$)", "admin", "admin"),
     (r"/v1/scale(/|$)", "jobs:read", "admin"),
     (r"/v1/jobs/[^/]+/weights(/|$)", "jobs:read", "weights:push"),
-    (r"(/v1)?/jobs/[^/]+/(trajectories|prompts)(/|$)", "trajectories:read", "jobs:write"),
+    (r"(/v1)?/jobs/[^/]+/(trajectories|prompts|dead-letters)(/|$)", "trajectories:read", "jobs:write"),
     (r"(/v1)?/experience(/|$)", "trajectories:read", "datasets:write"),
     (r"/v1/datasets(/|$)", "jobs:read", "datasets:write"),
+    (r"/v1/platform(/|$)", "jobs:read", "admin"),
 )
 
 

@@ -32,6 +32,7 @@ class FileReport(TypedDict):
     left_out: NotRequired[int]
     duplicates: NotRequired[int]
     tests: NotRequired[int]
+    answers: NotRequired[int]
     with_solutions: NotRequired[int]
     difficulties: NotRequired[dict[str, int]]
 

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from spo.spec.job_spec import JobSpec, TasksSpec
+from spo.spec.verifier import verifiers_in
 from spo.tasks.load import load_tasks
 from spo.tasks.problem import Problem, TaskSets
+from spo.tasks.verifier_pool import pool_of
 from spo.v1.prompt_pb2 import Prompt
 
 REMEMBERED = 4
@@ -27,7 +29,8 @@ class TaskLibrary:
     def load(self, spec: TasksSpec) -> TaskSets:
         """The problems of a task set. Raises InvalidInput naming the file, the line and the reason."""
         spec = self.resolve(spec)
-        key = (spec, _stamp(spec.path), _stamp(spec.evaluation_path))
+        functions = tuple(_stamp(one.path) for _, one in verifiers_in(spec.verifier) if one.kind == "python")
+        key = (spec.model_dump_json(), _stamp(spec.path), _stamp(spec.evaluation_path), *functions)
         # One at a time: many submits of one spec load its problems once.
         with self._lock:
             if key not in self._loaded:
@@ -39,9 +42,13 @@ class TaskLibrary:
 
 
 def _stamp(path: str | None) -> tuple[float, int] | None:
-    if path is None or not Path(path).exists():
+    if path is None:
         return None
-    facts = Path(path).stat()
+    try:
+        facts = Path(path).stat()
+    except (OSError, ValueError):
+        # Whoever reads it says what is wrong.
+        return None
     return facts.st_mtime, facts.st_size
 
 
@@ -54,4 +61,7 @@ def prompt_of(problem: Problem, spec: JobSpec) -> Prompt:
         tests_digest=problem.tests_digest,
         language=problem.language,
         response_format=problem.response_format,
+        verifier_pool=pool_of(problem.tests),
+        environment=problem.environment,
+        environment_json=problem.environment_json,
     )

@@ -21,10 +21,12 @@ from ulid import ULID
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.datasets.check import FileReport, broken_report, report_on
 from services.orchestrator.jobs.commit import timestamp
-from spo.errors import Conflict, FieldViolation, InvalidInput, NotFound, ResourceExhausted
-from spo.messaging.redis_client import RedisClient
+from services.orchestrator.jobs.store import JobStore
+from spo.disk_space import told_when_full
+from spo.errors import Conflict, FieldViolation, InvalidInput, NotFound, NotReady, ResourceExhausted
 from spo.observability.logs import get_logger
 from spo.spec.job_spec import TasksSpec
+from spo.spec.stored import record_from_json
 
 log = get_logger("datasets")
 
@@ -60,8 +62,9 @@ class Dataset:
 class Datasets:
     """Files below the state folder, records in Redis; a record counts a part only when its bytes are on disk."""
 
-    def __init__(self, client: RedisClient, state_path: Path, max_bytes: int) -> None:
-        self.client = client
+    def __init__(self, jobs: JobStore, state_path: Path, max_bytes: int) -> None:
+        self.jobs = jobs
+        self.client = jobs.client
         self.root = state_path / "datasets"
         self.max_bytes = max_bytes
         self._lock = threading.Lock()
@@ -81,7 +84,8 @@ class Datasets:
         made = Dataset(
             f"ds_{ULID()}", tenant, name, task_format, file_format, size, created_at=timestamp(), touched_at=time.time()
         )
-        (self.root / made.id).mkdir(parents=True)
+        with told_when_full(self.root):
+            (self.root / made.id).mkdir(parents=True)
         self._store(made)
         return made
 
@@ -165,7 +169,7 @@ class Datasets:
                     if stop.is_set():
                         return
                     self._advance_alone(dataset)
-            except redis.RedisError as error:
+            except (redis.RedisError, NotReady) as error:
                 log.warning("datasets wait", reason=str(error))
             stop.wait(LOOK_SECONDS)
 
@@ -173,7 +177,7 @@ class Datasets:
         """Advance one; its errors delay no other, and a bug makes it invalid instead of ending the process."""
         try:
             self._advance(dataset)
-        except redis.RedisError:
+        except (redis.RedisError, NotReady):
             raise
         except OSError as error:
             log.warning("a dataset waits", dataset=dataset.id, reason=str(error))
@@ -183,7 +187,10 @@ class Datasets:
             self._store(replace(dataset, state="invalid", report=report))
 
     def _advance(self, dataset: Dataset) -> None:
-        if dataset.state == "validating":
+        if dataset.state == "validating" and self.file_of(dataset).stat().st_size != dataset.size_bytes:
+            report = broken_report("the file has not the size that was uploaded; upload it again")
+            self._store(replace(dataset, state="invalid", report=report))
+        elif dataset.state == "validating":
             report, digest = report_on(self.file_of(dataset), dataset.task_format)
             state: State = "ready" if report["problems"] and not report["faults_total"] else "invalid"
             self._store(replace(dataset, state=state, report=report, digest=digest))
@@ -212,8 +219,17 @@ class Datasets:
                 f"the next part begins at byte {dataset.uploaded_bytes}, not {offset}", code="upload_offset_mismatch"
             )
 
+    def _require_lead(self) -> None:
+        """Before files change: they carry no epoch, so a process that was stopped asks whether it still leads."""
+        self.jobs.write(("EXISTS", own_keys.open_datasets()))
+
     def _append(self, file: Path, offset: int, part: Path) -> None:
-        file.touch()
+        self._require_lead()
+        with told_when_full(file.parent, part.stat().st_size):
+            file.touch()
+            self._copy_to(file, offset, part)
+
+    def _copy_to(self, file: Path, offset: int, part: Path) -> None:
         with file.open("r+b") as target, part.open("rb") as source:
             # A crash may have left bytes beyond those the record counts.
             target.truncate(offset)
@@ -228,23 +244,25 @@ class Datasets:
 
     def _store(self, dataset: Dataset) -> None:
         open_ones = own_keys.open_datasets()
-        with self.client.pipeline(transaction=True) as pipe:
-            pipe.hset(own_keys.datasets(), dataset.id, json.dumps(asdict(dataset)))
-            for key in (own_keys.dataset_index(None), own_keys.dataset_index(dataset.tenant)):
-                pipe.zadd(key, {dataset.id: 0})
-            move = pipe.sadd if dataset.state in ("uploading", "validating") else pipe.srem
-            move(open_ones, dataset.id)
-            pipe.execute()
+        self.jobs.write(
+            ("HSET", own_keys.datasets(), dataset.id, json.dumps(asdict(dataset))),
+            *(("ZADD", key, 0, dataset.id) for key in _indexes(dataset)),
+            ("SADD" if dataset.state in ("uploading", "validating") else "SREM", open_ones, dataset.id),
+        )
 
     def _remove(self, dataset: Dataset) -> None:
+        self._require_lead()
         shutil.rmtree(self.root / dataset.id, ignore_errors=True)
-        with self.client.pipeline(transaction=True) as pipe:
-            for key in (own_keys.dataset_index(None), own_keys.dataset_index(dataset.tenant)):
-                pipe.zrem(key, dataset.id)
-            pipe.srem(own_keys.open_datasets(), dataset.id)
-            pipe.hdel(own_keys.datasets(), dataset.id)
-            pipe.execute()
+        self.jobs.write(
+            *(("ZREM", key, dataset.id) for key in _indexes(dataset)),
+            ("SREM", own_keys.open_datasets(), dataset.id),
+            ("HDEL", own_keys.datasets(), dataset.id),
+        )
+
+
+def _indexes(dataset: Dataset) -> tuple[str, str]:
+    return own_keys.dataset_index(None), own_keys.dataset_index(dataset.tenant)
 
 
 def _decode(raw: bytes) -> Dataset:
-    return Dataset(**json.loads(raw))
+    return record_from_json(Dataset, raw)

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from services.orchestrator.datasets.library import prompt_of
 from services.orchestrator.jobs.seeds import seed_of
 from spo.algorithm.pass_at_k import ProblemCounts, distinct_correct, mean_pass_at_k
 from spo.errors import NotReady, PreconditionFailed, SpoError
+from spo.model.segments import trained_tokens
 from spo.observability.logs import get_logger
 from spo.rpc.client import RpcClient
+from spo.rpc.judge_pools import JudgePools
+from spo.rpc.message_sizes import samples_per_message
 from spo.spec.job_spec import EvaluationSpec, JobSpec
-from spo.tasks.problem import Problem, extract_program
+from spo.spec.reward import require_decided
+from spo.tasks.problem import Problem, has_verdict, program_of
+from spo.tasks.verifier_pool import pool_of
 from spo.v1.inference_service_pb2 import GenerateRequest, GenerateResponse
 from spo.v1.judge_service_pb2 import PRIORITY_EVALUATION, JudgeRequest, JudgeResponse, UploadTestsRequest
 from spo.v1.prompt_pb2 import PromptGroup, Sampling
-from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_INTERNAL_ERROR, Verdict
+from spo.v1.trajectory_pb2 import Trajectory
+from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_INTERNAL_ERROR, TestSet, Verdict
 
 log = get_logger("scoring")
 
 RETRY_SECONDS = 1.0
-PROBLEM_SECONDS = 600.0
 CALL_SECONDS = 120.0
 UPLOAD_CHUNK = 64
 
@@ -45,7 +51,8 @@ class ProblemScore:
     """How the samples of one problem did; entropy in nats per token, under the sampling distribution.
 
     public_only counts programs that pass the public tests and fail a hidden one, hard_coded those of them that seem to
-    print remembered answers.
+    print remembered answers. scores: of a verifier that knows more than right and wrong the mean, `score`, and by name
+    those of its parts; empty of others.
     """
 
     prompt_id: str
@@ -56,24 +63,44 @@ class ProblemScore:
     hard_coded: int
     entropy: float
     response_tokens: float
+    scores: Mapping[str, float] = field(default_factory=dict)
+
+
+def is_passing(error: SpoError) -> bool:
+    """Whether what failed may work later without anybody's help."""
+    return error.retryable or error.code == "other_run"
 
 
 class Stopped(Exception):
     """The process stops, or nobody wants the scores any more."""
 
 
+@dataclass
+class Patience:
+    """When the services have last answered any problem of an evaluation."""
+
+    seconds: float
+    answered_at: float = field(default_factory=time.monotonic)
+
+    def is_over(self) -> bool:
+        """Whether the last answer is too long ago."""
+        return time.monotonic() - self.answered_at > self.seconds
+
+
 @dataclass(frozen=True)
 class Scorer:
-    """Asks `width` problems at once."""
+    """Asks `width` problems at once, and gives up when none has been answered for patience_seconds."""
 
     inference: RpcClient
-    judge: RpcClient
+    judges: JudgePools
     width: int
+    patience_seconds: float
 
     def score(self, task: EvaluationTask, is_wanted: Callable[[], bool]) -> list[ProblemScore]:
         """The scores in the order of the task's problems. Raises Stopped once `is_wanted` says no, and SpoErrors."""
+        patience = Patience(self.patience_seconds)
         with ThreadPoolExecutor(self.width, thread_name_prefix="scoring") as pool:
-            futures = [pool.submit(self._patiently, task, problem, is_wanted) for problem in task.problems]
+            futures = [pool.submit(self._patiently, task, problem, is_wanted, patience) for problem in task.problems]
             try:
                 return [future.result() for future in futures]
             except BaseException:
@@ -81,27 +108,44 @@ class Scorer:
                     future.cancel()
                 raise
 
-    def _patiently(self, task: EvaluationTask, problem: Problem, is_wanted: Callable[[], bool]) -> ProblemScore:
-        group = _group(task, problem)
-        deadline = time.monotonic() + PROBLEM_SECONDS
+    def _patiently(
+        self, task: EvaluationTask, problem: Problem, is_wanted: Callable[[], bool], patience: Patience
+    ) -> ProblemScore:
+        groups = list(_groups(task, problem))
+        samples: list[JudgedSample] = []
         while True:
             if not is_wanted():
                 raise Stopped
             try:
-                return self._once(problem, group)
+                while groups:
+                    samples += self._sampled(problem, groups[0])
+                    del groups[0]
+                    patience.answered_at = time.monotonic()
+                return _score(problem, samples)
             except SpoError as error:
                 # A replica still loads, is full or on its way to this run, or the judge restarts: the call is repeated.
-                is_passing = error.retryable or error.code == "other_run"
-                if not is_passing or time.monotonic() > deadline:
+                if not is_passing(error) or patience.is_over():
                     raise
                 log.debug("scoring waits", run=task.run_id, reason=error.message)
                 time.sleep(RETRY_SECONDS)
 
-    def _once(self, problem: Problem, group: PromptGroup) -> ProblemScore:
+    def _sampled(self, problem: Problem, group: PromptGroup) -> list[JudgedSample]:
         generated: GenerateResponse = self.inference.call("Generate", GenerateRequest(group=group), CALL_SECONDS)
-        samples = generated.group.trajectories
-        programs = [extract_program(sample.response_text, problem.response_format) for sample in samples]
-        judged: JudgeResponse = self.judge.call(
+        trajectories = generated.group.trajectories
+        if len(trajectories) != group.sampling.samples:
+            raise NotReady("inference did not answer with every sample", code="judge_incomplete")
+        programs = [program_of(each, problem.response_format, problem.language) for each in trajectories]
+        undecided = [index for index, each in enumerate(trajectories) if not has_verdict(each)]
+        verdicts = [each.verdict for each in trajectories]
+        judged = self._judged(problem, [programs[index] for index in undecided])
+        for index, verdict in zip(undecided, judged, strict=True):
+            verdicts[index] = verdict
+        return list(map(JudgedSample.of, trajectories, programs, verdicts))
+
+    def _judged(self, problem: Problem, programs: Sequence[str]) -> list[Verdict]:
+        if not programs:
+            return []
+        judged: JudgeResponse = self.judges.of(pool_of(problem.tests)).call(
             "Judge",
             JudgeRequest(
                 programs=programs,
@@ -111,21 +155,57 @@ class Scorer:
             ),
             CALL_SECONDS,
         )
+        require_decided(judged.verdicts)
         outcomes = [verdict.outcome for verdict in judged.verdicts]
-        if len(outcomes) != group.sampling.samples or OUTCOME_INTERNAL_ERROR in outcomes:
+        if len(outcomes) != len(programs) or OUTCOME_INTERNAL_ERROR in outcomes:
             raise NotReady("the judge could not judge every sample", code="judge_incomplete")
-        correct = [outcome == OUTCOME_ACCEPTED for outcome in outcomes]
-        negative_logprobs = [-logprob for sample in samples for logprob in sample.sampling_logprobs]
-        return ProblemScore(
-            prompt_id=problem.problem_id,
-            samples=len(outcomes),
-            correct=sum(correct),
-            distinct=distinct_correct([_normalised(program) for program in programs], correct),
-            public_only=sum(map(_passes_only_public_tests, judged.verdicts)),
-            hard_coded=sum(verdict.suspected_hard_coded for verdict in judged.verdicts),
-            entropy=sum(negative_logprobs) / max(1, len(negative_logprobs)),
-            response_tokens=sum(len(sample.response_token_ids) for sample in samples) / max(1, len(samples)),
-        )
+        return list(judged.verdicts)
+
+
+@dataclass(frozen=True)
+class JudgedSample:
+    """What a score needs of one judged sample; tokens are the policy's, the log-probs, nats, are summed over them."""
+
+    program: str
+    verdict: Verdict
+    tokens: int
+    logprobs: int
+    logprob_sum: float
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, program: str, verdict: Verdict) -> JudgedSample:
+        """What is kept of a trajectory."""
+        tokens, logprobs = trained_tokens(trajectory), trajectory.sampling_logprobs
+        return cls(_normalised(program), verdict, tokens, tokens if logprobs else 0, sum(logprobs))
+
+
+def _score(problem: Problem, samples: Sequence[JudgedSample]) -> ProblemScore:
+    correct = [sample.verdict.outcome == OUTCOME_ACCEPTED for sample in samples]
+    return ProblemScore(
+        prompt_id=problem.problem_id,
+        samples=len(samples),
+        correct=sum(correct),
+        distinct=distinct_correct([sample.program for sample in samples], correct),
+        public_only=sum(_passes_only_public_tests(sample.verdict) for sample in samples),
+        hard_coded=sum(sample.verdict.suspected_hard_coded for sample in samples),
+        entropy=-sum(sample.logprob_sum for sample in samples) / max(1, sum(sample.logprobs for sample in samples)),
+        response_tokens=sum(sample.tokens for sample in samples) / max(1, len(samples)),
+        scores=_means(map(_scores_of, (sample.verdict for sample in samples))),
+    )
+
+
+def _scores_of(verdict: Verdict) -> Mapping[str, float]:
+    own = {"score": verdict.score} if verdict.HasField("score") else {}
+    return {**{part.name: part.score for part in verdict.parts}, **own}
+
+
+def _means(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each name over the rows that have it."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for name, value in row.items():
+            found[name].append(value)
+    return {name: sum(values) / len(values) for name, values in sorted(found.items())}
 
 
 def summary(task: EvaluationTask, scores: Sequence[ProblemScore]) -> dict[str, object]:
@@ -147,40 +227,54 @@ def summary(task: EvaluationTask, scores: Sequence[ProblemScore]) -> dict[str, o
         "response_tokens": sum(score.response_tokens for score in scores) / len(scores),
         "public_only_rate": sum(score.public_only for score in scores) / samples,
         "hard_coded_rate": sum(score.hard_coded for score in scores) / samples,
+        "scores": _means(score.scores for score in scores),
         "problems": len(scores),
         "samples": task.protocol.samples,
         "per_problem": [asdict(score) for score in scores],
     }
 
 
-def upload_tests(judge: RpcClient, problems: Sequence[Problem]) -> None:
+def upload_tests(judges: JudgePools, problems: Sequence[Problem]) -> None:
     """Give the judges these test sets; content-addressed, so doing it twice changes nothing.
+
+    Where an environment may show the outcome of the public tests, those too, as a set of their own.
 
     Raises PreconditionFailed when the judge knows them under other digests.
     """
-    for start in range(0, len(problems), UPLOAD_CHUNK):
-        chunk = problems[start : start + UPLOAD_CHUNK]
-        reply = judge.call("UploadTests", UploadTestsRequest(test_sets=[problem.tests for problem in chunk]))
-        if list(reply.digests) != [problem.tests_digest for problem in chunk]:
-            raise PreconditionFailed("the judge digests tests differently", code="digest_mismatch")
+    by_pool: dict[str, list[tuple[TestSet, str]]] = defaultdict(list)
+    for problem in problems:
+        by_pool[pool_of(problem.tests)].append((problem.tests, problem.tests_digest))
+        if problem.environment and problem.shows_public_tests:
+            by_pool[pool_of(problem.public_tests)].append((problem.public_tests, problem.public_tests_digest))
+    for pool, theirs in by_pool.items():
+        for start in range(0, len(theirs), UPLOAD_CHUNK):
+            chunk = theirs[start : start + UPLOAD_CHUNK]
+            request = UploadTestsRequest(test_sets=[tests for tests, _ in chunk])
+            reply = judges.of(pool).call("UploadTests", request)
+            if list(reply.digests) != [digest for _, digest in chunk]:
+                raise PreconditionFailed("the judge digests tests differently", code="digest_mismatch")
 
 
-def _group(task: EvaluationTask, problem: Problem) -> PromptGroup:
-    protocol = task.protocol
-    return PromptGroup(
-        group_id=f"{task.run_id}-{task.name}-{problem.problem_id[:16]}",
-        run_id=task.run_id,
-        prompt=prompt_of(problem, task.spec),
-        sampling=Sampling(
-            samples=protocol.samples,
-            temperature_min=protocol.temperature,
-            temperature_max=protocol.temperature,
-            top_p=protocol.top_p,
-            max_tokens=task.spec.model.max_response_tokens,
-            seed=seed_of(task.spec.seed, "evaluation", problem.problem_id),
-        ),
-        policy_version=task.version,
-    )
+def _groups(task: EvaluationTask, problem: Problem) -> Iterator[PromptGroup]:
+    """The samples of a problem, as many at a time as fit into a message."""
+    protocol, model = task.protocol, task.spec.model
+    most = samples_per_message(model.max_prompt_tokens + model.max_response_tokens)
+    for start in range(0, protocol.samples, most):
+        part = [str(start)] if start else []
+        yield PromptGroup(
+            group_id="-".join((task.run_id, task.name, problem.problem_id[:16], *part)),
+            run_id=task.run_id,
+            prompt=prompt_of(problem, task.spec),
+            sampling=Sampling(
+                samples=min(most, protocol.samples - start),
+                temperature_min=protocol.temperature,
+                temperature_max=protocol.temperature,
+                top_p=protocol.top_p,
+                max_tokens=model.max_response_tokens,
+                seed=seed_of(task.spec.seed, "evaluation", problem.problem_id, *part),
+            ),
+            policy_version=task.version,
+        )
 
 
 def _passes_only_public_tests(verdict: Verdict) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from services.orchestrator.datasets.library import prompt_of
+from services.orchestrator.jobs.commit import Commit
+from services.orchestrator.jobs.store import JobStore
 from spo import redis_keys
 from spo.errors import FieldViolation, InvalidInput, NotReady
 from spo.experience.store import ExperienceStore
@@ -52,14 +54,13 @@ def await_stored(client: RedisClient, spec: JobSpec) -> None:
             raise NotReady(f"the experience of {run_id} is being stored: {int(written or 0)} of {int(number)}")
 
 
-def write_prompts(client: RedisClient, job_id: str, problems: Sequence[Problem], spec: JobSpec) -> None:
+def write_prompts(jobs: JobStore, job_id: str, problems: Sequence[Problem], spec: JobSpec) -> None:
     """Write the prompts to Redis, where the replay buffer reads them when it stores their trajectories."""
     key = redis_keys.run_prompts(job_id)
     for start in range(0, len(problems), PROMPTS_PER_WRITE):
         chunk = problems[start : start + PROMPTS_PER_WRITE]
-        client.hset(
-            key, mapping={problem.problem_id: prompt_of(problem, spec).SerializeToString() for problem in chunk}
-        )
+        words = [(problem.problem_id, prompt_of(problem, spec).SerializeToString()) for problem in chunk]
+        jobs.commit(Commit(job_id, writes=[("HSET", key, *(word for pair in words for word in pair))]), durable=False)
 
 
 class Decontamination:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from pyarrow import parquet
 
+from spo.disk_space import told_when_full
 from spo.experience.columns import SCHEMA, StoredTrajectory, fields_of, table_of
 from spo.experience.uploads import UploadFormat
 
@@ -27,7 +28,7 @@ def _json_lines(rows: Iterable[StoredTrajectory]) -> Iterator[bytes]:
 
 def _parquet(rows: Iterable[StoredTrajectory]) -> Iterator[bytes]:
     """Through a temporary file, since Parquet's footer comes last and memory must stay bounded."""
-    with tempfile.TemporaryFile() as target:
+    with told_when_full(tempfile.gettempdir()), tempfile.TemporaryFile() as target:
         with parquet.ParquetWriter(target, SCHEMA, compression="zstd") as writer:
             chunk: list[StoredTrajectory] = []
             for row in rows:

@@ -16,10 +16,11 @@ from spo.experience.columns import StoredTrajectory
 from spo.experience.import_row import ImportTerms, ProblemIndex, RowRefusal, stored_row
 from spo.experience.store import ExperienceStore, Origin
 from spo.experience.uploads import UploadedRow, UploadFormat, uploaded_rows
-from spo.rpc.client import RpcClient
-from spo.spec.reward import reward_of
+from spo.rpc.judge_pools import JudgePools
+from spo.spec.reward import require_decided, reward_of
 from spo.spec.tasks import RewardSpec
-from spo.tasks.problem import Problem, extract_program
+from spo.tasks.problem import Problem, program_of
+from spo.tasks.verifier_pool import pool_of
 from spo.v1.judge_service_pb2 import PRIORITY_TRAINING, JudgeRequest, JudgeResponse
 from spo.v1.verdict_pb2 import OUTCOME_INTERNAL_ERROR, Verdict
 
@@ -40,7 +41,7 @@ class ImportOptions:
 
 
 def import_rows(
-    store: ExperienceStore, judge: RpcClient, problems: Sequence[Problem], body: bytes, requested: ImportOptions
+    store: ExperienceStore, judges: JudgePools, problems: Sequence[Problem], body: bytes, requested: ImportOptions
 ) -> schemas.ImportReport:
     """Store a file's rows under the name of the terms; importing the same file again changes nothing.
 
@@ -52,7 +53,7 @@ def import_rows(
     if faults and not requested.keep_good:
         raise _refusal(faults, rows)
     unique = {row.trajectory.trajectory_id: row for row in good}
-    judged = judge_rows(judge, index, [row for row in unique.values() if not row.trajectory.HasField("reward")])
+    judged = judge_rows(judges, index, [row for row in unique.values() if not row.trajectory.HasField("reward")])
     name = f"part-{blake3(body + repr(requested).encode()).hexdigest(16)}"
     by_reference: dict[str, list[StoredTrajectory]] = defaultdict(list)
     for row in unique.values():
@@ -75,7 +76,7 @@ def import_rows(
     )
 
 
-def judge_rows(judge: RpcClient, index: ProblemIndex, rows: Iterable[StoredTrajectory]) -> int:
+def judge_rows(judges: JudgePools, index: ProblemIndex, rows: Iterable[StoredTrajectory]) -> int:
     """Set verdict and reward of each row by its problem's tests; returns how many rows that were.
 
     Raises NotReady when the judge could not decide on a program.
@@ -84,25 +85,26 @@ def judge_rows(judge: RpcClient, index: ProblemIndex, rows: Iterable[StoredTraje
     for row in rows:
         by_problem[row.prompt.prompt_id].append(row)
     problems = [found for prompt_id in by_problem if (found := index.find(prompt_id, "")) is not None]
-    upload_tests(judge, problems)
+    upload_tests(judges, problems)
     for problem in problems:
         same = by_problem[problem.problem_id]
-        programs = [extract_program(row.trajectory.response_text, problem.response_format) for row in same]
-        verdicts = _verdicts(judge, problem, list(dict.fromkeys(programs)))
+        programs = [program_of(row.trajectory, problem.response_format, problem.language) for row in same]
+        verdicts = _verdicts(judges, problem, list(dict.fromkeys(programs)))
         for row, program in zip(same, programs, strict=True):
             row.trajectory.verdict.CopyFrom(verdicts[program])
             row.trajectory.reward = reward_of(verdicts[program], RewardSpec())
     return sum(map(len, by_problem.values()))
 
 
-def _verdicts(judge: RpcClient, problem: Problem, programs: Sequence[str]) -> dict[str, Verdict]:
+def _verdicts(judges: JudgePools, problem: Problem, programs: Sequence[str]) -> dict[str, Verdict]:
     found: dict[str, Verdict] = {}
     for start in range(0, len(programs), PROGRAMS_PER_CALL):
         chunk = programs[start : start + PROGRAMS_PER_CALL]
         request = JudgeRequest(
             programs=chunk, language=problem.language, tests_digest=problem.tests_digest, priority=PRIORITY_TRAINING
         )
-        reply: JudgeResponse = judge.call("Judge", request, JUDGE_SECONDS)
+        reply: JudgeResponse = judges.of(pool_of(problem.tests)).call("Judge", request, JUDGE_SECONDS)
+        require_decided(reply.verdicts)
         if any(verdict.outcome == OUTCOME_INTERNAL_ERROR for verdict in reply.verdicts):
             raise NotReady("the judge could not decide on a program", code="judge_fault")
         found |= zip(chunk, reply.verdicts, strict=True)

@@ -21,7 +21,7 @@ from spo.spec.reward import is_success
 
 COUNTED = (
     "trajectory_id", "prompt_id", "source", "reward", "outcome", "judge_version", "licence", "content_digest",
-    "response_token_ids",
+    "response_token_ids", "segment_kinds", "segment_tokens",
 )  # fmt: skip
 FILTERED = ("trajectory_id", "prompt_id", "source", "reward", "outcome")
 
@@ -91,7 +91,7 @@ def statistics(store: ExperienceStore, scope: Scope) -> schemas.ExperienceStatis
             counts["judge_versions"][row["judge_version"] or "not judged"] += 1
             counts["licences"][row["licence"] or "made here"] += 1
             distinct.add((row["prompt_id"], row["content_digest"]))
-            tokens += len(row["response_token_ids"] or ())
+            tokens += _trained_tokens(row)
             if is_success(row["reward"], outcome=row["outcome"]):
                 solved.add(row["prompt_id"])
                 counts["right"]["right"] += 1
@@ -152,6 +152,19 @@ def is_complete(client: RedisClient, run: str) -> bool:
         pipe.hget(redis_keys.replay_stored(run), "written")
         state, number, written = pipe.execute()
     return state is None or (decode_state(state) in TERMINAL and int(written or 0) >= int(number or 0))
+
+
+def is_on_its_way(client: RedisClient, run: str) -> bool:
+    """Whether a job has ended and part of what it gathered is still to be stored."""
+    state = client.get(redis_keys.run_state(run))
+    return state is not None and decode_state(state) in TERMINAL and not is_complete(client, run)
+
+
+def _trained_tokens(row: Mapping[str, Any]) -> int:
+    """Response tokens that the policy sampled, of a row of COUNTED."""
+    said = zip(row["segment_kinds"] or (), row["segment_tokens"] or (), strict=True)
+    observed: int = sum(tokens for kind, tokens in said if kind != "action")
+    return len(row["response_token_ids"] or ()) - observed
 
 
 def _run(client: RedisClient, run: str, files: Sequence[StoredFile]) -> schemas.StoredRun:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.orchestrator.experience import queries
@@ -13,9 +13,11 @@ from spo.errors import InvalidInput
 from spo.experience.columns import StoredTrajectory
 from spo.experience.import_row import ProblemIndex
 from spo.experience.store import ExperienceStore, Origin, StoredFile
-from spo.rpc.client import RpcClient
+from spo.rpc.judge_pools import JudgePools
 from spo.spec.reward import is_success
+from spo.spec.wire_enums import wire_name
 from spo.tasks.problem import Problem
+from spo.tasks.verifier_pool import pool_of
 from spo.v1.judge_service_pb2 import DescribeJudgeRequest, DescribeJudgeResponse
 from spo.v1.prompt_pb2 import Prompt
 from spo.v1.trajectory_pb2 import Trajectory
@@ -29,7 +31,7 @@ class Rejudging:
     """One pass over part of the store with the tests of a task set; skips rows that this judge decided by them."""
 
     store: ExperienceStore
-    judge: RpcClient
+    judges: JudgePools
     problems: Sequence[Problem]
     task_set: str
     name: str
@@ -48,11 +50,11 @@ class Rejudging:
         Raises NotFound, NotReady.
         """
         index = ProblemIndex(self.problems)
-        reply: DescribeJudgeResponse = self.judge.call("DescribeJudge", DescribeJudgeRequest())
+        versions = {pool: self._version_of(pool) for pool in {pool_of(problem.tests) for problem in self.problems}}
         seen: set[str] = set()
         for file in scope.files(self.store):
             if file.origin.run != self.name:
-                self._file(file, index, reply.judge_version, seen)
+                self._file(file, index, versions, seen)
         return schemas.RejudgeReport(
             run=self.name if self.writes and self.judged else None,
             looked_at=self.looked_at,
@@ -63,12 +65,16 @@ class Rejudging:
             changed=self.changes[:SHOWN_CHANGES],
         )
 
-    def _file(self, file: StoredFile, index: ProblemIndex, judge_version: str, seen: set[str]) -> None:
-        before = [row for batch in self.store.batches(file) for row in self._outdated(batch, index, judge_version)]
+    def _version_of(self, pool: str) -> str:
+        reply: DescribeJudgeResponse = self.judges.of(pool).call("DescribeJudge", DescribeJudgeRequest())
+        return reply.judge_version
+
+    def _file(self, file: StoredFile, index: ProblemIndex, versions: Mapping[str, str], seen: set[str]) -> None:
+        before = [row for batch in self.store.batches(file) for row in self._outdated(batch, index, versions)]
         before = [row for row in before if row.trajectory.trajectory_id not in seen]
         seen.update(row.trajectory.trajectory_id for row in before)
         after = [self._copy(row, index) for row in before]
-        judge_rows(self.judge, index, after)
+        judge_rows(self.judges, index, after)
         for old, new in zip(before, after, strict=True):
             self._compare(old.trajectory, new.trajectory)
         self.judged += len(after)
@@ -79,7 +85,7 @@ class Rejudging:
             self.store.write(origin, f"part-{redis_keys.digest(file.path)[:32]}", after)
 
     def _outdated(
-        self, batch: Iterable[StoredTrajectory], index: ProblemIndex, judge_version: str
+        self, batch: Iterable[StoredTrajectory], index: ProblemIndex, versions: Mapping[str, str]
     ) -> Iterable[StoredTrajectory]:
         for row in batch:
             self.looked_at += 1
@@ -87,8 +93,11 @@ class Rejudging:
             if problem is None:
                 self.unknown += 1
                 continue
-            verdict = row.trajectory.verdict
-            if problem.tests_digest != row.prompt.tests_digest or verdict.judge_version != judge_version:
+            same_tests = problem.tests_digest == row.prompt.tests_digest
+            # What an environment said in a conversation, and perhaps decided, rests on the judge of that time.
+            version = versions[pool_of(problem.tests)]
+            same_judge = row.trajectory.verdict.judge_version == version or bool(row.prompt.environment)
+            if not (same_tests and same_judge):
                 yield row
 
     def _copy(self, row: StoredTrajectory, index: ProblemIndex) -> StoredTrajectory:
@@ -112,6 +121,9 @@ class Rejudging:
             tests_digest=problem.tests_digest,
             language=problem.language,
             response_format=problem.response_format,
+            verifier_pool=pool_of(problem.tests),
+            environment=row.prompt.environment,
+            environment_json=row.prompt.environment_json,
         )
         return StoredTrajectory(new, prompt, row.reference_dtype)
 
@@ -130,5 +142,5 @@ class Rejudging:
 
 def _outcome(trajectory: Trajectory) -> str:
     if trajectory.HasField("verdict"):
-        return Outcome.Name(trajectory.verdict.outcome).removeprefix("OUTCOME_").lower()
+        return wire_name(Outcome, trajectory.verdict.outcome)
     return "accepted" if is_success(trajectory.reward) else "rewarded at import"

@@ -13,6 +13,7 @@ from services.orchestrator.container import AppContext
 from services.orchestrator.http import errors
 from services.orchestrator.http.api import (
     datasets,
+    dead_letters,
     evaluations,
     events,
     experience,
@@ -26,6 +27,7 @@ from services.orchestrator.http.api import (
     trajectories,
     values,
 )
+from services.orchestrator.http.check_pool import CheckPool
 from services.orchestrator.http.live_events import LiveEvents
 from services.orchestrator.http.middleware import RequestMiddleware
 from services.orchestrator.http.openapi import describe
@@ -39,7 +41,8 @@ def create_app(context: AppContext) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         client = redis.asyncio.Redis.from_url(context.settings.redis_url)
-        app.state.live = LiveEvents(client, context.stop)
+        app.state.live = LiveEvents(client, context.jobs, context.stop)
+        app.state.checks = CheckPool()
         yield
         await app.state.live.close()
         await client.aclose()
@@ -58,6 +61,7 @@ def create_app(context: AppContext) -> FastAPI:
     for routes in (
         jobs,
         events,
+        dead_letters,
         training,
         trajectories,
         values,
@@ -74,8 +78,6 @@ def create_app(context: AppContext) -> FastAPI:
     ):
         app.include_router(routes.router)
     app.mount("/static", StaticFiles(directory=pages.STATIC), name="static")
-    app.add_middleware(
-        RequestMiddleware, settings=context.settings, authenticator=context.authenticator, audit=context.audit
-    )
+    app.add_middleware(RequestMiddleware, context=context)
     describe(app)
     return app

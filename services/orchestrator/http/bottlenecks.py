@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from services.orchestrator.container import AppContext
 from services.orchestrator.jobs.leases import now_ms
 from services.orchestrator.jobs.series import training_series
-from services.orchestrator.lifecycle.pipeline import entries_in_pipeline
+from services.orchestrator.lifecycle.pipeline import DISPATCHER, entries_in_pipeline, troubles_in_pipeline
 from spo import redis_keys
 from spo.messaging.streams import oldest_unix_ms
 from spo.spec.job_state import JobState
@@ -58,12 +58,18 @@ def _pipeline(context: AppContext, job_id: str) -> list[Wait]:
         ("pivotal", redis_keys.pivotal(), "pivotal searches", "value-estimation", "prefixes are being rolled out"),
         ("prompts", redis_keys.prompts(job_id), "prompts", "inference", "some always wait, so that no replica idles"),
         ("rollouts", redis_keys.rollouts(), "responses", "sandbox-judge", "long waits ask for more judges"),
+        ("verifier_rollouts", redis_keys.verifier_rollouts(), "responses", "verifier", "services outside may be slow"),
         ("verdicts", redis_keys.verdicts(), "judged responses", "replay-buffer", "it stores them and may be full"),
     )
     now = now_ms()
+    troubles = troubles_in_pipeline(context.redis, job_id)
     waits = []
+    if trouble := troubles.get(DISPATCHER):
+        seconds = max(0, now - trouble.since_unix_ms) / 1000
+        waits.append(Wait("the dispatcher", "room in the replay buffer", seconds, None, trouble.reason))
     for name, stream, who, whom, meaning in stages:
         since = oldest_unix_ms(context.redis, stream)
         if since is not None and entries[name]:
-            waits.append(Wait(who, whom, max(0, now - since) / 1000, entries[name], meaning))
+            why = f"tried again and again: {troubles[name].reason}" if name in troubles else meaning
+            waits.append(Wait(who, whom, max(0, now - since) / 1000, entries[name], why))
     return waits

@@ -9,6 +9,7 @@ from starlette.concurrency import run_in_threadpool
 
 from services.orchestrator.auth.principals import Principal
 from services.orchestrator.container import AppContext
+from services.orchestrator.http.check_pool import CheckPool
 from spo.errors import NotFound
 
 
@@ -20,6 +21,12 @@ async def _context(request: Request) -> AppContext:
 async def _principal(request: Request) -> Principal:
     principal: Principal = request.state.principal
     return principal
+
+
+def checks_of(request: Request) -> CheckPool:
+    """The threads for checks of specs."""
+    checks: CheckPool = request.app.state.checks
+    return checks
 
 
 ContextDep = Annotated[AppContext, Depends(_context)]
@@ -38,7 +45,13 @@ async def _own_job(
 
 def require_own_job(context: AppContext, principal: Principal, job_id: str) -> None:
     """Raises NotFound for another tenant's job as for one that never was, so that nobody can tell which it is."""
-    if not principal.is_admin and context.jobs.tenant(job_id) != principal.tenant:
+    if principal.is_admin:
+        return
+    try:
+        tenant = context.jobs.tenant(job_id)
+    except NotFound:
+        raise context.watch.absent(job_id, principal.tenant) from None
+    if tenant != principal.tenant:
         raise NotFound(f"there is no job {job_id}", code="job_not_found")
 
 

@@ -33,13 +33,16 @@ _STATUSES: tuple[tuple[type[errors.SpoError], int], ...] = (
 # Codes with a more precise HTTP status than that of their kind.
 _BY_CODE = {
     "malformed_json": 400,
+    "malformed_request": 400,
     "unauthorized": 401,
     "cross_site": 403,
     "forbidden": 403,
     "method_not_allowed": 405,
     "body_timeout": 408,
+    "head_timeout": 408,
     "body_too_large": 413,
     "unsupported_media_type": 415,
+    "head_too_large": 431,
 }
 _CODES_BY_STATUS = {404: "not_found", 405: "method_not_allowed", 400: "bad_request"}
 

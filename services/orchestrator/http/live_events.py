@@ -21,10 +21,12 @@ from typing import Any
 import redis.asyncio
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import SendTimeoutError
+from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.events import JobEvent, event_of
+from services.orchestrator.jobs.store import JobStore
 from spo.messaging.redis_client import StreamEntry, StreamReplies
 from spo.observability.logs import get_logger
 from spo.spec.job_state import TERMINAL
@@ -99,8 +101,9 @@ class _Tail:
 class LiveEvents:
     """The events of jobs for the listeners of this process."""
 
-    def __init__(self, client: redis.asyncio.Redis, stop: threading.Event) -> None:
+    def __init__(self, client: redis.asyncio.Redis, jobs: JobStore, stop: threading.Event) -> None:
         self._client = client
+        self._jobs = jobs
         self._stop = stop
         self._tails: dict[str, _Tail] = {}
         self._readers: set[asyncio.Task[None]] = set()
@@ -162,7 +165,7 @@ class LiveEvents:
                     # Listeners stay connected and miss nothing: reading continues after the last event.
                     await asyncio.sleep(1)
                     continue
-                frames = [_frame(entry) for entry in _entries(replies)]
+                frames = [_frame(event_of(entry)) for entry in _entries(replies)]
                 if frames:
                     tail.add(frames)
         finally:
@@ -174,16 +177,14 @@ class LiveEvents:
     async def _history(self, job_id: str, seq: int) -> list[Frame]:
         try:
             async with self._history_reads:
-                key = own_keys.job_events(job_id)
-                entries: Any = await self._client.xrange(key, min=f"({seq}-0", count=BATCH)
+                events = await run_in_threadpool(self._jobs.events, job_id, seq, BATCH)
         except redis.RedisError:
             await asyncio.sleep(1)
             return []
-        return [_frame(entry) for entry in entries]
+        return [_frame(event) for event in events]
 
 
-def _frame(entry: StreamEntry) -> Frame:
-    event: JobEvent = event_of(entry)
+def _frame(event: JobEvent) -> Frame:
     wire = ServerSentEvent(json.dumps(asdict(event)), id=str(event.seq)).encode()
     return Frame(event.seq, wire, event.kind == "state" and event.body["to"] in TERMINAL)
 

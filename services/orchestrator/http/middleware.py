@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from urllib.parse import urlsplit
 
 import redis
@@ -11,21 +12,25 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ulid import ULID
 
-from services.orchestrator.auth.audit import AuditLog
-from services.orchestrator.auth.authenticator import Authenticator, RateLimit
+from services.orchestrator.auth.authenticator import RateLimit
 from services.orchestrator.auth.principals import READING, Principal
+from services.orchestrator.container import AppContext
 from services.orchestrator.http.errors import as_page, problem
-from services.orchestrator.settings import LOOPBACK, Settings
+from services.orchestrator.settings import LOOPBACK
 from spo.errors import InvalidInput, ResourceExhausted, SpoError, Unreachable
 from spo.observability.logs import get_logger
 
 log = get_logger("middleware")
 
 OPEN_PATHS = ("/healthz", "/readyz")
+# What a standby answers besides; for everything else it names the leader.
+STANDBY_PATHS = ("/version", "/metrics")
 # The `type` of a refusal leads here, so those who were refused must be able to read it.
 OPEN_PAGES = "/errors"
 # Longest wait for a whole body, so that slow senders hold no connection for ever.
 BODY_SECONDS = 120.0
+# Longest wait for a whole part of a dataset, each piece of which arrives within the above.
+PART_SECONDS = 1800.0
 # Takes whole files in one body.
 IMPORT_PATH = "/v1/experience/import"
 # Parts of datasets are written to disk as they arrive, so they are not read here.
@@ -53,14 +58,16 @@ class RateLimited(ResourceExhausted):
 class RequestMiddleware:
     """Refuses before anything is parsed; bodies are counted as they arrive, whatever Content-Length says."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, authenticator: Authenticator, audit: AuditLog) -> None:
+    def __init__(self, app: ASGIApp, context: AppContext) -> None:
         self.app = app
+        settings = context.settings
         self.max_body_bytes = settings.max_body_bytes
         self.max_import_bytes = settings.max_import_bytes
         self.max_part_bytes = settings.max_part_bytes
         self.has_key = settings.api_key is not None
-        self.authenticator = authenticator
-        self.audit = audit
+        self.authenticator = context.authenticator
+        self.audit = context.audit
+        self.leadership = context.leadership
         self.rate = RateLimit(settings.rate_limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,6 +111,8 @@ class RequestMiddleware:
         scope.setdefault("state", {})["principal"] = audited.principal
         await self._count(audited.principal.name)
         audited.principal.check(audited.method, audited.path)
+        if audited.path not in STANDBY_PATHS:
+            self.leadership.require()
 
     async def _count(self, name: str) -> None:
         seconds = await self.rate.seconds_to_wait(name)
@@ -172,11 +181,12 @@ async def _whole(receive: Receive) -> bytes:
 
 def _counted(receive: Receive, most_bytes: int) -> Receive:
     size = 0
+    deadline = time.monotonic() + PART_SECONDS
 
     async def counted() -> Message:
         nonlocal size
         try:
-            async with asyncio.timeout(BODY_SECONDS):
+            async with asyncio.timeout(min(BODY_SECONDS, deadline - time.monotonic())):
                 message = await receive()
         except TimeoutError:
             raise _too_slow() from None

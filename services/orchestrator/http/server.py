@@ -9,13 +9,13 @@ import uvicorn
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.http.app import create_app
+from services.orchestrator.http.connections import limited_connections
 from spo.errors import Unreachable
 from spo.observability.logs import get_logger
 
 log = get_logger("http")
 
 STOP_SECONDS = 5
-MAX_HEAD_BYTES = 64 << 10
 # By then everything that the orchestrator imports and builds once is there.
 SETTLED_SECONDS = 5.0
 
@@ -33,9 +33,8 @@ class HttpServer:
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=STOP_SECONDS,
-            # uvicorn's other parser buffers headers without a limit.
-            http="h11",
-            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            http=limited_connections(context.settings.max_connections),
+            ws="none",
         )
         self.server = uvicorn.Server(config)
 

@@ -6,16 +6,14 @@ from services.orchestrator.auth.principals import Principal
 from services.orchestrator.container import AppContext
 from services.orchestrator.experience.availability import require_stored
 from services.orchestrator.lifecycle.shared_rollout_rules import require_followable
-from services.orchestrator.lifecycle.submission import accept
 from spo.errors import ResourceExhausted
 from spo.spec.job_spec import JobSpec
 
 
 def checked_spec(context: AppContext, principal: Principal, body: bytes) -> JobSpec:
     """The resolved spec, if it can be submitted. Raises InvalidInput."""
-    spec = accept(
+    spec = context.spec_check.accept(
         body,
-        context.library,
         lambda parsed: context.require_usable(parsed.tasks, principal.sees_tenant, parsed.model.path),
     )
     require_sources(context, principal, spec)
@@ -25,7 +23,9 @@ def checked_spec(context: AppContext, principal: Principal, body: bytes) -> JobS
 def submit_job(context: AppContext, principal: Principal, spec: JobSpec, idempotency_key: str | None) -> str:
     """The id of the new job, or of the one with this idempotency key. Raises ResourceExhausted, Conflict."""
     require_quota(context, principal)
-    return context.jobs.submit(spec, idempotency_key, actor=principal.name, tenant=principal.tenant)
+    job_id = context.jobs.submit(spec, idempotency_key, actor=principal.name, tenant=principal.tenant)
+    context.watch.keep(job_id)
+    return job_id
 
 
 def require_sources(context: AppContext, principal: Principal, spec: JobSpec) -> None:

@@ -12,36 +12,74 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from services.orchestrator import redis_keys as own_keys
+from services.orchestrator.leadership import IS_LEADER, LeaderFence
+from services.orchestrator.leadership import Word as Word
+from services.orchestrator.leadership import Write as Write
 from spo import redis_keys
 from spo.errors import NotReady
 from spo.messaging.redis_client import RedisClient
 from spo.spec.job_state import JobState
 
-Word = str | bytes | int | float
-Write = Sequence[Word]
-
 DURABLE_WAIT_MS = 5000
 
-# KEYS: 1 state, 2 events, 3 record, 4 lease, 5 key of the guard.  (Keys of the writes travel inside them: one server,
-# no cluster slots.)
+# Whether somebody holds a lease at this moment of Redis' clock. Where no orchestrator answered when it would have been
+# renewed, its holder gets a whole lease from the end of that outage.
+LEASE_IS_LIVE = """
+local function lease_is_live(lease, leader, now, lease_ms)
+  local held = redis.call('HMGET', lease, 'trainer_id', 'expires_unix_ms')
+  local expires = tonumber(held[2] or '0')
+  if not held[1] or held[1] == '' then return false end
+  if expires > now + 2 * lease_ms then
+    -- The server's clock was set back: one lease from now.
+    expires = now + lease_ms
+    redis.call('HSET', lease, 'expires_unix_ms', expires)
+  end
+  if expires > now then return true end
+  local served = redis.call('HMGET', leader, 'since_unix_ms', 'away_unix_ms')
+  return expires >= tonumber(served[2] or '0') and now < tonumber(served[1] or '0') + lease_ms
+end
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+"""
+
+# KEYS: 1 state, 2 events, 3 record, 4 lease, 5 key of the guard, 6 leader.  (Keys of the writes travel inside them: one
+# server, no cluster slots.)
 # ARGV: 1 job id, 2 states expected (comma separated, '' any, 'absent' none), 3 new state or '', 4 trainer or '',
 #       5 epoch, 6 guard field or '', 7 guard value expected ('' absent), 8 event kind or '', 9 body, 10 actor, 11 time,
-#       12 prefix of the state sets, then the writes: number of words, words.
+#       12 prefix of the state sets, 13 leading orchestrator or '', 14 its epoch, 15 ms by which the lease is extended
+#       or 0, 16 trainer that claims the lease or '', then the writes: number of words, words.
 # Returns {outcome, seq, state before, guard value}.
-_COMMIT = """
+_STEPS = f"""
+{IS_LEADER}
+{LEASE_IS_LIVE}
+if not is_leader(KEYS[6], ARGV[13], ARGV[14]) then return {{'leader', 0, '', ''}} end
 local state = redis.call('GET', KEYS[1]) or 'absent'
-if ARGV[2] ~= '' and not string.find(',' .. ARGV[2] .. ',', ',' .. state .. ',', 1, true) then
-  return {'state', 0, state, ''}
+-- Whatever does not expect it writes nothing of a job that is absent: a deleted job stays deleted.
+local expected = ARGV[2]
+if expected == '' then
+  if state == 'absent' then return {{'state', 0, state, ''}} end
+elseif not string.find(',' .. expected .. ',', ',' .. state .. ',', 1, true) then
+  return {{'state', 0, state, ''}}
 end
 if ARGV[4] ~= '' then
   local owner = redis.call('HMGET', KEYS[4], 'trainer_id', 'epoch')
-  if owner[1] ~= ARGV[4] or owner[2] ~= ARGV[5] then return {'fence', 0, state, ''} end
+  if owner[1] ~= ARGV[4] or owner[2] ~= ARGV[5] then return {{'fence', 0, state, ''}} end
 end
 if ARGV[6] ~= '' then
   local found = redis.call('HGET', KEYS[5], ARGV[6]) or ''
-  if found ~= ARGV[7] then return {'guard', 0, state, found} end
+  if found ~= ARGV[7] then return {{'guard', 0, state, found}} end
 end
-local at = 13
+local lease_ms = tonumber(ARGV[15])
+if lease_ms > 0 then
+  if ARGV[16] ~= '' and redis.call('HGET', KEYS[4], 'trainer_id') ~= ARGV[16]
+    and lease_is_live(KEYS[4], KEYS[6], now_ms(), lease_ms) then
+    return {{'held', 0, state, ''}}
+  end
+  redis.call('HSET', KEYS[4], 'expires_unix_ms', now_ms() + lease_ms)
+end
+local at = 17
 while at <= #ARGV do
   local words = tonumber(ARGV[at])
   redis.call(unpack(ARGV, at + 1, at + words))
@@ -54,14 +92,19 @@ if ARGV[3] ~= '' then
 end
 local seq = 0
 if ARGV[8] ~= '' then
-  seq = redis.call('XLEN', KEYS[2]) + 1
+  local newest = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
+  seq = newest and tonumber(string.match(newest[1], '^%d+')) + 1 or 1
   local before = state == 'absent' and '' or state
   redis.call('XADD', KEYS[2], seq .. '-0', 'at', ARGV[11], 'actor', ARGV[10], 'kind', ARGV[8], 'body', ARGV[9],
     'from', ARGV[3] ~= '' and before or '', 'to', ARGV[3])
   redis.call('HSET', KEYS[3], 'updated_at', ARGV[11])
 end
-return {'done', seq, state, ''}
+return {{'done', seq, state, ''}}
 """
+# A full Redis must not keep anybody from cancelling, pausing or deleting: what steers jobs is small, and has what
+# lies between maxmemory and the memory of the machine. What brings new work in is refused as a whole, before a write.
+_COMMIT = f"#!lua flags=allow-oom\n{_STEPS}"
+_COMMIT_NEEDING_ROOM = f"#!lua\n{_STEPS}"
 
 
 @dataclass(frozen=True)
@@ -70,6 +113,14 @@ class Fence:
 
     trainer_id: str
     epoch: int
+
+
+@dataclass(frozen=True)
+class LeaseTerm:
+    """The lease lasts so long from now on; with a claimant: only where no other trainer holds it."""
+
+    milliseconds: int
+    claimant: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,7 +136,7 @@ class Precondition:
 class CommitOutcome:
     """What became of a commit: "done", or the precondition that did not hold; state is the one before it."""
 
-    verdict: Literal["done", "state", "fence", "guard"]
+    verdict: Literal["done", "state", "fence", "guard", "held"]
     seq: int
     state: str
     guard_value: str
@@ -97,7 +148,11 @@ class CommitOutcome:
 
 @dataclass(frozen=True)
 class Commit:
-    """One change of one job."""
+    """One change of one job; `JobStore.commit` makes it.
+
+    Without expected states the job must only be there. `needs_room`: it brings new work in, and waits while Redis is
+    full.
+    """
 
     job_id: str
     expected: Iterable[JobState | Literal["absent"]] = ()
@@ -108,33 +163,48 @@ class Commit:
     kind: str = ""
     body: str = "{}"
     actor: str = "orchestrator"
+    term: LeaseTerm | None = None
+    needs_room: bool = False
 
-    def run(self, client: RedisClient, *, durable: bool) -> CommitOutcome:
-        """Apply it; with durable, return only when Redis' append-only file holds it.
+    def run(self, client: RedisClient, leader: LeaderFence, *, durable: int) -> CommitOutcome:
+        """Apply it and return when so many copies hold it: 1 is Redis' append-only file, any more are replicas.
 
-        Raises NotReady (code "not_durable") when the file was late: a power loss may undo the change.
+        Raises NotLeading when another orchestrator leads by now, NotReady (code "not_durable") when a copy was late:
+        a power loss or a failover may undo the change; redis.OutOfMemoryError, with nothing written, where it needs
+        room and Redis is full.
         """
+        script = _COMMIT_NEEDING_ROOM if self.needs_room else _COMMIT
         with client.pipeline(transaction=False) as pipe:
-            pipe.eval(_COMMIT, 5, *self._keys(), *self._arguments())
+            pipe.eval(script, 6, *self._keys(), *self._arguments(leader))
             if durable:
                 # On the same connection: WAITAOF waits for the writes of its own connection only.
                 pipe.execute_command("WAITAOF", 1, 0, DURABLE_WAIT_MS)
+            if durable > 1:
+                pipe.execute_command("WAIT", durable - 1, DURABLE_WAIT_MS)
             replies = pipe.execute()
+        verdict, seq, state, guard_value = replies[0]
+        if verdict == b"leader":
+            raise leader.refusal()
         if durable and int(replies[1][0]) < 1:
             raise NotReady("Redis did not write its append-only file in time", code="not_durable")
-        verdict, seq, state, guard_value = replies[0]
+        if durable > 1 and int(replies[2]) < durable - 1:
+            message = f"{int(replies[2])} of {durable - 1} replicas of Redis had the change in time"
+            raise NotReady(message, code="not_durable")
         return CommitOutcome(verdict.decode(), int(seq), state.decode(), guard_value.decode())
 
     def _keys(self) -> tuple[str, ...]:
         job = self.job_id
+        guard_key = self.guard.key if self.guard else redis_keys.job_record(job)
         keys = redis_keys.run_state(job), own_keys.job_events(job), redis_keys.job_record(job)
-        return (*keys, own_keys.job_lease(job), self.guard.key if self.guard else redis_keys.job_record(job))
+        return (*keys, own_keys.job_lease(job), guard_key, own_keys.leader())
 
-    def _arguments(self) -> list[Word]:
+    def _arguments(self, leader: LeaderFence) -> list[Word]:
         fence = self.fence or Fence("", 0)
         guard = self.guard or Precondition("", "")
+        term = self.term or LeaseTerm(0)
         head: list[Word] = [self.job_id, ",".join(self.expected), self.to or "", fence.trainer_id, fence.epoch]
         head += [guard.field, guard.value, self.kind, self.body, self.actor, timestamp(), redis_keys.jobs_in_state("")]
+        head += [leader.holder, leader.epoch, term.milliseconds, term.claimant]
         return head + [word for write in self.writes for word in (len(write), *write)]
 
 

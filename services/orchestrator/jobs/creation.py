@@ -67,7 +67,15 @@ class Submission:
             ]
         body = json.dumps({"reason": "submitted"})
         return Commit(
-            job_id, ("absent",), JobState.QUEUED, guard=guard, writes=writes, kind="state", body=body, actor=self.actor
+            job_id,
+            ("absent",),
+            JobState.QUEUED,
+            guard=guard,
+            writes=writes,
+            kind="state",
+            body=body,
+            actor=self.actor,
+            needs_room=True,
         )
 
     def _record(self, job_id: str, created_unix_ms: int) -> Write:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.commit import Write
 from spo import redis_keys
+from spo.messaging.control_writes import write_even_when_full
 from spo.messaging.redis_client import RedisClient
 from spo.spec.job_state import JobState
 
@@ -80,8 +81,9 @@ def _index(client: RedisClient, indexes: Sequence[str]) -> str:
     if len(indexes) == 1:
         return indexes[0]
     key = own_keys.listing(redis_keys.digest(*indexes))
-    with client.pipeline(transaction=True) as pipe:
-        pipe.zinterstore(key, list(indexes), aggregate="MIN")
-        pipe.expire(key, INDEX_SECONDS)
-        pipe.execute()
+    write_even_when_full(
+        client,
+        ("ZINTERSTORE", key, len(indexes), *indexes, "AGGREGATE", "MIN"),
+        ("EXPIRE", key, INDEX_SECONDS),
+    )
     return key

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, Json
 
 from services.orchestrator.jobs.commit import Precondition, Word, Write
 from spo import redis_keys
+from spo.spec.job_state import JobState
 
 # Fields that are conditions of a commit, or that are removed again.
 RecordMark = Literal[
@@ -18,9 +19,11 @@ RecordMark = Literal[
     "resume_asked",
     "estimates_published",
     "pivotal_published",
+    "prompts_too_long",
     "reference_asked",
     "reference_total",
     "reference_version",
+    "events_in_files",
 ]
 
 
@@ -41,6 +44,7 @@ class JobRecord(BaseModel):
     trained_steps is set once the trainer has finished, start_version where training begins at a published version.
     reference_asked is "version:position" of the refresh under way: prompts before the position have been asked about,
     reference_total is how many there are once all have been, reference_version the version in force.
+    events_in_files is the last event that is in a file and no more in Redis, state_in_files the state after it.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -54,6 +58,7 @@ class JobRecord(BaseModel):
     priority: int = 1
     prompts_total: int | None = None
     evaluation_total: int | None = None
+    prompts_too_long: int = 0
     start_version: int = 0
     trained_steps: int | None = None
     checkpoint_asked: bool = False
@@ -66,6 +71,8 @@ class JobRecord(BaseModel):
     failure_code: str = ""
     failure_message: str = ""
     lineage: Json[ForkLineage] | None = None
+    events_in_files: int = 0
+    state_in_files: JobState | None = None
 
     @classmethod
     def from_redis(cls, fields: Mapping[bytes, bytes]) -> JobRecord:
@@ -89,6 +96,7 @@ class RecordFields(TypedDict, total=False):
     priority: int
     prompts_total: int
     evaluation_total: int
+    prompts_too_long: int
     start_version: int
     trained_steps: int
     checkpoint_asked: bool
@@ -101,6 +109,8 @@ class RecordFields(TypedDict, total=False):
     failure_code: str
     failure_message: str
     lineage: ForkLineage
+    events_in_files: int
+    state_in_files: JobState
 
 
 def write_fields(job_id: str, **fields: Unpack[RecordFields]) -> Write:

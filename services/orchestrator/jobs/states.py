@@ -1,6 +1,6 @@
 """The life of a job: ONE table of legal transitions, used by the code, the error messages and the documents.
 
-queued -> validating -> estimating -> running -> succeeded
+queued -> validating -> estimating -> running -> succeeded    (estimating -> succeeded: nothing is to be trained)
                                         |  ^
                                         v  |
                                     pausing -> paused
@@ -20,7 +20,7 @@ from spo.spec.job_state import JobState
 TRANSITIONS: dict[JobState, frozenset[JobState]] = {
     JobState.QUEUED: frozenset({JobState.VALIDATING, JobState.FAILED, JobState.CANCELLED}),
     JobState.VALIDATING: frozenset({JobState.ESTIMATING, JobState.FAILED, JobState.CANCELLING}),
-    JobState.ESTIMATING: frozenset({JobState.RUNNING, JobState.FAILED, JobState.CANCELLING}),
+    JobState.ESTIMATING: frozenset({JobState.RUNNING, JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLING}),
     JobState.RUNNING: frozenset({JobState.SUCCEEDED, JobState.PAUSING, JobState.FAILED, JobState.CANCELLING}),
     JobState.PAUSING: frozenset({JobState.PAUSED, JobState.RUNNING, JobState.FAILED, JobState.CANCELLING}),
     JobState.PAUSED: frozenset({JobState.RUNNING, JobState.FAILED, JobState.CANCELLING}),
@@ -79,9 +79,11 @@ def refuse(action: str, state: JobState) -> Conflict:
     )
 
 
-def fold(transitions: Iterable[Mapping[str, Any]]) -> JobState:
-    """The state after transition bodies {"from", "to"} in order. Raises IntegrityError at an illegal or missing one."""
-    state: JobState | None = None
+def fold(transitions: Iterable[Mapping[str, Any]], state: JobState | None = None) -> JobState:
+    """The state after transition bodies {"from", "to"} in order, from `state` on; None: from before the first.
+
+    Raises IntegrityError at an illegal or missing one.
+    """
     for body in transitions:
         before = JobState(body["from"]) if body["from"] else None
         after = JobState(body["to"])

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.commit import Commit, CommitOutcome, Fence, Precondition, Write
 from services.orchestrator.jobs.creation import NewJob, Submission, require_same_request
+from services.orchestrator.jobs.event_files import SEGMENT, EventFiles
 from services.orchestrator.jobs.events import JobEvent, event_of
 from services.orchestrator.jobs.listing import JobFilter, JobIdPage, page_of_jobs
-from services.orchestrator.jobs.record import JobRecord, write_fields
+from services.orchestrator.jobs.record import JobRecord, while_field_is, write_fields
 from services.orchestrator.jobs.states import fold, may_become
+from services.orchestrator.leadership import LeaderFence, Leadership
 from spo import redis_keys
 from spo.errors import LeaseLost, NotFound
 from spo.messaging.redis_client import RedisClient
@@ -22,14 +25,31 @@ from spo.spec.job_state import TERMINAL, JobState, decode_state
 
 log = get_logger("jobs")
 
+# More than this many jobs at once would parse their specs again each round.
+PARSED_SPECS = 1024
+# Whole files of a job's events that are written in one go, so that it takes part in the next round.
+FILES_AT_ONCE = 20
+
 
 class JobStore:
     """All jobs in Redis. Every change goes through `Commit`."""
 
-    def __init__(self, client: RedisClient, *, durable: bool = True) -> None:
+    def __init__(
+        self,
+        client: RedisClient,
+        leadership: Leadership | None = None,
+        files: EventFiles | None = None,
+        *,
+        durable: int = 1,
+    ) -> None:
+        """leadership, files None: a tool beside the orchestrator, which takes no part in the election."""
         self.client = client
+        self.files = files
+        self.leadership = leadership
         self.durable = durable
-        self.parse_spec = lru_cache(maxsize=64)(spec_from_json)
+        self.absent: Callable[[str], NotFound] = _absent
+        """The error of a job without records; who knows of lost ones puts its own here."""
+        self.parse_spec = lru_cache(maxsize=PARSED_SPECS)(spec_from_json)
 
     def submit(
         self,
@@ -45,37 +65,83 @@ class JobStore:
         """
         submission = Submission(spec, idempotency_key, actor, tenant, new_job)
         commit = submission.commit()
-        outcome = commit.run(self.client, durable=self.durable)
+        outcome = self.commit(commit)
         if outcome.verdict == "guard" and commit.guard is not None:
             require_same_request(self.client, commit.guard.key, submission.request_digest())
             return outcome.guard_value
         return commit.job_id
 
+    @property
+    def fence(self) -> LeaderFence:
+        """What each write of this process carries."""
+        return self.leadership.fence if self.leadership else LeaderFence()
+
+    def commit(self, commit: Commit, *, durable: int | None = None) -> CommitOutcome:
+        """Make one change of a job, durably unless told otherwise. Raises NotLeading, NotReady."""
+        return commit.run(self.client, self.fence, durable=self.durable if durable is None else durable)
+
+    def write(self, *writes: Write) -> list[object]:
+        """Make writes that change no job in one atomic step. Raises NotLeading."""
+        return self.fence.write(self.client, writes)
+
     def state(self, job_id: str) -> JobState:
         """Raises NotFound."""
         state = decode_state(self.client.get(redis_keys.run_state(job_id)))
         if state is None:
-            raise NotFound(f"there is no job {job_id}", code="job_not_found")
+            raise self.absent(job_id)
         return state
 
     def spec(self, job_id: str) -> JobSpec:
         """Raises NotFound."""
+        return self.parse_spec(self.spec_document(job_id))
+
+    def spec_document(self, job_id: str) -> bytes:
+        """The spec as it was stored, with what this release may not know of it. Raises NotFound."""
         document = self.client.get(redis_keys.run_spec(job_id))
         if document is None:
-            raise NotFound(f"there is no job {job_id}", code="job_not_found")
-        return self.parse_spec(document)
+            raise self.absent(job_id)
+        return document
 
     def record(self, job_id: str) -> JobRecord:
         """The job's record; raises NotFound."""
         fields = self.client.hgetall(redis_keys.job_record(job_id))
         if not fields:
-            raise NotFound(f"there is no job {job_id}", code="job_not_found")
+            raise self.absent(job_id)
         return JobRecord.from_redis(fields)
 
     def events(self, job_id: str, after_seq: int = 0, limit: int = 1000) -> list[JobEvent]:
         """Events after a sequence number, oldest first."""
         entries = self.client.xrange(own_keys.job_events(job_id), min=f"({after_seq}-0", count=limit)
-        return [event_of(entry) for entry in entries]
+        found = [event_of(entry) for entry in entries]
+        if self.files is None or not found or found[0].seq == after_seq + 1:
+            return found
+        # Read after Redis: what has left it since is in the files.
+        older = [event for event in self.files.read(job_id, after_seq, limit) if event.seq < found[0].seq]
+        return [*older, *found][:limit]
+
+    def move_events_to_files(self, job_id: str) -> int:
+        """Move a job's oldest events out of Redis, which keeps the newest; returns how many files they filled.
+
+        Raises OSError, IntegrityError, and nothing has been lost, when they cannot be written.
+        """
+        key, moved = own_keys.job_events(job_id), 0
+        while self.files and moved < FILES_AT_ONCE and self.client.xlen(key) >= 2 * SEGMENT:
+            record, events = self.record(job_id), list(map(event_of, self.client.xrange(key, count=SEGMENT)))
+            states = [event.body["to"] for event in events if event.kind == "state"]
+            after = JobState(states[-1]) if states else record.state_in_files
+            self.files.write(job_id, events)
+            last = events[-1].seq
+            trim: Write = ("XTRIM", key, "MINID", f"{last + 1}-0")
+            note = write_fields(job_id, events_in_files=last)
+            writes = [note, trim] if after is None else [note, write_fields(job_id, state_in_files=after), trim]
+            guard = while_field_is(job_id, "events_in_files", record.events_in_files)
+            outcome = self.commit(Commit(job_id, guard=guard, writes=writes))
+            if not outcome.done:
+                if outcome.state == "absent":
+                    self.files.remove(job_id)
+                break
+            moved += 1
+        return moved
 
     def tenant(self, job_id: str) -> str:
         """Whose job it is; the operator's own have the tenant "". Raises NotFound."""
@@ -151,7 +217,7 @@ class JobStore:
         allowed = may_become(to) if expected is None else frozenset(expected) & may_become(to)
         body = json.dumps({"reason": reason})
         commit = Commit(job_id, sorted(allowed), to, writes=writes, kind="state", body=body, actor=actor)
-        outcome = commit.run(self.client, durable=self.durable)
+        outcome = self.commit(commit)
         if outcome.done:
             log.info("job state", job=job_id, before=outcome.state, to=to.value, reason=reason)
         return outcome.done
@@ -164,7 +230,7 @@ class JobStore:
 
     def append(self, job_id: str, kind: str, body: Mapping[str, object], writes: Sequence[Write] = ()) -> None:
         """Add an event that is not a transition, with the writes it tells of."""
-        Commit(job_id, writes=writes, kind=kind, body=json.dumps(body)).run(self.client, durable=False)
+        self.commit(Commit(job_id, writes=writes, kind=kind, body=json.dumps(body)), durable=False)
 
     def once(
         self,
@@ -174,19 +240,27 @@ class JobStore:
         body: Mapping[str, object],
         writes: Sequence[Write],
         *,
-        durable: bool | None = None,
+        durable: int | None = None,
     ) -> bool:
         """As append, durably unless told otherwise, only while the guard holds; False when it does not."""
         commit = Commit(job_id, guard=guard, writes=writes, kind=kind, body=json.dumps(body))
-        return commit.run(self.client, durable=self.durable if durable is None else durable).done
+        return self.commit(commit, durable=durable).done
 
-    def fenced(self, commit: Commit) -> CommitOutcome:
-        """Run a commit of a lease holder. Raises LeaseLost when another trainer has the job."""
-        outcome = commit.run(self.client, durable=self.durable)
-        if outcome.verdict == "fence":
+    def fenced(self, commit: Commit, *, durable: bool | None = None) -> CommitOutcome:
+        """Run a commit of a lease holder. Raises LeaseLost when another trainer has the job, or it is deleted."""
+        outcome = self.commit(commit, durable=durable)
+        if outcome.verdict == "fence" or outcome.state == "absent":
             trainer = commit.fence or Fence("", 0)
             raise LeaseLost(f"trainer {trainer.trainer_id} (epoch {trainer.epoch}) does not hold {commit.job_id}")
         return outcome
+
+    def forget_ghost(self, job_id: str) -> bool:
+        """Take a job that is not there off the lists that name it; False when it is there, if only in part."""
+        if self.client.exists(redis_keys.job_record(job_id)):
+            return False
+        keys = (redis_keys.job_index(), own_keys.resuming(), *map(redis_keys.jobs_in_state, JobState))
+        writes: list[Write] = [("ZREM", key, job_id) for key in keys]
+        return self.commit(Commit(job_id, ("absent",), writes=writes)).done
 
     def refold(self, job_id: str) -> JobState:
         """Recompute the state from the events; where the stored one or the sets by state differ, correct them at once.
@@ -194,18 +268,29 @@ class JobStore:
         Raises NotFound, IntegrityError when the events are none that a job can have.
         """
         while True:
-            stored = self.state(job_id)
-            state = fold(event.body for event in self.events(job_id, limit=1_000_000) if event.kind == "state")
+            stored, record = self.state(job_id), self.record(job_id)
+            state = fold(self._transitions(job_id, record.events_in_files), record.state_in_files)
             listed = self._listed_under(job_id)
             if stored is state and listed == [state]:
                 return state
             away = [("ZREM", redis_keys.jobs_in_state(other), job_id) for other in listed]
             # The same step puts it where it belongs; not when the job has moved since it was read.
-            if Commit(job_id, (stored,), state, writes=away).run(self.client, durable=self.durable).done:
+            if self.commit(Commit(job_id, (stored,), state, writes=away)).done:
                 log.error("stored state differs from its events; corrected", job=job_id, folded=state.value)
+
+    def _transitions(self, job_id: str, after_seq: int) -> Iterator[dict[str, Any]]:
+        """The bodies of the transitions in Redis, a page at a time."""
+        key, position = own_keys.job_events(job_id), f"({after_seq}-0"
+        while entries := self.client.xrange(key, min=position, count=SEGMENT):
+            yield from (event_of(entry).body for entry in entries if entry[1][b"kind"] == b"state")
+            position = f"({entries[-1][0].decode()}"
 
     def _listed_under(self, job_id: str) -> list[JobState]:
         with self.client.pipeline(transaction=True) as pipe:
             for state in JobState:
                 pipe.zscore(redis_keys.jobs_in_state(state), job_id)
             return [state for state, score in zip(JobState, pipe.execute(), strict=True) if score is not None]
+
+
+def _absent(job_id: str) -> NotFound:
+    return NotFound(f"there is no job {job_id}", code="job_not_found")

@@ -38,5 +38,5 @@ class JobActions:
     def ask_for_checkpoint(self, job_id: str) -> None:
         """Let the trainer of a running job write a checkpoint now. Raises NotFound, Conflict (illegal_transition)."""
         commit = Commit(job_id, (JobState.RUNNING,), writes=[write_fields(job_id, checkpoint_asked=True)])
-        if not commit.run(self.jobs.client, durable=self.jobs.durable).done:
+        if not self.jobs.commit(commit).done:
             raise refuse("checkpoint", self.jobs.state(job_id))

@@ -8,6 +8,7 @@ from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.commit import Commit, Precondition
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.replicas.weights import REFERENCE_VERSION, WeightAnnouncements
+from spo.algorithm.collapse_guard import SAMPLER_MISMATCH
 from spo.observability.logs import get_logger
 from spo.spec.job_state import JobState
 from spo.v1.orchestrator_service_pb2 import RenewLeaseRequest, StepReport
@@ -45,7 +46,8 @@ class Alarms:
         for name, reason in sorted(report.alarms.items()):
             body = {"step": report.step, "alarm": name, "reason": reason, "policy": policy}
             self._once(request, f"{report.step}:{name}", "alarm", body)
-        return policy == "pause" and self._pause(request, report)
+        collapses = set(report.alarms) - {SAMPLER_MISMATCH}
+        return policy == "pause" and bool(collapses) and self._pause(request, report)
 
     def _once(self, request: RenewLeaseRequest, what: str, kind: str, body: dict[str, object]) -> None:
         mark = self._mark(request, what)
@@ -69,16 +71,18 @@ class Alarms:
             self.weights.announce(job_id, good, "rolled_back", actor="collapse guard")
         reasons = "; ".join(reason for _, reason in sorted(report.alarms.items()))
         reason = f"collapse guard at step {report.step}: {reasons}; inference is at weight version {good}"
-        outcome = Commit(
-            job_id,
-            (JobState.RUNNING,),
-            JobState.PAUSING,
-            guard=mark,
-            writes=[("HSET", mark.key, mark.field, good)],
-            kind="state",
-            body=json.dumps({"reason": reason}),
-            actor="collapse guard",
-        ).run(self.jobs.client, durable=self.jobs.durable)
+        outcome = self.jobs.commit(
+            Commit(
+                job_id,
+                (JobState.RUNNING,),
+                JobState.PAUSING,
+                guard=mark,
+                writes=[("HSET", mark.key, mark.field, good)],
+                kind="state",
+                body=json.dumps({"reason": reason}),
+                actor="collapse guard",
+            )
+        )
         if outcome.done:
             log.warning("the collapse guard pauses a job", job=job_id, reason=reason)
         return outcome.done

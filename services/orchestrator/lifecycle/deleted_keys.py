@@ -27,7 +27,13 @@ def keys_of(client: RedisClient, run_id: str) -> Iterator[list[str]]:
     versions = _fields(client, own_keys.job_weights(run_id))
     yield [redis_keys.run_values_under(run_id, int(version)) for version in versions]
     yield [redis_keys.replay_source(run_id, source) for source in get_args(SourceName)]
-    yield [redis_keys.dead_letters(redis_keys.prompts(run_id))]
+    of_prompts = (
+        redis_keys.dead_letters,
+        redis_keys.dead_letter_payloads,
+        redis_keys.dead_letter_totals,
+        redis_keys.lone_deliveries,
+    )
+    yield [key(redis_keys.prompts(run_id)) for key in of_prompts]
     yield [key(run_id) for key in single_keys(redis_keys, own_keys)]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import redis
@@ -16,8 +17,10 @@ from services.orchestrator.experience.queries import is_complete
 from services.orchestrator.jobs.listing import label_names
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.lifecycle.deleted_keys import keys_of
+from services.orchestrator.lifecycle.pipeline import SHARED_STREAMS
 from spo import redis_keys
-from spo.errors import Conflict, NotReady, Unreachable
+from spo.errors import Conflict, NotReady
+from spo.messaging.streams.dead_letters import drop_run
 from spo.observability.logs import get_logger
 from spo.spec.job_state import TERMINAL, JobState
 from spo.weights.store import WeightStore
@@ -30,10 +33,13 @@ SWEEP_SECONDS = 5.0
 class JobDeletion:
     """Removes jobs; a crash at any point leaves the id in a set that the next sweep reads."""
 
-    def __init__(self, jobs: JobStore, state_path: Path, weights: WeightStore) -> None:
+    def __init__(
+        self, jobs: JobStore, state_path: Path, weights: WeightStore, forget: Callable[[str], None] = lambda _: None
+    ) -> None:
         self.jobs = jobs
         self.weights = weights
         self.state_path = state_path
+        self.forget = forget
 
     def delete(self, job_id: str) -> None:
         """Make an ended job absent.
@@ -50,45 +56,51 @@ class JobDeletion:
             raise NotReady(f"the experience of {job_id} is still being stored", code="experience_on_its_way")
         tenant = self.jobs.tenant(job_id)
         labels = label_names(self.jobs.spec(job_id).labels)
-        with self.jobs.client.pipeline(transaction=True) as pipe:
-            pipe.sadd(own_keys.deleted_jobs(), job_id)
-            for key in (
-                redis_keys.job_index(),
-                own_keys.tenant_jobs(tenant),
-                *map(own_keys.labelled_jobs, labels),
-                *map(redis_keys.jobs_in_state, JobState),
-            ):
-                pipe.zrem(key, job_id)
-            pipe.delete(redis_keys.run_state(job_id), redis_keys.job_record(job_id))
-            pipe.execute()
+        lists = (
+            redis_keys.job_index(),
+            own_keys.tenant_jobs(tenant),
+            own_keys.resuming(),
+            *map(own_keys.labelled_jobs, labels),
+            *map(redis_keys.jobs_in_state, JobState),
+        )
+        self.jobs.write(
+            ("SADD", own_keys.deleted_jobs(), job_id),
+            *(("ZREM", key, job_id) for key in lists),
+            # Without its spec a run gets no key again: what of it is still on its way is dropped.
+            ("DEL", redis_keys.run_state(job_id), redis_keys.job_record(job_id), redis_keys.run_spec(job_id)),
+        )
+        self.forget(job_id)
         log.info("job deleted", deleted=job_id)
 
     def run(self, stop: threading.Event) -> None:
         """Sweep now and then until stop."""
-        self._adopt()
-        while not stop.wait(SWEEP_SECONDS):
+        adopted = False
+        while not stop.is_set():
             try:
+                if not adopted:
+                    self._adopt()
+                    adopted = True
                 self.sweep()
-            except (redis.RedisError, OSError, Unreachable) as error:
+            except (redis.RedisError, OSError, NotReady) as error:
                 log.warning("deleted jobs are removed later", reason=str(error))
+            stop.wait(SWEEP_SECONDS)
 
     def _adopt(self) -> None:
         """Forks that a dead process left half-made are no jobs."""
-        try:
-            begun = self.jobs.client.smembers(own_keys.forks_under_way())
-            for raw in begun:
-                self.jobs.client.smove(own_keys.forks_under_way(), own_keys.deleted_jobs(), raw)
-        except redis.RedisError as error:
-            log.warning("half-made forks are removed later", reason=str(error))
+        begun = self.jobs.client.smembers(own_keys.forks_under_way())
+        for raw in begun:
+            self.jobs.write(("SMOVE", own_keys.forks_under_way(), own_keys.deleted_jobs(), raw))
 
     def sweep(self) -> None:
         """Remove the keys, weights and checkpoints of deleted jobs."""
         retired = self.jobs.client.smembers(own_keys.deleted_jobs())
         for raw in retired:
             job_id = raw.decode()
-            self.weights.remove_run(job_id)
-            for folder in ("checkpoints", "models"):
-                shutil.rmtree(self.state_path / folder / job_id, ignore_errors=True)
+            # Redis first: it may be full, and a store of weights that does not answer must not keep it so.
             for keys in filter(None, keys_of(self.jobs.client, job_id)):
-                self.jobs.client.unlink(*keys)
-            self.jobs.client.srem(own_keys.deleted_jobs(), job_id)
+                self.jobs.write(("UNLINK", *keys))
+            drop_run(self.jobs.client, [stream for stream, _ in SHARED_STREAMS.values()], job_id)
+            self.weights.remove_run(job_id)
+            for folder in ("checkpoints", "models", "events"):
+                shutil.rmtree(self.state_path / folder / job_id, ignore_errors=True)
+            self.jobs.write(("SREM", own_keys.deleted_jobs(), job_id))

@@ -15,11 +15,13 @@ from services.orchestrator.jobs.commit import Commit, Precondition, Write
 from services.orchestrator.jobs.leases import now_ms
 from services.orchestrator.jobs.seeds import seed_of
 from services.orchestrator.jobs.store import JobStore
-from services.orchestrator.lifecycle.pipeline import groups_in_pipeline
+from services.orchestrator.lifecycle.job_steps import JobSteps
+from services.orchestrator.lifecycle.pipeline import DISPATCHER, groups_in_pipeline
 from spo import redis_keys
 from spo.algorithm.replay_sampling import value_spread
-from spo.errors import PreconditionFailed, SpoError
+from spo.errors import InternalError, PreconditionFailed, SpoError
 from spo.messaging.streams import append_words
+from spo.messaging.streams.failures import Outage, TroubleNotes, reason_of
 from spo.observability import tracing
 from spo.observability.logs import get_logger
 from spo.rpc.client import RpcClient
@@ -36,6 +38,11 @@ POLL_SECONDS = 0.2
 IDLE_SECONDS = 1.0
 MAX_GROUPS_AT_ONCE = 256
 _POSITION = "position"
+
+
+def passes(error: SpoError) -> bool:
+    """Whether it is somebody's outage: a service that is away, full, or out of order for now."""
+    return error.retryable or isinstance(error, InternalError)
 
 
 @lru_cache(maxsize=8)
@@ -62,11 +69,16 @@ class PromptSchedule:
 class PromptDispatcher:
     """Gives every running job its prompts; the position is in Redis and moves in the same step as the prompts."""
 
-    def __init__(self, jobs: JobStore, library: TaskLibrary, replay: RpcClient) -> None:
+    def __init__(self, jobs: JobStore, library: TaskLibrary, replay: RpcClient, most_windows: int) -> None:
+        self.most_windows = most_windows
         self.jobs = jobs
         self.library = library
         self.replay = replay
         self._schedules: dict[str, PromptSchedule] = {}
+        # A run whose replay buffer does not answer holds up no other.
+        self._steps = JobSteps(self._dispatch_or_fail, "dispatch")
+        self._outages: dict[str, Outage] = {}
+        self._notes = TroubleNotes(jobs.client)
 
     def run(self, stop: threading.Event) -> None:
         """Dispatch until stop; a service that does not answer costs time, never a prompt."""
@@ -74,22 +86,32 @@ class PromptDispatcher:
             running: list[str] = []
             try:
                 running = self.jobs.in_states((JobState.RUNNING,))
-                for job_id in running:
-                    self._dispatch_or_fail(job_id)
+                self._steps.round(running, IDLE_SECONDS)
             except redis.RedisError as error:
                 log.warning("Redis does not answer; trying again", reason=str(error))
-            for ended in set(self._schedules) - set(running):
-                del self._schedules[ended]
+            self._forget(running)
             stop.wait(POLL_SECONDS if running else IDLE_SECONDS)
+        self._steps.close()
+
+    def _forget(self, running: Sequence[str]) -> None:
+        for remembered in (self._schedules, self._outages):
+            for ended in remembered.keys() - set(running):
+                del remembered[ended]
 
     def _dispatch_or_fail(self, job_id: str) -> None:
+        """Dispatch; what only time can cure becomes a wait reason of the job, what it cannot ends the job."""
+        outage = self._outages.setdefault(job_id, Outage("prompts cannot be dispatched", job=job_id))
         try:
             self.dispatch(job_id)
-        except SpoError as error:
-            if error.retryable:
-                log.warning("could not dispatch prompts; trying again", job=job_id, reason=error.message)
-            else:
+            outage.over()
+        except redis.RedisError:
+            raise
+        except Exception as error:
+            if isinstance(error, SpoError) and not passes(error):
                 self.jobs.fail(job_id, error.code, error.message)
+                return
+            outage.failed(error)
+            self._notes.note(job_id, DISPATCHER, reason_of(error))
 
     def dispatch(self, job_id: str) -> int:
         """Publish as many groups as the limiter has room for; returns how many."""
@@ -101,8 +123,34 @@ class PromptDispatcher:
         status: GetReplayStatusResponse = self.replay.call(
             "GetReplayStatus", GetReplayStatusRequest(run_id=job_id), deadline_seconds=10
         )
+        self._refuse_fruitless(job_id, spec, status)
+        if status.backpressure:
+            self._notes.note(job_id, DISPATCHER, f"no prompts are dispatched: {status.backpressure}")
         room = status.admissible_inserts // spec.rollout.samples_per_prompt - in_pipeline
         return self._publish(job_id, spec, min(room, MAX_GROUPS_AT_ONCE)) if room > 0 else 0
+
+    def _refuse_fruitless(self, job_id: str, spec: JobSpec, status: GetReplayStatusResponse) -> None:
+        """Where only correct rollouts are served, an end to feeding a policy that finds too few of them.
+
+        Whatever else limits a run, no more than the limiter's slack is unused; only too few correct ones admit more.
+        Raises PreconditionFailed (code "too_few_correct") after `most_windows` windows.
+        """
+        replay = spec.replay
+        if not any(part.source == "online" and part.correct_only for part in replay.mix):
+            return
+        slack = replay.error_buffer / replay.samples_per_insert + spec.trainer.batch_size + replay.min_online
+        for online in (count for count in status.counts if count.source == SOURCE_ONLINE):
+            unused = online.inserted - online.sampled / replay.samples_per_insert
+            windows = (unused - slack) / replay.online_capacity
+            reason = (
+                f"{online.correct} of {online.inserted} rollouts are correct, and the mix serves only correct ones:"
+                f" {online.available} can be served now, too few for a batch"
+            )
+            if windows >= self.most_windows:
+                message = f"{reason}, after {self.most_windows} windows of {replay.online_capacity} rollouts"
+                raise PreconditionFailed(message, code="too_few_correct")
+            if windows > 0:
+                self._notes.note(job_id, DISPATCHER, reason)
 
     def _publish(self, job_id: str, spec: JobSpec, groups: int) -> int:
         cursor = redis_keys.dispatch_cursor(job_id)
@@ -114,12 +162,16 @@ class PromptDispatcher:
             append_words(redis_keys.prompts(job_id), group.SerializeToString(), span.header)
             for group, span in zip(dispatched, spans, strict=True)
         ]
-        outcome = Commit(
-            job_id,
-            (JobState.RUNNING,),
-            guard=Precondition(cursor, _POSITION, str(position) if position else ""),
-            writes=[*writes, ("HSET", cursor, _POSITION, position + groups)],
-        ).run(self.jobs.client, durable=False)
+        outcome = self.jobs.commit(
+            Commit(
+                job_id,
+                (JobState.RUNNING,),
+                guard=Precondition(cursor, _POSITION, str(position) if position else ""),
+                writes=[*writes, ("HSET", cursor, _POSITION, position + groups)],
+                needs_room=True,
+            ),
+            durable=False,
+        )
         if not outcome.done:
             return 0
         for span in spans:

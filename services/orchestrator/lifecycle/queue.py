@@ -55,26 +55,33 @@ class JobQueue:
             job_id, JobState.RUNNING, "its turn came again", expected=(JobState.PAUSED,), writes=_leave_queue(job_id)
         ):
             # Cancelled while it waited.
-            self.jobs.client.zrem(own_keys.resuming(), job_id)
+            self.jobs.write(("ZREM", own_keys.resuming(), job_id))
+            # Not there at all, it would take its turn for ever.
+            self.jobs.forget_ghost(job_id)
 
     def ask_to_resume(self, job_id: str, actor: str) -> bool:
         """Let a paused job wait for a slot; asked again, it keeps its turn. False when it is not paused any more."""
         created_unix_ms = self.jobs.record(job_id).created_unix_ms
-        outcome = Commit(
-            job_id,
-            (JobState.PAUSED,),
-            guard=while_field_is(job_id, "resume_asked"),
-            writes=[write_fields(job_id, resume_asked=True), ("ZADD", own_keys.resuming(), created_unix_ms, job_id)],
-            kind="resume_asked",
-            actor=actor,
-        ).run(self.jobs.client, durable=self.jobs.durable)
+        outcome = self.jobs.commit(
+            Commit(
+                job_id,
+                (JobState.PAUSED,),
+                guard=while_field_is(job_id, "resume_asked"),
+                writes=[
+                    write_fields(job_id, resume_asked=True),
+                    ("ZADD", own_keys.resuming(), created_unix_ms, job_id),
+                ],
+                kind="resume_asked",
+                actor=actor,
+            )
+        )
         return outcome.verdict != "state"
 
     def withdraw(self, job_id: str) -> None:
         """Let a paused job that waits for a slot stay paused after all."""
         guard = while_field_is(job_id, "resume_asked", 1)
         commit = Commit(job_id, guard=guard, writes=_leave_queue(job_id), kind="resume_withdrawn")
-        commit.run(self.jobs.client, durable=False)
+        self.jobs.commit(commit, durable=False)
 
     def reasons(self, job_id: str, state: JobState) -> list[str]:
         """Why a job in this state waits, where it waits for a slot."""

@@ -54,6 +54,12 @@ def _differences(spec: JobSpec, theirs: JobSpec, followed: str) -> Iterator[tupl
         yield "/model/path", f"is another model than that of {followed}"
     if spec.model.dtype != theirs.model.dtype:
         yield "/model/dtype", f"is {theirs.model.dtype} in {followed}: its log-probs of pi0 would not hold"
+    for name in ("chat", "stop"):
+        if getattr(spec.model, name) != getattr(theirs.model, name):
+            yield (
+                f"/model/{name}",
+                f"differs from that of {followed}: its rollouts answer other prompts or end otherwise",
+            )
     for name in ("max_prompt_tokens", "max_response_tokens"):
         if getattr(spec.model, name) < getattr(theirs.model, name):
             yield f"/model/{name}", f"is less than in {followed}: its longer rollouts would be left out"

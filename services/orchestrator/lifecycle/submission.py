@@ -3,46 +3,102 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from services.orchestrator.datasets.library import TaskLibrary
+from services.orchestrator.lifecycle.model_check import ModelCheck
 from spo.errors import FieldViolation, InvalidInput
-from spo.model.folder import inspect_model_folder
+from spo.rpc.address_rules import AddressRules
 from spo.spec.job_spec import JobSpec, parse_job_spec
+from spo.spec.verifier import HttpVerifier, ModelVerifier, verifiers_in
+from spo.tasks.problem import TaskSets
 
 MAX_DEPTH = 32
 
 
-def accept(body: bytes, library: TaskLibrary, allowed: Callable[[JobSpec], None] = lambda spec: None) -> JobSpec:
-    """Return the resolved spec of a request body; `allowed` refuses what is not the caller's.
+@dataclass(frozen=True)
+class SpecCheck:
+    """What a spec must pass, whether it is submitted or made by a fork."""
 
-    Raises InvalidInput: code "malformed_json" (HTTP 400) or "invalid_job_spec" with a pointer to each fault.
-    """
-    spec = parse_job_spec(parse_json(body))
-    allowed(spec)
-    check_spec(spec, library)
-    return spec
+    library: TaskLibrary
+    model: ModelCheck
+    addresses: AddressRules
 
+    def accept(self, body: bytes, allowed: Callable[[JobSpec], None] = lambda spec: None) -> JobSpec:
+        """Return the resolved spec of a request body; `allowed` refuses what is not the caller's.
 
-def check_spec(spec: JobSpec, library: TaskLibrary) -> None:
-    """Raise InvalidInput (code "invalid_job_spec") unless the model folder and the problems are there and usable."""
-    checks: tuple[tuple[str, Callable[[], object]], ...] = (
-        ("/model/path", lambda: inspect_model_folder(spec.model.path)),
-        ("/tasks/path", lambda: _load(library, spec)),
-    )
-    violations: list[FieldViolation] = []
-    for pointer, check in checks:
+        Raises InvalidInput: code "malformed_json" (HTTP 400), or as `require_possible`.
+        """
+        document = parse_json(body)
+        if isinstance(document, dict):
+            # As a resolved spec comes back: it may be submitted as it is.
+            document.pop("warnings", None)
+        spec = parse_job_spec(document)
+        allowed(spec)
+        self.require_possible(spec)
+        return spec
+
+    def require_possible(self, spec: JobSpec) -> None:
+        """Refuse a spec unless its problems are there, and its model can serve them.
+
+        Raises InvalidInput (code "invalid_job_spec") with a pointer to each fault, NotReady when the machine has no
+        time to find out.
+        """
+        tasks = None
+        violations: list[FieldViolation] = []
         try:
-            check()
+            tasks = self._problems(spec)
         except InvalidInput as error:
-            violations += [FieldViolation(violation.pointer, violation.message) for violation in error.violations] or [
-                FieldViolation(pointer, error.message)
-            ]
-    if violations:
-        raise InvalidInput(
-            "the job cannot run as it is specified", code="invalid_job_spec", violations=tuple(violations)
+            violations += error.violations or [FieldViolation("/tasks/path", error.message)]
+        violations = [*self.model.at_submit(spec, tasks), *violations, *self._faults_of_addresses(spec)]
+        violations += _sources_that_stay_empty(spec, tasks)
+        if violations:
+            raise InvalidInput(
+                "the job cannot run as it is specified", code="invalid_job_spec", violations=tuple(violations)
+            )
+
+    def _faults_of_addresses(self, spec: JobSpec) -> Iterator[FieldViolation]:
+        """What verifiers would refuse to call; by which address a name is reached, they find out when they call it."""
+        for pointer, verifier in verifiers_in(spec.tasks.verifier):
+            match verifier:
+                case HttpVerifier():
+                    address, field = verifier.url, "url"
+                case ModelVerifier(address=None):
+                    yield FieldViolation(f"/tasks/{pointer}/address", "must be the address of a model that judges")
+                    continue
+                case ModelVerifier(address=str(address)):
+                    field = "address"
+                case _:
+                    continue
+            try:
+                self.addresses.require_named(address, f"/tasks/{pointer}/{field}")
+            except InvalidInput as error:
+                yield from error.violations
+
+    def _problems(self, spec: JobSpec) -> TaskSets:
+        tasks = self.library.load(spec.tasks)
+        if not tasks.train:
+            raise InvalidInput("there is no training problem in it")
+        return tasks
+
+
+def _sources_that_stay_empty(spec: JobSpec, tasks: TaskSets | None) -> list[FieldViolation]:
+    """Shares of a batch that no problem would ever fill: the job would fail at its first step."""
+    if tasks is None or not tasks.train or not spec.trainer.steps:
+        return []
+    right = spec.offline.human_solutions and any(problem.human_solutions for problem in tasks.train)
+    wrong = spec.offline.wrong_human_solutions and any(problem.wrong_solutions for problem in tasks.train)
+    return [
+        FieldViolation(
+            f"/replay/mix/{index}",
+            f"none of the {len(tasks.train)} training problems comes with solutions by people, which this share is "
+            "drawn from",
         )
+        for index, part in enumerate(spec.replay.mix)
+        if part.source == "human" and part.share > 0 and not (right or (wrong and not part.correct_only))
+    ]
 
 
 def parse_json(body: bytes) -> Any:
@@ -57,12 +113,6 @@ def parse_json(body: bytes) -> Any:
         reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
         raise InvalidInput(f"the body is not valid JSON: {reason[:200]}", code="malformed_json") from None
     return document
-
-
-def _load(library: TaskLibrary, spec: JobSpec) -> None:
-    tasks = library.load(spec.tasks)
-    if not tasks.train:
-        raise InvalidInput("there is no training problem in it")
 
 
 def _refuse_constant(name: str) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.evaluation.queue import EvaluationQueue
+from services.orchestrator.jobs.checkpoints import recorded_checkpoints
 from services.orchestrator.jobs.commit import Write
 from services.orchestrator.jobs.leases import Leases
 from services.orchestrator.jobs.series import latest_step
 from services.orchestrator.jobs.store import JobStore
-from services.orchestrator.lifecycle.dead_letters import dead_groups, refuse_dead_letters
+from services.orchestrator.lifecycle.dead_letters import DeadLetterWatch
 from services.orchestrator.settings import Settings
 from services.orchestrator.values.refresh import ReferenceRefresh
 from spo import redis_keys
@@ -36,6 +36,7 @@ class JobTraining:
         self.evaluations = evaluations
         self.references = references
         self.settings = settings
+        self.dead_letters = DeadLetterWatch(jobs, settings.max_dead_letter_share)
         self._checked_at: dict[str, float] = {}
         self._pausing_since: dict[str, float] = {}
 
@@ -48,8 +49,12 @@ class JobTraining:
         self._check_dead_letters(job_id)
         self.references.advance(job_id)
         trained_steps = self.jobs.record(job_id).trained_steps
-        if trained_steps is not None and self.evaluations.due(job_id) is None:
+        if trained_steps is not None and self.evaluations.schedule.due(job_id) is None:
             reason = f"{trained_steps} steps trained and evaluated"
+            given_up = self.evaluations.schedule.given_up(job_id)
+            if given_up:
+                steps = ", ".join(str(failure.step) for failure in given_up)
+                reason = f"{trained_steps} steps trained; the evaluation of step {steps} failed: {given_up[-1].message}"
             self.jobs.transition(job_id, JobState.SUCCEEDED, reason, writes=[_drop_prompts(job_id)])
 
     def pause(self, job_id: str) -> None:
@@ -79,12 +84,11 @@ class JobTraining:
             return
         self._checked_at[job_id] = time.monotonic()
         dispatched = int(self.jobs.client.hget(redis_keys.dispatch_cursor(job_id), "position") or 0)
-        for stream, dead in dead_groups(self.jobs.client, job_id).items():
-            refuse_dead_letters(dead, dispatched, stream, max_share=self.settings.max_dead_letter_share)
+        self.dead_letters.check_groups(job_id, dispatched)
 
     def _is_saved(self, job_id: str) -> bool:
-        saved = self.jobs.client.hkeys(own_keys.job_checkpoints(job_id))
-        return max(map(int, saved), default=0) >= latest_step(self.jobs.client, job_id) > 0
+        saved = recorded_checkpoints(self.jobs.client, job_id)
+        return bool(saved) and saved[-1].step >= latest_step(self.jobs.client, job_id) > 0
 
 
 def _drop_prompts(job_id: str) -> Write:

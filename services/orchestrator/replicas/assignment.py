@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.replicas.registry import ReplicaRegistry
+from spo.errors import PreconditionFailed
 from spo.observability.logs import get_logger
 from spo.spec.job_state import HOLDS_SLOT, JobState
 
@@ -84,7 +84,7 @@ class ReplicaAssigner:
         if len(wanted) == 1:
             # Everybody serves the only run: a thousand newcomers need not be weighed against each other.
             (only,) = wanted
-            self.jobs.client.hset(own_keys.assignments(), replica_id, only)
+            self.jobs.write(("HSET", own_keys.assignments(), replica_id, only))
             log.info("replica assigned", replica=replica_id, before=run_id or "none", run=only)
             return only
         return self.balance().get(replica_id, "")
@@ -109,6 +109,16 @@ class ReplicaAssigner:
         """Ids of the replicas assigned to a run."""
         return sorted(replica_id for replica_id, run_id in self.assignments().items() if run_id == job_id)
 
+    def require_served(self, job_id: str) -> None:
+        """Raise PreconditionFailed (code "model_not_served") once all replicas of a run have given up on its model."""
+        serving = self.serving(job_id)
+        live = [replica for replica in self.replicas.live() if replica.replica_id in serving and not replica.draining]
+        if live and all(replica.refused_run_id == job_id for replica in live):
+            raise PreconditionFailed(
+                f"none of {len(live)} inference replicas can serve the model; {live[0].problem}",
+                code="model_not_served",
+            )
+
     def left_out(self, job_id: str) -> bool:
         """Whether other runs have replicas and this one has none."""
         assigned = set(self.assignments().values()) - {""}
@@ -127,14 +137,9 @@ class ReplicaAssigner:
 
     def _write(self, before: Mapping[str, str], after: Mapping[str, str]) -> None:
         gone = [replica_id for replica_id in before if replica_id not in after]
-        changed: dict[Any, Any] = {replica_id: after[replica_id] for replica_id in _moved(before, after)}
-        with self.jobs.client.pipeline(transaction=True) as pipe:
-            if gone:
-                pipe.hdel(own_keys.assignments(), *gone)
-            if changed:
-                pipe.hset(own_keys.assignments(), mapping=changed)
-            if gone or changed:
-                pipe.execute()
+        changed = {replica_id: after[replica_id] for replica_id in _moved(before, after)}
+        removals = [("HDEL", own_keys.assignments(), replica_id) for replica_id in gone]
+        self.jobs.write(*removals, *(("HSET", own_keys.assignments(), *moved) for moved in changed.items()))
         for replica_id, run_id in changed.items():
             log.info(
                 "replica assigned", replica=replica_id, run=run_id or "none", before=before.get(replica_id, "none")

@@ -5,28 +5,31 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import redis
+
 from services.orchestrator import redis_keys as own_keys
-from services.orchestrator.jobs.commit import Precondition
-from services.orchestrator.jobs.leases import now_ms
+from services.orchestrator.jobs.commit import Commit, Precondition, Write
 from services.orchestrator.jobs.store import JobStore
+from services.orchestrator.leadership import IS_LEADER
 from spo import redis_keys
 from spo.errors import InvalidInput
-from spo.messaging.capped_log import append_record
+from spo.messaging.capped_log import record_words
+from spo.observability.job_lines import MAX_CHARACTERS, head_and_tail
 from spo.observability.logs import get_logger
 from spo.rpc.inference_client import TIME_BYTES
 from spo.v1 import orchestrator_service_pb2 as wire
 
 log = get_logger("replicas")
 
-POOLS = ("inference", "sandbox-judge", "replay-buffer", "value-estimation", "trainer", "orchestrator")
+POOLS = ("inference", "sandbox-judge", "verifier", "replay-buffer", "value-estimation", "trainer", "orchestrator")
 HEARTBEAT_SECONDS = 2.0
 COUNT_SECONDS = 0.5
 WRITE_SECONDS = 0.2
 LINES_KEPT = 20_000
-MAX_LINE = 4000
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,13 @@ class LiveReplica:
     load: float
     draining: bool
     problem: str
+    # Of attention heads that its engine takes; empty: all, or it has not said.
+    head_sizes: frozenset[int]
+    # Of each device that it computes on, bytes; empty: it has not said, or it needs none. accelerated: they are no CPU.
+    device_memory_bytes: tuple[int, ...]
+    accelerated: bool
+    # Inference: the run whose model it has given up on.
+    refused_run_id: str
     last_seen_unix_ms: int
 
 
@@ -70,63 +80,75 @@ class ReplicaRegistry:
         if request.pool not in POOLS or not request.replica_id:
             raise InvalidInput(f"a heartbeat needs a replica_id and a pool of {', '.join(POOLS)}", code="bad_heartbeat")
         self._keep_logs(request)
-        stamped = now_ms().to_bytes(TIME_BYTES, "big") + request.SerializeToString()
+        beat = request.SerializeToString()
         heard = Heard(time.monotonic(), _news(request))
         before = self._heard.get(request.replica_id)
         # Who may be forgotten by now is read anew.
         if before and before.news == heard.news and heard.at - before.at < self.silence_seconds / 2:
-            self._refresh(request.replica_id, stamped)
+            self._refresh(request.replica_id, beat)
         else:
-            self._register(request, stamped)
+            self._register(request, beat)
         self._heard[request.replica_id] = heard
 
-    def _refresh(self, replica_id: str, stamped: bytes) -> None:
+    def _refresh(self, replica_id: str, beat: bytes) -> None:
         """Note that a replica lives; several are written in one go, at the latest with the next heartbeat."""
         with self._lock:
-            self._unwritten[replica_id] = stamped
+            self._unwritten[replica_id] = beat
             if time.monotonic() - self._wrote_at < WRITE_SECONDS:
                 return
             self._wrote_at = time.monotonic()
             unwritten, self._unwritten = self._unwritten, {}
-        self.jobs.client.hset(redis_keys.replicas(), mapping=unwritten)
+        self._write(unwritten)
 
-    def _register(self, request: wire.HeartbeatRequest, stamped: bytes) -> None:
+    def _register(self, request: wire.HeartbeatRequest, beat: bytes) -> None:
         with self._lock:
             # An older one must not be written over it.
             self._unwritten.pop(request.replica_id, None)
-        with self.jobs.client.pipeline(transaction=False) as pipe:
-            pipe.hget(redis_keys.replicas(), request.replica_id)
-            pipe.hset(redis_keys.replicas(), request.replica_id, stamped)
-            before = pipe.execute()[0]
-        if before is None:
+        before = self._write({request.replica_id: beat})
+        if not before:
             self._counted = (float("-inf"), {})
         self._tell(_replica(before) if before else None, request)
+
+    def _write(self, beats: Mapping[str, bytes]) -> bytes:
+        """Note heartbeats as of now; returns what was stored of the first replica before. Raises NotLeading."""
+        fence = self.jobs.fence
+        words = [word for beat in beats.items() for word in beat]
+        keys = redis_keys.replicas(), own_keys.leader()
+        reply = self.jobs.client.eval(_BEAT, len(keys), *keys, fence.holder, fence.epoch, *words)
+        if not isinstance(reply, list):
+            raise fence.refusal()
+        return bytes(reply[0])
 
     def _keep_logs(self, request: wire.HeartbeatRequest) -> None:
         """Write the log lines that came along to the jobs that they name; a line that names none concerns no job."""
         lines = list(request.logs)
         del request.logs[:]
-        # A line may name a run whose job was deleted meanwhile: its logs stay deleted.
-        named = {line.run_id for line in lines} - {""}
-        known = {run_id for run_id in named if self.jobs.client.exists(redis_keys.job_record(run_id))}
-        if not known:
-            return
-        with self.jobs.client.pipeline(transaction=False) as pipe:
-            for line in lines:
-                if line.run_id not in known:
-                    continue
+        records: dict[str, list[Write]] = {}
+        for line in lines:
+            if line.run_id:
                 entry: dict[str, str | int] = {
                     "service": request.pool,
                     "replica_id": request.replica_id,
                     "level": line.level,
                     "at_unix_ms": line.at_unix_ms,
-                    "line": line.line[:MAX_LINE],
+                    "line": head_and_tail(line.line, MAX_CHARACTERS),
                 }
-                append_record(pipe, own_keys.job_logs(line.run_id), entry, LINES_KEPT)
-            pipe.execute()
+                write = record_words(own_keys.job_logs(line.run_id), entry, LINES_KEPT)
+                records.setdefault(line.run_id, []).append(write)
+        try:
+            for run_id, writes in records.items():
+                # A line may name a run whose job was deleted meanwhile: then nothing is written.
+                self.jobs.commit(Commit(run_id, writes=writes, needs_room=True), durable=False)
+        except redis.OutOfMemoryError:
+            # The replica has written them to its own output too; its heartbeat is worth more.
+            log.warning("log lines of jobs are left out: Redis is full", replica=request.replica_id)
 
     def _tell(self, before: LiveReplica | None, now: wire.HeartbeatRequest) -> None:
-        """Add events for what people watch for: a replica that joined, applied a version, or has a problem."""
+        """Add events for what people watch for: a replica that joined, applied a version, has a problem, or gave up."""
+        given_up = now.refused_run_id
+        if given_up and (before is None or before.refused_run_id != given_up):
+            body = {"replica_id": now.replica_id, "pool": now.pool, "problem": now.problem[:500]}
+            self.jobs.append(given_up, "replica_gave_up", body)
         # Nearly every heartbeat has no news, and then costs no look at the job.
         same = before is not None and (before.run_id, before.policy_version, before.problem) == (
             now.run_id,
@@ -145,38 +167,50 @@ class ReplicaRegistry:
 
     def _tell_applied(self, now: wire.HeartbeatRequest, body: dict[str, Any]) -> None:
         # A replica that evaluates goes back to older versions and forth: only a new height is news.
-        record, field = redis_keys.job_record(now.run_id), f"applied:{now.replica_id}"
-        highest = self.jobs.client.hget(record, field)
+        applied = own_keys.applied_versions(now.run_id)
+        highest = self.jobs.client.hget(applied, now.replica_id)
         if int(highest or 0) < now.policy_version:
-            guard = Precondition(record, field, (highest or b"").decode())
-            writes = [("HSET", record, field, now.policy_version)]
+            guard = Precondition(applied, now.replica_id, (highest or b"").decode())
+            writes = [("HSET", applied, now.replica_id, now.policy_version)]
             # Not durably: all replicas tell of a version at once, and would all wait for the append-only file.
             self.jobs.once(now.run_id, guard, "weights_applied", body, writes, durable=False)
 
     def live(self) -> list[LiveReplica]:
         """Replicas heard of lately, by pool and id."""
-        found = self.jobs.client.hgetall(redis_keys.replicas())
-        oldest = now_ms() - int(self.silence_seconds * 1000)
-        replicas = [_replica(raw) for raw in found.values()]
-        alive = [replica for replica in replicas if replica.last_seen_unix_ms >= oldest]
-        return sorted(alive, key=lambda replica: (replica.pool, replica.replica_id))
+        return self._split()[0]
+
+    def _split(self) -> tuple[list[LiveReplica], dict[bytes, bytes]]:
+        """Live replicas, and the silent ones as stored, by Redis' clock.
+
+        After an outage of the orchestrator or of Redis nobody is silent before the whole time has passed again: while
+        nobody listened, silence meant nothing.
+        """
+        with self.jobs.client.pipeline(transaction=True) as pipe:
+            pipe.hgetall(redis_keys.replicas())
+            pipe.hget(own_keys.leader(), "since_unix_ms")
+            pipe.execute_command("TIME")
+            stored, since, (seconds, microseconds) = pipe.execute()
+        oldest = int(seconds) * 1000 + int(microseconds) // 1000 - int(self.silence_seconds * 1000)
+        if int(since or 0) > oldest:
+            oldest = 0
+        silent = {name: raw for name, raw in stored.items() if int.from_bytes(raw[:TIME_BYTES], "big") < oldest}
+        alive = [_replica(raw) for name, raw in stored.items() if name not in silent]
+        return sorted(alive, key=lambda replica: (replica.pool, replica.replica_id)), silent
 
     def drop_silent(self) -> None:
         """Forget replicas that fell silent and say so in the history of the run they served."""
-        alive = {replica.replica_id for replica in self.live()}
-        found = self.jobs.client.hgetall(redis_keys.replicas())
-        for raw_id, raw in found.items():
-            if raw_id.decode() in alive:
-                continue
+        fence, keys = self.jobs.fence, (redis_keys.replicas(), own_keys.leader())
+        for raw_id, raw in self._split()[1].items():
             gone = _replica(raw)
             # Only if it is still the same heartbeat: the replica may have come back meanwhile.
-            if self.jobs.client.eval(_FORGET, 1, redis_keys.replicas(), raw_id, raw):
+            if self.jobs.client.eval(_FORGET, len(keys), *keys, fence.holder, fence.epoch, raw_id, raw):
                 self._heard.pop(gone.replica_id, None)
                 say = log.info if gone.draining else log.warning
                 say("replica fell silent", replica=gone.replica_id, pool=gone.pool, draining=gone.draining)
                 if gone.run_id and self.jobs.client.exists(redis_keys.job_record(gone.run_id)):
                     body = {"replica_id": gone.replica_id, "pool": gone.pool, "draining": gone.draining}
-                    self.jobs.append(gone.run_id, "replica_lost", body)
+                    forgotten = ("HDEL", own_keys.applied_versions(gone.run_id), gone.replica_id)
+                    self.jobs.append(gone.run_id, "replica_lost", body, [forgotten])
 
     def counts(self) -> dict[str, int]:
         """Live replicas per pool, as of COUNT_SECONDS ago at most: documents that people read ask often."""
@@ -187,15 +221,36 @@ class ReplicaRegistry:
         return counts
 
 
-# KEYS: replicas.  ARGV: replica id, its last heartbeat as read.
-_FORGET = """
-if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
-return redis.call('HDEL', KEYS[1], ARGV[1])
+# KEYS: replicas, leader.  ARGV: holder, epoch, then replica ids and their heartbeats.  Returns {the first one before}.
+_BEAT = f"""#!lua flags=allow-oom
+{IS_LEADER}
+if not is_leader(KEYS[2], ARGV[1], ARGV[2]) then return 'leader' end
+local time = redis.call('TIME')
+local stamp = struct.pack('>I8', time[1] * 1000 + math.floor(time[2] / 1000))
+local before = redis.call('HGET', KEYS[1], ARGV[3]) or ''
+for at = 3, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[at], stamp .. ARGV[at + 1]) end
+return {{before}}
+"""
+
+# KEYS: replicas, leader.  ARGV: holder, epoch, replica id, its last heartbeat as read.
+_FORGET = f"""#!lua flags=allow-oom
+{IS_LEADER}
+if not is_leader(KEYS[2], ARGV[1], ARGV[2]) or redis.call('HGET', KEYS[1], ARGV[3]) ~= ARGV[4] then return 0 end
+return redis.call('HDEL', KEYS[1], ARGV[3])
 """
 
 
 def _news(beat: wire.HeartbeatRequest) -> tuple[object, ...]:
-    return (beat.pool, beat.address, beat.pid, beat.run_id, beat.policy_version, beat.draining, beat.problem)
+    return (
+        beat.pool,
+        beat.address,
+        beat.pid,
+        beat.run_id,
+        beat.policy_version,
+        beat.draining,
+        beat.problem,
+        beat.refused_run_id,
+    )
 
 
 def _replica(raw: bytes) -> LiveReplica:
@@ -210,5 +265,9 @@ def _replica(raw: bytes) -> LiveReplica:
         load=beat.load,
         draining=beat.draining,
         problem=beat.problem,
+        head_sizes=frozenset(beat.head_sizes),
+        device_memory_bytes=tuple(beat.device_memory_bytes),
+        accelerated=beat.accelerated,
+        refused_run_id=beat.refused_run_id,
         last_seen_unix_ms=int.from_bytes(raw[:TIME_BYTES], "big"),
     )

@@ -16,12 +16,13 @@ import httpx
 from services.orchestrator.settings import Settings
 from spo import redis_keys
 from spo.errors import FieldViolation, InvalidInput, PreconditionFailed, Unreachable
+from spo.messaging.control_writes import write_even_when_full
 from spo.messaging.redis_client import RedisClient
 from spo.observability.logs import get_logger
 
 log = get_logger("scale")
 
-SCALABLE = ("inference", "sandbox-judge")
+SCALABLE = ("inference", "sandbox-judge", "verifier")
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 API_SECONDS = 10
 
@@ -47,7 +48,7 @@ class LocalScaler:
         return int(stored or 1)
 
     def scale(self, pool: str, replicas: int) -> None:
-        self.client.hset(redis_keys.scale(), pool, replicas)
+        write_even_when_full(self.client, ("HSET", redis_keys.scale(), pool, replicas))
 
 
 class KubernetesScaler:

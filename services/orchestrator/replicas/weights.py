@@ -41,6 +41,7 @@ class WeightAnnouncements:
             uri=request.uri,
             manifest_digest=request.manifest_digest,
             announced_unix_ms=now_ms(),
+            broadcast=request.broadcast if request.HasField("broadcast") else None,
         )
         version = {
             "version": request.version,
@@ -88,14 +89,16 @@ class WeightAnnouncements:
             manifest_digest=published["manifest_digest"],
             announced_unix_ms=now_ms(),
         )
-        outcome = Commit(
-            job_id,
-            sorted(ACTIVE),
-            writes=[append_words(redis_keys.weights(job_id), announcement.SerializeToString())],
-            kind="weights",
-            body=json.dumps({"action": action, "version": version, "step": published["step"]}),
-            actor=actor,
-        ).run(self.jobs.client, durable=self.jobs.durable)
+        outcome = self.jobs.commit(
+            Commit(
+                job_id,
+                sorted(ACTIVE),
+                writes=[append_words(redis_keys.weights(job_id), announcement.SerializeToString())],
+                kind="weights",
+                body=json.dumps({"action": action, "version": version, "step": published["step"]}),
+                actor=actor,
+            )
+        )
         if not outcome.done:
             raise Conflict(f"job {job_id} is {outcome.state}; it serves no weights", code="job_not_active")
         return announcement
@@ -122,14 +125,21 @@ class WeightAnnouncements:
 
 def announcement_of(entry: tuple[bytes, dict[bytes, bytes]]) -> WeightAnnouncement:
     """Decode one entry of a run's weights stream."""
-    return WeightAnnouncement.FromString(entry[1][b"payload"])
+    announcement = WeightAnnouncement.FromString(entry[1][b"payload"])
+    announcement.entry_id = entry[0].decode()
+    return announcement
+
+
+def serving(replicas: Sequence[LiveReplica], job_id: str) -> list[LiveReplica]:
+    """The inference replicas of a run."""
+    return [replica for replica in replicas if replica.pool == "inference" and replica.run_id == job_id]
 
 
 def applied_by(replicas: Sequence[LiveReplica], job_id: str, version: int) -> dict[str, list[str]]:
     """Which inference replicas of the run serve a version, do not yet, or could not."""
-    serving = [replica for replica in replicas if replica.pool == "inference" and replica.run_id == job_id]
+    found = serving(replicas, job_id)
     return {
-        "applied": [replica.replica_id for replica in serving if replica.policy_version >= version],
-        "pending": [r.replica_id for r in serving if r.policy_version < version and not r.problem],
-        "failed": [r.replica_id for r in serving if r.policy_version < version and r.problem],
+        "applied": [replica.replica_id for replica in found if replica.policy_version >= version],
+        "pending": [r.replica_id for r in found if r.policy_version < version and not r.problem],
+        "failed": [r.replica_id for r in found if r.policy_version < version and r.problem],
     }

@@ -3,8 +3,31 @@
 The experience store's part is `schemas.experience`, whose names overlap with these.
 """
 
-from services.orchestrator.schemas.jobs import Event, EventPage, Failure, Job, JobPage, JobSummary, Lineage, Progress
-from services.orchestrator.schemas.platform import LogLine, LogPage, PoolView, Replica, Replicas, ScaleView, Version
+from services.orchestrator.schemas.jobs import (
+    Event,
+    EventPage,
+    Failure,
+    Job,
+    JobPage,
+    JobSummary,
+    Lineage,
+    Progress,
+    SpecWarning,
+)
+from services.orchestrator.schemas.platform import (
+    LogLine,
+    LogPage,
+    LostJob,
+    PlatformLoss,
+    PlatformView,
+    PoolView,
+    RebuiltJob,
+    RebuiltJobs,
+    Replica,
+    Replicas,
+    ScaleView,
+    Version,
+)
 from services.orchestrator.schemas.training import (
     Checkpoint,
     Checkpoints,
@@ -18,7 +41,10 @@ from services.orchestrator.schemas.trajectories import (
     Calibration,
     CalibrationBin,
     Hop,
+    PromptPage,
+    PromptSuccess,
     PromptView,
+    ResponseSegment,
     TokenValues,
     Trajectory,
     TrajectoryDetail,
@@ -43,13 +69,22 @@ __all__ = [
     "Lineage",
     "LogLine",
     "LogPage",
+    "LostJob",
     "MetricSeries",
+    "PlatformLoss",
+    "PlatformView",
     "PoolView",
     "Progress",
+    "PromptPage",
+    "PromptSuccess",
     "PromptView",
+    "RebuiltJob",
+    "RebuiltJobs",
     "Replica",
     "Replicas",
+    "ResponseSegment",
     "ScaleView",
+    "SpecWarning",
     "TokenValues",
     "Trajectory",
     "TrajectoryDetail",

@@ -48,6 +48,13 @@ class JobSummary(BaseModel):
     updated_at: str
 
 
+class SpecWarning(BaseModel):
+    """What may go wrong with a spec as it stands, on the replicas that live; no reason to refuse it."""
+
+    pointer: str
+    message: str
+
+
 class Job(JobSummary):
     progress: Progress
     latest_evaluation: dict[str, object] | None
@@ -55,6 +62,7 @@ class Job(JobSummary):
     waits: list[str]
     spec: dict[str, object]
     lineage: Lineage | None = None
+    warnings: list[SpecWarning] = []
 
 
 class JobPage(BaseModel):

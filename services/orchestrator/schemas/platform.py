@@ -52,5 +52,49 @@ class LogPage(BaseModel):
     next_cursor: str | None
 
 
+class PlatformLoss(BaseModel):
+    """Data that the platform found missing, and when; `epoch` is the one that ended with it."""
+
+    at: str
+    kind: str
+    message: str
+    epoch: str
+    acknowledged: bool
+
+
+class LostJob(BaseModel):
+    """A job whose records are gone: its state at `saved_at`, and what of it is on disk."""
+
+    id: str
+    name: str
+    tenant: str
+    state: str
+    saved_at: str
+    checkpoints: list[int]
+    weight_versions: list[int]
+
+
+class PlatformView(BaseModel):
+    """The platform's identity; `notice` says what people must know now, and is empty when all is well."""
+
+    epoch: str
+    schema_version: str
+    notice: str
+    losses: list[PlatformLoss]
+    lost_jobs: list[LostJob]
+
+
+class RebuiltJob(BaseModel):
+    """A job that has records again; note says what it lacks."""
+
+    id: str
+    state: str
+    note: str
+
+
+class RebuiltJobs(BaseModel):
+    items: list[RebuiltJob]
+
+
 class Version(BaseModel):
     version: str

@@ -33,13 +33,14 @@ class WeightVersions(BaseModel):
 
 
 class Checkpoint(BaseModel):
-    """parent: the step of the checkpoint before it, null for the first."""
+    """parent: the step of the checkpoint before it, null for the first; epoch: of the lease it was written under."""
 
     step: int
     parent: int | None = None
     path: str
     manifest_digest: str
     weight_version: int
+    epoch: int = 0
 
 
 class Checkpoints(BaseModel):

@@ -39,11 +39,26 @@ class Trajectory(BaseModel):
     hops: list[Hop]
 
 
+class ResponseSegment(BaseModel):
+    """A turn of a conversation: an `action` was sampled from the policy, an `observation` written by the environment.
+
+    score: of a turn that the environment scored, between 0 and 1. label: which tool it is about.
+    """
+
+    kind: str
+    label: str
+    text: str
+    tokens: int
+    score: float | None
+
+
 class TrajectoryDetail(Trajectory):
-    """With the tokens and their log-probs, nats."""
+    """With the tokens and their log-probs, nats; those of a conversation's observations are 0."""
 
     prompt_token_ids: list[int]
     response_token_ids: list[int]
+    # Empty: all of the response was sampled, in one turn.
+    segments: list[ResponseSegment] = []
     sampling_logprobs: list[float]
     reference_logprobs: list[float]
     reference_hash: str
@@ -77,6 +92,24 @@ class PromptView(BaseModel):
     qhat_0_low: float | None = None
     qhat_0_high: float | None = None
     trajectories: list[Trajectory]
+
+
+class PromptSuccess(BaseModel):
+    """How pi0 did on a training prompt; null until it is known. Rewards are of its samples, text is its beginning."""
+
+    prompt_id: str
+    text: str
+    difficulty: str = ""
+    samples: int | None = None
+    successes: int | None = None
+    lowest_reward: float | None = None
+    highest_reward: float | None = None
+    with_solutions: bool = False
+
+
+class PromptPage(BaseModel):
+    items: list[PromptSuccess]
+    next_cursor: str | None
 
 
 class TokenValues(BaseModel):

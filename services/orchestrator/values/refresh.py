@@ -84,8 +84,8 @@ class ReferenceRefresh:
                 write_fields(job_id, reference_total=position) if is_last else clear_fields(job_id, "reference_total"),
             ]
             guard = while_field_is(job_id, "reference_asked", asked)
-            commit = Commit(job_id, (JobState.RUNNING,), guard=guard, writes=writes)
-            if not commit.run(self.jobs.client, durable=self.jobs.durable).done:
+            commit = Commit(job_id, (JobState.RUNNING,), guard=guard, writes=writes, needs_room=True)
+            if not self.jobs.commit(commit).done:
                 return
             asked = now
 

@@ -78,12 +78,15 @@ def _publish(
         known = jobs.client.hmget(done_key, [problem.problem_id for problem in chunk])
         asked = (problem for problem, done in zip(chunk, known, strict=True) if done is None)
         writes = [write for problem in asked for write in writes_of(problem)]
-        outcome = Commit(
-            job_id,
-            (JobState.ESTIMATING,),
-            guard=while_field_is(job_id, position_field, position),
-            writes=[*writes, write_fields(job_id, **_at(position_field, position + len(chunk)))],
-        ).run(jobs.client, durable=jobs.durable)
+        outcome = jobs.commit(
+            Commit(
+                job_id,
+                (JobState.ESTIMATING,),
+                guard=while_field_is(job_id, position_field, position),
+                writes=[*writes, write_fields(job_id, **_at(position_field, position + len(chunk)))],
+                needs_room=True,
+            )
+        )
         if not outcome.done:
             # Cancelled meanwhile, or another orchestrator is at it: its position decides.
             return

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- The planned file is written: the position moves, once.
 -- KEYS[1] stored  hash: written, planned
 -- ARGV[1] written, ARGV[2] planned, as `archive_plan.lua` gave them

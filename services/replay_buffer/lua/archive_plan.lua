@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Decide once which insertion numbers the next file of the experience store holds.
 -- KEYS[1] stored  hash: written (last insertion number stored), planned (last of the file under way, while there is one)
 -- ARGV[1] written as the caller read it; ARGV[2] the last insertion number it wants in the file

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Remove a run from the set of those with unarchived trajectories, unless some were inserted meanwhile.
 -- KEYS[1] counters  hash: number (last insertion)
 -- KEYS[2] stored    hash: written (last insertion number stored)

@@ -1,3 +1,4 @@
+#!lua
 -- Insert trajectories of one run into its ledger and indices, each once, with their payloads.
 -- KEYS[1] ids         sorted set: trajectory id by insertion number (the ledger)
 -- KEYS[2] duplicates  hash: id of an offline trajectory whose content was there before -> id that stands for it
@@ -8,10 +9,13 @@
 -- KEYS[7] copies      hash: id that stands for others -> how many
 -- KEYS[8] payload     the key of a trajectory's payload, without the id at its end
 -- KEYS[9] unstored    set: ids of runs with trajectories that are not in the experience store
--- KEYS[10..]          per source, its name last, a sorted set: trajectory id by insertion number
+-- KEYS[10] untrimmed  set: ids of runs with trajectories that may leave Redis
+-- KEYS[11..]          per source, its name last, a sorted set: trajectory id by insertion number
+-- KEYS[#KEYS]         the run's spec: a deleted run gets no key again
 -- ARGV[1] run id, then per trajectory 5 values: id, index of its source's key, content digest ('' for live sources),
 --   facts, payload. At most some hundred trajectories: each index is written by one command.
--- Returns one number per trajectory: 1 inserted, 0 the id is already there, -1 another id with the same content is.
+-- Returns nothing where the run is deleted, else one number per trajectory: 1 inserted, 0 the id is already there, -1 another id with the same content is.
+if redis.call('EXISTS', KEYS[#KEYS]) == 0 then return {} end
 local ids = {}
 for at = 2, #ARGV, 5 do ids[#ids + 1] = ARGV[at] end
 local known = redis.call('ZMSCORE', KEYS[1], unpack(ids))
@@ -56,6 +60,7 @@ if number > before then
   for key, numbered in pairs(by_source) do redis.call('ZADD', KEYS[key], unpack(numbered)) end
   redis.call('HSET', KEYS[6], 'number', number)
   redis.call('SADD', KEYS[9], ARGV[1])
+  redis.call('SADD', KEYS[10], ARGV[1])
   for name, count in pairs(counts) do redis.call('HINCRBY', KEYS[6], name, count) end
 end
 return results

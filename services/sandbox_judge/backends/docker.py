@@ -22,7 +22,7 @@ from docker.errors import DockerException, NotFound
 
 from services.sandbox_judge.backends.zygote import START_SECONDS, Zygote
 from services.sandbox_judge.executor import JudgeFault
-from services.sandbox_judge.isolation.tiers import FIRST_PROGRAM_UID, Launch, container_launch, jail_sources
+from services.sandbox_judge.isolation.tiers import FIRST_PROGRAM_UID, Launch, Preload, container_launch, jail_sources
 from services.sandbox_judge.settings import Settings
 
 ENGINE_SECONDS = 30
@@ -35,12 +35,12 @@ _FAILURES = (DockerException, requests.RequestException, OSError)
 class ContainerZygote(Zygote):
     """A zygote in a container of its own. Raises JudgeFault when the engine or the zygote does not start."""
 
-    def __init__(self, worker: int, settings: Settings) -> None:
+    def __init__(self, worker: int, settings: Settings, preload: Preload | None = None) -> None:
         self.programs = 0
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         self._folder = Path(tempfile.mkdtemp(prefix="spo-judge-", dir=settings.docker_folder or None))
         try:
-            launch = container_launch(settings.docker_python)
+            launch = container_launch(settings.docker_python, preload)
             self._process = _Container(self._folder, launch, worker, settings)  # type: ignore[assignment]
             self._control = self._accept()
         except _FAILURES as error:

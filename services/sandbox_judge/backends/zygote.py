@@ -25,6 +25,8 @@ from services.sandbox_judge.isolation.seccomp_filter import Freedom
 from services.sandbox_judge.isolation.tiers import Launch
 
 START_SECONDS = 30.0
+# With libraries to import, on a machine that is busy with other things.
+LIBRARY_START_SECONDS = 240.0
 COMPILE_SECONDS = 10.0
 END_SECONDS = 10.0
 FAREWELL_SECONDS = 1.0
@@ -84,7 +86,8 @@ class Zygote:
     def _greet(self, setting: dict[str, object]) -> int:
         try:
             self._control.send(marshal.dumps(setting, _MARSHAL_VERSION))
-            answer = _receive(self._control, START_SECONDS)
+            patience = LIBRARY_START_SECONDS if setting["imports"] else START_SECONDS
+            answer = _receive(self._control, patience)
             if answer.startswith(b"ready "):
                 return int(answer[6:])
         except OSError as error:

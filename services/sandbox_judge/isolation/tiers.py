@@ -32,6 +32,10 @@ _ENVIRONMENT = {
     "LC_ALL": "C.UTF-8",
     # One hash seed for all: a program's verdict must not depend on the order of a set.
     "PYTHONHASHSEED": "0",
+    # Libraries that were imported before a fork must not have started threads, and pytest has no use for plugins here.
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
 }
 
 
@@ -44,12 +48,23 @@ class Launch:
     setting: dict[str, object]
 
 
+@dataclass(frozen=True)
+class Preload:
+    """What a zygote is for beside programs: the module of the jail that its children run, and what it imports first.
+
+    It reads this environment's packages.
+    """
+
+    harness: str
+    imports: tuple[str, ...] = ()
+
+
 def program_uid(worker: int) -> int | None:
     """The user that programs of a worker run as; None: the judge's own, because it is not root."""
     return FIRST_PROGRAM_UID + worker if os.geteuid() == 0 else None
 
 
-def launch(tier: IsolationTier, worker: int, scratch: str | None = None) -> Launch:
+def launch(tier: IsolationTier, worker: int, scratch: str | None = None, preload: Preload | None = None) -> Launch:
     """The way to start a zygote of a worker on this machine; tiers with namespaces bring their own scratch.
 
     Raises NotReady when seccomp filters cannot be built.
@@ -58,20 +73,26 @@ def launch(tier: IsolationTier, worker: int, scratch: str | None = None) -> Laun
     source_root = _JUDGE_SIDE if namespaces else str(_source_root())
     python = (_interpreter(), *_OPTIONS, f"import sys; {_BOOT}", source_root)
     root = os.geteuid() == 0
+    readable = _outside_usr(preload)
     return Launch(
-        command=(*_bubblewrap(root=root), *python) if namespaces else python,
+        command=(*_bubblewrap(readable, root=root), *python) if namespaces else python,
         environment=_ENVIRONMENT,
         setting=_setting(
-            namespaces=namespaces, landlock=tier.endswith("landlock"), scratch="/tmp" if namespaces else scratch
+            preload,
+            namespaces=namespaces,
+            landlock=tier.endswith("landlock"),
+            scratch="/tmp" if namespaces else scratch,
         )
         | {
             "uid": program_uid(worker),
-            "capabilities": 0 if namespaces or not root or _open_to_all(_prefix()) else _CAP_DAC_READ_SEARCH,
+            "capabilities": 0
+            if namespaces or not root or _open_to_all(_prefix(), *map(Path, package_folders() if preload else ()))
+            else _CAP_DAC_READ_SEARCH,
         },
     )
 
 
-def container_launch(python: str) -> Launch:
+def container_launch(python: str, preload: Preload | None = None) -> Launch:
     """The way to start a zygote in a container that has the folder of the control socket at /judge.
 
     Raises NotReady when seccomp filters cannot be built.
@@ -83,7 +104,7 @@ def container_launch(python: str) -> Launch:
     return Launch(
         command=(python, *_OPTIONS, connect + _BOOT, _JUDGE_SIDE),
         environment=_ENVIRONMENT,
-        setting=_setting(namespaces=False, landlock=True, scratch="/tmp") | {"uid": None, "capabilities": 0},
+        setting=_setting(preload, namespaces=False, landlock=True, scratch="/tmp") | {"uid": None, "capabilities": 0},
     )
 
 
@@ -92,11 +113,14 @@ def jail_sources() -> Path:
     return _source_root() / _JAIL
 
 
-def _setting(*, namespaces: bool, landlock: bool, scratch: str | None) -> dict[str, object]:
+def _setting(preload: Preload | None, *, namespaces: bool, landlock: bool, scratch: str | None) -> dict[str, object]:
     return {
         "namespaces": namespaces,
         "landlock": landlock,
-        "readable": ["/usr", *_SYSTEM_FOLDERS, "/etc/ld.so.cache", "/etc/alternatives", *_outside_usr()],
+        "readable": ["/usr", *_SYSTEM_FOLDERS, "/etc/ld.so.cache", "/etc/alternatives", *_outside_usr(preload)],
+        "harness": preload.harness if preload else "",
+        "imports": preload.imports if preload else (),
+        "packages": package_folders() if preload else (),
         "scratch": scratch,
         "base_filter": base_filter(),
         "filters": {freedom.value: narrowing_filter(freedom, namespaces=namespaces) for freedom in Freedom},
@@ -104,7 +128,7 @@ def _setting(*, namespaces: bool, landlock: bool, scratch: str | None) -> dict[s
     }
 
 
-def _bubblewrap(*, root: bool) -> tuple[str, ...]:
+def _bubblewrap(readable: tuple[str, ...], *, root: bool) -> tuple[str, ...]:
     arguments = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--as-pid-1"]
     arguments += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if root:
@@ -113,10 +137,10 @@ def _bubblewrap(*, root: bool) -> tuple[str, ...]:
     else:
         arguments += ["--unshare-user", "--cap-drop", "ALL"]
     # Bubblewrap would give the folders above a bind the modes they have outside: /root, say, closed to the program.
-    parents = {parent for folder in _outside_usr() for parent in Path(folder).parents[:-1]}
+    parents = {parent for folder in readable for parent in Path(folder).parents[:-1]}
     for parent in sorted(parents):
         arguments += ["--perms", "0755", "--dir", str(parent)]
-    for folder in dict.fromkeys(("/usr", *_outside_usr())):
+    for folder in dict.fromkeys(("/usr", *readable)):
         arguments += ["--ro-bind", folder, folder]
     for name in _SYSTEM_FOLDERS:
         if os.path.islink(name):
@@ -135,9 +159,15 @@ def _interpreter() -> str:
     return os.path.realpath(sys.executable)
 
 
-def _outside_usr() -> tuple[str, ...]:
-    """What programs may read beside the system: this interpreter and the languages of other places."""
-    return (str(_prefix()), *readable_folders())
+def package_folders() -> tuple[str, ...]:
+    """Where this environment's packages lie."""
+    paths = sysconfig.get_paths()
+    return tuple(dict.fromkeys(os.path.realpath(paths[name]) for name in ("purelib", "platlib")))
+
+
+def _outside_usr(preload: Preload | None) -> tuple[str, ...]:
+    """What programs may read beside the system: this interpreter, the languages of other places, packages."""
+    return (str(_prefix()), *readable_folders(), *(package_folders() if preload else ()))
 
 
 def _prefix() -> Path:
@@ -148,5 +178,5 @@ def _source_root() -> Path:
     return Path(next(iter(services.sandbox_judge.__path__))).parent.parent
 
 
-def _open_to_all(path: Path) -> bool:
-    return all(folder.stat().st_mode & 0o001 for folder in (path, *path.parents))
+def _open_to_all(*paths: Path) -> bool:
+    return all(folder.stat().st_mode & 0o001 for path in paths for folder in (path, *path.parents))

@@ -49,6 +49,8 @@ class Setting(NamedTuple):
     # In its own pid namespace a program's pid does not matter, so one prepared filter does for all; otherwise empty.
     prepared: dict[str, Callable[[], None]]
     main: dict[str, Any]
+    # What runs in place of programs that are a source, in zygotes that serve something else; otherwise None.
+    harness: Callable[[], NoReturn] | None
 
 
 def live(setting: Setting, request: dict[str, Any], descriptors: list[int]) -> NoReturn:
@@ -111,6 +113,8 @@ def _program(
     command = request["command"]
     if command:
         sys.argv[:] = command
+    if setting.harness:
+        return setting.harness
     if not request["python"]:
         return functools.partial(os.execve, BINARY if binary else command[0], command, request["environment"])
     try:

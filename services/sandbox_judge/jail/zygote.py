@@ -18,7 +18,8 @@ import select
 import signal
 import struct
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from services.sandbox_judge.jail import kernel, program, python_child
 
@@ -42,6 +43,7 @@ def main() -> None:
     control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, int(sys.argv[-1]))
     setting = marshal.loads(control.recv(1 << 20))
     try:
+        harness = _harness(setting)
         landlock_abi = _settle(setting)
     except Exception as error:
         control.send(b"!" + repr(error).encode()[:4000])
@@ -56,6 +58,7 @@ def main() -> None:
         if setting["namespaces"]
         else {},
         main=python_child.prepare(),
+        harness=harness,
     )
     # The jail's own modules are none of the programs' business.
     for name in [name for name in sys.modules if name.split(".")[0] == "services"]:
@@ -82,8 +85,9 @@ def _settle(setting: dict[str, Any]) -> int:
     if setting["namespaces"]:
         kernel.own_mounts()
         kernel.mount_tmpfs(setting["scratch"], SCRATCH_BYTES, SCRATCH_INODES)
-        if not landlock_abi:
-            kernel.mount_tmpfs("/proc", 4096, 1)  # nothing else would keep programs from opening what is in it
+    _import_libraries(setting)
+    if setting["namespaces"] and not landlock_abi:
+        kernel.mount_tmpfs("/proc", 4096, 1)  # nothing else would keep programs from opening what is in it
     if landlock_abi:
         kernel.landlock(landlock_abi, _allowed_paths(setting))
     if setting["scratch"]:
@@ -111,6 +115,33 @@ def _import_usual_modules() -> None:
 
     for name in ("exit", "quit"):
         setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
+
+
+def _harness(setting: dict[str, Any]) -> Callable[[], NoReturn] | None:
+    """What the children run where they are no programs; only zygotes that need it pay for its imports."""
+    if not setting["harness"]:
+        return None
+    run: Callable[[], NoReturn] = importlib.import_module(f"services.sandbox_judge.jail.{setting['harness']}").run
+    return run
+
+
+def _import_libraries(setting: dict[str, Any]) -> None:
+    """Import what the children would, and let it do what is done once; no threads may be left of that."""
+    sys.path += [path for path in setting["packages"] if os.path.isdir(path)]
+    if setting["imports"] and setting["scratch"]:
+        os.environ["MPLCONFIGDIR"] = setting["scratch"]  # matplotlib, which some library imports, insists on a folder
+    for name in setting["imports"]:
+        importlib.import_module(name)
+    if setting["harness"] == "scores_child":
+        from services.sandbox_judge.jail import scores_child
+
+        scores_child.rehearse(setting["imports"])
+    elif setting["harness"] == "tests_child":
+        from services.sandbox_judge.jail import tests_child
+
+        tests_child.rehearse()
+    if setting["imports"] and setting["scratch"]:
+        program.empty_folder(setting["scratch"])
 
 
 def _limit_resources() -> None:

@@ -27,6 +27,7 @@ from ulid import ULID
 from spo import errors
 from spo.client._async.connection import AsyncConnection
 from spo.client._async.datasets import AsyncDatasetCalls
+from spo.client._async.dead_letters import AsyncDeadLetterCalls
 from spo.client._async.experience import AsyncExperienceCalls
 from spo.client._async.platform import AsyncPlatformCalls
 from spo.client._async.training import AsyncTrainingCalls
@@ -83,7 +84,7 @@ class AsyncClient(AsyncTrainingCalls):
         return await self._connection.ask(Job, "POST", "/v1/jobs", json=_document(spec), headers=headers)
 
     async def validate(self, spec: JobSpec | Mapping[str, object]) -> JsonObject:
-        """The spec with every default filled in, not submitted. Raises InvalidInput with a pointer per fault."""
+        """The spec with all defaults and `warnings`, not submitted. Raises InvalidInput with a pointer per fault."""
         asked = {"validate_only": True}
         resolved = await self._connection.ask(ResolvedSpec, "POST", "/v1/jobs", json=_document(spec), params=asked)
         return resolved.root
@@ -166,6 +167,11 @@ class AsyncClient(AsyncTrainingCalls):
     def platform(self) -> AsyncPlatformCalls:
         """Calls about replicas, API keys, the audit log."""
         return AsyncPlatformCalls(self._connection)
+
+    @property
+    def dead_letters(self) -> AsyncDeadLetterCalls:
+        """Calls about entries that were given up on."""
+        return AsyncDeadLetterCalls(self._connection)
 
     @property
     def datasets(self) -> AsyncDatasetCalls:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Literal, Unpack
+
+import httpx
 
 from spo import errors
 from spo.client._async.connection import AsyncConnection
+from spo.client.http_errors import error_of
 from spo.client.models import (
     AnnouncedVersion,
     BatchView,
@@ -25,6 +29,8 @@ from spo.client.models import (
     LogLine,
     LogPage,
     MetricSeries,
+    PromptPage,
+    PromptSuccess,
     PromptView,
     StepEvaluation,
     TokenValues,
@@ -35,6 +41,10 @@ from spo.client.models import (
     WeightVersion,
     WeightVersions,
 )
+from spo.client.received_folder import ReceivedFolder
+
+# Of an answer that begins only when an adapter is merged or a version fetched.
+LONG_SECONDS = 3600.0
 
 
 class AsyncTrainingCalls:
@@ -71,12 +81,16 @@ class AsyncTrainingCalls:
         """An evaluation somebody asked for, with its table of problems once it succeeded. Raises NotFound."""
         return await self._connection.ask(Evaluation, "GET", f"/v1/evaluations/{evaluation_id}")
 
+    async def cancel_evaluation(self, evaluation_id: str) -> Evaluation:
+        """End an evaluation without a result. Raises NotFound, Conflict (code "evaluation_ended")."""
+        return await self._connection.ask(Evaluation, "POST", f"/v1/evaluations/{evaluation_id}/cancel")
+
     async def wait_evaluation(self, evaluation_id: str, timeout_seconds: float) -> Evaluation:
-        """The evaluation once it has succeeded or failed. Raises NotFound, NotReady (code "wait_timeout")."""
+        """The evaluation once it has ended. Raises NotFound, NotReady (code "wait_timeout")."""
         deadline = time.monotonic() + timeout_seconds
         while True:
             found = await self.evaluation(evaluation_id)
-            if found.state in ("succeeded", "failed"):
+            if found.state in ("succeeded", "failed", "cancelled"):
                 return found
             if time.monotonic() > deadline:
                 message = f"{evaluation_id} is still {found.state} after {timeout_seconds:g} s; it may wait for jobs"
@@ -107,6 +121,10 @@ class AsyncTrainingCalls:
         """A prompt's value and its latest trajectories. Raises NotFound."""
         return await self._connection.ask(PromptView, "GET", f"/v1/jobs/{job_id}/prompts/{prompt_id}")
 
+    async def prompts(self, job_id: str, limit: int = 100) -> list[PromptSuccess]:
+        """Training prompts in their order, with how pi0 did on each."""
+        return await self._connection.pages(PromptPage, f"/v1/jobs/{job_id}/prompts", {}, limit)
+
     async def batch(self, job_id: str, step: int) -> BatchView:
         """What a training step learnt from. Raises NotFound."""
         return await self._connection.ask(BatchView, "GET", f"/v1/jobs/{job_id}/batches/{step}")
@@ -125,6 +143,29 @@ class AsyncTrainingCalls:
     async def weight_version(self, job_id: str, version: int) -> WeightVersion:
         """One published version and which replicas serve it. Raises NotFound."""
         return await self._connection.ask(WeightVersion, "GET", f"/v1/jobs/{job_id}/weights/{version}")
+
+    async def download_weights(self, job_id: str, version: int, folder: Path, *, merge: bool = False) -> Path:
+        """A published version as a new folder that transformers and vLLM load, or peft an adapter; returns the folder.
+
+        merge: an adapter as a whole model. Raises NotFound, InternalError (code "integrity") for a damaged one,
+        InvalidInput (code "unwritable_file") for a folder that is there or cannot be written, Unreachable when the
+        connection breaks.
+        """
+        path = f"/v1/jobs/{job_id}/weights/{version}/download"
+        with ReceivedFolder(folder) as receiving:
+            await self._receive(path, {"merge": merge}, receiving)
+        return receiving.target
+
+    async def _receive(self, path: str, asked: dict[str, bool], receiving: ReceivedFolder) -> None:
+        try:
+            async with self._connection.http.stream("GET", path, params=asked, timeout=LONG_SECONDS) as response:
+                if not response.is_success:
+                    await response.aread()
+                    raise error_of(response)
+                async for piece in response.aiter_bytes():
+                    receiving.take(piece)
+        except httpx.TransportError as error:
+            raise errors.Unreachable(f"the download broke off: {error}", code="api_unreachable") from None
 
     async def push_weights(self, job_id: str, version: int) -> AnnouncedVersion:
         """Announce a stored version again. Raises NotFound, Conflict."""

@@ -27,6 +27,7 @@ from ulid import ULID
 from spo import errors
 from spo.client._sync.connection import Connection
 from spo.client._sync.datasets import DatasetCalls
+from spo.client._sync.dead_letters import DeadLetterCalls
 from spo.client._sync.experience import ExperienceCalls
 from spo.client._sync.platform import PlatformCalls
 from spo.client._sync.training import TrainingCalls
@@ -83,7 +84,7 @@ class Client(TrainingCalls):
         return self._connection.ask(Job, "POST", "/v1/jobs", json=_document(spec), headers=headers)
 
     def validate(self, spec: JobSpec | Mapping[str, object]) -> JsonObject:
-        """The spec with every default filled in, not submitted. Raises InvalidInput with a pointer per fault."""
+        """The spec with all defaults and `warnings`, not submitted. Raises InvalidInput with a pointer per fault."""
         asked = {"validate_only": True}
         resolved = self._connection.ask(ResolvedSpec, "POST", "/v1/jobs", json=_document(spec), params=asked)
         return resolved.root
@@ -166,6 +167,11 @@ class Client(TrainingCalls):
     def platform(self) -> PlatformCalls:
         """Calls about replicas, API keys, the audit log."""
         return PlatformCalls(self._connection)
+
+    @property
+    def dead_letters(self) -> DeadLetterCalls:
+        """Calls about entries that were given up on."""
+        return DeadLetterCalls(self._connection)
 
     @property
     def datasets(self) -> DatasetCalls:

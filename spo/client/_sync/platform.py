@@ -7,7 +7,18 @@ from collections.abc import Sequence
 
 from spo import errors
 from spo.client._sync.connection import Connection
-from spo.client.models import AuditPage, AuditRecord, Key, Keys, NewKey, ScaleView, Version
+from spo.client.models import (
+    AuditPage,
+    AuditRecord,
+    Key,
+    Keys,
+    NewKey,
+    PlatformView,
+    RebuiltJob,
+    RebuiltJobs,
+    ScaleView,
+    Version,
+)
 
 
 class PlatformCalls:
@@ -54,6 +65,15 @@ class PlatformCalls:
     def audit(self, limit: int = 100) -> list[AuditRecord]:
         """Changes and refusals, newest first."""
         return self._connection.pages(AuditPage, "/v1/audit", {}, limit)
+
+    def describe(self) -> PlatformView:
+        """Which platform this is, what it lost, and the jobs whose records are gone."""
+        return self._connection.ask(PlatformView, "GET", "/v1/platform")
+
+    def rebuild(self, job_ids: Sequence[str] | None = None, *, resume: bool = False) -> list[RebuiltJob]:
+        """Make the records of lost jobs again, by default of all, and acknowledge the loss. Raises InvalidInput."""
+        body = {"job_ids": None if job_ids is None else list(job_ids), "resume": resume}
+        return (self._connection.ask(RebuiltJobs, "POST", "/v1/platform/rebuild", json=body)).items
 
     def version(self) -> Version:
         """The orchestrator's release."""

@@ -28,6 +28,7 @@ class DatasetReport(Document):
     left_out: int = 0
     duplicates: int = 0
     tests: int = 0
+    answers: int = 0
     with_solutions: int = 0
     difficulties: dict[str, int] = Field(default_factory=dict)
     faults: list[DatasetRowFault]

@@ -42,6 +42,13 @@ class Lineage(Document):
     forked_at: str
 
 
+class SpecWarning(Document):
+    """What may go wrong with a spec as it stands, on the replicas that live; pointer is a JSON pointer to a field."""
+
+    pointer: str
+    message: str
+
+
 class JobSummary(Document):
     """A job as lists and actions show it; times are RFC 3339, UTC."""
 
@@ -68,10 +75,11 @@ class Job(JobSummary):
     waits: list[str]
     spec: JsonObject
     lineage: Lineage | None = None
+    warnings: tuple[SpecWarning, ...] = ()
 
 
 class ResolvedSpec(RootModel[JsonObject]):
-    """A JobSpec with every default filled in."""
+    """A JobSpec with every default filled in, and `warnings`: each with the pointer to a field and a message."""
 
 
 class JobPage(Page[JobSummary]):

@@ -85,6 +85,50 @@ class AuditPage(Page[AuditRecord]):
     """Changes and refusals, newest first."""
 
 
+class PlatformLoss(Document):
+    """Data that the platform found missing, and when; `epoch` is the one that ended with it."""
+
+    at: str
+    kind: str
+    message: str
+    epoch: str
+    acknowledged: bool
+
+
+class LostJob(Document):
+    """A job whose records are gone: its state at `saved_at`, and what of it is on disk."""
+
+    id: str
+    name: str
+    tenant: str
+    state: str
+    saved_at: str
+    checkpoints: list[int]
+    weight_versions: list[int]
+
+
+class PlatformView(Document):
+    """The platform's identity; `notice` says what people must know now, and is empty when all is well."""
+
+    epoch: str
+    schema_version: str
+    notice: str
+    losses: list[PlatformLoss]
+    lost_jobs: list[LostJob]
+
+
+class RebuiltJob(Document):
+    """A job that has records again; note says what it lacks."""
+
+    id: str
+    state: str
+    note: str
+
+
+class RebuiltJobs(Listing[RebuiltJob]):
+    """What a rebuild made."""
+
+
 class Version(Document):
     """The orchestrator's release."""
 

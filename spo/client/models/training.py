@@ -33,7 +33,8 @@ class ProblemScore(Document):
     """What the samples of one problem came to; entropy in nats per token.
 
     public_only counts programs that pass the public tests and fail a hidden one, hard_coded those of them that seem to
-    print remembered answers.
+    print remembered answers. scores: of a verifier that knows more than right and wrong the mean, `score`, and by name
+    those of its parts.
     """
 
     prompt_id: str
@@ -44,6 +45,7 @@ class ProblemScore(Document):
     hard_coded: int
     entropy: float
     response_tokens: float
+    scores: dict[str, float] = Field(default_factory=dict)
 
 
 class EvaluationResult(Document):
@@ -56,6 +58,7 @@ class EvaluationResult(Document):
     response_tokens: float
     public_only_rate: float
     hard_coded_rate: float
+    scores: dict[str, float] = Field(default_factory=dict)
     problems: int
     samples: int
     per_problem: list[ProblemScore] = Field(default_factory=list)
@@ -120,13 +123,17 @@ class AnnouncedVersion(Document):
 
 
 class Checkpoint(Document):
-    """A saved state of the trainer; parent is the step of the checkpoint before it, None for the first."""
+    """A saved state of the trainer; parent is the step of the checkpoint before it, None for the first.
+
+    epoch: of the lease that it was written under.
+    """
 
     step: int
     parent: int | None = None
     path: str
     manifest_digest: str
     weight_version: int
+    epoch: int = 0
 
 
 class Checkpoints(Listing[Checkpoint]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from spo.client.models.document import Document, Page
 
 
@@ -49,8 +51,21 @@ class TrajectoryPage(Page[Trajectory]):
     """Trajectories of a job."""
 
 
+class ResponseSegment(Document):
+    """A turn of a conversation: an `action` of the policy's, or an `observation` that its environment wrote.
+
+    score: of a turn that the environment scored, between 0 and 1. label: which tool it is about.
+    """
+
+    kind: str
+    label: str
+    text: str
+    tokens: int
+    score: float | None
+
+
 class TrajectoryDetail(Trajectory):
-    """With tokens and their log-probs, nats.
+    """With tokens and their log-probs, nats; `segments` are the turns of a conversation, none of a single turn.
 
     `steps` is one page of the training steps whose batches held it, times_sampled the number of all of them. `copies`
     counts further trajectories with the same normalised content.
@@ -58,6 +73,7 @@ class TrajectoryDetail(Trajectory):
 
     prompt_token_ids: list[int]
     response_token_ids: list[int]
+    segments: list[ResponseSegment] = Field(default_factory=list)
     sampling_logprobs: list[float]
     reference_logprobs: list[float]
     reference_hash: str
@@ -71,6 +87,23 @@ class BatchView(Document):
 
     step: int
     trajectory_ids: list[str]
+
+
+class PromptSuccess(Document):
+    """How pi0 did on a training prompt; None until it is known. Rewards are of its samples, text is its beginning."""
+
+    prompt_id: str
+    text: str
+    difficulty: str = ""
+    samples: int | None = None
+    successes: int | None = None
+    lowest_reward: float | None = None
+    highest_reward: float | None = None
+    with_solutions: bool = False
+
+
+class PromptPage(Page[PromptSuccess]):
+    """Training prompts in their order."""
 
 
 class PromptView(Document):

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +56,26 @@ def test_a_redis_that_is_away_is_named_without_its_password(tmp_path: Path) -> N
     assert status == 1
     assert checks["Redis at 127.0.0.1:1/0"]["finding"] == "missing"
     assert "canary" not in json.dumps(checks)
+
+
+def test_the_platform_that_commands_would_ask_is_looked_at(tmp_path: Path) -> None:
+    with HTTPServer(("127.0.0.1", 0), Ready) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        _, checks = doctor(tmp_path, SPO_API_URL=f"{url}/")
+        server.shutdown()
+
+    assert checks[f"platform at {url} (SPO_API_URL)"]["finding"] == "ok"
+    assert "platform" not in checks
+
+    _, checks = doctor(tmp_path, SPO_API_URL="http://127.0.0.1:1")
+
+    assert checks["platform at http://127.0.0.1:1 (SPO_API_URL)"]["finding"] == "missing"
+
+
+class Ready(BaseHTTPRequestHandler):
+    """Answers as an orchestrator that is ready."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/readyz" else 404)
+        self.end_headers()

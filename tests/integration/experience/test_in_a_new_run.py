@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from spo.errors import Unreachable
 from spo.experience.columns import StoredTrajectory
 from spo.experience.selection import Selection
 from spo.experience.store import ExperienceStore, Origin
+from spo.model.chat import ChatFormat
 from spo.spec.job_spec import JobSpec, RewardSpec, StoredExperience, parse_job_spec, spec_to_json
 from spo.testing.value import RIGHT, WRONG, JudgeDouble, Surroundings
 from spo.v1.prompt_pb2 import SOURCE_ANNOTATED, SOURCE_ONLINE, SOURCE_OTHER_RUN, Prompt
@@ -47,14 +48,14 @@ class Stage:
 
     def scored(self, number: int, text: str, **changes: Any) -> StoredTrajectory:
         """A trajectory as a run of this very pi0 stores it; its log-probs are recognisable."""
-        prompt_tokens, response_tokens = self.reference.encode(PROMPT.text, text)
+        response_tokens = self.reference.encode_response(text)
         right = text == RIGHT
         fields: dict[str, Any] = {
             "trajectory_id": f"traj_{number}",
             "run_id": BEFORE,
             "prompt_id": PROMPT.prompt_id,
             "source": SOURCE_ONLINE,
-            "prompt_token_ids": prompt_tokens,
+            "prompt_token_ids": self.reference.encode_prompt(PROMPT.text),
             "response_token_ids": response_tokens,
             "response_text": text,
             "finish_reason": FINISH_REASON_STOP,
@@ -78,7 +79,7 @@ class Stage:
         self.client.set(redis_keys.run_spec(RUN), spec_to_json(spec))
         selection = StoredSelections(self.client, self.store.url).of(RUN, spec)
         maker = SampleMaker(RUN, self.reference, self.clients, RewardSpec())
-        return StoredImport(maker, spec, self.clients.judge_version()).trajectories(prompt, selection.of(prompt))
+        return StoredImport(maker, spec, self.clients.judge_version(prompt)).trajectories(prompt, selection.of(prompt))
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def test_what_another_model_wrote_is_tokenised_and_scored_anew(stage: Stage) -> 
 
     (found,) = stage.taken(run=BEFORE)
 
-    assert list(found.response_token_ids) == stage.reference.encode(PROMPT.text, RIGHT)[1]
+    assert list(found.response_token_ids) == stage.reference.encode_response(RIGHT)
     assert found.reference_hash == stage.reference.model_hash
     assert len(found.reference_logprobs) == len(found.response_token_ids)
     assert not found.sampling_logprobs
@@ -130,7 +131,7 @@ def test_tokens_that_do_not_say_what_the_text_says_are_not_believed(stage: Stage
 
     found = stage.taken(run=BEFORE)
 
-    expected = {tuple(stage.reference.encode(PROMPT.text, text)[1]) for text in (RIGHT, WRONG)}
+    expected = {tuple(stage.reference.encode_response(text)) for text in (RIGHT, WRONG)}
     assert {tuple(sample.response_token_ids) for sample in found} == expected
 
 
@@ -140,7 +141,30 @@ def test_a_response_that_was_cut_off_gets_no_end(stage: Stage) -> None:
 
     (found,) = stage.taken(run=BEFORE)
 
-    assert list(found.response_token_ids) == stage.reference.encode(PROMPT.text, WRONG)[1][:-1]
+    assert list(found.response_token_ids) == stage.reference.encode_response(WRONG, ended=False)
+
+
+def test_a_response_to_another_system_prompt_becomes_one_to_the_jobs_own(stage: Stage) -> None:
+    other = stage.scored(1, RIGHT)
+    other.trajectory.prompt_token_ids.insert(0, 5)
+    stage.put([other])
+
+    (found,) = stage.taken(run=BEFORE)
+
+    assert list(found.prompt_token_ids) == stage.reference.encode_prompt(PROMPT.text)
+    assert -0.25 not in found.reference_logprobs, "they were those under the other prompt"
+    assert not found.sampling_logprobs
+
+
+def test_a_response_that_a_stop_string_would_have_ended_is_left_out(stage: Stage) -> None:
+    stage.put([stage.scored(1, RIGHT), stage.scored(2, WRONG)])
+    stage.reference = replace(stage.reference, chat=ChatFormat(template="none", stop=("(",)))
+
+    (found,) = stage.taken(run=BEFORE)
+
+    assert found.response_text == RIGHT
+    assert list(found.response_token_ids) == stage.reference.encode_response(RIGHT)
+    assert stage.reference.pieces(found.response_token_ids)[-1] == "("
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from spo import redis_keys
 from spo.messaging import streams
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
-from spo.spec.job_spec import parse_job_spec, spec_to_json
+from spo.spec.job_spec import spec_to_json
 from spo.testing.models import random_llama
+from spo.testing.toy_spec import toy_spec
 from spo.v1 import orchestrator_service_pb2 as orchestrator
 from spo.v1.inference_service_pb2_grpc import InferenceServiceStub
 from spo.v1.orchestrator_service_pb2_grpc import (
@@ -56,7 +57,7 @@ class Platform:
         self.store = WeightStore(folder / "weights")
         self.replicas: list[subprocess.Popen[bytes]] = []
 
-    def start_replica(self) -> subprocess.Popen[bytes]:
+    def start_replica(self, module: str = "services.inference", **more: str) -> subprocess.Popen[bytes]:
         settings = {
             "SPO_REDIS_URL": self.redis_url,
             "SPO_ORCHESTRATOR_ADDRESS": self.server.address,
@@ -65,10 +66,11 @@ class Platform:
             "SPO_INFERENCE_RECLAIM_AFTER_SECONDS": "2",
             "SPO_INFERENCE_GROUPS_IN_FLIGHT": "8",
             "OMP_NUM_THREADS": "1",
+            **more,
         }
         with (self.folder / f"replica-{len(self.replicas)}.log").open("wb") as output:
             replica = subprocess.Popen(
-                [sys.executable, "-m", "services.inference"], env=os.environ | settings, stderr=output, stdout=output
+                [sys.executable, "-m", module], env=os.environ | settings, stderr=output, stdout=output
             )
         self.replicas.append(replica)
         return replica
@@ -96,7 +98,7 @@ class Platform:
 
 
 def write_run(client: redis.Redis, run_id: str, model_path: Path, **model: object) -> None:
-    spec = parse_job_spec({"model": {"path": str(model_path), **model}})
+    spec = toy_spec({"model": {"path": str(model_path), **model}})
     client.set(redis_keys.run_spec(run_id), spec_to_json(spec))
 
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import redis
 import torch
 from transformers import LlamaForCausalLM
 
+from services.inference.deaths import EngineDeaths
 from services.inference.engine import Engine, EngineSpec, Sample, SampleRequest
 from services.inference.engine_thread import EngineThread, SampleGroup
-from services.inference.rollouts import MAX_SAMPLES, sample_requests
+from services.inference.sampling import MAX_SAMPLES, sample_requests
 from services.inference.settings import Settings
 from services.inference.weights import PolicyVersions, Weights, reference_weights
 from spo.errors import IntegrityError, InvalidInput, NotFound, NotReady
+from spo.model.chat import ChatFormat
+from spo.model.tokenizer import decode_response, tokens_to_stop
 from spo.tasks.toy.tokenizer import build_tokenizer
 from spo.testing.models import random_llama, write_random_llama
 from spo.testing.waiting import wait_until
@@ -57,7 +61,14 @@ def write_version(store: WeightStore, version: int, model: LlamaForCausalLM) -> 
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def deaths(redis_server: str) -> Iterator[EngineDeaths]:
+    client = redis.Redis.from_url(redis_server)
+    yield EngineDeaths(client)
+    client.close()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, deaths: EngineDeaths) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("inference")
     model_path = folder / "model"
     write_random_llama(model_path, seed=0)
@@ -72,7 +83,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         engines.append(Engine(EngineSpec(model_path, "hash", "float32", 128), settings))
         return engines[0]
 
-    thread = EngineThread(build, reference, settings)
+    thread = EngineThread(build, reference, settings, deaths)
     thread.start()
     assert thread.ready.wait(WAIT_SECONDS), thread.failure
     yield Served(thread, engines[0], PolicyVersions(store, reference), store, reference, models)
@@ -149,8 +160,22 @@ def test_a_response_that_stops_ends_with_the_end_of_sequence_token(served: Serve
     assert stopped
     assert all(sample.token_ids[-1] == end and end not in sample.token_ids[:-1] for sample in stopped)
     assert all(len(sample.token_ids) == 100 and end not in sample.token_ids for sample in samples if not sample.stopped)
-    assert all("<eos>" not in sample.text for sample in samples)
+    assert all("<eos>" not in decode_response(build_tokenizer(), sample.token_ids) for sample in samples)
     assert all(len(sample.logprobs) == len(sample.token_ids) for sample in samples)
+
+
+def test_a_response_ends_with_the_token_that_completes_a_stop_string(served: Served) -> None:
+    tokenizer = build_tokenizer()
+    chat = ChatFormat(stop=("\n", ")["))
+    free = served.sample(*[sampled_request(seed, 2.0, 1.0) for seed in range(32)])
+    samples = served.sample(*[replace(sampled_request(seed, 2.0, 1.0), stop=chat.stop) for seed in range(32)])
+
+    lengths = [tokens_to_stop(tokenizer, sample.token_ids, chat) for sample in free]
+    assert sum(length is not None for length in lengths) > 4
+    for length, whole, sample in zip(lengths, free, samples, strict=True):
+        assert sample.token_ids == whole.token_ids[:length], "the same seed gives the same tokens up to the stop"
+        assert sample.logprobs == pytest.approx(whole.logprobs[:length], abs=1e-5)
+        assert sample.stopped == (whole.stopped or length is not None)
 
 
 def test_groups_of_two_versions_at_once_are_each_sampled_from_their_own(served: Served) -> None:
@@ -196,14 +221,16 @@ def test_newest_means_the_announced_version_and_running_groups_finish_on_theirs(
     served.thread.announce("job_other", served.reference)
 
 
-def test_kept_groups_go_on_under_new_weights_with_true_logprobs_and_versions(served: Served) -> None:
+def test_kept_groups_go_on_under_new_weights_with_true_logprobs_and_versions(
+    served: Served, deaths: EngineDeaths
+) -> None:
     settings = Settings(max_sequences=32, in_flight="keep")
     # Once the module's own thread is idle, this one may drive its engine.
     served.sample(greedy_request(1))
     wait_until(
         lambda: served.thread.loaded == served.reference, "the engine to be idle at version 0", WAIT_SECONDS, 0.002
     )
-    thread = EngineThread(lambda: served.engine, served.reference, settings)
+    thread = EngineThread(lambda: served.engine, served.reference, settings, deaths)
     thread.start()
     requests = [sampled_request(seed, 1.0, 1.0, max_tokens=100) for seed in range(32)]
     group = SampleGroup(RUN, requests, None)
@@ -277,6 +304,15 @@ def test_a_prompt_vllm_cannot_take_fails_alone(served: Served) -> None:
     assert good.future.result(WAIT_SECONDS)
 
 
+def test_sampling_that_vllm_does_not_do_fails_alone(served: Served) -> None:
+    good = served.submit(greedy_request(4))
+    bad = served.submit(sampled_request(1, temperature=3.3))
+    with pytest.raises(InvalidInput, match="vLLM refuses"):
+        bad.future.result(WAIT_SECONDS)
+    assert good.future.result(WAIT_SECONDS)
+    assert served.sample(greedy_request(4)), "and the engine goes on"
+
+
 def test_damaged_weights_are_refused_before_the_engine_sees_them(served: Served) -> None:
     shard = write_version(served.store, 2, random_llama(2)) / "a.safetensors"
     content = bytearray(shard.read_bytes())
@@ -297,11 +333,11 @@ def test_a_version_that_is_not_kept_is_not_found(served: Served) -> None:
         served.versions.resolve(RUN, 99)
 
 
-def test_a_model_that_cannot_be_built_fails_loudly(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_built_fails_loudly(deaths: EngineDeaths) -> None:
     def build() -> Engine:
         raise OSError("no such model")
 
-    thread = EngineThread(build, Weights("", 0, "", ()), Settings())
+    thread = EngineThread(build, Weights("", 0, "", ()), Settings(), deaths)
     waiting = SampleGroup(RUN, [greedy_request()], None)
     thread.submit(waiting)
     thread.start()

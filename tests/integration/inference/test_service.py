@@ -237,21 +237,21 @@ def test_a_killed_replica_loses_nothing_and_a_stopped_one_ends_cleanly(
 def test_an_idle_replica_is_ready_and_a_model_that_runs_code_is_refused(
     folder: Path, redis_server: str, redis_client: redis.Redis
 ) -> None:
-    pickled = folder / "pickled"
-    write_random_llama(pickled, seed=0)
-    (pickled / "pytorch_model.bin").write_bytes(b"not loaded")
-    write_run(redis_client, "job_pickled", pickled)
+    model = folder / "with_code"
+    write_random_llama(model, seed=0)
+    (model / "modeling_evil.py").write_text("not loaded")
+    write_run(redis_client, "job_with_code", model)
     platform = Platform(folder, redis_server)
     try:
         replica = platform.start_replica()
         address = wait_until(lambda: platform.beat(replica).address, "a heartbeat", WAIT_SECONDS)
         assert is_healthy(address, deadline_seconds=10)
-        platform.assign("job_pickled", pickled)
-        wait_until(lambda: "pytorch_model.bin" in platform.beat(replica).problem, "the refusal", WAIT_SECONDS)
+        platform.assign("job_with_code", model)
+        wait_until(lambda: "modeling_evil.py" in platform.beat(replica).problem, "the refusal", WAIT_SECONDS)
         with pytest.raises(NotReady):
             platform.client(replica).call("Generate", inference.GenerateRequest(group=prompt_group(1)))
         assert not is_healthy(address)
-        assert "pytorch_model.bin" in why_not_serving(address)
+        assert "modeling_evil.py" in why_not_serving(address)
         replica.terminate()
         assert replica.wait(WAIT_SECONDS) == 0, platform.log_of(replica)
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from spo.errors import NotReady, Unreachable
+from spo.errors import Conflict, NotReady, Unreachable
 from spo.local.child import Child, bound_to_this_process
 from spo.local.launcher import LauncherSettings, LocalPlatform, free_ports
 from spo.local.state import read_state, running_platforms, write_state
@@ -154,3 +155,33 @@ def _lives(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_the_port_of_the_api_has_both_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPO_ORCHESTRATOR_HTTP_PORT", "9000")
+    assert LauncherSettings().http_port == 9000
+    monkeypatch.setenv("SPO_LAUNCHER_HTTP_PORT", "9001")
+    assert LauncherSettings().http_port == 9001
+    assert LauncherSettings(http_port=0).http_port == 0
+
+
+def test_a_port_that_was_set_and_is_taken_is_an_error(tmp_path: Path) -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        settings = LauncherSettings(runs_path=tmp_path / "runs", http_port=listening.getsockname()[1])
+
+        with pytest.raises(Conflict, match="taken by another program"):
+            LocalPlatform("p", tmp_path / "state", settings).__enter__()
+
+
+def test_the_port_of_a_server_that_just_ended_is_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        calling = socket.create_connection(("127.0.0.1", port))
+        # Who closes first waits for late packets, for a minute.
+        listening.accept()[0].close()
+        assert calling.recv(1) == b""
+        calling.close()
+
+    assert free_ports(["http"], preferred={"http": port})["http"] == port

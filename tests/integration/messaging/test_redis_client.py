@@ -47,6 +47,8 @@ CALLS: dict[tuple[str, int], list[Call]] = {
     ("zrem", 0): [lambda client: client.zrem("sorted", "a")],
     ("zremrangebyrank", 0): [lambda client: client.zremrangebyrank("sorted", 0, 0)],
     ("zcard", 0): [lambda client: client.zcard("sorted")],
+    ("zscore", 0): [lambda client: client.zscore("sorted", "a"), lambda client: client.zscore("sorted", "none")],
+    ("zmscore", 0): [lambda client: client.zmscore("sorted", ["a", b"none"])],
     ("zdiff", 0): [lambda client: client.zdiff(["sorted", "none"])],
     ("zrange", 0): [lambda client: client.zrange("sorted", 0, -1)],
     ("zrange", 1): [lambda client: client.zrange("sorted", 0, -1, withscores=True)],
@@ -69,10 +71,6 @@ CALLS: dict[tuple[str, int], list[Call]] = {
         lambda client: client.xreadgroup("group", "b", {"log": ">"}, count=5, block=1),
         lambda client: client.xreadgroup("group", "b", {"log": ">"}, count=5, block=1),
     ],
-    ("xgroup_create", 0): [lambda client: client.xgroup_create("log", "another", id="0", mkstream=True)],
-    ("xclaim", 0): [lambda client: client.xclaim("log", "group", "b", 0, ["1-0"], justid=True)],
-    ("xautoclaim", 0): [lambda client: client.xautoclaim("log", "group", "b", 0, count=5)],
-    ("xpending_range", 0): [lambda client: client.xpending_range("log", "group", "1-0", "1-0", 1)],
     ("xinfo_groups", 0): [lambda client: client.xinfo_groups("log")],
 }
 
@@ -87,6 +85,7 @@ QUEUED: dict[str, tuple[Callable[[RedisPipeline], object], object]] = {
     "expire": (lambda pipe: pipe.expire("word", 60), bool),
     "hget": (lambda pipe: pipe.hget("hash", "a"), bytes),
     "hmget": (lambda pipe: pipe.hmget("hash", ["a", b"none"]), list[bytes | None]),
+    "hincrby": (lambda pipe: pipe.hincrby("hash", "a", 2), int),
     "hgetall": (lambda pipe: pipe.hgetall("hash"), dict[bytes, bytes]),
     "hkeys": (lambda pipe: pipe.hkeys("hash"), list[bytes]),
     "hlen": (lambda pipe: pipe.hlen("hash"), int),

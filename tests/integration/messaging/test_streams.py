@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-import threading
 
 import redis
 
-from spo.errors import InvalidInput, NotReady
-from spo.messaging.streams import Consumer, Entry, consume, counted_append_words, depth, entries_of_run, publish
-from spo.redis_keys import dead_letters, entries_in_flight
+from spo.messaging.streams import Consumer, Entry, counted_append_words, entries_of_run, publish
+from spo.redis_keys import entries_in_flight
 
 STREAM, NEXT = "spo:test:rollouts", "spo:test:verdicts"
 RUNS = ("job_a", "job_b")
@@ -66,42 +64,6 @@ def test_keep_alive_protects_an_entry_in_slow_hands(redis_client: redis.Redis) -
     assert consumer(redis_client, "other", reclaim_after_seconds=30).read(1, 0.01) == []
 
 
-def test_an_entry_that_is_never_finished_becomes_a_dead_letter_with_its_reason(redis_client: redis.Redis) -> None:
-    publish(redis_client, STREAM, [b"poison"])
-    member = consumer(redis_client, "a", reclaim_after_seconds=0.0, max_deliveries=5)
-    deliveries = [entry.deliveries for _ in range(5) for entry in member.read(1, 0.05)]
-
-    assert member.read(1, 0.05) == []
-
-    assert deliveries == [1, 2, 3, 4, 5]
-    ((_, letter),) = redis_client.xrange(dead_letters(STREAM))
-    assert letter[b"payload"] == b"poison"
-    assert b"5 deliveries" in letter[b"reason"]
-    assert redis_client.xlen(STREAM) == 0
-
-
-def test_a_poison_entry_is_dead_lettered_at_once_and_harms_no_neighbour(redis_client: redis.Redis) -> None:
-    publish(redis_client, STREAM, [b"good 1", b"bad", b"good 2"])
-    member, stop = consumer(redis_client, "a"), threading.Event()
-
-    def judge(entries: list[Entry]) -> None:
-        if any(entry.payload == b"bad" for entry in entries):
-            raise InvalidInput("not a group")
-        for entry in entries:
-            member.forward(entry, NEXT, entry.payload)
-        if redis_client.xlen(NEXT) == 2 and redis_client.xlen(STREAM) == 0:
-            stop.set()
-
-    worker = threading.Thread(target=consume, args=(member, judge, stop), kwargs={"block_seconds": 0.05})
-    worker.start()
-    worker.join(10)
-    stop.set()
-    worker.join(10)
-
-    assert sorted(payloads(redis_client, NEXT)) == [b"good 1", b"good 2"]
-    assert payloads(redis_client, dead_letters(STREAM)) == [b"bad"]
-
-
 def counts(client: redis.Redis) -> dict[str, dict[str, int]]:
     return {run: entries_of_run(client, run, f"spo:{run}:prompts", [STREAM, NEXT]) for run in RUNS}
 
@@ -123,8 +85,8 @@ def test_entries_of_a_run_are_counted_exactly_whatever_is_killed_or_redelivered(
             (run, Consumer(redis_client, f"spo:{run}:prompts", "inference", "i", reclaim_after_seconds=0))
             for run in RUNS
         ),
-        ("", Consumer(redis_client, STREAM, "judges", "j", reclaim_after_seconds=0, max_deliveries=3)),
-        ("", Consumer(redis_client, NEXT, "replay", "r", reclaim_after_seconds=0, max_deliveries=3)),
+        ("", Consumer(redis_client, STREAM, "judges", "j", reclaim_after_seconds=0)),
+        ("", Consumer(redis_client, NEXT, "replay", "r", reclaim_after_seconds=0)),
     ]
     late: list[tuple[str, Consumer, Entry]] = []
     for _ in range(400):
@@ -158,17 +120,3 @@ def test_the_end_of_an_entry_after_its_run_was_deleted_leaves_no_count(redis_cli
     replay.finish(replay.read(1, 0.1))
 
     assert not redis_client.exists(entries_in_flight("gone"))
-
-
-def test_a_retryable_fault_leaves_the_entry_pending(redis_client: redis.Redis) -> None:
-    publish(redis_client, STREAM, [b"x"])
-    member, stop = consumer(redis_client, "a"), threading.Event()
-
-    def unreachable(entries: list[Entry]) -> None:
-        stop.set()
-        raise NotReady("judge is away")
-
-    consume(member, unreachable, stop, block_seconds=0.05, retry_seconds=0.01)
-
-    state = depth(redis_client, STREAM, "judges")
-    assert (state.lag, state.pending) == (0, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import struct
 import threading
@@ -21,7 +22,7 @@ from spo.client import Client
 from spo.errors import InvalidInput
 from spo.local.mirror_child import mirror_children
 from spo.metrics_export.mirror import mirror
-from spo.metrics_export.sinks import open_sink
+from spo.metrics_export.sinks import is_file_store, mlflow_name, open_sink
 from spo.testing.waiting import wait_until
 from tests.support.evaluations import step_evaluation
 from tests.support.openapi_documents import SCHEMAS, example
@@ -68,6 +69,7 @@ class Api:
             steps = [step for step in range(1, self.step + 1) if start <= step <= end]
             columns = {
                 "loss": [1.0 / step for step in steps],
+                "reward/online": [0.5 for _ in steps],
                 "reward": [None if step == 2 else -0.5 for step in steps],
             }
             return {"axis": "step", "steps": steps, "series": columns}
@@ -139,12 +141,12 @@ def test_the_launchers_child_mirrors_all_jobs_and_goes_on_after_a_kill(api: Api,
 def test_mlflow_reads_each_point_once_after_a_restart(
     api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
     from mlflow import MlflowClient
 
     store = f"sqlite:///{tmp_path / 'mlflow.db'}"
     if importlib.util.find_spec("alembic") is None:
         store = f"file:{tmp_path / 'mlruns'}"
-        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     run_twice(api, f"mlflow:{store}")
     client = MlflowClient(tracking_uri=store)
     experiment = client.get_experiment_by_name("spo")
@@ -155,6 +157,24 @@ def test_mlflow_reads_each_point_once_after_a_restart(
     history = client.get_metric_history(runs[0].info.run_id, "training/loss")
     assert sorted(point.step for point in history) == list(range(1, 41))
     assert len(client.get_metric_history(runs[0].info.run_id, "evaluation/pass_at_1")) == 5
+
+
+def test_mlflows_names_collide_in_no_kind_of_store() -> None:
+    names = [mlflow_name("training", name) for name in ("log_ratio", "log_ratio/online", "pass@1", "pass@1/low")]
+
+    assert names == ["training/log_ratio", "training/log_ratio.online", "training/pass_at_1", "training/pass_at_1.low"]
+    folders = [name.rpartition("/")[0] for name in names]
+    assert set(folders).isdisjoint(names), "a file store makes a folder where a file is"
+    assert all(re.fullmatch(r"[\w\-. :/]+", name) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("uri", "folder"),
+    [("file:runs/mlflow", True), ("file:///srv/mlflow", True), ("runs/mlflow", True), ("http://h:5000", False)]
+    + [(uri, False) for uri in ("sqlite:///m.db", "databricks://x", "https://h")],
+)
+def test_a_folder_is_known_as_one(uri: str, folder: bool) -> None:
+    assert is_file_store(uri) is folder
 
 
 @needs("wandb")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,13 +16,15 @@ import redis
 from services.orchestrator.container import AppContext
 from services.orchestrator.http.server import HttpServer
 from services.orchestrator.jobs.events import JobEvent
+from services.orchestrator.leadership import Leadership
 from services.orchestrator.service import OrchestratorService
 from services.orchestrator.settings import Settings
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
-from spo.spec.job_spec import parse_job_spec
 from spo.spec.job_state import JobState
+from spo.testing.model_folder import write_model_without_weights
 from spo.testing.peers import ServiceDoubles
+from spo.testing.toy_spec import toy_document, toy_spec
 from spo.testing.waiting import wait_until
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub, add_OrchestratorServiceServicer_to_server
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
@@ -32,6 +32,7 @@ from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
 if TYPE_CHECKING:
     from services.trainer.ranks import Ranks
     from spo.testing.trainer import TrajectoryPool
+
 
 TRAINING_SECONDS = 100.0
 
@@ -52,10 +53,16 @@ def open_context(
     contexts: list[AppContext] = []
 
     def build(**settings: Any) -> AppContext:
-        addresses = {f"{name}_address": peers.address for name in ("inference", "sandbox_judge", "replay_buffer")}
+        addresses = {
+            f"{name}_address": peers.address for name in ("inference", "sandbox_judge", "verifier", "replay_buffer")
+        }
         queue = {"state_path": tmp_path / "state", "tenant_paths": str(tmp_path)}
         chosen = {"redis_url": redis_server, "http_port": 0, **queue, **addresses, **settings}
-        context = AppContext(Settings(**chosen), redis.Redis.from_url(redis_server), threading.Event())
+        client = redis.Redis.from_url(redis_server)
+        # Of one name, so that an earlier context goes on leading, and for long, since nothing renews it.
+        leadership = Leadership(client, "orchestrator of the test", lease_seconds=3600)
+        assert leadership.take()
+        context = AppContext(Settings(**chosen), client, threading.Event(), leadership)
         contexts.append(context)
         return context
 
@@ -101,17 +108,16 @@ def api(context: AppContext, serve: Callable[[AppContext], str]) -> Iterator[htt
 def document(tmp_path: Path) -> Document:
     """A spec that can be accepted: a model folder without weights to speak of and a small toy contest."""
     folder = tmp_path / "pi0"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    header = b"{}"
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-    return {
-        "name": "test job",
-        "model": {"path": str(folder)},
-        "tasks": {"kind": "toy", "train_problems": 6, "evaluation_problems": 3},
-        "evaluation": {"interval_steps": 10, "samples": 4, "ks": [1, 2]},
-        "trainer": {"steps": 20, "update_interval": 10, "checkpoint_interval": 10},
-    }
+    write_model_without_weights(folder)
+    return toy_document(
+        {
+            "name": "test job",
+            "model": {"path": str(folder)},
+            "tasks": {"kind": "toy", "train_problems": 6, "evaluation_problems": 3},
+            "evaluation": {"interval_steps": 10, "samples": 4, "ks": [1, 2]},
+            "trainer": {"steps": 20, "update_interval": 10, "checkpoint_interval": 10},
+        }
+    )
 
 
 @dataclass
@@ -126,7 +132,7 @@ class Training:
     def run_job(self, trainer: dict[str, Any], **sections: Any) -> str:
         """A job in the state running, and a trainer that takes it."""
         job_id = self.context.jobs.submit(
-            parse_job_spec(
+            toy_spec(
                 {
                     "model": {"path": str(self.model_path)},
                     "tasks": {"train_problems": 6, "evaluation_problems": 0},

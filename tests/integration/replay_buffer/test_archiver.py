@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from services.replay_buffer import redis_keys as own_keys
-from services.replay_buffer.experience_archiver import ExperienceArchiver
+from services.replay_buffer.archive.experience_archiver import ExperienceArchiver
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.errors import SpoError

@@ -5,22 +5,26 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import redis
 
+from services.replay_buffer import admission
 from services.replay_buffer.ingest_worker import IngestWorker
 from services.replay_buffer.reference_scores import ReferenceScores
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
+from spo.errors import IntegrityError
 from spo.messaging import streams
-from spo.rpc.client import RpcClient
+from spo.messaging.streams import dead_letters
+from spo.rpc.client import MAX_MESSAGE_BYTES, RpcClient
 from spo.testing.replay import (
     FOREIGN_TOKEN,
     RUN,
@@ -31,6 +35,7 @@ from spo.testing.replay import (
 )
 from spo.testing.waiting import wait_until
 from spo.v1.trajectory_pb2 import RolloutGroup
+from spo.v1.value_service_pb2 import ComputeReferenceLogprobsRequest
 from spo.v1.value_service_pb2_grpc import ValueServiceStub
 
 
@@ -69,21 +74,23 @@ def expected(count: int) -> list[str]:
     return sorted(f"traj_SOURCE_ONLINE_{number}" for number in range(count))
 
 
-def run_until(worker: IngestWorker, condition: Callable[[], object], what: str) -> None:
+def run_until(worker: IngestWorker, condition: Callable[[], object], what: str, seconds: float = 20) -> None:
     stop = threading.Event()
     thread = threading.Thread(target=worker.run, args=(stop,))
     thread.start()
     try:
-        wait_until(condition, what)
+        wait_until(condition, what, seconds)
     finally:
         stop.set()
-        thread.join(10)
+        thread.join(20)
     assert not thread.is_alive()
 
 
 def dead(client: redis.Redis) -> list[tuple[RolloutGroup, str]]:
-    letters: Any = client.xrange(redis_keys.dead_letters(redis_keys.verdicts()))
-    return [(RolloutGroup.FromString(fields[b"payload"]), fields[b"reason"].decode()) for _, fields in letters]
+    """Letters of groups that name no run on the stream itself, as those of these tests do."""
+    stream = redis_keys.verdicts()
+    found = [dead_letters.find(client, stream, each.letter_id, "") for each in dead_letters.newest(client, stream, "")]
+    return [(RolloutGroup.FromString(payload), letter.reason) for letter, payload in found]
 
 
 def test_judged_groups_are_scored_in_one_call_entered_and_taken_off_the_pipeline(
@@ -107,7 +114,7 @@ def test_an_absent_value_service_delays_groups_and_loses_none(
     publish(redis_client, *[judged_group([number]) for number in range(8)])
 
     def outlasts_every_delivery() -> bool:
-        if scorer.refused > streams.MAX_DELIVERIES + 2:
+        if scorer.refused > 7:
             scorer.away.clear()
         return redis_client.xlen(redis_keys.verdicts()) == 0
 
@@ -134,9 +141,9 @@ def test_poison_goes_to_the_dead_letters_with_its_reason_and_harms_no_other(
     assert ledger(redis_client) == sound, "the sound trajectory beside the poison is kept"
     letters: Any = redis_client.xrange(redis_keys.dead_letters(redis_keys.verdicts()))
     reasons = " ".join(fields[b"reason"].decode() for _, fields in letters)
-    assert len(letters) == 4
+    assert len(letters) == 3
     assert "/sampling_logprobs: must be finite" in reasons
-    assert "there is no run job_GONE" in reasons
+    assert redis_client.keys("spo:job_GONE*") == [], "an entry of a deleted run is dropped and brings no key back"
     assert "outside the vocabulary" in reasons
     assert "not a RolloutGroup" in reasons
 
@@ -184,4 +191,92 @@ def test_a_killed_ingest_loses_nothing_and_enters_nothing_twice(
     assert kills == 4
     assert ledger(redis_client) == expected(600)
     assert redis_client.hget(redis_keys.replay_counters(RUN), "inserted:online") == b"600"
+    assert dead(redis_client) == []
+
+
+def giants(count: int, tokens: int, run_id: str) -> list[RolloutGroup]:
+    groups = [judged_group([number], run_id=run_id) for number in range(count)]
+    for group in groups:
+        (trajectory,) = group.trajectories
+        trajectory.response_token_ids[:] = [7] * tokens
+        trajectory.sampling_logprobs[:] = [-0.1] * tokens
+    return groups
+
+
+def publish_counted(client: redis.Redis, run_id: str, groups: Sequence[RolloutGroup]) -> None:
+    """As judges forward them: named by their run on the stream."""
+    for group in groups:
+        for words in streams.counted_append_words(redis_keys.verdicts(), group.SerializeToString(), run_id):
+            client.execute_command(*words)
+
+
+def test_a_run_whose_trajectories_fill_messages_is_scored_in_parts_and_keeps_no_other_waiting(
+    worker: IngestWorker, scorer: ScorerDouble, redis_client: redis.Redis
+) -> None:
+    tokens = 250_000
+    start_run(redis_client, "job_GIANT", model={"path": "/pi0", "max_response_tokens": tokens})
+    # 70 MB of log-probs, more than a message may have.
+    publish_counted(redis_client, "job_GIANT", giants(70, tokens, "job_GIANT"))
+    publish_counted(redis_client, RUN, [judged_group([number]) for number in range(5)])
+    healthy_is_in = threading.Event()
+    calls: list[str] = []
+    in_time: list[bool] = []
+
+    def wait_for_the_other(request: ComputeReferenceLogprobsRequest) -> None:
+        calls.append(request.run_id)
+        if request.run_id == "job_GIANT":
+            in_time.append(healthy_is_in.wait(60))
+
+    scorer.before = wait_for_the_other
+
+    def all_is_in() -> bool:
+        if ledger(redis_client) == expected(5):
+            healthy_is_in.set()
+        return redis_client.xlen(redis_keys.verdicts()) == 0
+
+    run_until(worker, all_is_in, "an empty stream", 100)
+
+    assert all(in_time), "the healthy run was stored while the other had not got anywhere"
+    assert redis_client.zcard(redis_keys.replay_ids("job_GIANT")) == 70
+    assert calls.count("job_GIANT") > 70 * 4 * tokens // MAX_MESSAGE_BYTES
+    assert dead(redis_client) == []
+
+
+def test_a_trajectory_that_no_message_can_hold_is_a_dead_letter_that_says_how_large_it_is(
+    worker: IngestWorker, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "MAX_TRAJECTORY_BYTES", 10_000)
+    start_run(redis_client, model={"path": "/pi0", "max_response_tokens": 5000})
+    publish(redis_client, judged_group([0]), *[judged_group([1])])
+    publish(redis_client, *giants(1, 5000, RUN))
+
+    run_until(worker, lambda: redis_client.xlen(redis_keys.verdicts()) == 0, "an empty stream")
+
+    ((_, reason),) = dead(redis_client)
+    assert re.search(r"has \d{5} bytes, more than the 10000 .*\[trajectory_too_large\]", reason)
+
+
+def test_a_run_whose_reference_fails_backs_off_alone(
+    worker: IngestWorker, scorer: ScorerDouble, redis_client: redis.Redis
+) -> None:
+    start_run(redis_client, "job_BROKEN")
+    is_broken = threading.Event()
+    is_broken.set()
+
+    def fail(request: ComputeReferenceLogprobsRequest) -> None:
+        if request.run_id == "job_BROKEN" and is_broken.is_set():
+            raise IntegrityError("its model folder is damaged")
+
+    scorer.before = fail
+    publish_counted(redis_client, "job_BROKEN", [judged_group([n], run_id="job_BROKEN") for n in range(20)])
+    publish_counted(redis_client, RUN, [judged_group([number]) for number in range(40)])
+
+    def all_is_in() -> bool:
+        if ledger(redis_client) == expected(40):
+            is_broken.clear()
+        return redis_client.xlen(redis_keys.verdicts()) == 0
+
+    run_until(worker, all_is_in, "an empty stream", 60)
+
+    assert redis_client.zcard(redis_keys.replay_ids("job_BROKEN")) == 20
     assert dead(redis_client) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Iterator
@@ -105,6 +106,15 @@ def test_details_cover_every_test_even_after_a_failure(judge: RpcClient) -> None
     assert [result.outcome == Outcome.OUTCOME_ACCEPTED for result in verdict.tests].count(False) == 1
     assert verdict.tests[3].memory_bytes > 1 << 20
     assert [result.output for result in verdict.tests[:3]] == ["0\n", "2\n", "4\n"]
+
+
+def test_so_much_of_an_output_comes_back_as_was_asked_for(judge: RpcClient) -> None:
+    silent = verdict_pb2.TestSet(tests=[verdict_pb2.TestCase()])
+    (verdict,) = judge_all(judge, ["print('x' * 5000)"], silent, want_details=True, output_bytes=3000)
+
+    assert verdict.tests[0].output == "x" * 3000
+    with pytest.raises(InvalidInput, match="/output_bytes"):
+        judge_all(judge, ["print(1)"], silent, want_details=True, output_bytes=1 << 20)
 
 
 def test_limits_are_the_test_sets_own(judge: RpcClient) -> None:
@@ -230,6 +240,30 @@ def test_groups_travel_the_pipeline_with_verdicts_and_rewards(
         assert [each.reward for each in group.trajectories] == pytest.approx(expected)
         assert all(each.hops[-1].service == "sandbox-judge" for each in group.trajectories)
     assert redis_client.xlen(redis_keys.rollouts()) == 0
+
+
+def test_groups_of_a_run_that_a_later_release_started_are_judged(
+    redis_client: redis.Redis, scheduler: JudgeScheduler
+) -> None:
+    spec = json.loads(spec_to_json(parse_job_spec({"model": {"path": "pi0"}})))
+    spec["replay"]["of_a_later_release"] = 1
+    redis_client.set(redis_keys.run_spec("job_1"), json.dumps(spec))
+    digest = scheduler.test_sets.upload(DOUBLES)
+    # Unknown fields of a message travel on: field 999, a string.
+    later = b"\xba\x3e\x05later"
+    groups = [rollout_group(f"g{n}", [RIGHT], digest).SerializeToString() + later for n in range(20)]
+    streams.publish(redis_client, redis_keys.rollouts(), groups)
+    stop = threading.Event()
+    worker = threading.Thread(target=JudgeWorker(redis_client, scheduler, "w", Settings()), args=(stop,))
+    worker.start()
+    try:
+        wait_until(lambda: redis_client.xlen(redis_keys.verdicts()) == 20, "every group is judged")
+    finally:
+        stop.set()
+        worker.join(20)
+
+    assert redis_client.xlen(redis_keys.dead_letters(redis_keys.rollouts())) == 0
+    assert all(later in fields[b"payload"] for _, fields in redis_client.xrange(redis_keys.verdicts()))
 
 
 def test_a_closed_scheduler_leaves_no_process_behind(redis_client: redis.Redis, settings: Settings, tier: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 import redis
 import torch
 
-from spo.errors import NotReady, Unreachable
+from spo.errors import ResourceExhausted, Unreachable
 from spo.local.launcher import free_ports
 from spo.local.redis_server import server_command
 from spo.messaging.connection import connect
@@ -54,7 +54,7 @@ def test_a_refused_password_is_told_at_once_and_is_not_taken_for_a_server_that_i
     assert WRONG not in refused.value.message
 
 
-@pytest.mark.parametrize("service", ["orchestrator", "sandbox_judge", "replay_buffer"])
+@pytest.mark.parametrize("service", ["orchestrator", "sandbox_judge", "replay_buffer", "verifier"])
 def test_a_service_with_a_wrong_redis_password_ends_with_the_reason_in_its_last_line(
     guarded: redis.Redis, tmp_path: Path, service: str
 ) -> None:
@@ -96,20 +96,6 @@ def status_of(url: str) -> int:
         return 0
 
 
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one mebibyte; root may mount one, others skip loudly."""
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"NOT TESTED, a full disk: no tmpfs can be mounted here: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
 def write(store: WeightStore, values: int) -> None:
     shards = [("model-00001.safetensors", {"layer.weight": torch.ones(values)})]
     store.write("job_a", 1, parent=0, step=1, dtype="float32", shards=shards)
@@ -118,7 +104,7 @@ def write(store: WeightStore, values: int) -> None:
 def test_a_full_disk_is_named_leaves_no_half_of_a_version_and_is_tried_again(tiny_disk: Path) -> None:
     store = WeightStore(tiny_disk)
 
-    with pytest.raises(NotReady, match="no space is left for weights") as full:
+    with pytest.raises(ResourceExhausted, match=f"no space is left in {tiny_disk}.* are free") as full:
         write(store, 1 << 20)
 
     assert (full.value.code, full.value.retryable) == ("disk_full", True)

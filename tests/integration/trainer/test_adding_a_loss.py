@@ -12,11 +12,11 @@ import torch
 
 from services.trainer.batches import TrainingSample
 from services.trainer.learner import Learner
-from services.trainer.microbatches import cut_into_minibatches
+from services.trainer.microbatches import ForwardLimits, cut_into_minibatches
 from services.trainer.ranks import Ranks
 from spo.algorithm import objectives, registry
 from spo.errors import InvalidInput
-from spo.spec.job_spec import parse_job_spec
+from spo.testing.toy_spec import toy_spec
 from spo.testing.trainer import sampled_trajectories
 
 # DeepSpeed 0.19 calls what torch 2.13 deprecates.
@@ -44,10 +44,11 @@ def document(model_path: Path, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("_huber_is_added")
 def test_the_loss_of_the_page_trains_the_policy(ranks: Ranks, tiny_model_path: Path) -> None:
-    spec = parse_job_spec(document(tiny_model_path))
+    spec = toy_spec(document(tiny_model_path))
     found = sampled_trajectories(tiny_model_path, 8)
     rows = [TrainingSample(each.trajectory, each.qhat_0, index // 4) for index, each in enumerate(found)]
-    (share,) = cut_into_minibatches(rows, 1, 1, 3, whole_groups=spec.algorithm.needs_groups)
+    limits = ForwardLimits(1000, 3)
+    (share,) = cut_into_minibatches(rows, 1, 1, limits, whole_groups=spec.algorithm.needs_groups)
 
     with closing(Learner(ranks, spec)) as learner:
         before = {name: tensor.clone() for name, tensor in learner.engine.full_parameters()}
@@ -64,11 +65,11 @@ def test_the_loss_of_the_page_trains_the_policy(ranks: Ranks, tiny_model_path: P
 @pytest.mark.usefixtures("_huber_is_added")
 def test_what_its_row_says_it_needs_is_asked_of_the_job(tiny_model_path: Path) -> None:
     with pytest.raises(InvalidInput) as refused:
-        parse_job_spec(document(tiny_model_path, value=None))
+        toy_spec(document(tiny_model_path, value=None))
     assert "/value" in [violation.pointer for violation in refused.value.violations]
 
 
 def test_without_its_row_a_loss_is_unknown(tiny_model_path: Path) -> None:
     with pytest.raises(InvalidInput) as refused:
-        parse_job_spec(document(tiny_model_path))
+        toy_spec(document(tiny_model_path))
     assert refused.value.violations[0].pointer == "/algorithm/losses/0/objective"

@@ -19,7 +19,7 @@ from services.trainer.batches import TrainingSample, token_batch
 from services.trainer.checkpoints import TrainingProgress, load_checkpoint, save_checkpoint
 from services.trainer.critic import Critic, CriticOutput
 from services.trainer.learner import Learner
-from services.trainer.microbatches import MicroBatch, Minibatch, cut_into_minibatches
+from services.trainer.microbatches import ForwardLimits, MicroBatch, Minibatch, cut_into_minibatches
 from services.trainer.ranks import Ranks
 from spo.algorithm.losses import spo_loss
 from spo.algorithm.policy_gradient import generalised_advantages, kl_regularised_rewards
@@ -27,7 +27,8 @@ from spo.algorithm.registry import LossTerm
 from spo.algorithm.token_batch import TokenBatch
 from spo.errors import IntegrityError
 from spo.model.logprobs import load_policy, token_logprobs
-from spo.spec.job_spec import JobSpec, parse_job_spec
+from spo.spec.job_spec import JobSpec
+from spo.testing.toy_spec import toy_spec
 from spo.testing.trainer import sampled_trajectories
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.trajectory_pb2 import Trajectory
@@ -43,7 +44,7 @@ TRACE, DISCOUNT = 0.9, 0.97
 def ppo_spec(model_path: Path, critic: dict[str, float] | None = None, **trainer: Any) -> JobSpec:
     defaults = {"batch_size": 8, "micro_batch_size": 3, "learning_rate": RATE}
     critic = critic or {"learning_rate": 5e-3, "trace": TRACE, "discount": DISCOUNT}
-    return parse_job_spec(
+    return toy_spec(
         {
             "model": {"path": str(model_path)},
             "algorithm": {
@@ -72,9 +73,8 @@ def rows(tiny_model_path: Path) -> list[TrainingSample]:
 
 
 def minibatches(rows: Sequence[TrainingSample], spec: JobSpec) -> list[Minibatch]:
-    (share,) = cut_into_minibatches(
-        rows, spec.trainer.minibatches, 1, spec.trainer.micro_batch_size, whole_groups=False
-    )
+    limits = ForwardLimits.of(spec.trainer, packed=True)
+    (share,) = cut_into_minibatches(rows, spec.trainer.minibatches, 1, limits, whole_groups=False)
     return share
 
 
@@ -182,7 +182,7 @@ def test_a_resumed_ppo_run_continues_exactly(
     with closing(Learner(ranks, spec)) as learner:
         for _ in range(2):
             assert learner.learn(minibatches(rows, spec), RATE).updates == 4
-        save_checkpoint(ranks, learner, tmp_path, TrainingProgress(step=2, updates=8), epoch=1, keep=1)
+        save_checkpoint(ranks, learner, tmp_path, TrainingProgress(step=2, updates=8), epoch=1)
         straight = learner.learn(minibatches(rows, spec), RATE)
         expected = parameters(learner)
     with closing(Learner(ranks, spec)) as learner:
@@ -197,9 +197,9 @@ def test_a_resumed_ppo_run_continues_exactly(
 def test_a_checkpoint_without_a_critic_is_no_checkpoint_of_ppo(
     ranks: Ranks, tiny_model_path: Path, tmp_path: Path
 ) -> None:
-    spec = parse_job_spec({"model": {"path": str(tiny_model_path)}})
+    spec = toy_spec({"model": {"path": str(tiny_model_path)}})
     with closing(Learner(ranks, spec)) as learner:
-        save_checkpoint(ranks, learner, tmp_path, TrainingProgress(step=1), epoch=1, keep=1)
+        save_checkpoint(ranks, learner, tmp_path, TrainingProgress(step=1), epoch=1)
     with (
         closing(Learner(ranks, ppo_spec(tiny_model_path))) as learner,
         pytest.raises(IntegrityError, match="other parameters"),
@@ -212,7 +212,7 @@ def test_epochs_and_minibatches_are_so_many_single_steps(
 ) -> None:
     squared = {"losses": [{"objective": "terminal_squared"}]}
     trainer = {"batch_size": 8, "micro_batch_size": 3, "learning_rate": RATE}
-    spec = parse_job_spec(
+    spec = toy_spec(
         {
             "model": {"path": str(tiny_model_path)},
             "algorithm": squared,

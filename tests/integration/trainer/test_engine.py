@@ -6,16 +6,19 @@ import contextlib
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from services.trainer.deepspeed_engine import DeepSpeedEngine
+from services.trainer.policy import load_model
 from services.trainer.ranks import Ranks
 from spo.model.logprobs import load_policy, token_logprobs
-from spo.spec.job_spec import TrainerSpec
+from spo.spec.job_spec import TrainerSpec, parse_job_spec
 
 # DeepSpeed 0.19 calls what torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*reduce_scatter_tensor.*:FutureWarning")
@@ -66,6 +69,37 @@ def test_discarded_gradients_leave_no_trace(ranks: Ranks, tiny_model_path: Path,
 
 
 @STAGES
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_that_run_twice_learn_the_same_from_less_memory(
+    ranks: Ranks, tiny_model_path: Path, stage: int, dtype: str
+) -> None:
+    found: list[tuple[float, dict[str, Tensor]]] = []
+    kept: list[int] = []
+    for twice in (False, True):
+        spec = TrainerSpec(zero_stage=stage, activation_checkpointing=twice)
+        engine = DeepSpeedEngine(load_policy(tiny_model_path, dtype), spec, passes=2)
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(partial(_counted, sizes), lambda tensor: tensor):
+            loss = nll(engine, TOKENS_BL[:1])
+        engine.backward(loss, last=False)
+        engine.backward(nll(engine, TOKENS_BL[1:]), last=True)
+        norm = engine.step(learning_rate=1e-2)
+        assert norm is not None
+        found.append((norm, parameters(engine)))
+        kept.append(sum(sizes))
+        engine.close()
+
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    assert all(torch.allclose(one, found[1][1][name], atol=1e-6) for name, one in found[0][1].items())
+    assert kept[1] < 0.7 * kept[0]
+
+
+def _counted(sizes: list[int], tensor: Tensor) -> Tensor:
+    sizes.append(tensor.numel())
+    return tensor
+
+
+@STAGES
 def test_a_gradient_that_is_not_finite_updates_nothing(ranks: Ranks, tiny_model_path: Path, stage: int) -> None:
     with engine_for(tiny_model_path, stage) as engine:
         full_step(engine)
@@ -80,6 +114,21 @@ def test_a_gradient_that_is_not_finite_updates_nothing(ranks: Ranks, tiny_model_
         assert equal(parameters(engine), before)
         assert full_step(engine) is not None
         assert not equal(parameters(engine), before)
+
+
+@STAGES
+def test_matrices_decay_and_norms_do_not(ranks: Ranks, tiny_model_path: Path, stage: int) -> None:
+    spec = TrainerSpec(zero_stage=stage, weight_decay=0.5)
+    engine = DeepSpeedEngine(load_policy(tiny_model_path, "float32"), spec, passes=1)
+    before = parameters(engine)
+    # A loss without slopes: what changes, decay has changed.
+    engine.backward(0.0 * nll(engine, TOKENS_BL), last=True)
+    engine.step(learning_rate=0.1)
+    after = parameters(engine)
+    engine.close()
+
+    for name, tensor in before.items():
+        assert torch.allclose(after[name], tensor * (0.95 if tensor.ndim > 1 else 1.0), atol=1e-6), name
 
 
 @STAGES
@@ -106,6 +155,35 @@ def test_bfloat16_trains_on_float32_master_weights(ranks: Ranks, tiny_model_path
         assert engine.state_tensors()["master.0"].dtype == torch.float32
         assert all(tensor.dtype == torch.bfloat16 for tensor in parameters(engine).values())
         assert nll(engine, TOKENS_BL).item() < first
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "optimizer_and_parameters")],
+)
+def test_what_the_cpu_holds_for_the_device_learns_the_same(
+    ranks: Ranks, tiny_model_path: Path, stage: int, offload: Any, dtype: Any
+) -> None:
+    model = {"path": str(tiny_model_path), "dtype": dtype}
+    found = []
+    for where in ("none", offload):
+        spec = parse_job_spec({"model": model, "trainer": {"zero_stage": stage, "offload": where}})
+        engine = DeepSpeedEngine(load_model(spec, ranks.device), spec.trainer, passes=2)
+        norms = [full_step(engine)]
+        engine.backward(5 * nll(engine, TOKENS_BL.flip(1)), last=False)
+        engine.discard_gradients()
+        saved = {name: tensor.clone() for name, tensor in engine.state_tensors().items()}
+        norms.append(full_step(engine))
+        found.append((norms, parameters(engine)))
+        engine.load_state_tensors(saved)
+        assert full_step(engine) == norms[1]
+        assert equal(parameters(engine), found[-1][1])
+        engine.close()
+
+    (plain_norms, plain), (norms, offloaded) = found
+    assert norms == pytest.approx(plain_norms, rel=1e-5)
+    assert all(torch.allclose(plain[name], tensor, atol=1e-4) for name, tensor in offloaded.items())
 
 
 def live_storages() -> dict[int, int]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,97 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.controller import TrainerContext
-from services.trainer.ranks import Ranks
-from services.trainer.settings import Settings
-from services.trainer.train import lead_jobs
-from spo.rpc.client import RpcClient
-from spo.spec.job_spec import JobSpec, parse_job_spec
-from spo.testing.trainer import OneJob, TrajectoryPool, served
 from spo.v1 import orchestrator_service_pb2 as wire
-from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
-from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
 from spo.weights.store import WeightStore
+from tests.integration.trainer.trainer_bench import LIMIT_SECONDS, Bench, final_weights, job_spec
 
 # DeepSpeed 0.19 calls what torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*reduce_scatter_tensor.*:FutureWarning")
-
-LIMIT_SECONDS = 60.0
-
-
-def job_spec(model_path: Path, **trainer: Any) -> JobSpec:
-    defaults = {
-        "steps": 10,
-        "batch_size": 8,
-        "micro_batch_size": 4,
-        "learning_rate": 3e-3,
-        "warmup_steps": 2,
-        "update_interval": 5,
-        "checkpoint_interval": 5,
-    }
-    return parse_job_spec({"model": {"path": str(model_path)}, "trainer": {**defaults, **trainer}})
-
-
-@dataclass
-class Bench:
-    """A trainer at work in this process, and the doubles it talks to."""
-
-    job: OneJob
-    pool: TrajectoryPool
-    start: Callable[..., threading.Event]
-
-    def train_until_finished(self) -> wire.FinishRunRequest:
-        stop = self.start()
-        self.job.wait_until(lambda: bool(self.job.finished), LIMIT_SECONDS, "the run finishes")
-        stop.set()
-        return self.job.finished[-1]
-
-    def stop_at_step(self, last: int) -> None:
-        """Train, stop the process's work while it has step `last` in hand, and wait for its last checkpoint."""
-        stop = threading.Event()
-
-        def set_stop(step: int, batch: Any) -> None:
-            if step == last:
-                stop.set()
-
-        self.pool.spoil = set_stop
-        self.start(stop)
-        self.job.wait_until(
-            lambda: any(each.step == last for each in self.job.checkpoints), LIMIT_SECONDS, "the last checkpoint"
-        )
-        self.pool.spoil = lambda step, batch: None
-
-
-@pytest.fixture
-def bench(ranks: Ranks, tiny_model_path: Path, trajectories: list[Any], tmp_path: Path) -> Iterator[Bench]:
-    job = OneJob(job_spec(tiny_model_path), tmp_path)
-    pool = TrajectoryPool(trajectories)  # type: ignore[abstract]
-    threads: list[tuple[threading.Thread, threading.Event]] = []
-    with ExitStack() as stack:
-        orchestrator = RpcClient("orchestrator", stack.enter_context(served(job)), OrchestratorServiceStub)
-        replay = RpcClient("replay-buffer", stack.enter_context(served(pool)), ReplayServiceStub)
-
-        def start(stop: threading.Event | None = None) -> threading.Event:
-            context = TrainerContext(orchestrator, replay, f"trainer-{len(threads)}", stop or threading.Event())
-            settings = Settings(lease_wait_seconds=0.2, batch_wait_seconds=0.2, max_quarantined=3, checkpoint_share=0)
-            thread = threading.Thread(target=lead_jobs, args=(ranks, settings, context), daemon=True)
-            thread.start()
-            threads.append((thread, context.stop))
-            return context.stop
-
-        yield Bench(job, pool, start)
-        for thread, stop in threads:
-            stop.set()
-            thread.join(LIMIT_SECONDS)
-            assert not thread.is_alive()
-        orchestrator.close()
-        replay.close()
-
-
-def final_weights(bench: Bench) -> dict[str, torch.Tensor]:
-    store = WeightStore(bench.job.state_path / "weights")
-    files = store.open(bench.job.run_id, store.versions(bench.job.run_id)[-1]).files
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -122,61 +34,6 @@ def test_a_run_lowers_the_loss_and_publishes_weights_that_load(bench: Bench, tin
         name: tensor.shape for name, tensor in reference.items()
     }
     assert not torch.equal(weights["lm_head.weight"], reference["lm_head.weight"])
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_resumed_run_ends_with_the_same_weights_as_an_uninterrupted_one(
-    bench: Bench, tiny_model_path: Path, stage: int
-) -> None:
-    bench.job.spec = job_spec(tiny_model_path, zero_stage=stage)
-    bench.train_until_finished()
-    straight = final_weights(bench)
-
-    bench.job.reset(job_spec(tiny_model_path, zero_stage=stage), "job_interrupted")
-    bench.stop_at_step(7)
-    bench.job.lapse()
-    asked = len(bench.pool.asked)
-    bench.train_until_finished()
-
-    assert [request.step for request in bench.pool.asked[asked:]] == [8, 9, 10]
-    assert [each.version for each in bench.job.published] == [1, 2]
-    resumed = final_weights(bench)
-    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
-
-
-@pytest.mark.parametrize("damage", ["flipped bit", "truncated", "no manifest"])
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
-    bench: Bench, tiny_model_path: Path, damage: str
-) -> None:
-    bench.stop_at_step(7)
-    newest = Path(bench.job.checkpoints[-1].path)
-    part = newest / "rank-00000.safetensors"
-    content = part.read_bytes()
-    match damage:
-        case "flipped bit":
-            part.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        case "truncated":
-            part.write_bytes(content[:-1])
-        case "no manifest":
-            (newest / "manifest.json").unlink()
-    bench.job.lapse()
-    asked = len(bench.pool.asked)
-
-    finish = bench.train_until_finished()
-
-    assert (newest.name, finish.error_code) == ("0000000007", "")
-    assert bench.pool.asked[asked].step == 6
-
-
-def test_a_checkpoint_of_another_zero_stage_is_refused_with_a_reason(bench: Bench, tiny_model_path: Path) -> None:
-    bench.stop_at_step(6)
-    bench.job.lapse()
-    bench.job.spec = job_spec(tiny_model_path, zero_stage=2)
-
-    finish = bench.train_until_finished()
-
-    assert finish.error_code == "checkpoint_layout"
-    assert "was written at ZeRO stage 1" in finish.error_message
 
 
 def test_a_trainer_that_lost_its_lease_publishes_nothing_and_asks_for_work_again(bench: Bench) -> None:
@@ -209,6 +66,23 @@ def test_reference_logprobs_of_another_model_end_the_run_before_its_first_step(b
     assert "Q_t departs from Qhat_0" in finish.error_message
     assert bench.job.metrics == {}
     assert bench.job.published == []
+
+
+def test_a_sampler_with_other_log_probs_is_told_with_numbers_and_ends_nothing(bench: Bench) -> None:
+    def shift(step: int, batch: Any) -> None:
+        if step == 1:
+            batch.batch[3].trajectory.sampling_logprobs[0] += 0.7
+
+    bench.pool.spoil = shift
+
+    assert bench.train_until_finished().error_code == ""
+
+    first, second = bench.job.metrics[1], bench.job.metrics[2]
+    assert first["sampler_mismatch/token"] == pytest.approx(0.7, abs=1e-4)
+    assert first["sampler_mismatch/excess"] > 1
+    assert list(bench.job.alarms) == [1]
+    assert "0.7 nats at a token" in bench.job.alarms[1]["sampler_mismatch"]
+    assert "sampler_mismatch/token" not in second
 
 
 def not_finite_reward(trajectory: Any) -> None:

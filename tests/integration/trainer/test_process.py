@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from spo.manifest_folder import numbered_folders, open_folder
 from spo.rpc.client import is_healthy
-from spo.spec.job_spec import JobSpec, parse_job_spec
+from spo.spec.job_spec import JobSpec
+from spo.testing.toy_spec import toy_spec
 from spo.testing.trainer import OneJob, TrajectoryPool, served
 from spo.weights.store import WeightStore
 
@@ -49,7 +52,7 @@ def job_spec(model_path: Path, method: str = "spo", **trainer: Any) -> JobSpec:
     if method == "group_centred":
         document |= GROUP_CENTRED
         document["trainer"]["micro_batch_size"] = 4
-    return parse_job_spec(document)
+    return toy_spec(document)
 
 
 @dataclass
@@ -142,11 +145,15 @@ def test_a_killed_trainer_is_followed_by_one_that_resumes_and_ends_with_the_same
 
     pool.spoil = kill
     assert first.wait(LIMIT_SECONDS) == -signal.SIGKILL
+    # Whoever resumes from the checkpoint of step 8 takes only later steps again.
+    assert set(range(1, 9)) <= job.metrics.keys()
     job.lapse()
     asked = len(pool.asked)
     second = surroundings.start()
     surroundings.wait_finished()
     interrupted = surroundings.weights(3)
+    assert sorted(job.metrics) == list(range(1, 13))
+    assert [(each.step, each.weight_version) for each in job.checkpoints] == [(4, 1), (8, 2), (12, 3)]
 
     job.reset(job.spec, "job_straight")
     surroundings.wait_finished()
@@ -155,6 +162,40 @@ def test_a_killed_trainer_is_followed_by_one_that_resumes_and_ends_with_the_same
     assert [each.version for each in job.published] == [1, 2, 3]
     assert all(torch.equal(tensor, interrupted[name]) for name, tensor in surroundings.weights(3).items())
     assert second.poll() is None
+
+
+@pytest.mark.timeout(600)
+def test_a_trainer_that_sleeps_past_its_lease_and_wakes_changes_nothing_of_its_successors(
+    surroundings: Surroundings, tiny_model_path: Path
+) -> None:
+    job, pool = surroundings.job, surroundings.pool
+    # A checkpoint and a version at every step: whatever the first does once it wakes, it writes.
+    job.spec = job_spec(tiny_model_path, steps=12, checkpoint_interval=1, update_interval=1)
+    first = surroundings.start()
+    slept = threading.Event()
+
+    def sleep_and_wake(step: int, batch: Any) -> None:
+        if step == 6 and not slept.is_set():
+            slept.set()
+            first.send_signal(signal.SIGSTOP)
+        elif step == 10 and job.epoch == 3:
+            first.send_signal(signal.SIGCONT)
+            job.wait_until(lambda: job.refused > 0, LIMIT_SECONDS, "the first hears that its lease is over")
+
+    pool.spoil = sleep_and_wake
+    assert slept.wait(LIMIT_SECONDS)
+    job.lapse()
+    surroundings.start()
+    surroundings.wait_finished()
+
+    recorded = {kept.step: kept for kept in job.recorded}
+    folders = numbered_folders(Path(job.checkpoints[-1].path).parent)
+    assert sorted(recorded) == [11, 12] == [step for step, _ in folders]
+    assert all(open_folder(path).manifest_digest == recorded[step].manifest_digest for step, path in folders)
+    store = WeightStore(job.state_path / "weights")
+    published = {each.version: each.manifest_digest for each in job.published}
+    assert all(store.open(job.run_id, version).manifest_digest == digest for version, digest in published.items())
+    assert sorted(job.metrics) == list(range(1, 13))
 
 
 @pytest.mark.timeout(600)

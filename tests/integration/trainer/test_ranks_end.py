@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.conftest import free_port
+
 LIMIT_SECONDS = 240.0
 # Alive for longer than the test looks for its end.
 RANK = """
@@ -19,14 +21,30 @@ join_ranks(60)
 print(os.getpid(), flush=True)
 time.sleep(600)
 """
+# Killed while its libraries load; the ranks need no store of torchrun's to find each other.
+LATE_RANK = """
+import os, time
+print(os.getpid(), flush=True)
+time.sleep(3)
+from services.trainer.ranks import join_ranks
+join_ranks(60)
+time.sleep(600)
+"""
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
-def test_a_killed_torchrun_leaves_no_rank_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", [RANK, LATE_RANK], ids=["joined", "loading"])
+def test_a_killed_torchrun_leaves_no_rank_behind(tmp_path: Path, source: str) -> None:
     program = tmp_path / "rank.py"
-    program.write_text(RANK)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=1", "--standalone", "--local-addr=127.0.0.1"]
+    program.write_text(source)
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=1",
+        "--master-addr=127.0.0.1",
+        f"--master-port={free_port()}",
+    ]
     with subprocess.Popen([sys.executable, *launcher, str(program)], stdout=subprocess.PIPE, text=True) as torchrun:
         assert torchrun.stdout is not None
         rank = psutil.Process(int(torchrun.stdout.readline()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from services.trainer.ranks import Ranks
 from spo.errors import IntegrityError
-from tests.integration.trainer.two_rank_steps import STAGES, engine_for, save_state, step
+from spo.weights.store import WeightStore
+from tests.integration.trainer.two_rank_steps import INTERVALS, STAGES, engine_for, save_state, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*reduce_scatter_tensor.*:FutureWarning")
 
@@ -43,6 +45,15 @@ def steps(ranks: Ranks, tiny_model_path: Path, tmp_path_factory: pytest.TempPath
     subprocess.run(command, check=True, timeout=LIMIT_SECONDS)
     for stage in STAGES:
         note(f"two-two-{stage}", load_file(folder / f"two-{stage}-next.safetensors"))
+        for name in INTERVALS:
+            stored = WeightStore(folder / name, cache_path=str(folder / "reader")).open("job", stage + 1)
+            note(f"{name}-{stage}", {key: part for file in stored.files for key, part in load_file(file).items()})
+            assert "delta" in stored.manifest or name == "whole" or stage == 0
+        wrote = [json.loads((folder / f"wrote-{stage}-{rank}.json").read_text()) for rank in range(2)]
+        assert all(wrote)
+        assert not set(wrote[0]) & set(wrote[1])
+    assert all(WeightStore(folder / name).versions("job") == [1, 2, 3, 4] for name in INTERVALS)
+    for stage in STAGES:
         note(f"one-two-{stage}", load_file(folder / f"one-{stage}-by-two.safetensors"))
         engine = engine_for(tiny_model_path, stage)
         engine.load_state_tensors(engine.reshard(sorted((folder / f"two-{stage}").iterdir()), "", ranks))
@@ -63,6 +74,17 @@ def test_the_next_step_is_the_same_with_another_number_of_ranks(steps: dict[str,
     for name in names:
         went_on, expected = steps[f"{way}-{stage}:{name}"], steps[f"{stayed}-{stayed}-{stage}:{name}"]
         torch.testing.assert_close(went_on, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("store", INTERVALS)
+def test_a_version_that_two_ranks_wrote_holds_every_parameter(steps: dict[str, Tensor], stage: int, store: str) -> None:
+    own = {name.partition(":")[2]: tensor for name, tensor in steps.items() if name.startswith(f"two-two-{stage}:")}
+    stored = {name.partition(":")[2]: tensor for name, tensor in steps.items() if name.startswith(f"{store}-{stage}:")}
+
+    assert own.keys() == stored.keys()
+    assert all(torch.equal(own[name], tensor) for name, tensor in stored.items())
 
 
 def test_the_state_of_another_model_is_refused(ranks: Ranks, tiny_model_path: Path, tmp_path: Path) -> None:

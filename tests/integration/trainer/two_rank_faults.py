@@ -17,10 +17,10 @@ import torch
 from services.trainer.batches import TrainingSample
 from services.trainer.deepspeed_engine import leave_deepspeed, prepare_deepspeed
 from services.trainer.learner import Learner
-from services.trainer.microbatches import Minibatch, cut_into_minibatches
+from services.trainer.microbatches import ForwardLimits, Minibatch, cut_into_minibatches
 from services.trainer.ranks import join_ranks
 from spo.errors import InvalidInput
-from spo.spec.job_spec import parse_job_spec
+from spo.testing.toy_spec import toy_spec
 from spo.testing.trainer import sampled_trajectories
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.trajectory_pb2 import Trajectory
@@ -34,7 +34,7 @@ PPO = {
 
 
 def share_of(rank: int, rows: list[TrainingSample]) -> list[Minibatch]:
-    return cut_into_minibatches(rows, 1, 2, 2, whole_groups=False)[rank]
+    return cut_into_minibatches(rows, 1, 2, ForwardLimits(1000, 2), whole_groups=False)[rank]
 
 
 def changed(
@@ -74,12 +74,12 @@ def main(model: Path, folder: Path) -> None:
     results = {}
     for name, method in {"spo": {}, "ppo": PPO}.items():
         trainer = {"batch_size": 8, "micro_batch_size": 2, "zero_stage": 3}
-        learner = Learner(ranks, parse_job_spec({"model": {"path": str(model)}, **method, "trainer": trainer}))
+        learner = Learner(ranks, toy_spec({"model": {"path": str(model)}, **method, "trainer": trainer}))
         with pytest.raises(InvalidInput) as unknown:
             learner.check_reference(share_of(ranks.rank, spoilt)[0].micro_batches, 1.0)
         # Rank 1's first pass is off: it must not skip the forwards of the passes after it.
         with pytest.raises(InvalidInput) as off:
-            learner.check_reference(share_of(ranks.rank, shifted)[0].micro_batches, 1e-3)
+            learner.check_reference(share_of(ranks.rank, shifted)[0].micro_batches, 1.0)
         refused = learner.learn(share_of(ranks.rank, spoilt), 1e-3)
         sound = learner.learn(share_of(ranks.rank, rows), 1e-3)
         results[name] = {"refused": refused.refused, "updates": [refused.updates, sound.updates], "bad": bad}

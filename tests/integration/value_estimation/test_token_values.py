@@ -15,7 +15,7 @@ from services.replay_buffer.store import ReplayStore
 from services.trainer.batches import TrainingSample, token_batch
 from services.value_estimation.value_worker import ValueWorker
 from spo import redis_keys
-from spo.errors import InvalidInput, NotFound, PreconditionFailed
+from spo.errors import IntegrityError, InvalidInput, NotFound, PreconditionFailed
 from spo.model.logprobs import load_policy, token_logprobs
 from spo.rpc.client import RpcClient
 from spo.spec.job_spec import RewardSpec
@@ -103,6 +103,17 @@ def test_q_t_is_qhat_0_plus_the_advantages_of_that_version(stage: Stage) -> None
         assert list(sample.advantages) == pytest.approx(expected.tolist(), abs=1e-5)
         assert list(sample.q) == pytest.approx((sample.qhat_0 + expected.cumsum(0)).tolist(), abs=1e-5)
     assert stage.token_values().policy_version == 2, "the newest is the default"
+
+
+def test_a_damaged_newest_version_is_passed_over_and_refused_by_name(stage: Stage) -> None:
+    stage.publish(1, seed=2)
+    stage.publish(2, seed=3)
+    (damaged,) = [path for path in stage.weights.open(RUN, 2).files if path.name == "model.safetensors"]
+    damaged.write_bytes(damaged.read_bytes()[:-8] + b"damaged!")
+
+    assert stage.token_values().policy_version == 1
+    with pytest.raises(IntegrityError):
+        stage.token_values(policy_version=2)
 
 
 def test_a_version_that_is_not_kept_is_refused_by_name(stage: Stage) -> None:

@@ -327,3 +327,17 @@ def test_judged_groups_enter_with_their_reference_logprobs(stage: Stage, ingest:
         math.isfinite(sum(sample.reference_logprobs)) and len(sample.reference_logprobs) == 3 for sample in stored
     )
     assert stage.client.xlen(redis_keys.verdicts()) == 0
+
+
+@pytest.mark.parametrize(
+    "model", [{"stop": ["\n"]}, {"chat": {"template": "none"}}, {"chat": {"template_arguments": {"x": False}}}]
+)
+def test_values_hold_only_for_prompts_and_ends_as_they_were_counted(stage: Stage, model: dict[str, Any]) -> None:
+    stage.worker.estimate(stage.request())
+    stage.around.start("job_SECOND", model={"path": str(stage.around.model_path), **model})
+    calls = len(stage.engine.calls)
+
+    stage.worker.estimate(stage.request(run_id="job_SECOND"))
+
+    assert len(stage.engine.calls) == 2 * calls
+    assert stage.value("job_SECOND").value_key != stage.value().value_key

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from services.inference.weights import PolicyVersions, reference_weights
 from spo.errors import Conflict, IntegrityError, NotFound, Unreachable
+from spo.testing.model_folder import write_model_without_weights
 from spo.weights import ranged_download
 from spo.weights.store import StoredVersion, WeightStore
 from tests.support.s3_server import S3Server, serve_s3
@@ -78,7 +79,7 @@ def test_the_default_cache_is_in_shared_memory_and_private(url: str, tmp_path: P
 def test_a_damaged_object_is_refused_and_the_old_version_keeps_serving(url: str, tmp_path: Path, damage: str) -> None:
     writer = WeightStore(url, cache_path=str(tmp_path / "a"))
     first, second = write(writer, 1), write(writer, 2)
-    (tmp_path / "model").mkdir()
+    write_model_without_weights(tmp_path / "model")
     save_file({"layer.weight": weights_of(0)}, tmp_path / "model" / "model.safetensors")
     versions = PolicyVersions(
         WeightStore(url, cache_path=str(tmp_path / "b")), reference_weights(tmp_path / "model", "hash")

@@ -15,6 +15,7 @@ from spo.algorithm.losses import loss_function, spo_loss, trajectory_losses
 from spo.algorithm.objectives import clipped_cross_entropy
 from spo.algorithm.q_values import check_starts_at_reference
 from spo.algorithm.registry import LOSSES, LossTerm, Need
+from spo.algorithm.rounding import Rounding
 from spo.algorithm.sources import SOURCE_CODES, SourceName
 from spo.algorithm.token_batch import TokenBatch
 from spo.errors import InvalidInput
@@ -209,10 +210,11 @@ def test_monte_carlo_targets_without_annotations_are_refused(objective: str) -> 
 def test_a_first_batch_that_is_not_the_reference_names_the_trajectories_that_are_off() -> None:
     _, batch = make_batch()
     logprobs_BL = batch.reference_logprobs_BL.clone()
-    check_starts_at_reference(logprobs_BL, batch, BETA, tolerance=1e-6)
+    check_starts_at_reference(logprobs_BL, batch, BETA, Rounding("none", 0.0))
     logprobs_BL[3, 1] += 0.5
-    with pytest.raises(InvalidInput, match=r"0\.1") as refused:
-        check_starts_at_reference(logprobs_BL, batch, BETA, tolerance=0.01)
+    words = r"up to 0\.5 nats at a token and 0\.5 in the sum over \d+ tokens, where float32 explains"
+    with pytest.raises(InvalidInput, match=words) as refused:
+        check_starts_at_reference(logprobs_BL, batch, BETA, Rounding.of_one_forward(torch.float32))
     assert [v.pointer for v in refused.value.violations] == ["/logprobs/3"]
 
 

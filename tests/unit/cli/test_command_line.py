@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,11 @@ def test_help_names_every_command(tmp_path: Path) -> None:
     assert shown.returncode == 0
     for command in ("up", "down", "demo", "doctor", "judge", "job", "key", "scale", "audit", "trajectory", "weights"):
         assert f" {command} " in shown.stdout
+
+
+def test_the_version_is_told(tmp_path: Path) -> None:
+    shown = spo("--version", folder=tmp_path)
+    assert (shown.returncode, shown.stdout) == (0, f"spo {version('spo-platform')}\n")
 
 
 def test_an_api_that_is_away_is_exit_code_6_with_its_address(tmp_path: Path) -> None:
@@ -97,7 +103,17 @@ def test_every_command_that_shows_something_can_show_it_to_a_program() -> None:
     }
 
     # They run until they are stopped, or write files.
-    assert without == {"up", "down", "demo", "demo-experience", "reproduce", "job mirror"}
+    assert without == {
+        "up",
+        "down",
+        "demo",
+        "demo-experience",
+        "real-demo",
+        "reproduce",
+        "export",
+        "job mirror",
+        "toy-model",
+    }
 
 
 def leaves(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -171,7 +171,15 @@ def _present(fields: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_scores_of_an_evaluation_are_those_that_the_orchestrator_writes() -> None:
     score = models.ProblemScore(
-        prompt_id="p", samples=2, correct=1, distinct=1, public_only=0, hard_coded=0, entropy=0.5, response_tokens=3.0
+        prompt_id="p",
+        samples=2,
+        correct=1,
+        distinct=1,
+        public_only=0,
+        hard_coded=0,
+        entropy=0.5,
+        response_tokens=3.0,
+        scores={"score": 0.25, "format": 1.0},
     )
     task: Any = SimpleNamespace(version=3, protocol=SimpleNamespace(ks=(1, 2), samples=2), spec=SimpleNamespace(seed=0))
     written = scorer.summary(task, [scorer.ProblemScore(**score.model_dump())])

@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import re
+import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from spo.errors import Unreachable
 from tests.support.openapi_documents import answer_to
 
 ROOT = Path(__file__).parents[3]
-SECTIONS = ("", "datasets", "experience", "platform")
+SECTIONS = ("", "datasets", "dead_letters", "experience", "platform")
 ENDED = {"seq": 1, "at": "2026-01-01T00:00:00Z", "actor": "trainer", "kind": "state", "body": {"to": "succeeded"}}
 ENDS = {"next_cursor": None, "uploaded_bytes": 1 << 20}
 ARGUMENTS: dict[str, Any] = {
@@ -45,6 +46,8 @@ class Recorder:
         if request.headers.get("Accept") == "text/event-stream":
             headers = {"Content-Type": "text/event-stream"}
             return httpx.Response(200, headers=headers, text=f"data: {json.dumps(ENDED)}\n\n")
+        if request.url.path.endswith("/download"):
+            return httpx.Response(200, content=bytes(2 * tarfile.BLOCKSIZE))
         answer = answer_to(request.method, request.url.path)
         if request.url.params.get("validate_only"):
             answer = {"seed": 0}
@@ -64,20 +67,24 @@ def methods(client: Any) -> list[Callable[..., Any]]:
     return [getattr(part, name) for part, name in found if callable(getattr(part, name))]
 
 
-def arguments(method: Callable[..., Any], folder: Path) -> list[Any]:
-    """Something for each argument without a default."""
-    paths = {"path": folder / "rows.jsonl", "target": folder / "out.jsonl"}
-    return [
+def calls(method: Callable[..., Any], folder: Path) -> list[Any]:
+    """What a call returns with something for each argument without a default, and with a job where that is optional."""
+    paths = {"path": folder / "rows.jsonl", "target": folder / "out.jsonl", "folder": folder / "model"}
+    parameters = inspect.signature(method).parameters
+    needed = [
         {**ARGUMENTS, **paths}.get(name, f"{name}_1")
-        for name, parameter in inspect.signature(method).parameters.items()
+        for name, parameter in parameters.items()
         if parameter.default is inspect.Parameter.empty and parameter.kind is not inspect.Parameter.VAR_KEYWORD
     ]
+    replies = [method(*needed)]
+    if "job_id" in parameters and parameters["job_id"].default is None:
+        replies.append(method(*needed, job_id="job_1"))
+    return replies
 
 
 async def call_all(client: AsyncClient, folder: Path) -> None:
     async with client:
-        for method in methods(client):
-            reply = method(*arguments(method, folder))
+        for reply in (reply for method in methods(client) for reply in calls(method, folder)):
             if inspect.isasyncgen(reply):
                 assert [event.seq async for event in reply] == [1]
             else:
@@ -98,8 +105,7 @@ def test_every_operation_of_the_api_has_a_method(folder: Path, kind: str) -> Non
         asyncio.run(call_all(AsyncClient("http://api", transport=transport), folder))
     else:
         with Client("http://api", transport=transport) as client:
-            for method in methods(client):
-                reply = method(*arguments(method, folder))
+            for reply in (reply for method in methods(client) for reply in calls(method, folder)):
                 if inspect.isgenerator(reply):
                     assert [event.seq for event in reply] == [1]
     paths: dict[str, Any] = json.loads((ROOT / "docs" / "openapi.json").read_text())["paths"]

@@ -40,6 +40,7 @@ def outcome(**changes: Any) -> DemoOutcome:
         "weight_versions": 2,
         "services": [{"name": "trainer", "pid": 7, "restarts": 1, "address": "127.0.0.1:1"}],
         "peak_memory_bytes": 3 << 30,
+        "cpu_seconds": {"trainer": 12.34},
         "setup_seconds": 40.04,
         "total_seconds": 71.0,
         "first_point_seconds": 45.0,
@@ -51,8 +52,11 @@ def test_the_report_holds_every_promised_figure(tmp_path: Path) -> None:
     report = write_report(outcome(), tmp_path)
     assert json.loads((tmp_path / "report.json").read_text()) == report
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
-    assert report["pass_at_1"] == {"before": 0.1, "after": 0.5}
-    assert report["pass_at_10"] == {"before": 0.3, "after": 0.8}
+    assert (report["pass_at_1"]["before"], report["pass_at_1"]["after"]) == (0.1, 0.5)
+    assert (report["pass_at_10"]["before"], report["pass_at_10"]["after"]) == (0.3, 0.8)
+    low, high = report["pass_at_10"]["intervals"]["after"]
+    assert low <= 0.8 <= high
+    assert report["cpu_seconds"] == {"trainer": 12.3}
     assert report["distinct_solutions"] == {"before": 1.0, "after": 21.0}
     assert report["steps"] == 20
     assert report["wall_seconds"] == {"setup": 40.0, "estimate": 7.0, "train": 21.0, "total": 71.0, "first_point": 45.0}
@@ -68,7 +72,7 @@ def test_a_job_that_failed_before_its_first_evaluation_still_gets_a_report(tmp_p
         outcome(job=failed, events=[], evaluations=[], series=MetricSeries(), first_point_seconds=None), tmp_path
     )
     assert report["state"] == "failed"
-    assert report["pass_at_10"] == {"before": None, "after": None}
+    assert report["pass_at_10"] == {"before": None, "after": None, "intervals": {"before": None, "after": None}}
     assert report["wall_seconds"]["train"] is None
     assert (tmp_path / "report.png").exists()
 

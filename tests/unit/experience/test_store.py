@@ -16,10 +16,12 @@ from spo.client.models import Job, MetricSeries
 from spo.demo.experience import RunCost, compare, write_comparison
 from spo.demo.report import DemoOutcome
 from spo.errors import IntegrityError, InvalidInput
-from spo.experience.columns import SCHEMA, StoredTrajectory, table_of
+from spo.experience.columns import ADDED, SCHEMA, StoredTrajectory, table_of
+from spo.experience.compaction import merge
 from spo.experience.store import ROW_GROUP_ROWS, ExperienceStore, Origin, StoredFile
-from spo.testing.replay import trajectory
+from spo.testing.replay import conversation, trajectory
 from spo.v1.prompt_pb2 import Prompt
+from spo.v1.verdict_pb2 import PartScore
 from tests.support.evaluations import step_evaluation
 from tests.support.openapi_documents import SCHEMAS, example
 
@@ -120,20 +122,62 @@ def _stamped(table: pyarrow.Table) -> pyarrow.Table:
     return table.replace_schema_metadata({"spo_format": "1"})
 
 
-def test_words_that_mean_nothing_here_are_no_trajectory(tmp_path: Path) -> None:
+def test_words_of_a_later_release_are_read_as_unspecified(tmp_path: Path) -> None:
     store = ExperienceStore(str(tmp_path))
     path = Path(store.write(ORIGIN, "part-1", rows(2)))
-    for column, word in (("source", "pickle"), ("outcome", "excellent"), ("finish_reason", "bored")):
+    for column, word in (("source", "dreamt"), ("outcome", "excellent"), ("finish_reason", "bored")):
         parquet.write_table(_stamped(_replaced(column, pyarrow.array([word] * 2))), path)
         (file,) = store.files()
-        with pytest.raises(IntegrityError, match="part-1"):
-            store.rows(file, [0])
+        (found,) = store.rows(file, [0])
+        read = found.trajectory
+        assert 0 in (read.source, read.verdict.outcome, read.finish_reason)
+
+
+def test_scores_and_their_parts_are_kept_and_merged_with_files_from_before_them(tmp_path: Path) -> None:
+    store = ExperienceStore(str(tmp_path))
+    (scored,) = rows(1)
+    scored.trajectory.verdict.score = 0.0
+    scored.trajectory.verdict.parts.extend(
+        [PartScore(name="format", score=1.0), PartScore(name="style.rhyme", score=0.25)]
+    )
+    before = Path(store.write(ORIGIN, "part-1", rows(3)))
+    store.write(ORIGIN, "part-2", [scored])
+    parquet.write_table(_stamped(table_of(rows(3)).drop_columns(["score", "part_names", "part_scores"])), before)
+
+    old, new = store.files()
+    assert store.rows(new, [0]) == [scored]
+    assert not any(row.trajectory.verdict.HasField("score") for row in store.rows(old, [0, 1, 2]))
+    assert store.table(new, ["part_scores"]).to_pylist() == [{"part_scores": [1.0, 0.25]}]
+    merge(store, [old, new])
+    (merged,) = store.files()
+    assert scored in store.rows(merged, range(4))
+
+
+def test_conversations_keep_their_turns_and_files_from_before_them_are_read_and_merged(tmp_path: Path) -> None:
+    store = ExperienceStore(str(tmp_path))
+    prompt = Prompt(prompt_id=conversation(7).prompt_id, text="words", environment="retry", environment_json="{}")
+    spoken = StoredTrajectory(conversation(7), prompt)
+    before = Path(store.write(ORIGIN, "part-1", rows(3)))
+    store.write(ORIGIN, "part-2", [spoken])
+    parquet.write_table(_stamped(table_of(rows(3)).drop_columns(sorted(ADDED))), before)
+
+    old, new = store.files()
+    assert store.rows(new, [0]) == [spoken]
+    assert sorted(store.rows(old, [0, 1, 2]), key=_id) == sorted(rows(3), key=_id)
+    assert store.table(old, ["segment_tokens", "trajectory_id"]).column_names == ["segment_tokens", "trajectory_id"]
+    merge(store, [old, new])
+    (merged,) = store.files()
+    assert sorted(store.rows(merged, range(4)), key=_id) == sorted([*rows(3), spoken], key=_id)
+
+
+def _id(row: StoredTrajectory) -> str:
+    return row.trajectory.trajectory_id
 
 
 def _measured(scores: dict[int, float], rollouts: dict[int, int]) -> RunCost:
     evaluations = [step_evaluation(step, {"10": value}) for step, value in scores.items()]
     job = Job.model_validate(example(SCHEMAS["Job"]) | {"state": "succeeded"})
-    outcome = DemoOutcome(job, [], evaluations, MetricSeries(), {}, 1, [], 0, 1.0, 2.0, 1.0)
+    outcome = DemoOutcome(job, [], evaluations, MetricSeries(), {}, 1, [], 0, {}, 1.0, 2.0, 1.0)
     return RunCost(outcome, rollouts)
 
 

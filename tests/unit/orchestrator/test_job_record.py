@@ -16,6 +16,7 @@ from services.orchestrator.jobs.record import (
     while_field_is,
     write_fields,
 )
+from spo.spec.job_state import JobState
 
 FIRST: RecordFields = {
     "name": "a job",
@@ -52,6 +53,9 @@ def test_every_field_is_read_as_it_was_written() -> None:
         "reference_version": 2,
         "failure_code": "internal",
         "failure_message": "it broke",
+        "prompts_too_long": 3,
+        "events_in_files": 1000,
+        "state_in_files": JobState.RUNNING,
         "lineage": ForkLineage("job_0", 3, None, as_reference=False, forked_at="2026-01-31T12:00:00.000Z"),
     }
 

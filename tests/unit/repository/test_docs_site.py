@@ -35,13 +35,27 @@ def test_every_page_of_the_reference_is_written_from_the_code(site: Path) -> Non
     said = {
         "cli": "spo job submit",
         "rest": "/v1/jobs/{job_id}/cancel",
-        "job_spec": "micro_batch_size",
+        "job_spec": "max_tokens_per_micro_batch",
         "metrics": "spo_dead_letters_total",
         "errors": "invalid_job_spec",
         "recipes": "toy/demo.yaml",
     }
     for page, words in said.items():
         assert words in (site / "reference" / f"{page}.html").read_text(), page
+
+
+def test_a_link_to_what_a_page_is_written_from_leads_to_the_page(site: Path) -> None:
+    assert 'href="reference/rest.html#jobstate"' in (site / "concepts.html").read_text()
+    assert 'href="reference/errors.html"' in (site / "troubleshooting.html").read_text()
+
+
+def test_building_it_installs_neither_torch_nor_vllm() -> None:
+    command = ["make", "--dry-run", "--always-make", "docs"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    assert "pip install" in told
+    assert "'.[docs]'" in told
+    assert not re.search(r"\btorch\b|vllm|\.\[cpu", told)
 
 
 def test_no_page_loads_anything_from_another_host(site: Path) -> None:

@@ -35,7 +35,7 @@ def _raised() -> dict[str, str]:
         for node in ast.walk(ast.parse(path.read_text())):
             expressions: list[ast.expr] = []
             if isinstance(node, ast.Call):
-                expressions = [each.value for each in node.keywords if each.arg == "code"]
+                expressions = [each.value for each in node.keywords if each.arg in ("code", "failure_code")]
                 if isinstance(node.func, ast.Attribute) and node.func.attr == "fail" and len(node.args) == 3:
                     expressions.append(node.args[1])
             elif isinstance(node, ast.Assign) and any(ast.unparse(to) == "default_code" for to in node.targets):

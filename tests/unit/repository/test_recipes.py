@@ -49,3 +49,11 @@ def test_every_planned_run_is_a_valid_job_and_every_setting_has_some(size: objec
         parse_job_spec({**run.document, "model": {**run.document["model"], "path": "/models/pi0"}})
     assert {run.setting for run in planned} == set(SETTINGS)
     assert len({run.name for run in planned}) == len(planned)
+
+
+@pytest.mark.parametrize("size", ["8b", "70b"])
+def test_an_adapter_has_ten_times_the_rate_of_all_weights(size: str) -> None:
+    full, lora = (parsed(RECIPES / "real" / f"llama3_{size}_{kind}.yaml") for kind in ("full", "lora"))
+
+    assert lora.model.lora is not None
+    assert lora.trainer.learning_rate == pytest.approx(10 * full.trainer.learning_rate)

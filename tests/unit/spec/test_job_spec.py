@@ -10,6 +10,12 @@ from spo.errors import InvalidInput
 from spo.spec.job_spec import JobSpec, parse_job_spec, spec_from_json, spec_to_json
 
 MODEL = {"model": {"path": "/models/pi0"}}
+SCORED = {"verifier": {"kind": "http", "url": "https://rewards.example.org/score"}}
+
+
+def chat(**fields: Any) -> Any:
+    """A spec that writes its prompts so."""
+    return {"model": {"path": "x", "chat": fields}}
 
 
 def replay(fields: Any = None, **part: Any) -> Any:
@@ -64,18 +70,34 @@ def test_a_model_path_is_enough() -> None:
         ({}, ["/model"]),
         ({"model": {"path": "x", "weights": "y"}}, ["/model/weights"]),
         ({**MODEL, "surprise": 1}, ["/surprise"]),
+        (chat(template="none", system="be brief"), ["/model/chat/system"]),
+        (chat(template="none", template_arguments={"x": 1}), ["/model/chat/template_arguments"]),
+        (
+            chat(template_arguments={"add_generation_prompt": False}),
+            ["/model/chat/template_arguments/add_generation_prompt"],
+        ),
+        (chat(template_arguments={"a b": 1}), ["/model/chat/template_arguments/a b/[key]"]),
+        (chat(reasoning=["<think>"]), ["/model/chat/reasoning/1"]),
+        (chat(reasoning=["", "</think>"]), ["/model/chat/reasoning/0"]),
+        ({"model": {"path": "x", "stop": [""]}}, ["/model/stop/0"]),
+        ({"model": {"path": "x", "stop": "\n"}}, ["/model/stop"]),
+        ({"model": {"path": "x", "lora": {"rank": 0}}}, ["/model/lora/rank"]),
+        ({"model": {"path": "x", "lora": {"targets": ["q_proj", "lm_head"]}}}, ["/model/lora/targets/1"]),
+        (refreshed() | {"model": {"path": "x", "lora": {}}}, ["/algorithm/reference_refresh"]),
         ({**MODEL, "algorithm": {"beta": 0}}, ["/algorithm/beta"]),
         ({**MODEL, "algorithm": {"beta": "hot"}}, ["/algorithm/beta"]),
         ({**MODEL, "algorithm": {"beta": float("nan")}}, ["/algorithm/beta"]),
         ({**MODEL, "tasks": {"kind": "taco"}}, ["/tasks/path"]),
         ({**MODEL, "value": None, "replay": {"mix": [{"source": "online", "share": 1}]}}, ["/value"]),
         ({**MODEL, "replay": {"mix": [{"source": "online", "share": 0.7}]}}, ["/replay/mix"]),
-        ({**MODEL, "offline": {"human_solutions": False}}, ["/replay/mix"]),
+        ({**MODEL, "offline": {"keep_reference_samples": False}}, ["/replay/mix"]),
         ({**MODEL, "rollout": {"temperature": [0.8, 0.1]}}, ["/rollout/temperature"]),
         ({**MODEL, "evaluation": {"samples": 5}}, ["/evaluation/ks"]),
         ({**MODEL, "trainer": {"update_interval": 7}}, ["/trainer/checkpoint_interval"]),
         ({**MODEL, "algorithm": {"losses": [{"objective": "monte_carlo_squared"}]}}, ["/algorithm/losses/0/objective"]),
         ({**MODEL, "algorithm": {"critic": {}}}, ["/algorithm/critic"]),
+        ({**MODEL, "trainer": {"zero_stage": 0, "offload": "optimizer"}}, ["/trainer/offload"]),
+        ({**MODEL, "trainer": {"zero_stage": 2, "offload": "optimizer_and_parameters"}}, ["/trainer/offload"]),
         (
             replay(sampler="outcome_balanced", correct_only=True, max_age_versions=1, min_value_spread=0.1)
             | {"value": None},
@@ -98,11 +120,27 @@ def test_a_model_path_is_enough() -> None:
             {**MODEL, "tasks": {"reward": {"scale": 2, "shift": -1}}},
             ["/tasks/reward/shift"],
         ),
+        ({**MODEL, "tasks": SCORED, "value": {"pivotal": {}}}, ["/value/pivotal"]),
         ([], ["/"]),
     ],
 )
 def test_an_impossible_spec_is_refused_with_the_pointer_of_the_field(document: Any, expected: list[str]) -> None:
     assert pointers(document) == expected
+
+
+def test_annotations_are_no_use_for_scores_between_right_and_wrong() -> None:
+    losses = [{"objective": "monte_carlo_squared"}]
+    mix = [{"source": "online", "share": 0.5}, {"source": "annotated", "share": 0.5}]
+    document = {**MODEL, "algorithm": {"losses": losses}, "value": {"pivotal": {}}, "replay": {"mix": mix}}
+
+    assert pointers({**document, "tasks": SCORED}) == ["/tasks/verifier", "/value/pivotal"]
+
+
+def test_template_arguments_keep_their_types() -> None:
+    arguments = {"budget": 1, "date": None, "effort": "high", "enable_thinking": False, "share": 0.5}
+    spec = parse_job_spec(chat(template_arguments=arguments))
+
+    assert repr(spec_from_json(spec_to_json(spec)).model.chat.template_arguments) == repr(arguments)
 
 
 @pytest.mark.parametrize("objective", ["grpo", "group_centred_squared"])

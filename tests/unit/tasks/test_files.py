@@ -1,6 +1,7 @@
 """Task files in the published schemas, made here: what is read, and how malformed rows are named."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ import pytest
 from pyarrow import parquet
 
 from spo.errors import InvalidInput
+from spo.model.chat import USUAL
 from spo.spec.job_spec import TasksSpec
 from spo.tasks.code_contests import read_code_contests
 from spo.tasks.jsonl import read_jsonl
 from spo.tasks.load import load_tasks
-from spo.tasks.problem import Problem, extract_program, write_response
+from spo.tasks.problem import Problem, extract_program, program_of, write_response
 from spo.tasks.taco import read_taco
+from spo.v1.trajectory_pb2 import SEGMENT_KIND_ACTION, SEGMENT_KIND_OBSERVATION, Segment, Trajectory
 from spo.v1.verdict_pb2 import CHECKER_FLOAT, CHECKER_SPECIAL, CHECKER_TOKENS
 
 Row = dict[str, Any]
@@ -181,12 +184,12 @@ def reason(kind: str, path: Path) -> str:
     [
         ("{not json", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
-        ("[1, 2]", "valid dictionary"),
-        (json.dumps(own_row() | {"surprise": 1}), "surprise: Extra inputs"),
-        (json.dumps(own_row() | {"statement": 3}), "statement: Input should be a valid string"),
-        (json.dumps(own_row() | {"tests": []}), "tests: Tuple should have at least 1"),
-        (json.dumps(own_row() | {"tests": [{"stdin": ""}]}), "tests/0/stdout: Field required"),
-        (json.dumps(own_row() | {"limits": {"cpu_seconds": -1}}), "limits/cpu_seconds: Input should be greater"),
+        ("[1, 2]", "the row must be an object, not a list"),
+        (json.dumps(own_row() | {"surprise": 1}), "surprise: is no field here"),
+        (json.dumps(own_row() | {"statement": 3}), "statement: must be text, not a number"),
+        (json.dumps(own_row() | {"tests": []}), "a problem needs tests, an answer, code_tests"),
+        (json.dumps(own_row() | {"tests": [{"stdin": ""}]}), "tests/0/stdout: is missing"),
+        (json.dumps(own_row() | {"limits": {"cpu_seconds": -1}}), "limits/cpu_seconds: must be above 0"),
         ('{"statement": "\\ud800", "tests": [{"stdin": "", "stdout": ""}]}', "surrogates not allowed"),
         (json.dumps(own_row() | {"tests": [{"stdin": "", "stdout": "\ud800"}]}), "surrogates not allowed"),
     ],
@@ -212,7 +215,7 @@ def test_bytes_that_are_no_text_are_named_too(tmp_path: Path) -> None:
         ("code_contests", code_contests_row() | {"solutions": {"language": [3], "solution": []}}, "1 languages"),
         ("code_contests", code_contests_row() | {"difficulty": 99}, "difficulty"),
         ("code_contests", {"description": "No tests."}, "no tests"),
-        ("code_contests", {"name": "No description."}, "description: Field required"),
+        ("code_contests", {"name": "No description."}, "description: is missing"),
         ("taco", taco_row() | {"input_output": "{"}, "line 1, input_output: not valid JSON"),
         ("taco", taco_row() | {"input_output": '{"inputs": ["1"], "outputs": []}'}, "1 inputs but 0 outputs"),
         ("taco", taco_row() | {"input_output": '{"inputs": [], "outputs": []}'}, "no tests"),
@@ -295,10 +298,59 @@ def test_too_few_problems_are_an_error_that_counts_them(tmp_path: Path) -> None:
         ("```\nold\n```\ntext\n```python3\nnew\n```", "new\n"),
         ("```py\nunfinished", "unfinished"),
         ("print(2)", "print(2)"),
+        ("```python\nprint(1)\n```\nIt prints:\n```\n1\n```\nDone.", "print(1)\n"),
+        ("```python\nprint(1)\n```\nIt prints:\n```text\n1\n```\nDone.", "print(1)\n"),
+        ("Use ```print``` as in\n```Python title=a.py\nprint(1)```", "print(1)"),
+        ("```cpp\nint main() {}\n```", "int main() {}\n"),
+        ("```text\n1\n```", "```text\n1\n```"),
     ],
 )
 def test_a_fenced_program_is_the_last_block_or_everything(response: str, program: str) -> None:
     assert extract_program(response, "fenced") == program
+
+
+@pytest.mark.parametrize(
+    ("response", "opened", "program"),
+    [
+        ("<think>\n```python\ndraft\n```\n</think>\n```python\nprint(1)\n```", False, "print(1)\n"),
+        ("```python\ndraft\n```\n</think>\n```python\nprint(1)\n```", True, "print(1)\n"),
+        ("<think>a</think>b<think>c</think>```\nprint(1)\n```", False, "print(1)\n"),
+        ("<think>\n```python\ndraft\n```", False, ""),
+        ("```python\ndraft\n```", True, ""),
+        ("<think>a</think>```\nprint(1)\n```<think>more", False, ""),
+        ("```python\nprint(1)\n```", False, "print(1)\n"),
+    ],
+)
+def test_what_is_reasoned_before_the_answer_holds_no_program(response: str, opened: bool, program: str) -> None:
+    length = USUAL.reasoning_length(response, opened=opened)
+    trajectory = Trajectory(response_text=response, reasoning_characters=length)
+
+    assert program_of(trajectory, "fenced") == program
+
+
+@pytest.mark.parametrize(
+    ("reasoning_characters", "program"), [(0, "second try"), (len("first tryfailedsecond "), "try")]
+)
+def test_of_a_conversation_the_last_action_holds_the_program(reasoning_characters: int, program: str) -> None:
+    turns = [
+        ("first try", SEGMENT_KIND_ACTION),
+        ("failed", SEGMENT_KIND_OBSERVATION),
+        ("second try", SEGMENT_KIND_ACTION),
+    ]
+    segments = [Segment(kind=kind, characters=len(text), tokens=1) for text, kind in turns]
+    text = "".join(text for text, _ in turns)
+    trajectory = Trajectory(response_text=text, segments=segments, reasoning_characters=reasoning_characters)
+
+    assert program_of(trajectory, "raw") == program
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("piece", ["```", "``` ", "```\n", "`", "<think>", "</think>", "<think", "```python", "\n```a"])
+def test_any_response_is_read_in_linear_time(piece: str) -> None:
+    response = piece * (4_000_000 // len(piece))
+    trajectory = Trajectory(response_text=response, reasoning_characters=USUAL.reasoning_length(response))
+
+    assert len(program_of(trajectory, "fenced")) <= len(response)
 
 
 def test_a_raw_program_is_the_response_itself() -> None:
@@ -308,3 +360,24 @@ def test_a_raw_program_is_the_response_itself() -> None:
 def test_a_written_response_holds_its_program() -> None:
     for response_format in ("raw", "fenced"):
         assert extract_program(write_response("print(1)\n", response_format), response_format) == "print(1)\n"
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    "path", ["x" * 5000, "/" + "x" * 300 + ".jsonl", "/a\0b.jsonl", "/proc", "/dev/zero", "fifo.jsonl"]
+)
+def test_a_path_that_no_task_file_can_have_is_refused_at_once(path: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.jsonl")
+
+    with pytest.raises(InvalidInput) as caught:
+        list(read_jsonl(tmp_path / path if path == "fifo.jsonl" else path))
+
+    assert [fault.pointer for fault in caught.value.violations] == ["/tasks/path"]
+
+
+@pytest.mark.timeout(10)
+def test_a_fifo_among_task_files_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+
+    with pytest.raises(InvalidInput, match="no regular file"):
+        list(read_jsonl(tmp_path))

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from spo.model.folder import inspect_model_folder
-from spo.model.logprobs import encode_prompt, load_policy, load_tokenizer
+from spo.model.logprobs import load_policy
+from spo.model.tokenizer import encode_prompt, load_tokenizer
 from spo.tasks.problem import Problem
 from spo.tasks.toy.model import build_reference_model, main, recipe_digest
 from spo.tasks.toy.problems import toy_tasks

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from spo.model.logprobs import encode_prompt, encode_response
+from spo.model.tokenizer import encode_prompt, encode_response
 from spo.tasks.toy.problems import sample_composition, toy_tasks
 from spo.tasks.toy.solutions import human_solutions
 from spo.tasks.toy.tokenizer import SEPARATOR, build_tokenizer, save_tokenizer, vocabulary

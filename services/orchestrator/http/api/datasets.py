@@ -13,6 +13,7 @@ from starlette.concurrency import run_in_threadpool
 
 from services.orchestrator.datasets.store import Dataset, FileFormat, State, TaskFormat
 from services.orchestrator.http.dependencies import ContextDep, Limit, PrincipalDep
+from spo.disk_space import told_when_full
 from spo.errors import FieldViolation, InvalidInput, NotFound
 
 router = APIRouter(prefix="/v1/datasets", tags=["datasets"])
@@ -60,6 +61,7 @@ class DatasetReport(BaseModel):
     left_out: int = 0
     duplicates: int = 0
     tests: int = 0
+    answers: int = 0
     with_solutions: int = 0
     difficulties: dict[str, int] = {}
     faults_total: int
@@ -167,7 +169,7 @@ async def add_part(
 async def _write(request: Request, part: File) -> str:
     """Stream the body into a file, little of it in memory at a time; returns its Content-Digest."""
     digest = hashlib.sha256()
-    with part.open("wb") as file:
+    with told_when_full(part.parent), part.open("wb") as file:
 
         def write(chunk: bytes) -> None:
             digest.update(chunk)

@@ -10,11 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from services.orchestrator.auth.principals import Principal
 from services.orchestrator.container import AppContext
-from services.orchestrator.evaluation.queue import RequestedEvaluation
-from services.orchestrator.http import views
+from services.orchestrator.evaluation.requests import RequestedEvaluation
 from services.orchestrator.http.dependencies import ContextDep, PrincipalDep, require_own_job
+from services.orchestrator.jobs.checkpoints import recorded_checkpoints
 from spo.errors import FieldViolation, InvalidInput, NotFound
 from spo.spec.job_spec import EvaluationSpec, TasksSpec
+from spo.spec.section import Temperature, TopP
 
 router = APIRouter(prefix="/v1/evaluations", tags=["evaluations"])
 
@@ -31,9 +32,9 @@ class EvaluationRequest(BaseModel):
     checkpoint_step: int | None = Field(default=None, ge=1, le=2**53, description="The weights of this checkpoint.")
     tasks: TasksSpec | None = Field(default=None, description="Whose held-out problems; default: the job's.")
     samples: int = Field(default=20, ge=1, le=10_000)
-    temperature: float = Field(default=0.4, gt=0, le=5)
-    top_p: float = Field(default=0.95, gt=0, le=1)
-    ks: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1, 10), min_length=1, max_length=64)
+    temperature: Temperature = 0.4
+    top_p: TopP = 0.95
+    ks: tuple[Annotated[int, Field(ge=1, le=10_000)], ...] = Field(default=(1, 10), min_length=1, max_length=64)
 
 
 class Evaluation(BaseModel):
@@ -79,7 +80,7 @@ def request_evaluation(
 @router.get("")
 def list_evaluations(context: ContextDep, principal: PrincipalDep) -> EvaluationList:
     """Newest first."""
-    found = [requested for requested in context.evaluations.requested() if _may_see(principal, requested)]
+    found = [requested for requested in context.evaluations.requests.all() if _may_see(principal, requested)]
     for requested in found:
         if requested.result:
             requested.result.pop("per_problem", None)
@@ -89,10 +90,21 @@ def list_evaluations(context: ContextDep, principal: PrincipalDep) -> Evaluation
 @router.get("/{evaluation_id}")
 def get_evaluation(context: ContextDep, principal: PrincipalDep, evaluation_id: EvaluationId) -> Evaluation:
     """One evaluation with its table of problems."""
-    found = context.evaluations.get(evaluation_id)
+    return _shown(_visible(context, principal, evaluation_id))
+
+
+@router.post("/{evaluation_id}/cancel")
+def cancel_evaluation(context: ContextDep, principal: PrincipalDep, evaluation_id: EvaluationId) -> Evaluation:
+    """End an evaluation without a result; one that has ended otherwise is a conflict."""
+    _visible(context, principal, evaluation_id)
+    return _shown(context.evaluations.requests.cancel(evaluation_id, f"{principal.name} cancelled it"))
+
+
+def _visible(context: AppContext, principal: Principal, evaluation_id: str) -> RequestedEvaluation:
+    found = context.evaluations.requests.get(evaluation_id)
     if not _may_see(principal, found):
         raise NotFound(f"there is no evaluation {evaluation_id}", code="evaluation_not_found")
-    return _shown(found)
+    return found
 
 
 def _version(context: AppContext, body: EvaluationRequest) -> int:
@@ -100,7 +112,7 @@ def _version(context: AppContext, body: EvaluationRequest) -> int:
         return body.version
     if body.checkpoint_step is None:
         return max((int(published["version"]) for published in context.weights.versions(body.job_id)), default=0)
-    heads = {head.step: head for head in views.checkpoints(context, body.job_id)}
+    heads = {head.step: head for head in recorded_checkpoints(context.redis, body.job_id)}
     if body.checkpoint_step not in heads:
         message = f"job {body.job_id} has checkpoints at {sorted(heads) or 'no step'}"
         raise InvalidInput(
@@ -110,7 +122,7 @@ def _version(context: AppContext, body: EvaluationRequest) -> int:
 
 
 def _shown(requested: RequestedEvaluation) -> Evaluation:
-    return Evaluation(**asdict(requested))
+    return Evaluation.model_validate(asdict(requested))
 
 
 def _may_see(principal: Principal, requested: RequestedEvaluation) -> bool:

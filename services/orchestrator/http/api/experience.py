@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError
 from starlette.concurrency import run_in_threadpool
 from ulid import ULID
 
@@ -19,7 +19,7 @@ from services.orchestrator.experience.rejudge import Rejudging
 from services.orchestrator.http.dependencies import RUN_PATTERN, ContextDep, PrincipalDep, require_own_job
 from services.orchestrator.lifecycle.submission import parse_json
 from services.orchestrator.schemas import experience as schemas
-from spo.errors import Conflict, FieldViolation, InvalidInput
+from spo.errors import Conflict, FieldViolation, InvalidInput, NotReady
 from spo.experience.import_row import ImportTerms
 from spo.experience.uploads import UploadFormat
 from spo.model.folder import inspect_model_folder
@@ -95,7 +95,7 @@ class StorePart(BaseModel):
 
 
 class Export(StorePart):
-    right: bool | None = Field(default=None, description="Only successes, or only failures.")
+    right: StrictBool | None = Field(default=None, description="Only successes, or only failures.")
     format: Literal["jsonl", "parquet"] = "jsonl"
 
 
@@ -103,16 +103,16 @@ class Rejudge(StorePart):
     job: str | None = Field(default=None, pattern=r"^job_[0-9A-Z]{26}$", description="Judge by this job's tasks ...")
     tasks: TasksSpec | None = Field(default=None, description="... or by these.")
     name: str | None = Field(default=None, pattern=RUN_PATTERN, description="Of the new lineage; default: a new one.")
-    dry_run: bool = False
+    dry_run: StrictBool = False
 
 
 class Compact(StorePart):
-    dry_run: bool = False
+    dry_run: StrictBool = False
 
 
 class Prune(StorePart):
     older_than_days: float | None = Field(default=None, ge=0, le=36500)
-    dry_run: bool = False
+    dry_run: StrictBool = False
 
 
 class ImportQuery(BaseModel):
@@ -151,7 +151,7 @@ async def import_experience(
             licence=query.licence,
         )
         options = ImportOptions(terms, UPLOAD_FORMATS[kind], query.judging, query.keep_good, principal.tenant)
-        return import_rows(context.experience, context.judge, context.library.load(spec).train, body, options)
+        return import_rows(context.experience, context.judges, context.library.load(spec).train, body, options)
 
     return await run_in_threadpool(store)
 
@@ -160,6 +160,9 @@ async def import_experience(
 def export_experience(context: ContextDep, principal: PrincipalDep, body: Export) -> StreamingResponse:
     """The chosen trajectories as JSONL, a column per field, or as one Parquet file of the store's own format."""
     scope = _scope(principal, body)
+    if body.run and queries.is_on_its_way(context.redis, body.run):
+        require_own_job(context, principal, body.run)
+        raise NotReady(f"the experience of {body.run} is still being stored", code="experience_on_its_way")
     scope.files(context.experience)
     rows = queries.every_row(context.experience, scope, queries.RowFilter(right=body.right))
     kind = next(name for name, upload_format in UPLOAD_FORMATS.items() if upload_format == body.format)
@@ -174,7 +177,7 @@ def rejudge(context: ContextDep, principal: PrincipalDep, body: Rejudge) -> sche
     _check_name(context, principal, name, "rejudge")
     tasks = context.library.load(spec)
     rejudging = Rejudging(
-        context.experience, context.judge, tasks.train, spec.kind, name, principal.tenant, writes=not body.dry_run
+        context.experience, context.judges, tasks.train, spec.kind, name, principal.tenant, writes=not body.dry_run
     )
     return rejudging.run(_scope(principal, body))
 

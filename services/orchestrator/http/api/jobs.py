@@ -7,13 +7,12 @@ from typing import Annotated
 from blake3 import blake3
 from fastapi import APIRouter, Body, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
-from starlette.concurrency import run_in_threadpool
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
 
 from services.orchestrator import schemas
 from services.orchestrator.container import AppContext
 from services.orchestrator.http import views
-from services.orchestrator.http.dependencies import ContextDep, JobId, PrincipalDep
+from services.orchestrator.http.dependencies import ContextDep, JobId, PrincipalDep, checks_of
 from services.orchestrator.http.submission import checked_spec, require_quota, require_sources, submit_job
 from services.orchestrator.jobs.states import CANCEL, PAUSE, RESUME, JobAction
 from services.orchestrator.lifecycle.forks.fork import ForkOptions
@@ -53,7 +52,7 @@ class ForkRequest(BaseModel):
 
     version: int | None = Field(default=None, ge=1, le=2**53, description="Start at step 0 with these weights.")
     checkpoint_step: int | None = Field(default=None, ge=1, le=2**53, description="Go on from this checkpoint.")
-    as_reference: bool = Field(
+    as_reference: StrictBool = Field(
         default=False, description="The weights become pi0, with new values; otherwise pi0 is the parent's."
     )
     overrides: dict[str, object] = Field(
@@ -78,7 +77,10 @@ async def submit(
     validate_only: bool = False,
     idempotency_key: IdempotencyKey = None,
 ) -> Response:
-    """Submit a JobSpec. With `validate_only` nothing is created and the resolved spec comes back."""
+    """Submit a JobSpec; `warnings` say what may not fit the replicas that live, and refuse nothing.
+
+    With `validate_only` nothing is created and the resolved spec comes back, with its `warnings`.
+    """
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise InvalidInput("send the job spec as application/json", code="unsupported_media_type")
     body = await request.body()
@@ -86,11 +88,12 @@ async def submit(
     def answer() -> Response:
         spec = checked_spec(context, principal, body)
         if validate_only:
-            return JSONResponse(spec.model_dump(mode="json"))
+            warnings = [each.model_dump() for each in views.spec_warnings(context, spec)]
+            return JSONResponse({**spec.model_dump(mode="json"), "warnings": warnings})
         job_id = submit_job(context, principal, spec, idempotency_key)
         return _with_etag(request, views.job(context, job_id), 202, f"/v1/jobs/{job_id}")
 
-    return await run_in_threadpool(answer)
+    return await checks_of(request).run(answer)
 
 
 @router.get("")
@@ -144,7 +147,7 @@ def checkpoint(context: ContextDep, job_id: JobId) -> schemas.JobSummary:
 
 
 @router.post("/{job_id}/fork", status_code=202, response_model=schemas.Job)
-def fork(
+async def fork(
     request: Request,
     context: ContextDep,
     principal: PrincipalDep,
@@ -153,15 +156,18 @@ def fork(
     idempotency_key: IdempotencyKey = None,
 ) -> Response:
     """A new job that starts from this one's weights or goes on from its checkpoint, whatever becomes of this one."""
-    require_quota(context, principal)
     options = ForkOptions(**dict(body))
 
     def check(spec: JobSpec) -> None:
         context.require_usable(spec.tasks, principal.sees_tenant)
         require_sources(context, principal, spec)
 
-    forked = context.forks.fork(job_id, options, check, idempotency_key, principal.name, principal.tenant)
-    return _with_etag(request, views.job(context, forked), 202, f"/v1/jobs/{forked}")
+    def answer() -> Response:
+        require_quota(context, principal)
+        forked = context.forks.fork(job_id, options, check, idempotency_key, principal.name, principal.tenant)
+        return _with_etag(request, views.job(context, forked), 202, f"/v1/jobs/{forked}")
+
+    return await checks_of(request).run(answer)
 
 
 @router.post("/{job_id}/weights/push", status_code=202)

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from importlib import metadata
+from typing import Annotated
 
 import redis
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from services.orchestrator import schemas
 from services.orchestrator.container import AppContext
 from services.orchestrator.http import views
 from services.orchestrator.http.dependencies import ContextDep, PrincipalDep
 from services.orchestrator.lifecycle.pipeline import platform_depths
-from spo.errors import NotReady
+from spo.errors import FieldViolation, InvalidInput, NotReady
 from spo.observability.metrics import JOBS, REPLICAS, STREAM_LAG, STREAM_PENDING
 from spo.spec.job_state import ACTIVE
 
 router = APIRouter(tags=["platform"])
+
+
+class RebuildRequest(BaseModel):
+    """Which lost jobs; null: all. Without `resume` those that had not ended come back as failed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    job_ids: list[Annotated[str, Field(max_length=200)]] | None = Field(default=None, max_length=10_000)
+    resume: StrictBool = Field(default=False, description="Queue them again, to go on from their newest checkpoints.")
 
 
 def version() -> str:
@@ -32,21 +43,47 @@ def list_replicas(context: ContextDep, principal: PrincipalDep) -> schemas.Repli
 
 
 @router.get("/healthz")
-def healthz() -> dict[str, str]:
-    """The process answers."""
+async def healthz() -> dict[str, str]:
+    """The process answers, whatever keeps its threads busy."""
     return {"status": "ok"}
 
 
 @router.get("/readyz")
 def readyz(context: ContextDep) -> dict[str, str]:
-    """Ready for requests: Redis answers and the process is not draining."""
+    """Ready for requests: Redis answers, this process leads and is not draining; a standby names the leader."""
     if context.stop.is_set():
         raise NotReady("the orchestrator is draining", code="draining")
     try:
         context.redis.ping()
     except redis.RedisError as error:
         raise NotReady(f"Redis does not answer: {error}", code="redis_unreachable") from None
-    return {"status": "ready"}
+    context.leadership.require()
+    notice = context.watch.notice()
+    return {"status": "ready", **({"data_loss": notice} if notice else {})}
+
+
+@router.get("/v1/platform")
+def show_platform(context: ContextDep, principal: PrincipalDep) -> schemas.PlatformView:
+    """Which platform this is, what it lost, and the jobs whose records are gone; tenants see their own jobs."""
+    return views.platform(context, principal.sees_tenant)
+
+
+@router.post("/v1/platform/rebuild")
+def rebuild_jobs(context: ContextDep, principal: PrincipalDep, body: RebuildRequest) -> schemas.RebuiltJobs:
+    """Make the records of lost jobs again from their manifests, and acknowledge the loss; needs the scope admin."""
+    lost = {manifest.id: manifest for manifest in context.watch.lost()}
+    named = list(lost) if body.job_ids is None else body.job_ids
+    faults = [
+        FieldViolation(f"/job_ids/{number}", "is no lost job") for number, name in enumerate(named) if name not in lost
+    ]
+    if faults:
+        raise InvalidInput("not all of these are lost jobs", code="not_lost", violations=tuple(faults))
+    made = [
+        context.job_rebuild.rebuild(lost[job_id], resume=body.resume, actor=principal.name)
+        for job_id in dict.fromkeys(named)
+    ]
+    context.watch.acknowledge()
+    return schemas.RebuiltJobs(items=[schemas.RebuiltJob(**vars(job)) for job in made])
 
 
 @router.get("/version")

@@ -12,6 +12,10 @@ from ulid import ULID
 from services.orchestrator import schemas
 from services.orchestrator.http import views
 from services.orchestrator.http.dependencies import ContextDep, JobId
+from spo.errors import NotReady, PreconditionFailed
+from spo.spec.job_state import TERMINAL
+from spo.spec.section import Temperature, TopP
+from spo.spec.wire_enums import wire_name
 from spo.v1.inference_service_pb2 import GenerateRequest, GenerateResponse
 from spo.v1.prompt_pb2 import Prompt, PromptGroup, Sampling
 from spo.v1.trajectory_pb2 import FinishReason
@@ -30,8 +34,8 @@ class CompletionRequest(BaseModel):
     prompt: str = Field(min_length=1, max_length=200_000)
     version: int | None = Field(default=None, ge=0, le=2**53)
     samples: int = Field(default=1, ge=1, le=64)
-    temperature: float = Field(default=0.4, gt=0, le=5)
-    top_p: float = Field(default=0.95, gt=0, le=1)
+    temperature: Temperature = 0.4
+    top_p: TopP = 0.95
     max_tokens: int | None = Field(default=None, ge=1, le=131_072, description="Default: the job's response length.")
     seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
 
@@ -57,7 +61,7 @@ def list_versions(context: ContextDep, job_id: JobId) -> schemas.WeightVersions:
 
 @router.post("/{job_id}/completions")
 def complete(context: ContextDep, job_id: JobId, body: CompletionRequest) -> Completions:
-    """Sample the policy. Answers 503 while no replica serves the job, 412 when they serve another."""
+    """Sample the policy. Answers 503 while no replica serves the job, 412 when they serve another or it has ended."""
     spec = context.jobs.spec(job_id)
     seed = secrets.randbits(62) if body.seed is None else body.seed
     longest = min(spec.model.max_response_tokens, MAX_TOKENS_IN_ALL // body.samples)
@@ -76,13 +80,19 @@ def complete(context: ContextDep, job_id: JobId, body: CompletionRequest) -> Com
         policy_version=body.version,
         dispatched_unix_ms=int(time.time() * 1000),
     )
-    reply: GenerateResponse = context.inference.call("Generate", GenerateRequest(group=group), COMPLETION_SECONDS)
+    try:
+        reply: GenerateResponse = context.inference.call("Generate", GenerateRequest(group=group), COMPLETION_SECONDS)
+    except (NotReady, PreconditionFailed):
+        if context.jobs.state(job_id) not in TERMINAL:
+            raise
+        message = f"job {job_id} has ended, and no replica serves it any more"
+        raise PreconditionFailed(message, code="policy_not_served") from None
     return Completions(
         items=[
             Completion(
                 text=trajectory.response_text,
                 tokens=len(trajectory.response_token_ids),
-                finish_reason=FinishReason.Name(trajectory.finish_reason).removeprefix("FINISH_REASON_").lower(),
+                finish_reason=wire_name(FinishReason, trajectory.finish_reason),
                 version=trajectory.policy_version_first,
                 mean_logprob=sum(trajectory.sampling_logprobs) / max(1, len(trajectory.sampling_logprobs)),
             )

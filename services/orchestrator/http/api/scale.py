@@ -23,6 +23,7 @@ class ScaleRequest(BaseModel):
 
     inference: Count | None = None
     sandbox_judge: Count | None = Field(default=None, alias="sandbox-judge")
+    verifier: Count | None = None
 
 
 @router.get("")
@@ -34,6 +35,6 @@ def get_scale(context: ContextDep) -> schemas.ScaleView:
 @router.put("", status_code=202)
 def put_scale(context: ContextDep, body: ScaleRequest) -> schemas.ScaleView:
     """Ask for other numbers of replicas; they join and drain while jobs run."""
-    given = {"inference": body.inference, "sandbox-judge": body.sandbox_judge}
+    given = {"inference": body.inference, "sandbox-judge": body.sandbox_judge, "verifier": body.verifier}
     context.scale.request({pool: count for pool, count in given.items() if count is not None})
     return views.scale(context)

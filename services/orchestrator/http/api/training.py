@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query
+from fastapi.responses import StreamingResponse
 
 from services.orchestrator import schemas
 from services.orchestrator.http import views
 from services.orchestrator.http.dependencies import ContextDep, JobId
+from services.orchestrator.http.downloads import weights_as_members
 from services.orchestrator.jobs.series import evaluation_results, platform_series, training_series
 from spo.errors import NotFound
+from spo.weights.tar_stream import tar_bytes, tar_pieces
 
 router = APIRouter(prefix="/v1/jobs", tags=["training"])
 
@@ -56,6 +59,27 @@ def weight_version(
         if found.version == version:
             return found
     raise NotFound(f"job {job_id} has no weight version {version}", code="weight_version_not_found")
+
+
+@router.get(
+    "/{job_id}/weights/{version:int}/download",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}}},
+)
+def download_weights(
+    context: ContextDep,
+    job_id: JobId,
+    version: Annotated[int, Path(ge=1, le=2**53)],
+    *,
+    merge: Annotated[bool, Query(description="An adapter: a whole model, the adapter in its weights.")] = False,
+) -> StreamingResponse:
+    """A published version as a model folder in a tar archive, or as peft's folder where the job trains an adapter."""
+    members = weights_as_members(context, job_id, version, merge=merge)
+    headers = {
+        "Content-Length": str(tar_bytes(members)),
+        "Content-Disposition": f'attachment; filename="{job_id}-{version}.tar"',
+    }
+    return StreamingResponse(tar_pieces(members), media_type="application/x-tar", headers=headers)
 
 
 @router.get("/{job_id}/checkpoints")

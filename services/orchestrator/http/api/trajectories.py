@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from services.orchestrator import schemas
 from services.orchestrator.http import views
-from services.orchestrator.http.dependencies import ContextDep, JobId, PromptId, TrajectoryId
+from services.orchestrator.http.dependencies import ContextDep, JobId, Limit, PromptId, TrajectoryId
 from spo.spec.job_spec import SourceName
 from spo.v1.replay_service_pb2 import GetBatchRequest, GetBatchResponse
 
@@ -56,6 +56,17 @@ def get_batch(context: ContextDep, job_id: JobId, step: Annotated[int, Path(ge=0
     request = GetBatchRequest(run_id=job_id, step=step)
     reply: GetBatchResponse = context.replay.call("GetBatch", request, views.REPLAY_SECONDS)
     return schemas.BatchView(step=step, trajectory_ids=list(reply.trajectory_ids))
+
+
+@router.get("/{job_id}/prompts")
+def list_prompts(
+    context: ContextDep,
+    job_id: JobId,
+    limit: Limit = 100,
+    cursor: Annotated[str, Query(pattern=r"^\d{0,9}$")] = "",
+) -> schemas.PromptPage:
+    """The training prompts of a job in their order, with how pi0 did on each."""
+    return views.prompts(context, job_id, int(cursor or 0), limit)
 
 
 @router.get("/{job_id}/prompts/{prompt_id}")

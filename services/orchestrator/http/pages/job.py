@@ -14,6 +14,7 @@ from services.orchestrator.http import views
 from services.orchestrator.http.bottlenecks import job_waits
 from services.orchestrator.http.dependencies import ContextDep, JobId, PrincipalDep
 from services.orchestrator.http.pages.rendering import is_part, show
+from services.orchestrator.http.views.dead_letters import DeadLetters
 from services.orchestrator.jobs.series import evaluation_results
 from services.orchestrator.replicas.registry import POOLS
 from spo.errors import SpoError
@@ -25,6 +26,7 @@ LATEST_TRAJECTORIES = 6
 SHOWN_VERSIONS = 8
 SHOWN_ALARMS = 20
 LOG_LINES = 200
+LETTERS = 100
 
 
 @router.get("")
@@ -47,7 +49,9 @@ def show_evaluations(request: Request, context: ContextDep, job_id: JobId) -> Re
     facts = {
         "job": views.job(context, job_id),
         "results": [views.evaluation_brief(result) for result in evaluation_results(context.redis, job_id)][::-1],
-        "asked": [asked for asked in context.evaluations.requested() if asked.job_id == job_id],
+        "asked": [asked for asked in context.evaluations.requests.all() if asked.job_id == job_id],
+        "failures": context.evaluations.schedule.failures(job_id),
+        "attempts": context.settings.evaluation_attempts,
         "versions": [published["version"] for published in context.weights.versions(job_id)][::-1],
     }
     if is_part(request):
@@ -71,6 +75,21 @@ def show_logs(
     if is_part(request):
         return show(request, "logs/lines.html", job=job, **facts)
     return show(request, "logs/page.html", tab="logs", job=job, **facts)
+
+
+@router.get("/dead-letters")
+def show_dead_letters(
+    request: Request,
+    context: ContextDep,
+    job_id: JobId,
+    cursor: Annotated[str, Query(pattern=r"^([a-z_]{1,40}-\d{1,16}-\d{1,16})?$")] = "",
+) -> Response:
+    """Entries of the job that were given up on, and why."""
+    job = views.job(context, job_id)
+    page = DeadLetters(context.redis, job_id).page("", LETTERS, cursor)
+    given_up = sum(total.given_up for total in page.totals.values())
+    facts = {"job": job, "ended": job.state in TERMINAL, "page": page, "given_up": given_up}
+    return show(request, "dead_letters/page.html", tab="dead letters", **facts)
 
 
 def _live_parts(context: AppContext, job_id: str, principal: Principal) -> dict[str, object]:

@@ -18,6 +18,7 @@ from spo import redis_keys
 from spo.errors import SpoError
 from spo.spec.job_spec import JobSpec
 from spo.spec.prompt_values import qhat_0
+from spo.tasks.learnability import MOST_PROBED, learnability
 from spo.tasks.problem import Problem
 from spo.v1.replay_service_pb2 import ListTrajectoriesRequest, ListTrajectoriesResponse
 from spo.v1.value_pb2 import PromptValue
@@ -60,7 +61,8 @@ def show_prompts(
     }
     if is_part(request):
         return show(request, "prompts/table.html", **facts)
-    return show(request, "prompts/list.html", tab="prompts", **facts)
+    probed = learnability(views.prompts(context, job_id, 0, MOST_PROBED).items)
+    return show(request, "prompts/list.html", tab="prompts", probed=probed, **facts)
 
 
 @router.get("/{prompt_id}")

@@ -6,10 +6,12 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+import redis
 from fastapi import Request, Response
 from fastapi.templating import Jinja2Templates
 from starlette.datastructures import Headers
 
+from services.orchestrator.container import AppContext
 from services.orchestrator.jobs.states import ACTIONS
 from spo.error_codes import CATALOGUE
 from spo.spec.job_state import JobState
@@ -34,11 +36,20 @@ def show(request: Request, template: str, **facts: object) -> Response:
     # Error codes are explained to anybody; nobody is known there.
     principal = getattr(request.state, "principal", None)
     response = templates.TemplateResponse(
-        request, template, {"principal": principal, "path": request.url.path, **facts}
+        request, template, {"principal": principal, "path": request.url.path, "notice": _notice(request), **facts}
     )
     response.headers["Cache-Control"] = "no-store"
     response.headers["Vary"] = "HX-Request"
     return response
+
+
+def _notice(request: Request) -> str:
+    """What everybody should know of lost data; nothing where Redis does not answer."""
+    try:
+        context: AppContext = request.app.state.context
+        return context.watch.notice()
+    except (redis.RedisError, OSError):
+        return ""
 
 
 def is_part(request: Request) -> bool:

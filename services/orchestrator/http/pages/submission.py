@@ -9,19 +9,37 @@ from urllib.parse import parse_qs
 
 import yaml
 from fastapi import APIRouter, Request, Response
-from starlette.concurrency import run_in_threadpool
 
-from services.orchestrator.http.dependencies import ContextDep, PrincipalDep
+from services.orchestrator.container import AppContext
+from services.orchestrator.http import views
+from services.orchestrator.http.dependencies import ContextDep, PrincipalDep, checks_of
 from services.orchestrator.http.pages.rendering import show
 from services.orchestrator.http.submission import checked_spec, submit_job
 from services.orchestrator.lifecycle.submission import MAX_DEPTH
 from spo.errors import InvalidInput, SpoError
+from spo.spec.job_spec import JobSpec
+from spo.tasks.learnability import probe_document
+from spo.tasks.toy.built import newest_model, wanted_difficulty
 
 router = APIRouter()
 
 # Of a clone, of the image; where there is neither the form begins empty.
 RECIPE_FOLDERS = (Path(__file__).parents[4] / "deploy" / "recipes", Path("/usr/share/spo/recipes"))
 EXAMPLE = "toy/demo.yaml"
+# What a person pastes into `tasks`, by kind.
+VERIFIERS = {
+    "program": "verifier: {kind: program}  # what the task file says: tests, functions, answers",
+    "python": "verifier: {kind: python, path: /tasks/score.py, function: score}",
+    "http": "verifier: {kind: http, url: https://rewards.example.org/score}",
+    "model": "verifier: {kind: model, address: https://judge.example.org/v1, model: M, rubric: Is it right, votes: 3}",
+    "composition": """verifier:
+  kind: composition
+  pass_score: 0.9
+  parts:
+    - {name: form, gate: true, verifier: {kind: format, expression: '(?s).*print.*'}}
+    - {name: right, weight: 1.0, verifier: {kind: program}}
+    - {name: length, weight: 0.2, length: {free_characters: 2000, most_characters: 8000}}""",
+}
 
 
 @dataclass(frozen=True)
@@ -34,28 +52,52 @@ class Fault:
 
 
 @router.get("/submit")
-def show_form(request: Request, recipe: str = EXAMPLE) -> Response:
+def show_form(request: Request, context: ContextDep, recipe: str = EXAMPLE) -> Response:
     """The form, with a recipe to begin from."""
     folder = next((recipes for recipes in RECIPE_FOLDERS if recipes.is_dir()), RECIPE_FOLDERS[0])
     known = sorted(path.relative_to(folder).as_posix() for path in folder.glob("**/*.yaml"))
     text = (folder / recipe).read_text() if recipe in known else ""
-    return show(request, "submission/form.html", recipes=known, recipe=recipe, spec=text)
+    models = context.settings.state_path.absolute() / "cache" / "models"
+    filled = with_toy_model(text, models)
+    return show(
+        request,
+        "submission/form.html",
+        recipes=known,
+        recipe=recipe,
+        spec=filled or text,
+        verifiers=VERIFIERS,
+        lacks_toy_model=filled is None,
+    )
+
+
+def with_toy_model(text: str, models: Path) -> str | None:
+    """A recipe with the newest pi0 of its contest where it names no model; None where none has been made."""
+    difficulty = wanted_difficulty(yaml.safe_load(text) or {})
+    if difficulty is None:
+        return text
+    newest = newest_model(models, difficulty)
+    return text.replace("\nmodel:\n", f"\nmodel:\n  path: {json.dumps(str(newest))}\n", 1) if newest else None
 
 
 @router.post("/submit")
 async def take_form(request: Request, context: ContextDep, principal: PrincipalDep) -> Response:
-    """Check what was typed, and submit it unless it was only to be checked."""
+    """Check what was typed, and submit it, or its probe, unless it was only to be checked."""
     form = parse_qs((await request.body()).decode("utf-8", errors="replace"), max_num_fields=10)
     typed = form.get("spec", [""])[0].replace("\r\n", "\n")
-    only_check = "check" in form
+    only_check, only_probe = "check" in form, "probe" in form
     idempotency_key = form.get("idempotency_key", [""])[0][:255] or None
 
     def answer() -> Response:
         try:
-            spec = checked_spec(context, principal, json.dumps(parse_typed(typed)).encode())
+            document = {str(name): value for name, value in parse_typed(typed).items()}
+            if only_probe:
+                document = probe_document(document)
+            spec = checked_spec(context, principal, json.dumps(document).encode())
             if only_check:
                 resolved = yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-                return show(request, "submission/answer.html", resolved=resolved)
+                return show(
+                    request, "submission/answer.html", resolved=resolved, warnings=warnings_of(context, spec, typed)
+                )
             job_id = submit_job(context, principal, spec, idempotency_key)
         except SpoError as error:
             faults = [
@@ -63,11 +105,17 @@ async def take_form(request: Request, context: ContextDep, principal: PrincipalD
                 for violation in error.violations
             ]
             return show(request, "submission/answer.html", error=error, faults=faults)
-        response = show(request, "submission/answer.html", job_id=job_id)
-        response.headers["HX-Redirect"] = f"/jobs/{job_id}"
+        response = show(request, "submission/answer.html", job_id=job_id, warnings=warnings_of(context, spec, typed))
+        response.headers["HX-Redirect"] = f"/jobs/{job_id}/prompts" if only_probe else f"/jobs/{job_id}"
         return response
 
-    return await run_in_threadpool(answer)
+    return await checks_of(request).run(answer)
+
+
+def warnings_of(context: AppContext, spec: JobSpec, typed: str) -> list[Fault]:
+    """What the plan says against a spec, at the lines of what was typed."""
+    found = views.spec_warnings(context, spec)
+    return [Fault(each.pointer, each.message, line_of(typed, each.pointer)) for each in found]
 
 
 def parse_typed(text: str) -> dict[object, object]:

@@ -17,7 +17,10 @@ from services.orchestrator.http.pages.rendering import is_part, show
 from services.orchestrator.http.pages.tokens import coloured
 from spo.errors import NotFound
 from spo.spec.job_spec import SourceName
-from spo.tasks.problem import extract_program
+from spo.spec.wire_enums import wire_name
+from spo.tasks.answer import answer_in
+from spo.tasks.problem import program_of
+from spo.tasks.verifier_pool import pool_of
 from spo.v1.judge_service_pb2 import PRIORITY_EVALUATION, JudgeRequest, JudgeResponse
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.verdict_pb2 import Outcome
@@ -113,12 +116,8 @@ def show_tokens(
     values = views.token_values(context, job_id, trajectory_id, policy_version)
     value = context.jobs.spec(job_id).value
     threshold = value.pivotal.threshold if value and value.pivotal else None
-    annotations = (
-        views.get_trajectory(context, job_id, trajectory_id).trajectory.annotations if threshold is not None else ()
-    )
-    return show(
-        request, "trajectories/tokens.html", values=values, tokens=coloured(values, annotations, threshold or 1.0)
-    )
+    trajectory = views.get_trajectory(context, job_id, trajectory_id).trajectory
+    return show(request, "trajectories/tokens.html", values=values, tokens=coloured(values, trajectory, threshold))
 
 
 @router.get("/{trajectory_id}/tests")
@@ -129,26 +128,35 @@ def show_tests(request: Request, context: ContextDep, job_id: JobId, trajectory_
     problem = next((known for known in (*tasks.train, *tasks.evaluation) if known.problem_id == found.prompt_id), None)
     if problem is None:
         raise NotFound(f"job {job_id} has no prompt {found.prompt_id}", code="prompt_not_found")
-    upload_tests(context.judge, [problem])
+    upload_tests(context.judges, [problem])
     judge_request = JudgeRequest(
-        programs=[extract_program(found.response_text, problem.response_format)],
+        programs=[program_of(found, problem.response_format, problem.language)],
         language=problem.language,
         tests_digest=problem.tests_digest,
         priority=PRIORITY_EVALUATION,
         want_details=True,
     )
-    reply: JudgeResponse = context.judge.call("Judge", judge_request, JUDGE_SECONDS)
+    reply: JudgeResponse = context.judges.of(pool_of(problem.tests)).call("Judge", judge_request, JUDGE_SECONDS)
+    verdict = reply.verdicts[0]
+    answer = answer_in(problem.tests.answer, judge_request.programs[0]) if problem.tests.HasField("answer") else None
     rows: list[dict[str, object]] = [
         {
-            "outcome": Outcome.Name(result.outcome).removeprefix("OUTCOME_").lower(),
+            "outcome": wire_name(Outcome, result.outcome),
             "result": result,
             "public": test.public,
             "stdin": test.stdin.decode(errors="replace"),
             "expected": test.stdout.decode(errors="replace"),
         }
-        for result, test in zip(reply.verdicts[0].tests, problem.tests.tests, strict=False)
+        for result, test in zip(verdict.tests, problem.tests.tests, strict=False)
     ]
-    return show(request, "trajectories/tests.html", rows=rows, judge_version=reply.verdicts[0].judge_version)
+    facts = {
+        "rows": rows,
+        "answer": answer,
+        "rule": problem.tests.answer,
+        "outcome": wire_name(Outcome, verdict.outcome),
+        "judge_version": verdict.judge_version,
+    }
+    return show(request, "trajectories/tests.html", **facts)
 
 
 def _hops(found: Trajectory) -> list[dict[str, object]]:

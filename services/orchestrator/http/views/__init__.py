@@ -1,9 +1,9 @@
 """What is stored, as the documents that API and pages show; one module per subject."""
 
-from services.orchestrator.http.views.jobs import evaluation_brief, job, job_summaries, job_summary
+from services.orchestrator.http.views.jobs import evaluation_brief, job, job_summaries, job_summary, spec_warnings
 from services.orchestrator.http.views.logs import LogFilter, LogLevel, logs
-from services.orchestrator.http.views.platform import replicas, scale
-from services.orchestrator.http.views.prompts import prompt
+from services.orchestrator.http.views.platform import platform, replicas, scale
+from services.orchestrator.http.views.prompts import prompt, prompts
 from services.orchestrator.http.views.training import checkpoints, weight_versions
 from services.orchestrator.http.views.trajectories import (
     REPLAY_SECONDS,
@@ -26,9 +26,12 @@ __all__ = [
     "job_summaries",
     "job_summary",
     "logs",
+    "platform",
     "prompt",
+    "prompts",
     "replicas",
     "scale",
+    "spec_warnings",
     "token_values",
     "trajectories",
     "trajectory_detail",

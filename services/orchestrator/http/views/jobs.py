@@ -12,7 +12,7 @@ from services.orchestrator.container import AppContext
 from services.orchestrator.jobs.record import JobRecord
 from services.orchestrator.replicas.weights import announcement_of
 from spo import redis_keys
-from spo.errors import NotFound
+from spo.spec.job_spec import JobSpec
 from spo.spec.job_state import TERMINAL, JobState
 
 
@@ -20,7 +20,7 @@ def job_summary(context: AppContext, job_id: str) -> schemas.JobSummary:
     """A job in one line. Raises NotFound."""
     for summary in job_summaries(context, [job_id]):
         return summary
-    raise NotFound(f"there is no job {job_id}", code="job_not_found")
+    raise context.jobs.absent(job_id)
 
 
 def job_summaries(context: AppContext, job_ids: Sequence[str]) -> list[schemas.JobSummary]:
@@ -52,7 +52,7 @@ def job(context: AppContext, job_id: str) -> schemas.Job:
         pipe.xrevrange(redis_keys.weights(job_id), count=1)
         fields, state, newest, document, values, evaluated, announced = pipe.execute()
     if not fields or not state or document is None:
-        raise NotFound(f"there is no job {job_id}", code="job_not_found")
+        raise context.jobs.absent(job_id)
     record = JobRecord.from_redis(fields)
     summary = _summary(job_id, record, state, newest)
     spec = context.jobs.parse_spec(document)
@@ -75,7 +75,13 @@ def job(context: AppContext, job_id: str) -> schemas.Job:
         waits=[] if summary.state in TERMINAL else _waits(context, job_id, summary.state),
         spec=spec.model_dump(mode="json"),
         lineage=schemas.Lineage(**asdict(record.lineage)) if record.lineage else None,
+        warnings=[] if summary.state in TERMINAL else spec_warnings(context, spec),
     )
+
+
+def spec_warnings(context: AppContext, spec: JobSpec) -> list[schemas.SpecWarning]:
+    """What the plan says against a spec on the replicas that live now."""
+    return [schemas.SpecWarning(**asdict(found)) for found in context.plan_warnings.of(spec)]
 
 
 def evaluation_brief(evaluation: Mapping[str, object]) -> dict[str, object]:

@@ -6,6 +6,7 @@ from services.orchestrator import schemas
 from services.orchestrator.container import AppContext
 from services.orchestrator.jobs.leases import now_ms
 from services.orchestrator.replicas.scaling import SCALABLE
+from spo import redis_keys
 from spo.errors import NotFound
 
 UNKNOWN_RUN: dict[str, object] = {"run_id": "", "policy_version": 0, "problem": ""}
@@ -25,6 +26,29 @@ def replicas(context: AppContext, tenant: str | None) -> list[schemas.Replica]:
         )
         for replica in live
     ]
+
+
+def platform(context: AppContext, tenant: str | None) -> schemas.PlatformView:
+    """What the platform is and what it lost; the lost jobs of the tenant, None: of all."""
+    identity = context.redis.hgetall(redis_keys.platform())
+    return schemas.PlatformView(
+        epoch=identity.get(b"epoch", b"").decode(),
+        schema_version=identity.get(b"schema_version", b"").decode(),
+        notice=context.watch.notice(),
+        losses=[schemas.PlatformLoss(**vars(loss)) for loss in context.watch.identity.losses()],
+        lost_jobs=[
+            schemas.LostJob(
+                id=manifest.id,
+                name=manifest.name,
+                tenant=manifest.tenant,
+                state=manifest.state,
+                saved_at=manifest.saved_at,
+                checkpoints=sorted(map(int, manifest.checkpoints)),
+                weight_versions=sorted(map(int, manifest.weights)),
+            )
+            for manifest in context.watch.lost(tenant)
+        ],
+    )
 
 
 def _owns(context: AppContext, tenant: str, run_id: str) -> bool:

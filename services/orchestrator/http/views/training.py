@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
-from services.orchestrator import redis_keys as own_keys
 from services.orchestrator import schemas
 from services.orchestrator.container import AppContext
+from services.orchestrator.jobs.checkpoints import kept_checkpoints
 from services.orchestrator.replicas.weights import applied_by
 
 
@@ -26,9 +24,10 @@ def weight_versions(context: AppContext, job_id: str) -> list[schemas.WeightVers
 
 
 def checkpoints(context: AppContext, job_id: str) -> list[schemas.Checkpoint]:
-    """Checkpoints by step. Raises NotFound."""
+    """Checkpoints that are there, by step. Raises NotFound."""
     context.jobs.state(job_id)
-    found = context.redis.hgetall(own_keys.job_checkpoints(job_id))
-    heads = sorted((json.loads(raw) for raw in found.values()), key=lambda head: int(head["step"]))
-    parents = [None, *(int(head["step"]) for head in heads)]
-    return [schemas.Checkpoint(**head, parent=parent) for head, parent in zip(heads, parents, strict=False)]
+    found = kept_checkpoints(context.redis, context.settings.state_path, job_id)
+    parents = [None, *(record.step for record in found)]
+    return [
+        schemas.Checkpoint(**record.model_dump(), parent=parent) for record, parent in zip(found, parents, strict=False)
+    ]

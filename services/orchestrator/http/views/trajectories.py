@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from services.orchestrator import schemas
 from services.orchestrator.container import AppContext
+from spo.model.segments import turns
+from spo.spec.wire_enums import wire_name
 from spo.v1 import value_service_pb2 as value
 from spo.v1.prompt_pb2 import Source
 from spo.v1.replay_service_pb2 import (
@@ -14,7 +16,7 @@ from spo.v1.replay_service_pb2 import (
     ListTrajectoriesRequest,
     ListTrajectoriesResponse,
 )
-from spo.v1.trajectory_pb2 import FinishReason, Trajectory
+from spo.v1.trajectory_pb2 import FinishReason, SegmentKind, Trajectory
 from spo.v1.verdict_pb2 import Outcome
 
 REPLAY_SECONDS = 10.0
@@ -76,6 +78,7 @@ def trajectory_detail(reply: GetTrajectoryResponse) -> schemas.TrajectoryDetail:
     tokens = {
         "prompt_token_ids": list(found.prompt_token_ids),
         "response_token_ids": list(found.response_token_ids),
+        "segments": _segments(found),
         "sampling_logprobs": list(found.sampling_logprobs),
         "reference_logprobs": list(found.reference_logprobs),
         "reference_hash": found.reference_hash,
@@ -110,14 +113,14 @@ def _trajectory_fields(found: Trajectory) -> dict[str, object]:
         "trajectory_id": found.trajectory_id,
         "group_id": found.group_id,
         "prompt_id": found.prompt_id,
-        "source": Source.Name(found.source).removeprefix("SOURCE_").lower(),
+        "source": wire_name(Source, found.source),
         "response_text": found.response_text,
         "response_tokens": len(found.response_token_ids),
         "policy_version_first": found.policy_version_first,
         "policy_version_last": found.policy_version_last,
         "temperature": round(found.temperature, 4),
         "top_p": round(found.top_p, 4),
-        "finish_reason": FinishReason.Name(found.finish_reason).removeprefix("FINISH_REASON_").lower(),
+        "finish_reason": wire_name(FinishReason, found.finish_reason),
         "created_unix_ms": found.created_unix_ms,
         "reward": found.reward if found.HasField("reward") else None,
         "verdict": _verdict(found) if judged else None,
@@ -125,10 +128,23 @@ def _trajectory_fields(found: Trajectory) -> dict[str, object]:
     }
 
 
+def _segments(found: Trajectory) -> list[schemas.ResponseSegment]:
+    return [
+        schemas.ResponseSegment(
+            kind=wire_name(SegmentKind, turn.segment.kind),
+            label=turn.segment.label,
+            text=turn.text,
+            tokens=turn.segment.tokens,
+            score=turn.segment.score if turn.segment.HasField("score") else None,
+        )
+        for turn in turns(found)
+    ]
+
+
 def _verdict(found: Trajectory) -> schemas.Verdict:
     verdict = found.verdict
     return schemas.Verdict(
-        outcome=Outcome.Name(verdict.outcome).removeprefix("OUTCOME_").lower(),
+        outcome=wire_name(Outcome, verdict.outcome),
         tests_passed=verdict.tests_passed,
         tests_total=verdict.tests_total,
         cpu_seconds=verdict.cpu_seconds,

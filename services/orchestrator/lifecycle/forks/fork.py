@@ -7,6 +7,7 @@ become pi0 and are estimated anew. From a checkpoint: training goes on at its st
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -14,29 +15,38 @@ from pathlib import Path
 from typing import Any
 
 from services.orchestrator import redis_keys as own_keys
-from services.orchestrator.datasets.library import TaskLibrary
+from services.orchestrator.jobs.checkpoints import (
+    CheckpointRecord,
+    checkpoint_folder,
+    kept_checkpoints,
+    record_writes,
+)
 from services.orchestrator.jobs.commit import Write, timestamp
 from services.orchestrator.jobs.creation import NewJob, new_job_id, submitted_before
 from services.orchestrator.jobs.leases import now_ms
 from services.orchestrator.jobs.record import ForkLineage, write_fields
 from services.orchestrator.jobs.store import JobStore
-from services.orchestrator.lifecycle.forks.model_folders import link_model, model_of_version
-from services.orchestrator.lifecycle.submission import check_spec
+from services.orchestrator.leadership import NotLeading
+from services.orchestrator.lifecycle.submission import SpecCheck
 from services.orchestrator.replicas.weights import WeightAnnouncements
 from services.orchestrator.values.refresh import ReferenceRefresh
 from spo import redis_keys
+from spo.disk_space import told_when_full
 from spo.errors import FieldViolation, IntegrityError, InvalidInput, NotFound, PreconditionFailed
 from spo.manifest_folder import link_files, open_folder, seal_folder, staging_folder
 from spo.messaging.streams import append_words
 from spo.observability.logs import get_logger
 from spo.spec.job_spec import JobSpec, parse_job_spec
 from spo.v1.weights_pb2 import WeightAnnouncement
-from spo.weights.store import WeightStore
+from spo.weights.model_folders import link_model, model_of_version
+from spo.weights.store import StoredVersion, WeightStore
 
 log = get_logger("forks")
 
 FOLDERS = ("checkpoints", "models")
 FIRST_VERSION = 1
+OLD_MARK = re.compile(r"(?<=.) fork [0-9a-z]{4}$")
+MAX_NAME = 200
 
 
 @dataclass(frozen=True)
@@ -55,14 +65,14 @@ class Forks:
     def __init__(
         self,
         jobs: JobStore,
-        library: TaskLibrary,
+        spec_check: SpecCheck,
         weights: WeightAnnouncements,
         references: ReferenceRefresh,
         state_path: Path,
         store: WeightStore,
     ) -> None:
         self.jobs = jobs
-        self.library = library
+        self.spec_check = spec_check
         self.weights = weights
         self.references = references
         self.state_path = state_path
@@ -79,7 +89,8 @@ class Forks:
     ) -> str:
         """Submit the new job and return its id. check: further demands on its spec.
 
-        Raises NotFound, InvalidInput by field, PreconditionFailed when what it would start from is damaged.
+        Raises NotFound, InvalidInput by field, PreconditionFailed when what it would start from is damaged,
+        ResourceExhausted where there is no room for it.
         """
         request_digest = redis_keys.digest(parent, json.dumps(asdict(requested), sort_keys=True))
         made = submitted_before(self.jobs.client, idempotency_key, request_digest, tenant)
@@ -87,19 +98,27 @@ class Forks:
             return made
         lineage = self._lineage(parent, requested)
         job_id = new_job_id()
-        self.jobs.client.sadd(own_keys.forks_under_way(), job_id)
+        self.jobs.write(("SADD", own_keys.forks_under_way(), job_id))
         done = ""
         try:
             spec = self._spec(job_id, lineage, requested.overrides)
             check(spec)
-            check_spec(spec, self.library)
-            writes = [*self._start(job_id, lineage), ("SREM", own_keys.forks_under_way(), job_id)]
+            self.spec_check.require_possible(spec)
+            with told_when_full(self.state_path):
+                writes = [*self._start(job_id, lineage), ("SREM", own_keys.forks_under_way(), job_id)]
             writes.append(write_fields(job_id, lineage=lineage))
             new_job = NewJob(job_id, request_digest, writes)
             done = self.jobs.submit(spec, idempotency_key, actor, tenant, new_job)
         except (IntegrityError, NotFound) as error:
+            if lineage.checkpoint_step is not None:
+                # A running trainer may have removed it meanwhile.
+                self._check_kept(parent, lineage.checkpoint_step)
             message = f"what the fork would start from is damaged or no longer kept: {error.message}"
             raise PreconditionFailed(message, code="fork_start_lost") from None
+        except NotLeading:
+            # Refused for certain; the next leader may have removed the folders before the last of them was made.
+            self._remove_folders(job_id)
+            raise
         finally:
             if done != job_id:
                 self._discard(job_id)
@@ -112,13 +131,13 @@ class Forks:
         version, step = requested.version, requested.checkpoint_step
         if version is not None and step is not None:
             raise _refusal("/checkpoint_step", "name a version or a checkpoint, not both")
+        if step is not None:
+            self._check_kept(parent, step)
         if step is None:
             version = max(versions, default=0) if version is None else version
             if version not in versions:
                 known = ", ".join(map(str, versions)) or "none"
                 raise _refusal("/version", f"{parent} has published these versions: {known}")
-        elif not self.jobs.client.hexists(own_keys.job_checkpoints(parent), str(step)):
-            raise _refusal("/checkpoint_step", f"{parent} has no checkpoint of step {step}")
         elif requested.as_reference:
             # Only published weights can become a model folder.
             version, step = next((v for v, published in versions.items() if int(published["step"]) == step), None), None
@@ -131,7 +150,7 @@ class Forks:
 
     def _spec(self, job_id: str, lineage: ForkLineage, overrides: dict[str, Any]) -> JobSpec:
         parent = self.jobs.spec(lineage.parent)
-        document = parent.model_dump(mode="json")
+        document = parent.model_dump(mode="json") | {"name": _name_of_fork(parent.name, job_id)}
         merged = merge_patch(document, overrides)
         if not isinstance(merged.get("model"), dict) or merged["model"].get("path") != parent.model.path:
             raise _refusal("/overrides/model/path", "a fork keeps its parent's model; as_reference changes what it is")
@@ -140,7 +159,11 @@ class Forks:
         except InvalidInput as error:
             found = tuple(FieldViolation(f"/overrides{fault.pointer}", fault.message) for fault in error.violations)
             raise InvalidInput(error.message, code="invalid_job_spec", violations=found) from None
-        path = self._model(job_id, Path(parent.model.path), lineage)
+        if spec.model.lora != parent.model.lora and not lineage.as_reference:
+            # What it would start from holds the tensors of the parent's adapter, or whole weights.
+            raise _refusal("/overrides/model/lora", "a fork trains what its parent trains; one as_reference may change")
+        with told_when_full(self.state_path):
+            path = self._model(job_id, Path(parent.model.path), lineage)
         return spec.model_copy(update={"model": spec.model.model_copy(update={"path": str(path)})})
 
     def _model(self, job_id: str, model: Path, lineage: ForkLineage) -> Path:
@@ -148,7 +171,7 @@ class Forks:
         made = self.state_path.absolute() / "models"
         if lineage.as_reference:
             assert lineage.version is not None
-            return model_of_version(model, self.store.open(lineage.parent, lineage.version), made / job_id)
+            return model_of_version(model, self._published(lineage.parent, lineage.version), made / job_id)
         return link_model(model, made / job_id) if model.is_relative_to(made) else model
 
     def _start(self, job_id: str, lineage: ForkLineage) -> list[Write]:
@@ -162,27 +185,47 @@ class Forks:
         return self._adopt_checkpoint(job_id, lineage.parent, lineage.checkpoint_step)
 
     def _adopt_checkpoint(self, job_id: str, parent: str, step: int) -> list[Write]:
-        checkpoints = self.state_path.absolute() / "checkpoints"
-        source = open_folder(checkpoints / parent / f"{step:010d}")
+        reported = self._check_kept(parent, step)
+        source = open_folder(checkpoint_folder(self.state_path, parent, step))
+        if source.manifest_digest != reported.manifest_digest:
+            raise IntegrityError(f"the checkpoint of step {step} is not the one that its trainer reported")
         version = int(source.manifest.get("weight_version", 0))
         head = {name: value for name, value in source.manifest.items() if name != "files"}
         head |= {"epoch": 0, "weight_version": FIRST_VERSION if version else 0}
-        destination = checkpoints / job_id / source.path.name
+        destination = checkpoint_folder(self.state_path, job_id, step)
         with staging_folder(destination) as writing:
             link_files(source.files, writing)
             sealed = seal_folder(writing, destination, head)
-        told: dict[str, Any] = {
-            "step": step,
-            "path": str(destination),
-            "manifest_digest": sealed.manifest_digest,
-            "weight_version": head["weight_version"],
-        }
-        writes: list[Write] = [("HSET", own_keys.job_checkpoints(job_id), step, json.dumps(told))]
+        record = CheckpointRecord(
+            step=step,
+            path=str(destination),
+            manifest_digest=sealed.manifest_digest,
+            weight_version=head["weight_version"],
+        )
+        writes = record_writes(job_id, [], [record], record)
         return writes + (self._adopt_version(job_id, parent, version, int(head["weight_step"])) if version else [])
+
+    def _check_kept(self, parent: str, step: int) -> CheckpointRecord:
+        """The record of a checkpoint. Raises InvalidInput (code "checkpoint_not_kept")."""
+        kept = {record.step: record for record in kept_checkpoints(self.jobs.client, self.state_path, parent)}
+        if step not in kept:
+            there = ", ".join(map(str, sorted(kept))) or "none"
+            message = f"{parent} keeps no checkpoint of step {step}; those that it keeps: {there}"
+            fault = FieldViolation("/checkpoint_step", message)
+            raise InvalidInput("this fork cannot be made", code="checkpoint_not_kept", violations=(fault,))
+        return kept[step]
+
+    def _published(self, parent: str, version: int) -> StoredVersion:
+        """The stored version that was published. Raises NotFound, IntegrityError when it is damaged or another's."""
+        digests = {int(found["version"]): found["manifest_digest"] for found in self.weights.versions(parent)}
+        stored = self.store.open(parent, version)
+        if digests.get(version, stored.manifest_digest) != stored.manifest_digest:
+            raise IntegrityError(f"version {version} of {parent} is not the one that was published")
+        return stored
 
     def _adopt_version(self, job_id: str, parent: str, version: int, step: int) -> list[Write]:
         """The parent's version becomes the job's first, announced as if the job had published it."""
-        stored = self.store.adopt(job_id, FIRST_VERSION, self.store.open(parent, version), parent=0, step=step)
+        stored = self.store.adopt(job_id, FIRST_VERSION, self._published(parent, version), parent=0, step=step)
         told: dict[str, Any] = {
             "version": FIRST_VERSION,
             "step": step,
@@ -201,10 +244,19 @@ class Forks:
         # The commit that makes the job takes its id out: it may have happened although its answer was lost.
         if not self.jobs.client.sismember(own_keys.forks_under_way(), job_id):
             return
+        self._remove_folders(job_id)
+        self.jobs.write(("SREM", own_keys.forks_under_way(), job_id))
+
+    def _remove_folders(self, job_id: str) -> None:
         self.store.remove_run(job_id)
         for folder in FOLDERS:
             shutil.rmtree(self.state_path / folder / job_id, ignore_errors=True)
-        self.jobs.client.srem(own_keys.forks_under_way(), job_id)
+
+
+def _name_of_fork(parent: str, job_id: str) -> str:
+    """The parent's name with the end of the fork's id, so that lists tell them apart; a fork's fork replaces it."""
+    mark = f" fork {job_id[-4:].lower()}"
+    return OLD_MARK.sub("", parent)[: MAX_NAME - len(mark)] + mark
 
 
 def merge_patch(document: Any, patch: Any) -> Any:

@@ -135,11 +135,50 @@ def test_every_bad_row_is_named_and_the_dataset_cannot_be_used(
     report = found["report"]
     assert (report["problems"], report["faults_total"]) == (2, 3)
     assert [fault["place"] for fault in report["faults"]] == ["line 2", "line 3", "line 5"]
-    assert [fault["message"].partition(":")[0] for fault in report["faults"]] == ["not valid JSON", "tests", "x"]
+    faults = [fault["message"].partition(":")[0] for fault in report["faults"]]
+    assert faults == [
+        "not valid JSON",
+        "a problem needs tests, an answer, code_tests, or arguments for the job's verifier",
+        "x",
+    ]
     assert "/" not in report["faults"][0]["place"]
     refused = api.post("/v1/jobs", json=document | {"tasks": {"kind": "dataset", "id": found["id"]}})
     assert refused.status_code == 422
     assert [fault["pointer"] for fault in refused.json()["errors"]] == ["/tasks/id"]
+
+
+def test_a_share_of_solutions_that_no_problem_has_is_refused_before_the_job_fails_of_it(
+    api: httpx.Client, uploaded: Callable[..., Document], document: Document
+) -> None:
+    taco = [
+        {"question": f"Say {number}.", "input_output": json.dumps({"inputs": ["1"], "outputs": ["1"]})}
+        for number in range(12)
+    ]
+    mix = [{"source": "online", "share": 0.5}, {"source": "human", "share": 0.5}]
+
+    def submitted(dataset_id: str) -> httpx.Response:
+        tasks = {"kind": "dataset", "id": dataset_id, "train_problems": 8, "evaluation_problems": 4}
+        return api.post("/v1/jobs", json=document | {"tasks": tasks, "replay": {**document["replay"], "mix": mix}})
+
+    without = submitted(uploaded(rows(*taco), task_format="taco")["id"])
+    assert without.status_code == 422
+    (fault,) = without.json()["errors"]
+    assert fault["pointer"] == "/replay/mix/1"
+    assert fault["message"].startswith("none of the 8 training problems comes with solutions by people")
+    solved = [{**row, "solutions": json.dumps(["print(1)"])} for row in taco]
+    assert submitted(uploaded(rows(*solved), task_format="taco")["id"]).status_code == 202
+
+
+def test_all_faults_of_an_uploaded_row_are_told(uploaded: Callable[..., Document]) -> None:
+    wrong = {"statement": 3, "tests": [{"stdin": "", "stdout": "", "stdou": ""}], "language": "rust"}
+    found = uploaded(rows(problem(1), wrong, b'{"statement": "x", "statement": "y"}'))
+
+    assert (found["state"], found["report"]["problems"], found["report"]["faults_total"]) == ("invalid", 1, 3)
+    assert [(fault["place"], fault["message"]) for fault in found["report"]["faults"]] == [
+        ("line 2", "statement: must be text, not a number"),
+        ("line 2", "tests/0/stdou: is no field here"),
+        ("line 3", "not valid JSON: 'statement' appears twice in one object"),
+    ]
 
 
 @pytest.mark.parametrize("body", [b"\x00" * 400, b"PAR1" + b"\xff" * 400 + b"PAR1"], ids=["zeros", "parquet"])

@@ -15,8 +15,10 @@ from services.orchestrator.auth.principals import Principal
 from services.orchestrator.container import AppContext
 from services.orchestrator.http.api.evaluations import list_evaluations
 from services.orchestrator.jobs.series import evaluation_results
+from spo import redis_keys
 from spo.spec.job_spec import EvaluationSpec, parse_job_spec
-from spo.testing.peers import RIGHT, ServiceDoubles
+from spo.spec.job_state import JobState
+from spo.testing.peers import BREAKS, FAULT, RIGHT, ServiceDoubles
 from spo.testing.waiting import wait_until
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.prompt_pb2 import PromptGroup
@@ -40,7 +42,7 @@ def finished_job(context: AppContext, document: dict[str, Any]) -> str:
         record = f'{{"version": {version}, "step": {10 * version}, "uri": "w", "manifest_digest": "d"}}'
         context.redis.hset(own_keys.job_weights(job_id), str(version), record)
     head = '{"step": 20, "path": "p", "manifest_digest": "d", "weight_version": 2}'
-    context.redis.hset(own_keys.job_checkpoints(job_id), "20", head)
+    context.redis.hset(redis_keys.job_checkpoints(job_id), "20", head)
     context.jobs.fail(job_id, "test", "it ended")
     return job_id
 
@@ -48,6 +50,16 @@ def finished_job(context: AppContext, document: dict[str, Any]) -> str:
 def ended(api: httpx.Client, evaluation_id: str) -> dict[str, Any] | None:
     found: dict[str, Any] = api.get(f"/v1/evaluations/{evaluation_id}").json()
     return found if found["state"] in ("succeeded", "failed") else None
+
+
+def tick_until_validated(context: AppContext, job_id: str) -> None:
+    """Advance the job past its checks, one of which runs in a process of its own."""
+
+    def is_validated() -> bool:
+        context.runner.tick()
+        return context.jobs.state(job_id) not in (JobState.QUEUED, JobState.VALIDATING)
+
+    wait_until(is_validated, "the job is validated", 60)
 
 
 @pytest.mark.usefixtures("working_off")
@@ -99,7 +111,7 @@ def test_an_evaluation_waits_for_the_job_that_trains_and_then_has_the_replicas(
     training = context.jobs.submit(parse_job_spec(document))
     context.replicas.beat(wire.HeartbeatRequest(replica_id="r1", pool="inference"))
     assert context.assigner.run_of("r1") == ""
-    context.runner.tick()
+    tick_until_validated(context, training)
     assert context.assigner.run_of("r1") == training
     served_while_asked = []
 
@@ -123,8 +135,13 @@ def test_a_request_waits_for_what_the_schedule_of_a_training_job_owes(
     context: AppContext, peers: ServiceDoubles, document: dict[str, Any]
 ) -> None:
     training = context.jobs.submit(parse_job_spec(document))
-    context.replicas.beat(wire.HeartbeatRequest(replica_id="r1", pool="inference"))
-    context.runner.tick()
+
+    def is_prepared() -> bool:
+        context.replicas.beat(wire.HeartbeatRequest(replica_id="r1", pool="inference"))
+        context.runner.tick()
+        return context.jobs.state(training) is JobState.ESTIMATING
+
+    wait_until(is_prepared, "the job is prepared")
     requested = context.evaluations.request(training, 0, None, EvaluationSpec())
     sampled: list[str] = []
 
@@ -138,7 +155,7 @@ def test_a_request_waits_for_what_the_schedule_of_a_training_job_owes(
     thread = threading.Thread(target=context.evaluations.run, args=(context.stop,))
     thread.start()
 
-    wait_until(lambda: context.evaluations.get(requested.id).state == "succeeded", "the request is answered")
+    wait_until(lambda: context.evaluations.requests.get(requested.id).state == "succeeded", "the request is answered")
 
     context.stop.set()
     thread.join(20)
@@ -153,7 +170,7 @@ def test_a_request_that_a_stop_interrupted_is_answered_by_the_next_process(
     peers.inference.unready = 1_000_000
     thread = threading.Thread(target=context.evaluations.run, args=(context.stop,))
     thread.start()
-    wait_until(lambda: context.evaluations.get(requested.id).state == "running", "the evaluation begins")
+    wait_until(lambda: context.evaluations.requests.get(requested.id).state == "running", "the evaluation begins")
     context.stop.set()
     thread.join(20)
     assert not thread.is_alive(), "a stop ends the wait for replicas"
@@ -162,7 +179,7 @@ def test_a_request_that_a_stop_interrupted_is_answered_by_the_next_process(
     successor = open_context()
     thread = threading.Thread(target=successor.evaluations.run, args=(successor.stop,))
     thread.start()
-    wait_until(lambda: successor.evaluations.get(requested.id).state == "succeeded", "the request is answered")
+    wait_until(lambda: successor.evaluations.requests.get(requested.id).state == "succeeded", "the request is answered")
     successor.stop.set()
     thread.join(20)
 
@@ -172,8 +189,8 @@ def test_a_poisoned_evaluation_fails_and_the_next_one_is_carried_out(
 ) -> None:
     poisoned = context.evaluations.request(finished_job, 1, None, EvaluationSpec())
     stored = json.loads(context.redis.hget(own_keys.on_demand_evaluations(), poisoned.id) or b"")
-    # As an older release may have left it: fields that no longer are.
-    damaged = json.dumps(stored | {"protocol": {"gone": 1}})
+    # As a fault of ours may have left it.
+    damaged = json.dumps(stored | {"version": "one"})
     context.redis.hset(own_keys.on_demand_evaluations(), poisoned.id, damaged)
     asked = api.post("/v1/evaluations", json={"job_id": finished_job})
     thread = threading.Thread(target=context.evaluations.run, args=(context.stop,))
@@ -184,9 +201,34 @@ def test_a_poisoned_evaluation_fails_and_the_next_one_is_carried_out(
     context.stop.set()
     thread.join(20)
     assert found["state"] == "succeeded"
-    failed = context.evaluations.get(poisoned.id)
+    failed = context.evaluations.requests.get(poisoned.id)
     assert (failed.state, failed.failure["code"]) == ("failed", "internal")
     assert context.redis.zcard(own_keys.open_evaluations()) == 0
+
+
+@pytest.mark.usefixtures("working_off")
+def test_an_evaluation_has_the_means_of_scores_and_their_parts(
+    api: httpx.Client, finished_job: str, peers: ServiceDoubles
+) -> None:
+    peers.judge.parts = {"format": 1.0, "right": 0.25}
+    asked = api.post("/v1/evaluations", json={"job_id": finished_job})
+
+    found = wait_until(lambda: ended(api, asked.json()["id"]), "the evaluation ends")
+
+    assert found["result"]["scores"] == {"format": 1.0, "right": 0.25, "score": 0.25}
+
+
+@pytest.mark.usefixtures("working_off")
+def test_an_evaluation_says_what_of_its_verifier_failed(
+    api: httpx.Client, finished_job: str, peers: ServiceDoubles
+) -> None:
+    peers.inference.respond = lambda group, index: BREAKS
+    asked = api.post("/v1/evaluations", json={"job_id": finished_job})
+
+    found = wait_until(lambda: ended(api, asked.json()["id"]), "the evaluation ends")
+
+    assert (found["state"], found["failure"]["code"]) == ("failed", "verifier_failed")
+    assert FAULT in found["failure"]["message"]
 
 
 def test_evaluations_of_a_deleted_job_stay_with_their_tenant(context: AppContext, document: dict[str, Any]) -> None:

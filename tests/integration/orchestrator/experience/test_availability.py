@@ -14,6 +14,7 @@ from spo import redis_keys
 from spo.errors import NotFound, NotReady
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.job_state import JobState
+from spo.testing.waiting import wait_until
 from spo.v1.prompt_pb2 import Prompt
 from spo.v1.value_pb2 import EstimateRequest
 
@@ -43,10 +44,16 @@ def contaminated(document: Document, tmp_path: Path) -> Document:
     return {**document, "tasks": tasks}
 
 
+def is_validated(context: AppContext, job_id: str) -> bool:
+    """Whether the job is past its checks, one of which runs in a process of its own, after one more tick."""
+    context.runner.tick()
+    return context.jobs.state(job_id) not in (JobState.QUEUED, JobState.VALIDATING)
+
+
 def estimates(context: AppContext, document: Document) -> tuple[str, list[EstimateRequest]]:
     job_id = context.jobs.submit(parse_job_spec(document))
-    for _ in range(3):
-        context.runner.tick()
+    wait_until(lambda: is_validated(context, job_id), "the job is validated", 60)
+    context.runner.tick()
     entries: Any = context.redis.xrange(redis_keys.estimates())
     return job_id, [EstimateRequest.FromString(fields[b"payload"]) for _, fields in entries]
 
@@ -109,13 +116,15 @@ def test_a_job_waits_until_the_run_it_names_is_stored(context: AppContext, docum
     context.redis.zrem(redis_keys.jobs_in_state("queued"), before)
     context.redis.hset(redis_keys.replay_counters(before), "number", 10)
     context.redis.hset(redis_keys.replay_stored(before), "written", 7)
-    job_id, requests = estimates(context, {**document, "offline": {"experience": [{"run": before}]}})
+    job_id = context.jobs.submit(parse_job_spec({**document, "offline": {"experience": [{"run": before}]}}))
+    for _ in range(3):
+        context.runner.tick()
 
     assert context.jobs.state(job_id) is JobState.VALIDATING
-    assert requests == []
+    assert context.redis.xlen(redis_keys.estimates()) == 0
 
     context.redis.hset(redis_keys.replay_stored(before), "written", 10)
-    context.runner.tick()
+    wait_until(lambda: is_validated(context, job_id), "the job goes on", 60)
     assert context.jobs.state(job_id) is JobState.ESTIMATING
 
 

@@ -220,9 +220,18 @@ def test_what_is_exported_can_be_imported_again(api: httpx.Client, tmp_path: Pat
     assert len(only_right.content.splitlines()) == 1
 
 
-def store_run(context: AppContext, run: str, texts: list[str], *, right: bool = True, tests_digest: str = "") -> None:
+def store_run(
+    context: AppContext,
+    run: str,
+    texts: list[str],
+    *,
+    right: bool = True,
+    tests_digest: str = "",
+    environment: str = "",
+) -> None:
     """As the replay buffer stores a job's trajectories on the first problem."""
     prompt = prompt_of(PROBLEMS[0], context.jobs.spec(run))
+    prompt.environment = environment
     prompt.tests_digest = tests_digest or prompt.tests_digest
     rows = [
         StoredTrajectory(
@@ -284,6 +293,17 @@ def test_another_judge_is_reason_enough_to_judge_again(
     report = api.post("/v1/experience/rejudge", json={"job": job}).json()
 
     assert (report["judged"], report["newly_accepted"]) == (1, 1)
+
+
+def test_a_conversation_is_judged_again_by_other_tests_alone(
+    api: httpx.Client, context: AppContext, job: str, peers: ServiceDoubles
+) -> None:
+    peers.judge.version = "better"
+    for tests_digest, judged in (("", 0), ("older", 1)):
+        store_run(context, job, ["right"], tests_digest=tests_digest, environment="retry")
+        assert api.post("/v1/experience/rejudge", json={"job": job, "name": "anew"}).json()["judged"] == judged
+    columns = api.get(f"/v1/experience/rows/{stored(api, run='anew')[0]['trajectory_id']}").json()["columns"]
+    assert columns["environment"] == "retry"
 
 
 def test_the_store_is_listed_counted_and_shown(api: httpx.Client, context: AppContext, job: str) -> None:

@@ -13,7 +13,7 @@ import redis
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.experience import queries
-from services.replay_buffer.experience_archiver import ExperienceArchiver
+from services.replay_buffer.archive.experience_archiver import ExperienceArchiver
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.errors import InvalidInput, Unreachable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ from spo.errors import NotReady
 from spo.messaging.streams import publish
 from spo.spec.job_state import JobState
 from spo.testing.peers import ServiceDoubles
+from spo.testing.replay import conversation
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict
@@ -57,9 +59,19 @@ def test_a_submitted_job_is_accepted_and_can_be_read(api: httpx.Client, document
     assert [entry["id"] for entry in api.get("/v1/jobs").json()["items"]] == [job["id"]]
 
 
+def patiently(api: httpx.Client, document: Document) -> httpx.Response:
+    """The answer to a submission, asked again while the models of others are tried."""
+    while True:
+        answer = submit(api, document, **{"Idempotency-Key": "one"})
+        if answer.status_code != 503:
+            return answer
+        assert answer.json()["code"] == "checks_busy"
+        time.sleep(int(answer.headers["retry-after"]))
+
+
 def test_fifty_parallel_identical_posts_make_one_job(api: httpx.Client, document: Document) -> None:
     with ThreadPoolExecutor(50) as pool:
-        answers = list(pool.map(lambda _: submit(api, document, **{"Idempotency-Key": "one"}), range(50)))
+        answers = list(pool.map(lambda _: patiently(api, document), range(50)))
 
     assert {answer.status_code for answer in answers} == {202}
     assert len({answer.json()["id"] for answer in answers}) == 1
@@ -96,6 +108,7 @@ def test_validating_only_resolves_the_spec_and_creates_nothing(api: httpx.Client
         ("/evaluation/ks", [50], "/evaluation/ks"),
         ("/tasks", {"kind": "jsonl"}, "/tasks/path"),
         ("/tasks", {"kind": "jsonl", "path": "nowhere.jsonl"}, "/tasks/path"),
+        ("/tasks/verifier", {"kind": "http", "url": "https://nowhere.example.org/score"}, "/tasks/verifier/url"),
         ("/model/path", "nowhere", "/model/path"),
         ("/model/a~b", 1, "/model/a~0b"),
     ],
@@ -120,16 +133,23 @@ def test_all_faults_are_reported_at_once(api: httpx.Client, document: Document, 
     assert set(pointers(submit(api, document))) == {"/model/path", "/tasks/path"}
 
 
-@pytest.mark.parametrize(("name", "reason"), [("pytorch_model.bin", "pickled"), ("modeling_evil.py", "custom code")])
-def test_a_model_folder_that_could_run_something_is_refused(
-    api: httpx.Client, document: Document, name: str, reason: str
-) -> None:
-    (Path(document["model"]["path"]) / name).write_text("x")
+def test_a_model_folder_with_code_is_refused(api: httpx.Client, document: Document) -> None:
+    (Path(document["model"]["path"]) / "modeling_evil.py").write_text("x")
 
     refused = submit(api, document)
 
     assert pointers(refused) == ["/model/path"]
-    assert reason in refused.json()["errors"][0]["message"]
+    assert "custom code" in refused.json()["errors"][0]["message"]
+
+
+def test_a_model_folder_of_pickles_is_refused(api: httpx.Client, document: Document) -> None:
+    weights = next(Path(document["model"]["path"]).glob("*.safetensors"))
+    weights.rename(weights.with_name("pytorch_model.bin"))
+
+    refused = submit(api, document)
+
+    assert pointers(refused) == ["/model/path"]
+    assert "safetensors" in refused.json()["errors"][0]["message"]
 
 
 def test_a_malformed_dataset_line_is_named_with_its_number(
@@ -314,7 +334,17 @@ def test_trajectories_are_found_by_verdict_and_weights(
     detail = api.get(f"/v1/jobs/{job_id}/trajectories/traj_3?steps_from=2&steps_limit=3").json()
     assert detail["verdict"]["outcome"] == "accepted"
     assert (detail["steps"], detail["times_sampled"]) == ([2, 3, 4], 7)
+    assert detail["segments"] == []
     assert len(api.get(f"/v1/jobs/{job_id}/batches/2").json()["trajectory_ids"]) == 4
+    spoken = conversation(7)
+    spoken.trajectory_id = "traj_7"
+    peers.replay.trajectories.append(spoken)
+    segments = api.get(f"/v1/jobs/{job_id}/trajectories/traj_7").json()["segments"]
+    assert [(turn["kind"], turn["text"], turn["tokens"], turn["score"], turn["label"]) for turn in segments] == [
+        ("action", "try(7)", 2, 0.25, "python"),
+        ("observation", "no: wrong", 2, None, ""),
+        ("action", "print(7)", 2, None, ""),
+    ]
 
 
 def test_the_contract_describes_the_spec_and_the_legal_transitions(api: httpx.Client) -> None:

@@ -14,8 +14,10 @@ import yaml
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.jobs.series import report_writes
+from spo import redis_keys
 from spo.client import Client
 from spo.error_codes import CATALOGUE
+from spo.testing.peers import ServiceDoubles
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 
 ROOT = Path(__file__).parents[4]
@@ -138,3 +140,47 @@ def test_what_the_server_refuses_comes_with_what_to_do(url: str, document: dict[
 
     assert refused.returncode in (4, 5)
     assert any(entry.remedy in " ".join(refused.stderr.split()) for entry in CATALOGUE.values())
+
+
+def test_why_a_job_failed_is_told(url: str, context_with_key: AppContext, document: dict[str, Any]) -> None:
+    with Client(url, OPERATOR_KEY) as client:
+        job_id = client.submit(document).id
+    context_with_key.jobs.fail(job_id, "source_empty", "the source human has [nothing] to give")
+
+    watched = spo(url, "job", "watch", job_id)
+
+    assert watched.returncode == 7
+    assert "failed the source human has [nothing] to give (source_empty)" in watched.stderr
+    assert CATALOGUE["source_empty"].remedy in " ".join(watched.stderr.split())
+
+
+def test_an_ended_jobs_policy_cannot_be_asked_and_why(
+    url: str, document: dict[str, Any], peers: ServiceDoubles
+) -> None:
+    peers.inference.unready = 1
+    with Client(url, OPERATOR_KEY) as client:
+        job_id = client.submit(document).id
+        client.cancel(job_id)
+    asked = spo(url, "ask", job_id, "2 + 2 =")
+
+    assert asked.returncode == 5
+    assert "has ended, and no replica serves it any more" in asked.stderr
+    assert "spo job fork JOB" in asked.stderr
+
+
+def test_experience_that_is_still_being_stored_is_no_missing_experience(
+    url: str, context_with_key: AppContext, document: dict[str, Any], tmp_path: Path
+) -> None:
+    with Client(url, OPERATOR_KEY) as client:
+        job_id = client.submit(document).id
+        client.cancel(job_id)
+    context_with_key.redis.hset(redis_keys.replay_counters(job_id), "number", 3)
+    target = tmp_path / "rows.jsonl"
+
+    soon = spo(url, "experience", "export", str(target), "--run", job_id)
+    context_with_key.redis.delete(redis_keys.replay_counters(job_id))
+    never = spo(url, "experience", "export", str(target), "--run", job_id)
+
+    assert (soon.returncode, never.returncode) == (6, 4)
+    assert "is still being stored" in soon.stderr
+    assert not target.exists()

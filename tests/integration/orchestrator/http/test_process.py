@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,75 +23,22 @@ from spo.testing.waiting import wait_until
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 from spo.v1.prompt_pb2 import PromptGroup
+from tests.support.orchestrator_process import START_SECONDS, OrchestratorProcess
 
 pytestmark = pytest.mark.slow
-
-START_SECONDS = 60
-
-
-class Orchestrator:
-    """A real process that can be started again on the same ports."""
-
-    def __init__(self, redis_url: str, peers: ServiceDoubles, folder: Path) -> None:
-        self.http_port, self.grpc_port = _free_port(), _free_port()
-        self.url = f"http://127.0.0.1:{self.http_port}"
-        self.log = folder / "orchestrator.log"
-        self.environment = os.environ | {
-            "SPO_REDIS_URL": redis_url,
-            "SPO_REDIS_WAIT_SECONDS": "1",
-            "SPO_STATE_PATH": str(folder / "state"),
-            "SPO_ORCHESTRATOR_PORT": str(self.grpc_port),
-            "SPO_ORCHESTRATOR_HTTP_PORT": str(self.http_port),
-            "SPO_ORCHESTRATOR_ADDRESS": f"127.0.0.1:{self.grpc_port}",
-            "SPO_INFERENCE_ADDRESS": peers.address,
-            "SPO_SANDBOX_JUDGE_ADDRESS": peers.address,
-            "SPO_REPLAY_BUFFER_ADDRESS": peers.address,
-        }
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def launch(self) -> subprocess.Popen[bytes]:
-        with self.log.open("ab") as log:
-            command = [sys.executable, "-m", "services.orchestrator"]
-            self.process = subprocess.Popen(command, env=self.environment, stderr=log)
-        return self.process
-
-    def start(self) -> None:
-        process = self.launch()
-
-        def ready() -> bool:
-            assert process.poll() is None, self.log.read_text()
-            try:
-                return httpx.get(f"{self.url}/readyz", trust_env=False, timeout=2).is_success
-            except httpx.TransportError:
-                return False
-
-        wait_until(ready, "the orchestrator is ready", START_SECONDS)
-
-    def end(self, number: int) -> int:
-        assert self.process is not None
-        self.process.send_signal(number)
-        return self.process.wait(30)
 
 
 @pytest.fixture
 def orchestrator(
     redis_server: str, redis_client: redis.Redis, peers: ServiceDoubles, tmp_path: Path
-) -> Iterator[Orchestrator]:
-    running = Orchestrator(redis_server, peers, tmp_path)
+) -> Iterator[OrchestratorProcess]:
+    running = OrchestratorProcess(redis_server, peers, tmp_path)
     yield running
-    if running.process is not None and running.process.poll() is None:
-        running.process.kill()
-        running.process.wait(10)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    running.kill()
 
 
 def test_a_killed_orchestrator_comes_back_to_its_job_and_its_clients(
-    orchestrator: Orchestrator, redis_client: redis.Redis, document: dict[str, Any]
+    orchestrator: OrchestratorProcess, redis_client: redis.Redis, document: dict[str, Any]
 ) -> None:
     orchestrator.start()
     accepted = httpx.post(f"{orchestrator.url}/v1/jobs", json=document, trust_env=False, timeout=30).json()
@@ -112,7 +55,7 @@ def test_a_killed_orchestrator_comes_back_to_its_job_and_its_clients(
     assert jobs.state(accepted["id"]) is JobState.ESTIMATING
 
 
-def test_it_answers_heartbeats_and_registers_itself(orchestrator: Orchestrator) -> None:
+def test_it_answers_heartbeats_and_registers_itself(orchestrator: OrchestratorProcess) -> None:
     orchestrator.start()
     client = RpcClient("orchestrator", f"127.0.0.1:{orchestrator.grpc_port}", OrchestratorServiceStub)
     client.call("Heartbeat", HeartbeatRequest(replica_id="judge-1", pool="sandbox-judge"), deadline_seconds=5)
@@ -126,7 +69,7 @@ def test_it_answers_heartbeats_and_registers_itself(orchestrator: Orchestrator) 
 
 
 def test_told_to_stop_it_does_so_even_while_a_peer_hangs(
-    orchestrator: Orchestrator, peers: ServiceDoubles, document: dict[str, Any]
+    orchestrator: OrchestratorProcess, peers: ServiceDoubles, document: dict[str, Any]
 ) -> None:
     asked, release = threading.Event(), threading.Event()
 
@@ -146,7 +89,7 @@ def test_told_to_stop_it_does_so_even_while_a_peer_hangs(
     assert "workers still busy" not in orchestrator.log.read_text()
 
 
-def test_without_redis_it_says_where_it_looked_and_ends(orchestrator: Orchestrator) -> None:
+def test_without_redis_it_says_where_it_looked_and_ends(orchestrator: OrchestratorProcess) -> None:
     orchestrator.environment["SPO_REDIS_URL"] = "redis://127.0.0.1:1/0"
 
     status = orchestrator.launch().wait(START_SECONDS)
@@ -202,7 +145,7 @@ def send_canaries(api: httpx.Client, accepted: dict[str, Any]) -> int:
 
 
 def test_canary_secrets_of_requests_appear_in_no_log_metric_event_or_trace(
-    orchestrator: Orchestrator, redis_client: redis.Redis, document: dict[str, Any]
+    orchestrator: OrchestratorProcess, redis_client: redis.Redis, document: dict[str, Any]
 ) -> None:
     key = f"{CANARY}-operator-key"
     document |= {"name": f"{CANARY} name", "labels": {CANARY: f"{CANARY}-label"}}

@@ -20,14 +20,30 @@ from spo.spec.job_state import JobState
 from spo.testing.peers import ServiceDoubles
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
-from spo.v1.trajectory_pb2 import Trajectory
-from spo.v1.verdict_pb2 import OUTCOME_RUNTIME_ERROR, Verdict
+from spo.v1.trajectory_pb2 import SEGMENT_KIND_ACTION, SEGMENT_KIND_OBSERVATION, Segment, Trajectory
+from spo.v1.verdict_pb2 import OUTCOME_RUNTIME_ERROR, PartScore, Verdict
 
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)>\"'&"
 
 
 def train_prompts(context: AppContext, document: dict[str, Any]) -> list[str]:
     return [each.problem_id for each in context.library.load(parse_job_spec(document).tasks).train]
+
+
+def _spoken(prompt_id: str) -> Trajectory:
+    """A conversation whose texts, labels and parts are all hostile."""
+    kinds = (SEGMENT_KIND_ACTION, SEGMENT_KIND_OBSERVATION)
+    return Trajectory(
+        trajectory_id="traj_2",
+        prompt_id=prompt_id,
+        source=SOURCE_ONLINE,
+        response_text=HOSTILE * 2,
+        response_token_ids=[1, 2],
+        segments=[Segment(kind=kind, tokens=1, characters=len(HOSTILE), label=HOSTILE, score=0.5) for kind in kinds],
+        verdict=Verdict(
+            outcome=OUTCOME_RUNTIME_ERROR, parts=[PartScore(name=HOSTILE, score=0.5, detail=HOSTILE)], score=0.5
+        ),
+    )
 
 
 @pytest.fixture
@@ -41,7 +57,8 @@ def job_id(context: AppContext, peers: ServiceDoubles, document: dict[str, Any])
             source=SOURCE_ONLINE,
             response_text=HOSTILE,
             verdict=Verdict(outcome=OUTCOME_RUNTIME_ERROR, detail=HOSTILE),
-        )
+        ),
+        _spoken(prompt_id),
     ]
     found = context.jobs.submit(parse_job_spec(document))
     context.jobs.transition(found, JobState.VALIDATING, HOSTILE)
@@ -59,6 +76,7 @@ def job_id(context: AppContext, peers: ServiceDoubles, document: dict[str, Any])
         "/jobs/{job_id}/trajectories",
         "/jobs/{job_id}/trajectories/traj_1",
         "/jobs/{job_id}/trajectories/traj_1/tests",
+        "/jobs/{job_id}/trajectories/traj_2",
         "/jobs/{job_id}/prompts",
         "/jobs/{job_id}/prompts/{prompt_id}",
         "/jobs/{job_id}/evaluations",

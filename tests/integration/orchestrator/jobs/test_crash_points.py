@@ -35,8 +35,8 @@ from tests.conftest import free_port
 pytestmark = pytest.mark.slow
 
 LIFE_SECONDS = 240.0
-# Words of a commit: script, number of keys, five keys, job, expected states, new state, ..., kind.
-NEW_STATE, POSITION = 10, b"estimates_published"
+# Words of a commit: EVAL, script, number of keys, six keys, job, expected states, new state, ..., kind.
+NEW_STATE, POSITION = 11, b"estimates_published"
 POINTS = ("queued", "validating", "estimating", "published", "cancelling", "cancelled")
 
 

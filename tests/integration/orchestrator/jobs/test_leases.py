@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from services.orchestrator.container import AppContext
+from services.orchestrator.jobs.checkpoints import checkpoint_folder
 from services.orchestrator.jobs.series import training_series
 from services.orchestrator.service import OrchestratorService
 from spo import redis_keys
@@ -135,7 +136,64 @@ def test_a_checkpoint_a_person_asked_for_is_passed_on_until_it_is_there(
     assert context.leases.renew(wire.RenewLeaseRequest(**mine)) == wire.DIRECTIVE_CHECKPOINT
     context.leases.checkpoint(wire.ReportCheckpointRequest(**mine, step=7, path="p", manifest_digest="d"))
     assert context.leases.renew(wire.RenewLeaseRequest(**mine)) == wire.DIRECTIVE_CONTINUE
+    checkpoint_folder(context.settings.state_path, job_id, 7).mkdir(parents=True)
     assert [head["step"] for head in api.get(f"/v1/jobs/{job_id}/checkpoints").json()["items"]] == [7]
+
+
+def save(context: AppContext, who: dict[str, Any], step: int, resumed_step: int = 0) -> list[int]:
+    """Report a checkpoint of which the newest two are kept."""
+    request = wire.ReportCheckpointRequest(
+        **who, step=step, path="p", manifest_digest=f"{who['epoch']}:{step}", keep=2, resumed_step=resumed_step
+    )
+    return context.leases.checkpoint(request)
+
+
+def test_a_lease_names_the_checkpoints_to_resume_from_newest_first_and_those_of_a_stale_trainer_are_not_among_them(
+    open_context: Callable[..., AppContext], document: dict[str, Any]
+) -> None:
+    context = open_context(lease_seconds=0.2)
+    running(context, document)
+    stale = owner(context.leases.wait_for_job("stale", 0), "stale")
+    save(context, stale, 80)
+    assert save(context, stale, 100) == [80, 100]
+    assert save(context, stale, 110) == [100, 110]
+    fresh = owner(context.leases.wait_for_job("fresh", 10), "fresh")
+
+    with pytest.raises(LeaseLost):
+        save(context, stale, 120)
+    # It found 110 damaged and began at 100: what lies beyond is not of its line.
+    assert save(context, fresh, 105, resumed_step=100) == [100, 105]
+    third = context.leases.wait_for_job("third", 10)
+
+    told = [(item.epoch, item.step, item.manifest_digest) for item in third.checkpoints.items]
+    assert told == [(2, 105, "2:105"), (1, 100, "1:100")]
+
+
+def test_a_checkpoint_of_a_newer_lease_goes_before_one_of_a_higher_step(
+    open_context: Callable[..., AppContext], document: dict[str, Any]
+) -> None:
+    context = open_context(lease_seconds=0.2)
+    running(context, document)
+    save(context, owner(context.leases.wait_for_job("first", 0), "first"), 100)
+    second = owner(context.leases.wait_for_job("second", 10), "second")
+    # As a trainer from before pruning was recorded says it.
+    context.leases.checkpoint(wire.ReportCheckpointRequest(**second, step=50, path="p", manifest_digest="d"))
+
+    third = context.leases.wait_for_job("third", 10)
+
+    assert [(item.epoch, item.step) for item in third.checkpoints.items] == [(2, 50), (1, 100)]
+
+
+def test_pruned_checkpoints_are_not_listed(context: AppContext, api: httpx.Client, document: dict[str, Any]) -> None:
+    job_id = running(context, document)
+    mine = owner(context.leases.wait_for_job("mine", 0), "mine")
+    for step in range(1, 16):
+        checkpoint_folder(context.settings.state_path, job_id, step).mkdir(parents=True)
+        save(context, mine, step)
+
+    listed = api.get(f"/v1/jobs/{job_id}/checkpoints").json()["items"]
+
+    assert [(head["step"], head["parent"], head["epoch"]) for head in listed] == [(14, None, 1), (15, 14, 1)]
 
 
 def test_a_version_published_twice_is_announced_once(context: AppContext, document: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from spo.spec.job_state import JobState
 from spo.testing.peers import ServiceDoubles
 from spo.testing.waiting import wait_until
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, PromptGroup
+from spo.v1.replay_service_pb2 import SourceCount
 from spo.v1.value_pb2 import PromptValue
 
 PROMPTS = 6
@@ -236,3 +237,40 @@ def test_a_job_with_nothing_to_feed_fails_and_says_so(
     loop.join(10)
 
     assert context.jobs.record(job_id).failure_code == "no_prompts"
+
+
+def test_a_policy_that_finds_nothing_correct_is_not_fed_for_ever_where_only_correct_rollouts_are_served(
+    context: AppContext, peers: ServiceDoubles, document: dict[str, Any]
+) -> None:
+    mix = [{"source": "online", "share": 1, "correct_only": True}]
+    replay = {"mix": mix, "online_capacity": 100, "error_buffer": 10, "min_online": 10, "samples_per_insert": 1}
+    job_id = running(context, document | {"replay": replay})
+    spec = context.jobs.spec(job_id)
+    slack = 10 + spec.trainer.batch_size + 10
+    published = 0
+
+    def play(windows: float, sampled: int = 0) -> None:
+        """As the limiter answers: what a batch lacks is admissible, whatever was inserted before."""
+        inserted = int(slack + windows * 100) + sampled
+        peers.replay.admissible = spec.trainer.batch_size
+        peers.replay.counts = [SourceCount(source=SOURCE_ONLINE, inserted=inserted, sampled=sampled, correct=1)]
+        context.dispatcher._dispatch_or_fail(job_id)
+        drain(context, job_id)
+
+    def is_fed() -> bool:
+        nonlocal published
+        before, published = published, context.redis.xinfo_stream(redis_keys.prompts(job_id))["entries-added"]
+        return published > before
+
+    def said() -> bool:
+        return any("rollouts are correct" in wait for wait in context.monitor.waits(job_id, JobState.RUNNING))
+
+    play(windows=-0.1, sampled=5000)
+    assert (is_fed(), said(), context.jobs.state(job_id)) == (True, False, JobState.RUNNING)
+    play(windows=3.9, sampled=5000)
+    assert (is_fed(), said(), context.jobs.state(job_id)) == (True, True, JobState.RUNNING)
+    play(windows=4, sampled=5000)
+    assert (is_fed(), context.jobs.state(job_id)) == (False, JobState.FAILED)
+    record = context.jobs.record(job_id)
+    assert record.failure_code == "too_few_correct"
+    assert record.failure_message.startswith("1 of 5")

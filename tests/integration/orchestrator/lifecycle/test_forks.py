@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,12 +20,13 @@ from safetensors.numpy import load_file, save_file
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
-from services.orchestrator.lifecycle.forks.fork import merge_patch
+from services.orchestrator.lifecycle.forks.fork import _name_of_fork, merge_patch
 from spo import redis_keys
 from spo.manifest_folder import seal_folder, staging_folder
 from spo.model.folder import inspect_model_folder
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.job_state import JobState
+from spo.testing.waiting import wait_until
 from spo.weights.store import WeightStore
 
 Document = dict[str, Any]
@@ -54,7 +57,7 @@ def parent(context: AppContext, document: Document, state_path: Path) -> str:
     head = {"step": 20, "updates": 20, "weight_version": 2, "weight_step": 20, "world_size": 1, "zero_stage": 1}
     digest = seal(state_path / "checkpoints" / job_id / f"{20:010d}", head, "rank-00000.safetensors", 3)
     told = {"step": 20, "path": "elsewhere", "manifest_digest": digest, "weight_version": 2}
-    context.redis.hset(own_keys.job_checkpoints(job_id), "20", json.dumps(told))
+    context.redis.hset(redis_keys.job_checkpoints(job_id), "20", json.dumps(told))
     context.jobs.fail(job_id, "test", "it ended")
     return job_id
 
@@ -95,7 +98,7 @@ def test_a_fork_starts_from_the_newest_weights_and_keeps_pi0(
     assert load_file(stored.files[0])["w"][0] == 2
     grant = lease(context, job["id"])
     assert (grant.start_version, grant.next_weight_version) == (1, 2)
-    due = context.evaluations.due(job["id"])
+    due = context.evaluations.schedule.due(job["id"])
     assert due is not None
     assert (due.step, due.version) == (0, 1)
     assert [event.kind for event in context.jobs.events(parent)][-1] == "forked"
@@ -152,7 +155,7 @@ def test_forks_outlive_their_parents_and_grandparents(
         ({"checkpoint_step": 20, "version": 2}, "/checkpoint_step"),
         ({"overrides": {"model": {"path": "/elsewhere"}}}, "/overrides/model/path"),
         ({"overrides": {"model": None}}, "/overrides/model/path"),
-        ({"overrides": {"trainer": {"steps": 0}}}, "/overrides/trainer/steps"),
+        ({"overrides": {"trainer": {"steps": -1}}}, "/overrides/trainer/steps"),
         ({"overrides": {"surprise": 1}}, "/overrides/surprise"),
         ({"surprise": 1}, "/surprise"),
     ],
@@ -167,6 +170,34 @@ def test_what_cannot_be_forked_is_refused_by_field_and_leaves_nothing(
     assert context.redis.zcard(redis_keys.job_index()) == 1
     assert [each.name for each in state_path.glob("*/*")] == [parent] * 2
     assert context.redis.scard(own_keys.forks_under_way()) == 0
+
+
+def test_a_pruned_checkpoint_is_refused_with_its_own_code_and_those_there_are_named(
+    api: httpx.Client, parent: str, state_path: Path
+) -> None:
+    answer = api.post(f"/v1/jobs/{parent}/fork", json={"checkpoint_step": 15})
+    shutil.rmtree(state_path / "checkpoints" / parent)
+    gone = api.post(f"/v1/jobs/{parent}/fork", json={"checkpoint_step": 20})
+
+    assert (answer.status_code, answer.json()["code"]) == (422, "checkpoint_not_kept")
+    assert "no checkpoint of step 15; those that it keeps: 20" in answer.json()["errors"][0]["message"]
+    assert (gone.status_code, gone.json()["code"]) == (422, "checkpoint_not_kept")
+
+
+@pytest.mark.parametrize("requested", [{"checkpoint_step": 20}, {"version": 2}])
+def test_what_another_trainer_put_in_place_of_the_reported_is_not_handed_on(
+    api: httpx.Client, parent: str, state_path: Path, requested: Document
+) -> None:
+    kind, number = ("weights", f"{2:08d}") if "version" in requested else ("checkpoints", f"{20:010d}")
+    folder = state_path / kind / parent / number
+    head = json.loads((folder / "manifest.json").read_text())
+    shutil.rmtree(folder)
+    name = head.pop("files")[0]["name"]
+    seal(folder, head, name, 77)
+
+    answer = api.post(f"/v1/jobs/{parent}/fork", json=requested)
+
+    assert (answer.status_code, answer.json()["code"]) == (412, "fork_start_lost")
 
 
 def test_damaged_weights_are_not_handed_on(api: httpx.Client, parent: str, state_path: Path) -> None:
@@ -215,12 +246,14 @@ def test_a_fork_cut_short_is_cleaned_up_by_the_next_process(context: AppContext,
     half = state_path / "weights" / "job_half"
     half.mkdir(parents=True)
     context.redis.sadd(own_keys.forks_under_way(), "job_half")
+    upkeep = threading.Thread(target=context.deletion.run, args=(context.stop,))
+    upkeep.start()
+
+    wait_until(lambda: not half.exists(), "the half-made fork to be removed")
+
     context.stop.set()
-
-    context.deletion.run(context.stop)
-    context.deletion.sweep()
-
-    assert not half.exists()
+    upkeep.join(30)
+    assert not upkeep.is_alive()
 
 
 def test_the_command_line_forks(api: httpx.Client, parent: str, tmp_path: Path) -> None:
@@ -241,3 +274,14 @@ def test_a_patch_merges_objects_replaces_values_and_removes_by_null() -> None:
 
     assert merge_patch(document, {"a": {"b": None, "e": {"f": None}}, "d": [3]}) == {"a": {"c": 2, "e": {}}, "d": [3]}
     assert document == {"a": {"b": 1, "c": 2}, "d": [1, 2]}
+
+
+def test_a_fork_has_a_name_of_its_own(parent: str, api: httpx.Client, forked: Callable[..., Document]) -> None:
+    name = api.get(f"/v1/jobs/{parent}").json()["name"]
+    first, second = forked(), forked(overrides={"labels": {"again": "yes"}})
+
+    assert [job["name"] for job in (first, second)] == [
+        f"{name} fork {job['id'][-4:].lower()}" for job in (first, second)
+    ]
+    assert _name_of_fork(first["name"], "job_ABCD") == f"{name} fork abcd"
+    assert len(_name_of_fork("x" * 200, "job_ABCD")) == 200

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.jobs.series import evaluation_results
 from services.orchestrator.jobs.states import CANCEL, PAUSE, RESUME
-from services.orchestrator.lifecycle.dead_letters import dead_requests
 from spo import redis_keys
+from spo.client import Client
 from spo.messaging import streams
+from spo.messaging.streams import dead_letters
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.job_state import JobState
 from spo.testing.peers import ServiceDoubles
@@ -197,7 +201,9 @@ def test_estimates_given_up_on_fail_the_job_loudly(context: AppContext, document
         wait_until(lambda: state(context, job_id) is JobState.FAILED, "the job fails")
 
     assert context.jobs.record(job_id).failure_code == "too_many_dead_letters"
-    assert len(dead_requests(context.redis, job_id, "estimates")) == 4
+    assert dead_letters.counts_of(context.redis, job_id)[redis_keys.estimates()].count == 4
+    told = [event.body for event in context.jobs.events(job_id) if event.kind == "dead_letters"]
+    assert (told[-1]["stream"], told[-1]["reason"]) == ("estimates", "poison")
 
 
 def test_training_begins_only_when_the_pivotal_tokens_are_searched(
@@ -241,3 +247,49 @@ def test_an_evaluation_waits_for_a_replica_that_still_loads(
         wait_until(lambda: evaluation_results(context.redis, job_id), "the reference is evaluated")
 
     assert evaluation_results(context.redis, job_id)[0]["problems"] == 3
+
+
+def test_a_job_of_no_steps_ends_with_the_values_of_its_prompts_and_says_them(
+    context: AppContext, api: httpx.Client, document: dict[str, Any]
+) -> None:
+    job_id = submitted(context, document | {"trainer": {"steps": 0}})
+    with at_work(context):
+        wait_until(lambda: len(requests(context)) == 6, "all prompts are asked for")
+        before = api.get(f"/v1/jobs/{job_id}/prompts").json()["items"]
+        assert [(each["samples"], each["successes"]) for each in before] == [(None, None)] * 6
+        estimate_everything(context, job_id)
+        wait_until(lambda: state(context, job_id) is JobState.SUCCEEDED, "the job has succeeded")
+
+        with Client(str(api.base_url)) as client:
+            found = client.prompts(job_id)
+        pages = [api.get(f"/v1/jobs/{job_id}/prompts", params={"limit": 4, "cursor": at}).json() for at in ("", "4")]
+
+    assert [(each.samples, each.successes) for each in found] == [(8, 1)] * 6
+    assert {(each.lowest_reward, each.highest_reward, each.with_solutions) for each in found} == {(-1.0, 0.0, True)}
+    assert [len(page["items"]) for page in pages] == [4, 2]
+    assert [page["next_cursor"] for page in pages] == ["4", None]
+    assert context.leases.lease(job_id).epoch == 0
+    moves = [event.body["to"] for event in context.jobs.events(job_id) if event.kind == "state"]
+    assert moves == ["queued", "validating", "estimating", "succeeded"]
+    assert evaluation_results(context.redis, job_id) == []
+
+
+def test_problems_that_are_left_out_are_told_by_the_jobs_events(
+    context: AppContext, document: dict[str, Any], tmp_path: Path
+) -> None:
+    public = [{"stdin": "", "stdout": "1", "public": True}, {"stdin": "", "stdout": "1"}]
+    rows = [
+        *({"statement": f"Print {number}.", "tests": public} for number in range(4)),
+        {"statement": "Print without a public test.", "tests": public[1:]},
+        {"statement": "How many?", "answer": {"expected": ["1"]}},
+    ]
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks = {"kind": "jsonl", "path": str(file), "evaluation_problems": 0, "reward": {"tests": "public"}}
+    job_id = submitted(context, document | {"tasks": tasks})
+
+    with at_work(context):
+        wait_until(lambda: len(requests(context)) == 5, "the prompts that can be decided are asked for")
+
+    reasons = [event.body.get("reason", "") for event in context.jobs.events(job_id)]
+    assert "5 problems ready; 1 training problems without public tests are left out" in reasons

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -106,14 +107,15 @@ def test_what_cannot_share_rollouts_is_refused_by_field(
     other.mkdir()
     for file in Path(document["model"]["path"]).iterdir():
         (other / file.name).write_bytes(file.read_bytes())
-    (other / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "vocab_size": 7}')
-    model = {"path": str(other), "dtype": "bfloat16", "max_response_tokens": 8}
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "vocab_size": 100_000}))
+    model = {"path": str(other), "dtype": "bfloat16", "max_response_tokens": 8, "stop": ["\n"]}
     tasks = {**document["tasks"], "seed": 1, "reward": {"scale": 2.0, "shift": -2.0}}
 
     found = refusals(api, follower_of(document, followed, model=model, tasks=tasks))
 
     assert set(found) == {
-        "/model/path", "/model/dtype", "/model/max_response_tokens", "/tasks/seed", "/tasks/reward",
+        "/model/path", "/model/dtype", "/model/stop", "/model/max_response_tokens", "/tasks/seed", "/tasks/reward",
     }  # fmt: skip
     assert found["/tasks/seed"] == f"differs from that of {followed}"
 

@@ -46,6 +46,7 @@ def test_a_request_is_kept_and_shown_beside_what_is_live(
     assert answer.json()["pools"] == {
         "inference": {"desired": 3, "live": 2, "draining": 1, "minimum": 1, "maximum": 8},
         "sandbox-judge": {"desired": 2, "live": 0, "draining": 0, "minimum": 1, "maximum": 8},
+        "verifier": {"desired": 1, "live": 0, "draining": 0, "minimum": 1, "maximum": 8},
     }
     assert redis_client.hgetall(redis_keys.scale()) == {b"inference": b"3", b"sandbox-judge": b"2"}
     assert httpx.get(url, trust_env=False).json() == answer.json()

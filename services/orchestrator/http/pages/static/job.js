@@ -23,6 +23,7 @@ async function drawEvaluations() {
 
 const TRAINING = {
   "curve-reward": (name) => name.startsWith("reward"),
+  "curve-score": (name) => name === "score" || name.startsWith("score/"),
   "curve-loss": (name) => name === "loss" || name.startsWith("loss_") || name === "value_loss",
   "curve-kl": (name) => name.startsWith("kl"),
   "curve-entropy": (name) => name === "entropy",
@@ -30,10 +31,10 @@ const TRAINING = {
   "curve-seconds": (name) => name === "wait_seconds" || name === "step_seconds",
 };
 const PLATFORM = {
-  "curve-queues": (name) => ["estimates", "pivotal", "prompts", "rollouts", "verdicts"].includes(name),
+  "curve-queues": (name) => ["estimates", "pivotal", "prompts", "rollouts", "verifier_rollouts", "verdicts"].includes(name),
   "curve-idle": (name) => name.startsWith("idle_"),
 };
-const plain = (name) => name.replace("idle_", "").replace("reward/", "").replaceAll("_", " ");
+const plain = (name) => name.replace("idle_", "").replace("reward/", "").replace("score/", "").replaceAll("_", " ");
 
 async function drawColumns(query, curves, options) {
   const { steps, series } = await ask(`${api}/metrics?max_points=600${query}`);
@@ -70,10 +71,25 @@ function words({ kind, body }) {
   switch (kind) {
     case "state": return `${body.from || "new"} → ${body.to}: ${body.reason}`;
     case "alarm": return `alarm at step ${body.step}: ${body.reason}`;
+    case "progress": return `${body.stage}: ${body.done} of ${body.total}`;
     case "weights": return `weights ${body.version} ${body.action.replace("_", " ")}, step ${body.step}`;
+    case "trainer_died": return `trainer died, ${body.deaths} of at most ${body.most} times: ${body.message}`;
     case "stalled": return `nothing moved for ${body.seconds} s: ${body.waits.join("; ")}`;
     default: return `${kind.replaceAll("_", " ")} ${Object.entries(body).map(([name, value]) => `${name.replaceAll("_", " ")} ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ")}`;
   }
+}
+
+const LONG = 300;
+function folded(text) {
+  if (text.length <= LONG && !text.includes("\n")) return ` ${text}`;
+  const details = document.createElement("details");
+  details.className = "folded";
+  const summary = document.createElement("summary");
+  summary.textContent = `${text.split("\n", 1)[0].slice(0, LONG)} …`;
+  const whole = document.createElement("pre");
+  whole.textContent = text;
+  details.append(summary, whole);
+  return details;
 }
 
 function tell(event) {
@@ -82,8 +98,16 @@ function tell(event) {
   const at = document.createElement("time");
   at.dateTime = event.at;
   at.textContent = event.at.slice(11, 19);
-  line.append(at, ` ${words(event)}`);
+  line.append(at, folded(words(event)));
   const list = document.getElementById("events");
+  const last = list.firstChild;
+  // Of reports of progress in a row the last one says it all.
+  if (event.kind === "progress" && last?.dataset.stage === String(event.body.stage)) {
+    line.dataset.reports = Number(last.dataset.reports) + 1;
+    line.append(` (${line.dataset.reports} reports)`);
+    last.remove();
+  } else if (event.kind === "progress") line.dataset.reports = 1;
+  if (event.kind === "progress") line.dataset.stage = event.body.stage;
   list.prepend(line);
   while (list.children.length > 200) list.lastChild.remove();
 }

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -157,6 +158,7 @@ class Trainer:
 
     orchestrator: RpcClient
     owner: dict[str, Any]
+    checkpoints: Path
 
     def report(self, *steps: int, alarm: str = "") -> None:
         """Scalars of some steps."""
@@ -173,7 +175,10 @@ class Trainer:
         self.orchestrator.call("PublishWeights", request)
 
     def checkpoint(self, step: int) -> None:
-        request = wire.ReportCheckpointRequest(**self.owner, step=step, path="p", manifest_digest="d")
+        """A saved step."""
+        folder = self.checkpoints / f"{step:010d}"
+        folder.mkdir(parents=True)
+        request = wire.ReportCheckpointRequest(**self.owner, step=step, path=str(folder), manifest_digest="d", keep=2)
         self.orchestrator.call("ReportCheckpoint", request)
 
 
@@ -185,7 +190,8 @@ def trainer(context: AppContext, job_id: str) -> Iterator[Trainer]:
     orchestrator = RpcClient("orchestrator", server.address, OrchestratorServiceStub)
     requested = wire.LeaseJobRequest(trainer_id="trainer", wait_seconds=5)
     grant: wire.LeaseJobResponse = orchestrator.call("LeaseJob", requested)
-    yield Trainer(orchestrator, {"run_id": job_id, "trainer_id": "trainer", "epoch": grant.epoch})
+    owner = {"run_id": job_id, "trainer_id": "trainer", "epoch": grant.epoch}
+    yield Trainer(orchestrator, owner, Path(grant.checkpoint_path))
     orchestrator.close()
     server.stop(1)
 

@@ -1,0 +1,157 @@
+"""A manifest of each job in the state folder: enough to say what was lost, and to make the job's records again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from services.orchestrator import redis_keys as own_keys
+from services.orchestrator.jobs.commit import timestamp
+from services.orchestrator.jobs.store import JobStore
+from services.orchestrator.recovery.files import read_json, write_json
+from spo import redis_keys
+from spo.messaging.redis_client import StreamEntry
+from spo.spec.job_state import TERMINAL, JobState
+from spo.spec.stored import record_of
+
+JOBS_PER_READ = 200
+# Of a job that only trains the manifest is written again after so many more events.
+STALE_EVENTS = 20
+
+
+@dataclass(frozen=True)
+class JobManifest:
+    """A job as it was at `saved_at`: what Redis held of it, and the number of its last event.
+
+    checkpoints, by step, and weights, by version, are the JSON of what the trainer reported.
+    """
+
+    id: str
+    state: str = ""
+    events: int = 0
+    lease_epoch: int = 0
+    spec: str = ""
+    record: dict[str, str] = field(default_factory=dict)
+    checkpoints: dict[str, str] = field(default_factory=dict)
+    weights: dict[str, str] = field(default_factory=dict)
+    epoch: str = ""
+    saved_at: str = ""
+
+    @property
+    def tenant(self) -> str:
+        return self.record.get("tenant", "")
+
+    @property
+    def name(self) -> str:
+        return self.record.get("name", "")
+
+    def is_as(self, other: JobManifest) -> bool:
+        """Whether writing this one would tell nothing new."""
+        return self._lasting() == other._lasting() and self.events - other.events < STALE_EVENTS
+
+    def _lasting(self) -> tuple[object, ...]:
+        record = {name: value for name, value in self.record.items() if name != "updated_at"}
+        return (self.state, self.lease_epoch, self.epoch, record, self.checkpoints, self.weights)
+
+
+class JobManifests:
+    """The folder of manifests, brought up to date from Redis."""
+
+    def __init__(self, jobs: JobStore, state_path: Path) -> None:
+        self.jobs = jobs
+        self.folder = state_path / "jobs"
+        self._saved: dict[str, JobManifest] = {}
+
+    def read(self, job_id: str) -> JobManifest | None:
+        """The manifest; None where there is none."""
+        document = read_json(self.folder / f"{job_id}.json")
+        return record_of(JobManifest, document) if document.get("id") == job_id else None
+
+    def lost(self) -> list[JobManifest]:
+        """Jobs that have a manifest and no records, and that nobody deleted; oldest first."""
+        ids = sorted(path.stem for path in self.folder.glob("job_*.json"))
+        gone: list[str] = []
+        for chunk in _chunks(ids):
+            with self.jobs.client.pipeline(transaction=False) as pipe:
+                for job_id in chunk:
+                    pipe.exists(redis_keys.run_state(job_id))
+                replies = pipe.execute()
+            gone += [job_id for job_id, there in zip(chunk, replies, strict=True) if not there]
+        deleted = self.jobs.client.smembers(own_keys.deleted_jobs()) if gone else set()
+        gone = [job_id for job_id in gone if job_id.encode() not in deleted]
+        return [manifest for manifest in map(self.read, gone) if manifest]
+
+    def save_all(self, epoch: str) -> list[JobManifest]:
+        """Write what has changed; returns the manifests of jobs that Redis knows an older state of.
+
+        Ended jobs are looked at once in the life of a process. Raises redis.RedisError, OSError.
+        """
+        unfinished = self.jobs.in_states([state for state in JobState if state not in TERMINAL])
+        if self._saved:
+            watched = {job_id for job_id, saved in self._saved.items() if saved.state not in TERMINAL}
+            return self.save(sorted(watched.union(unfinished)), epoch)
+        indexed = self.jobs.client.zrange(redis_keys.job_index(), 0, -1)
+        return self.save([raw.decode() for raw in indexed], epoch)
+
+    def save(self, job_ids: Sequence[str], epoch: str) -> list[JobManifest]:
+        """As save_all, for these."""
+        behind = []
+        for found in self._as_stored(job_ids, epoch):
+            before = self._saved.get(found.id) or self.read(found.id)
+            if before and before.epoch == epoch and found.events < before.events:
+                behind.append(before)
+            elif before and found.is_as(before):
+                self._saved[found.id] = before
+                continue
+            write_json(self.folder / f"{found.id}.json", asdict(found))
+            self._saved[found.id] = found
+        return behind
+
+    def forget(self, job_id: str) -> None:
+        """Remove the manifest of a job that somebody deletes."""
+        self._saved.pop(job_id, None)
+        (self.folder / f"{job_id}.json").unlink(missing_ok=True)
+
+    def _as_stored(self, job_ids: Sequence[str], epoch: str) -> Iterator[JobManifest]:
+        for chunk in _chunks(job_ids):
+            with self.jobs.client.pipeline(transaction=False) as pipe:
+                for job_id in chunk:
+                    pipe.get(redis_keys.run_state(job_id))
+                    pipe.get(redis_keys.run_spec(job_id))
+                    pipe.hgetall(redis_keys.job_record(job_id))
+                    pipe.hget(own_keys.job_lease(job_id), "epoch")
+                    pipe.xrevrange(own_keys.job_events(job_id), count=1)
+                    pipe.hgetall(redis_keys.job_checkpoints(job_id))
+                    pipe.hgetall(own_keys.job_weights(job_id))
+                replies = pipe.execute()
+            for number, job_id in enumerate(chunk):
+                state, spec, record, lease_epoch, newest, *reported = replies[7 * number : 7 * number + 7]
+                if state and spec and record:
+                    yield JobManifest(
+                        id=job_id,
+                        state=state.decode(),
+                        events=_seq(newest),
+                        lease_epoch=int(lease_epoch or 0),
+                        spec=spec.decode(),
+                        record=_words(record),
+                        checkpoints=_words(reported[0]),
+                        weights=_words(reported[1]),
+                        epoch=epoch,
+                        saved_at=timestamp(),
+                    )
+                else:
+                    self._saved.pop(job_id, None)
+
+
+def _chunks(job_ids: Sequence[str]) -> Iterator[Sequence[str]]:
+    for start in range(0, len(job_ids), JOBS_PER_READ):
+        yield job_ids[start : start + JOBS_PER_READ]
+
+
+def _words(stored: dict[bytes, bytes]) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in stored.items()}
+
+
+def _seq(newest: list[StreamEntry]) -> int:
+    return int(newest[0][0].split(b"-")[0]) if newest else 0

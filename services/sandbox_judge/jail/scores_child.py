@@ -1,0 +1,236 @@
+"""Scores responses one after the other inside a fork, each within limits of its own: one line of JSON for each.
+
+The process is killed where a response takes too long; the judge then knows by the lines which one it was, and goes on
+with the next in a new fork. The lines:
+
+    ["ready"]                                    first, when the function is there, otherwise ["broken", why]
+    ["score", number, parts, CPU seconds]        for each response
+    ["refused", why]                             in its place, where the response cannot be read
+    ["fault", why]                               in its place, where the function throws or gives no score
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import NoReturn, SupportsFloat
+
+from services.sandbox_judge.jail.tests_child import Sent, received
+
+MOST_PARTS = 32
+_REHEARSALS = 16
+MOST_NAME = 100
+_SHOWN = 300
+# Generators whose scorers compare tuples, which JSON does not know.
+_OF_TUPLES = ("arc_agi", "rearc")
+
+# What a scorer makes of a response: a number, or numbers by name.
+Score = Callable[[str], object]
+
+
+class Refused(Exception):
+    """The response, not the function, is at fault."""
+
+
+def run() -> NoReturn:
+    """Score what the judge has sent; the process ends here."""
+    status = 1
+    try:
+        sent = received()
+        out = os.dup(1)
+        # What a function prints is nobody's result.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        _score_all(sent, lambda line: os.write(out, json.dumps(line).encode() + b"\n"))
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _score_all(sent: Sent, say: Callable[[list[object]], object]) -> None:
+    _arm(sent)
+    name = sent["name"]
+    try:
+        score = _SCORERS[sent["kind"]](sent)
+    except BaseException as error:
+        say(["broken", f"{name}: {_said(error)}"])
+        return
+    say(["ready"])
+    for response in sent["responses"]:
+        _arm(sent)
+        started = time.process_time()
+        try:
+            total, parts = _checked(score(response))
+            line = ["score", total, parts, time.process_time() - started]
+        except Refused as error:
+            line = ["refused", str(error)[:_SHOWN]]
+        except BaseException as error:
+            line = ["fault", f"{name}: {_said(error)}"]
+        say(line)
+
+
+def _arm(sent: Sent) -> None:
+    """Let the kernel kill this process when one response takes too long, whatever it hangs in."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, sent["cpu_seconds"])
+    signal.setitimer(signal.ITIMER_REAL, sent["wall_seconds"])
+
+
+def _checked(result: object) -> tuple[float, dict[str, float]]:
+    """The score and its parts. Raises ValueError on anything but a number, or numbers by name, between 0 and 1."""
+    if not isinstance(result, dict):
+        return _number(result, "the function gave"), {}
+    if not 0 < len(result) <= MOST_PARTS:
+        raise ValueError(f"the function gave {len(result)} parts; between 1 and {MOST_PARTS} are taken")
+    for part in result:
+        if not isinstance(part, str) or not 0 < len(part) <= MOST_NAME:
+            raise ValueError(f"a part's name must be text of 1 to {MOST_NAME} characters")
+    parts = {part: _number(value, f"the function's part {part!r} is") for part, value in result.items()}
+    return sum(parts.values()) / len(parts), parts
+
+
+def _number(value: object, what: str) -> float:
+    try:
+        number = float(value) if isinstance(value, SupportsFloat) else None
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    if number is None:
+        raise ValueError(f"{what} {type(value).__name__}, not a number")
+    if not (math.isfinite(number) and 0 <= number <= 1):
+        raise ValueError(f"{what} {number}, not a number between 0 and 1")
+    return number
+
+
+def _said(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except BaseException:
+        text = ""
+    return f"{type(error).__name__}: {text[:_SHOWN]}".removesuffix(": ")
+
+
+def _own(sent: Sent) -> Score:
+    """A function that a person wrote, from its source."""
+    module = ModuleType("scoring")
+    sys.modules["scoring"] = module
+    exec(compile(sent["source"], "scoring.py", "exec", dont_inherit=True), module.__dict__)
+    found = module.__dict__.get(sent["function"])
+    if not callable(found):
+        raise ValueError("the source does not define it")
+    arguments = json.loads(sent["arguments_json"] or "{}")
+    return lambda response: found(response, **arguments)
+
+
+def _reasoning_gym(sent: Sent) -> Score:
+    """A generator's own scorer; what it throws is the response's doing where it can score the entry's own answer."""
+    import reasoning_gym
+    from reasoning_gym.utils import extract_answer
+
+    arguments = json.loads(sent["arguments_json"])
+    entry, tag = arguments["entry"], arguments.get("tag", "")
+    if arguments["dataset"] in _OF_TUPLES:
+        entry = {**entry, "metadata": _tuples(entry["metadata"])}
+    score = reasoning_gym.get_score_answer_fn(arguments["dataset"])
+
+    def scored(response: str) -> object:
+        answer = extract_answer(response, tag) if tag else response.strip()
+        if answer is None:
+            raise Refused(f"no answer found: the response holds no whole <{tag}>...</{tag}>")
+        try:
+            return score(answer, entry)
+        except Exception as error:
+            score(entry["answer"], entry)
+            raise Refused(f"the scorer cannot read the answer: {_said(error)}") from error
+
+    return scored
+
+
+def _tuples(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _tuples(each) for key, each in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _mathematics(sent: Sent) -> Score:
+    """math-verify's comparison with any of the expected answers."""
+    import logging
+
+    from math_verify import verify
+
+    logging.disable()  # its warning that time limits are left to the caller: they are set here
+    wanted = [_expected(text) for text in sent["expected"]]
+    unread = [text for text, found in zip(sent["expected"], wanted, strict=True) if not found]
+    if unread:
+        raise ValueError(f"math-verify cannot read the expected answer {unread[0][:80]!r}")
+
+    def scored(answer: str) -> float:
+        found = mathematical(answer, whole=sent["whole"])
+        if not found:
+            raise Refused("math-verify finds no mathematics in the answer")
+        return float(any(verify(gold, found, timeout_seconds=None) for gold in wanted))
+
+    return scored
+
+
+def _expected(text: str) -> list[object]:
+    """What an expected answer may mean: a bare "1,22" is a decimal number, or two numbers."""
+    found = mathematical(text, whole=False)
+    return found if set(text) - set("0123456789.,- ") else [*found, *mathematical(text, whole=True)]
+
+
+def mathematical(text: str, *, whole: bool) -> list[object]:
+    """What math-verify reads in a text: in a whole response where it finds it, in an answer all of it."""
+    from math_verify import parse
+
+    if not whole and not any(mark in text for mark in ("$", "\\(", "\\[", "\\boxed", "\\begin")):
+        text = f"${text}$"
+    found: list[object] = parse(text, parsing_timeout=None)
+    return found
+
+
+_SCORERS: dict[str, Callable[[Sent], Score]] = {
+    "function": _own,
+    "mathematics": _mathematics,
+    "reasoning_gym": _reasoning_gym,
+}
+
+# Answers of many kinds: what the parser learns of its grammar while it reads them, it need not learn in every fork.
+_REHEARSAL = r"""
+12 -3.5 1,000,000 1/2 \frac{1}{2} -\frac{3}{4} 2\frac{1}{3} \sqrt{2} 3\sqrt{8} \sqrt[3]{27} x^2+1 2x-3y
+(x+1)(x-2) \pi 2\pi \frac{\pi}{4} e^{x} \ln(2) \log_2(8) \sin(x) \cos^2(\theta) (1,2) (1,2,3) [0,1)
+(-\infty,3] \{1,2,3\} (-\infty,1)\cup(2,\infty) x=5 y=2x+1 x>3 1<x\leq4 50\% 25% 12\text{cm} \text{cm} 10^{-3}
+2.5\times10^4 1+2i \binom{5}{2} 5! |x| \infty \pm2 a_n \begin{pmatrix}1&2\\3&4\end{pmatrix} x\in[1,2]
+\emptyset \frac{x+1}{x-1} \frac{\sqrt{3}}{2} 90^\circ \overline{AB} 0.\overline{3} \left(\frac{1}{2},3\right)
+\dfrac{7}{8} \tfrac{1}{3} \mathbb{R} A \text{A} f(x)=x^2 \int_0^1xdx \sum_{k=1}^nk \lfloor2.5\rfloor x=1,x=2
+x=1\text{or}x=2 \$5 1:2 2^{10} \frac{a}{b} n(n+1)/2 \arctan(1)
+"""
+
+
+def rehearse(imports: tuple[str, ...]) -> None:
+    """Let libraries do once, before the first fork, what every fork would do anew."""
+    own = "import json\ndef score(response, **arguments):\n    return {'length': len(response) / 10}\n"
+    for _ in range(_REHEARSALS):
+        sent = {"source": own, "function": "score", "arguments_json": '{"a": [1, "b"]}'}
+        score = _own(sent)
+        total, parts = _checked(score("abc"))
+        json.dumps(["score", total, parts, time.process_time()])
+    if "math_verify" not in imports:
+        return
+    import logging
+
+    from math_verify import verify
+
+    logging.disable()
+    for text in _REHEARSAL.split():
+        found = mathematical(text, whole=False)
+        verify(found, found, timeout_seconds=None)
+        verify(found, mathematical("7", whole=False), timeout_seconds=None)
+    mathematical("The answer is $\\boxed{\\frac{1}{2}}$, so we get 7.", whole=True)
+    logging.disable(logging.NOTSET)

@@ -1,0 +1,1 @@
+"""What runs in the sandbox beside programs: tests of functions, mathematics, and functions that score responses."""

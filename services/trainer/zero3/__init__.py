@@ -1,0 +1,1 @@
+"""ZeRO stage 3: models that are cut over the ranks while they are read, and run without an optimiser."""

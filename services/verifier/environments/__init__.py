@@ -1,0 +1,1 @@
+"""Environments of conversations: what answers the policy's turns, by name."""

@@ -1,0 +1,48 @@
+"""gRPC service of the verifiers: the judge's contract, for test sets that decide by what lies outside the platform."""
+
+from __future__ import annotations
+
+from concurrent.futures import CancelledError
+
+import grpc
+
+from services.verifier.scheduler import VerifierScheduler
+from spo.errors import InvalidInput, NotReady
+from spo.rpc.client import DEFAULT_DEADLINE_SECONDS
+from spo.v1 import judge_service_pb2 as judge
+from spo.v1.judge_service_pb2_grpc import JudgeServiceServicer
+
+
+class VerifierService(JudgeServiceServicer):
+    def __init__(self, scheduler: VerifierScheduler) -> None:
+        self.scheduler = scheduler
+
+    def UploadTests(
+        self, request: judge.UploadTestsRequest, context: grpc.ServicerContext
+    ) -> judge.UploadTestsResponse:
+        """Store test sets by digest."""
+        return judge.UploadTestsResponse(
+            digests=[self.scheduler.test_sets.upload(test_set) for test_set in request.test_sets]
+        )
+
+    def Judge(self, request: judge.JudgeRequest, context: grpc.ServicerContext) -> judge.JudgeResponse:
+        """One verdict per response; a caller that hangs up cancels the scoring."""
+        if request.raw_programs:
+            raise InvalidInput("verifiers score text: responses that are not UTF-8 cannot be sent on")
+        batch = self.scheduler.submit(request.programs, request.language, request.tests_digest, request.priority)
+        if not context.add_callback(batch.cancel):
+            batch.cancel()
+        try:
+            verdicts = batch.verdicts(context.time_remaining() or DEFAULT_DEADLINE_SECONDS)
+        except (CancelledError, TimeoutError):
+            batch.cancel()
+            raise NotReady("the caller's deadline passed before all responses were scored") from None
+        return judge.JudgeResponse(verdicts=verdicts)
+
+    def DescribeJudge(
+        self, request: judge.DescribeJudgeRequest, context: grpc.ServicerContext
+    ) -> judge.DescribeJudgeResponse:
+        """What this verifier is: part of every value key."""
+        return judge.DescribeJudgeResponse(
+            judge_version=self.scheduler.judge_version, features=sorted(self.scheduler.scorers)
+        )

@@ -1,0 +1,76 @@
+"""What a verifier can score by; anything else is refused with its name."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from spo.errors import FieldViolation, InvalidInput
+from spo.tasks.scoring.rules import require_composable
+from spo.tasks.verifier_pool import VERIFIER, pool_of
+from spo.v1.verdict_pb2 import HttpScore, ModelScore, TestSet
+
+LONGEST_URL = 2048
+MOST_SECONDS = 600.0
+MOST_RUBRIC = 32_768
+MOST_VOTES = 15
+KINDS = ("http", "model")
+_OTHERS = ("answer", "code_tests", "scoring_function", "composition")
+
+
+def kind_of(test_set: TestSet) -> str:
+    """How the test set decides: "http", "model", or the name of a kind that is another judge's."""
+    named = (name for name in (*KINDS, *_OTHERS) if test_set.HasField(name))  # type: ignore[arg-type]
+    return next(named, "program")
+
+
+def require_scorable(test_set: TestSet) -> None:
+    """Raises InvalidInput naming each field that cannot be scored by."""
+    kind = kind_of(test_set)
+    if kind == "composition" and pool_of(test_set) == VERIFIER:
+        require_composable(test_set, _require_part)
+        return
+    if kind not in KINDS:
+        raise InvalidInput(
+            "this test set cannot be scored by",
+            violations=(FieldViolation(f"/{kind}", "belongs to sandbox-judge: verifiers score by http and model"),),
+        )
+    rules = _rules_of_http(test_set.http) if kind == "http" else _rules_of_model(test_set.model)
+    rules["/pass_score"] = (_within(test_set.pass_score, 1), "between 0 and 1")
+    faults = tuple(FieldViolation(pointer, f"must be {rule}") for pointer, (holds, rule) in rules.items() if not holds)
+    if faults:
+        raise InvalidInput("this test set cannot be scored by", violations=faults)
+
+
+def _require_part(test_set: TestSet) -> None:
+    """What belongs to the sandbox judge is looked at there."""
+    if kind_of(test_set) in KINDS:
+        require_scorable(test_set)
+
+
+def _rules_of_http(http: HttpScore) -> dict[str, tuple[bool, str]]:
+    return {
+        "/http/url": (0 < len(http.url) <= LONGEST_URL, f"an address of at most {LONGEST_URL} characters"),
+        "/http/arguments_json": (_is_object(http.arguments_json), "a JSON object"),
+        "/http/timeout_seconds": (_within(http.timeout_seconds, MOST_SECONDS), f"at most {MOST_SECONDS:g}"),
+    }
+
+
+def _rules_of_model(model: ModelScore) -> dict[str, tuple[bool, str]]:
+    return {
+        "/model/rubric": (0 < len(model.rubric) <= MOST_RUBRIC, f"not empty, at most {MOST_RUBRIC} characters"),
+        "/model/address": (0 < len(model.address) <= LONGEST_URL, "the base address of an OpenAI-compatible service"),
+        "/model/model": (bool(model.model), "the name of a model at that address"),
+        "/model/votes": (0 <= model.votes <= MOST_VOTES, f"at most {MOST_VOTES}"),
+    }
+
+
+def _within(value: float, most: float) -> bool:
+    return math.isfinite(value) and 0 <= value <= most
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text or "{}"), dict)
+    except (ValueError, RecursionError):
+        return False

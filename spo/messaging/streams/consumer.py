@@ -1,0 +1,342 @@
+"""One member of a consumer group: reads entries, finishes them, and takes over those of members that vanished."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import redis
+
+from spo import redis_keys
+from spo.errors import NotFound
+from spo.messaging.redis_client import RedisClient
+from spo.messaging.streams import dead_letters, scripts
+from spo.messaging.streams.entries import Entry, entry_of, raw_entries
+from spo.messaging.streams.failures import SAY_SECONDS, Fate, TroubleNotes, fate_of, reason_of
+from spo.messaging.streams.holder import THIS_PROCESS, StreamHolder
+from spo.observability.logs import get_logger
+
+log = get_logger("streams")
+
+# An entry that so many holders vanished with is handled alone: they had others too, and any of these may be to blame.
+ALONE_AFTER_DEATHS = 2
+# An entry is given up on after so many deaths of holders that had nothing else in hand ...
+MAX_LONE_DEATHS = 5
+# ... and had finished others before. The death of one that never finished anything weighs a tenth of that.
+PROVEN_WEIGHT = 10
+MAX_BACKOFF_SECONDS = 30.0
+SCANS_PER_READ = 20
+TIDY_SECONDS = 60.0
+# A member that holds nothing and has not read for so long is gone; should it come back, it is a member again.
+SILENT_SECONDS = 600.0
+MAX_REMEMBERED_FAILURES = 10_000
+
+# An entry's id, its fields one after the other, and which delivery this is.
+RawDelivery = tuple[bytes, list[bytes], int]
+
+
+@dataclass
+class Consumer:
+    """One member of a consumer group.
+
+    reclaim_after_seconds must exceed the slowest legitimate handling of an entry: after it, a silent consumer's entries
+    are given to another. `keep_alive` resets that clock for entries still being worked on.
+
+    run_id: the run of a stream that belongs to one; the stream of a deleted run is not made again.
+    """
+
+    client: RedisClient
+    stream: str
+    group: str
+    name: str
+    reclaim_after_seconds: float = 60.0
+    run_id: str = ""
+    holder: StreamHolder = THIS_PROCESS
+    tidy_seconds: float = TIDY_SECONDS
+    silent_seconds: float = SILENT_SECONDS
+    _ready: bool = field(default=False, init=False)
+    _next_reclaim: float = field(default=0.0, init=False)
+    _next_tidy: float = field(default=0.0, init=False)
+    _cursor: str = field(default="0-0", init=False)
+    _held: set[str] = field(default_factory=set, init=False)
+    # Entries whose handling failed alone -> how often: they go alone again, and each time later.
+    _failures: dict[str, int] = field(default_factory=dict, init=False)
+    _left: list[Entry] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self._notes = TroubleNotes(self.client)
+        self._reading = self.holder.reading(self.stream)
+        self._handling = self.holder.handling(self.stream)
+        self._next_tidy = time.monotonic() + self.tidy_seconds / 2
+
+    # --- reading ---
+
+    def read(self, count: int, block_seconds: float = 1.0) -> list[Entry]:
+        """Return up to count entries, reclaimed ones first; waits at most block_seconds for new ones.
+
+        An entry that must be handled alone comes by itself; pass it to `begin_alone` before its handling starts.
+        A stream or group that vanished is made again. Raises redis.RedisError when the stream cannot be read, NotFound
+        (unknown_run) when its run is deleted.
+        """
+        begun = time.monotonic()
+        try:
+            entries = self._read_patiently(count, block_seconds)
+        except redis.RedisError as error:
+            self._ready = False
+            self._reading.failed(error)
+            raise
+        self._reading.over(begun)
+        self._held.update(entry.entry_id for entry in entries)
+        return entries
+
+    def _read_patiently(self, count: int, block_seconds: float) -> list[Entry]:
+        try:
+            return self._read(count, block_seconds)
+        except redis.ResponseError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            log.warning("a stream had lost its group; it is made again", stream=self.stream, group=self.group)
+            self._ready = False
+            return self._read(count, block_seconds)
+
+    def _read(self, count: int, block_seconds: float) -> list[Entry]:
+        self._release_left()
+        self._ensure_group()
+        self._remove_silent()
+        claimed = self._reclaim(count) if self.holder.proven else []
+        if claimed:
+            return claimed
+        # A holder that has yet to show that it works begins with what nobody died of.
+        if not self.holder.proven:
+            return self._new(count, min(block_seconds, 0.1)) or self._reclaim(count) or self._new(count, block_seconds)
+        return self._new(count, block_seconds)
+
+    def _release_left(self) -> None:
+        # Taken out first: other threads add to the list meanwhile.
+        left, self._left = self._left, []
+        try:
+            self.release(left)
+        except redis.RedisError:
+            self._left += left
+            raise
+
+    def _new(self, count: int, block_seconds: float) -> list[Entry]:
+        replies = self.client.xreadgroup(
+            self.group, self.name, {self.stream: ">"}, count=count, block=max(1, int(block_seconds * 1000))
+        )
+        return [entry_of(entry_id, fields, 1) for entry_id, fields in raw_entries(replies)]
+
+    def begin_alone(self, entry: Entry) -> bool:
+        """Count this handling of a lone entry before it starts; a holder that survives it takes the count back.
+
+        False when it must not be handled: another consumer has it, or it killed too many and is a dead letter now.
+        """
+        weight = PROVEN_WEIGHT if self.holder.proven else 1
+        enough = MAX_LONE_DEATHS * PROVEN_WEIGHT
+        keys = self.stream, redis_keys.lone_deliveries(self.stream)
+        arguments = (self.group, self.name, entry.entry_id, weight, enough)
+        before = cast(int, self.client.eval(scripts.BEGIN_ALONE, len(keys), *keys, *arguments))
+        if before < 0:
+            self._held.discard(entry.entry_id)
+            return False
+        died = entry.deliveries - 1
+        if before >= enough:
+            self.dead_letter(entry, f"{died} holders vanished with it, the last ones while they had nothing else")
+            return False
+        reason = f"{died} holders vanished with an entry; it is handled alone"
+        log.warning(reason, stream=self.stream, entry=entry.entry_id, run=self._run_of(entry))
+        self._notes.note(self._run_of(entry), self.stream, reason)
+        return True
+
+    # --- finishing ---
+
+    def keep_alive(self, entries: Sequence[Entry]) -> None:
+        """Reset the idle time of entries that are still being handled: their consumer is slow, not dead."""
+        ids = [entry.entry_id for entry in self.unfinished(entries)]
+        if ids:
+            self.client.eval(scripts.KEEP_ALIVE, 1, self.stream, self.group, self.name, *ids)
+
+    def forward(self, entry: Entry, next_stream: str, payload: bytes, trace: str = "", run_id: str = "") -> bool:
+        """Write the next hop, acknowledge and delete, atomically; False if another delivery did so before.
+
+        The next hop belongs to the span `trace` and is counted for the run `run_id`, else as the entry was.
+        """
+        counted_for = run_id or entry.run_id
+        counts = redis_keys.entries_in_flight(counted_for)
+        keys = self.stream, next_stream, counts, redis_keys.lone_deliveries(self.stream)
+        arguments = (self.group, entry.entry_id, payload, trace or entry.trace, counted_for, entry.run_id)
+        done = bool(self.client.eval(scripts.FORWARD, len(keys), *keys, *arguments))
+        self._done_with([entry])
+        return done
+
+    def finish(self, entries: Sequence[Entry]) -> None:
+        """Acknowledge and delete entries whose effect has been written elsewhere."""
+        lone = redis_keys.lone_deliveries(self.stream)
+        with self.client.pipeline(transaction=True) as pipe:
+            for entry in entries:
+                keys = self.stream, redis_keys.entries_in_flight(entry.run_id), lone
+                pipe.eval(scripts.FINISH, len(keys), *keys, self.group, entry.entry_id, entry.run_id)
+            pipe.execute()
+        self._done_with(entries)
+
+    def dead_letter(self, entry: Entry, reason: str) -> None:
+        """Move an entry to the dead letters with its reason, counted for its run."""
+        dead_letters.write(self.client, self.stream, self.group, entry, reason, self._run_of(entry))
+        self._done_with([entry])
+
+    def fail(self, entry: Entry, error: Exception) -> Fate:
+        """Let the error of a handler decide on its entry: see `failures`. Raises redis.RedisError."""
+        fate = fate_of(error)
+        run_id = self._run_of(entry)
+        if fate is Fate.DROP and run_id and self.client.exists(redis_keys.run_spec(run_id)):
+            fate = Fate.RETRY
+        match fate:
+            case Fate.DEAD_LETTER:
+                self.dead_letter(entry, str(error))
+            case Fate.DROP:
+                log.warning("dropped an entry of a deleted run", stream=self.stream, entry=entry.entry_id)
+                self.finish([entry])
+            case Fate.RETRY:
+                self._retry_later(entry, error)
+        return fate
+
+    @contextmanager
+    def isolated(self, entry: Entry) -> Iterator[None]:
+        """Let what goes wrong in the body decide on this entry alone. Raises redis.RedisError as it comes."""
+        try:
+            yield
+        except redis.RedisError:
+            raise
+        except Exception as error:
+            # Whatever it was (a service away, a bug), the entry is still pending; its error decides what becomes of it.
+            if self.unfinished([entry]):
+                self.fail(entry, error)
+
+    def release(self, entries: Sequence[Entry], after_seconds: float = 0.0) -> None:
+        """Give entries back unfinished: any member may have them after so many seconds, as if for the first time."""
+        if entries:
+            idle_ms = max(0, int((self.reclaim_after_seconds - after_seconds) * 1000))
+            self._put_back(entries, idle_ms, deliveries=0, forgive=True)
+            self._next_reclaim = min(self._next_reclaim, time.monotonic() + after_seconds)
+
+    def take_back(self, entry_ids: Sequence[str]) -> list[Entry]:
+        """Entries that were given back and that nobody has taken since, as if they had been read now."""
+        if not entry_ids:
+            return []
+        reply = self.client.eval(scripts.TAKE_BACK, 1, self.stream, self.group, self.name, *entry_ids)
+        entries = [_reclaimed(raw) for raw in cast("list[RawDelivery]", reply) if raw[1]]
+        self._held.update(entry.entry_id for entry in entries)
+        return entries
+
+    def interrupted(self, entries: Sequence[Entry], error: redis.RedisError) -> None:
+        """Redis did not take the outcome of entries: the next read that works gives the unfinished ones back."""
+        self._handling.failed(error)
+        for entry in self.unfinished(entries):
+            self._notes.note(self._run_of(entry), self.stream, reason_of(error))
+            self._left.append(entry)
+
+    def unfinished(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Those of the entries that this consumer has not finished, failed or released since it read them."""
+        return [entry for entry in entries if entry.entry_id in self._held]
+
+    def failures(self, entry: Entry) -> int:
+        """How often the entry failed here, each time as the only one of its handling."""
+        return self._failures.get(entry.entry_id, 0)
+
+    # --- what it is made of ---
+
+    def _retry_later(self, entry: Entry, error: Exception) -> None:
+        failures = self._failures.get(entry.entry_id, 0) + 1
+        if len(self._failures) >= MAX_REMEMBERED_FAILURES:
+            self._failures.clear()
+        self._failures[entry.entry_id] = failures
+        self._handling.failed(error)
+        self._notes.note(self._run_of(entry), self.stream, reason_of(error))
+        self.release([entry], min(MAX_BACKOFF_SECONDS, self.reclaim_after_seconds, 2.0 ** min(failures - 1, 10)))
+
+    def _done_with(self, entries: Sequence[Entry]) -> None:
+        self.holder.proven = True
+        for entry in entries:
+            self._held.discard(entry.entry_id)
+            self._failures.pop(entry.entry_id, None)
+        self._handling.over(time.monotonic() - SAY_SECONDS)
+
+    def _put_back(self, entries: Sequence[Entry], idle_ms: int, deliveries: int, *, forgive: bool) -> None:
+        keys = self.stream, redis_keys.lone_deliveries(self.stream)
+        ids = [entry.entry_id for entry in entries]
+        arguments: tuple[str | int, ...] = (self.group, self.name, idle_ms, deliveries, int(forgive), *ids)
+        try:
+            self.client.eval(scripts.RELEASE, len(keys), *keys, *arguments)
+        except redis.ResponseError as error:
+            # Nothing to give back to: the stream came back empty.
+            if "NOGROUP" not in str(error):
+                raise
+        self._held.difference_update(ids)
+
+    def _run_of(self, entry: Entry) -> str:
+        return entry.run_id or self.run_id
+
+    def _ensure_group(self) -> None:
+        if self._ready:
+            return
+        needed = redis_keys.run_spec(self.run_id) if self.run_id else ""
+        if not self.client.eval(scripts.ENSURE_GROUP, 2, self.stream, needed, self.group):
+            raise NotFound(f"the run {self.run_id} is deleted", code="unknown_run")
+        self._ready = True
+
+    def _remove_silent(self) -> None:
+        if time.monotonic() < self._next_tidy:
+            return
+        self._next_tidy = time.monotonic() + self.tidy_seconds
+        silent_ms = int(max(self.silent_seconds, 3 * self.reclaim_after_seconds) * 1000)
+        removed = self.client.eval(scripts.REMOVE_SILENT, 1, self.stream, self.group, silent_ms)
+        if removed:
+            log.info("removed consumers that are gone", stream=self.stream, consumers=removed)
+
+    def _reclaim(self, count: int) -> list[Entry]:
+        """Entries of silent consumers, found by following the cursor through all that is pending."""
+        if time.monotonic() < self._next_reclaim:
+            return []
+        for _ in range(SCANS_PER_READ):
+            entries = self._scan(count)
+            if entries:
+                return self._lone_or_all(entries)
+            if self._cursor == "0-0":
+                self._next_reclaim = time.monotonic() + min(5.0, self.reclaim_after_seconds / 4)
+                break
+        return []
+
+    def _scan(self, count: int) -> list[Entry]:
+        idle_ms = int(self.reclaim_after_seconds * 1000)
+        arguments = (self.group, self.name, idle_ms, self._cursor, count)
+        reply = self.client.eval(scripts.RECLAIM, 1, self.stream, *arguments)
+        cursor, found = cast("tuple[bytes, list[RawDelivery]]", reply)
+        self._cursor = cursor.decode()
+        return [_reclaimed(raw) for raw in found if raw[1]]
+
+    def _lone_or_all(self, entries: list[Entry]) -> list[Entry]:
+        """The entries that may be handled together; if there is none, one that must be alone. The rest is put back."""
+        together = [entry for entry in entries if entry.deliveries <= ALONE_AFTER_DEATHS]
+        silent = [entry for entry in together if entry.deliveries > 1]
+        if silent:
+            log.warning("reclaimed entries of a silent consumer", stream=self.stream, entries=len(silent))
+        idle_ms = int(self.reclaim_after_seconds * 1000)
+        for entry in entries:
+            if entry.deliveries > ALONE_AFTER_DEATHS:
+                # As it was found: idle for long enough, and this look at it is no delivery.
+                self._put_back([entry], idle_ms, entry.deliveries - 1, forgive=False)
+        return together or self._one_alone(idle_ms)
+
+    def _one_alone(self, idle_ms: int) -> list[Entry]:
+        keys = self.stream, redis_keys.lone_deliveries(self.stream)
+        arguments = (self.group, self.name, idle_ms, ALONE_AFTER_DEATHS - 1)
+        taken = cast("RawDelivery | tuple[()]", self.client.eval(scripts.TAKE_LONE, len(keys), *keys, *arguments))
+        return [replace(_reclaimed(taken), alone=True)] if taken else []
+
+
+def _reclaimed(raw: RawDelivery) -> Entry:
+    entry_id, fields, deliveries = raw
+    return entry_of(entry_id, dict(zip(fields[::2], fields[1::2], strict=True)), deliveries)

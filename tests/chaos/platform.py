@@ -1,0 +1,147 @@
+"""The platform that the campaign disturbs: what `spo up` starts, behind a network, clocks and disks that can fail."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+import psutil
+import redis
+
+from spo.local.child import Child
+from spo.local.launcher import REDIS, SERVICES, LauncherSettings, LocalPlatform
+from tests.chaos.clocks import Clocks
+from tests.chaos.disks import Disk
+from tests.chaos.network import Network
+
+# The ranks' and judges' waits of a production platform, cut short as the campaign is.
+LEASE_SECONDS = 6.0
+QUICK = {
+    "SPO_INFERENCE_RECLAIM_AFTER_SECONDS": "5",
+    "SPO_SANDBOX_JUDGE_RECLAIM_SECONDS": "5",
+    "SPO_REPLAY_BUFFER_RECLAIM_SECONDS": "5",
+    "SPO_VALUE_ESTIMATION_RECLAIM_SECONDS": "5",
+    "SPO_REPLAY_BUFFER_STORE_SECONDS": "10",
+    "SPO_ORCHESTRATOR_LEASE_SECONDS": str(LEASE_SECONDS),
+    "SPO_ORCHESTRATOR_REPLICA_SILENCE_SECONDS": "6",
+    "SPO_ORCHESTRATOR_STALL_SECONDS": "60",
+}
+STATE_BYTES = 1 << 30
+REDIS_BYTES = 1 << 30
+START_SECONDS = 400
+MARK = "CHAOS_PLATFORM"
+
+
+class _Launcher(LocalPlatform):
+    """The launcher, with a clock of its own for each service."""
+
+    clocks: Clocks
+
+    def _service(self, name: str, service: str, address: str, ports: dict[str, int], shared: dict[str, str]) -> Child:
+        child = super()._service(name, service, address, ports, shared)
+        child.environment = {**child.environment, **self.clocks.environment(name)}
+        return child
+
+
+class ChaosPlatform:
+    """A whole platform under a temporary folder; nothing of it is left when the context ends but its logs."""
+
+    def __init__(self, logs: Path, *, trainer_ranks: int = 1) -> None:
+        self.logs = logs
+        self.trainer_ranks = trainer_ranks
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with self._stack:
+            self._start()
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _start(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="spo-chaos-"))
+        self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        self.clocks = Clocks(self.folder / "clocks")
+        self.state_disk = self._disk("state", STATE_BYTES)
+        self.redis_disk = self._disk("redis", REDIS_BYTES)
+        # The launcher keeps Redis' file in the state folder; here it has a disk of its own, to be filled by itself.
+        (self.state_disk.folder / "redis").symlink_to(self.redis_disk.folder)
+        self.network = self._stack.enter_context(Network([REDIS, *SERVICES]))
+        settings = LauncherSettings(
+            http_port=0,
+            runs_path=self.logs.parent,
+            start_seconds=START_SECONDS,
+            drain_seconds=10,
+            trainer_ranks=self.trainer_ranks,
+        )
+        self.launcher = _Launcher(self.logs.name, self.state_disk.folder, settings, self._environment())
+        self.launcher.clocks = self.clocks
+        own_redis = os.environ.pop("SPO_REDIS_URL", None)
+        try:
+            self._stack.enter_context(self.launcher)
+        finally:
+            if own_redis is not None:
+                os.environ["SPO_REDIS_URL"] = own_redis
+        for name in (REDIS, *SERVICES):
+            self.network.lead(name, self.launcher.addresses[name])
+        self.launcher.wait_until_ready()
+        self.redis: redis.Redis = redis.Redis.from_url(self.redis_url, socket_timeout=10)
+        self._stack.callback(self.redis.close)
+
+    def _disk(self, name: str, size_bytes: int) -> Disk:
+        disk = Disk(self.folder / name, size_bytes)
+        self._stack.callback(disk.unmount)
+        return disk
+
+    def _environment(self) -> dict[str, str]:
+        addresses = {f"SPO_{_variable(name)}_ADDRESS": self.network.address(name) for name in SERVICES}
+        return {
+            **QUICK,
+            **addresses,
+            "SPO_INFERENCE_ADVERTISE_ADDRESS": self.network.address("inference"),
+            "SPO_REDIS_URL": f"redis://{self.network.address(REDIS)}/0",
+            MARK: self.mark,
+        }
+
+    @property
+    def mark(self) -> str:
+        """What the environment of every process of this platform holds under MARK."""
+        return self.folder.name
+
+    @property
+    def redis_url(self) -> str:
+        """Past the proxy: of who looks on."""
+        return self.launcher.redis_url
+
+    @property
+    def state_path(self) -> Path:
+        return self.state_disk.folder
+
+    def child(self, name: str) -> Child:
+        """The process of this name, whichever of its lives it is in."""
+        return next(child for child in self.launcher.children if child.name == name)
+
+    def processes(self) -> Iterator[psutil.Process]:
+        """Every process that this platform has started and that lives, adopted ones too."""
+        return marked_processes(self.mark)
+
+
+def marked_processes(mark: str) -> Iterator[psutil.Process]:
+    """Living processes whose environment names this platform."""
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                yield process
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+
+
+def _variable(service: str) -> str:
+    return service.replace("-", "_").upper()

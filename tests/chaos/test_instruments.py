@@ -1,0 +1,116 @@
+"""The campaign's instruments do what they say: a fault that is none would prove nothing."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+import redis
+
+from tests.chaos.clocks import Clocks
+from tests.chaos.disks import Disk
+from tests.chaos.faults.fault import Fault, Inflicted, Stage
+from tests.chaos.faults.schedule import Schedule
+from tests.chaos.network import Conditions, Network
+from tests.chaos.recovery import Recovery
+from tests.conftest import require
+
+SHOW_CLOCKS = "import json, time; print(json.dumps([time.time(), time.monotonic()]), flush=True)"
+
+
+def test_a_preloaded_clock_steps_while_monotonic_time_goes_on(tmp_path: Path) -> None:
+    require("cc")
+    clocks = Clocks(tmp_path / "clocks")
+    assert clocks.works
+    environment = clocks.environment("trainer")
+    for step in (3600.5, -86400.25, 0):
+        clocks.set("trainer", step)
+        shown = subprocess.run([sys.executable, "-c", SHOW_CLOCKS], env=environment, capture_output=True, check=True)
+        wall, monotonic = json.loads(shown.stdout)
+        assert wall == pytest.approx(time.time() + step, abs=30)
+        assert monotonic == pytest.approx(time.monotonic(), abs=30)
+
+
+def test_the_way_to_a_server_is_slow_then_cut_then_as_before(redis_server: str) -> None:
+    with Network(["redis"]) as network:
+        network.lead("redis", redis_server.removeprefix("redis://").removesuffix("/0"))
+        with redis.Redis.from_url(f"redis://{network.address('redis')}/0", socket_timeout=20) as client:
+            assert client.ping()
+            network.set("redis", Conditions(delay_seconds=0.2))
+            began = time.monotonic()
+            assert client.ping()
+            # There and back.
+            assert time.monotonic() - began >= 0.4
+            network.set("redis", Conditions(is_cut=True))
+            with pytest.raises(redis.ConnectionError):
+                client.ping()
+            network.set("redis", Conditions())
+            assert client.ping()
+
+
+def test_a_full_disk_takes_nothing_until_it_is_emptied(tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "disk", 4 << 20)
+    try:
+        if not disk.is_small:
+            pytest.skip("this process may mount nothing")
+        disk.fill()
+        with pytest.raises(OSError, match="No space") as refused:
+            (disk.folder / "more").write_bytes(bytes(1 << 16))
+        assert refused.value.errno == errno.ENOSPC
+        disk.empty()
+        assert (disk.folder / "more").write_bytes(bytes(1 << 16)) == 1 << 16
+    finally:
+        disk.unmount()
+
+
+def _faults(*kinds: str, impossible: frozenset[str] = frozenset()) -> list[Fault]:
+    def fault(kind: str) -> Fault:
+        def inflict(stage: Stage, random: Random) -> Inflicted | None:
+            return None if kind in impossible else Inflicted(f"{kind} {random.random()}")
+
+        return Fault(kind, inflict)
+
+    return [fault(kind) for kind in kinds]
+
+
+def _first(schedule: Schedule, count: int) -> list[str]:
+    stage = Stage(None)  # type: ignore[arg-type]
+    begun = (schedule.inflict(stage) for _ in itertools.count())
+    return [inflicted.what for found in itertools.islice(begun, count) if found for _, inflicted in [found]]
+
+
+def test_a_seed_is_a_schedule_and_another_seed_another_one() -> None:
+    kinds = ("kill", "stop", "fill", "cut")
+    one, again, other = (_first(Schedule(seed, _faults(*kinds)), 12) for seed in (1, 1, 2))
+    assert one == again != other
+    assert {what.split()[0] for what in one[:4]} == set(kinds)
+
+
+def test_a_fault_that_is_not_possible_yet_keeps_nobody_waiting() -> None:
+    done = _first(Schedule(1, _faults("kill", "stop", "fill", impossible=frozenset({"stop"}))), 6)
+    assert len(done) == 6
+    assert {what.split()[0] for what in done} == {"kill", "fill"}
+
+
+def test_recovery_counts_from_readiness_to_the_next_progress() -> None:
+    recovery = Recovery(_faults("kill")[0], Inflicted("kill"), time.monotonic(), 1)
+    recovery.end()
+    before, after = ("job", "running", 0, 7, 1), ("job", "running", 0, 8, 1)
+    recovery.observe(False, before, job_has_ended=False)
+    assert recovery.restart_seconds is None
+    recovery.observe(True, before, job_has_ended=False)
+    recovery.observe(True, None, job_has_ended=False)
+    recovery.observe(True, before, job_has_ended=False)
+    assert recovery.restart_seconds is not None
+    assert recovery.recovery_seconds is None
+    recovery.overlap()
+    recovery.observe(True, before, job_has_ended=False)
+    recovery.observe(True, after, job_has_ended=False)
+    assert recovery.recovery_seconds is not None

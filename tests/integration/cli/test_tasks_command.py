@@ -1,0 +1,77 @@
+"""`spo tasks` as people use it: real command, real judge, a real tokenizer with its chat template."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from spo.testing.model_folder import write_model_without_weights
+
+ROOT = Path(__file__).parents[3]
+ADD = "print(sum(map(int, input().split())))"
+SUM = {"statement": "Print the sum of two integers.", "tests": [{"stdin": "1 2\n", "stdout": "3\n"}]}
+ANSWER = {"statement": "12 + 30?", "answer": {"expected": ["42"], "comparison": "numeric", "extraction": "boxed"}}
+
+
+def spo(*arguments: str | Path, seconds: float = 60) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "200", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "spo.cli", "tasks", *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
+
+
+def written(file: Path, *rows: dict[str, Any]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_a_preview_shows_the_models_prompt_and_what_a_real_judge_says(tmp_path: Path) -> None:
+    file = written(tmp_path / "tasks.jsonl", {**SUM, "statement": "sum", "human_solutions": [ADD]}, ANSWER)
+    folder = tmp_path / "pi0"
+    write_model_without_weights(folder)
+    turns = "<bos>{% for each in messages %}{{ each.content }}{% endfor %}{% if count %}count{% endif %}<sep>"
+    (folder / "chat_template.jinja").write_text(turns)
+    spec = tmp_path / "job.yaml"
+    tasks = f"{{kind: jsonl, path: {file}, evaluation_problems: 0}}"
+    spec.write_text(f"model: {{chat: {{template_arguments: {{count: true}}}}}}\ntasks: {tasks}\n")
+
+    shown = spo("preview", spec, "--model", folder, "--judge", "embedded", "-o", "json")
+
+    assert shown.returncode == 0, shown.stderr
+    program, answer = sorted(json.loads(shown.stdout), key=lambda one: "sum" not in one["prompt"])
+    assert program["prompt"] == "<bos>sumcount<sep>"
+    assert (program["right"]["outcome"], program["wrong"]["outcome"]) == ("accepted", "wrong_answer")
+    assert (answer["right"]["response"], answer["right"]["outcome"]) == ("\\boxed{42}", "accepted")
+    assert answer["wrong"]["outcome"] == "wrong_answer"
+    assert "expected '42', found '85.0'" in answer["wrong"]["detail"]
+
+
+def test_a_solution_that_is_not_right_is_found_before_a_job_is(tmp_path: Path) -> None:
+    file = written(tmp_path / "tasks.jsonl", {**SUM, "human_solutions": ["print(4)"], "wrong_solutions": [ADD]})
+
+    shown = spo("preview", file, "--judge", "embedded")
+
+    assert shown.returncode == 1
+    assert "2 of 2 responses were judged otherwise than expected" in shown.stderr
+    assert "expected '3', found '4'" in shown.stdout
+
+
+def test_a_file_of_tasks_that_cannot_be_used_is_refused_with_its_rows(tmp_path: Path) -> None:
+    file = written(tmp_path / "tasks.jsonl", {**SUM, "language": "rust"}, {"statement": 1})
+
+    refused = spo("preview", file)
+
+    assert refused.returncode == 3
+    assert "line 1: language 'rust' is none that a judge knows" in refused.stderr.replace("\n", "")
+    assert "line 2: statement: must be text" in refused.stderr
+    spec = tmp_path / "tasks.yaml"
+    spec.write_text("tasks: {kind: unheard_of}\n")
+    refused = spo("preview", spec)
+    assert (refused.returncode, "/kind" in refused.stderr) == (3, True)
+
+
+def test_the_generators_are_listed() -> None:
+    assert len(json.loads(spo("generators", "-o", "json").stdout)) > 100

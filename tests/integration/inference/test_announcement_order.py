@@ -1,0 +1,91 @@
+"""Which announcement of weights is the newer one is said by the run's stream, whatever the clocks say."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import redis
+
+from services.inference import replica as replica_module
+from services.inference.replica import Assignment, ServingReplica
+from services.inference.settings import Settings
+from services.orchestrator.replicas.weights import announcement_of
+from spo import redis_keys
+from spo.messaging.streams import publish
+from spo.v1 import orchestrator_service_pb2 as orchestrator
+from spo.v1.weights_pb2 import WeightAnnouncement
+
+RUN = "job"
+
+
+class Follower:
+    """A replica whose engine notes what it is told to load."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self.client = client
+        self.loaded: list[int] = []
+        self.replica = ServingReplica(Settings(), client, lambda *_: None, lambda: None)
+        self.assignment = cast(Assignment, SimpleNamespace(run_id=RUN, versions=self, engine=self))
+        self.position = "0-0"
+
+    def resolve(self, run_id: str, version: int, digest: str) -> int:
+        return version
+
+    def announce(self, run_id: str, version: int) -> None:
+        self.loaded.append(version)
+
+    def take_missing(self) -> None:
+        """Nothing comes by broadcast here."""
+
+    def follow(self) -> None:
+        self.position = self.replica._follow_weights(self.assignment, self.position, threading.Event())
+
+    def hear(self, announcement: WeightAnnouncement) -> None:
+        """From the answer to a heartbeat."""
+        self.replica.on_heartbeat(orchestrator.HeartbeatResponse(run_id=RUN, weights=announcement))
+
+
+def tell(client: redis.Redis, version: int, at_unix_ms: int) -> None:
+    said = WeightAnnouncement(run_id=RUN, version=version, announced_unix_ms=at_unix_ms)
+    publish(client, redis_keys.weights(RUN), [said.SerializeToString()])
+
+
+def newest(client: redis.Redis) -> WeightAnnouncement:
+    (entry,) = cast(Any, client.xrevrange(redis_keys.weights(RUN), count=1))
+    return announcement_of(entry)
+
+
+@pytest.fixture
+def follower(redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> Follower:
+    monkeypatch.setattr(replica_module, "FOLLOW_SECONDS", 0.05)
+    return Follower(redis_client)
+
+
+def test_versions_of_an_orchestrator_whose_clock_is_behind_are_loaded_and_so_is_a_roll_back(
+    follower: Follower, redis_client: redis.Redis
+) -> None:
+    now = int(time.time() * 1000)
+    for version, at in ((1, now), (2, now + 1000), (3, now - 60_000), (4, now - 50_000), (2, now - 40_000)):
+        tell(redis_client, version, at)
+        follower.follow()
+
+    assert follower.loaded == [1, 2, 3, 4, 2]
+
+
+def test_the_answer_to_a_heartbeat_is_older_than_what_the_stream_told_since(
+    follower: Follower, redis_client: redis.Redis
+) -> None:
+    now = int(time.time() * 1000)
+    tell(redis_client, 1, now + 60_000)
+    late = newest(redis_client)
+    tell(redis_client, 2, now)
+    follower.hear(newest(redis_client))
+    follower.follow()
+    follower.hear(late)
+    follower.follow()
+
+    assert follower.loaded == [2]

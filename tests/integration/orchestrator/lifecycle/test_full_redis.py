@@ -1,0 +1,126 @@
+"""Redis at maxmemory: what brings new work in is refused, what steers and frees goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from services.orchestrator import redis_keys as own_keys
+from services.orchestrator.container import AppContext
+from services.orchestrator.jobs.states import CANCEL, PAUSE
+from spo import redis_keys
+from spo.messaging.streams import Consumer, publish
+from spo.spec.job_spec import parse_job_spec
+from spo.spec.job_state import JobState
+from spo.testing.waiting import wait_until
+from spo.v1 import orchestrator_service_pb2 as wire
+
+RUNNING = (JobState.VALIDATING, JobState.ESTIMATING, JobState.RUNNING)
+SPEC = {"model": {"path": "/pi0"}, "tasks": {"kind": "toy"}}
+PAYLOAD_BYTES = 100_000
+
+
+@pytest.fixture
+def fill(redis_client: redis.Redis) -> Iterator[Callable[[], object]]:
+    """Lowers maxmemory below what is used; lifted afterwards."""
+
+    def refuses() -> bool:
+        # What is in use falls by itself for a moment, as buffers are let go of.
+        used: Any = redis_client.info("memory")
+        redis_client.config_set("maxmemory", int(used["used_memory"] * 0.9))
+        try:
+            redis_client.set("more", "data")
+        except redis.OutOfMemoryError:
+            return True
+        return False
+
+    yield lambda: wait_until(refuses, "the server is full")
+    redis_client.config_set("maxmemory", 0)
+
+
+def job(context: AppContext, *states: JobState) -> str:
+    job_id = context.jobs.submit(parse_job_spec(SPEC))
+    for state in states:
+        context.jobs.transition(job_id, state, "test")
+    return job_id
+
+
+def beat(replica_id: str, run_id: str = "", version: int = 0) -> wire.HeartbeatRequest:
+    return wire.HeartbeatRequest(
+        replica_id=replica_id, pool="inference", address="127.0.0.1:1", run_id=run_id, policy_version=version
+    )
+
+
+def test_cancel_pause_leases_and_heartbeats_work_while_redis_is_full(
+    context: AppContext, fill: Callable[[], object]
+) -> None:
+    cancelled, paused, led = (job(context, *RUNNING) for _ in range(3))
+    granted = context.leases.wait_for_job("trainer-1", 0)
+    fill()
+
+    assert context.actions.act(cancelled, CANCEL) is JobState.CANCELLING
+    assert context.actions.act(paused, PAUSE) is JobState.PAUSING
+    renewal = wire.RenewLeaseRequest(run_id=granted.run_id, trainer_id="trainer-1", epoch=granted.epoch)
+    context.leases.renew(renewal)
+    assert context.leases.lease(granted.run_id).live
+    line = wire.LogLine(run_id=led, level="info", at_unix_ms=1, line="{}")
+    heard = beat("inference-1", led)
+    heard.logs.append(line)
+    context.replicas.beat(heard)
+    assert [replica.replica_id for replica in context.replicas.live()] == ["inference-1"]
+    context.runner.tick()
+    assert context.assigner.assignments()["inference-1"]
+    assert context.jobs.client.zcard(own_keys.job_platform_series(led)) == 1, "samples of the pipeline go on"
+
+
+def test_what_brings_new_work_in_is_refused_as_a_whole(context: AppContext, fill: Callable[[], object]) -> None:
+    before = job(context)
+    fill()
+
+    with pytest.raises(redis.OutOfMemoryError):
+        context.jobs.submit(parse_job_spec(SPEC))
+
+    assert context.jobs.in_states(list(JobState)) == [before], "nothing of the refused job is left"
+
+
+def test_deleting_a_job_frees_its_memory_while_redis_is_full(
+    context: AppContext, redis_client: redis.Redis, fill: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = job(context, *RUNNING, JobState.SUCCEEDED)
+    for number in range(100):
+        redis_client.zadd(redis_keys.replay_ids(ended), {f"traj_{number}": number + 1})
+        redis_client.set(redis_keys.replay_trajectory(ended, f"traj_{number}"), b"x" * PAYLOAD_BYTES)
+    held: Any = redis_client.info("memory")
+    fill()
+
+    def unreachable(run_id: str) -> None:
+        raise OSError("the store of weights is away")
+
+    context.deletion.delete(ended)
+    assert ended not in context.jobs.in_states(list(JobState))
+    with monkeypatch.context() as patched:
+        patched.setattr(context.weight_store, "remove_run", unreachable)
+        with pytest.raises(OSError, match="away"):
+            context.deletion.sweep()
+
+    now: Any = redis_client.info("memory")
+    assert int(held["used_memory"]) - int(now["used_memory"]) > 90 * PAYLOAD_BYTES, "memory comes before files"
+    context.deletion.sweep()
+    assert redis_client.scard(own_keys.deleted_jobs()) == 0
+
+
+def test_an_entry_moves_on_or_aside_while_redis_is_full(redis_client: redis.Redis, fill: Callable[[], object]) -> None:
+    publish(redis_client, "from", [b"one", b"two"])
+    consumer = Consumer(redis_client, "from", "group", "member")
+    first, second = consumer.read(2, 1.0)
+    fill()
+
+    assert consumer.forward(first, "onwards", b"result")
+    consumer.dead_letter(second, "unusable")
+
+    assert redis_client.xlen("from") == 0
+    assert redis_client.xlen("onwards") == 1
+    assert redis_client.xlen(redis_keys.dead_letters("from")) == 1

@@ -1,0 +1,165 @@
+"""One job's trouble is its own: steps that block or raise, histories that cannot be, jobs that are not there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from services.orchestrator import redis_keys as own_keys
+from services.orchestrator.container import AppContext
+from services.orchestrator.lifecycle import runner
+from spo import redis_keys
+from spo.errors import Unreachable
+from spo.spec.job_spec import parse_job_spec
+from spo.spec.job_state import JobState
+from spo.testing.waiting import wait_until
+
+
+@pytest.fixture
+def roomy(open_context: Any) -> AppContext:
+    """With room for several jobs at once."""
+    context: AppContext = open_context(max_running_jobs=10)
+    return context
+
+
+@pytest.fixture
+def at_work(roomy: AppContext) -> Iterator[AppContext]:
+    """Its runner's loop in a thread."""
+    thread = threading.Thread(target=roomy.runner.run, args=(roomy.stop,))
+    yield roomy
+    roomy.stop.set()
+    if thread.ident:
+        thread.join(20)
+
+
+def submit(context: AppContext, document: dict[str, Any], name: str) -> str:
+    return context.jobs.submit(parse_job_spec(document | {"name": name}))
+
+
+def test_a_step_that_blocks_delays_no_other_job_and_is_named(
+    at_work: AppContext, document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked, healthy = (submit(at_work, document, name) for name in ("blocked", "healthy"))
+    validate, release, calls = at_work.runner.preparation.validate, threading.Event(), []
+
+    def validate_or_block(job_id: str) -> None:
+        calls.append(job_id)
+        if job_id == blocked:
+            release.wait(60)
+        validate(job_id)
+
+    monkeypatch.setattr(at_work.runner.preparation, "validate", validate_or_block)
+    monkeypatch.setattr(runner, "LONG_STEP_SECONDS", 0.5)
+    threading.Thread(target=at_work.runner.run, args=(at_work.stop,)).start()
+
+    wait_until(lambda: at_work.jobs.state(healthy) is JobState.ESTIMATING, "the healthy job goes on", 30)
+    wait_until(lambda: at_work.monitor.waits(blocked, JobState.VALIDATING), "the blocked one says so", 30)
+    assert "has taken" in at_work.monitor.waits(blocked, JobState.VALIDATING)[0]
+    assert calls.count(blocked) == 1, "one step of a job at a time"
+    release.set()
+    wait_until(lambda: at_work.jobs.state(blocked) is JobState.ESTIMATING, "the blocked job goes on too", 30)
+    wait_until(lambda: not at_work.monitor.waits(blocked, JobState.VALIDATING), "nothing is waited for", 30)
+
+
+def test_a_step_that_waits_for_a_service_says_what_for(
+    roomy: AppContext, document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = submit(roomy, document, "waiting")
+
+    def refuse(job: str) -> None:
+        raise Unreachable("sandbox-judge at nowhere did not answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(roomy.runner.preparation, "validate", refuse)
+        roomy.runner.tick()
+    assert roomy.monitor.waits(job_id, JobState.VALIDATING) == ["sandbox-judge at nowhere did not answer"]
+    assert roomy.jobs.state(job_id) is JobState.VALIDATING
+
+    roomy.runner.tick()
+    assert roomy.monitor.waits(job_id, JobState.VALIDATING) == []
+
+
+def test_a_job_whose_history_cannot_be_fails_by_name_and_the_others_are_adopted(
+    roomy: AppContext, redis_client: redis.Redis, document: dict[str, Any]
+) -> None:
+    damaged, healthy = (submit(roomy, document, name) for name in ("damaged", "healthy"))
+    event = {"at": "t", "actor": "nobody", "kind": "state", "body": "{}", "from": "paused", "to": "running"}
+    redis_client.xadd(own_keys.job_events(damaged), event, id="2-0")  # type: ignore[arg-type]
+
+    roomy.runner.adopt()
+    roomy.runner.tick()
+
+    assert roomy.jobs.state(damaged) is JobState.FAILED
+    assert roomy.jobs.record(damaged).failure_code == "history_damaged"
+    assert roomy.jobs.state(healthy) is not JobState.QUEUED
+    assert "adopted" in [event.kind for event in roomy.jobs.events(healthy)]
+
+
+def test_a_job_that_is_on_the_lists_but_not_there_keeps_nobody_from_a_slot(
+    open_context: Any, redis_client: redis.Redis, document: dict[str, Any]
+) -> None:
+    context = open_context(max_running_jobs=1)
+    ghost = "job_01ARZ3NDEKTSV4RRFFQ69G5FAV"
+    for key in (redis_keys.job_index(), redis_keys.jobs_in_state(JobState.QUEUED)):
+        redis_client.zadd(key, {ghost: 1})
+    healthy = submit(context, document, "healthy")
+
+    context.runner.adopt()
+    context.runner.tick()
+
+    assert context.jobs.state(healthy) is not JobState.QUEUED
+    assert context.jobs.in_states([JobState.QUEUED]) == []
+    assert context.jobs.page([], None, 10).job_ids == [healthy]
+
+
+def test_a_run_whose_replay_buffer_hangs_delays_no_other_runs_prompts(
+    roomy: AppContext, document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging, healthy = (submit(roomy, document, name) for name in ("hanging", "healthy"))
+    for job_id in (hanging, healthy):
+        for state in (JobState.VALIDATING, JobState.ESTIMATING, JobState.RUNNING):
+            assert roomy.jobs.transition(job_id, state, "test")
+    release, asked = threading.Event(), []
+
+    def dispatch(job_id: str) -> int:
+        asked.append(job_id)
+        if job_id == hanging:
+            release.wait(60)
+        return 0
+
+    monkeypatch.setattr(roomy.dispatcher, "dispatch", dispatch)
+    thread = threading.Thread(target=roomy.dispatcher.run, args=(roomy.stop,))
+    thread.start()
+
+    wait_until(lambda: asked.count(healthy) >= 3, "the healthy run is looked at again and again", 20)
+    assert asked.count(hanging) == 1
+    release.set()
+    roomy.stop.set()
+    thread.join(20)
+
+
+def test_a_round_over_many_jobs_costs_a_fixed_number_of_commands_for_each(
+    open_context: Any, redis_client: redis.Redis, document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context: AppContext = open_context(max_running_jobs=1000)
+    for number in range(20):
+        redis_client.hset(own_keys.assignments(), f"r{number}", "")
+    costs = {}
+    for jobs in (10, 60):
+        while len(context.jobs.in_states([JobState.RUNNING])) < jobs:
+            job_id = submit(context, document, "one of many")
+            for state in (JobState.VALIDATING, JobState.ESTIMATING, JobState.RUNNING):
+                context.jobs.transition(job_id, state, "test")
+        monkeypatch.setattr(context.runner, "_tidied_at", time.monotonic())
+        context.runner.tick()
+        context.monitor._sampled_at.clear()
+        before = redis_client.info("stats")["total_commands_processed"]
+        context.runner.tick()
+        costs[jobs] = redis_client.info("stats")["total_commands_processed"] - before
+
+    assert costs[60] <= costs[10] * 6 * 1.2, costs

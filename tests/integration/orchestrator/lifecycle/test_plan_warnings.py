@@ -1,0 +1,120 @@
+"""Who submits a job learns at once what may not fit the replicas that live; nothing is refused for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from services.orchestrator.container import AppContext
+from spo.spec.job_spec import parse_job_spec
+from spo.spec.learning_rate import LEAST_OF_ADAPTERS
+from spo.spec.plan.advice import memory_advice
+from spo.spec.plan.fit import changed
+from spo.spec.plan.shapes import shape_of_folder
+from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
+
+# Large enough that a device of a gigabyte is short of it, and nothing of it is ever loaded.
+SIZES = {
+    "hidden_size": 896,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+}
+GIGABYTE = 10**9
+
+
+@pytest.fixture
+def real(document: dict[str, Any]) -> dict[str, Any]:
+    """The document with a model of 0.5B's sizes, but for its vocabulary."""
+    config = Path(document["model"]["path"]) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | SIZES))
+    return document
+
+
+def beat(context: AppContext, pool: str, *devices: int, accelerated: bool = False) -> None:
+    context.replicas.beat(
+        HeartbeatRequest(
+            replica_id=f"{pool}-{devices}", pool=pool, device_memory_bytes=devices, accelerated=accelerated
+        )
+    )
+
+
+def warned(api: httpx.Client, document: dict[str, Any]) -> dict[str, str]:
+    answer = api.post("/v1/jobs?validate_only=true", json=document)
+    assert answer.status_code == 200, answer.text
+    return {each["pointer"]: each["message"] for each in answer.json()["warnings"]}
+
+
+def test_each_role_that_cannot_hold_the_job_is_a_warning_with_what_helps(
+    api: httpx.Client, context: AppContext, real: dict[str, Any]
+) -> None:
+    assert warned(api, real) == {}
+    for pool in ("trainer", "inference", "value-estimation"):
+        beat(context, pool, GIGABYTE // 2, GIGABYTE // 2, accelerated=True)
+
+    found = warned(api, real)
+
+    assert list(found) == ["/trainer", "/model/max_response_tokens", "/model/path"]
+    assert "each of 2 ranks needs" in found["/trainer"]
+    assert "no setting makes it fit" in found["/trainer"]
+    # Whoever has room takes the job.
+    for pool in ("trainer", "inference", "value-estimation"):
+        beat(context, pool, 80 * GIGABYTE, accelerated=True)
+    assert warned(api, real) == {}
+
+
+def test_the_warning_points_at_the_setting_that_helps(
+    api: httpx.Client, context: AppContext, real: dict[str, Any]
+) -> None:
+    beat(context, "trainer", *[4 * GIGABYTE] * 8)
+
+    (pointer, message), *_ = warned(api, real).items()
+
+    assert pointer.startswith("/trainer/")
+    assert f"with trainer.{pointer.rpartition('/')[2]}: " in message
+    spec = parse_job_spec(real)
+    helps = memory_advice(spec, shape_of_folder(Path(spec.model.path)), 8, 4 * GIGABYTE).changes
+    assert helps
+    assert context.plan_warnings.of(changed(spec, helps)) == []
+
+
+def test_an_engine_on_a_cpu_is_judged_by_nobody(api: httpx.Client, context: AppContext, real: dict[str, Any]) -> None:
+    beat(context, "inference", GIGABYTE)
+
+    assert warned(api, real) == {}
+
+
+def test_the_answer_to_a_submission_and_the_job_have_the_warnings_and_the_job_is_taken(
+    api: httpx.Client, context: AppContext, real: dict[str, Any]
+) -> None:
+    beat(context, "trainer", GIGABYTE // 2)
+    resolved = api.post("/v1/jobs?validate_only=true", json=real).json()
+
+    submitted = api.post("/v1/jobs", json=resolved)
+
+    assert submitted.status_code == 202
+    assert submitted.json()["warnings"] == resolved["warnings"] != []
+    job_id = submitted.json()["id"]
+    assert api.get(f"/v1/jobs/{job_id}").json()["warnings"] == resolved["warnings"]
+    message = resolved["warnings"][0]["message"].replace("`", "")[:40]
+    assert message in api.get(f"/jobs/{job_id}").text.replace("`", "")
+    form = {"spec": json.dumps(real), "check": "1"}
+    assert message in api.post("/submit", data=form).text.replace("`", "")
+    assert message in api.post("/submit", data={"spec": json.dumps(real)}).text.replace("`", "")
+
+
+@pytest.mark.parametrize(("rate", "warns"), [(1e-6, True), (LEAST_OF_ADAPTERS, False), (3e-3, False)])
+def test_an_adapter_that_learns_at_the_rate_of_all_weights_is_a_warning(
+    context: AppContext, document: dict[str, Any], rate: float, warns: bool
+) -> None:
+    spec = {**document, "trainer": {**document["trainer"], "learning_rate": rate}}
+    whole = parse_job_spec(spec)
+    adapter = parse_job_spec({**spec, "model": {**document["model"], "lora": {}}})
+
+    assert context.plan_warnings.of(whole) == []
+    assert [each.pointer for each in context.plan_warnings.of(adapter)] == ["/trainer/learning_rate"] * warns

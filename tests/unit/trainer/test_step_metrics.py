@@ -1,0 +1,41 @@
+"""The numbers of a step: scores and their parts, over the verdicts that have them."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.trainer.batches import TrainingSample
+from services.trainer.step_metrics import MOST_PARTS, batch_metrics
+from spo.v1.prompt_pb2 import SOURCE_ONLINE
+from spo.v1.trajectory_pb2 import Trajectory
+from spo.v1.verdict_pb2 import Outcome, PartScore, Verdict
+
+
+class Row:
+    """What the metrics read of a sample."""
+
+    def __init__(self, score: float | None, **parts: float) -> None:
+        named = [PartScore(name=name, score=value) for name, value in parts.items()]
+        verdict = Verdict(outcome=Outcome.OUTCOME_WRONG_ANSWER, score=score, parts=named)
+        self.trajectory = Trajectory(source=SOURCE_ONLINE, reward=-0.5, verdict=verdict, response_token_ids=[1])
+
+
+def metrics_of(*rows: Row) -> dict[str, float]:
+    samples: list[TrainingSample] = list(rows)  # type: ignore[arg-type]
+    return batch_metrics(samples, 1)
+
+
+def test_scores_and_parts_are_means_over_what_has_them() -> None:
+    found = metrics_of(Row(0.5, right=1.0, style=0.0), Row(0.0, right=0.0), Row(None))
+
+    assert found["score"] == 0.25
+    assert found["score/right"] == pytest.approx(0.5)
+    assert found["score/style"] == 0.0
+    assert found["reward"] == -0.5
+    assert not [name for name in metrics_of(Row(None)) if name.startswith("score")]
+
+
+def test_a_function_that_names_a_score_for_each_response_makes_so_many_curves_and_no_more() -> None:
+    found = metrics_of(*(Row(0.5, **{f"part{number:03}": 1.0}) for number in range(100)))
+
+    assert sum(name.startswith("score/") for name in found) == MOST_PARTS
