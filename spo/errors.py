@@ -8,6 +8,7 @@
     |   `-- LeaseLost            a fenced caller is no longer the owner
     |-- NotReady                 try again later; REST 503, gRPC UNAVAILABLE, retryable
     |   `-- Unreachable          a service or Redis did not answer in time: names it and its address
+    |-- Unauthenticated          a service refused the caller's token; gRPC UNAUTHENTICATED, retryable: tokens change
     |-- ResourceExhausted        too large or too much at once; REST 429, gRPC RESOURCE_EXHAUSTED
     |-- IntegrityError           digest mismatch, malformed file; REST 500, gRPC DATA_LOSS
     `-- InternalError            our fault; REST 500, gRPC INTERNAL
@@ -71,6 +72,12 @@ class NotReady(SpoError):
 
 class Unreachable(NotReady):
     default_code = "unreachable"
+
+
+class Unauthenticated(SpoError):
+    # Retryable: while a platform's token is introduced or changed, its processes have it one after the other.
+    default_code = "rpc_unauthenticated"
+    retryable = True
 
 
 class ResourceExhausted(SpoError):

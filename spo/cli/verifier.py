@@ -17,6 +17,8 @@ from spo.console import Output, console, print_document, print_rows
 from spo.errors import FieldViolation, InvalidInput, NotFound
 from spo.local.state import running_platforms
 from spo.rpc.client import RpcClient
+from spo.rpc.token import show_token
+from spo.service.settings import PlatformSettings
 from spo.spec.verifier import ModelVerifier
 from spo.tasks.calibration import calibration_of
 from spo.tasks.verifier_pool import VERIFIER
@@ -42,6 +44,7 @@ def calibrate(
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         groups[row["statement"], row["reference"]].append(row)
+    show_token(PlatformSettings().rpc_token.get_secret_value())
     client = RpcClient(VERIFIER, where or _running(), JudgeServiceStub)
     for (statement, reference), theirs in groups.items():
         model = ModelScore(

@@ -18,6 +18,8 @@ from typing import IO
 from spo.errors import NotFound, NotReady, ResourceExhausted, SpoError, Unreachable
 from spo.local.state import running_platforms
 from spo.rpc.client import RpcClient, is_healthy
+from spo.rpc.token import show_token
+from spo.service.settings import PlatformSettings
 from spo.v1.judge_service_pb2 import (
     DescribeJudgeRequest,
     DescribeJudgeResponse,
@@ -200,6 +202,7 @@ class JudgeClient:
         return embedded.address
 
     def _connect(self, address: str) -> None:
+        show_token(PlatformSettings().rpc_token.get_secret_value())
         self._client = RpcClient("sandbox-judge", address, JudgeServiceStub)
         self._upload(self._client)
 

@@ -34,6 +34,7 @@ from spo.local.state import PlatformState, read_state, write_state
 from spo.messaging.connection import connect
 from spo.observability.logs import get_logger
 from spo.rpc.client import is_healthy
+from spo.rpc.token import show_token
 from spo.service.settings import PlatformSettings
 
 log = get_logger("launcher")
@@ -107,6 +108,8 @@ class LocalPlatform:
                 code="already_running",
             )
         self.children = self._plan()
+        # The children have it from their environment.
+        show_token(PlatformSettings().rpc_token.get_secret_value())
         self._thread = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
         self._thread.start()
         return self

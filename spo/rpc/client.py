@@ -15,6 +15,7 @@ from spo import errors
 from spo.observability import tracing
 from spo.observability.logs import get_logger
 from spo.rpc.statuses import error_of
+from spo.rpc.token import with_token
 
 log = get_logger("rpc")
 
@@ -30,8 +31,8 @@ SAY_SECONDS = 10.0
 
 
 def channel(address: str) -> grpc.Channel:
-    """A channel that spreads calls over all addresses of its target and reconnects quickly."""
-    return grpc.insecure_channel(
+    """A channel that spreads calls over all addresses of its target, reconnects quickly, and shows our token."""
+    plain = grpc.insecure_channel(
         address,
         options=[
             *OPTIONS,
@@ -41,6 +42,7 @@ def channel(address: str) -> grpc.Channel:
             ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
         ],
     )
+    return with_token(plain)
 
 
 class RpcClient:

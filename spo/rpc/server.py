@@ -17,6 +17,7 @@ from spo.observability.logs import get_logger
 from spo.rpc.client import KEEPALIVE_SECONDS, OPTIONS
 from spo.rpc.healthcheck import REASON
 from spo.rpc.statuses import status_of
+from spo.rpc.token import RequireToken
 
 log = get_logger("rpc")
 
@@ -90,13 +91,17 @@ class _Health(health.HealthServicer):  # type: ignore[misc]
 
 
 class RpcServer:
-    """A gRPC server with health checking; servicers are added before `start`, or after it while it says `loading`."""
+    """A gRPC server with health checking; servicers are added before `start`, or after it while it says `loading`.
 
-    def __init__(self, host: str, port: int, max_workers: int = 16) -> None:
+    token: what callers must show (SPO_RPC_TOKEN); "" answers everybody.
+    """
+
+    def __init__(self, host: str, port: int, max_workers: int = 16, token: str = "") -> None:
         self._typed_errors = _TypedErrors()
+        guard = [RequireToken(token)] if token else []
         self.server = grpc.server(
             futures.ThreadPoolExecutor(max_workers=max_workers, thread_name_prefix="rpc"),
-            interceptors=[self._typed_errors],
+            interceptors=[*guard, self._typed_errors],
             options=[
                 *OPTIONS,
                 ("grpc.so_reuseport", 0),

@@ -18,6 +18,7 @@ _CODES: tuple[tuple[type[errors.SpoError], int], ...] = (
     (errors.Conflict, code_pb2.ABORTED),
     (errors.PreconditionFailed, code_pb2.FAILED_PRECONDITION),
     (errors.NotReady, code_pb2.UNAVAILABLE),
+    (errors.Unauthenticated, code_pb2.UNAUTHENTICATED),
     (errors.ResourceExhausted, code_pb2.RESOURCE_EXHAUSTED),
     (errors.IntegrityError, code_pb2.DATA_LOSS),
     (errors.SpoError, code_pb2.INTERNAL),
@@ -31,6 +32,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[errors.SpoError]] = {
     grpc.StatusCode.UNAVAILABLE: errors.NotReady,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.Unreachable,
     grpc.StatusCode.CANCELLED: errors.Unreachable,
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.ResourceExhausted,
     grpc.StatusCode.DATA_LOSS: errors.IntegrityError,
 }

@@ -23,6 +23,7 @@ from spo.observability.logs import MAX_WAITING, Line, configure_logs, get_logger
 from spo.rpc.client import RpcClient
 from spo.rpc.long_polls import ANSWERING_THREADS
 from spo.rpc.server import RpcServer
+from spo.rpc.token import show_token
 from spo.service.settings import ServiceSettings
 from spo.v1 import orchestrator_service_pb2 as orchestrator
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
@@ -60,7 +61,9 @@ class ServiceProcess:
     def __post_init__(self) -> None:
         configure_logs(self.pool, self.settings.log_level, self.settings.log_format)
         sys.excepthook = _say_why_it_cannot_start
-        self.server = RpcServer(self.settings.host, self.settings.port, self.long_polls + ANSWERING_THREADS)
+        token = self.settings.rpc_token.get_secret_value()
+        show_token(token)
+        self.server = RpcServer(self.settings.host, self.settings.port, self.long_polls + ANSWERING_THREADS, token)
         self.replica_id = f"{self.pool}-{ULID()}".lower()
         tracing.configure_traces(self.pool, self.replica_id, self.settings.traces_endpoint)
 

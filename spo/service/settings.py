@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 # Where containers find secrets as files named like the variables (spo_redis_url); a variable goes before its file.
@@ -41,6 +41,11 @@ class PlatformSettings(BaseSettings):
     verifier_http_hosts: list[str] = Field(
         default=[],
         description="Hosts that verifiers may ask (JSON list): name (ports 80 and 443) or name:port. Empty: none.",
+    )
+    rpc_token: SecretStr = Field(
+        default=SecretStr(""),
+        description="What services show each other; empty: gRPC answers everybody. Several by commas: the first is "
+        "shown, all are accepted.",
     )
     state_path: Path = Field(default=Path(".spo"), description="Weights, checkpoints and caches live below it.")
     experience_url: str = Field(
