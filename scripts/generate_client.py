@@ -23,6 +23,7 @@ CLASSES = (
     "DeadLetterCalls",
     "ExperienceCalls",
     "PlatformCalls",
+    "ServingCalls",
     "TrainingCalls",
 )
 REPLACEMENTS = {

@@ -39,6 +39,7 @@ from services.orchestrator.replicas.heartbeats import HeartbeatResponder
 from services.orchestrator.replicas.registry import ReplicaRegistry
 from services.orchestrator.replicas.scaling import Scale
 from services.orchestrator.replicas.weights import WeightAnnouncements
+from services.orchestrator.serving.served_models import ServedModels
 from services.orchestrator.settings import Settings
 from services.orchestrator.values.progress import ValueProgress
 from services.orchestrator.values.refresh import ReferenceRefresh
@@ -100,6 +101,7 @@ class AppContext:
         self.weights = WeightAnnouncements(self.jobs)
         self.heartbeats = HeartbeatResponder(self.jobs, self.assigner, self.weights)
         self.scale = Scale(settings, self.redis)
+        self.served_models = ServedModels(self.jobs, self.weights)
 
     def _run_jobs(self) -> None:
         settings, jobs = self.settings, self.jobs

@@ -156,6 +156,16 @@ def evaluated_run() -> str:
     return "spo:orchestrator:evaluated_run"
 
 
+def served_models() -> str:
+    """Hash: name/tenant -> JSON of what the name means since its last change. Orchestrator."""
+    return "spo:orchestrator:served_models"
+
+
+def served_model_changes(name: str) -> str:
+    """List, newest first: JSON of the changes of a name (name/tenant), the last 1,000. Orchestrator."""
+    return f"spo:orchestrator:served_model:{digest(name)}:changes"
+
+
 def idempotency(key_digest: str) -> str:
     """Hash: job_id, body_digest of a POST with an Idempotency-Key; expires after a day. Orchestrator."""
     return f"spo:orchestrator:idempotency:{key_digest}"

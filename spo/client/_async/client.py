@@ -30,6 +30,7 @@ from spo.client._async.datasets import AsyncDatasetCalls
 from spo.client._async.dead_letters import AsyncDeadLetterCalls
 from spo.client._async.experience import AsyncExperienceCalls
 from spo.client._async.platform import AsyncPlatformCalls
+from spo.client._async.serving import AsyncServingCalls
 from spo.client._async.training import AsyncTrainingCalls
 from spo.client.http_errors import error_of, parsed
 from spo.client.models import (
@@ -182,6 +183,11 @@ class AsyncClient(AsyncTrainingCalls):
     def experience(self) -> AsyncExperienceCalls:
         """Calls about what runs and imports have stored."""
         return AsyncExperienceCalls(self._connection)
+
+    @property
+    def serving(self) -> AsyncServingCalls:
+        """Calls about the names under which policies are served."""
+        return AsyncServingCalls(self._connection)
 
     async def wait(self, job_id: str, timeout_seconds: float, on_poll: Callable[[Job], None] = lambda _: None) -> Job:
         """The job once it has ended, however; on_poll sees it every second.

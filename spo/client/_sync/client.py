@@ -30,6 +30,7 @@ from spo.client._sync.datasets import DatasetCalls
 from spo.client._sync.dead_letters import DeadLetterCalls
 from spo.client._sync.experience import ExperienceCalls
 from spo.client._sync.platform import PlatformCalls
+from spo.client._sync.serving import ServingCalls
 from spo.client._sync.training import TrainingCalls
 from spo.client.http_errors import error_of, parsed
 from spo.client.models import (
@@ -182,6 +183,11 @@ class Client(TrainingCalls):
     def experience(self) -> ExperienceCalls:
         """Calls about what runs and imports have stored."""
         return ExperienceCalls(self._connection)
+
+    @property
+    def serving(self) -> ServingCalls:
+        """Calls about the names under which policies are served."""
+        return ServingCalls(self._connection)
 
     def wait(self, job_id: str, timeout_seconds: float, on_poll: Callable[[Job], None] = lambda _: None) -> Job:
         """The job once it has ended, however; on_poll sees it every second.

@@ -80,6 +80,7 @@ from spo.client.models.requests import (
     StoreFilters,
     TrajectoryFilters,
 )
+from spo.client.models.serving import ServedModel, ServedModelList, ServedTarget
 from spo.client.models.training import (
     AnnouncedVersion,
     Checkpoint,
@@ -194,6 +195,9 @@ __all__ = [
     "RowFilters",
     "ScaleView",
     "Scope",
+    "ServedModel",
+    "ServedModelList",
+    "ServedTarget",
     "Source",
     "SpecWarning",
     "StepEvaluation",

@@ -1,0 +1,46 @@
+# Made from spo/client/_async/serving.py by `make sdk`: edit that.
+"""The serving part of the SDK: `serving` of a client; completions themselves are asked for with any OpenAI client."""
+
+from __future__ import annotations
+
+from spo.client._sync.connection import Connection
+from spo.client.models import ServedModel, ServedModelList
+
+
+class ServingCalls:
+    """Names under which policies are served."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def models(self) -> list[ServedModel]:
+        """Every name that means something now."""
+        return (self._connection.ask(ServedModelList, "GET", "/v1/served-models")).items
+
+    def get(self, name: str) -> ServedModel:
+        """What a name means now. Raises NotFound."""
+        return self._connection.ask(ServedModel, "GET", f"/v1/served-models/{name}")
+
+    def publish(
+        self, name: str, job_id: str, version: int | None = None, note: str = "", expected_number: int | None = None
+    ) -> ServedModel:
+        """Let a name mean a weight version of a job, None: always its newest.
+
+        Raises NotFound, and Conflict when the name's last change is not number `expected_number` (0: none).
+        """
+        body = {"job_id": job_id, "version": version, "note": note, "expected_number": expected_number}
+        return self._connection.ask(ServedModel, "PUT", f"/v1/served-models/{name}", json=body)
+
+    def roll_back(self, name: str, to_number: int | None = None, note: str = "") -> ServedModel:
+        """Serve again what was served before, or after change `to_number`. Raises NotFound, PreconditionFailed."""
+        body = {"to_number": to_number, "note": note}
+        path = f"/v1/served-models/{name}/rollback"
+        return self._connection.ask(ServedModel, "POST", path, json=body, repeatable=False)
+
+    def remove(self, name: str) -> ServedModel:
+        """Let a name mean nothing; its history stays. Raises NotFound."""
+        return self._connection.ask(ServedModel, "DELETE", f"/v1/served-models/{name}")
+
+    def history(self, name: str) -> list[ServedModel]:
+        """The last hundred changes of a name, newest first. Raises NotFound."""
+        return (self._connection.ask(ServedModelList, "GET", f"/v1/served-models/{name}/history")).items
