@@ -18,6 +18,7 @@ def page(root: Path) -> str:
     """Markdown of every public method by section, in the order of the source; deterministic."""
     from spo.client import Client
     from spo.client._sync.datasets import DatasetCalls
+    from spo.client._sync.dead_letters import DeadLetterCalls
     from spo.client._sync.experience import ExperienceCalls
     from spo.client._sync.platform import PlatformCalls
     from spo.client._sync.training import TrainingCalls
@@ -26,6 +27,7 @@ def page(root: Path) -> str:
         "client": Client,
         "client (what a job makes)": TrainingCalls,
         "client.datasets": DatasetCalls,
+        "client.dead_letters": DeadLetterCalls,
         "client.experience": ExperienceCalls,
         "client.platform": PlatformCalls,
     }

@@ -16,6 +16,7 @@ from spo.console import (
     ExitCode,
     Output,
     console,
+    error_console,
     print_document,
     print_entry,
     print_failure,
@@ -26,6 +27,9 @@ from spo.local.state import running_platforms
 from spo.spec.job_state import JobState
 from spo.spec.spec_file import read_spec
 from spo.tasks.toy.built import newest_model, wanted_difficulty
+
+# Of one request.
+MOST_DELETED = 200
 
 jobs = typer.Typer(no_args_is_help=True, help="Submit, watch and steer jobs.")
 
@@ -103,12 +107,20 @@ def list_jobs(
     status: Annotated[JobState | None, typer.Option("--status", help="Only jobs in this state.")] = None,
     label: Annotated[list[str] | None, typer.Option("--label", help="Only with this key or key:value.")] = None,
     since: Annotated[str | None, typer.Option("--since", help="Made at this time or later, RFC 3339.")] = None,
+    metric: Annotated[
+        list[str] | None, typer.Option("--metric", help="A column more: reward, loss, kl_to_reference, pass@10, ...")
+    ] = None,
     limit: LimitOption = 50,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Jobs, newest first."""
     with api() as client:
-        _print_jobs(client.jobs(limit, status=status, label=label, created_from=since), output)
+        found = client.jobs(limit, status=status, label=label, created_from=since)
+    if output is Output.TABLE and metric:
+        rows = [{**job.model_dump(mode="json"), **job.metrics} for job in found]
+        print_rows(rows, ("id", "name", "state", "step", *metric), output)
+    else:
+        _print_jobs(found, output)
 
 
 @jobs.command()
@@ -191,11 +203,37 @@ def fork(
 
 
 @jobs.command()
-def delete(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
-    """Delete an ended job with its weights and checkpoints; the experience store keeps what it has."""
+def delete(
+    job_ids: Annotated[list[str], typer.Argument(help="Ids of jobs (job_...).", autocompletion=known_jobs)],
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Delete ended jobs with their weights and checkpoints; the experience store keeps what it has."""
+    if len(job_ids) == 1:
+        with api() as client:
+            client.delete(job_ids[0])
+        print_rows([{"deleted": job_ids[0]}], ("deleted",), output)
+        return
     with api() as client:
-        client.delete(job_id)
-    print_rows([{"deleted": job_id}], ("deleted",), output)
+        parts = [
+            client.delete_jobs(job_ids[start : start + MOST_DELETED]) for start in range(0, len(job_ids), MOST_DELETED)
+        ]
+    print_rows([{"deleted": job_id} for part in parts for job_id in part.deleted], ("deleted",), output)
+    refused = [each for part in parts for each in part.refused]
+    for each in refused:
+        error_console.print(f"{each.id}: {each.message} ({each.code})", markup=False, highlight=False, soft_wrap=True)
+    if refused:
+        raise typer.Exit(ExitCode.CONFLICT)
+
+
+@jobs.command()
+def rename(
+    job_id: JobId,
+    name: Annotated[str, typer.Argument(help="The new name, at most 200 characters.")],
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Give a job another name, whatever its state; its spec keeps the one it came with."""
+    with api() as client:
+        _print_job(client.rename(job_id, name), output)
 
 
 @jobs.command()

@@ -8,6 +8,7 @@ from typing import Any
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.commit import Commit, Precondition, Write
+from services.orchestrator.jobs.record import write_fields
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.replicas.weights import WeightAnnouncements
 from spo.messaging.redis_client import RedisClient
@@ -72,8 +73,12 @@ class EvaluationSchedule:
             ("HSET", key, step, json.dumps(result)),
             ("HDEL", own_keys.evaluation_failures(scheduled.job_id), step),
         ]
+        known = self._evaluated(scheduled.job_id)
+        if step >= max(known, default=0):
+            scores = {f"pass@{k}": float(score["value"]) for k, score in result["pass_at_k"].items()}
+            writes.append(write_fields(scheduled.job_id, scores=scores))
         # The reference's stays: everything is compared with it.
-        older = sorted(self._evaluated(scheduled.job_id) - {0})
+        older = sorted(known - {0})
         surplus = older[: max(0, len(older) + 1 - self.kept)]
         writes += [("HDEL", key, *surplus)] if surplus else []
         self.jobs.once(scheduled.job_id, Precondition(key, str(step)), "evaluation", brief, writes)

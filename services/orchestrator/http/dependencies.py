@@ -31,12 +31,13 @@ def checks_of(request: Request) -> CheckPool:
 
 ContextDep = Annotated[AppContext, Depends(_context)]
 PrincipalDep = Annotated[Principal, Depends(_principal)]
+JOB_ID_PATTERN = r"^job_[0-9A-HJKMNP-TV-Z]{26}$"
 
 
 async def _own_job(
     context: ContextDep,
     principal: PrincipalDep,
-    job_id: Annotated[str, Path(pattern=r"^job_[0-9A-HJKMNP-TV-Z]{26}$", description="Id of a job.")],
+    job_id: Annotated[str, Path(pattern=JOB_ID_PATTERN, description="Id of a job.")],
 ) -> str:
     if not principal.is_admin:
         await run_in_threadpool(require_own_job, context, principal, job_id)

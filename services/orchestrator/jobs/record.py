@@ -44,6 +44,7 @@ class JobRecord(BaseModel):
     trained_steps is set once the trainer has finished, start_version where training begins at a published version.
     reference_asked is "version:position" of the refresh under way: prompts before the position have been asked about,
     reference_total is how many there are once all have been, reference_version the version in force.
+    scores: pass@k of the newest evaluation, "pass@10" by name; a copy, so that lists need not read whole evaluations.
     events_in_files is the last event that is in a file and no more in Redis, state_in_files the state after it.
     """
 
@@ -70,6 +71,7 @@ class JobRecord(BaseModel):
     reference_version: int = 0
     failure_code: str = ""
     failure_message: str = ""
+    scores: Json[dict[str, float]] = Field(default_factory=dict)
     lineage: Json[ForkLineage] | None = None
     events_in_files: int = 0
     state_in_files: JobState | None = None
@@ -108,6 +110,7 @@ class RecordFields(TypedDict, total=False):
     reference_version: int
     failure_code: str
     failure_message: str
+    scores: dict[str, float]
     lineage: ForkLineage
     events_in_files: int
     state_in_files: JobState

@@ -1,6 +1,8 @@
-"""What a person may do to a job: cancel, pause, resume, ask for a checkpoint."""
+"""What a person may do to a job: cancel, pause, resume, rename, ask for a checkpoint."""
 
 from __future__ import annotations
+
+import json
 
 from services.orchestrator.jobs.commit import Commit
 from services.orchestrator.jobs.record import write_fields
@@ -34,6 +36,16 @@ class JobActions:
             to = action.moves[state]
             if self.jobs.transition(job_id, to, f"{action.name} asked for", expected=(state,), actor=actor):
                 return to
+
+    def rename(self, job_id: str, name: str, actor: str = "api") -> None:
+        """Give a job another name in lists and on pages; its spec keeps the one it came with. Raises NotFound."""
+        before = self.jobs.record(job_id).name
+        if before == name:
+            return
+        body = json.dumps({"before": before, "name": name})
+        commit = Commit(job_id, writes=[write_fields(job_id, name=name)], kind="renamed", body=body, actor=actor)
+        if not self.jobs.commit(commit).done:
+            raise self.jobs.absent(job_id)
 
     def ask_for_checkpoint(self, job_id: str) -> None:
         """Let the trainer of a running job write a checkpoint now. Raises NotFound, Conflict (illegal_transition)."""

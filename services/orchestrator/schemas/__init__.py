@@ -4,6 +4,7 @@ The experience store's part is `schemas.experience`, whose names overlap with th
 """
 
 from services.orchestrator.schemas.jobs import (
+    DeletedJobs,
     Event,
     EventPage,
     Failure,
@@ -11,6 +12,7 @@ from services.orchestrator.schemas.jobs import (
     JobPage,
     JobSummary,
     Lineage,
+    NotDeleted,
     Progress,
     SpecWarning,
 )
@@ -58,6 +60,7 @@ __all__ = [
     "CalibrationBin",
     "Checkpoint",
     "Checkpoints",
+    "DeletedJobs",
     "Evaluations",
     "Event",
     "EventPage",
@@ -71,6 +74,7 @@ __all__ = [
     "LogPage",
     "LostJob",
     "MetricSeries",
+    "NotDeleted",
     "PlatformLoss",
     "PlatformView",
     "PoolView",

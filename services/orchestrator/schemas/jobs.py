@@ -39,6 +39,8 @@ class Lineage(BaseModel):
 
 
 class JobSummary(BaseModel):
+    """A job in one line; metrics holds the newest of a few: reward, loss, kl_to_reference, entropy, pass@k by name."""
+
     id: str
     name: str
     labels: dict[str, str]
@@ -46,6 +48,7 @@ class JobSummary(BaseModel):
     step: int
     created_at: str
     updated_at: str
+    metrics: dict[str, float] = {}
 
 
 class SpecWarning(BaseModel):
@@ -68,6 +71,21 @@ class Job(JobSummary):
 class JobPage(BaseModel):
     items: list[JobSummary]
     next_cursor: str | None
+
+
+class NotDeleted(BaseModel):
+    """A job that stayed, and why."""
+
+    id: str
+    code: str
+    message: str
+
+
+class DeletedJobs(BaseModel):
+    """What became of jobs that were to be deleted."""
+
+    deleted: list[str]
+    refused: list[NotDeleted]
 
 
 class Event(BaseModel):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Self, Unpack
 
 import httpx
@@ -34,6 +34,7 @@ from spo.client._async.serving import AsyncServingCalls
 from spo.client._async.training import AsyncTrainingCalls
 from spo.client.http_errors import error_of, parsed
 from spo.client.models import (
+    DeletedJobs,
     Event,
     EventPage,
     ForkRequest,
@@ -159,6 +160,15 @@ class AsyncClient(AsyncTrainingCalls):
     async def delete(self, job_id: str) -> None:
         """Delete an ended job; its experience stays in the store. Raises NotFound, Conflict."""
         await self._connection.content("DELETE", f"/v1/jobs/{job_id}")
+
+    async def delete_jobs(self, job_ids: Sequence[str]) -> DeletedJobs:
+        """Delete several ended jobs, at most 200; those that cannot be are named with the reason."""
+        body = {"job_ids": list(job_ids)}
+        return await self._connection.ask(DeletedJobs, "POST", "/v1/jobs/delete", json=body)
+
+    async def rename(self, job_id: str, name: str) -> JobSummary:
+        """Give a job another name, whatever its state; its spec keeps the one it came with. Raises NotFound."""
+        return await self._connection.ask(JobSummary, "PATCH", f"/v1/jobs/{job_id}", json={"name": name})
 
     async def replicas(self) -> list[Replica]:
         """Every live registered replica."""

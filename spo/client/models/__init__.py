@@ -32,6 +32,7 @@ from spo.client.models.experience import (
     StoredRuns,
 )
 from spo.client.models.jobs import (
+    DeletedJobs,
     Event,
     EventPage,
     Failure,
@@ -41,6 +42,7 @@ from spo.client.models.jobs import (
     Lineage,
     LogLine,
     LogPage,
+    NotDeleted,
     Progress,
     SpecWarning,
 )
@@ -139,6 +141,7 @@ __all__ = [
     "DeadLetterPage",
     "DeadLetterSummary",
     "DeadLetterTotals",
+    "DeletedJobs",
     "Document",
     "Evaluation",
     "EvaluationList",
@@ -171,6 +174,7 @@ __all__ = [
     "LostJob",
     "MetricSeries",
     "NewKey",
+    "NotDeleted",
     "Page",
     "PassAtK",
     "PlatformLoss",

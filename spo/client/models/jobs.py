@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import RootModel
+from pydantic import Field, RootModel
 
 from spo.client.models.document import Document, JsonObject, Page
 from spo.client.models.training import StepEvaluation
@@ -50,7 +50,10 @@ class SpecWarning(Document):
 
 
 class JobSummary(Document):
-    """A job as lists and actions show it; times are RFC 3339, UTC."""
+    """A job as lists and actions show it; times are RFC 3339, UTC.
+
+    metrics holds the newest of a few: reward, loss, kl_to_reference, entropy, and pass@k by name.
+    """
 
     id: str
     name: str
@@ -59,6 +62,7 @@ class JobSummary(Document):
     step: int
     created_at: str
     updated_at: str
+    metrics: dict[str, float] = Field(default_factory=dict)
 
     @property
     def is_final(self) -> bool:
@@ -84,6 +88,21 @@ class ResolvedSpec(RootModel[JsonObject]):
 
 class JobPage(Page[JobSummary]):
     """Jobs, newest first."""
+
+
+class NotDeleted(Document):
+    """A job that stayed, and why."""
+
+    id: str
+    code: str
+    message: str
+
+
+class DeletedJobs(Document):
+    """What became of jobs that were to be deleted."""
+
+    deleted: list[str]
+    refused: list[NotDeleted]
 
 
 class Event(Document):

@@ -53,6 +53,7 @@ def test_every_field_is_read_as_it_was_written() -> None:
         "reference_version": 2,
         "failure_code": "internal",
         "failure_message": "it broke",
+        "scores": {"pass@10": 0.5},
         "prompts_too_long": 3,
         "events_in_files": 1000,
         "state_in_files": JobState.RUNNING,

@@ -12,11 +12,18 @@ from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Fiel
 from services.orchestrator import schemas
 from services.orchestrator.container import AppContext
 from services.orchestrator.http import views
-from services.orchestrator.http.dependencies import ContextDep, JobId, PrincipalDep, checks_of
+from services.orchestrator.http.dependencies import (
+    JOB_ID_PATTERN,
+    ContextDep,
+    JobId,
+    PrincipalDep,
+    checks_of,
+    require_own_job,
+)
 from services.orchestrator.http.submission import checked_spec, require_quota, require_sources, submit_job
 from services.orchestrator.jobs.states import CANCEL, PAUSE, RESUME, JobAction
 from services.orchestrator.lifecycle.forks.fork import ForkOptions
-from spo.errors import InvalidInput
+from spo.errors import Conflict, InvalidInput, NotFound, NotReady
 from spo.spec.job_spec import JobSpec
 from spo.spec.job_state import JobState
 
@@ -58,6 +65,22 @@ class ForkRequest(BaseModel):
     overrides: dict[str, object] = Field(
         default_factory=dict, max_length=64, description="Changes to the parent's JobSpec (JSON merge patch)."
     )
+
+
+class JobChange(BaseModel):
+    """What may be changed of a job at any time."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(min_length=1, max_length=200)
+
+
+class JobsToDelete(BaseModel):
+    """Jobs by id."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    job_ids: list[Annotated[str, Field(pattern=JOB_ID_PATTERN)]] = Field(min_length=1, max_length=200)
 
 
 _SPEC_BODY: dict[str, object] = {
@@ -119,6 +142,27 @@ def get_job(request: Request, context: ContextDep, job_id: JobId) -> Response:
 def delete_job(context: ContextDep, job_id: JobId) -> None:
     """Delete an ended job with its trajectories, weights and checkpoints; the experience store keeps what it has."""
     context.deletion.delete(job_id)
+
+
+@router.patch("/{job_id}")
+def change_job(context: ContextDep, principal: PrincipalDep, job_id: JobId, body: JobChange) -> schemas.JobSummary:
+    """Rename a job, whatever its state; its spec keeps the name it came with."""
+    context.actions.rename(job_id, body.name, principal.name)
+    return views.job_summary(context, job_id)
+
+
+@router.post("/delete")
+def delete_jobs(context: ContextDep, principal: PrincipalDep, body: JobsToDelete) -> schemas.DeletedJobs:
+    """Delete several ended jobs, as DELETE does one; those that cannot be are named with the reason."""
+    deleted, refused = [], []
+    for job_id in dict.fromkeys(body.job_ids):
+        try:
+            require_own_job(context, principal, job_id)
+            context.deletion.delete(job_id)
+            deleted.append(job_id)
+        except (NotFound, Conflict, NotReady) as error:
+            refused.append(schemas.NotDeleted(id=job_id, code=error.code, message=error.message))
+    return schemas.DeletedJobs(deleted=deleted, refused=refused)
 
 
 @router.post("/{job_id}/cancel", status_code=202)

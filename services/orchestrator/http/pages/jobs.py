@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 from urllib.parse import urlencode
 
@@ -22,6 +22,8 @@ from spo.spec.job_state import JobState
 router = APIRouter()
 
 PAGE_LENGTH = 50
+# Columns of the list, for the metrics that have no better name.
+TITLES = {"reward": "reward", "loss": "loss", "kl_to_reference": "KL"}
 
 
 class JobsForm(BaseModel):
@@ -47,8 +49,10 @@ def show_jobs(
     chosen = query.model_dump(exclude={"cursor"})
     kept = {name: value for name, value in chosen.items() if value}
     older = urlencode({**kept, "cursor": page.next_cursor}) if page.next_cursor else ""
+    lines = _lines(context, page.job_ids)
     facts = {
-        "jobs": _lines(context, page.job_ids),
+        "jobs": lines,
+        "columns": _columns(lines),
         "older": older,
         "newest": urlencode(kept),
         "cursor": query.cursor,
@@ -58,6 +62,17 @@ def show_jobs(
         "counts": context.jobs.counts() if principal.sees_tenant is None else {},
     }
     return show(request, "jobs/table.html" if is_part(request) else "jobs/page.html", **facts)
+
+
+def _columns(lines: Sequence[Mapping[str, object]]) -> list[tuple[str, str]]:
+    """The metrics that some job of the page has, by their names and titles."""
+    known: set[str] = set()
+    for line in lines:
+        metrics = line["metrics"]
+        assert isinstance(metrics, dict)
+        known.update(metrics)
+    scores = sorted((name for name in known if name.startswith("pass@")), key=lambda name: (len(name), name))
+    return [(name, name) for name in scores] + [each for each in TITLES.items() if each[0] in known]
 
 
 def _lines(context: AppContext, job_ids: Sequence[str]) -> list[dict[str, object]]:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from services.orchestrator.http.pages import (
+    compare,
+    submission,
+)
+from services.orchestrator.http.pages import (
     job as job_pages,
 )
 from services.orchestrator.http.pages import (
@@ -17,9 +21,6 @@ from services.orchestrator.http.pages import (
     prompts as prompt_pages,
 )
 from services.orchestrator.http.pages import (
-    submission,
-)
-from services.orchestrator.http.pages import (
     trajectories as trajectory_pages,
 )
 from services.orchestrator.http.pages.rendering import STATIC
@@ -27,5 +28,5 @@ from services.orchestrator.http.pages.rendering import STATIC
 __all__ = ["STATIC", "router"]
 
 router = APIRouter(include_in_schema=False)
-for pages in (jobs_list, submission, job_pages, trajectory_pages, prompt_pages, platform_pages):
+for pages in (jobs_list, compare, submission, job_pages, trajectory_pages, prompt_pages, platform_pages):
     router.include_router(pages.router)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
@@ -14,6 +15,9 @@ from services.orchestrator.replicas.weights import announcement_of
 from spo import redis_keys
 from spo.spec.job_spec import JobSpec
 from spo.spec.job_state import TERMINAL, JobState
+
+# Of the newest step, beside pass@k of the newest evaluation.
+LISTED_METRICS = ("reward", "loss", "kl_to_reference", "entropy")
 
 
 def job_summary(context: AppContext, job_id: str) -> schemas.JobSummary:
@@ -98,7 +102,15 @@ def _summary(job_id: str, record: JobRecord, state: bytes, newest: list[tuple[by
         step=int(newest[0][1]) if newest else 0,
         created_at=record.created_at,
         updated_at=record.updated_at or record.created_at,
+        metrics=_metrics(record, newest),
     )
+
+
+def _metrics(record: JobRecord, newest: list[tuple[bytes, float]]) -> dict[str, float]:
+    """What a list shows of a job's curves; what is not finite is left out, as JSON has no such number."""
+    scalars = json.loads(newest[0][0]) if newest else {}
+    shown = {name: float(scalars[name]) for name in LISTED_METRICS if scalars.get(name) is not None}
+    return {name: value for name, value in (shown | record.scores).items() if math.isfinite(value)}
 
 
 def _waits(context: AppContext, job_id: str, state: JobState) -> list[str]:

@@ -8,10 +8,12 @@ htmx.defineExtension("json", {
   encodeParameters(request, parameters, element) {
     const names = (kind) => (element.dataset[kind] || "").split(" ");
     const [numbers, lists] = [names("numbers"), names("lists")];
+    const [before, after] = (element.dataset.renamed || ":").split(":");
     const body = {};
-    parameters.forEach((value, name) => {
-      if (lists.includes(name)) body[name] = [...(body[name] || []), value];
-      else if (!numbers.includes(name)) body[name] = value;
+    parameters.forEach((value, given) => {
+      const name = given === before ? after : given;
+      if (lists.includes(given)) { body[name] = [...(body[name] || []), value]; return; }
+      if (!numbers.includes(name)) body[name] = value;
       else if (value !== "") body[name] = Number(value);
     });
     return JSON.stringify(body);
@@ -65,6 +67,11 @@ function done(element, said, asked) {
   if (showsToken !== undefined) showToken(said);
   if (then) document.body.dispatchEvent(new Event(then));
   document.body.dispatchEvent(new Event("news"));
+  if (said.refused) {
+    const reasons = said.refused.map((each) => `${each.id}: ${each.message}`);
+    say([`${said.deleted.length} deleted`, ...reasons].join(" · "), reasons.length > 0);
+    return;
+  }
   const verb = asked.path.split("/").pop().replaceAll("_", " ");
   say(said.state ? `${verb}: ${said.state}` : said.version !== undefined ? `${verb}: version ${said.version}` : "Done.");
 }
@@ -90,6 +97,17 @@ document.body.addEventListener("htmx:oobBeforeSwap", (event) => {
 document.body.addEventListener("htmx:oobAfterSwap", () => {
   if (focused) document.getElementById(focused)?.focus();
   focused = "";
+});
+
+// Rows that are fetched again keep which of them were chosen.
+let chosen = [];
+document.body.addEventListener("htmx:beforeSwap", (event) => {
+  if (!("keepsChoice" in event.detail.target.dataset)) return;
+  chosen = [...event.detail.target.querySelectorAll("input:checked")].map((box) => box.id);
+});
+document.body.addEventListener("htmx:afterSwap", (event) => {
+  if (!("keepsChoice" in event.detail.target.dataset)) return;
+  chosen.forEach((id) => { const box = document.getElementById(id); if (box) box.checked = true; });
 });
 
 document.body.addEventListener("input", (event) => {
