@@ -99,9 +99,11 @@ def _posterior(evidence: Evidence, prior: BetaPrior, beta: float, level: float) 
 def unsolved_posterior(evidence: Evidence) -> Evidence:
     """The same evidence under Jeffreys' prior where it has none: what is kept of a prompt without a success.
 
-    The frequency 0 would put Q at the lowest of all values that the samples allow.
+    The frequency 0 would put Q at the lowest of all values that the samples allow. Samples that earned more than the
+    worst reward do not: half a pseudo sample at the best reward would only lift their value.
     """
-    if evidence.prior is not None or evidence.solved:
+    earned = any(reward > evidence.worst for reward in evidence.rewards)
+    if evidence.prior is not None or evidence.solved or earned:
         return evidence
     return Evidence(
         evidence.samples, evidence.successes, evidence.rewards, JEFFREYS, best=evidence.best, worst=evidence.worst

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -27,6 +28,8 @@ MOST_PARTS = 32
 _REHEARSALS = 16
 MOST_NAME = 100
 _SHOWN = 300
+# Environments of LaTeX's that are mathematics by themselves; others, such as pmatrix, stand within mathematics.
+_EQUATION = re.compile(r"\s*\\begin\{(align|displaymath|eqnarray|equation|flalign|gather|math|multline)\*?\}")
 # Generators whose scorers compare tuples, which JSON does not know.
 _OF_TUPLES = ("arc_agi", "rearc")
 
@@ -189,7 +192,7 @@ def mathematical(text: str, *, whole: bool) -> list[object]:
     """What math-verify reads in a text: in a whole response where it finds it, in an answer all of it."""
     from math_verify import parse
 
-    if not whole and not any(mark in text for mark in ("$", "\\(", "\\[", "\\boxed", "\\begin")):
+    if not whole and not any(mark in text for mark in ("$", "\\(", "\\[", "\\boxed")) and not _EQUATION.match(text):
         text = f"${text}$"
     found: list[object] = parse(text, parsing_timeout=None)
     return found

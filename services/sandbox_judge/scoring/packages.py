@@ -14,6 +14,8 @@ from spo.v1.verdict_pb2 import AnswerComparison, CodeTestStyle, TestSet
 
 MATH = AnswerComparison.ANSWER_COMPARISON_MATH
 REASONING_GYM = "reasoning_gym"
+# Raise it when a change of `jail/scores_child.py` could change a verdict by this role.
+_REVISIONS: Mapping[Role, str] = {Role.MATHEMATICS: "2"}
 # Those whose responses are scored several at a time.
 SCORING_ROLES = (Role.FUNCTION, Role.MATHEMATICS, Role.REASONING_GYM)
 # By role: the module without which it cannot serve, and the distributions whose versions decide; empty: all that are
@@ -55,7 +57,8 @@ def behaviour_of_packages(role: Role) -> str:
         _normalised(found.metadata["Name"] or ""): found.version for found in importlib.metadata.distributions()
     }
     names = tuple(map(_normalised, wanted)) or tuple(sorted(versions))
-    return digest(role.value, *(f"{name}=={versions.get(name, '')}" for name in names))
+    revision = [_REVISIONS[role]] if role in _REVISIONS else []
+    return digest(role.value, *revision, *(f"{name}=={versions.get(name, '')}" for name in names))
 
 
 def _normalised(name: str) -> str:

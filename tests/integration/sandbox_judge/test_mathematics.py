@@ -54,6 +54,11 @@ def outcomes_of(verdicts: list[Verdict]) -> list[str]:
         ("(1, 2)", ["(1,2)", "\\left(1,2\\right)"], ["(2,1)", "1"]),
         ("\\{1,2,3\\}", ["\\{3,2,1\\}"], ["\\{1,2\\}"]),
         ("1,234", ["1234", "1,234"], ["1.234"]),
+        (
+            r"\begin{pmatrix} 1 & -2 \\ 3 & 4 \end{pmatrix}",
+            [r"\begin{pmatrix}1&-2\\3&4\end{pmatrix}", r"\begin{bmatrix}1&-2\\3&\frac{8}{2}\end{bmatrix}"],
+            [r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", "4"],
+        ),
     ],
 )
 def test_what_means_the_same_is_right(judge: JudgeScheduler, expected: str, right: list[str], wrong: list[str]) -> None:
