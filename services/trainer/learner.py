@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from services.trainer.step_metrics import WeightedMeans, is_unchanged_sample, sa
 from services.trainer.unusable_batch import UnusableBatch, on_each
 from spo.algorithm.q_values import check_starts_at_reference
 from spo.algorithm.rounding import Difference, Rounding
+from spo.algorithm.whole_batch import BatchTotals
 from spo.errors import InvalidInput
 from spo.model.adapter_folder import Adapter
 from spo.model.logprobs import DTYPES
@@ -123,6 +124,8 @@ class Learner:
             on_each(self._ranks, micro_batches, self._policy.add_reference)
             if self._critic:
                 self._add_advantages(self._critic, micro_batches)
+            self._add_proximal_logprobs(micro_batches, updates=len(schedule))
+            self._add_totals(micro_batches)
             for minibatch in schedule:
                 self._update(minibatch, learning_rate, means)
                 updates += 1
@@ -148,6 +151,29 @@ class Learner:
         moments = [moment for found in self._ranks.gather(own) for moment in found]
         for micro_batch, output in pairs:
             micro_batch.keep(critic.normalised(output, moments).added_to(self._policy.batch(micro_batch)))
+
+    def _add_proximal_logprobs(self, micro_batches: Sequence[MicroBatch], *, updates: int) -> None:
+        """Add the policy's log-probs of this moment, where a loss needs them; of one update they are its forward's."""
+        if updates == 1 or not any(term.needs("proximal") for term in self._spec.algorithm.losses):
+            return
+
+        @torch.no_grad()
+        def add(micro_batch: MicroBatch) -> None:
+            batch = self._policy.batch(micro_batch)
+            micro_batch.keep(replace(batch, proximal_logprobs_BL=self._policy.logprobs(batch)))
+
+        on_each(self._ranks, micro_batches, add)
+
+    def _add_totals(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Add the whole batch's numbers to its parts, where a loss needs them."""
+        algorithm = self._spec.algorithm
+        if not any(term.needs("batch") for term in algorithm.losses):
+            return
+        parts = [micro_batch for micro_batch in micro_batches if not micro_batch.idle]
+        own = [BatchTotals.of(self._policy.batch(part), algorithm.losses, algorithm.beta) for part in parts]
+        totals = BatchTotals.added([found for each in self._ranks.gather(own) for found in each])
+        for micro_batch in micro_batches:
+            micro_batch.keep(totals.told_to(self._policy.batch(micro_batch)))
 
     def _update(self, minibatch: Minibatch, learning_rate: float, means: WeightedMeans) -> None:
         """One step of the policy, and of the critic if there is one. Raises UnusableBatch on every rank alike."""

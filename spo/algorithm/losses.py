@@ -50,12 +50,11 @@ def spo_loss(
 
 def trajectory_losses(logprobs_BL: Tensor, batch: TokenBatch, term: LossTerm, beta: float) -> Tensor:
     """The loss of each trajectory under one term, before its coefficient; (B,). Sources are not looked at."""
-    settings = {name: getattr(term, name) for name in LOSSES[term.objective].settings}
-    return loss_function(term.objective)(logprobs_BL, batch, beta, **settings)
+    return loss_function(term.objective)(logprobs_BL, batch, beta, **term.settings())
 
 
 def loss_function(name: str) -> Callable[..., Tensor]:
     """The function of a registered loss. KeyError on an unknown name."""
-    module, _, function = LOSSES[name].function.partition(".")
+    module, _, function = LOSSES[name].function.rpartition(".")
     found: Callable[..., Tensor] = getattr(import_module(f"spo.algorithm.{module}"), function)
     return found

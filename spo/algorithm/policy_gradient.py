@@ -7,17 +7,13 @@ fresh on-policy sample per prompt, Qhat_0 from a temperature of its own.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from spo.algorithm.baselines.surrogate import RATIO_LIMIT, clipped
 from spo.algorithm.q_values import terminal_q
 from spo.algorithm.token_batch import TokenBatch
 from spo.errors import InvalidInput
-
-# Nats. Beyond e^20 a ratio says nothing any more, but its square leaves float32; its gradient there is 0.
-RATIO_LIMIT = 20.0
 
 
 def clipped_surrogate(logprobs_BL: Tensor, batch: TokenBatch, advantage_BL: Tensor, *, clip: float) -> Tensor:
@@ -30,7 +26,7 @@ def clipped_surrogate(logprobs_BL: Tensor, batch: TokenBatch, advantage_BL: Tens
     log_ratio_BL = torch.where(mask_BL, logprobs_BL - batch.sampling_logprobs_BL, 0.0)
     ratio_BL = log_ratio_BL.clamp(-RATIO_LIMIT, RATIO_LIMIT).exp()
     advantage_BL = torch.where(mask_BL, advantage_BL.detach(), 0.0)
-    return -torch.minimum(ratio_BL * advantage_BL, ratio_BL.clamp(1 - clip, 1 + clip) * advantage_BL)
+    return clipped(ratio_BL, advantage_BL, 1 - clip, 1 + clip)
 
 
 def kl_regularised_rewards(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> Tensor:
@@ -82,49 +78,6 @@ def value_loss(value_BL: Tensor, return_BL: Tensor, response_mask_BL: Tensor) ->
     """(V - return)^2 / 2 at each response token; (B, L), 0 elsewhere."""
     # The mask comes before the square: after it, nan in the padding would still reach the gradient.
     return 0.5 * torch.where(response_mask_BL, value_BL - return_BL.detach(), 0.0).square()
-
-
-def group_relative_advantages(batch: TokenBatch, *, normalise: Literal["deviation", "none"] = "deviation") -> Tensor:
-    """r minus the mean of the prompt's rewards, over their standard deviation unless "none"; (B,) (Shao et al. 2024).
-
-    "none" is the unbiased form of Liu et al. 2025. A group of equal rewards gives 0. Raises InvalidInput when a prompt
-    has one trajectory: alone it has nothing to be compared with.
-    """
-    _, group_B, count_G = torch.unique(batch.group_B, return_inverse=True, return_counts=True)
-    if (count_G < 2).any():
-        raise InvalidInput("group-relative advantages need at least two trajectories of each prompt", code="lone_group")
-    zero_G = batch.reward_B.new_zeros(len(count_G))
-    mean_G: Tensor = zero_G.index_add(0, group_B, batch.reward_B) / count_G
-    centred_B = batch.reward_B - mean_G[group_B]
-    if normalise == "none":
-        return centred_B
-    deviation_G: Tensor = (zero_G.index_add(0, group_B, centred_B.square()) / (count_G - 1)).sqrt()
-    # Equal rewards differ by rounding only; dividing by that would blow it up.
-    return torch.where(deviation_G > 1e-6, 1 / deviation_G.clamp(min=1e-6), 0.0)[group_B] * centred_B
-
-
-def grpo(
-    logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, clip: float, normalise: Literal["deviation", "none"]
-) -> Tensor:
-    """GRPO with group-relative advantages and beta as the coefficient of the KL; (B,). Raises as those advantages."""
-    advantage_B = group_relative_advantages(batch, normalise=normalise)
-    return grpo_loss(logprobs_BL, batch, advantage_B, clip=clip, kl_coefficient=beta)
-
-
-def grpo_loss(
-    logprobs_BL: Tensor, batch: TokenBatch, advantage_B: Tensor, *, clip: float, kl_coefficient: float
-) -> Tensor:
-    """Mean over response tokens of clipped surrogate + kl_coefficient * KL to pi0; (B,) (Shao et al. 2024).
-
-    The KL estimate is x - 1 - ln x of x = pi0 / pi_theta, with gradient.
-    """
-    mask_BL = batch.response_mask_BL
-    surrogate_BL = clipped_surrogate(logprobs_BL, batch, advantage_B[:, None].expand_as(logprobs_BL), clip=clip)
-    log_ratio_BL = torch.where(mask_BL, batch.reference_logprobs_BL - logprobs_BL, 0.0)
-    # Beyond the limit the value and the gradient are those at the limit: it still pulls back and is never infinite.
-    near_BL = log_ratio_BL.clamp(max=RATIO_LIMIT).detach() + (log_ratio_BL - log_ratio_BL.detach())
-    kl_BL = torch.expm1(near_BL) - near_BL
-    return (surrogate_BL + kl_coefficient * kl_BL).sum(dim=1) / batch.response_lengths.clamp(min=1)
 
 
 def soft_policy_gradient(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, clip: float) -> Tensor:

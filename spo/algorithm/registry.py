@@ -7,16 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticKnownError
 
+from spo.algorithm.baselines.presets import (
+    PRESETS,
+    Aggregation,
+    Baseline,
+    Correction,
+    KlEstimator,
+    KlPlace,
+    Normalise,
+    Ratio,
+    Surrogate,
+)
 from spo.algorithm.sources import SourceName
 
 # value: Qhat_0 of the prompt. groups: all trajectories of a prompt in one forward. annotations: Monte-Carlo estimates
-# of Q_t. critic: PPO's value model. behaviour: the sampler's log-probs.
-Need = Literal["value", "groups", "annotations", "critic", "behaviour"]
+# of Q_t. critic: PPO's value model. behaviour: the sampler's log-probs. batch: numbers of the whole batch. proximal:
+# the policy's log-probs before the first update on the batch. pairs: trajectories of a prompt with different rewards.
+Need = Literal["value", "groups", "annotations", "critic", "behaviour", "batch", "proximal", "pairs"]
+# Of PPO (Schulman et al. 2017) and of what has no limits of its own.
+DEFAULT_CLIP = 0.2
+Weight = Annotated[float, Field(ge=0, le=1e6)]
 
 
 @dataclass(frozen=True)
@@ -46,7 +61,17 @@ LOSSES: dict[str, Loss] = {
     "policy_gradient": Loss("policy_gradient.soft_policy_gradient", ("clip",), needs=["value", "behaviour"]),
     "supervised": Loss("policy_gradient.supervised", ("min_reference_logprob",)),
     "ppo": Loss("policy_gradient.ppo", ("clip",), needs=["critic", "behaviour"]),
-    "grpo": Loss("policy_gradient.grpo", ("clip", "normalise"), needs=["groups", "behaviour"]),
+    "distillation": Loss("baselines.preferences.distillation", ("clip",), needs=["behaviour"]),
+    "dpo": Loss("baselines.preferences.dpo", needs=["groups", "pairs"]),
+    "kto": Loss("baselines.preferences.kto", ("desirable_reward", "undesirable_weight"), needs=["groups"]),
+    **{
+        name: Loss(
+            "baselines.surrogate.surrogate_loss",
+            ("surrogate",),
+            needs=["behaviour"] if preset.baseline == "none" else ["behaviour", "groups"],
+        )
+        for name, preset in PRESETS.items()
+    },
 }
 
 
@@ -75,10 +100,43 @@ class LossTerm(BaseModel):
     epsilon: float = Field(default=1e-3, gt=0, lt=10, description="Clip of the cross-entropy forms, log-prob units.")
     sigmoid_scale: float = Field(default=1.0, gt=0, le=1e6, description="Scale inside the sigmoid.")
     sigmoid_unit: Literal["log_prob", "q"] = Field(default="log_prob", description="What sigmoid_scale multiplies.")
-    clip: float = Field(default=0.2, gt=0, lt=1, description="Clip of the importance weight of policy gradients.")
-    normalise: Literal["deviation", "none"] = Field(
-        default="deviation", description="What group-relative advantages are divided by."
+    clip: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Clip of the importance ratio at 1 - clip and 1 + clip; by default .2, or as in the paper.",
     )
+    clip_high: float | None = Field(
+        default=None, gt=0, le=1e6, description="Clip at 1 + clip_high instead, of GRPO's relatives."
+    )
+    baseline: Baseline | None = Field(
+        default=None, description="What is taken off the reward; the default of this and what follows is the method's."
+    )
+    normalise: Normalise | None = Field(default=None, description="What group-relative advantages are divided by.")
+    ratio: Ratio | None = Field(
+        default=None,
+        description="Importance ratio: of each token, its geometric mean over a response, its product.",
+    )
+    aggregation: Aggregation | None = Field(
+        default=None, description="Mean over each response's tokens, over all tokens of the batch, or the sum."
+    )
+    correction: Correction = Field(
+        default="none",
+        description="Of what the sampler's log-probs differ from the trainer's: weights cut off at a limit (TIS), or "
+        "tokens left out beyond limits (IcePop). The clip then counts from the trainer's own policy.",
+    )
+    correction_limits: tuple[Weight, Weight] | None = Field(
+        default=None,
+        description="Lowest and highest weight; by default 0 and 2, or .5 and 5 for tokens left out.",
+    )
+    kl: KlEstimator | None = Field(default=None, description="Estimator of the KL to pi0.")
+    kl_in: KlPlace | None = Field(default=None, description="Whether the KL is added to the loss or taken off rewards.")
+    kl_coefficient: float | None = Field(
+        default=None, ge=0, le=1e6, description="By default beta, or 0 where the method's paper has none."
+    )
+    entropy_coefficient: float = Field(default=0.0, ge=0, le=1e6, description="Of the bonus on the policy's entropy.")
+    desirable_reward: float = Field(default=0.0, ge=-1e6, le=0, description="kto: rewards from here on are desirable.")
+    undesirable_weight: float = Field(default=1.0, gt=0, le=1e6, description="kto: weight of those that are not.")
     min_reference_logprob: float | None = Field(
         default=None,
         le=0,
@@ -86,6 +144,47 @@ class LossTerm(BaseModel):
         description="supervised: responses are left out whose mean log-prob per token under pi0 (nats) is below.",
     )
 
+    @model_validator(mode="after")
+    def limits_are_ordered(self) -> Self:
+        limits = self.correction_limits
+        if limits and limits[0] >= limits[1]:
+            raise ValueError("correction_limits must be two weights, the lower one first")
+        return self
+
+    @property
+    def surrogate(self) -> Surrogate:
+        """The settings of a relative of GRPO: the method's own, with what this term says instead."""
+        preset = PRESETS.get(self.objective, Surrogate())
+        low = preset.clip_low if self.clip is None else self.clip
+        high = preset.clip_high if self.clip is None else self.clip
+        return Surrogate(
+            baseline=self.baseline or preset.baseline,
+            normalise=self.normalise or preset.normalise,
+            ratio=self.ratio or preset.ratio,
+            clip_low=low,
+            clip_high=high if self.clip_high is None else self.clip_high,
+            weight_only=preset.weight_only,
+            aggregation=self.aggregation or preset.aggregation,
+            correction=self.correction,
+            correction_limits=self.correction_limits,
+            kl=self.kl or preset.kl,
+            kl_in=self.kl_in or preset.kl_in,
+            kl_coefficient=preset.kl_coefficient if self.kl_coefficient is None else self.kl_coefficient,
+            entropy=self.entropy_coefficient,
+        )
+
+    def settings(self) -> dict[str, object]:
+        """What its objective's function takes by keyword."""
+        found = {name: getattr(self, name) for name in LOSSES[self.objective].settings}
+        return {**found, "clip": DEFAULT_CLIP} if "clip" in found and self.clip is None else found
+
     def needs(self, need: Need) -> bool:
         """Whether its objective cannot do without this."""
+        if self.objective in PRESETS and need in ("batch", "proximal", "groups"):
+            asked = {
+                "batch": self.surrogate.reads_whole_batch,
+                "proximal": self.surrogate.correction != "none",
+                "groups": self.surrogate.baseline != "none",
+            }
+            return asked[need]
         return need in LOSSES[self.objective].needs

@@ -32,6 +32,10 @@ class TokenBatch:
     reward units.
     critic_advantage_BL, critic_return_BL: of each response token by PPO's critic: the generalised advantage, and the
     return that its value is regressed on; reward units.
+    proximal_logprobs_BL: the policy's log-probs before the first update on the batch, where a loss corrects for what
+    the sampler's differ from them; None: the policy's own.
+    mean_tokens_B, advantage_mean_B, advantage_deviation_B: of the whole batch that this is a part of, the same in every
+    row: response tokens per trajectory, and moments of the advantages of its tokens; None: this is the whole.
     """
 
     input_ids_BL: Tensor
@@ -47,6 +51,10 @@ class TokenBatch:
     annotated_mask_BL: Tensor | None = None
     critic_advantage_BL: Tensor | None = None
     critic_return_BL: Tensor | None = None
+    proximal_logprobs_BL: Tensor | None = None
+    mean_tokens_B: Tensor | None = None
+    advantage_mean_B: Tensor | None = None
+    advantage_deviation_B: Tensor | None = None
 
     @property
     def size(self) -> int:

@@ -92,6 +92,31 @@ def terms_can_use_their_sources(spec: JobSpec) -> Iterator[Violation]:
                 )
 
 
+def ratios_begin_at_one(spec: JobSpec) -> Iterator[Violation]:
+    """Importance ratios of tempered samples are clipped before anything is learned: the trainer's logits are at 1."""
+    shares = {part.source for part in spec.replay.mix if part.share > 0}
+    for term in spec.algorithm.losses:
+        met = shares if term.sources is None else shares & set(term.sources)
+        if not term.needs("behaviour") or "online" not in met:
+            continue
+        if spec.rollout.temperature_range != (1.0, 1.0):
+            yield "rollout/temperature", f"{term.objective} weighs by the sampler's log-probs: temperature 1"
+        if spec.rollout.top_p != 1:
+            yield "rollout/top_p", f"{term.objective} weighs by the sampler's log-probs: top_p 1"
+        return
+
+
+def advantages_are_normalised_once(spec: JobSpec) -> Iterator[Violation]:
+    """The whole batch has one mean and one deviation of advantages."""
+    found = [
+        index
+        for index, term in enumerate(spec.algorithm.losses)
+        if term.needs("batch") and term.surrogate.normalise == "batch"
+    ]
+    for index in found[1:]:
+        yield f"algorithm/losses/{index}/normalise", "only one term may normalise over the batch"
+
+
 def groups_fit(spec: JobSpec) -> Iterator[Violation]:
     """Whole groups fill the online part of a batch exactly."""
     if spec.replay.unit != "group":
@@ -220,6 +245,8 @@ RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
     something_is_done,
     sources_exist,
     terms_can_use_their_sources,
+    ratios_begin_at_one,
+    advantages_are_normalised_once,
     groups_fit,
     pivotal_search_can_work,
     annotations_are_of_verdicts,

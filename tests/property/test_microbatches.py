@@ -20,6 +20,7 @@ from spo.algorithm.losses import spo_loss
 from spo.algorithm.monte_carlo import q_from_successes
 from spo.algorithm.registry import LOSSES, LossTerm
 from spo.algorithm.token_batch import TokenBatch
+from spo.algorithm.whole_batch import BatchTotals
 from spo.spec.job_spec import RewardSpec
 from spo.v1.prompt_pb2 import Source
 from spo.v1.trajectory_pb2 import Annotation, Trajectory
@@ -71,8 +72,11 @@ def loss_and_gradient(
     total = sum(micro_batch.weight for micro_batch in micro_batches)
     loss_sum = 0.0
     gradients: dict[str, Tensor] = {}
-    for micro_batch in micro_batches:
-        batch = in_double(token_batch(micro_batch.rows, BETA, RewardSpec()))
+    batches = [in_double(token_batch(micro_batch.rows, BETA, RewardSpec())) for micro_batch in micro_batches]
+    parts = [batch for batch, micro_batch in zip(batches, micro_batches, strict=True) if not micro_batch.idle]
+    totals = BatchTotals.added([BatchTotals.of(part, terms, BETA) for part in parts])
+    for micro_batch, own in zip(micro_batches, batches, strict=True):
+        batch = totals.told_to(own)
         logprobs_BL = torch.zeros(batch.input_ids_BL.shape, dtype=torch.float64)
         advantage_BL = torch.zeros(batch.input_ids_BL.shape, dtype=torch.float64)
         for index, row in enumerate(micro_batch.rows):

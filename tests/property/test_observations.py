@@ -43,6 +43,8 @@ def interleaved(batch: TokenBatch, most: int, seed: int) -> tuple[TokenBatch, Te
     tensors: dict[str, Any] = {}
     for field in fields(batch):
         tensor = getattr(batch, field.name)
+        if tensor is None:
+            continue
         tensors[field.name] = spread(tensor, place_BL, wide, math.nan if tensor.is_floating_point() else False)
     # The model reads what the environment says.
     tensors["attention_mask_BL"] = torch.ones_like(tensors["attention_mask_BL"])

@@ -60,7 +60,10 @@ def test_padding_changes_no_loss_and_receives_no_gradient(
     shape: tuple[int, int], seed: int, left: int, right: int
 ) -> None:
     logprobs_BL, batch = draw_batch(*shape, seed=seed)
-    tensors: dict[str, Any] = {f.name: pad(getattr(batch, f.name), left, right) for f in fields(batch)}
+    given = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    tensors: dict[str, Any] = {
+        name: None if tensor is None else pad(tensor, left, right) for name, tensor in given.items()
+    }
     padded = TokenBatch(**tensors)
     for objective in LOSSES:
         terms = [

@@ -14,6 +14,7 @@ from typing import Literal
 import pytest
 import torch
 
+from spo.algorithm.baselines.presets import PRESETS
 from spo.algorithm.losses import spo_loss, trajectory_losses
 from spo.algorithm.registry import LOSSES, LossTerm
 from spo.algorithm.token_batch import TokenBatch
@@ -200,7 +201,7 @@ every_beta = pytest.mark.parametrize("beta", [PAPER_BETA, 1 / math.log(100), 1.0
 
 
 def test_every_objective_has_a_reading_here_or_among_the_baselines() -> None:
-    baselines = {"policy_gradient", "supervised", "ppo", "grpo"}
+    baselines = {"policy_gradient", "supervised", "ppo", "dpo", "kto", "distillation", *PRESETS}
     assert set(READINGS) == set(LOSSES) - baselines
 
 

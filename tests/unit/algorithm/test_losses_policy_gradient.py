@@ -10,13 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from spo.algorithm.baselines.surrogate import group_advantages
 from spo.algorithm.losses import spo_loss, trajectory_losses
 from spo.algorithm.objectives import terminal_squared
 from spo.algorithm.policy_gradient import (
     clipped_surrogate,
     generalised_advantages,
-    group_relative_advantages,
-    grpo_loss,
     kl_regularised_rewards,
     soft_policy_gradient,
     supervised,
@@ -153,43 +152,29 @@ def test_group_relative_advantages_equal_their_reading() -> None:
     batch = make_batch()
     deviations = [statistics.stdev([0.0, -1.0])] * 2 + [statistics.stdev([-0.25, -0.5])] * 2
     centred = [0.5, -0.5, 0.125, -0.125]
-    assert group_relative_advantages(batch, normalise="none").tolist() == pytest.approx(centred)
+    rows = batch.reward_B, batch.group_B
+    assert group_advantages(*rows, "group", "none").tolist() == pytest.approx(centred)
     scaled = [c / d for c, d in zip(centred, deviations, strict=True)]
-    assert group_relative_advantages(batch).tolist() == pytest.approx(scaled)
+    assert group_advantages(*rows, "group", "deviation").tolist() == pytest.approx(scaled)
+    assert group_advantages(*rows, "leave_one_out", "none").tolist() == pytest.approx([1.0, -1.0, 0.25, -0.25])
 
 
 def test_a_group_of_equal_rewards_has_no_advantage() -> None:
-    batch = replace(make_batch(), reward_B=torch.tensor([-0.1, -0.1, -1.0, 0.0], dtype=torch.float32))
-    assert group_relative_advantages(batch)[:2].tolist() == [0.0, 0.0]
+    reward_B = torch.tensor([-0.1, -0.1, -1.0, 0.0], dtype=torch.float32)
+    assert group_advantages(reward_B, make_batch().group_B, "group", "deviation")[:2].tolist() == [0.0, 0.0]
 
 
 def test_a_prompt_with_one_trajectory_has_nothing_to_be_compared_with() -> None:
     with pytest.raises(InvalidInput) as refused:
-        group_relative_advantages(replace(make_batch(), group_B=torch.tensor([0, 0, 1, 2])))
+        group_advantages(make_batch().reward_B, torch.tensor([0, 0, 1, 2]), "group", "deviation")
     assert refused.value.code == "lone_group"
 
 
-def test_the_grpo_loss_equals_its_reading() -> None:
-    batch, logprobs_BL = make_batch(), draw(3, -3, 0)
-    advantage_B = group_relative_advantages(batch)
-    loss_B = grpo_loss(logprobs_BL, batch, advantage_B, clip=0.2, kl_coefficient=0.05)
-    rows = zip(
-        *map(responses, (logprobs_BL, batch.sampling_logprobs_BL, batch.reference_logprobs_BL)),
-        advantage_B.tolist(),
-        strict=True,
-    )
-    read = []
-    for lp, old, ref, a in rows:
-        kl = [math.exp(p0 - p) - (p0 - p) - 1 for p, p0 in zip(lp, ref, strict=True)]
-        read.append((sum(read_surrogate(lp, old, [a] * len(lp), 0.2)) + 0.05 * sum(kl)) / len(lp))
-    assert loss_B.tolist() == pytest.approx(read)
-
-
 def test_the_kl_of_grpo_pulls_back_a_policy_that_left_pi0_by_any_distance() -> None:
-    batch = make_batch()
+    batch = replace(make_batch(), reward_B=torch.zeros(len(LENGTHS), dtype=torch.float64))
     for distance in (0.5, 100.0, 1e5):
         logprobs_BL = (batch.reference_logprobs_BL - distance).requires_grad_()
-        grpo_loss(logprobs_BL, batch, torch.zeros(batch.size), clip=0.2, kl_coefficient=1.0).sum().backward()
+        trajectory_losses(logprobs_BL, batch, LossTerm(objective="grpo"), BETA).sum().backward()
         assert logprobs_BL.grad is not None
         assert (logprobs_BL.grad[response_mask()] < -0.01).all()
         assert torch.isfinite(logprobs_BL.grad).all()

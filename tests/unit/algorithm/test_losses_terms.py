@@ -18,6 +18,7 @@ from spo.algorithm.registry import LOSSES, LossTerm, Need
 from spo.algorithm.rounding import Rounding
 from spo.algorithm.sources import SOURCE_CODES, SourceName
 from spo.algorithm.token_batch import TokenBatch
+from spo.algorithm.whole_batch import BatchTotals
 from spo.errors import InvalidInput
 from spo.v1.prompt_pb2 import Source
 
@@ -76,6 +77,7 @@ def test_terms_add_up_with_their_coefficients_and_only_on_their_sources() -> Non
 def test_equal_micro_batches_average_to_the_whole_batch(objective: str) -> None:
     logprobs_BL, batch = make_batch()
     terms = [LossTerm(objective=objective, sources=("online",)), LossTerm(objective=objective, coefficient=0.3)]
+    batch = BatchTotals.of(batch, terms, BETA).told_to(batch)
 
     whole, _ = spo_loss(logprobs_BL, batch, terms, BETA)
     parts = [
@@ -230,10 +232,10 @@ def test_a_row_of_the_registry_names_a_function_and_exactly_the_settings_that_it
     parameters = signature(loss_function(name)).parameters.values()
     assert [each.name for each in parameters if each.kind is not each.KEYWORD_ONLY] == ["logprobs_BL", "batch", "beta"]
     keywords = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
-    assert keywords == set(LOSSES[name].settings) <= set(LossTerm.model_fields)
+    assert keywords == set(LOSSES[name].settings) <= {*LossTerm.model_fields, "surrogate"}
     assert set(LOSSES[name].needs) <= set(get_args(Need))
 
 
 def test_a_name_without_a_row_is_refused_by_name() -> None:
-    with pytest.raises(ValidationError, match=r"'terminal_squared', .* or 'grpo'"):
+    with pytest.raises(ValidationError, match=r"'terminal_squared', .*'grpo'.* or '"):
         LossTerm(objective="terminal_cubed")
