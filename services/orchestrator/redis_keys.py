@@ -54,6 +54,12 @@ def resuming() -> str:
     return "spo:orchestrator:resuming"
 
 
+def replica_ends() -> str:
+    """Sorted set: pool, replica id and pid of processes that ended without draining, by unix ms; the newest 500.
+    Orchestrator."""
+    return "spo:orchestrator:replica_ends"
+
+
 def assignments() -> str:
     """Hash: id of a live inference replica -> the run it is to serve, "" for none. Orchestrator."""
     return "spo:orchestrator:assignments"

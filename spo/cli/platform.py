@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from spo.cli.jobs import LimitOption, OutputOption, api
-from spo.console import Output, console, print_document, print_rows
+from spo.console import ExitCode, Output, console, print_document, print_rows
 
 keys = typer.Typer(no_args_is_help=True, help="API keys; needs the scope admin.")
 
@@ -26,6 +26,16 @@ def show_platform(output: OutputOption = Output.TABLE) -> None:
     console.print(found.notice or f"platform {found.epoch}, schema {found.schema_version}: nothing is missing")
     if found.lost_jobs:
         print_rows(found.lost_jobs, ("id", "name", "state", "saved_at", "checkpoints", "weight_versions"), output)
+
+
+@platform.command("attention")
+def show_attention(output: OutputOption = Output.TABLE) -> None:
+    """What is wrong now and what to do about it: services, jobs, entries that were given up on; 1 when errors are."""
+    with api() as client:
+        found = client.platform.attention()
+    print_rows(found, ("severity", "subject", "message", "remedy"), output)
+    if any(entry.severity == "error" for entry in found):
+        raise typer.Exit(ExitCode.FAILURE)
 
 
 @platform.command("rebuild")

@@ -30,6 +30,7 @@ HEARTBEAT_SECONDS = 2.0
 COUNT_SECONDS = 0.5
 WRITE_SECONDS = 0.2
 LINES_KEPT = 20_000
+ENDS_KEPT = 500
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,8 @@ class ReplicaRegistry:
 
     def _tell(self, before: LiveReplica | None, now: wire.HeartbeatRequest) -> None:
         """Add events for what people watch for: a replica that joined, applied a version, has a problem, or gave up."""
+        if before is not None and before.pid != now.pid and not before.draining:
+            self._note_end(before.pool, before.replica_id, before.pid)
         given_up = now.refused_run_id
         if given_up and (before is None or before.refused_run_id != given_up):
             body = {"replica_id": now.replica_id, "pool": now.pool, "problem": now.problem[:500]}
@@ -207,10 +210,22 @@ class ReplicaRegistry:
                 self._heard.pop(gone.replica_id, None)
                 say = log.info if gone.draining else log.warning
                 say("replica fell silent", replica=gone.replica_id, pool=gone.pool, draining=gone.draining)
+                if not gone.draining:
+                    self._note_end(gone.pool, gone.replica_id, gone.pid)
                 if gone.run_id and self.jobs.client.exists(redis_keys.job_record(gone.run_id)):
                     body = {"replica_id": gone.replica_id, "pool": gone.pool, "draining": gone.draining}
                     forgotten = ("HDEL", own_keys.applied_versions(gone.run_id), gone.replica_id)
                     self.jobs.append(gone.run_id, "replica_lost", body, [forgotten])
+
+    def _note_end(self, pool: str, replica_id: str, pid: int) -> None:
+        key = own_keys.replica_ends()
+        member = f"{pool} {replica_id} {pid}"
+        self.jobs.write(("ZADD", key, int(time.time() * 1000), member), ("ZREMRANGEBYRANK", key, 0, -(ENDS_KEPT + 1)))
+
+    def ended_since(self, unix_ms: int) -> dict[str, int]:
+        """How many processes of each pool ended without draining since then, as far as they had ever been heard of."""
+        found = self.jobs.client.zrangebyscore(own_keys.replica_ends(), unix_ms, "+inf")
+        return dict(Counter(member.decode().partition(" ")[0] for member in found))
 
     def counts(self) -> dict[str, int]:
         """Live replicas per pool, as of COUNT_SECONDS ago at most: documents that people read ask often."""

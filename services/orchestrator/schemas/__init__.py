@@ -17,6 +17,8 @@ from services.orchestrator.schemas.jobs import (
     SpecWarning,
 )
 from services.orchestrator.schemas.platform import (
+    AttentionEntry,
+    AttentionList,
     LogLine,
     LogPage,
     LostJob,
@@ -55,6 +57,8 @@ from services.orchestrator.schemas.trajectories import (
 )
 
 __all__ = [
+    "AttentionEntry",
+    "AttentionList",
     "BatchView",
     "Calibration",
     "CalibrationBin",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel
 
 
@@ -50,6 +52,23 @@ class LogLine(BaseModel):
 class LogPage(BaseModel):
     items: list[LogLine]
     next_cursor: str | None
+
+
+class AttentionEntry(BaseModel):
+    """Something that is wrong now, and what to do about it; page is where one sees more, "" where nowhere."""
+
+    severity: Literal["error", "warning"]
+    subject: str
+    message: str
+    remedy: str
+    job_id: str | None
+    page: str
+
+
+class AttentionList(BaseModel):
+    """What is wrong now, errors first."""
+
+    items: list[AttentionEntry]
 
 
 class PlatformLoss(BaseModel):

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from spo import errors
 from spo.client._async.connection import AsyncConnection
 from spo.client.models import (
+    AttentionEntry,
+    AttentionList,
     AuditPage,
     AuditRecord,
     Key,
@@ -34,6 +36,10 @@ class AsyncPlatformCalls:
         """Ask for so many replicas: inference=3, sandbox_judge=2. Raises InvalidInput with a pointer per pool."""
         pools = {pool.replace("_", "-"): count for pool, count in replicas.items()}
         return await self._connection.ask(ScaleView, "PUT", "/v1/scale", json=pools)
+
+    async def attention(self) -> list[AttentionEntry]:
+        """What is wrong now and what to do about it, errors first."""
+        return (await self._connection.ask(AttentionList, "GET", "/v1/attention")).items
 
     async def create_key(
         self,

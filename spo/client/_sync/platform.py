@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from spo import errors
 from spo.client._sync.connection import Connection
 from spo.client.models import (
+    AttentionEntry,
+    AttentionList,
     AuditPage,
     AuditRecord,
     Key,
@@ -35,6 +37,10 @@ class PlatformCalls:
         """Ask for so many replicas: inference=3, sandbox_judge=2. Raises InvalidInput with a pointer per pool."""
         pools = {pool.replace("_", "-"): count for pool, count in replicas.items()}
         return self._connection.ask(ScaleView, "PUT", "/v1/scale", json=pools)
+
+    def attention(self) -> list[AttentionEntry]:
+        """What is wrong now and what to do about it, errors first."""
+        return (self._connection.ask(AttentionList, "GET", "/v1/attention")).items
 
     def create_key(
         self,

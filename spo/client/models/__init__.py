@@ -47,6 +47,8 @@ from spo.client.models.jobs import (
     SpecWarning,
 )
 from spo.client.models.platform import (
+    AttentionEntry,
+    AttentionList,
     AuditPage,
     AuditRecord,
     Key,
@@ -118,6 +120,8 @@ from spo.client.models.trajectories import (
 
 __all__ = [
     "AnnouncedVersion",
+    "AttentionEntry",
+    "AttentionList",
     "AuditPage",
     "AuditRecord",
     "BatchView",

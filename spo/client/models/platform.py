@@ -85,6 +85,21 @@ class AuditPage(Page[AuditRecord]):
     """Changes and refusals, newest first."""
 
 
+class AttentionEntry(Document):
+    """Something that is wrong now, and what to do about it; page is where one sees more, "" where nowhere."""
+
+    severity: Literal["error", "warning"]
+    subject: str
+    message: str
+    remedy: str
+    job_id: str | None
+    page: str
+
+
+class AttentionList(Listing[AttentionEntry]):
+    """What is wrong now, errors first."""
+
+
 class PlatformLoss(Document):
     """Data that the platform found missing, and when; `epoch` is the one that ended with it."""
 

@@ -86,6 +86,12 @@ def rebuild_jobs(context: ContextDep, principal: PrincipalDep, body: RebuildRequ
     return schemas.RebuiltJobs(items=[schemas.RebuiltJob(**vars(job)) for job in made])
 
 
+@router.get("/v1/attention")
+def show_attention(context: ContextDep, principal: PrincipalDep) -> schemas.AttentionList:
+    """What is wrong now and what to do about it, errors first: services, jobs, dead letters; tenants see their own."""
+    return views.attention(context, principal)
+
+
 @router.get("/version")
 def show_version() -> schemas.Version:
     """Version of the platform."""

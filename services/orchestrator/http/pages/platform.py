@@ -38,6 +38,13 @@ def show_replicas(request: Request, context: ContextDep, principal: PrincipalDep
     return show(request, "replicas/table.html" if is_part(request) else "replicas/page.html", **facts)
 
 
+@router.get("/attention")
+def show_attention(request: Request, context: ContextDep, principal: PrincipalDep) -> Response:
+    """What is wrong now on the whole platform, each with what to do about it."""
+    entries = views.attention(context, principal).items
+    return show(request, "attention/table.html" if is_part(request) else "attention/page.html", entries=entries)
+
+
 @router.get("/experience")
 def show_experience(request: Request, context: ContextDep, principal: PrincipalDep) -> Response:
     """What the cross-run store holds, run by run."""

@@ -15,11 +15,11 @@ from services.orchestrator.http import views
 from services.orchestrator.http.dependencies import ContextDep, JobId, PolicyVersion, TrajectoryId
 from services.orchestrator.http.pages.rendering import is_part, show
 from services.orchestrator.http.pages.tokens import coloured
-from spo.errors import NotFound
+from spo.errors import NotFound, SpoError
 from spo.spec.job_spec import SourceName
 from spo.spec.wire_enums import wire_name
 from spo.tasks.answer import answer_in
-from spo.tasks.problem import program_of
+from spo.tasks.problem import Problem, program_of
 from spo.tasks.verifier_pool import pool_of
 from spo.v1.judge_service_pb2 import PRIORITY_EVALUATION, JudgeRequest, JudgeResponse
 from spo.v1.trajectory_pb2 import Trajectory
@@ -42,6 +42,7 @@ class TrajectoriesForm(BaseModel):
     source: str = Field("", pattern=f"^({'|'.join(get_args(SourceName))})?$")
     verdict: str = Field("", pattern=f"^({'|'.join(OUTCOMES)})?$")
     policy_version: str = Field("", pattern=r"^\d{0,15}$")
+    live: str = Field("", pattern="^1?$")
     cursor: str = Field("", pattern=r"^\d{0,16}$")
 
     @property
@@ -98,6 +99,7 @@ def show_trajectory(request: Request, context: ContextDep, job_id: JobId, trajec
         "trajectory": views.trajectory_detail(reply),
         "verdict": reply.trajectory.verdict,
         "parents": list(reply.trajectory.parents),
+        "prompt": _statement(context, job_id, reply.trajectory.prompt_id),
         "hops": _hops(reply.trajectory),
         "versions": [published["version"] for published in context.weights.versions(job_id)][::-1],
     }
@@ -124,8 +126,7 @@ def show_tokens(
 def show_tests(request: Request, context: ContextDep, job_id: JobId, trajectory_id: TrajectoryId) -> Response:
     """The program judged once more, each test by itself; hidden ones are hidden from the policy, not from people."""
     found = views.get_trajectory(context, job_id, trajectory_id).trajectory
-    tasks = context.library.load(context.jobs.spec(job_id).tasks)
-    problem = next((known for known in (*tasks.train, *tasks.evaluation) if known.problem_id == found.prompt_id), None)
+    problem = _problem(context, job_id, found.prompt_id)
     if problem is None:
         raise NotFound(f"job {job_id} has no prompt {found.prompt_id}", code="prompt_not_found")
     upload_tests(context.judges, [problem])
@@ -157,6 +158,20 @@ def show_tests(request: Request, context: ContextDep, job_id: JobId, trajectory_
         "judge_version": verdict.judge_version,
     }
     return show(request, "trajectories/tests.html", **facts)
+
+
+def _problem(context: AppContext, job_id: str, prompt_id: str) -> Problem | None:
+    tasks = context.library.load(context.jobs.spec(job_id).tasks)
+    return next((known for known in (*tasks.train, *tasks.evaluation) if known.problem_id == prompt_id), None)
+
+
+def _statement(context: AppContext, job_id: str, prompt_id: str) -> str:
+    """What the model was asked; "" where the tasks cannot be read any more."""
+    try:
+        problem = _problem(context, job_id, prompt_id)
+    except (SpoError, OSError):
+        return ""
+    return problem.statement if problem else ""
 
 
 def _hops(found: Trajectory) -> list[dict[str, object]]:

@@ -1,5 +1,6 @@
 """What is stored, as the documents that API and pages show; one module per subject."""
 
+from services.orchestrator.http.views.attention import attention
 from services.orchestrator.http.views.jobs import evaluation_brief, job, job_summaries, job_summary, spec_warnings
 from services.orchestrator.http.views.logs import LogFilter, LogLevel, logs
 from services.orchestrator.http.views.platform import platform, replicas, scale
@@ -19,6 +20,7 @@ __all__ = [
     "LogFilter",
     "LogLevel",
     "TrajectoryFilter",
+    "attention",
     "checkpoints",
     "evaluation_brief",
     "get_trajectory",

@@ -76,7 +76,7 @@ def job(context: AppContext, job_id: str) -> schemas.Job:
         ),
         latest_evaluation=evaluation_brief(latest) if latest else None,
         failure=failure,
-        waits=[] if summary.state in TERMINAL else _waits(context, job_id, summary.state),
+        waits=[] if summary.state in TERMINAL else waits(context, job_id, summary.state),
         spec=spec.model_dump(mode="json"),
         lineage=schemas.Lineage(**asdict(record.lineage)) if record.lineage else None,
         warnings=[] if summary.state in TERMINAL else spec_warnings(context, spec),
@@ -113,7 +113,8 @@ def _metrics(record: JobRecord, newest: list[tuple[bytes, float]]) -> dict[str, 
     return {name: value for name, value in (shown | record.scores).items() if math.isfinite(value)}
 
 
-def _waits(context: AppContext, job_id: str, state: JobState) -> list[str]:
+def waits(context: AppContext, job_id: str, state: JobState) -> list[str]:
+    """What a job that has not ended waits for, in words."""
     return [*context.queue.reasons(job_id, state), *context.monitor.waits(job_id, state)]
 
 

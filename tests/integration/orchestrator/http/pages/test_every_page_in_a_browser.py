@@ -30,6 +30,13 @@ PAGES = {
     "/jobs/{job_id}/prompts": "browsed",
     "/jobs/{job_id}/evaluations": "browsed",
     "/jobs/{job_id}/logs": "browsed",
+    "/attention": "What is wrong now",
+    "/compare?job={job_id}": "Compare runs",
+    "/datasets": "Datasets",
+    "/models": "Models",
+    "/api": "REST API",
+    "/docs": "Documentation",
+    "/docs/glossary.md": "Glossary",
     "/errors": "Error codes",
     "/nowhere": "Not found",
 }
@@ -68,7 +75,7 @@ def test_pages_are_accessible_and_silent_and_keep_markup_harmless(
 
 
 def _wait_for_what_comes_later(page: Any, path: str) -> None:
-    if path.endswith("{job_id}"):
+    if path == "/jobs/{job_id}":
         page.locator("#curve-loss canvas").wait_for()
     if path.endswith("traj_1"):
         page.locator("#curve-q canvas").wait_for()

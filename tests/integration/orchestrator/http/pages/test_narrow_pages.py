@@ -54,6 +54,10 @@ def test_nothing_is_wider_or_much_higher_than_a_telephone(page: Any, full: str, 
         heights[part] = page.evaluate("document.documentElement.scrollHeight")
         times = page.locator("main time:visible").evaluate_all("all => all.map(each => each.getClientRects().length)")
         assert set(times) <= {1}, "a time is broken"
+    for path in ("/", "/attention", "/datasets", "/models", "/docs", "/docs/glossary.md", "/api"):
+        page.goto(path)
+        page.get_by_role("heading", level=1).first.wait_for()
+        assert widest(page) <= TELEPHONE["width"], path
     page.goto(f"/jobs/{full}/logs")
     page.locator("summary", has_text="ValueError: the last line").click()
     page.locator("pre", has_text="in x").wait_for()
