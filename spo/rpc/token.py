@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, NoReturn, TypeVar
 
 import grpc
 
@@ -18,6 +18,10 @@ from spo.observability.logs import get_logger
 from spo.rpc.statuses import status_of
 
 log = get_logger("rpc")
+
+T = TypeVar("T")
+Request = TypeVar("Request")
+Answer = TypeVar("Answer")
 
 HEADER = "authorization"
 SCHEME = "Bearer "
@@ -59,8 +63,8 @@ class _ShowToken(grpc.UnaryUnaryClientInterceptor):
         self._header = (HEADER, SCHEME + token)
 
     def intercept_unary_unary(
-        self, continuation: Callable[..., Any], client_call_details: grpc.ClientCallDetails, request: object
-    ) -> Any:
+        self, continuation: Callable[..., T], client_call_details: grpc.ClientCallDetails, request: object
+    ) -> T:
         call = client_call_details
         shown = _CallDetails(
             call.method,
@@ -81,8 +85,10 @@ class RequireToken(grpc.ServerInterceptor):
         self._said = float("-inf")
 
     def intercept_service(
-        self, continuation: Callable[[grpc.HandlerCallDetails], Any], handler_call_details: grpc.HandlerCallDetails
-    ) -> Any:
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Request, Answer] | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Request, Answer] | None:
         if handler_call_details.method.startswith(_OPEN):
             return continuation(handler_call_details)
         shown = next((value for name, value in handler_call_details.invocation_metadata if name == HEADER), "")
@@ -92,13 +98,13 @@ class RequireToken(grpc.ServerInterceptor):
             return continuation(handler_call_details)
         return grpc.unary_unary_rpc_method_handler(self._wrong if presented else self._missing)
 
-    def _missing(self, request: object, context: grpc.ServicerContext) -> None:
+    def _missing(self, request: object, context: grpc.ServicerContext) -> NoReturn:
         self._refuse(context, "the call shows no token; this service asks for the one in SPO_RPC_TOKEN")
 
-    def _wrong(self, request: object, context: grpc.ServicerContext) -> None:
+    def _wrong(self, request: object, context: grpc.ServicerContext) -> NoReturn:
         self._refuse(context, "the call shows a token that is not in this service's SPO_RPC_TOKEN")
 
-    def _refuse(self, context: grpc.ServicerContext, message: str) -> None:
+    def _refuse(self, context: grpc.ServicerContext, message: str) -> NoReturn:
         now = time.monotonic()
         if now - self._said > _SAY_SECONDS:
             self._said = now

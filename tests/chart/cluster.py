@@ -33,7 +33,7 @@ BUILT_IN = {
 }
 EXTENSIONS = {
     "keda.sh/v1alpha1": "scaledobjects:ScaledObject triggerauthentications:TriggerAuthentication",
-    "monitoring.coreos.com/v1": "servicemonitors:ServiceMonitor",
+    "monitoring.coreos.com/v1": "servicemonitors:ServiceMonitor prometheusrules:PrometheusRule",
     "gateway.networking.k8s.io/v1": "httproutes:HTTPRoute",
     "jobset.x-k8s.io/v1alpha2": "jobsets:JobSet",
 }

@@ -58,11 +58,49 @@ def values_of(name: str) -> dict[str, Any]:
     return {} if name == "default" else yaml.safe_load((CHART / f"values-{name}.yaml").read_text())
 
 
+DIGEST = "sha256:" + "0123456789abcdef" * 4
 # Everything that a value can switch on.
 EVERYTHING = {
     "imagePullSecrets": ["registry"],
+    "images": {
+        "registry": "registry.example.org/spo/",
+        "digests": {"light": DIGEST, "judge": DIGEST, "engine": DIGEST},
+    },
+    "podDefaults": {
+        "hostUsers": False,
+        "schedulerName": "bin-packer",
+        "tmpSize": "4Gi",
+        "podLabels": {"sidecar.istio.io/inject": "false"},
+        "podAnnotations": {"example.org/owner": "learning"},
+        "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
+        "envFrom": [{"configMapRef": {"name": "site"}}],
+        "initContainers": [
+            {
+                "name": "wait",
+                "image": "busybox:1.37",
+                "securityContext": {
+                    "allowPrivilegeEscalation": False,
+                    "readOnlyRootFilesystem": True,
+                    "capabilities": {"drop": ["ALL"]},
+                },
+            }
+        ],
+        "lifecycle": {"preStop": {"exec": {"command": ["sleep", "1"]}}},
+    },
+    "extraObjects": [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "site"}, "data": {"of": "{{ .Release.Name }}"}},
+        "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: '{{ .Release.Name }}-text'}",
+    ],
     "commonLabels": {"team": "learning"},
-    "models": {"existingClaim": "models"},
+    "models": {
+        "toy": True,
+        "downloads": [
+            {"name": "qwen", "from": "hf://Qwen/Qwen2.5-0.5B@main"},
+            {"name": "own", "from": "s3://models/own"},
+        ],
+        "hubSecret": "hub",
+    },
+    "objectStore": {"existingSecret": "bucket"},
     "tasks": {"existingClaim": "tasks"},
     "tracing": {
         "endpoint": "http://collector.monitoring:4318",
@@ -71,6 +109,11 @@ EVERYTHING = {
     },
     "metrics": {
         "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "prometheusRule": {
+            "enabled": True,
+            "labels": {"release": "prometheus"},
+            "extraGroups": [{"name": "own", "rules": []}],
+        },
         "dashboard": {"enabled": True, "annotations": {"grafana_folder": "learning"}},
     },
     "networkPolicy": {"apiFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ingress"}}}]},
@@ -102,13 +145,22 @@ EVERYTHING = {
         "hosts": ["rewards.example.org"],
         "existingSecret": "reward-keys",
     },
-    "trainer": {"ranks": 4, "nodeSelector": {"pool": "train"}},
+    "trainer": {
+        "ranks": 4,
+        "nodeSelector": {"pool": "train"},
+        "queueName": "learning",
+        "workloadLabels": {"kueue.x-k8s.io/priority-class": "high"},
+        "workloadAnnotations": {"example.org/topology": "rack"},
+        "livenessProbe": {"failureThreshold": 30},
+        "terminationGracePeriodSeconds": 3600,
+    },
 }
 # PUT /v1/scale, and trainers of several pods.
 ELASTIC = {
     "scaling": {"enabled": True, "minReplicas": 1, "maxReplicas": 6},
     "inference": {"replicas": 2},
-    "trainer": {"replicas": 2, "nodes": 4, "ranks": 8},
+    "models": {"existingClaim": "models"},
+    "trainer": {"replicas": 2, "nodes": 4, "ranks": 8, "kind": "StatefulSet"},
     "weights": {"url": "s3://models/weights"},
     "experience": {"url": "s3://models/experience"},
     "objectStore": {"existingSecret": "bucket", "endpoint": "http://minio.storage:9000", "port": 9000},
@@ -120,17 +172,32 @@ JOB_SET = {
     "inference": {"autoscaling": KEDA},
     "sandboxJudge": {"autoscaling": KEDA},
     "verifier": {"autoscaling": KEDA},
-    "trainer": {"kind": "JobSet", "nodes": 2},
+    # The default kind: the cluster has the controller.
+    "trainer": {"nodes": 2, "togetherIn": "topology.kubernetes.io/rack"},
 }
 EXTERNAL = {
     "redis": {"enabled": False},
-    "externalRedis": {"existingSecret": "my-redis", "port": 6380},
+    "externalRedis": {"existingSecret": "my-redis", "port": 6380, "caSecret": "my-ca"},
+    "rpcToken": {"enabled": False},
     "existingSecret": "my-secret",
     "state": {"existingClaim": "my-state"},
 }
+
+
+def merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Two values files as Helm takes them, the second one over the first."""
+    both = dict(under)
+    for name, value in over.items():
+        held = both.get(name)
+        both[name] = merged(held, value) if isinstance(held, dict) and isinstance(value, dict) else value
+    return both
+
+
 SETS = {
     "default": values_of("default"),
     "gpu": values_of("gpu"),
+    "7b-8gpu": merged(values_of("gpu"), values_of("7b-8gpu")),
+    "openshift": values_of("openshift"),
     "single-node": values_of("single-node"),
     "everything": EVERYTHING,
     "external": EXTERNAL,

@@ -33,7 +33,11 @@ SECTIONS = {
 TAKEN = {"host", "port", "metrics_port", "advertise_address", "http_port", "api_key", "http_secret", "model_keys"}
 TAKEN |= {"scaler", "scale_prefix", "scale_keda", "min_replicas", "max_replicas"}
 # Files that the chart carries, and where they come from: a chart cannot read outside its folder.
-CARRIED = {CHART / "files" / "dashboard.json": CHART.parents[1] / "deploy" / "grafana" / "spo.json"}
+DEPLOY = CHART.parents[1] / "deploy"
+CARRIED = {
+    CHART / "files" / "dashboard.json": DEPLOY / "grafana" / "spo.json",
+    CHART / "files" / "alerts.yml": DEPLOY / "prometheus" / "alerts.yml",
+}
 
 
 def settings_of(service: str) -> Any:

@@ -124,12 +124,15 @@ _service_monitor = _object(
         1,
     ),
 )
+_rule = _object("alert expr", alert=TEXT, expr=TEXT, labels=STRINGS, annotations=STRINGS, **{"for": TEXT})
+_prometheus_rule = _object("groups", groups=_list(_object("name rules", name=TEXT, rules=_list(_rule)), 1))
 SPECS = {
     "ScaledObject": _scaled_object,
     "TriggerAuthentication": _trigger_authentication,
     "HTTPRoute": _http_route,
     "JobSet": _job_set,
     "ServiceMonitor": _service_monitor,
+    "PrometheusRule": _prometheus_rule,
 }
 
 

@@ -34,6 +34,8 @@ def test_a_release_is_installed_upgraded_tested_and_leaves_only_what_must_be_kep
     kept = {("Namespace", "default"), ("Pod", "spo-test")}
     if values not in ("single-node", "external"):
         kept.add(("PersistentVolumeClaim", "spo-state"))
+    if values == "everything":
+        kept.add(("PersistentVolumeClaim", "spo-models"))
     assert left == kept
 
 

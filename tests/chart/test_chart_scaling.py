@@ -99,7 +99,8 @@ def test_the_pods_of_a_trainer_meet_in_its_first_one() -> None:
         assert (spec["replicas"], spec["podManagementPolicy"]) == (4, "Parallel")
         told = pod_of(groups[name])["spec"]["containers"][0]["args"]
         assert told[: told.index("-m")] == [
-            *("torch.distributed.run", "--nproc-per-node", "8", "--nnodes", "4", "--max-restarts", "100"),
+            *("torch.distributed.run", "--nproc-per-node", "8", "--shutdown-timeout", "615"),
+            *("--nnodes", "4", "--max-restarts", "100"),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{name}-0.{spec['serviceName']}:29500"),
             *("--rdzv-id", name, "--local-addr", "$(POD_IP)"),
         ]

@@ -34,7 +34,7 @@
 {{- end }}
 {{- end }}
 {{- end }}
-- {name: SPO_ORCHESTRATOR_ADDRESS, value: "{{ $full }}-orchestrator:7070"}
+- {name: SPO_ORCHESTRATOR_ADDRESS, value: "{{ $full }}-orchestrator-grpc:7070"}
 # Headless services: dns:/// spreads calls over all ready pods.
 {{- range list "inference" "sandbox-judge" "verifier" "replay-buffer" "value-estimation" }}
 - {name: SPO_{{ . | replace "-" "_" | upper }}_ADDRESS, value: "dns:///{{ $full }}-{{ . }}:7070"}
@@ -42,6 +42,10 @@
 {{- if .redis }}
 {{ include "spo.redisVariables" .root }}
 - {name: SPO_REDIS_WAIT_SECONDS, value: "120"}
+{{- end }}
+{{- if .root.Values.rpcToken.enabled }}
+- name: SPO_RPC_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ include "spo.secret" .root }}, key: rpc-token}}
 {{- end }}
 - {name: {{ $prefix }}_HOST, value: "0.0.0.0"}
 - {name: {{ $prefix }}_PORT, value: "7070"}
@@ -79,7 +83,12 @@
 {{- /* Large whole numbers come as floats, which would print with an exponent; JSON has none. */}}
 - {name: {{ $prefix }}_{{ upper $field }}, value: {{ ternary $value ($value | toJson) (kindIs "string" $value) | quote }}}
 {{- end }}
-{{- with .values.extraEnv }}
+{{- if eq .component "trainer" }}
+{{- range $name, $value := .values.rdma.environment }}
+- {name: {{ $name }}, value: {{ $value | quote }}}
+{{- end }}
+{{- end }}
+{{- with concat .root.Values.podDefaults.extraEnv .values.extraEnv }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
@@ -109,6 +118,10 @@
 - name: SPO_REDIS_URL
   valueFrom: {secretKeyRef: {name: {{ .Values.externalRedis.existingSecret }}, key: {{ .Values.externalRedis.urlKey }}}}
 {{- else -}}
-- {name: SPO_REDIS_URL, value: {{ .Values.externalRedis.url | quote }}}
+{{- $url := .Values.externalRedis.url }}
+{{- if and .Values.externalRedis.caSecret (not (contains "ssl_ca_certs=" $url)) }}
+{{- $url = printf "%s%sssl_ca_certs=/etc/spo/redis-ca/ca.crt" $url (ternary "&" "?" (contains "?" $url)) }}
+{{- end }}
+- {name: SPO_REDIS_URL, value: {{ $url | quote }}}
 {{- end -}}
 {{- end -}}

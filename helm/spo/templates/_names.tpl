@@ -32,7 +32,8 @@ app.kubernetes.io/component: {{ .component }}
 
 {{- define "spo.image" -}}
 {{- $images := .root.Values.images -}}
-{{- printf "%s%s:%s" $images.registry (get $images .image) ($images.tag | default .root.Chart.AppVersion) -}}
+{{- $digest := get $images.digests .image | default "" -}}
+{{- printf "%s%s:%s%s" $images.registry (get $images .image) ($images.tag | default .root.Chart.AppVersion) (ternary "" (printf "@%s" $digest) (empty $digest)) -}}
 {{- end -}}
 
 {{- define "spo.serviceAccount" -}}
@@ -45,6 +46,12 @@ app.kubernetes.io/component: {{ .component }}
 
 {{- define "spo.stateClaim" -}}
 {{- .Values.state.existingClaim | default (printf "%s-state" (include "spo.fullname" .)) -}}
+{{- end -}}
+
+{{/* The claim with model folders: a person's, or ours where there is something to put into it; else nothing */}}
+{{- define "spo.modelsClaim" -}}
+{{- $models := .Values.models -}}
+{{- if $models.existingClaim -}}{{ $models.existingClaim }}{{- else if or $models.toy $models.downloads -}}{{ include "spo.fullname" . }}-models{{- end -}}
 {{- end -}}
 
 {{/* Combinations that cannot work are refused here, once, in words. */}}
@@ -77,8 +84,8 @@ app.kubernetes.io/component: {{ .component }}
 {{- fail (printf "%s.autoscaling: hpa goes by the share of resources.requests.cpu, which is not set" $name) -}}
 {{- end -}}
 {{- end -}}
-{{- if and (or .Values.objectStore.existingSecret .Values.objectStore.endpoint) (not .Values.weights.url) (not (hasPrefix "s3://" .Values.experience.url)) -}}
-{{- fail "objectStore is set, but neither weights.url nor experience.url is an s3:// URL" -}}
+{{- if and (or .Values.objectStore.existingSecret .Values.objectStore.endpoint) (not .Values.weights.url) (not (hasPrefix "s3://" .Values.experience.url)) (not (contains "s3://" (toJson .Values.models.downloads))) -}}
+{{- fail "objectStore is set, but neither weights.url nor experience.url nor a download is an s3:// URL" -}}
 {{- end -}}
 {{- with .Values.scaling -}}
 {{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
@@ -88,7 +95,16 @@ app.kubernetes.io/component: {{ .component }}
 {{- fail "scaling.enabled: autoscaling by keda for all of inference, sandboxJudge and verifier, or for none" -}}
 {{- end -}}
 {{- end -}}
+{{- if and $external.caSecret .Values.redis.enabled -}}
+{{- fail "externalRedis.caSecret is set, but the release has a Redis of its own: switch redis.enabled off" -}}
+{{- end -}}
+{{- if and $external.caSecret $external.url (not (hasPrefix "rediss://" $external.url)) -}}
+{{- fail "externalRedis.caSecret is set, but externalRedis.url does not begin with rediss://" -}}
+{{- end -}}
 {{- $trainer := .Values.trainer -}}
+{{- if and (eq $trainer.kind "JobSet") $trainer.updateStrategy -}}
+{{- fail "trainer.updateStrategy is a StatefulSet's: a JobSet is replaced by an upgrade that changes its pods" -}}
+{{- end -}}
 {{- if and (gt (int $trainer.nodes) 1) (not .Values.state.existingClaim) (not (has "ReadWriteMany" .Values.state.accessModes)) -}}
 {{- fail "trainer.nodes is above 1: its pods share the state claim, which needs state.accessModes: [ReadWriteMany]" -}}
 {{- end -}}

@@ -8,18 +8,22 @@ The pod of a service. Argument:
   experience        how it mounts the experience store: absent, "read" or "write"
   arguments         what the image runs; default: the service's module
   restartPolicy, selectorLabels   where they differ from the usual
+  group             whether it is one of several pods that work together (a trainer's)
+What podDefaults says holds for every service; its own section goes before: maps are merged, lists appended.
 */}}
 {{- define "spo.podTemplate" -}}
 {{- $underscored := .component | replace "-" "_" -}}
+{{- $defaults := .root.Values.podDefaults -}}
+{{- $own := .values -}}
 metadata:
   labels:
     {{- include "spo.labels" . | nindent 4 }}
-    {{- with .values.podLabels }}
+    {{- with merge (dict) $own.podLabels $defaults.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
   annotations:
     kubectl.kubernetes.io/default-container: {{ .component }}
-    {{- with .values.podAnnotations }}
+    {{- with merge (dict) $own.podAnnotations $defaults.podAnnotations }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
 spec:
@@ -35,16 +39,13 @@ spec:
   {{- with .restartPolicy }}
   restartPolicy: {{ . }}
   {{- end }}
-  terminationGracePeriodSeconds: {{ add 15 (int (dig "drain_seconds" 20 .values.settings)) }}
-  securityContext:
-    {{- include "spo.podSecurity" 10001 | nindent 4 }}
-  {{- with .root.Values.imagePullSecrets }}
-  imagePullSecrets:
-    {{- range . }}
-    - name: {{ . }}
-    {{- end }}
-  {{- end }}
+  terminationGracePeriodSeconds: {{ include "spo.graceSeconds" . }}
+  {{- include "spo.podBasics" . | nindent 2 }}
   {{- include "spo.placement" . | nindent 2 }}
+  {{- with concat $defaults.initContainers ($own.initContainers | default list) }}
+  initContainers:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   containers:
     - name: {{ .component }}
       image: {{ include "spo.image" . }}
@@ -54,6 +55,10 @@ spec:
       args: {{ .arguments | default (list (printf "services.%s" $underscored)) | toJson }}
       securityContext:
         {{- include "spo.containerSecurity" . | nindent 8 }}
+      {{- with $own.lifecycle | default $defaults.lifecycle }}
+      lifecycle:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
       ports:
         - {name: grpc, containerPort: 7070}
         {{- if eq .component "orchestrator" }}
@@ -61,11 +66,19 @@ spec:
         {{- else }}
         - {name: metrics, containerPort: 9090}
         {{- end }}
+      {{- with concat $defaults.envFrom ($own.envFrom | default list) }}
+      envFrom:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
       env:
         {{- include "spo.environment" . | nindent 8 }}
       {{- include "spo.probes" . | nindent 6 }}
       resources:
-        {{- toYaml .values.resources | nindent 8 }}
+        {{- $resources := deepCopy .values.resources }}
+        {{- if dig "rdma" "enabled" false .values }}
+        {{- $resources = merge $resources (dict "requests" .values.rdma.resources "limits" .values.rdma.resources) }}
+        {{- end }}
+        {{- toYaml $resources | nindent 8 }}
       volumeMounts:
         - {name: tmp, mountPath: /tmp}
         {{- if .state }}
@@ -74,7 +87,7 @@ spec:
         {{- if and .experience (not .root.Values.experience.url) }}
         - {name: experience, mountPath: /experience, subPath: experience, readOnly: {{ ne .experience "write" }}}
         {{- end }}
-        {{- if and .models .root.Values.models.existingClaim }}
+        {{- if and .models (include "spo.modelsClaim" .root) }}
         - {name: models, mountPath: /models, readOnly: true}
         {{- end }}
         {{- if and .tasks .root.Values.tasks.existingClaim }}
@@ -83,19 +96,25 @@ spec:
         {{- if hasKey .values "sharedMemory" }}
         - {name: shared-memory, mountPath: /dev/shm}
         {{- end }}
-        {{- with .values.extraVolumeMounts }}
+        {{- if and .redis .root.Values.externalRedis.caSecret }}
+        - {name: redis-ca, mountPath: /etc/spo/redis-ca, readOnly: true}
+        {{- end }}
+        {{- with concat $defaults.extraVolumeMounts .values.extraVolumeMounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+    {{- with concat $defaults.sidecars ($own.sidecars | default list) }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   volumes:
-    - {name: tmp, emptyDir: {}}
+    - {name: tmp, emptyDir: {{ ternary (dict "sizeLimit" ($own.tmpSize | default $defaults.tmpSize)) dict (not (empty ($own.tmpSize | default $defaults.tmpSize))) | toJson }}}
     {{- if .state }}
     - {name: state, persistentVolumeClaim: {claimName: {{ include "spo.stateClaim" .root }}}}
     {{- end }}
     {{- if and .experience (not .root.Values.experience.url) }}
     - {name: experience, persistentVolumeClaim: {claimName: {{ include "spo.stateClaim" .root }}}}
     {{- end }}
-    {{- if and .models .root.Values.models.existingClaim }}
-    - {name: models, persistentVolumeClaim: {claimName: {{ .root.Values.models.existingClaim }}, readOnly: true}}
+    {{- if and .models (include "spo.modelsClaim" .root) }}
+    - {name: models, persistentVolumeClaim: {claimName: {{ include "spo.modelsClaim" .root }}, readOnly: {{ not (empty .root.Values.models.existingClaim) }}}}
     {{- end }}
     {{- if and .tasks .root.Values.tasks.existingClaim }}
     - {name: tasks, persistentVolumeClaim: {claimName: {{ .root.Values.tasks.existingClaim }}, readOnly: true}}
@@ -103,87 +122,10 @@ spec:
     {{- if hasKey .values "sharedMemory" }}
     - {name: shared-memory, emptyDir: {medium: Memory, sizeLimit: {{ .values.sharedMemory }}}}
     {{- end }}
-    {{- with .values.extraVolumes }}
+    {{- if and .redis .root.Values.externalRedis.caSecret }}
+    - {name: redis-ca, secret: {secretName: {{ .root.Values.externalRedis.caSecret }}, items: [{key: ca.crt, path: ca.crt}]}}
+    {{- end }}
+    {{- with concat $defaults.extraVolumes .values.extraVolumes }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
-{{- end -}}
-
-{{/* Restricted Pod Security Standard; argument: the user id */}}
-{{- define "spo.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: {{ . }}
-runAsGroup: {{ . }}
-fsGroup: {{ . }}
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile: {type: RuntimeDefault}
-{{- end -}}
-
-{{- define "spo.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities: {drop: [ALL]}
-{{- end -}}
-
-{{- define "spo.placement" -}}
-{{- with .values.nodeSelector }}
-nodeSelector:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with .values.tolerations }}
-tolerations:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with .values.affinity }}
-affinity:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-topologySpreadConstraints:
-{{- if .values.topologySpreadConstraints }}
-  {{- toYaml .values.topologySpreadConstraints | nindent 2 }}
-{{- else }}
-  - maxSkew: 1
-    topologyKey: kubernetes.io/hostname
-    whenUnsatisfiable: ScheduleAnyway
-    labelSelector:
-      matchLabels:
-        {{- include "spo.selector" . | nindent 8 }}
-{{- end }}
-{{- with .values.priorityClassName }}
-priorityClassName: {{ . }}
-{{- end }}
-{{- with .values.runtimeClassName }}
-runtimeClassName: {{ . }}
-{{- end }}
-{{- end -}}
-
-{{/*
-Started: the gRPC port is open, which takes imports and the connection to Redis. Ready: the service says SERVING; inference
-says so when it holds the weights of its run. Alive: the port answers; a service that loads a model is alive, not ready.
-*/}}
-{{- define "spo.probes" -}}
-startupProbe:
-  tcpSocket: {port: grpc}
-  periodSeconds: 5
-  failureThreshold: 60
-{{- if eq .component "orchestrator" }}
-readinessProbe:
-  httpGet: {path: /readyz, port: http}
-  periodSeconds: 5
-  timeoutSeconds: 5
-livenessProbe:
-  httpGet: {path: /healthz, port: http}
-  periodSeconds: 20
-  timeoutSeconds: 10
-  failureThreshold: 6
-{{- else }}
-readinessProbe:
-  grpc: {port: 7070}
-  periodSeconds: 5
-  timeoutSeconds: 5
-livenessProbe:
-  tcpSocket: {port: grpc}
-  periodSeconds: 20
-  timeoutSeconds: 10
-  failureThreshold: 6
-{{- end }}
 {{- end -}}

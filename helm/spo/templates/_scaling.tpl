@@ -10,6 +10,8 @@ metadata:
     {{- include "spo.labels" . | nindent 4 }}
 spec:
   maxUnavailable: {{ .values.podDisruptionBudget.maxUnavailable }}
+  # A pod that is not ready anyway never keeps a node from being drained.
+  unhealthyPodEvictionPolicy: {{ .values.podDisruptionBudget.unhealthyPodEvictionPolicy | default "AlwaysAllow" }}
   selector:
     matchLabels:
       {{- include "spo.selector" . | nindent 6 }}
