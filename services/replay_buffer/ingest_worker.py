@@ -13,6 +13,7 @@ import redis
 from google.protobuf.message import DecodeError
 
 from services.replay_buffer.admission import check_judged, check_scored, split_by
+from services.replay_buffer.anchors import brings_logprobs, note_anchors
 from services.replay_buffer.reference_scores import ReferenceScores, note_hop
 from services.replay_buffer.store import ReplayStore
 from spo.errors import InvalidInput, SpoError
@@ -88,8 +89,11 @@ class IngestWorker:
         """Score and insert the valid trajectories; returns why the others are refused."""
         spec = self.store.spec(run_id)
         judged, refusals = split_by(lambda trajectory: check_judged(run_id, spec, trajectory), trajectories)
-        if spec.trainer.reference == "cached" and judged:
-            self._score(run_id, judged, spans)
+        note_anchors(spec, judged)
+        unscored = [trajectory for trajectory in judged if not brings_logprobs(trajectory)]
+        if spec.trainer.reference == "cached" and unscored:
+            self._score(run_id, unscored, spans)
+        note_hop(judged)
         scored, more_refusals = split_by(lambda trajectory: check_scored(spec, trajectory), judged)
         self._insert_patiently(run_id, scored)
         metrics.REPLAY_INSERTS.labels(result="refused").inc(len(refusals + more_refusals))
@@ -124,7 +128,6 @@ class IngestWorker:
             self.scores.add(run_id, trajectories, patience_seconds=SCORE_PATIENCE_SECONDS, stop=self._stop)
         for span in scoring:
             span.end()
-        note_hop(trajectories)
 
 
 def _decode(payload: bytes) -> RolloutGroup:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import redis
 
 from services.replay_buffer.admission import check_judged, check_scored, split_by
+from services.replay_buffer.anchors import forget_anchor
 from services.replay_buffer.limiter import Limiter
 from services.replay_buffer.reference_scores import ReferenceScores, note_hop
 from services.replay_buffer.sampler import BatchSampler
@@ -168,4 +169,5 @@ def _shared(run_id: str, followed: str, sampled: Trajectory) -> Trajectory:
     copy.source = SOURCE_SHARED
     copy.origin_run_id = followed
     copy.parents[:] = [sampled.trajectory_id]
+    forget_anchor(copy)
     return copy

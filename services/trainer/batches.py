@@ -16,7 +16,8 @@ from spo.algorithm.token_batch import TokenBatch
 from spo.errors import IntegrityError
 from spo.model.segments import Mask, segment_faults, trained_mask
 from spo.rpc.client import RpcClient
-from spo.spec.job_spec import RewardSpec
+from spo.spec.job_spec import JobSpec, RewardSpec
+from spo.spec.prompt_values import qhat_0_of_group
 from spo.v1 import replay_service_pb2 as wire
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_SHARED
 from spo.v1.trajectory_pb2 import Annotation, Trajectory
@@ -31,44 +32,56 @@ class TrainingSample:
     group: int
 
 
+def is_anchored(trajectory: Trajectory) -> bool:
+    """Whether a version after pi0 stands for it: then its reference log-probs are that version's, as it was sampled."""
+    return trajectory.anchor.policy_version > 0
+
+
 @dataclass(frozen=True)
 class ReplayClient:
     """The replay buffer as the trainer sees it."""
 
     client: RpcClient
     run_id: str
-    batch_size: int
-    seed: int
+    spec: JobSpec
 
     def sample(
-        self, step: int, policy_version: int, wait_seconds: float, refreshed: Mapping[str, float]
+        self, step: int, policy_version: int, wait_seconds: float, refreshed: Mapping[str, float] | None
     ) -> list[TrainingSample]:
         """The batch of a step; the same step gets the same batch. Raises NotReady when there is not enough yet.
 
-        refreshed: Qhat_0 by prompt id under a later reference than the model folder, which then counts.
+        refreshed: Qhat_0 by prompt id under a later reference than the model folder, which then counts. A prompt that
+        has none there is left out of the batch: pi0's value beside the log-probs of another reference is no residual.
         """
+        batch_size = self.spec.trainer.batch_size
         request = wire.SampleBatchRequest(
             run_id=self.run_id,
-            batch_size=self.batch_size,
+            batch_size=batch_size,
             step=step,
-            seed=self.seed,
+            seed=self.spec.seed,
             policy_version=policy_version,
             wait_seconds=wait_seconds,
         )
         response: wire.SampleBatchResponse = self.client.call(
             "SampleBatch", request, deadline_seconds=wait_seconds + 10
         )
-        if len(response.batch) != self.batch_size:
-            raise IntegrityError(f"asked for {self.batch_size} trajectories, got {len(response.batch)}")
+        if len(response.batch) != batch_size:
+            raise IntegrityError(f"asked for {batch_size} trajectories, got {len(response.batch)}")
         groups: dict[str, int] = {}
         return [
             TrainingSample(
                 sampled.trajectory,
-                refreshed.get(sampled.trajectory.prompt_id, sampled.qhat_0),
+                self._qhat_0(sampled, refreshed),
                 groups.setdefault(sampled.trajectory.prompt_id, len(groups)),
             )
             for sampled in response.batch
+            if refreshed is None or sampled.trajectory.prompt_id in refreshed
         ]
+
+    def _qhat_0(self, sampled: wire.SampledTrajectory, refreshed: Mapping[str, float] | None) -> float:
+        if sampled.trajectory.HasField("anchor"):
+            return qhat_0_of_group(sampled.trajectory.anchor.rewards, self.spec.algorithm)
+        return sampled.qhat_0 if refreshed is None else refreshed[sampled.trajectory.prompt_id]
 
 
 def groups_of(rows: Sequence[TrainingSample]) -> list[tuple[str, str]]:

@@ -83,7 +83,7 @@ class Controller:
             patience_seconds=settings.patience_seconds,
             stop=context.stop,
         )
-        self._replay = ReplayClient(context.replay, grant.run_id, spec.trainer.batch_size, spec.seed)
+        self._replay = ReplayClient(context.replay, grant.run_id, spec)
         self._outcome: RunOutcome | None = None
         self._limits = ForwardLimits.of(spec.trainer, packed=False)
         # The batch that is being learned from.
@@ -103,8 +103,8 @@ class Controller:
         self._monitor = CollapseMonitor(spec.collapse_guard)
         self._paused_by_alarm = False
         self._span = tracing.Span()
-        # Qhat_0 under the current reference, and which version that is.
-        self._values: tuple[int, Mapping[str, float]] = (0, {})
+        # Qhat_0 under the current reference, and which version that is; None for the model folder's.
+        self._values: tuple[int, Mapping[str, float] | None] = (0, None)
         context.run_id = grant.run_id
 
     def resumed(self, progress: TrainingProgress, *, packed: bool) -> None:
@@ -227,14 +227,14 @@ class Controller:
             cached_reference=self._spec.trainer.reference == "cached",
             behaviour=self._spec.algorithm.needs_behaviour,
         )
-        if found:
-            self._quarantine(step, rows, str(found))
+        if found or not rows:
+            self._quarantine(step, rows, str(found or "no prompt of the batch has a value under the reference"))
             return Command("skip")
         self._rows = rows
         return Command("train")
 
-    def _values_under(self, version: int) -> Mapping[str, float]:
-        """Qhat_0 under a reference; those of the model folder come with each batch."""
+    def _values_under(self, version: int) -> Mapping[str, float] | None:
+        """Qhat_0 under a reference; None for the model folder's, which come with each batch."""
         if version != self._values[0]:
             self._values = (version, self._lease.reference_values(version))
         return self._values[1]

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from services.trainer.batches import is_anchored
 from services.trainer.critic import Critic, CriticOutput
 from services.trainer.deepspeed_engine import DeepSpeedEngine
 from services.trainer.microbatches import MicroBatch, Minibatch
@@ -92,8 +93,15 @@ class Learner:
         def check(micro_batch: MicroBatch) -> None:
             batch = self._policy.batch(micro_batch)
             logprobs_BL = self._policy.logprobs(batch)
+            # Those of later versions are met where a run begins again before its first checkpoint.
+            numbers = [number for number, row in enumerate(micro_batch.rows) if not is_anchored(row.trajectory)]
+            if not numbers:
+                return
+            kept = [micro_batch.rows[number] for number in numbers]
+            logprobs_BL = logprobs_BL[numbers]
+            batch = batch.select(torch.tensor(numbers, device=logprobs_BL.device))
             check_starts_at_reference(logprobs_BL, batch, beta, Rounding.of_one_forward(dtype, factor))
-            rows = [index for index, row in enumerate(micro_batch.rows) if is_unchanged_sample(row.trajectory)]
+            rows = [index for index, row in enumerate(kept) if is_unchanged_sample(row.trajectory)]
             if rows and not micro_batch.idle:
                 chosen = batch.select(torch.tensor(rows, device=logprobs_BL.device))
                 given = logprobs_BL[rows], chosen.sampling_logprobs_BL, chosen.response_mask_BL

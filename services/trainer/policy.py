@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from services.trainer.batches import TrainingSample, token_batch
+from services.trainer.batches import TrainingSample, is_anchored, token_batch
 from services.trainer.deepspeed_engine import DeepSpeedEngine
 from services.trainer.microbatches import MicroBatch
 from services.trainer.step_metrics import WeightedMeans, named_diagnostics
@@ -123,7 +123,10 @@ class Policy:
         return loss
 
     def _build(self, rows: Sequence[TrainingSample]) -> TokenBatch:
-        batch = token_batch(rows, self._spec.algorithm.temperature_of_values, self._spec.tasks.reward).to(self._device)
+        algorithm = self._spec.algorithm
+        batch = token_batch(rows, algorithm.temperature_of_values, self._spec.tasks.reward).to(self._device)
+        if algorithm.beta_per == "token":
+            batch = batch.with_beta_per_token()
         foreign_BL = (batch.input_ids_BL < 0) | (batch.input_ids_BL >= self._vocabulary_size)
         if foreign_BL.any():
             foreign_rows = foreign_BL.any(dim=1).nonzero().flatten().tolist()
@@ -137,12 +140,15 @@ class Policy:
     def add_reference(self, micro_batch: MicroBatch) -> None:
         """Add the reference's log-probs to a micro-batch's tensors, where the trainer computes them.
 
-        Only once every rank has its tensors: the forward may gather parameters from all of them.
+        Trajectories under an anchor of their own keep its log-probs. Only once every rank has its tensors: the forward
+        may gather parameters from all of them.
         """
         if self._spec.trainer.reference == "in_trainer":
             batch = self.batch(micro_batch)
-            tensors = batch.input_ids_BL, batch.attention_mask_BL, batch.response_mask_BL
-            micro_batch.keep(replace(batch, reference_logprobs_BL=self.reference_logprobs(*tensors)))
+            computed_BL = self.reference_logprobs(batch.input_ids_BL, batch.attention_mask_BL, batch.response_mask_BL)
+            own_B = torch.tensor([is_anchored(row.trajectory) for row in micro_batch.rows], device=computed_BL.device)
+            given_BL = torch.where(own_B[:, None], batch.reference_logprobs_BL, computed_BL)
+            micro_batch.keep(replace(batch, reference_logprobs_BL=given_BL))
 
     def close(self) -> None:
         """Free the models; the process goes on to the next job."""

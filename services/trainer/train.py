@@ -150,7 +150,7 @@ class TrainingRun:
         self.progress = replace(begun, published_version=grant.next_weight_version - 1)
         self._attempt.resumed(self.progress.step)
         self._role.resumed(self.progress, packed=learner.packed)
-        if self._spec.algorithm.reference_refresh:
+        if self._spec.algorithm.refreshes_by_samples:
             self._candidates.update(self._store.versions(self._grant.run_id))
         if self.progress.reference_version:
             self._update_reference(learner, self.progress.reference_version)
@@ -207,7 +207,7 @@ class TrainingRun:
     def _spared(self) -> set[int]:
         """The reference and what may follow it, this version included, and what training started from."""
         refresh, progress = self._spec.algorithm.reference_refresh, self.progress
-        if refresh and progress.step % refresh.interval_steps == 0:
+        if refresh and refresh.values == "samples" and progress.step % refresh.interval_steps == 0:
             self._candidates.add(progress.weight_version)
         self._candidates = {version for version in self._candidates if version >= progress.reference_version}
         return self._candidates | {self._grant.start_version}

@@ -18,9 +18,9 @@ from spo import redis_keys
 from spo.algorithm.calibration import CalibrationCurve, calibration, success_probability
 from spo.errors import InvalidInput, NotFound, PreconditionFailed
 from spo.messaging.redis_client import RedisClient
-from spo.model.segments import trained_mask
+from spo.model.segments import trained_mask, trained_tokens
 from spo.spec.job_spec import JobSpec, ValueSpec
-from spo.spec.prompt_values import qhat_0
+from spo.spec.prompt_values import qhat_0, qhat_0_of_group
 from spo.spec.reward import has_succeeded
 from spo.v1.prompt_pb2 import Prompt, Sampling
 from spo.v1.trajectory_pb2 import Trajectory
@@ -99,11 +99,17 @@ class TokenValuer:
         stored = [list(trajectory.reference_logprobs) for trajectory in trajectories]
         is_scored = all(len(logprobs) == len(tokens) for logprobs, tokens in zip(stored, responses, strict=True))
         reference_logprobs = stored if is_scored else reference.logprobs(prompts, responses, segments)
-        start = self._starts(run_id, spec, {trajectory.prompt_id for trajectory in trajectories})
+        # Nobody but the sampler has those of a later anchor.
+        anchored = [trajectory.anchor.policy_version > 0 for trajectory in trajectories]
+        reference_logprobs = [
+            own if keeps else of_pi0 for keeps, own, of_pi0 in zip(anchored, stored, reference_logprobs, strict=True)
+        ]
+        start = self._starts(run_id, spec, trajectories)
         found = []
         for trajectory, ours, theirs in zip(trajectories, policy_logprobs, reference_logprobs, strict=True):
-            advantages = [spec.algorithm.beta * (mine - other) for mine, other in zip(ours, theirs, strict=True)]
-            q = list(accumulate(advantages, initial=start[trajectory.prompt_id]))
+            beta = beta_of(trajectory, spec)
+            advantages = [beta * (mine - other) for mine, other in zip(ours, theirs, strict=True)]
+            q = list(accumulate(advantages, initial=start[trajectory.trajectory_id]))
             found.append(Valued(trajectory, q[0], advantages, q[1:]))
         return found
 
@@ -161,9 +167,19 @@ class TokenValuer:
             len(prefixes),
         )
 
-    def _starts(self, run_id: str, spec: JobSpec, prompt_ids: set[str]) -> dict[str, float]:
+    def _starts(self, run_id: str, spec: JobSpec, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Qhat_0 by trajectory id: its anchor's where it has one of its own, else its prompt's."""
+        of_prompts = self._of_prompts(run_id, spec, {each.prompt_id for each in trajectories if not has_own(each)})
+        return {
+            each.trajectory_id: qhat_0_of_group(each.anchor.rewards, spec.algorithm)
+            if has_own(each)
+            else of_prompts[each.prompt_id]
+            for each in trajectories
+        }
+
+    def _of_prompts(self, run_id: str, spec: JobSpec, prompt_ids: set[str]) -> dict[str, float]:
         """Qhat_0 by prompt; 0 where the job estimates none."""
-        if spec.value is None:
+        if spec.value is None or not prompt_ids:
             return dict.fromkeys(prompt_ids, 0.0)
         asked = sorted(prompt_ids)
         stored = self.client.hmget(redis_keys.run_values(run_id), asked)
@@ -193,6 +209,17 @@ class TokenValuer:
         """How often pi0 has sampled the content of a stored trajectory again: equal ones are stored once."""
         stored = self.client.hvals(redis_keys.replay_duplicates(run_id))
         return Counter(name.decode() for name in stored)
+
+
+def has_own(trajectory: Trajectory) -> bool:
+    """Whether the group that it was sampled with gives its value."""
+    return trajectory.HasField("anchor")
+
+
+def beta_of(trajectory: Trajectory, spec: JobSpec) -> float:
+    """The temperature of a trajectory's log-ratio, reward units: the job's, or that divided by its sampled tokens."""
+    per_token = spec.algorithm.beta_per == "token"
+    return spec.algorithm.beta / (max(1, trained_tokens(trajectory)) if per_token else 1)
 
 
 def _positions(trajectory: Trajectory, count: int) -> list[int]:

@@ -33,7 +33,7 @@ def batch_diagnostics(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> di
     means = {
         "log_ratio_nats": log_ratio_BL.sum(dim=1),
         "kl_to_reference_nats": 0.5 * log_ratio_BL.square().sum(dim=1),
-        "q_above_zero_nats": torch.relu(q_B) / beta,
+        "q_above_zero_nats": torch.relu(q_B) / batch.betas(beta),
         "q_terminal": q_B,
         "reward": batch.reward_B,
         "residual": q_B - batch.reward_B,

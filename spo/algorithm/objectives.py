@@ -3,6 +3,7 @@
 Axes: B trajectory, L padded position. Q, A and rewards are in reward units; divided by beta they are log-prob units.
 Squared errors are divided by 2 beta: the gradient with respect to each log-prob is then the residual itself, and one
 learning rate suits every beta. The paper's plain (Q - y)^2 is the coefficient 2 beta.
+Where a batch has a beta per token (`TokenBatch.with_beta_per_token`), beta below is the trajectory's, the job's / |y|.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from spo.errors import InvalidInput
 
 def terminal_squared(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> Tensor:
     """(Q_T - r)^2 / (2 beta); (B,) (3.1.2, terminal Q-regression)."""
-    return _squared_scale(beta) * (terminal_q(logprobs_BL, batch, beta) - batch.reward_B).square()
+    return _squared_scale(batch, beta) * (terminal_q(logprobs_BL, batch, beta) - batch.reward_B).square()
 
 
 def terminal_cross_entropy(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, epsilon: float) -> Tensor:
     """Clipped cross-entropy between Q_T / beta and r / beta; (B,), nats (3.1.1)."""
-    return clipped_cross_entropy(terminal_q(logprobs_BL, batch, beta) / beta, batch.reward_B / beta, epsilon)
+    beta_B = batch.betas(beta)
+    return clipped_cross_entropy(terminal_q(logprobs_BL, batch, beta) / beta_B, batch.reward_B / beta_B, epsilon)
 
 
 def reverse_q_squared(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> Tensor:
@@ -36,13 +38,13 @@ def reverse_q_squared(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> Te
     """
     q_BL = cumulative_q(logprobs_BL, batch, beta)
     error_BL = (q_BL - _reverse_q_target(logprobs_BL, batch, beta)).square()
-    return _squared_scale(beta) * torch.where(batch.response_mask_BL, error_BL, 0.0).sum(dim=1)
+    return _squared_scale(batch, beta) * torch.where(batch.response_mask_BL, error_BL, 0.0).sum(dim=1)
 
 
 def reverse_q_cross_entropy(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, epsilon: float) -> Tensor:
     """sum_t of the clipped cross-entropy between Q_t / beta and R_t / beta; (B,), nats (3.1.2)."""
-    q_BL = cumulative_q(logprobs_BL, batch, beta)
-    error_BL = clipped_cross_entropy(q_BL / beta, _reverse_q_target(logprobs_BL, batch, beta) / beta, epsilon)
+    q_BL, beta_B1 = cumulative_q(logprobs_BL, batch, beta), batch.betas(beta)[:, None]
+    error_BL = clipped_cross_entropy(q_BL / beta_B1, _reverse_q_target(logprobs_BL, batch, beta) / beta_B1, epsilon)
     return torch.where(batch.response_mask_BL, error_BL, 0.0).sum(dim=1)
 
 
@@ -53,9 +55,10 @@ def advantage_sigmoid(
 
     k = sigmoid_scale on log-prob units. With the unit "q" it multiplies reward units: k = beta * sigmoid_scale.
     """
-    k = sigmoid_scale * (beta if sigmoid_unit == "q" else 1.0)
-    prediction_B = k * advantages(logprobs_BL, batch, beta).sum(dim=1) / beta
-    target_B = torch.sigmoid(k * (batch.reward_B - batch.qhat_0_B) / beta)
+    # sigmoid_scale k / beta, which multiplies reward units.
+    scale_B = sigmoid_scale * (torch.ones_like(batch.reward_B) if sigmoid_unit == "q" else 1 / batch.betas(beta))
+    prediction_B = scale_B * advantages(logprobs_BL, batch, beta).sum(dim=1)
+    target_B = torch.sigmoid(scale_B * (batch.reward_B - batch.qhat_0_B))
     return binary_cross_entropy_with_logits(prediction_B, target_B, reduction="none")
 
 
@@ -67,7 +70,7 @@ def monte_carlo_squared(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> 
     """
     target_BL, mask_BL = _annotations(batch)
     error_BL = (cumulative_q(logprobs_BL, batch, beta) - target_BL).square()
-    return _squared_scale(beta) * _masked_mean(error_BL, mask_BL)
+    return _squared_scale(batch, beta) * _masked_mean(error_BL, mask_BL)
 
 
 def monte_carlo_cross_entropy(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, epsilon: float) -> Tensor:
@@ -76,7 +79,8 @@ def monte_carlo_cross_entropy(logprobs_BL: Tensor, batch: TokenBatch, beta: floa
     Unbiased in the number of rollouts, because exp(Qhat_t / beta) is. Raises as `monte_carlo_squared`.
     """
     target_BL, mask_BL = _annotations(batch)
-    error_BL = clipped_cross_entropy(cumulative_q(logprobs_BL, batch, beta) / beta, target_BL / beta, epsilon)
+    q_BL, beta_B1 = cumulative_q(logprobs_BL, batch, beta), batch.betas(beta)[:, None]
+    error_BL = clipped_cross_entropy(q_BL / beta_B1, target_BL / beta_B1, epsilon)
     return _masked_mean(error_BL, mask_BL)
 
 
@@ -85,13 +89,17 @@ def group_centred_squared(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -
 
     Not in the paper: the log-variance (trajectory-balance) form, in which Qhat_0 cancels. Its expectation is the
     variance of d, zero at pi* alone given full support. A trajectory alone in its group (n = 1) teaches nothing: 0.
+    Where trajectories have their own beta the mean is weighted by 1 / beta: the gradient with respect to a log-prob is
+    then still the centred residual.
     """
-    residual_B = terminal_q(logprobs_BL, batch, beta) - batch.reward_B
+    residual_B, weight_B = terminal_q(logprobs_BL, batch, beta) - batch.reward_B, 1 / batch.betas(beta)
     _, group_B, count_G = torch.unique(batch.group_B, return_inverse=True, return_counts=True)
-    mean_G: Tensor = residual_B.new_zeros(len(count_G)).index_add(0, group_B, residual_B) / count_G
+    zero_G = residual_B.new_zeros(len(count_G))
+    sum_G: Tensor = zero_G.index_add(0, group_B, weight_B * residual_B)
+    mean_G: Tensor = sum_G / zero_G.index_add(0, group_B, weight_B)
     # n = 1: the centred residual is 0 whatever the factor; the clamp keeps the factor finite.
-    factor_G: Tensor = count_G / (count_G - 1).clamp(min=1)
-    return _squared_scale(beta) * factor_G[group_B] * (residual_B - mean_G[group_B]).square()
+    factor_G: Tensor = count_G.to(weight_B.dtype) / (count_G - 1).clamp(min=1)
+    return 0.5 * weight_B * factor_G[group_B] * (residual_B - mean_G[group_B]).square()
 
 
 def clipped_cross_entropy(prediction: Tensor, target: Tensor, epsilon: float) -> Tensor:
@@ -106,9 +114,9 @@ def clipped_cross_entropy(prediction: Tensor, target: Tensor, epsilon: float) ->
     return target.exp() * torch.relu(-prediction) + torch.expm1(target) * _log1mexp(clipped)
 
 
-def _squared_scale(beta: float) -> float:
-    """1 / (2 beta): then d loss / d ln pi_theta(a_t) = Q_T - r, in reward units."""
-    return 0.5 / beta
+def _squared_scale(batch: TokenBatch, beta: float) -> Tensor:
+    """1 / (2 beta); (B,): then d loss / d ln pi_theta(a_t) = Q_T - r, in reward units."""
+    return 0.5 / batch.betas(beta)
 
 
 def _log1mexp(y: Tensor) -> Tensor:

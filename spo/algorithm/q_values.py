@@ -1,6 +1,7 @@
 """The cumulative Q-parameterisation (Soft Policy Optimization, Cohen et al. 2025, Eq. 3, 11 and 12).
 
 Axes: B trajectory, L padded position. Units: A and Q in reward units; Q / beta is in log-prob units (nats).
+beta is the job's; where a batch scales it (`TokenBatch.beta_scale_B`), each trajectory has its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ def advantages(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> Tensor:
     """A_t = beta (ln pi_theta - ln pi0) at each response token, 0 elsewhere; (B, L), reward units (Eq. 11)."""
     # where, not multiplication: padding may hold anything, and 0 * inf is nan.
     log_ratio_BL = torch.where(batch.response_mask_BL, logprobs_BL - batch.reference_logprobs_BL, 0.0)
-    return beta * log_ratio_BL
+    return batch.betas(beta)[:, None] * log_ratio_BL
 
 
 def cumulative_q(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> Tensor:

@@ -30,6 +30,7 @@ class TokenBatch:
     source_B: SOURCE_CODES. group_B: index of the trajectory's prompt within the batch, >= 0.
     annotated_q_BL: where `annotated_mask_BL`, within the response mask, the Monte-Carlo estimate of Q_t after token l,
     reward units.
+    beta_scale_B: what a job's beta is multiplied by for each trajectory; None: 1 for all. See `with_beta_per_token`.
     critic_advantage_BL, critic_return_BL: of each response token by PPO's critic: the generalised advantage, and the
     return that its value is regressed on; reward units.
     proximal_logprobs_BL: the policy's log-probs before the first update on the batch, where a loss corrects for what
@@ -49,6 +50,7 @@ class TokenBatch:
     group_B: Tensor
     annotated_q_BL: Tensor | None = None
     annotated_mask_BL: Tensor | None = None
+    beta_scale_B: Tensor | None = None
     critic_advantage_BL: Tensor | None = None
     critic_return_BL: Tensor | None = None
     proximal_logprobs_BL: Tensor | None = None
@@ -65,6 +67,17 @@ class TokenBatch:
     def response_lengths(self) -> Tensor:
         """Tokens of each trajectory that are learned from; (B,)."""
         return self.response_mask_BL.sum(dim=1)
+
+    def betas(self, beta: float) -> Tensor:
+        """The temperature of each trajectory under a job's beta; (B,), reward units."""
+        return beta * (torch.ones_like(self.reward_B) if self.beta_scale_B is None else self.beta_scale_B)
+
+    def with_beta_per_token(self) -> TokenBatch:
+        """The same batch with beta / |y| as the temperature of a response of |y| tokens (Apertus 2025, 4.3).
+
+        Q_T = r then means a mean log-ratio of (r - Qhat_0) / beta nats per token, however long the response is.
+        """
+        return replace(self, beta_scale_B=1 / self.response_lengths.clamp(min=1).to(self.reward_B.dtype))
 
     def to(self, device: torch.device | str) -> TokenBatch:
         """The same batch with every tensor on `device`."""

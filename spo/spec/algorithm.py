@@ -1,4 +1,4 @@
-"""What is minimised: the loss terms, beta, the critic of PPO, the refresh of the reference."""
+"""What is minimised: the loss terms, beta, the critic of PPO, the anchor that moves."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from typing import Literal
 
 from pydantic import Field
 
-from spo.algorithm.registry import LossTerm
+from spo.algorithm.registry import LOSSES, LossTerm
 from spo.spec.section import MOST_COUNT, Section, Share
 
 PAPER_BETA = 1 / math.log(100_000)
 # A prompt that pi0 solves once in 100 samples lies halfway between the rewards. At the paper's beta the squared loss
 # collapsed in every seed of decision 0003, at this one in none.
 DEFAULT_BETA = 1 / math.log(100)
+# Nats of log-ratio that a token is asked for in runs that live, ours and published ones; docs/values.md.
+LIVING_NATS_PER_TOKEN = (0.01, 0.14)
+# It has the gradient of the squared regression.
+SOFT_POLICY_GRADIENT = "policy_gradient.soft_policy_gradient"
 
 
 class CriticSpec(Section):
@@ -29,16 +33,31 @@ class CriticSpec(Section):
 
 
 class ReferenceRefreshSpec(Section):
-    """Make the current policy the new reference from time to time (section 6), with Qhat_0 estimated anew."""
+    """Move the anchor: a later policy takes pi0's place from time to time (section 6), with Qhat_0 of its own.
+
+    samples: one reference at a time, for every trajectory; each prompt's value is estimated anew, and the trainer
+    computes the log-probs. rollouts: each published version is the anchor of the rollouts that it makes (OAPL, arXiv
+    2602.19362): the sampler's log-probs are the anchor's, a group's rewards give its Qhat_0, and an old trajectory
+    keeps the numbers of its own anchor. Nothing more is sampled or computed.
+    """
 
     interval_steps: int = Field(ge=1, le=MOST_COUNT)
-    samples: int = Field(default=16, ge=1, le=100_000, description="Samples of the new reference per prompt.")
+    values: Literal["samples", "rollouts"] = Field(
+        default="samples", description="Where Qhat_0 under the new anchor comes from: new samples, or each group's own."
+    )
+    samples: int = Field(default=16, ge=1, le=100_000, description="values samples: how many per prompt.")
 
 
 class AlgorithmSpec(Section):
     """The objective: temperature beta in reward units, and the loss terms."""
 
     beta: float = Field(default=DEFAULT_BETA, gt=0, le=100, description="KL temperature, reward units.")
+    beta_per: Literal["sequence", "token"] = Field(
+        default="sequence",
+        description="token: a response of |y| tokens has the temperature beta / |y|, so that a residual of 0 is a mean "
+        "log-ratio of (r - Qhat_0) / beta nats per token whatever the length (QRPO in Apertus, arXiv 2509.14233). "
+        "Values have one temperature all the same: value_beta.",
+    )
     value_beta: float | None = Field(
         default=None,
         gt=0,
@@ -54,6 +73,26 @@ class AlgorithmSpec(Section):
     def temperature_of_values(self) -> float:
         """The beta under which success rates become values, reward units."""
         return self.beta if self.value_beta is None else self.value_beta
+
+    @property
+    def refreshes_by_samples(self) -> bool:
+        """Whether a version takes the place of pi0 for all trajectories once it has values of its own."""
+        return self.reference_refresh is not None and self.reference_refresh.values == "samples"
+
+    @property
+    def anchors_by_rollouts(self) -> bool:
+        """Whether each published version is the anchor of the rollouts that it makes."""
+        return self.reference_refresh is not None and self.reference_refresh.values == "rollouts"
+
+    @property
+    def regresses_log_ratios(self) -> bool:
+        """Whether beta is the temperature of a log-ratio that some term regresses, and no coefficient of a KL."""
+        functions = [LOSSES[term.objective].function for term in self.losses]
+        return any(name.startswith("objectives.") or name == SOFT_POLICY_GRADIENT for name in functions)
+
+    def nats_per_token(self, tokens: float, span: float) -> float:
+        """What a residual of `span` reward units asks each of a response's tokens for, nats of log-ratio."""
+        return span / self.beta / (1 if self.beta_per == "token" else tokens)
 
     @property
     def needs_groups(self) -> bool:

@@ -5,11 +5,13 @@ No torch: the replay buffer, the orchestrator and value-estimation derive values
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from spo.algorithm.monte_carlo import SoftValueEstimate, q_from_rewards
 from spo.algorithm.value_posterior import Evidence, soft_value_estimate, unsolved_posterior
 from spo.algorithm.value_prior import BetaPrior
+from spo.spec.algorithm import AlgorithmSpec
 from spo.spec.job_spec import JobSpec
 from spo.v1.value_pb2 import PromptValue
 
@@ -48,3 +50,12 @@ def qhat_0(value: PromptValue, spec: JobSpec, beta: float | None = None) -> Soft
         q = q_from_rewards(evidence.rewards, used) if evidence.rewards else evidence.worst
         return replace(found, q=q)
     return found
+
+
+def qhat_0_of_group(rewards: Sequence[float], algorithm: AlgorithmSpec) -> float:
+    """beta ln mean exp(r / beta) of a group's rewards, reward units: Qhat_0 under the policy that sampled them.
+
+    The paper's formula, whose exponential is unbiased. A sample counts in its own group's value, as in OAPL
+    (arXiv 2602.19362).
+    """
+    return q_from_rewards(rewards, algorithm.temperature_of_values)

@@ -23,9 +23,16 @@ def violations(spec: JobSpec) -> list[Violation]:
 
 
 def values_are_there(spec: JobSpec) -> Iterator[Violation]:
-    """Objectives that read Qhat_0 need it."""
-    if spec.value is None and any(term.needs("value") for term in spec.algorithm.losses):
-        yield "value", "the objectives need Qhat_0, which `value` estimates"
+    """Objectives that read Qhat_0 need it; where each group is its anchor's, online trajectories bring their own."""
+    if spec.value is not None:
+        return
+    shares = {part.source for part in spec.replay.mix if part.share > 0}
+    own = {"online"} if spec.algorithm.anchors_by_rollouts else set()
+    for term in spec.algorithm.losses:
+        met = shares if term.sources is None else shares & set(term.sources)
+        if term.needs("value") and not (own and met <= own):
+            yield "value", "the objectives need Qhat_0, which `value` estimates"
+            return
 
 
 def something_is_done(spec: JobSpec) -> Iterator[Violation]:
@@ -206,7 +213,7 @@ def schedule_fits(spec: JobSpec) -> Iterator[Violation]:
 def reference_can_be_refreshed(spec: JobSpec) -> Iterator[Violation]:
     """A new reference is a published version; what was stored under the one before no longer holds."""
     refresh = spec.algorithm.reference_refresh
-    if refresh is None:
+    if refresh is None or refresh.values == "rollouts":
         return
     if spec.value is None:
         yield "value", "a refreshed reference needs values, which `value` estimates"
@@ -219,6 +226,30 @@ def reference_can_be_refreshed(spec: JobSpec) -> Iterator[Violation]:
             yield f"algorithm/losses/{index}/objective", "annotations are of the first reference"
 
 
+def rollouts_are_of_their_anchor(spec: JobSpec) -> Iterator[Violation]:
+    """What a rollout brings is its anchor's: the log-probs of the version itself, and a group to value it by."""
+    refresh = spec.algorithm.reference_refresh
+    if refresh is None or refresh.values == "samples":
+        return
+    at = "algorithm/reference_refresh"
+    if refresh.interval_steps != spec.trainer.update_interval:
+        yield f"{at}/interval_steps", "must be trainer.update_interval: each published version is an anchor"
+    if spec.rollout.temperature_range != (1.0, 1.0):
+        yield "rollout/temperature", "the sampler's log-probs are the version's at temperature 1 alone"
+    if spec.rollout.top_p != 1.0:
+        yield "rollout/top_p", "the sampler's log-probs are the version's at top_p 1 alone"
+    if spec.rollout.samples_per_prompt < 2:
+        yield "rollout/samples_per_prompt", "a group gives its prompt's value: at least 2 samples"
+    if spec.rollout.follow is not None:
+        yield "rollout/follow", "the followed run's versions are no anchors of this job"
+
+
+def beta_per_token_is_read(spec: JobSpec) -> Iterator[Violation]:
+    """A setting without effect is a mistake."""
+    if spec.algorithm.beta_per == "token" and not spec.algorithm.regresses_log_ratios:
+        yield "algorithm/beta_per", "of these objectives none regresses a log-ratio: beta is a coefficient of their KL"
+
+
 def adapter_is_possible(spec: JobSpec) -> Iterator[Violation]:
     """Linear layers inside the model can be adapted; the reference is the model without its adapter."""
     lora = spec.model.lora
@@ -227,7 +258,7 @@ def adapter_is_possible(spec: JobSpec) -> Iterator[Violation]:
     for index, target in enumerate(lora.targets if isinstance(lora.targets, tuple) else ()):
         if target.rpartition(".")[2] in NEVER_ADAPTED:
             yield f"model/lora/targets/{index}", "the embedding and the last layer cannot be adapted"
-    if spec.algorithm.reference_refresh:
+    if spec.algorithm.refreshes_by_samples:
         yield "algorithm/reference_refresh", "with model.lora the reference stays the model without its adapter"
 
 
@@ -255,6 +286,8 @@ RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
     critic_belongs_to_ppo,
     schedule_fits,
     reference_can_be_refreshed,
+    rollouts_are_of_their_anchor,
+    beta_per_token_is_read,
     retried_samples_are_kept,
     adapter_is_possible,
     offload_has_parts,

@@ -149,6 +149,34 @@ class Segment(_message.Message):
 Global___Segment: _TypeAlias = Segment  # noqa: Y015
 
 @_typing.final
+class Anchor(_message.Message):
+    """The policy that stands for pi0 in what a trajectory teaches, where a job's anchor moves with its rollouts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    REWARDS_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    """The weight version that sampled the trajectory; above 0 the reference log-probs are the sampler's own."""
+    @_builtins.property
+    def rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Rewards of the samples that this version made of the group: Qhat_0 under it follows from them and the job's beta."""
+
+    def __init__(
+        self,
+        *,
+        policy_version: _builtins.int = ...,
+        rewards: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "rewards", b"rewards"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Anchor: _TypeAlias = Anchor  # noqa: Y015
+
+@_typing.final
 class Trajectory(_message.Message):
     """One response to one prompt, with everything that learning from it needs."""
 
@@ -184,6 +212,7 @@ class Trajectory(_message.Message):
     ORIGIN_RUN_ID_FIELD_NUMBER: _builtins.int
     LICENCE_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
+    ANCHOR_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """hash(run, prompt, sample index, attempt, policy version): see spo.trajectory_ids."""
     group_id: _builtins.str
@@ -228,7 +257,9 @@ class Trajectory(_message.Message):
 
     @_builtins.property
     def reference_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Set on ingest: log pi0(a_t | a_<t, x), nats, one per response token, from the trainer's own forward code."""
+        """Set on ingest: log pi0(a_t | a_<t, x), nats, one per response token, from the trainer's own forward code; under an
+        anchor above version 0 the anchor's.
+        """
 
     @_builtins.property
     def annotations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Annotation]: ...
@@ -239,6 +270,10 @@ class Trajectory(_message.Message):
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Segment]:
         """Empty: all of the response was sampled, in one turn. Sampling and reference log-probs of observations are 0."""
+
+    @_builtins.property
+    def anchor(self) -> Global___Anchor:
+        """Unset: the job's reference, whose Qhat_0 is the prompt's."""
 
     def __init__(
         self,
@@ -273,10 +308,11 @@ class Trajectory(_message.Message):
         origin_run_id: _builtins.str = ...,
         licence: _builtins.str = ...,
         segments: _abc.Iterable[Global___Segment] | None = ...,
+        anchor: Global___Anchor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "anchor", b"anchor", "reward", b"reward", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "annotations", b"annotations", "attempt", b"attempt", "created_unix_ms", b"created_unix_ms", "finish_reason", b"finish_reason", "group_id", b"group_id", "hops", b"hops", "licence", b"licence", "origin_run_id", b"origin_run_id", "parents", b"parents", "policy_version_first", b"policy_version_first", "policy_version_last", b"policy_version_last", "prompt_id", b"prompt_id", "prompt_token_ids", b"prompt_token_ids", "reasoning_characters", b"reasoning_characters", "reference_hash", b"reference_hash", "reference_logprobs", b"reference_logprobs", "response_text", b"response_text", "response_token_ids", b"response_token_ids", "reward", b"reward", "run_id", b"run_id", "sample_index", b"sample_index", "sampler", b"sampler", "sampling_logprobs", b"sampling_logprobs", "seed", b"seed", "segments", b"segments", "source", b"source", "temperature", b"temperature", "top_p", b"top_p", "trajectory_id", b"trajectory_id", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "anchor", b"anchor", "annotations", b"annotations", "attempt", b"attempt", "created_unix_ms", b"created_unix_ms", "finish_reason", b"finish_reason", "group_id", b"group_id", "hops", b"hops", "licence", b"licence", "origin_run_id", b"origin_run_id", "parents", b"parents", "policy_version_first", b"policy_version_first", "policy_version_last", b"policy_version_last", "prompt_id", b"prompt_id", "prompt_token_ids", b"prompt_token_ids", "reasoning_characters", b"reasoning_characters", "reference_hash", b"reference_hash", "reference_logprobs", b"reference_logprobs", "response_text", b"response_text", "response_token_ids", b"response_token_ids", "reward", b"reward", "run_id", b"run_id", "sample_index", b"sample_index", "sampler", b"sampler", "sampling_logprobs", b"sampling_logprobs", "seed", b"seed", "segments", b"segments", "source", b"source", "temperature", b"temperature", "top_p", b"top_p", "trajectory_id", b"trajectory_id", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

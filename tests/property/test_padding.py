@@ -43,12 +43,12 @@ def draw_batch(rows: int, width: int, seed: int) -> tuple[torch.Tensor, TokenBat
         critic_advantage_BL=uniform(rows, width) - 0.5,
         critic_return_BL=-uniform(rows, width),
     )
-    return -3 * uniform(rows, width), batch
+    return -3 * uniform(rows, width), batch.with_beta_per_token() if seed % 2 else batch
 
 
-def pad(tensor: torch.Tensor, left: int, right: int) -> torch.Tensor:
+def pad(tensor: Any, left: int, right: int) -> Any:
     """Wider by garbage: nan in numbers, False in masks, 0 in token ids."""
-    if tensor.dim() == 1:
+    if tensor is None or tensor.dim() == 1:
         return tensor
     garbage = math.nan if tensor.is_floating_point() else 0
     return torch.nn.functional.pad(tensor, (left, right), value=garbage)

@@ -1,4 +1,7 @@
-"""What the plan says against a spec on the devices that live replicas have told of: warnings, never a refusal."""
+"""What speaks against a spec: its rate, its temperature, and the plan on the devices that live replicas have told of.
+
+Warnings, never a refusal.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 
 from services.orchestrator.replicas.registry import LiveReplica, ReplicaRegistry
 from spo.errors import FieldViolation, InvalidInput
+from spo.spec.algorithm import LIVING_NATS_PER_TOKEN, AlgorithmSpec
 from spo.spec.job_spec import JobSpec
 from spo.spec.learning_rate import LEAST_OF_ADAPTERS
 from spo.spec.plan.advice import memory_advice
@@ -16,6 +20,9 @@ from spo.spec.plan.plan import in_gigabytes
 from spo.spec.plan.serving_memory import inference_memory, value_memory
 from spo.spec.plan.shapes import ModelShape, shape_of_folder
 
+# Responses are seldom as long as they may be, and seldom shorter than this share of it.
+LIKELY_SHARE = 0.25
+
 
 @dataclass(frozen=True)
 class PlanWarnings:
@@ -23,9 +30,12 @@ class PlanWarnings:
 
     replicas: ReplicaRegistry
 
-    def of(self, spec: JobSpec) -> list[FieldViolation]:
-        """A pointer to a field that would help, and why, for each role in which the job fits nobody's devices."""
-        found = list(_of_rates(spec))
+    def of(self, spec: JobSpec, mean_tokens: float | None = None) -> list[FieldViolation]:
+        """A pointer to a field that would help, and why, for each role in which the job fits nobody's devices.
+
+        mean_tokens: length of the job's responses so far; None before any is known.
+        """
+        found = [*_of_rates(spec), *_of_temperature(spec, mean_tokens)]
         try:
             shape = shape_of_folder(Path(spec.model.path))
         except InvalidInput:
@@ -47,6 +57,29 @@ def _of_rates(spec: JobSpec) -> Iterator[FieldViolation]:
             f"an adapter learns at about ten times the rate of all weights: {LEAST_OF_ADAPTERS:g} at least, and this "
             f"is {spec.trainer.learning_rate:g}",
         )
+
+
+def _of_temperature(spec: JobSpec, mean_tokens: float | None) -> Iterator[FieldViolation]:
+    """Where no likely length makes the nats per token those of runs that live."""
+    if not spec.algorithm.regresses_log_ratios:
+        return
+    longest = mean_tokens or float(spec.model.max_response_tokens)
+    shortest = mean_tokens or LIKELY_SHARE * longest
+    span, (lowest, highest) = spec.tasks.reward.scale, LIVING_NATS_PER_TOKEN
+    least, most = (spec.algorithm.nats_per_token(tokens, span) for tokens in (longest, shortest))
+    if least <= highest and most >= lowest:
+        return
+    asked = f"{least:.2g}" if f"{least:.2g}" == f"{most:.2g}" else f"{least:.2g} to {most:.2g}"
+    lengths = (
+        f"{mean_tokens:.0f} tokens, the mean so far," if mean_tokens else f"{shortest:.0f} to {longest:.0f} tokens"
+    )
+    one = AlgorithmSpec(beta=1, beta_per=spec.algorithm.beta_per)
+    low, high = one.nats_per_token(longest, span) / highest, one.nats_per_token(shortest, span) / lowest
+    yield FieldViolation(
+        "/algorithm/beta",
+        f"asks each token of a response for {asked} nats of log-ratio; runs that live ask for {lowest:g} to "
+        f"{highest:g}, which with responses of {lengths} is a beta of {low:.2g} to {high:.2g}",
+    )
 
 
 def _of_trainers(spec: JobSpec, shape: ModelShape, trainers: Sequence[LiveReplica]) -> Iterator[FieldViolation]:

@@ -49,12 +49,12 @@ class ReferenceRefresh:
     def advance(self, job_id: str) -> None:
         """Begin, continue or complete the refresh of a running job, where its spec wants one."""
         spec, record = self.jobs.spec(job_id), self.jobs.record(job_id)
-        if spec.algorithm.reference_refresh is None or record.is_trained:
+        if not spec.algorithm.refreshes_by_samples or record.is_trained:
             return
         current = record.reference_version
         asked, position = map(int, (record.reference_asked or "0:0").split(":"))
         if asked <= current:
-            newest = self._next(job_id, spec.algorithm.reference_refresh.interval_steps, current)
+            newest = self._next(job_id, spec, current)
             if newest is not None:
                 self._ask(job_id, spec, newest, record.reference_asked, 0)
         elif record.reference_total is None:
@@ -63,8 +63,10 @@ class ReferenceRefresh:
         elif self.jobs.client.hlen(redis_keys.run_values_under(job_id, asked)) >= record.reference_total:
             self._put_in_force(job_id, current, asked, record.reference_total)
 
-    def _next(self, job_id: str, interval: int, current: int) -> dict[str, Any] | None:
+    def _next(self, job_id: str, spec: JobSpec, current: int) -> dict[str, Any] | None:
         """The newest version after the one in force that was published at the end of an interval."""
+        assert spec.algorithm.reference_refresh is not None
+        interval = spec.algorithm.reference_refresh.interval_steps
         later = [version for version in self.weights.versions(job_id) if int(version["version"]) > current]
         return next((version for version in reversed(later) if int(version["step"]) % interval == 0), None)
 

@@ -25,7 +25,10 @@ STEP = 1e-6
 
 @dataclass(frozen=True)
 class PlainTrajectory:
-    """One response as lists; annotations are (index of the response token, Qhat after it)."""
+    """One response as lists; annotations are (index of the response token, Qhat after it).
+
+    share: of the job's beta that is the temperature of this response: 1, or 1 / |y| where beta is per token.
+    """
 
     logprobs: list[float]
     reference: list[float]
@@ -34,6 +37,7 @@ class PlainTrajectory:
     group: int
     annotations: dict[int, float]
     prompt_tokens: int
+    share: float = 1.0
 
 
 Reading = Callable[[PlainTrajectory, list[float], LossTerm, float, list[PlainTrajectory]], float]
@@ -117,10 +121,13 @@ def read_monte_carlo_cross_entropy(
 def read_group_centred_squared(
     tr: PlainTrajectory, live: list[float], term: LossTerm, beta: float, others: list[PlainTrajectory]
 ) -> float:
-    residuals = [q_after(o, o.logprobs, len(o.logprobs), beta) - o.reward for o in others if o.group == tr.group]
+    members = [o for o in others if o.group == tr.group]
+    betas = [beta / tr.share * o.share for o in members]
+    residuals = [q_after(o, o.logprobs, len(o.logprobs), b) - o.reward for o, b in zip(members, betas, strict=True)]
+    mean = sum(d / b for d, b in zip(residuals, betas, strict=True)) / sum(1 / b for b in betas)
     n = len(residuals)
     own = q_after(tr, live, len(live), beta) - tr.reward
-    return n / max(n - 1, 1) * squared(own, sum(residuals) / n, beta)
+    return n / max(n - 1, 1) * squared(own, mean, beta)
 
 
 READINGS: dict[str, Reading] = {
@@ -135,7 +142,7 @@ READINGS: dict[str, Reading] = {
 }
 
 
-def draw_trajectories(seed: int, beta: float, count: int = 12) -> list[PlainTrajectory]:
+def draw_trajectories(seed: int, beta: float, per: str = "sequence", count: int = 12) -> list[PlainTrajectory]:
     """Random responses whose Q_T / beta falls on both sides of 0; every number is exact in float32."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -155,6 +162,7 @@ def draw_trajectories(seed: int, beta: float, count: int = 12) -> list[PlainTraj
                 group=int(uniform(0, 4)),
                 annotations={t: uniform(-9, 0.5) * torch.tensor(beta).item() for t in annotated},
                 prompt_tokens=int(uniform(0, 4)),
+                share=1 / length if per == "token" else 1.0,
             )
         )
     return [
@@ -193,10 +201,12 @@ def to_tensors(trajectories: list[PlainTrajectory], dtype: torch.dtype) -> tuple
         annotated_q_BL=annotated_BL,
         annotated_mask_BL=annotated_mask_BL,
     )
-    return logprobs_BL.requires_grad_(), batch
+    per_token = any(t.share != 1 for t in trajectories)
+    return logprobs_BL.requires_grad_(), batch.with_beta_per_token() if per_token else batch
 
 
 every_objective = pytest.mark.parametrize("objective", READINGS)
+every_kind_of_beta = pytest.mark.parametrize("per", ["sequence", "token"])
 every_beta = pytest.mark.parametrize("beta", [PAPER_BETA, 1 / math.log(100), 1.0])
 
 
@@ -218,22 +228,28 @@ def test_the_sigmoid_is_scaled_in_the_unit_that_the_term_names(beta: float, unit
 
 @every_objective
 @every_beta
-@pytest.mark.parametrize("seed", range(5))
-def test_an_objective_equals_its_reading_of_the_paper_in_float32(objective: str, beta: float, seed: int) -> None:
-    trajectories = draw_trajectories(seed, beta)
+@every_kind_of_beta
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", range(3))
+def test_an_objective_equals_its_reading_of_the_paper(
+    objective: str, beta: float, per: str, dtype: torch.dtype, seed: int
+) -> None:
+    trajectories = draw_trajectories(seed, beta, per)
     term = LossTerm(objective=objective, epsilon=0.05, sigmoid_scale=0.7)
-    logprobs_BL, batch = to_tensors(trajectories, torch.float32)
+    logprobs_BL, batch = to_tensors(trajectories, dtype)
 
     loss_B = trajectory_losses(logprobs_BL, batch, term, beta)
 
-    read = [READINGS[objective](t, t.logprobs, term, beta, trajectories) for t in trajectories]
-    torch.testing.assert_close(loss_B, torch.tensor(read), rtol=1e-5, atol=1e-5)
+    read = [READINGS[objective](t, t.logprobs, term, beta * t.share, trajectories) for t in trajectories]
+    near = 1e-5 if dtype is torch.float32 else 1e-11
+    torch.testing.assert_close(loss_B, torch.tensor(read, dtype=dtype), rtol=near, atol=near)
 
 
 @every_objective
 @every_beta
-def test_the_gradient_equals_a_finite_difference_of_the_reading(objective: str, beta: float) -> None:
-    trajectories = draw_trajectories(7, beta)
+@every_kind_of_beta
+def test_the_gradient_equals_a_finite_difference_of_the_reading(objective: str, beta: float, per: str) -> None:
+    trajectories = draw_trajectories(7, beta, per)
     term = LossTerm(objective=objective, epsilon=0.05, sigmoid_scale=0.7)
     logprobs_BL, batch = to_tensors(trajectories, torch.float64)
 
@@ -256,7 +272,7 @@ def read_separate_total(
     """The one trajectory that moves; targets stay where they were."""
     moved = list(trajectories[row].logprobs)
     moved[t] += step
-    return READINGS[term.objective](trajectories[row], moved, term, beta, trajectories)
+    return READINGS[term.objective](trajectories[row], moved, term, beta * trajectories[row].share, trajectories)
 
 
 def read_group_total(
@@ -266,4 +282,4 @@ def read_group_total(
     moved = list(trajectories[row].logprobs)
     moved[t] += step
     after = [*trajectories[:row], replace(trajectories[row], logprobs=moved), *trajectories[row + 1 :]]
-    return sum(read_group_centred_squared(o, o.logprobs, term, beta, after) for o in after)
+    return sum(read_group_centred_squared(o, o.logprobs, term, beta * o.share, after) for o in after)

@@ -27,6 +27,7 @@ def replay(fields: Any = None, **part: Any) -> Any:
 ONLINE_AND_HUMAN = [{"source": "online", "share": 0.5}, {"source": "human", "share": 0.5}]
 
 
+GRPO = [{"objective": "grpo"}]
 ONLINE = {"mix": [{"source": "online", "share": 1}]}
 
 
@@ -37,6 +38,12 @@ def refreshed(interval_steps: int = 20) -> Any:
         "algorithm": {"reference_refresh": {"interval_steps": interval_steps}},
         "trainer": {"reference": "in_trainer"},
     }
+
+
+def anchored(**sections: Any) -> Any:
+    """A spec of which each published version is the anchor of its rollouts."""
+    refresh = {"interval_steps": 10, "values": "rollouts"}
+    return {**MODEL, "algorithm": {"reference_refresh": refresh}, "trainer": {"update_interval": 10}, **sections}
 
 
 def groups(objective: str, fields: Any = None, **rollout: Any) -> Any:
@@ -113,6 +120,13 @@ def test_a_model_path_is_enough() -> None:
         (groups("group_centred_squared", {"unit": "trajectory"}), ["/replay/unit"]),
         (groups("grpo") | {"trainer": {"micro_batch_size": 3}}, ["/trainer/micro_batch_size"]),
         (groups("grpo", {"mix": ONLINE_AND_HUMAN}), ["/algorithm/losses/0/sources"]),
+        (anchored(trainer={"update_interval": 5}), ["/algorithm/reference_refresh/interval_steps"]),
+        (
+            anchored(rollout={"temperature": [0.5, 1], "top_p": 0.9, "samples_per_prompt": 1}),
+            ["/rollout/temperature", "/rollout/top_p", "/rollout/samples_per_prompt"],
+        ),
+        (anchored(value=None), ["/value", "/replay/mix"]),
+        (groups("grpo") | {"algorithm": {"losses": GRPO, "beta_per": "token"}}, ["/algorithm/beta_per"]),
         (refreshed(interval_steps=15), ["/algorithm/reference_refresh/interval_steps"]),
         (refreshed() | {"trainer": {"reference": "cached"}}, ["/trainer/reference"]),
         (refreshed() | {"value": None, "replay": ONLINE}, ["/value", "/value"]),
@@ -126,6 +140,14 @@ def test_a_model_path_is_enough() -> None:
 )
 def test_an_impossible_spec_is_refused_with_the_pointer_of_the_field(document: Any, expected: list[str]) -> None:
     assert pointers(document) == expected
+
+
+def test_an_anchor_of_the_rollouts_needs_neither_values_nor_a_reference_in_the_trainer() -> None:
+    spec = parse_job_spec(anchored(value=None, replay=ONLINE, model={"path": "x", "lora": {}}))
+
+    assert spec.algorithm.anchors_by_rollouts
+    assert not spec.algorithm.refreshes_by_samples
+    assert spec.trainer.reference == "cached"
 
 
 def test_annotations_are_no_use_for_scores_between_right_and_wrong() -> None:

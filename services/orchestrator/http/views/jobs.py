@@ -79,13 +79,19 @@ def job(context: AppContext, job_id: str) -> schemas.Job:
         waits=[] if summary.state in TERMINAL else waits(context, job_id, summary.state),
         spec=spec.model_dump(mode="json"),
         lineage=schemas.Lineage(**asdict(record.lineage)) if record.lineage else None,
-        warnings=[] if summary.state in TERMINAL else spec_warnings(context, spec),
+        warnings=[] if summary.state in TERMINAL else spec_warnings(context, spec, _mean_tokens(newest)),
     )
 
 
-def spec_warnings(context: AppContext, spec: JobSpec) -> list[schemas.SpecWarning]:
-    """What the plan says against a spec on the replicas that live now."""
-    return [schemas.SpecWarning(**asdict(found)) for found in context.plan_warnings.of(spec)]
+def spec_warnings(context: AppContext, spec: JobSpec, mean_tokens: float | None = None) -> list[schemas.SpecWarning]:
+    """What speaks against a spec, on the replicas that live now and with the length of its responses, once known."""
+    return [schemas.SpecWarning(**asdict(found)) for found in context.plan_warnings.of(spec, mean_tokens)]
+
+
+def _mean_tokens(newest: Sequence[tuple[bytes, float]]) -> float | None:
+    """The mean response of the newest reported batch, in trained tokens."""
+    point = json.loads(newest[0][0]) if newest else {}
+    return point.get("response_length")
 
 
 def evaluation_brief(evaluation: Mapping[str, object]) -> dict[str, object]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.learning_rate import LEAST_OF_ADAPTERS
@@ -26,6 +28,12 @@ SIZES = {
     "intermediate_size": 4864,
 }
 GIGABYTE = 10**9
+
+
+@pytest.fixture
+def document(document: dict[str, Any]) -> dict[str, Any]:
+    """The document with a temperature against which nothing speaks."""
+    return {**document, "algorithm": {"beta": 0.3}}
 
 
 @pytest.fixture
@@ -118,3 +126,43 @@ def test_an_adapter_that_learns_at_the_rate_of_all_weights_is_a_warning(
 
     assert context.plan_warnings.of(whole) == []
     assert [each.pointer for each in context.plan_warnings.of(adapter)] == ["/trainer/learning_rate"] * warns
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        # 44 tokens at most. The paper's is what collapses here, 1 / ln 100 what lives.
+        ({"beta": 1 / math.log(100_000)}, "for 0.26 to 1 nats"),
+        ({"beta": 1 / math.log(100)}, ""),
+        ({"beta": 0.001}, "a beta of 0.16 to 9.1"),
+        ({"beta": 20}, "for 0.0011 to 0.0045 nats"),
+        ({"beta": 10, "beta_per": "token"}, ""),
+        ({"beta": 0.3, "beta_per": "token"}, "asks each token of a response for 3.3 nats"),
+        ({"beta": 0.001, "losses": [{"objective": "supervised"}]}, ""),
+    ],
+)
+def test_a_temperature_that_asks_too_much_or_too_little_of_a_token_is_a_warning(
+    context: AppContext, document: dict[str, Any], algorithm: dict[str, Any], said: str
+) -> None:
+    found = context.plan_warnings.of(parse_job_spec({**document, "algorithm": algorithm}))
+
+    assert [each.pointer for each in found] == ["/algorithm/beta"] * bool(said)
+    assert not said or said in found[0].message
+
+
+def test_once_responses_are_known_their_mean_length_decides(
+    api: httpx.Client, context: AppContext, document: dict[str, Any]
+) -> None:
+    """At submission they may be of 11 to 44 tokens, which suits a beta of 1; of 4 tokens it asks too much."""
+    document = {**document, "algorithm": {"beta": 1.0}}
+    answer = api.post("/v1/jobs", json=document)
+    assert answer.status_code == 202
+    assert answer.json()["warnings"] == []
+    job_id = answer.json()["id"]
+
+    point = json.dumps({"step": 1, "response_length": 4.0})
+    context.redis.zadd(own_keys.job_metrics(job_id), {point: 1})
+
+    (warning,) = api.get(f"/v1/jobs/{job_id}").json()["warnings"]
+    assert warning["pointer"] == "/algorithm/beta"
+    assert "4 tokens, the mean so far," in warning["message"]
