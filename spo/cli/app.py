@@ -51,6 +51,8 @@ from spo.cli import (
 from spo.cli import (
     verifier as cli_verifier,
 )
+from spo.cli.start import convert as cli_convert
+from spo.cli.start import init as cli_init
 from spo.console import ExitCode, Output, console, error_console, exit_code_of, print_error
 from spo.errors import SpoError
 
@@ -72,6 +74,8 @@ cli_jobs.jobs.command("mirror")(cli_mirror.mirror_job)
 app.add_typer(cli_datasets.datasets, name="dataset")
 app.add_typer(cli_tasks.tasks, name="tasks")
 app.add_typer(cli_experience.experience, name="experience")
+app.command("init")(cli_init.init)
+app.add_typer(cli_convert.convert, name="convert")
 app.command()(cli_judge.judge)
 app.command()(cli_plan.plan)
 app.command()(cli_platform.scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +14,7 @@ from rich.markup import escape
 from spo.cli.jobs import OutputOption, TimeoutOption, api
 from spo.cli.preview import Decision, Preview, chosen_problems, previews, rendering, tasks_and_model
 from spo.cli.progress import wait_with_bar
+from spo.client.models import PromptSuccess
 from spo.console import ExitCode, Output, console, error_console, print_document
 from spo.local.judge_client import AUTO
 from spo.spec.spec_file import read_spec
@@ -85,6 +87,21 @@ def probe(
     and YAML every problem is told with its counts.
     """
     document = probe_document(read_spec(spec_file), samples, problems, str(model.absolute()) if model else None)
+    job_id, prompts = _run_probe(document, problems, timeout)
+    found = learnability(prompts)
+    if output is not Output.TABLE:
+        each = [{"kind": kind_of(prompt), **prompt.model_dump()} for prompt in prompts]
+        print_document({"job_id": job_id, **asdict(found), "prompts": each}, output)
+        return
+    _print_probe(found)
+
+
+def probed_prompts(document: Mapping[str, object], problems: int, timeout: float) -> list[PromptSuccess]:
+    """Run a probe on the platform to its end; how the model did on at most so many problems."""
+    return _run_probe(document, problems, timeout)[1]
+
+
+def _run_probe(document: Mapping[str, object], problems: int, timeout: float) -> tuple[str, list[PromptSuccess]]:
     with api() as client:
         job = client.submit(document)
         error_console.print(f"probing as {job.id}", highlight=False)
@@ -93,13 +110,7 @@ def probe(
             why = f": {job.failure.message}" if job.failure else ""
             error_console.print(f"{job.id} {job.state}{why}", markup=False, highlight=False)
             raise typer.Exit(ExitCode.FAILURE)
-        prompts = client.prompts(job.id, problems)
-    found = learnability(prompts)
-    if output is not Output.TABLE:
-        each = [{"kind": kind_of(prompt), **prompt.model_dump()} for prompt in prompts]
-        print_document({"job_id": job.id, **asdict(found), "prompts": each}, output)
-        return
-    _print_probe(found)
+        return job.id, client.prompts(job.id, problems)
 
 
 @tasks.command()
