@@ -29,6 +29,8 @@ _ANY = TestSet(
         extraction=AnswerExtraction.ANSWER_EXTRACTION_WHOLE,
     )
 )
+# Of English and code, where no tokenizer can be had.
+CHARACTERS_PER_TOKEN = 3
 SUFFIXES_OF_SPECS = (".yaml", ".yml", ".json")
 
 
@@ -84,6 +86,17 @@ def rendering(folder: Path | None, chat: ChatFormat) -> Callable[[str], str]:
 
     tokenizer = load_tokenizer(folder)
     return lambda statement: str(tokenizer.decode(encode_prompt(tokenizer, statement, chat)))
+
+
+def prompt_counter(folder: Path) -> tuple[Callable[[str], int], str, bool]:
+    """How many tokens a statement has in the model's prompt, how that is known, and whether a template stands there."""
+    try:
+        from spo.model.tokenizer import encode_prompt, load_tokenizer
+    except ImportError:
+        return lambda text: len(text) // CHARACTERS_PER_TOKEN + 1, "guessed: no tokenizer is installed here", False
+    tokenizer = load_tokenizer(folder)
+    template = bool(getattr(tokenizer, "chat_template", None))
+    return lambda text: len(encode_prompt(tokenizer, text)), "by its tokenizer", template
 
 
 def previews(problems: Sequence[Problem], render: Callable[[str], str], where: str, runs: Path) -> Iterator[Preview]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from spo.cli.preview import prompt_counter
 from spo.errors import InvalidInput
 from spo.spec.plan.plan import GIGABYTE
 from spo.spec.plan.shapes import ModelShape, shape_of_folder
@@ -16,8 +17,6 @@ from spo.tasks.answer import ANSWER_LANGUAGE
 from spo.tasks.problem import Problem
 
 PROBE_SECONDS = 10
-# Of English and code, where no tokenizer can be had.
-CHARACTERS_PER_TOKEN = 3
 # So many problems are read through the tokenizer; the longest of more is guessed by characters.
 MOST_TOKENIZED = 2000
 
@@ -62,19 +61,8 @@ def look_at_model(folder: Path) -> ModelFacts:
     shape = shape_of_folder(folder)
     config = json.loads((folder / "config.json").read_text())
     positions = config.get("max_position_embeddings")
-    count, how, template = _counter(folder)
+    count, how, template = prompt_counter(folder)
     return ModelFacts(folder.absolute(), shape, positions if isinstance(positions, int) else 0, template, count, how)
-
-
-def _counter(folder: Path) -> tuple[Callable[[str], int], str, bool]:
-    """How a prompt's tokens are counted, in words, and whether a chat template stands around it."""
-    try:
-        from spo.model.tokenizer import encode_prompt, load_tokenizer
-    except ImportError:
-        return lambda text: len(text) // CHARACTERS_PER_TOKEN + 1, "guessed: no tokenizer is installed here", False
-    tokenizer = load_tokenizer(folder)
-    template = bool(getattr(tokenizer, "chat_template", None))
-    return lambda text: len(encode_prompt(tokenizer, text)), "by its tokenizer", template
 
 
 def look_at_problems(path: Path, kind: str, problems: Sequence[Problem], model: ModelFacts) -> TaskFacts:
