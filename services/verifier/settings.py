@@ -12,6 +12,10 @@ class Settings(ServiceSettings, service="verifier"):
     stream_groups: int = Field(default=16, gt=0, description="Rollout groups scored at once from the stream.")
     reclaim_seconds: float = Field(default=20, gt=0, description="A silent verifier's groups go to another after it.")
     max_waiting_responses: int = Field(default=4096, gt=0, description="Beyond it callers get RESOURCE_EXHAUSTED.")
+    environment_servers: dict[str, str] = Field(
+        default={},
+        description="Environments in processes of their own (JSON object of name to gRPC target); no others are asked.",
+    )
     http_networks: list[str] = Field(
         default=[], description="Networks (JSON list of CIDR) that named hosts may be in without being public."
     )

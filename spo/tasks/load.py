@@ -1,5 +1,6 @@
 """From the task section of a JobSpec to its problems."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -148,7 +149,9 @@ def _in(problem: Problem, name: str, setup: ConversationSetup) -> Problem:
         key: value.replace("{statement}", problem.statement) if isinstance(value, str) else value
         for key, value in setup.arguments.items()
     }
-    known = {"language": problem.language, "response_format": problem.response_format}
+    known: dict[str, object] = {"language": problem.language, "response_format": problem.response_format}
+    if problem.arguments_json:
+        known["arguments"] = json.loads(problem.arguments_json)
     if problem.shows_public_tests:
         known["public_tests_digest"] = problem.public_tests_digest
     return replace(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import entry_points
+from types import MappingProxyType
 
 from services.verifier.environments.calculator import Calculator
 from services.verifier.environments.environment import Environment
 from services.verifier.environments.python_tool import PythonTool
+from services.verifier.environments.remote import RemoteEnvironment
 from services.verifier.environments.retry_with_errors import RetryWithErrors
 from services.verifier.environments.sandbox import Sandbox
 from services.verifier.environments.text_game import TextGame
@@ -39,8 +42,11 @@ class Environments:
         return self._known[name]
 
 
-def all_environments(judge: RpcClient) -> Environments:
-    """Those of the box, whose programs `judge` runs, and those of installed packages; one that fails is left out."""
+def all_environments(judge: RpcClient, servers: Mapping[str, str] = MappingProxyType({})) -> Environments:
+    """Those of the box, whose programs `judge` runs, of other servers by name, and of installed packages.
+
+    A package's that fails is left out. Names of the box are taken.
+    """
     sandbox = Sandbox(judge)
     known: dict[str, Environment] = {
         "calculator": Calculator(),
@@ -48,6 +54,8 @@ def all_environments(judge: RpcClient) -> Environments:
         "retry_with_errors": RetryWithErrors(sandbox),
         "text_game": TextGame(),
     }
+    for name, address in servers.items():
+        known.setdefault(name, RemoteEnvironment(name, address))
     for found in entry_points(group=ENTRY_POINTS):
         try:
             known.setdefault(found.name, found.load()())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
+from typing import Protocol
 
 from blake3 import blake3
 
@@ -14,12 +15,40 @@ from spo.errors import InternalError, InvalidInput
 from spo.messaging.redis_client import RedisClient
 
 MOST_STATE_BYTES = 64 << 10
+# Of one that travels within another, in base 64.
+MOST_INNER_STATE_BYTES = 47 << 10
 _KEY_BYTES = _SEAL_BYTES = 32
 # KEYS: the shared key.  ARGV: a new one, for where there is none.  Returns the one that holds.
 _FIRST_WINS = """#!lua flags=allow-oom
 redis.call('SET', KEYS[1], ARGV[1], 'NX')
 return redis.call('GET', KEYS[1])
 """
+
+
+class Seal(Protocol):
+    """How states travel."""
+
+    def seal(self, episode: str, state: State) -> bytes:
+        """The bytes of a state."""
+
+    def open(self, episode: str, sealed: bytes) -> State:
+        """The inverse of `seal`. Raises InvalidInput."""
+
+
+class OpenState:
+    """States as they are, for servers of environments that only the verifiers ask: those sign what passes on."""
+
+    def seal(self, episode: str, state: State) -> bytes:
+        """The state as JSON. Raises InternalError (code "environment_broken") on what is none, or too much of it."""
+        return _written(state, MOST_INNER_STATE_BYTES)
+
+    def open(self, episode: str, sealed: bytes) -> State:
+        """The inverse of `seal`. Raises InvalidInput (code "bad_environment_state")."""
+        try:
+            state: State = json.loads(sealed)
+        except ValueError:
+            raise InvalidInput("the episode's state is no JSON", code="bad_environment_state") from None
+        return state
 
 
 class StateSeal:
@@ -34,13 +63,7 @@ class StateSeal:
 
         Raises InternalError (code "environment_broken") on a state that is no JSON or larger than MOST_STATE_BYTES.
         """
-        try:
-            written = json.dumps(state, separators=(",", ":"), allow_nan=False).encode()
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InternalError(f"the episode's state is no JSON: {error}", code="environment_broken") from None
-        if len(written) > MOST_STATE_BYTES:
-            message = f"the episode's state has {len(written)} bytes; at most {MOST_STATE_BYTES} may travel"
-            raise InternalError(message, code="environment_broken")
+        written = _written(state, MOST_STATE_BYTES)
         return self._signature(episode, written) + written
 
     def open(self, episode: str, sealed: bytes) -> State:
@@ -63,3 +86,14 @@ class StateSeal:
         found = self._client.eval(_FIRST_WINS, 1, own_keys.environment_key(), secrets.token_bytes(_KEY_BYTES))
         assert isinstance(found, bytes)
         return found
+
+
+def _written(state: State, most_bytes: int) -> bytes:
+    try:
+        written = json.dumps(state, separators=(",", ":"), allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InternalError(f"the episode's state is no JSON: {error}", code="environment_broken") from None
+    if len(written) > most_bytes:
+        message = f"the episode's state has {len(written)} bytes; at most {most_bytes} may travel"
+        raise InternalError(message, code="environment_broken")
+    return written

@@ -15,7 +15,7 @@ import grpc
 
 from services.verifier.environments.environment import Reply, Setup
 from services.verifier.environments.registry import Environments, all_environments
-from services.verifier.environments.sealed_state import StateSeal
+from services.verifier.environments.sealed_state import Seal, StateSeal
 from services.verifier.settings import Settings
 from spo.errors import FieldViolation, InternalError, InvalidInput, SpoError
 from spo.messaging.redis_client import RedisClient
@@ -40,7 +40,7 @@ _Asked = TypeVar("_Asked")
 class EnvironmentService(EnvironmentServiceServicer):
     """The environments, for samplers."""
 
-    def __init__(self, environments: Environments, seal: StateSeal) -> None:
+    def __init__(self, environments: Environments, seal: Seal) -> None:
         self._environments = environments
         self._seal = seal
         self._pool = ThreadPoolExecutor(TURNS_AT_ONCE, thread_name_prefix="turns")
@@ -106,7 +106,7 @@ class EnvironmentService(EnvironmentServiceServicer):
 def environment_service(client: RedisClient, settings: Settings) -> EnvironmentService:
     """The service of a pool's process: all environments, their programs run by the judge of the settings."""
     judge = RpcClient("sandbox-judge", settings.sandbox_judge_address, JudgeServiceStub)
-    return EnvironmentService(all_environments(judge), StateSeal(client))
+    return EnvironmentService(all_environments(judge, settings.environment_servers), StateSeal(client))
 
 
 def _setup(text: str, context: grpc.ServicerContext) -> Setup:
