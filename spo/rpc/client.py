@@ -30,8 +30,8 @@ PAUSE_SECONDS = 0.5
 SAY_SECONDS = 10.0
 
 
-def channel(address: str) -> grpc.Channel:
-    """A channel that spreads calls over all addresses of its target, reconnects quickly, and shows our token."""
+def channel(address: str, *, is_ours: bool = True) -> grpc.Channel:
+    """A channel that spreads calls over all addresses of a target and reconnects quickly; ours are shown our token."""
     plain = grpc.insecure_channel(
         address,
         options=[
@@ -42,19 +42,22 @@ def channel(address: str) -> grpc.Channel:
             ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
         ],
     )
-    return with_token(plain)
+    return with_token(plain) if is_ours else plain
 
 
 class RpcClient:
     """A stub whose every call has a deadline and fails with a SpoError.
 
     `RpcClient("replay-buffer", address, ReplayServiceStub).call("SampleBatch", request, deadline_seconds=5)`.
+    A server that is not `is_ours` is shown no token.
     """
 
-    def __init__(self, service: str, address: str, stub: Callable[[grpc.Channel], Any]) -> None:
+    def __init__(
+        self, service: str, address: str, stub: Callable[[grpc.Channel], Any], *, is_ours: bool = True
+    ) -> None:
         self.service = service
         self.address = address
-        self._channel = channel(address)
+        self._channel = channel(address, is_ours=is_ours)
         self._closed = False
         self._stub = stub(self._channel)
 

@@ -23,7 +23,7 @@ class RemoteEnvironment:
 
     def __init__(self, name: str, address: str) -> None:
         self.name = name
-        self._client = RpcClient(f"environment {name}", address, EnvironmentServiceStub)
+        self._client = RpcClient(f"environment {name}", address, EnvironmentServiceStub, is_ours=False)
 
     def begin(self, setup: Setup, seed: int) -> Reply:
         """The first observation. Raises what the server raises, Unreachable while it is away."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import grpc
 import pytest
 import redis
 
@@ -23,6 +24,7 @@ from services.verifier.environments.service import EnvironmentService
 from spo.errors import InternalError, InvalidInput, NotReady
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
+from spo.rpc.token import HEADER, show_token
 from spo.spec.environment import ConversationSetup
 from spo.v1 import environment_service_pb2 as wire
 from spo.v1.environment_service_pb2_grpc import EnvironmentServiceStub, add_EnvironmentServiceServicer_to_server
@@ -155,6 +157,26 @@ def test_a_reward_outside_of_what_was_said_is_an_error(pools: Callable[..., Pool
 
     with pytest.raises(InternalError, match=r"not between 0 and 0\.5"):
         pool.step(said, "next")
+
+
+def test_the_platforms_token_is_not_shown_to_it(pools: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    answer = EnvironmentService.Begin
+
+    def remember(
+        self: EnvironmentService, request: wire.BeginRequest, context: grpc.ServicerContext
+    ) -> wire.BeginResponse:
+        shown.append(str(dict(context.invocation_metadata()).get(HEADER)))
+        return answer(self, request, context)
+
+    monkeypatch.setattr(EnvironmentService, "Begin", remember)
+    show_token("secret")
+    try:
+        pools().begin()
+    finally:
+        show_token("")
+
+    assert shown == ["Bearer secret", "None"]
 
 
 def test_a_server_that_is_away_is_waited_for_and_a_state_of_its_own_making_is_refused(
