@@ -135,7 +135,7 @@ def job_checkpoints(job_id: str) -> str:
 
 
 def dispatch_cursor(run_id: str) -> str:
-    """Hash: next prompt position, groups dispatched, so that a restarted dispatcher goes on. Orchestrator."""
+    """Hash: position (groups dispatched), passed_over (prompts without a value when their turn came). Orchestrator."""
     return f"spo:{run_id}:orchestrator:dispatcher"
 
 
@@ -162,6 +162,12 @@ def run_values_under(run_id: str, version: int) -> str:
 def run_values(run_id: str) -> str:
     """Hash: prompt id -> serialized PromptValue. Value-estimation; read by replay and orchestrator."""
     return f"spo:{run_id}:value-estimation:values"
+
+
+def provisional_values(run_id: str) -> str:
+    """Hash: prompt id -> serialized PromptValue of the rounds so far, until it is in `run_values`. Value-estimation;
+    read by replay and orchestrator."""
+    return f"spo:{run_id}:value-estimation:provisional"
 
 
 def value_progress(run_id: str, prompt_id: str) -> str:

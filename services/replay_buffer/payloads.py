@@ -21,15 +21,17 @@ from spo.v1.trajectory_pb2 import Trajectory
 _LENGTH_DELIMITED, _DOUBLE = 2, 1
 _BATCH = bytes([SampleBatchResponse.BATCH_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
 _TRAJECTORY = bytes([SampledTrajectory.TRAJECTORY_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
-_QHAT_0 = struct.Struct("<Bd")
+_VALUE = struct.Struct("<BdBd")
 _QHAT_0_TAG = SampledTrajectory.QHAT_0_FIELD_NUMBER << 3 | _DOUBLE
+_ERROR_TAG = SampledTrajectory.QHAT_0_ERROR_FIELD_NUMBER << 3 | _DOUBLE
 
 
 class SampledPayload(NamedTuple):
-    """A serialized Trajectory and Qhat_0 of its prompt in reward units."""
+    """A serialized Trajectory, and Qhat_0 of its prompt with its standard error in reward units."""
 
     payload: bytes
     qhat_0: float
+    error: float = 0.0
 
     @property
     def trajectory(self) -> Trajectory:
@@ -71,10 +73,11 @@ class PayloadCache:
 def encode_batch(batch: Iterable[SampledPayload]) -> bytes:
     """A serialized SampleBatchResponse. Raises InvalidInput when it is too large for a message."""
     parts: list[bytes] = []
-    for payload, qhat_0 in batch:
+    for payload, qhat_0, error in batch:
         length = _varint(len(payload))
-        sample_length = len(_TRAJECTORY) + len(length) + len(payload) + _QHAT_0.size
-        parts += (_BATCH, _varint(sample_length), _TRAJECTORY, length, payload, _QHAT_0.pack(_QHAT_0_TAG, qhat_0))
+        sample_length = len(_TRAJECTORY) + len(length) + len(payload) + _VALUE.size
+        value = _VALUE.pack(_QHAT_0_TAG, qhat_0, _ERROR_TAG, error)
+        parts += (_BATCH, _varint(sample_length), _TRAJECTORY, length, payload, value)
     encoded = b"".join(parts)
     if len(encoded) > MAX_MESSAGE_BYTES:
         raise InvalidInput(

@@ -110,7 +110,10 @@ class BatchSampler:
         with index.lock:
             # It may be the first request that this process serves for the run.
             index.refresh([])
-        return self._with_prompts(request.run_id, ids)
+        found = self._with_prompts(request.run_id, ids)
+        with index.lock:
+            index.require_values(sampled.prompt_id for sampled in found)
+        return found
 
     def _draw(
         self, request: SampleBatchRequest, index: SamplingIndex, quotas: Sequence[SourceQuota]
@@ -176,7 +179,8 @@ class BatchSampler:
         for (trajectory_id, prompt_id), payload in zip(sampled, payloads, strict=True):
             if payload is None:
                 raise IntegrityError(f"step {request.step}: trajectory {trajectory_id} is gone from the buffer")
-            batch.append(SampledPayload(payload, index.qhat_0(prompt_id)))
+            found = index.value(prompt_id)
+            batch.append(SampledPayload(payload, found.qhat_0, found.error))
         return batch
 
 

@@ -7,6 +7,7 @@ The mirror belongs to one process and can be lost at any time: it is read again 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -32,11 +33,19 @@ FACTS_PER_READ = 5000
 FOLLOWED_POSITION = "followed"
 
 
+# Pause per second that reading all values took: while they are estimated beside training, they change at every look.
+PAUSE_PER_SECOND = 20.0
+
+
 class PromptFacts(NamedTuple):
-    """Qhat_0 in reward units; value_spread is sqrt(p (1 - p)), p the success rate of pi0."""
+    """Qhat_0 and its standard error in reward units; value_spread is sqrt(p (1 - p)), p the success rate of pi0."""
 
     qhat_0: float
+    error: float
     value_spread: float
+
+
+NO_VALUE = PromptFacts(0.0, 0.0, 0.0)
 
 
 class SamplingIndex:
@@ -58,12 +67,13 @@ class SamplingIndex:
             pipe.zscore(redis_keys.replay_ids(self.run_id), self._newest[0])
             pipe.hgetall(redis_keys.replay_counters(self.run_id))
             pipe.hlen(redis_keys.run_values(self.run_id))
+            pipe.hlen(redis_keys.provisional_values(self.run_id))
             # A run that follows none has its own version twice.
             followed = self.spec.rollout.follow or self.run_id
             pipe.hget(redis_keys.replay_counters(followed), "policy_version")
             for source in sources:
                 self._ask_new(pipe, source)
-            exists, number, counters, values, followed_version, *news = pipe.execute()
+            exists, number, counters, values, provisional, followed_version, *news = pipe.execute()
         if not exists:
             raise NotFound(f"there is no run {self.run_id} any more: Redis was emptied", code="unknown_run")
         if self._newest[1] and number != self._newest[1]:
@@ -78,8 +88,8 @@ class SamplingIndex:
         self.counters = {name.decode(): int(count) for name, count in counters.items()}
         if followed_version:
             self._followed_version = int(followed_version)
-        if values != self._values_read:
-            self._read_values(values)
+        if (values != self._values_read or provisional) and time.monotonic() >= self._read_values_at:
+            self._read_values()
         for source, entries in zip(sources, news, strict=True):
             self._add(source, entries)
         if self.spec.replay.max_times_sampled is not None:
@@ -90,7 +100,7 @@ class SamplingIndex:
         """What a source's rule may draw now: in the window, with a value, fresh enough, not sampled too often."""
         oldest = self.oldest_version(rule) if rule.source in LIVE_SOURCES else 0
         # Most draws find what the one before found: only insertions, values, a new version or a batch change it.
-        stamp = (self._read_to.get(rule.source, 0), self._values_read, oldest, self.sample_counts.batches_read)
+        stamp = (self._read_to.get(rule.source, 0), self._values_changed, oldest, self.sample_counts.batches_read)
         known, found = self._filtered.get(rule, ((), []))
         if known != stamp:
             found = self._filter(rule, oldest)
@@ -162,13 +172,19 @@ class SamplingIndex:
         incomplete = self._live[rule.source].incomplete()
         return f"{said} in groups of {self.unit_size(rule.source)}, {incomplete} in incomplete groups"
 
-    def qhat_0(self, prompt_id: str) -> float:
-        """Qhat_0 in reward units, 0 where the spec estimates no values. Raises IntegrityError when it has no value."""
-        if self.spec.value is None:
-            return 0.0
-        if prompt_id not in self._values:
+    def require_values(self, prompt_ids: Iterable[str]) -> None:
+        """Read the values again where one is not known yet: another process may have drawn by it."""
+        if self.spec.reads_values and not all(prompt_id in self._values for prompt_id in prompt_ids):
+            self._read_values()
+
+    def value(self, prompt_id: str) -> PromptFacts:
+        """The value of a prompt as it is known now; zeros where the job reads none and none is known.
+
+        Raises IntegrityError when a job that reads values has none.
+        """
+        if prompt_id not in self._values and self.spec.reads_values:
             raise IntegrityError(f"run {self.run_id} has no value for prompt {prompt_id}")
-        return self._values[prompt_id].qhat_0
+        return self._values.get(prompt_id, NO_VALUE)
 
     def _value_spread(self, prompt_id: str) -> float:
         """sqrt(p (1 - p)), p the success rate of pi0 on the prompt; 0 where the spec estimates no values."""
@@ -180,7 +196,7 @@ class SamplingIndex:
         if rule.priority == "value_spread":
             surprises = [self._value_spread(candidate.prompt_id)]
         else:
-            qhat_0 = self.qhat_0(candidate.prompt_id)
+            qhat_0 = self.value(candidate.prompt_id).qhat_0
             surprises = [reward - qhat_0 for reward in candidate.rewards]
         return aged_priority(surprises, age, rule.priority_half_life)
 
@@ -189,7 +205,7 @@ class SamplingIndex:
             found = self._live[rule.source].candidates(rule, oldest)
         else:
             found = self._offline[rule.source].candidates(rule) if rule.source in self._offline else []
-        if self.spec.value is not None:
+        if self.spec.reads_values:
             found = [candidate for candidate in found if candidate.prompt_id in self._values]
         if rule.min_value_spread:
             least = rule.min_value_spread
@@ -208,7 +224,9 @@ class SamplingIndex:
         # Id and insertion number of the newest trajectory read: while it has that number, no other is gone either.
         self._newest: tuple[str, int] = ("", 0)
         self._values: dict[str, PromptFacts] = {}
-        self._values_read = 0
+        self._values_read = self._values_changed = 0
+        self._payloads: dict[str, bytes] = {}
+        self._read_values_at = 0.0
         self.sample_counts = SampleCounts(self.client, self.run_id)
         self._filtered: dict[SourceMix, tuple[tuple[int, ...], list[Candidate]]] = {}
         self._live: dict[str, LiveWindow] = {source: LiveWindow(self.spec, source) for source in LIVE_SOURCES}
@@ -249,18 +267,31 @@ class SamplingIndex:
         numbers = self.client.zmscore(redis_keys.replay_source(self.run_id, source), trajectory_ids)
         return {trajectory_id for trajectory_id, number in zip(trajectory_ids, numbers, strict=True) if number is None}
 
-    def _read_values(self, count: int) -> None:
+    def _read_values(self) -> None:
+        """Values so far, then final ones; only what changed is derived anew."""
+        began = time.monotonic()
+        so_far = self.client.hgetall(redis_keys.provisional_values(self.run_id))
+        final = self.client.hgetall(redis_keys.run_values(self.run_id))
+        stored = {prompt_id.decode(): payload for prompt_id, payload in (so_far | final).items()}
         if self.spec.value is not None:
-            stored = self.client.hvals(redis_keys.run_values(self.run_id))
-            self._values = _facts_of(map(PromptValue.FromString, stored), self.spec)
-        self._values_read = count
+            changed = {name: payload for name, payload in stored.items() if self._payloads.get(name) != payload}
+            for prompt_id, payload in changed.items():
+                self._values.pop(prompt_id, None)
+                found = _facts_of(PromptValue.FromString(payload), self.spec)
+                if found:
+                    self._values[prompt_id] = found
+            for prompt_id in self._payloads.keys() - stored.keys():
+                self._values.pop(prompt_id, None)
+            self._values_changed += bool(changed) or len(self._payloads) != len(stored)
+        self._payloads = stored
+        self._values_read = len(final)
+        now = time.monotonic()
+        self._read_values_at = now + PAUSE_PER_SECOND * (now - began)
 
 
-def _facts_of(values: Iterable[PromptValue], spec: JobSpec) -> dict[str, PromptFacts]:
-    """By prompt id; prompts that are dropped, or have no samples, are left out and never served."""
-    found: dict[str, PromptFacts] = {}
-    for value in values:
-        estimate = prompt_values.qhat_0(value, spec)
-        if estimate:
-            found[value.prompt_id] = PromptFacts(estimate.q, value_spread(value.successes / value.samples))
-    return found
+def _facts_of(value: PromptValue, spec: JobSpec) -> PromptFacts | None:
+    """None for prompts that are dropped, or have no samples: these are never served."""
+    found = prompt_values.qhat_0(value, spec)
+    if found is None:
+        return None
+    return PromptFacts(found.q, found.standard_error, value_spread(value.successes / value.samples))

@@ -17,7 +17,7 @@ from spo import redis_keys
 from spo.errors import IntegrityError, NotFound
 from spo.messaging.redis_client import RedisClient, RedisScript
 from spo.messaging.run_specs import RunSpecs
-from spo.messaging.run_status import run_state
+from spo.messaging.run_status import estimates_are_pending, run_state
 from spo.observability import metrics
 from spo.spec.job_spec import JobSpec, SourceName
 from spo.spec.job_state import ESTIMATED, TERMINAL, decode_state
@@ -167,7 +167,7 @@ class ReplayStore:
 
     def is_estimated(self, run_id: str) -> bool:
         """Whether every training prompt has its value and its offline trajectories: offline sources are complete."""
-        return run_state(self.client, run_id) in ESTIMATED
+        return run_state(self.client, run_id) in ESTIMATED and not estimates_are_pending(self.client, run_id)
 
     def followed_run_is_exhausted(self, run_id: str, position: int) -> bool:
         """Whether the run that is followed has ended, or is deleted, and its ledger is read up to its last insertion.

@@ -25,11 +25,15 @@ from spo.v1.trajectory_pb2 import Annotation, Trajectory
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """One sampled trajectory; `group` numbers its prompt within the whole batch."""
+    """One sampled trajectory; `group` numbers its prompt within the whole batch.
+
+    qhat_0_error: the standard error of qhat_0, reward units; 0 where none is told.
+    """
 
     trajectory: Trajectory
     qhat_0: float
     group: int
+    qhat_0_error: float = 0.0
 
 
 def is_anchored(trajectory: Trajectory) -> bool:
@@ -73,6 +77,7 @@ class ReplayClient:
                 sampled.trajectory,
                 self._qhat_0(sampled, refreshed),
                 groups.setdefault(sampled.trajectory.prompt_id, len(groups)),
+                0.0 if sampled.trajectory.prompt_id in refreshed else sampled.qhat_0_error,
             )
             for sampled in response.batch
             if refreshed is None or sampled.trajectory.prompt_id in refreshed
@@ -122,6 +127,8 @@ def _fault(row: TrainingSample, *, cached_reference: bool) -> str:
         return "the reward is missing or not finite"
     if not math.isfinite(row.qhat_0):
         return "Qhat_0 is not finite"
+    if not 0 <= row.qhat_0_error < math.inf:
+        return "the standard error of Qhat_0 is impossible"
     misplaced = segment_faults(trajectory.segments, length, None)
     if misplaced:
         return "{} {}".format(*misplaced[0])
@@ -177,6 +184,7 @@ def token_batch(rows: Sequence[TrainingSample], value_beta: float, reward: Rewar
         sampling_logprobs_BL=sampling_logprobs_BL,
         reward_B=torch.tensor([row.trajectory.reward for row in rows]),
         qhat_0_B=torch.tensor([row.qhat_0 for row in rows]),
+        qhat_0_error_B=torch.tensor([row.qhat_0_error for row in rows]),
         source_B=torch.tensor([row.trajectory.source for row in rows]),
         group_B=torch.tensor([row.group for row in rows]),
         annotated_q_BL=annotated_q_BL,

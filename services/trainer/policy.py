@@ -109,7 +109,7 @@ class Policy:
         batch = self.batch(micro_batch)
         logprobs_BL = self.logprobs(batch)
         algorithm = self._spec.algorithm
-        loss, parts = spo_loss(logprobs_BL, batch, algorithm.losses, algorithm.beta)
+        loss, parts = spo_loss(logprobs_BL, batch, algorithm.losses, algorithm.beta, algorithm.value_noise)
         if micro_batch.idle:
             return loss
         diagnostics = batch_diagnostics(logprobs_BL.detach(), batch, algorithm.beta)

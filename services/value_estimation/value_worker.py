@@ -2,7 +2,8 @@
 
 A fixed number of samples is taken at once. With `value.sequential` a prompt gets one round of samples and goes to the
 end of the stream, until its interval is narrow enough: so a prior can be learned from all prompts' first rounds before
-any prompt gets a second. `prompt_estimate.py` says how another worker goes on after one was killed.
+any prompt gets a second, and a job can train by what the rounds so far tell. `prompt_estimate.py` says how another
+worker goes on after one was killed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from spo.algorithm.value_posterior import soft_value_estimate
 from spo.algorithm.value_prior import JEFFREYS, BetaPrior, PromptFeatures
 from spo.errors import NotReady
 from spo.messaging.redis_client import RedisClient
+from spo.messaging.run_status import run_state
 from spo.spec.job_spec import JobSpec, RewardSpec, SequentialSpec, ValueSpec
+from spo.spec.job_state import JobState
 from spo.spec.prompt_values import evidence_of
 from spo.v1.value_pb2 import EstimateRequest, PromptValue
 
@@ -73,6 +76,10 @@ class ValueWorker:
                 raise
             return True
 
+    def _may_go_on(self, run_id: str) -> bool:
+        """Whether calls for a run are worth waiting for: a paused one has given its replicas back."""
+        return is_wanted(self.client, run_id) and run_state(self.client, run_id) is not JobState.PAUSED
+
     def _estimate_under(self, request: EstimateRequest, key: str) -> bool:
         spec = self.references.spec(request.run_id)
         clients = replace(self.clients, wanted=lambda: is_wanted(self.client, request.run_id))
@@ -82,7 +89,9 @@ class ValueWorker:
 
     def _estimate(self, request: EstimateRequest) -> bool:
         run_id, spec = request.run_id, self.references.spec(request.run_id)
-        clients = replace(self.clients, wanted=lambda: is_wanted(self.client, run_id))
+        if not self._may_go_on(run_id):
+            raise NotReady("the job is paused; its prompts are estimated when it goes on")
+        clients = replace(self.clients, wanted=lambda: self._may_go_on(run_id))
         maker = SampleMaker(run_id, self.references.of(run_id), clients, spec.tasks.reward)
         estimate = self._open(request, spec, maker)
         if not estimate.imports_are_noted:
@@ -95,12 +104,15 @@ class ValueWorker:
             return False
         estimate.sample_offline_only()
         estimate.remember()
-        self.client.hset(
-            redis_keys.run_values(run_id),
-            request.prompt.prompt_id,
-            _value(estimate, prior).SerializeToString(),
-        )
+        self._finish(run_id, _value(estimate, prior))
         return True
+
+    def _finish(self, run_id: str, value: PromptValue) -> None:
+        """Write the final value in place of the provisional one."""
+        with self.client.pipeline(transaction=True) as pipe:
+            pipe.hset(redis_keys.run_values(run_id), value.prompt_id, value.SerializeToString())
+            pipe.hdel(redis_keys.provisional_values(run_id), value.prompt_id)
+            pipe.execute()
 
     def _open(self, request: EstimateRequest, spec: JobSpec, maker: SampleMaker) -> PromptEstimate:
         prompt, reward = request.prompt, spec.tasks.reward
@@ -157,7 +169,15 @@ class ValueWorker:
                 return prior
         estimate.sample_until(first if known < first else min(known + sequential.round_samples, most))
         self._record(estimate)
+        self._publish_so_far(estimate, sequential)
         return None
+
+    def _publish_so_far(self, estimate: PromptEstimate, sequential: SequentialSpec) -> None:
+        """Write what is known after a round, so that a job may train by it. The posterior mean holds at any stop."""
+        value = _value(estimate, self._prior(estimate, sequential))
+        value.provisional = True
+        key = redis_keys.provisional_values(estimate.request.run_id)
+        self.client.hset(key, value.prompt_id, value.SerializeToString())
 
     def _is_narrow(self, estimate: PromptEstimate, prior: BetaPrior, sequential: SequentialSpec) -> bool:
         evidence = evidence_of(_value(estimate, prior), estimate.spec)

@@ -27,6 +27,7 @@ class TokenBatch:
     conversation the environment's tokens lie between them: the mask need not be contiguous, and t counts its tokens.
     sampling_logprobs_BL: log-prob under the behaviour policy as sampled; 0 where unknown (human solutions).
     reward_B, qhat_0_B: terminal reward (<= 0) and estimated soft value of the prompt, reward units.
+    qhat_0_error_B: standard error of qhat_0_B, reward units; 0 where it is exact or unknown.
     source_B: SOURCE_CODES. group_B: index of the trajectory's prompt within the batch, >= 0.
     annotated_q_BL: where `annotated_mask_BL`, within the response mask, the Monte-Carlo estimate of Q_t after token l,
     reward units.
@@ -57,6 +58,7 @@ class TokenBatch:
     mean_tokens_B: Tensor | None = None
     advantage_mean_B: Tensor | None = None
     advantage_deviation_B: Tensor | None = None
+    qhat_0_error_B: Tensor | None = None
 
     @property
     def size(self) -> int:

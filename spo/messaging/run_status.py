@@ -13,6 +13,11 @@ def run_state(client: RedisClient, run_id: str) -> JobState | None:
     return decode_state(stored if isinstance(stored, bytes) else None)
 
 
+def estimates_are_pending(client: RedisClient, run_id: str) -> bool:
+    """Whether a job that trains already still waits for values of its prompts."""
+    return bool(client.hexists(redis_keys.job_record(run_id), "estimates_pending"))
+
+
 def run_tenant(client: RedisClient, run_id: str) -> str | None:
     """The tenant whose run it is, "" for the operator's own; None where no record names one."""
     stored = client.hget(redis_keys.job_record(run_id), "tenant")

@@ -65,6 +65,14 @@ class AlgorithmSpec(Section):
         description="Temperature of the values alone, Qhat_0 and Qhat_t; default: beta. OAPL and A*-PO take a high one "
         "here, so that values stay near the mean reward, and a low `beta` for the regression (arXiv 2602.19362).",
     )
+    value_noise: float | None = Field(
+        default=None,
+        gt=0,
+        le=100,
+        description="Residuals count by n^2 / (n^2 + e^2), where e is the standard error of the prompt's Qhat_0 and n "
+        "is this, reward units: beta says that an error of one nat in a response's log-ratio halves the weight. "
+        "Default: all count alike.",
+    )
     losses: tuple[LossTerm, ...] = Field(default=(LossTerm(),), min_length=1, max_length=16)
     critic: CriticSpec | None = Field(default=None, description="PPO needs one; nothing else has one.")
     reference_refresh: ReferenceRefreshSpec | None = None

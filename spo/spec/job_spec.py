@@ -77,6 +77,18 @@ class JobSpec(Section):
     evaluation: EvaluationSpec = EvaluationSpec()
     collapse_guard: CollapseGuardSpec = CollapseGuardSpec()
 
+    @property
+    def reads_values(self) -> bool:
+        """Whether training reads Qhat_0 or the success rates of pi0: as targets, priorities, or to leave prompts out.
+
+        Of a job that reads none, such as one of group_centred_squared alone, estimates are offline data only.
+        """
+        if self.value is None:
+            return False
+        weighs = any(part.sampler == "prioritised" or part.min_value_spread for part in self.replay.mix)
+        leaves_out = self.value.unsolved == "drop"
+        return weighs or leaves_out or any(term.needs("value") for term in self.algorithm.losses)
+
     @model_validator(mode="after")
     def combination_is_possible(self, info: ValidationInfo) -> Self:
         found = [] if info.context == STORED else violations(self)

@@ -27,7 +27,8 @@ ACTIVE = frozenset(JobState) - TERMINAL - {JobState.QUEUED}
 HOLDS_SLOT = ACTIVE - {JobState.PAUSED}
 # What is computed for such a job may still be used.
 WANTED = ACTIVE - {JobState.CANCELLING}
-# Every training prompt has its value and its offline trajectories.
+# Training has begun: every training prompt has its value and its offline trajectories, unless the job's record says
+# that estimates are pending.
 ESTIMATED = frozenset({JobState.RUNNING, JobState.PAUSING, JobState.PAUSED})
 
 

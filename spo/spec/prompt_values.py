@@ -35,7 +35,8 @@ def qhat_0(value: PromptValue, spec: JobSpec, beta: float | None = None) -> Soft
 
     A prompt that no sample solved follows value.unsolved. keep, retry_hotter: at the posterior mean under Jeffreys'
     prior, since the plain estimate is the lowest of all values that the data allow. floor: the paper's formula, so the
-    worst reward where all samples earned it. drop: none.
+    worst reward where all samples earned it. drop: none. While more samples are on their way, floor is as keep: the
+    floor of a few samples would be far too low for most prompts.
     `beta` in place of the job's temperature of values re-derives Q without new samples.
     """
     if not value.samples or spec.value is None:
@@ -45,7 +46,7 @@ def qhat_0(value: PromptValue, spec: JobSpec, beta: float | None = None) -> Soft
         return None
     used = spec.algorithm.temperature_of_values if beta is None else beta
     found = soft_value_estimate(unsolved_posterior(evidence), used)
-    if not evidence.solved and spec.value.unsolved == "floor":
+    if not evidence.solved and spec.value.unsolved == "floor" and not value.provisional:
         # Partly right samples are worth more than the worst reward; the paper's formula says how much.
         q = q_from_rewards(evidence.rewards, used) if evidence.rewards else evidence.worst
         return replace(found, q=q)

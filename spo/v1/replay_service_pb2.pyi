@@ -142,8 +142,11 @@ class SampledTrajectory(_message.Message):
 
     TRAJECTORY_FIELD_NUMBER: _builtins.int
     QHAT_0_FIELD_NUMBER: _builtins.int
+    QHAT_0_ERROR_FIELD_NUMBER: _builtins.int
     qhat_0: _builtins.float
     """Qhat_0 of its prompt in reward units, derived with the job's beta."""
+    qhat_0_error: _builtins.float
+    """Standard error of qhat_0, reward units; 0: unknown, or exact."""
     @_builtins.property
     def trajectory(self) -> _trajectory_pb2.Trajectory: ...
     def __init__(
@@ -151,10 +154,11 @@ class SampledTrajectory(_message.Message):
         *,
         trajectory: _trajectory_pb2.Trajectory | None = ...,
         qhat_0: _builtins.float = ...,
+        qhat_0_error: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["trajectory", b"trajectory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["qhat_0", b"qhat_0", "trajectory", b"trajectory"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["qhat_0", b"qhat_0", "qhat_0_error", b"qhat_0_error", "trajectory", b"trajectory"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

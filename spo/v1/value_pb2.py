@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from spo.v1 import prompt_pb2 as spo_dot_v1_dot_prompt__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12spo/v1/value.proto\x12\x06spo.v1\x1a\x13spo/v1/prompt.proto\"\xaa\x02\n\x0f\x45stimateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x1e\n\x06prompt\x18\x02 \x01(\x0b\x32\x0e.spo.v1.Prompt\x12\"\n\x08sampling\x18\x03 \x01(\x0b\x32\x10.spo.v1.Sampling\x12(\n\x0e\x65xtra_sampling\x18\x04 \x01(\x0b\x32\x10.spo.v1.Sampling\x12\x17\n\x0fhuman_solutions\x18\x05 \x03(\t\x12\x17\n\x0fwrong_solutions\x18\x06 \x03(\t\x12\x19\n\x11import_experience\x18\x07 \x01(\x08\x12\x19\n\x11\x66urther_solutions\x18\x08 \x03(\t\x12\x19\n\x11reference_version\x18\t \x01(\x03\x12\x16\n\x0ereference_hash\x18\n \x01(\t\"\x99\x01\n\x0bPromptValue\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x11\n\tvalue_key\x18\x02 \x01(\t\x12\x0f\n\x07samples\x18\x03 \x01(\x05\x12\x11\n\tsuccesses\x18\x04 \x01(\x05\x12\x0f\n\x07rewards\x18\x05 \x03(\x01\x12\x17\n\x0fprior_successes\x18\x06 \x01(\x01\x12\x16\n\x0eprior_failures\x18\x07 \x01(\x01\"@\n\x0ePivotalRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x1e\n\x06prompt\x18\x02 \x01(\x0b\x32\x0e.spo.v1.Promptb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12spo/v1/value.proto\x12\x06spo.v1\x1a\x13spo/v1/prompt.proto\"\xaa\x02\n\x0f\x45stimateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x1e\n\x06prompt\x18\x02 \x01(\x0b\x32\x0e.spo.v1.Prompt\x12\"\n\x08sampling\x18\x03 \x01(\x0b\x32\x10.spo.v1.Sampling\x12(\n\x0e\x65xtra_sampling\x18\x04 \x01(\x0b\x32\x10.spo.v1.Sampling\x12\x17\n\x0fhuman_solutions\x18\x05 \x03(\t\x12\x17\n\x0fwrong_solutions\x18\x06 \x03(\t\x12\x19\n\x11import_experience\x18\x07 \x01(\x08\x12\x19\n\x11\x66urther_solutions\x18\x08 \x03(\t\x12\x19\n\x11reference_version\x18\t \x01(\x03\x12\x16\n\x0ereference_hash\x18\n \x01(\t\"\xae\x01\n\x0bPromptValue\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x11\n\tvalue_key\x18\x02 \x01(\t\x12\x0f\n\x07samples\x18\x03 \x01(\x05\x12\x11\n\tsuccesses\x18\x04 \x01(\x05\x12\x0f\n\x07rewards\x18\x05 \x03(\x01\x12\x17\n\x0fprior_successes\x18\x06 \x01(\x01\x12\x16\n\x0eprior_failures\x18\x07 \x01(\x01\x12\x13\n\x0bprovisional\x18\x08 \x01(\x08\"@\n\x0ePivotalRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x1e\n\x06prompt\x18\x02 \x01(\x0b\x32\x0e.spo.v1.Promptb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,7 +35,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ESTIMATEREQUEST']._serialized_start=52
   _globals['_ESTIMATEREQUEST']._serialized_end=350
   _globals['_PROMPTVALUE']._serialized_start=353
-  _globals['_PROMPTVALUE']._serialized_end=506
-  _globals['_PIVOTALREQUEST']._serialized_start=508
-  _globals['_PIVOTALREQUEST']._serialized_end=572
+  _globals['_PROMPTVALUE']._serialized_end=527
+  _globals['_PIVOTALREQUEST']._serialized_start=529
+  _globals['_PIVOTALREQUEST']._serialized_end=593
 # @@protoc_insertion_point(module_scope)

@@ -99,6 +99,7 @@ class PromptValue(_message.Message):
     REWARDS_FIELD_NUMBER: _builtins.int
     PRIOR_SUCCESSES_FIELD_NUMBER: _builtins.int
     PRIOR_FAILURES_FIELD_NUMBER: _builtins.int
+    PROVISIONAL_FIELD_NUMBER: _builtins.int
     prompt_id: _builtins.str
     value_key: _builtins.str
     """(reference hash, prompt, sampler settings, judge version): see spo.redis_keys.value_key."""
@@ -109,6 +110,8 @@ class PromptValue(_message.Message):
     value is the plain frequency of a fixed number of samples.
     """
     prior_failures: _builtins.float
+    provisional: _builtins.bool
+    """More samples of this prompt are on their way: no success so far says nothing final."""
     @_builtins.property
     def rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Rewards of the samples when they are not only 0 and -1."""
@@ -123,10 +126,11 @@ class PromptValue(_message.Message):
         rewards: _abc.Iterable[_builtins.float] | None = ...,
         prior_successes: _builtins.float = ...,
         prior_failures: _builtins.float = ...,
+        provisional: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prior_failures", b"prior_failures", "prior_successes", b"prior_successes", "prompt_id", b"prompt_id", "rewards", b"rewards", "samples", b"samples", "successes", b"successes", "value_key", b"value_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prior_failures", b"prior_failures", "prior_successes", b"prior_successes", "prompt_id", b"prompt_id", "provisional", b"provisional", "rewards", b"rewards", "samples", b"samples", "successes", b"successes", "value_key", b"value_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

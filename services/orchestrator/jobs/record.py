@@ -18,6 +18,7 @@ RecordMark = Literal[
     "checkpoint_asked",
     "resume_asked",
     "estimates_published",
+    "estimates_pending",
     "pivotal_published",
     "prompts_too_long",
     "reference_asked",
@@ -45,6 +46,7 @@ class JobRecord(BaseModel):
     reference_asked is "version:position" of the refresh under way: prompts before the position have been asked about,
     reference_total is how many there are once all have been, reference_version the version in force.
     scores: pass@k of the newest evaluation, "pass@10" by name; a copy, so that lists need not read whole evaluations.
+    estimates_pending is set while a job trains beside its estimates, and gone once they are over.
     events_in_files is the last event that is in a file and no more in Redis, state_in_files the state after it.
     """
 
@@ -65,6 +67,7 @@ class JobRecord(BaseModel):
     checkpoint_asked: bool = False
     resume_asked: bool = False
     estimates_published: int = 0
+    estimates_pending: bool = False
     pivotal_published: int = 0
     reference_asked: str = Field(default="", pattern=r"^(\d+:\d+)?$")
     reference_total: int | None = None
@@ -104,6 +107,7 @@ class RecordFields(TypedDict, total=False):
     checkpoint_asked: bool
     resume_asked: bool
     estimates_published: int
+    estimates_pending: bool
     pivotal_published: int
     reference_asked: str
     reference_total: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,8 +17,8 @@ from services.orchestrator.jobs.seeds import seed_of
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.lifecycle.job_steps import JobSteps
 from services.orchestrator.lifecycle.pipeline import DISPATCHER, groups_in_pipeline
+from services.orchestrator.values.eligible import EligiblePrompts
 from spo import redis_keys
-from spo.algorithm.replay_sampling import value_spread
 from spo.errors import InternalError, PreconditionFailed, SpoError
 from spo.messaging.streams import append_words
 from spo.messaging.streams.failures import Outage, TroubleNotes, reason_of
@@ -30,14 +30,14 @@ from spo.spec.job_state import JobState
 from spo.tasks.problem import Problem
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, PromptGroup, Sampling
 from spo.v1.replay_service_pb2 import GetReplayStatusRequest, GetReplayStatusResponse
-from spo.v1.value_pb2 import PromptValue
 
 log = get_logger("dispatcher")
 
 POLL_SECONDS = 0.2
 IDLE_SECONDS = 1.0
 MAX_GROUPS_AT_ONCE = 256
-_POSITION = "position"
+# Groups dispatched, and prompts of the schedule that had no value when their turn came.
+_POSITION, _PASSED_OVER = "position", "passed_over"
 
 
 def passes(error: SpoError) -> bool:
@@ -65,6 +65,22 @@ class PromptSchedule:
         epoch, index = divmod(position, len(self.problems))
         return self.problems[_order(len(self.problems), self.seed, epoch)[index]]
 
+    def following(self, position: int, count: int, eligible: Collection[str]) -> tuple[list[Problem], int]:
+        """The next `count` eligible problems from a position on, and how many others are passed over on the way.
+
+        None where no problem is eligible.
+        """
+        if not any(problem.problem_id in eligible for problem in self.problems):
+            return [], 0
+        found: list[Problem] = []
+        end = position
+        while len(found) < count:
+            problem = self.at(end)
+            end += 1
+            if problem.problem_id in eligible:
+                found.append(problem)
+        return found, end - position - len(found)
+
 
 class PromptDispatcher:
     """Gives every running job its prompts; the position is in Redis and moves in the same step as the prompts."""
@@ -75,6 +91,7 @@ class PromptDispatcher:
         self.library = library
         self.replay = replay
         self._schedules: dict[str, PromptSchedule] = {}
+        self._eligible = EligiblePrompts(jobs)
         # A run whose replay buffer does not answer holds up no other.
         self._steps = JobSteps(self._dispatch_or_fail, "dispatch")
         self._outages: dict[str, Outage] = {}
@@ -94,6 +111,7 @@ class PromptDispatcher:
         self._steps.close()
 
     def _forget(self, running: Sequence[str]) -> None:
+        self._eligible.forget(running)
         for remembered in (self._schedules, self._outages):
             for ended in remembered.keys() - set(running):
                 del remembered[ended]
@@ -154,9 +172,12 @@ class PromptDispatcher:
 
     def _publish(self, job_id: str, spec: JobSpec, groups: int) -> int:
         cursor = redis_keys.dispatch_cursor(job_id)
-        position = int(self.jobs.client.hget(cursor, _POSITION) or 0)
-        schedule = self._schedule(job_id, spec)
-        dispatched = [_group(job_id, spec, schedule, number) for number in range(position, position + groups)]
+        stored = self.jobs.client.hmget(cursor, [_POSITION, _PASSED_OVER])
+        position, passed_over = (int(number or 0) for number in stored)
+        problems, passing = self._next_problems(job_id, spec, position + passed_over, groups)
+        if not problems:
+            return 0
+        dispatched = [_group(job_id, spec, problem, position + index) for index, problem in enumerate(problems)]
         spans = [_span(group) for group in dispatched]
         writes: list[Write] = [
             append_words(redis_keys.prompts(job_id), group.SerializeToString(), span.header)
@@ -167,7 +188,7 @@ class PromptDispatcher:
                 job_id,
                 (JobState.RUNNING,),
                 guard=Precondition(cursor, _POSITION, str(position) if position else ""),
-                writes=[*writes, ("HSET", cursor, _POSITION, position + groups)],
+                writes=[*writes, ("HSET", cursor, _POSITION, position + groups, _PASSED_OVER, passed_over + passing)],
                 needs_room=True,
             ),
             durable=False,
@@ -178,35 +199,23 @@ class PromptDispatcher:
             span.end()
         return groups
 
-    def _schedule(self, job_id: str, spec: JobSpec) -> PromptSchedule:
+    def _next_problems(self, job_id: str, spec: JobSpec, place: int, count: int) -> tuple[list[Problem], int]:
+        """The next problems with a value that the mix takes; prompts without one are passed over until the next epoch.
+
+        None while more values are on their way. Raises PreconditionFailed (code "no_prompts").
+        """
         if job_id not in self._schedules:
-            problems = self.library.load(spec.tasks).train
-            if spec.value is not None:
-                problems = self._with_value(job_id, spec, problems)
-            if not problems:
-                raise PreconditionFailed(
-                    "no training prompt has a value that the mix takes; nothing can be dispatched", code="no_prompts"
-                )
-            self._schedules[job_id] = PromptSchedule(problems, spec.seed)
-        return self._schedules[job_id]
-
-    def _with_value(self, job_id: str, spec: JobSpec, problems: Sequence[Problem]) -> tuple[Problem, ...]:
-        """Problems with a value, without those that the spec leaves out: unsolved, or with too little spread."""
-        found = self.jobs.client.hgetall(redis_keys.run_values(job_id))
-        values = {prompt_id.decode(): PromptValue.FromString(raw) for prompt_id, raw in found.items()}
-        drops = spec.value is not None and spec.value.unsolved == "drop"
-        least_spread = max((part.min_value_spread for part in spec.replay.mix if part.source == "online"), default=0.0)
-        return tuple(
-            problem
-            for problem in problems
-            if problem.problem_id in values
-            and not (drops and values[problem.problem_id].successes == 0)
-            and _spread(values[problem.problem_id]) >= least_spread
-        )
-
-
-def _spread(value: PromptValue) -> float:
-    return value_spread(value.successes / value.samples) if value.samples else 0.0
+            self._schedules[job_id] = PromptSchedule(self.library.load(spec.tasks).train, spec.seed)
+        schedule = self._schedules[job_id]
+        # Asked first: a value that comes in between is seen, or the estimates are not yet over.
+        pending = self.jobs.record(job_id).estimates_pending
+        eligible = self._eligible.of(job_id, spec, schedule.problems)
+        problems, passing = schedule.following(place, count, eligible)
+        if not problems and not pending:
+            raise PreconditionFailed(
+                "no training prompt has a value that the mix takes; nothing can be dispatched", code="no_prompts"
+            )
+        return problems, passing
 
 
 def _span(group: PromptGroup) -> tracing.Span:
@@ -222,12 +231,12 @@ def _span(group: PromptGroup) -> tracing.Span:
     )
 
 
-def _group(job_id: str, spec: JobSpec, schedule: PromptSchedule, number: int) -> PromptGroup:
+def _group(job_id: str, spec: JobSpec, problem: Problem, number: int) -> PromptGroup:
     low, high = spec.rollout.temperature_range
     return PromptGroup(
         group_id=f"{job_id}-{number}",
         run_id=job_id,
-        prompt=prompt_of(schedule.at(number), spec),
+        prompt=prompt_of(problem, spec),
         sampling=Sampling(
             samples=spec.rollout.samples_per_prompt,
             temperature_min=low,

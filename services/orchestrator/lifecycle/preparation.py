@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from services.orchestrator.datasets.library import TaskLibrary
 from services.orchestrator.evaluation.scorer import upload_tests
 from services.orchestrator.experience.availability import await_stored, needs_estimates, write_prompts
-from services.orchestrator.jobs.record import while_field_is, write_fields
+from services.orchestrator.jobs.record import clear_fields, while_field_is, write_fields
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.lifecycle.dead_letters import DeadLetterWatch
 from services.orchestrator.lifecycle.model_check import ModelCheck
+from services.orchestrator.values.progress import prompts_before_training, prompts_known
 from services.orchestrator.values.requests import publish_estimates, publish_pivotal
 from spo import redis_keys
 from spo.rpc.judge_pools import JudgePools
@@ -72,7 +73,7 @@ class JobPreparation:
         self.jobs.once(job_id, while_field_is(job_id, "prompts_too_long"), "prompts_too_long", body, writes)
 
     def estimate(self, job_id: str) -> None:
-        """Ask for the values, and start training when every prompt has one or was given up on."""
+        """Ask for the values, and start training when enough prompts have one, or all are done or given up on."""
         spec = self.jobs.spec(job_id)
         tasks = self.library.load(spec.tasks)
         problems = tasks.train
@@ -80,11 +81,34 @@ class JobPreparation:
             self.jobs.transition(job_id, JobState.RUNNING, "the objectives need no values")
             return
         publish_estimates(self.jobs, job_id, tasks)
-        done = self.jobs.client.hlen(redis_keys.run_values(job_id))
-        self._report(job_id, "estimating", done, len(problems))
-        given_up = self._given_up(job_id, "estimates", done, len(problems))
-        if done + given_up >= len(problems) and self._pivotal_is_over(job_id, spec, problems):
+        if not self._are_estimated(job_id, len(problems)):
+            needed, known = prompts_before_training(spec, len(problems)), prompts_known(self.jobs.client, job_id)
+            if known >= needed and needed < len(problems):
+                reason = f"{known} of {len(problems)} prompts have a value; the others are estimated while it trains"
+                self.jobs.transition(
+                    job_id, JobState.RUNNING, reason, writes=[write_fields(job_id, estimates_pending=True)]
+                )
+        elif self._pivotal_is_over(job_id, spec, problems):
+            done = self.jobs.client.hlen(redis_keys.run_values(job_id))
             self._go_on(job_id, spec, f"{done} of {len(problems)} prompts have a value")
+
+    def estimate_beside_training(self, job_id: str) -> None:
+        """Of a running job whose estimates go on: tell their progress, and once that they are over.
+
+        Raises PreconditionFailed (code "too_many_dead_letters").
+        """
+        tasks = self.library.load(self.jobs.spec(job_id).tasks)
+        publish_estimates(self.jobs, job_id, tasks)
+        if self._are_estimated(job_id, len(tasks.train)):
+            guard, over = while_field_is(job_id, "estimates_pending", 1), clear_fields(job_id, "estimates_pending")
+            done = self.jobs.client.hlen(redis_keys.run_values(job_id))
+            self.jobs.once(job_id, guard, "estimated", {"done": done, "total": len(tasks.train)}, [over])
+
+    def _are_estimated(self, job_id: str, total: int) -> bool:
+        """Whether every prompt has its final value or was given up on; tells the progress."""
+        done = self.jobs.client.hlen(redis_keys.run_values(job_id))
+        self._report(job_id, "estimating", done, total)
+        return done + self._given_up(job_id, "estimates", done, total) >= total
 
     def _go_on(self, job_id: str, spec: JobSpec, reason: str) -> None:
         """Training begins, or the job has succeeded where nothing is to be trained."""

@@ -2,7 +2,7 @@
 
 queued -> validating   when there is a free slot
 validating -> estimating   tests uploaded
-estimating -> running   every training prompt has a value
+estimating -> running   enough training prompts have a value; the others get theirs while it trains
 running -> succeeded   the trainer finished and the last evaluation is there
 cancelling -> cancelled, pausing -> paused   the trainer gave the job back
 """
@@ -161,6 +161,8 @@ class JobRunner:
             case JobState.ESTIMATING:
                 self.preparation.estimate(job_id)
             case JobState.RUNNING:
+                if self.jobs.record(job_id).estimates_pending:
+                    self.preparation.estimate_beside_training(job_id)
                 self.training.advance(job_id)
             case JobState.PAUSING:
                 self.training.pause(job_id)

@@ -47,8 +47,11 @@ class JobTraining:
         """
         self._pausing_since.pop(job_id, None)
         self._check_dead_letters(job_id)
-        self.references.advance(job_id)
-        trained_steps = self.jobs.record(job_id).trained_steps
+        record = self.jobs.record(job_id)
+        if not record.estimates_pending:
+            # A later reference takes its prompts from those that have a value: all of them, then.
+            self.references.advance(job_id)
+        trained_steps = record.trained_steps
         if trained_steps is not None and self.evaluations.schedule.due(job_id) is None:
             reason = f"{trained_steps} steps trained and evaluated"
             given_up = self.evaluations.schedule.given_up(job_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from typing import Any
 
@@ -12,6 +13,28 @@ from spo.spec.prompt_values import qhat_0
 from spo.v1.value_pb2 import PromptValue
 
 REMEMBERED = 64
+
+
+def prompts_known(client: RedisClient, job_id: str) -> int:
+    """Prompts whose value batches may read by now, provisional or final; one that becomes final in between counts."""
+    with client.pipeline(transaction=True) as pipe:
+        pipe.hlen(redis_keys.run_values(job_id))
+        pipe.hlen(redis_keys.provisional_values(job_id))
+        final, provisional = pipe.execute()
+    return int(final) + int(provisional)
+
+
+def prompts_before_training(spec: JobSpec, total: int) -> int:
+    """Prompts that must have a value before a job trains: as many as a batch holds groups, all, or none."""
+    value = spec.value
+    if value is None or value.start == "all" or not spec.trainer.steps:
+        return total
+    if value.pivotal is not None and value.pivotal.when == "before_training":
+        return total
+    if not spec.reads_values:
+        return 0
+    groups = math.ceil(spec.trainer.batch_size / spec.rollout.samples_per_prompt)
+    return min(total, max(groups, math.ceil(value.start_share * total)))
 
 
 class ValueProgress:

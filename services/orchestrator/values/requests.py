@@ -81,7 +81,7 @@ def _publish(
         outcome = jobs.commit(
             Commit(
                 job_id,
-                (JobState.ESTIMATING,),
+                (JobState.ESTIMATING, JobState.RUNNING),
                 guard=while_field_is(job_id, position_field, position),
                 writes=[*writes, write_fields(job_id, **_at(position_field, position + len(chunk)))],
                 needs_room=True,

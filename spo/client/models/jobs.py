@@ -13,12 +13,16 @@ class Progress(Document):
     """How far a job is; totals are None until its tasks are loaded.
 
     value_samples made the values so far; value_interval_width is the mean width of their intervals, reward units.
+    values_provisional prompts have a value that further samples refine; values_pending: the job trains beside its
+    estimates.
     """
 
     values_done: int
     values_total: int | None
     value_samples: int = 0
     value_interval_width: float | None = None
+    values_provisional: int = 0
+    values_pending: bool = False
     step: int
     steps: int
     weight_version: int

@@ -52,9 +52,10 @@ def job(context: AppContext, job_id: str) -> schemas.Job:
         pipe.zrange(own_keys.job_metrics(job_id), -1, -1, withscores=True)
         pipe.get(redis_keys.run_spec(job_id))
         pipe.hlen(redis_keys.run_values(job_id))
+        pipe.hlen(redis_keys.provisional_values(job_id))
         pipe.hkeys(own_keys.evaluations(job_id))
         pipe.xrevrange(redis_keys.weights(job_id), count=1)
-        fields, state, newest, document, values, evaluated, announced = pipe.execute()
+        fields, state, newest, document, values, provisional, evaluated, announced = pipe.execute()
     if not fields or not state or document is None:
         raise context.jobs.absent(job_id)
     record = JobRecord.from_redis(fields)
@@ -69,6 +70,8 @@ def job(context: AppContext, job_id: str) -> schemas.Job:
         progress=schemas.Progress(
             **context.value_progress.of(job_id, spec, values),
             values_total=record.prompts_total,
+            values_provisional=provisional,
+            values_pending=record.estimates_pending,
             step=summary.step,
             steps=spec.trainer.steps,
             weight_version=announcement_of(announced[0]).version if announced else 0,
