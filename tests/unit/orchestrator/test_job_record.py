@@ -47,6 +47,7 @@ def test_every_field_is_read_as_it_was_written() -> None:
         "checkpoint_asked": True,
         "resume_asked": True,
         "estimates_published": 128,
+        "estimates_pending": True,
         "pivotal_published": 64,
         "reference_asked": "2:128",
         "reference_total": 160,
