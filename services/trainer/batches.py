@@ -77,7 +77,8 @@ class ReplayClient:
                 sampled.trajectory,
                 self._qhat_0(sampled, refreshed),
                 groups.setdefault(sampled.trajectory.prompt_id, len(groups)),
-                0.0 if sampled.trajectory.prompt_id in refreshed else sampled.qhat_0_error,
+                # Those of later references are not told.
+                sampled.qhat_0_error if refreshed is None and not sampled.trajectory.HasField("anchor") else 0.0,
             )
             for sampled in response.batch
             if refreshed is None or sampled.trajectory.prompt_id in refreshed
