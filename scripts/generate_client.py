@@ -19,6 +19,7 @@ CLASSES = (
     "BaseTransport",
     "Client",
     "Connection",
+    "ContinualCalls",
     "DatasetCalls",
     "DeadLetterCalls",
     "ExperienceCalls",

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from services.orchestrator.auth.audit import AuditLog
 from services.orchestrator.auth.authenticator import Authenticator
 from services.orchestrator.auth.paths import require_within
+from services.orchestrator.continual.loop import ContinualLoop
+from services.orchestrator.continual.round_jobs import RoundJobs
+from services.orchestrator.continual.rounds import ContinualStore
 from services.orchestrator.datasets.library import TaskLibrary
 from services.orchestrator.datasets.store import Datasets
 from services.orchestrator.evaluation.queue import EvaluationLimits, EvaluationQueue
@@ -71,6 +74,7 @@ class AppContext:
         self._open_stores()
         self._follow_replicas()
         self._run_jobs()
+        self._go_on_learning()
 
     def _connect_services(self) -> None:
         settings = self.settings
@@ -125,6 +129,13 @@ class AppContext:
         preparation = JobPreparation(jobs, self.library, self.model_check, self.judges)
         training = JobTraining(jobs, self.leases, self.evaluations, self.references, settings)
         self.runner = JobRunner(jobs, self.queue, preparation, training, self.monitor, self.assigner)
+
+    def _go_on_learning(self) -> None:
+        self.continual = ContinualStore(self.jobs)
+        self.round_jobs = RoundJobs(self.jobs, self.forks, self.spec_check, self.experience, self.require_usable)
+        self.continual_loop = ContinualLoop(
+            self.continual, self.served_models, self.round_jobs, self.evaluations, self.weights, self.experience
+        )
 
     def require_usable(self, tasks: TasksSpec | None, tenant: str | None, model: str | None = None) -> None:
         """Refuse tasks, and the folder of a model, that the tenant may not use; None may use all.

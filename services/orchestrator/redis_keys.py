@@ -85,6 +85,21 @@ def open_datasets() -> str:
     return "spo:orchestrator:open_datasets"
 
 
+def continual_jobs() -> str:
+    """Hash: tenant/name -> JSON of a continual job. Orchestrator."""
+    return "spo:orchestrator:continual_jobs"
+
+
+def wanted_rounds() -> str:
+    """Set: tenant/name of continual jobs whose next round somebody asked for. Orchestrator."""
+    return "spo:orchestrator:wanted_rounds"
+
+
+def continual_rounds(tenant_and_name: str) -> str:
+    """Hash: number -> JSON of a round of a continual job, the newest 200. Orchestrator."""
+    return f"spo:orchestrator:continual:{digest(tenant_and_name)}:rounds"
+
+
 def experience_maintenance() -> str:
     """String: token of who prunes or compacts the experience store; expires. Orchestrator."""
     return "spo:orchestrator:experience_maintenance"

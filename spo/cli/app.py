@@ -13,6 +13,9 @@ from typing import Annotated
 import typer
 
 from spo.cli import (
+    continual as cli_continual,
+)
+from spo.cli import (
     datasets as cli_datasets,
 )
 from spo.cli import (
@@ -84,6 +87,7 @@ app.add_typer(cli_platform.keys, name="key")
 app.add_typer(cli_verifier.verifier, name="verifier")
 app.add_typer(cli_platform.platform, name="platform")
 app.add_typer(cli_dead_letters.dead_letters, name="dead-letters")
+app.add_typer(cli_continual.continual, name="continual")
 
 
 def _print_version(asked: object) -> None:

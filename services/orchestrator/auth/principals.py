@@ -17,6 +17,7 @@ READING = ("GET", "HEAD")
 _RULES: tuple[tuple[str, Scope, Scope], ...] = (
     (r"(/v1)?/(keys|audit|dead-letters)(/|$)", "admin", "admin"),
     (r"/v1/scale(/|$)", "jobs:read", "admin"),
+    (r"/v1/continual(/|$)", "jobs:read", "weights:push"),
     (r"/v1/served-models(/|$)", "jobs:read", "weights:push"),
     (r"/v1/jobs/[^/]+/weights(/|$)", "jobs:read", "weights:push"),
     (r"(/v1)?/jobs/[^/]+/(trajectories|prompts|dead-letters)(/|$)", "trajectories:read", "jobs:write"),

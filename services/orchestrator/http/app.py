@@ -12,6 +12,7 @@ from starlette.staticfiles import StaticFiles
 from services.orchestrator.container import AppContext
 from services.orchestrator.http import errors
 from services.orchestrator.http.api import (
+    continual,
     datasets,
     dead_letters,
     evaluations,
@@ -67,6 +68,7 @@ def create_app(context: AppContext) -> FastAPI:
         trajectories,
         values,
         experience,
+        continual,
         datasets,
         evaluations,
         logs,

@@ -26,6 +26,7 @@ from ulid import ULID
 
 from spo import errors
 from spo.client._async.connection import AsyncConnection
+from spo.client._async.continual import AsyncContinualCalls
 from spo.client._async.datasets import AsyncDatasetCalls
 from spo.client._async.dead_letters import AsyncDeadLetterCalls
 from spo.client._async.experience import AsyncExperienceCalls
@@ -193,6 +194,11 @@ class AsyncClient(AsyncTrainingCalls):
     def experience(self) -> AsyncExperienceCalls:
         """Calls about what runs and imports have stored."""
         return AsyncExperienceCalls(self._connection)
+
+    @property
+    def continual(self) -> AsyncContinualCalls:
+        """Calls about jobs that train from stored experience by a schedule and serve what is better."""
+        return AsyncContinualCalls(self._connection)
 
     @property
     def serving(self) -> AsyncServingCalls:

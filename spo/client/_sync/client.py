@@ -26,6 +26,7 @@ from ulid import ULID
 
 from spo import errors
 from spo.client._sync.connection import Connection
+from spo.client._sync.continual import ContinualCalls
 from spo.client._sync.datasets import DatasetCalls
 from spo.client._sync.dead_letters import DeadLetterCalls
 from spo.client._sync.experience import ExperienceCalls
@@ -193,6 +194,11 @@ class Client(TrainingCalls):
     def experience(self) -> ExperienceCalls:
         """Calls about what runs and imports have stored."""
         return ExperienceCalls(self._connection)
+
+    @property
+    def continual(self) -> ContinualCalls:
+        """Calls about jobs that train from stored experience by a schedule and serve what is better."""
+        return ContinualCalls(self._connection)
 
     @property
     def serving(self) -> ServingCalls:

@@ -1,5 +1,12 @@
 """Documents of the REST API as `spo.client` returns and takes them, under the API's names; a module per noun."""
 
+from spo.client.models.continual import (
+    ContinualDetail,
+    ContinualList,
+    ContinualRound,
+    ContinualSummary,
+    RoundComparison,
+)
 from spo.client.models.datasets import (
     DatasetPage,
     DatasetReport,
@@ -136,6 +143,10 @@ __all__ = [
     "Completion",
     "CompletionRequest",
     "Completions",
+    "ContinualDetail",
+    "ContinualList",
+    "ContinualRound",
+    "ContinualSummary",
     "DatasetPage",
     "DatasetReport",
     "DatasetRowFault",
@@ -199,6 +210,7 @@ __all__ = [
     "Replica",
     "Replicas",
     "ResponseSegment",
+    "RoundComparison",
     "RowFault",
     "RowFilters",
     "ScaleView",
