@@ -8,9 +8,6 @@ from dataclasses import dataclass, field
 from services.orchestrator.auth.audit import AuditLog
 from services.orchestrator.auth.authenticator import Authenticator
 from services.orchestrator.auth.paths import require_within
-from services.orchestrator.continual.loop import ContinualLoop
-from services.orchestrator.continual.round_jobs import RoundJobs
-from services.orchestrator.continual.rounds import ContinualStore
 from services.orchestrator.datasets.library import TaskLibrary
 from services.orchestrator.datasets.store import Datasets
 from services.orchestrator.evaluation.queue import EvaluationLimits, EvaluationQueue
@@ -42,6 +39,9 @@ from services.orchestrator.replicas.heartbeats import HeartbeatResponder
 from services.orchestrator.replicas.registry import ReplicaRegistry
 from services.orchestrator.replicas.scaling import Scale
 from services.orchestrator.replicas.weights import WeightAnnouncements
+from services.orchestrator.serving.continual.loop import ContinualLoop
+from services.orchestrator.serving.continual.round_jobs import RoundJobs
+from services.orchestrator.serving.continual.rounds import ContinualStore
 from services.orchestrator.serving.served_models import ServedModels
 from services.orchestrator.settings import Settings
 from services.orchestrator.values.progress import ValueProgress

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spo.client._async.connection import AsyncConnection
-from spo.client.models import ServedModel, ServedModelList
+from spo.client.models import ServedModelList, ServedModelView
 
 
 class AsyncServingCalls:
@@ -12,34 +12,34 @@ class AsyncServingCalls:
     def __init__(self, connection: AsyncConnection) -> None:
         self._connection = connection
 
-    async def models(self) -> list[ServedModel]:
+    async def models(self) -> list[ServedModelView]:
         """Every name that means something now."""
         return (await self._connection.ask(ServedModelList, "GET", "/v1/served-models")).items
 
-    async def get(self, name: str) -> ServedModel:
+    async def get(self, name: str) -> ServedModelView:
         """What a name means now. Raises NotFound."""
-        return await self._connection.ask(ServedModel, "GET", f"/v1/served-models/{name}")
+        return await self._connection.ask(ServedModelView, "GET", f"/v1/served-models/{name}")
 
     async def publish(
         self, name: str, job_id: str, version: int | None = None, note: str = "", expected_number: int | None = None
-    ) -> ServedModel:
+    ) -> ServedModelView:
         """Let a name mean a weight version of a job, None: always its newest.
 
         Raises NotFound, and Conflict when the name's last change is not number `expected_number` (0: none).
         """
         body = {"job_id": job_id, "version": version, "note": note, "expected_number": expected_number}
-        return await self._connection.ask(ServedModel, "PUT", f"/v1/served-models/{name}", json=body)
+        return await self._connection.ask(ServedModelView, "PUT", f"/v1/served-models/{name}", json=body)
 
-    async def roll_back(self, name: str, to_number: int | None = None, note: str = "") -> ServedModel:
+    async def roll_back(self, name: str, to_number: int | None = None, note: str = "") -> ServedModelView:
         """Serve again what was served before, or after change `to_number`. Raises NotFound, PreconditionFailed."""
         body = {"to_number": to_number, "note": note}
         path = f"/v1/served-models/{name}/rollback"
-        return await self._connection.ask(ServedModel, "POST", path, json=body, repeatable=False)
+        return await self._connection.ask(ServedModelView, "POST", path, json=body, repeatable=False)
 
-    async def remove(self, name: str) -> ServedModel:
+    async def remove(self, name: str) -> ServedModelView:
         """Let a name mean nothing; its history stays. Raises NotFound."""
-        return await self._connection.ask(ServedModel, "DELETE", f"/v1/served-models/{name}")
+        return await self._connection.ask(ServedModelView, "DELETE", f"/v1/served-models/{name}")
 
-    async def history(self, name: str) -> list[ServedModel]:
+    async def history(self, name: str) -> list[ServedModelView]:
         """The last hundred changes of a name, newest first. Raises NotFound."""
         return (await self._connection.ask(ServedModelList, "GET", f"/v1/served-models/{name}/history")).items

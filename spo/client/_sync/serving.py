@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from spo.client._sync.connection import Connection
-from spo.client.models import ServedModel, ServedModelList
+from spo.client.models import ServedModelList, ServedModelView
 
 
 class ServingCalls:
@@ -13,34 +13,34 @@ class ServingCalls:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def models(self) -> list[ServedModel]:
+    def models(self) -> list[ServedModelView]:
         """Every name that means something now."""
         return (self._connection.ask(ServedModelList, "GET", "/v1/served-models")).items
 
-    def get(self, name: str) -> ServedModel:
+    def get(self, name: str) -> ServedModelView:
         """What a name means now. Raises NotFound."""
-        return self._connection.ask(ServedModel, "GET", f"/v1/served-models/{name}")
+        return self._connection.ask(ServedModelView, "GET", f"/v1/served-models/{name}")
 
     def publish(
         self, name: str, job_id: str, version: int | None = None, note: str = "", expected_number: int | None = None
-    ) -> ServedModel:
+    ) -> ServedModelView:
         """Let a name mean a weight version of a job, None: always its newest.
 
         Raises NotFound, and Conflict when the name's last change is not number `expected_number` (0: none).
         """
         body = {"job_id": job_id, "version": version, "note": note, "expected_number": expected_number}
-        return self._connection.ask(ServedModel, "PUT", f"/v1/served-models/{name}", json=body)
+        return self._connection.ask(ServedModelView, "PUT", f"/v1/served-models/{name}", json=body)
 
-    def roll_back(self, name: str, to_number: int | None = None, note: str = "") -> ServedModel:
+    def roll_back(self, name: str, to_number: int | None = None, note: str = "") -> ServedModelView:
         """Serve again what was served before, or after change `to_number`. Raises NotFound, PreconditionFailed."""
         body = {"to_number": to_number, "note": note}
         path = f"/v1/served-models/{name}/rollback"
-        return self._connection.ask(ServedModel, "POST", path, json=body, repeatable=False)
+        return self._connection.ask(ServedModelView, "POST", path, json=body, repeatable=False)
 
-    def remove(self, name: str) -> ServedModel:
+    def remove(self, name: str) -> ServedModelView:
         """Let a name mean nothing; its history stays. Raises NotFound."""
-        return self._connection.ask(ServedModel, "DELETE", f"/v1/served-models/{name}")
+        return self._connection.ask(ServedModelView, "DELETE", f"/v1/served-models/{name}")
 
-    def history(self, name: str) -> list[ServedModel]:
+    def history(self, name: str) -> list[ServedModelView]:
         """The last hundred changes of a name, newest first. Raises NotFound."""
         return (self._connection.ask(ServedModelList, "GET", f"/v1/served-models/{name}/history")).items

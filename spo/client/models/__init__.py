@@ -91,7 +91,7 @@ from spo.client.models.requests import (
     StoreFilters,
     TrajectoryFilters,
 )
-from spo.client.models.serving import ServedModel, ServedModelList, ServedTarget
+from spo.client.models.serving import ServedModelList, ServedModelView, ServedTarget
 from spo.client.models.training import (
     AnnouncedVersion,
     Checkpoint,
@@ -215,8 +215,8 @@ __all__ = [
     "RowFilters",
     "ScaleView",
     "Scope",
-    "ServedModel",
     "ServedModelList",
+    "ServedModelView",
     "ServedTarget",
     "Source",
     "SpecWarning",

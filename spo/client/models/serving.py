@@ -12,7 +12,7 @@ class ServedTarget(Document):
     version: int | None
 
 
-class ServedModel(ServedTarget):
+class ServedModelView(ServedTarget):
     """A name and what it means since its last change; restores: the change that a roll-back brought back."""
 
     name: str
@@ -26,5 +26,5 @@ class ServedModel(ServedTarget):
     removed: bool
 
 
-class ServedModelList(Listing[ServedModel]):
+class ServedModelList(Listing[ServedModelView]):
     """Names, or the changes of one."""

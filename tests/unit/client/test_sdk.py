@@ -22,7 +22,7 @@ from spo.errors import Unreachable
 from tests.support.openapi_documents import answer_to
 
 ROOT = Path(__file__).parents[3]
-SECTIONS = ("", "datasets", "dead_letters", "experience", "platform")
+SECTIONS = ("", "continual", "datasets", "dead_letters", "experience", "platform", "serving")
 ENDED = {"seq": 1, "at": "2026-01-01T00:00:00Z", "actor": "trainer", "kind": "state", "body": {"to": "succeeded"}}
 ENDS = {"next_cursor": None, "uploaded_bytes": 1 << 20}
 ARGUMENTS: dict[str, Any] = {

@@ -151,7 +151,7 @@ def test_a_class_name_means_one_thing() -> None:
 
 
 def test_top_levels_stay_small() -> None:
-    for folder, most in (("spo", 27), ("services/orchestrator", 18)):
+    for folder, most in (("spo", 27), ("services/orchestrator", 19)):
         entries = [path.name for path in (ROOT / folder).iterdir() if path.name != "__pycache__"]
         assert len(entries) <= most, sorted(entries)
 

@@ -9,9 +9,9 @@ from fastapi import APIRouter, Path, Response
 from pydantic import BaseModel
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.continual.definition import NAME, ContinualSpec
-from services.orchestrator.continual.rounds import ContinualJob, Round
 from services.orchestrator.http.dependencies import ContextDep, PrincipalDep
+from services.orchestrator.serving.continual.definition import NAME, ContinualSpec
+from services.orchestrator.serving.continual.rounds import ContinualJob, Round
 from spo.errors import InvalidInput
 
 router = APIRouter(prefix="/v1/continual", tags=["continual jobs"])
@@ -50,7 +50,7 @@ class ContinualRound(BaseModel):
 class ContinualSummary(BaseModel):
     name: str
     tenant: str
-    spec: ContinualSpec
+    spec: dict[str, object]
     created_at: str
 
 
@@ -111,7 +111,9 @@ def delete_continual(context: ContextDep, principal: PrincipalDep, name: Name) -
 
 
 def _summary(job: ContinualJob) -> ContinualSummary:
-    return ContinualSummary(name=job.name, tenant=job.tenant, spec=job.spec, created_at=job.created_at)
+    return ContinualSummary(
+        name=job.name, tenant=job.tenant, spec=job.spec.model_dump(mode="json"), created_at=job.created_at
+    )
 
 
 def _detail(context: AppContext, job: ContinualJob) -> ContinualDetail:

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from services.orchestrator import redis_keys as own_keys
-from services.orchestrator.continual.definition import ContinualSpec
 from services.orchestrator.jobs.commit import timestamp
 from services.orchestrator.jobs.store import JobStore
+from services.orchestrator.serving.continual.definition import ContinualSpec
 from spo.errors import NotFound, ResourceExhausted
 from spo.spec.stored import read_stored, record_from_json
 
@@ -25,8 +25,8 @@ class Round:
     """One round: which version it started from, the job that trains, and what the gate said.
 
     parent_change: the number of the change under which that was served. learned_from: rows of each stored run when it
-    began. comparison: fields of gate.Comparison. served: version, of job_id, was put in service; kept: what was served
-    stayed, reason says why.
+    began. comparison: fields of a GateComparison. served: version, of job_id, was put in service; kept: what was served
+    before stayed, reason says why.
     """
 
     number: int

@@ -14,15 +14,15 @@ from typing import cast
 
 import redis
 
-from services.orchestrator.continual.gate import Comparison, compare
-from services.orchestrator.continual.round_jobs import RoundJobs
-from services.orchestrator.continual.rounds import ENDED, ContinualJob, ContinualStore, Round, RoundState
 from services.orchestrator.evaluation.queue import EvaluationQueue
 from services.orchestrator.evaluation.requests import OPEN, RequestedEvaluation
 from services.orchestrator.jobs.commit import timestamp
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.leadership import NotLeading
 from services.orchestrator.replicas.weights import WeightAnnouncements
+from services.orchestrator.serving.continual.gate import GateComparison, compare
+from services.orchestrator.serving.continual.round_jobs import RoundJobs
+from services.orchestrator.serving.continual.rounds import ENDED, ContinualJob, ContinualStore, Round, RoundState
 from services.orchestrator.serving.served_models import Change, ServedModels, Target
 from spo.errors import Conflict, NotFound, SpoError
 from spo.experience.store import ExperienceStore
@@ -174,7 +174,7 @@ class ContinualLoop:
         comparison = compare(served, candidate, level=gate.level, seed=current.number)
         self._decide(job, replace(current, comparison=asdict(comparison)), comparison)
 
-    def _decide(self, job: ContinualJob, current: Round, found: Comparison) -> None:
+    def _decide(self, job: ContinualJob, current: Round, found: GateComparison) -> None:
         told = (
             f"pass@1 {found.served:.3f} -> {found.candidate:.3f}, gain {found.gain:+.3f} "
             f"({found.low:+.3f} to {found.high:+.3f}) on {found.problems} problems"

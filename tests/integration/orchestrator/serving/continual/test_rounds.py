@@ -14,7 +14,7 @@ import pytest
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
-from services.orchestrator.continual.rounds import ContinualJob, Round
+from services.orchestrator.serving.continual.rounds import ContinualJob, Round
 from services.orchestrator.serving.served_models import Change, Target
 from spo.experience.columns import StoredTrajectory
 from spo.experience.store import Origin

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from services.orchestrator.continual.definition import ContinualSpec
-from services.orchestrator.continual.rounds import ContinualJob, Round
 from services.orchestrator.experience.availability import require_stored
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.lifecycle.forks.fork import ForkOptions, Forks, merge_patch
 from services.orchestrator.lifecycle.shared_rollout_rules import require_followable
 from services.orchestrator.lifecycle.submission import SpecCheck
+from services.orchestrator.serving.continual.definition import ContinualSpec
+from services.orchestrator.serving.continual.rounds import ContinualJob, Round
 from spo.errors import FieldViolation, InvalidInput, NotReady
 from spo.experience.store import ExperienceStore
 from spo.spec.job_spec import JobSpec, TasksSpec, parse_job_spec

@@ -13,7 +13,7 @@ RESAMPLES = 4000
 
 
 @dataclass(frozen=True)
-class Comparison:
+class GateComparison:
     """Mean pass@1 of both over `problems`, their difference and its bootstrap interval [low, high]."""
 
     served: float
@@ -26,7 +26,7 @@ class Comparison:
 
 def compare(
     served: Sequence[Mapping[str, object]], candidate: Sequence[Mapping[str, object]], *, level: float, seed: int
-) -> Comparison:
+) -> GateComparison:
     """Compare two evaluations' `per_problem` tables; equal inputs and seed give equal intervals.
 
     Raises PreconditionFailed (code "not_comparable") where they are of different problems.
@@ -40,7 +40,7 @@ def compare(
     rng = np.random.default_rng(seed)
     means = [gain_P[rng.integers(len(gain_P), size=len(gain_P))].mean() for _ in range(RESAMPLES)]
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return Comparison(
+    return GateComparison(
         served=float(before_P.mean()),
         candidate=float(after_P.mean()),
         gain=float(gain_P.mean()),
