@@ -23,8 +23,8 @@ def test_jobs_make_the_toy_model_and_fetch_others_into_a_claim_of_the_chart() ->
     objects = rendered("everything")
     assert set(jobs(objects)) == {
         "spo.cli toy-model /models/toy",
-        "spo.model.download hf://Qwen/Qwen2.5-0.5B@main /models/qwen",
-        "spo.model.download s3://models/own /models/own",
+        "spo.weights.download hf://Qwen/Qwen2.5-0.5B@main /models/qwen",
+        "spo.weights.download s3://models/own /models/own",
     }
     for container in jobs(objects).values():
         told = {each["name"]: each for each in container["env"]}

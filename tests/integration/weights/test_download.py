@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save
 
 from spo.errors import InvalidInput, NotFound, Unreachable
-from spo.model.download import download_model
+from spo.weights.download import download_model
 from tests.support.s3_server import serve_s3
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -175,7 +175,7 @@ def test_a_model_of_a_hub_is_asked_for_with_the_token_in_its_revision(site: Site
     # A process of its own: the hub's library reads its variables when it is imported.
     told = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": site.url, "HF_TOKEN": "hf_own", "HF_HOME": str(tmp_path / "cache")}
     told["HF_HUB_DISABLE_XET"] = "1"
-    command = [sys.executable, "-m", "spo.model.download", "hf://own/model@v1", str(tmp_path / "own")]
+    command = [sys.executable, "-m", "spo.weights.download", "hf://own/model@v1", str(tmp_path / "own")]
     done = subprocess.run(command, env={**os.environ, **told}, capture_output=True, text=True, timeout=120, check=False)
 
     assert done.returncode == 0, done.stderr + done.stdout

@@ -1,4 +1,4 @@
-"""python -m spo.model.download PLACE FOLDER: fetch a model into a folder that is whole or absent.
+"""python -m spo.weights.download PLACE FOLDER: fetch a model into a folder that is whole or absent.
 
     hf://org/name[@revision]    a hub that speaks Hugging Face's API (HF_ENDPOINT, HF_TOKEN)
     s3://bucket/folder          an object store (AWS_* variables)
@@ -155,7 +155,7 @@ def main(arguments: list[str]) -> int:
     """Fetch, and say in a line of log what came of it."""
     configure_logs("model")
     if len(arguments) != 2:
-        log.error("usage: python -m spo.model.download PLACE FOLDER")
+        log.error("usage: python -m spo.weights.download PLACE FOLDER")
         return 2
     place, folder = arguments[0], Path(arguments[1])
     try:
