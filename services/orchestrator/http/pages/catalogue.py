@@ -29,6 +29,7 @@ ROWS = 25
 LOOKED_AT = 300
 SHOWN_FAULTS = 50
 SHOWN_JOBS = 6
+SHOWN_CHANGES = 10
 DatasetId = Annotated[str, PathParameter(pattern=r"^ds_[0-9A-HJKMNP-TV-Z]{26}$")]
 
 
@@ -70,7 +71,21 @@ def show_models(request: Request, context: ContextDep, principal: PrincipalDep) 
         if (versions := context.weights.versions(job.id))
     ]
     facts = {"models": list(_models(context, principal, specs)), "trained": trained, "looked_at": LOOKED_AT}
-    return show(request, "models/page.html", **facts)
+    return show(request, "models/page.html", **facts, **_served(context, principal))
+
+
+@router.get("/models/served")
+def show_served(request: Request, context: ContextDep, principal: PrincipalDep) -> Response:
+    """Only what is served under which name, and the continual jobs that change it."""
+    return show(request, "models/served.html", **_served(context, principal))
+
+
+def _served(context: AppContext, principal: Principal) -> dict[str, object]:
+    """Names with their last changes, and continual jobs with their last rounds."""
+    names, tenant = context.served_models, principal.sees_tenant
+    continual = [(job, context.continual.rounds(job)[:SHOWN_CHANGES]) for job in context.continual.all(tenant)]
+    served = [(each, names.history(each.tenant, each.name, SHOWN_CHANGES)) for each in names.all(tenant)]
+    return {"served": served[:ROWS], "continual": continual[:ROWS]}
 
 
 def _specs(context: AppContext, principal: Principal) -> dict[str, bytes]:

@@ -85,7 +85,7 @@ def publish(context: AppContext, job_id: str, state_path: Path, version: int) ->
     folder = state_path / "weights" / job_id / f"{version:08d}"
     told = {"version": version, "step": 10 * version, "uri": str(folder)}
     told["manifest_digest"] = seal(folder, head, "model-00001.safetensors", version)
-    record = json.dumps(told | {"size_bytes": 1, "published_at": "t"})
+    record = json.dumps(told | {"size_bytes": 1, "published_at": "2026-01-01T00:00:00Z"})
     context.redis.hset(own_keys.job_weights(job_id), str(version), record)
 
 
@@ -144,6 +144,22 @@ def test_a_better_version_is_served_and_the_next_round_starts_from_it(
     loop.store(3)
     after = loop.tick()
     assert (after["number"], after["parent_job"], after["parent_version"]) == (2, begun["job_id"], 1)
+
+
+def test_the_page_shows_what_was_served_when_and_why(loop: Loop, state_path: Path, api: httpx.Client) -> None:
+    assert "No name is served yet" not in api.get("/models").text
+    loop.put()
+    assert "no round yet" in api.get("/models").text
+    loop.store(1)
+    begun = loop.tick()
+    loop.train(begun["job_id"], state_path)
+    loop.evaluate(loop.tick(), (0.4, 0.6))
+    loop.tick()
+
+    page = api.get("/models").text
+    assert "gain +0.200" in page
+    assert "continual job nightly" in page
+    assert 'hx-post="/v1/served-models/helper/rollback"' in page
 
 
 def test_what_is_not_shown_to_be_better_is_not_served(loop: Loop, parent: str, state_path: Path) -> None:
