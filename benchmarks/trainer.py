@@ -47,6 +47,7 @@ MEMORY_SECONDS = 600.0
 HALF_ONLINE = {"algorithm": {"losses": [{"objective": "terminal_squared"}]}}
 PPO = {
     "algorithm": {"losses": [{"objective": "ppo"}], "critic": {}},
+    "rollout": {"temperature": 1.0, "top_p": 1.0},
     "replay": {"mix": [{"source": "online", "share": 1.0}]},
 }
 

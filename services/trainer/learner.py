@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,8 +16,9 @@ from services.trainer.deepspeed_engine import DeepSpeedEngine
 from services.trainer.microbatches import MicroBatch, Minibatch
 from services.trainer.policy import Policy, load_model
 from services.trainer.ranks import Ranks
-from services.trainer.step_metrics import WeightedMeans, is_unchanged_sample, sampler_metrics
+from services.trainer.step_metrics import WeightedMeans, is_unchanged_sample, sampler_metrics, weight_metrics
 from services.trainer.unusable_batch import UnusableBatch, on_each
+from spo.algorithm.diagnostics import effective_sample_share
 from spo.algorithm.q_values import check_starts_at_reference
 from spo.algorithm.rounding import Difference, Rounding
 from spo.algorithm.whole_batch import BatchTotals
@@ -142,8 +144,9 @@ class Learner:
         finally:
             for micro_batch in micro_batches:
                 micro_batch.release()
-        metrics = means.means(self._ranks.gather(means))
-        return StepResult({**metrics, "learning_rate": learning_rate}, updates=updates)
+        gathered = self._ranks.gather(means)
+        weights = weight_metrics([weight for found in gathered for weight in found.log_weights])
+        return StepResult({**means.means(gathered), **weights}, updates=updates)
 
     def _add_advantages(self, critic: Critic, micro_batches: Sequence[MicroBatch]) -> None:
         """Add advantages and returns, under the policy and critic of this moment, to the micro-batches' tensors."""
@@ -185,8 +188,10 @@ class Learner:
 
     def _update(self, minibatch: Minibatch, learning_rate: float, means: WeightedMeans) -> None:
         """One step of the policy, and of the critic if there is one. Raises UnusableBatch on every rank alike."""
+        met = len(means.log_weights)
         try:
             self._accumulate(self.engine, minibatch, lambda micro_batch: self._policy.loss(micro_batch, means))
+            learning_rate *= self._rate_factor(means.log_weights[met:])
             if self._critic:
                 self._update_critic(self._critic, minibatch, learning_rate, means)
         except UnusableBatch:
@@ -196,7 +201,18 @@ class Learner:
         norm = self.engine.step(learning_rate)
         if norm is None:
             raise _not_finite("the gradient is not finite")
-        means.add({"grad_norm": norm}, 1)
+        means.add({"grad_norm": norm, "learning_rate": learning_rate}, 1)
+
+    def _rate_factor(self, log_weights: Sequence[float]) -> float:
+        """Of the learning rate: the root of the effective sample share of this update, all ranks together, if asked.
+
+        Adam's step does not shrink with noise, so that its rate is to follow the root of the samples' number
+        (Huang et al. 2026).
+        """
+        if not self._spec.trainer.scale_rate_by_effective_samples:
+            return 1.0
+        every = [weight for found in self._ranks.gather(list(log_weights)) for weight in found]
+        return math.sqrt(effective_sample_share(every))
 
     def _update_critic(self, critic: Critic, minibatch: Minibatch, learning_rate: float, means: WeightedMeans) -> None:
         def loss_of(micro_batch: MicroBatch) -> Tensor:

@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 from services.trainer.batches import TrainingSample, is_anchored, token_batch
 from services.trainer.deepspeed_engine import DeepSpeedEngine
 from services.trainer.microbatches import MicroBatch
-from services.trainer.step_metrics import WeightedMeans, named_diagnostics
+from services.trainer.step_metrics import WeightedMeans, is_untempered, named_diagnostics
 from services.trainer.weights import take_weights
 from services.trainer.zero3.loading import partitioned_loading
 from services.trainer.zero3.reference import ReferenceModel
-from spo.algorithm.diagnostics import batch_diagnostics
+from spo.algorithm.diagnostics import batch_diagnostics, sampler_log_weights
 from spo.algorithm.losses import spo_loss
 from spo.algorithm.token_batch import TokenBatch
 from spo.errors import FieldViolation, InvalidInput
@@ -32,6 +32,7 @@ from spo.model.logprobs import DTYPES, load_policy, token_logprobs
 from spo.model.lora import adapter_off, add_adapter, take_adapter
 from spo.service.memory import is_out_of_memory
 from spo.spec.job_spec import JobSpec
+from spo.spec.section import LIVE_SOURCES
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 
 
@@ -114,13 +115,28 @@ class Policy:
             return loss
         diagnostics = batch_diagnostics(logprobs_BL.detach(), batch, algorithm.beta)
         means.add({"loss": loss.item(), **parts, **named_diagnostics(diagnostics)}, micro_batch.weight)
+        self._measure_samples(micro_batch, logprobs_BL.detach(), means)
+        return loss
+
+    def _measure_samples(self, micro_batch: MicroBatch, logprobs_BL: Tensor, means: WeightedMeans) -> None:
+        """What the run's own samples tell of the policy, and of how far it is from those who sampled them."""
+        batch = self.batch(micro_batch)
         online_B = batch.source_B == SOURCE_ONLINE
         if online_B.any():
-            # On samples of (nearly) the current policy the mean of -ln pi estimates its entropy per token.
-            online = batch_diagnostics(logprobs_BL.detach()[online_B], batch.select(online_B), algorithm.beta)
-            of_online = {"entropy": online["token_nll_nats"], "log_ratio/online": online["log_ratio_nats"]}
+            online = batch_diagnostics(logprobs_BL[online_B], batch.select(online_B), self._spec.algorithm.beta)
+            of_online = {"token_nll/online": online["token_nll_nats"], "log_ratio/online": online["log_ratio_nats"]}
             means.add(of_online, int(online_B.sum()))
-        return loss
+        plain = torch.tensor([is_untempered(row.trajectory) for row in micro_batch.rows], device=online_B.device)
+        plain_B = online_B & plain
+        if plain_B.any():
+            # On samples of (nearly) the current policy the mean of -ln pi estimates its entropy per token; on cooler
+            # ones it would be too low.
+            found = batch_diagnostics(logprobs_BL[plain_B], batch.select(plain_B), self._spec.algorithm.beta)
+            means.add({"entropy": found["token_nll_nats"]}, int(plain_B.sum()))
+        known = torch.tensor([bool(row.trajectory.sampling_logprobs) for row in micro_batch.rows])
+        known_B = batch.rows_from(tuple(sorted(LIVE_SOURCES))) & known.to(online_B.device)
+        if known_B.any():
+            means.log_weights += sampler_log_weights(logprobs_BL[known_B], batch.select(known_B)).tolist()
 
     def _build(self, rows: Sequence[TrainingSample]) -> TokenBatch:
         algorithm = self._spec.algorithm

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from services.trainer.batches import TrainingSample
 from spo.algorithm.collapse_guard import SAMPLER_MISMATCH
+from spo.algorithm.diagnostics import effective_sample_share
 from spo.algorithm.rounding import Difference
 from spo.model.segments import trained_tokens
 from spo.spec.wire_enums import wire_name
@@ -18,11 +19,15 @@ MOST_PARTS = 32
 
 
 class WeightedMeans:
-    """Weighted means of named values; the weight is a number of trajectories. Mergeable over ranks."""
+    """Weighted means of named values; the weight is a number of trajectories. Mergeable over ranks.
+
+    log_weights: ln pi_theta / pi_sampler of the responses whose sampler is known, as they were met.
+    """
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = defaultdict(float)
         self.weights: dict[str, float] = defaultdict(float)
+        self.log_weights: list[float] = []
 
     def add(self, values: Mapping[str, float], weight: float) -> None:
         if weight:
@@ -77,15 +82,30 @@ def named_diagnostics(diagnostics: dict[str, float]) -> dict[str, float]:
     renamed = {
         "kl_to_reference_nats": "kl_to_reference",
         "log_ratio_nats": "log_ratio",
+        "log_ratio_per_token_nats": "log_ratio_per_token",
         "response_tokens": "response_length",
     }
     return {renamed.get(name, name): value for name, value in diagnostics.items() if name != "reward"}
 
 
+def is_untempered(trajectory: Trajectory) -> bool:
+    """Whether a policy was sampled as it is: neither hotter nor cooler, nothing cut off."""
+    return trajectory.temperature == 1 and trajectory.top_p == 1
+
+
 def is_unchanged_sample(trajectory: Trajectory) -> bool:
-    """Whether pi0 was sampled as it is: neither hotter nor cooler, nothing cut off; its log-probs are then ln pi0."""
-    plain = trajectory.temperature == 1 and trajectory.top_p == 1
-    return plain and trajectory.policy_version_last == 0 and bool(trajectory.sampling_logprobs)
+    """Whether pi0 was sampled as it is; its log-probs are then ln pi0."""
+    return is_untempered(trajectory) and trajectory.policy_version_last == 0 and bool(trajectory.sampling_logprobs)
+
+
+def weight_metrics(log_weights: Sequence[float]) -> dict[str, float]:
+    """How far the policy is from the samplers of the responses, in nats of whole ones (k2); the effective samples."""
+    if not log_weights:
+        return {}
+    return {
+        "kl_to_sampler": 0.5 * sum(weight * weight for weight in log_weights) / len(log_weights),
+        "effective_sample_share": effective_sample_share(log_weights),
+    }
 
 
 def sampler_metrics(differences: Sequence[Difference]) -> dict[str, float]:

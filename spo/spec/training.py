@@ -45,6 +45,10 @@ class TrainerSpec(Section):
         default="constant", description="How the rate falls after the warm-up, until the last step."
     )
     learning_rate_floor: Share = Field(default=0.0, description="Share of the rate that a falling one ends at.")
+    scale_rate_by_effective_samples: bool = Field(
+        default=False,
+        description="Times the root of the effective sample share of the importance weights ln pi / pi_sampler.",
+    )
     adam_betas: tuple[Share, Share] = (0.9, 0.95)
     weight_decay: float = Field(default=0.0, ge=0, le=1, description="Of matrices; norms and biases have none.")
     warmup_steps: int = Field(default=10, ge=0, le=MOST_COUNT)

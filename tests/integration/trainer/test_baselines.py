@@ -53,6 +53,7 @@ def ppo_spec(model_path: Path, critic: dict[str, float] | None = None, **trainer
                 "critic": critic,
             },
             "value": None,
+            "rollout": {"temperature": 1.0, "top_p": 1.0},
             "offline": {"human_solutions": False, "keep_reference_samples": False},
             "replay": {"mix": [{"source": "online", "share": 1.0}]},
             "trainer": {**defaults, **trainer},

@@ -34,6 +34,7 @@ METHODS = pytest.mark.parametrize("method", ["spo", "ppo"])
 # Two models per rank, and two updates per batch.
 PPO: dict[str, Any] = {
     "algorithm": {"losses": [{"objective": "ppo"}], "critic": {}},
+    "rollout": {"temperature": 1.0, "top_p": 1.0},
     "replay": {"mix": [{"source": "online", "share": 1.0}]},
 }
 # Groups of any size: the pool draws single trajectories, so ranks get unequal shares.

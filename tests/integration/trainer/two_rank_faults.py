@@ -27,6 +27,7 @@ from spo.v1.trajectory_pb2 import Trajectory
 
 PPO = {
     "algorithm": {"losses": [{"objective": "ppo"}], "critic": {}},
+    "rollout": {"temperature": 1.0, "top_p": 1.0},
     "value": None,
     "offline": {"human_solutions": False, "keep_reference_samples": False},
     "replay": {"mix": [{"source": "online", "share": 1.0}]},

@@ -26,7 +26,9 @@ const TRAINING = {
   "curve-score": (name) => name === "score" || name.startsWith("score/"),
   "curve-loss": (name) => name === "loss" || name.startsWith("loss_") || name === "value_loss",
   "curve-kl": (name) => name.startsWith("kl"),
-  "curve-entropy": (name) => name === "entropy",
+  "curve-residual": (name) => name.startsWith("residual"),
+  "curve-share": (name) => name === "effective_sample_share" || name === "truncated/online",
+  "curve-entropy": (name) => name === "entropy" || name === "token_nll/online" || name === "log_ratio_per_token",
   "curve-staleness": (name) => name === "staleness",
   "curve-seconds": (name) => name === "wait_seconds" || name === "step_seconds",
 };
