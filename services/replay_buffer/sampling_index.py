@@ -15,9 +15,17 @@ import numpy as np
 
 from services.replay_buffer.limiter import LiveCounts
 from services.replay_buffer.sample_counts import SampleCounts
-from services.replay_buffer.windows import Candidate, LiveWindow, OfflineWindow, read_fact, rule_of
+from services.replay_buffer.windows import Candidate, LiveWindow, OfflineWindow, in_pairs, read_fact, rule_of
 from spo import redis_keys
-from spo.algorithm.replay_sampling import aged_priority, draw_balanced, draw_ranks, draw_weighted, value_spread
+from spo.algorithm.replay_sampling import (
+    age_weights,
+    aged_priority,
+    draw_balanced,
+    draw_pairs,
+    draw_ranks,
+    draw_weighted,
+    value_spread,
+)
 from spo.errors import IntegrityError, NotFound
 from spo.messaging.redis_client import RedisClient, RedisPipeline
 from spo.observability.logs import get_logger
@@ -117,6 +125,13 @@ class SamplingIndex:
             ranks = draw_balanced(rng, [candidate.prompt_id for candidate in candidates], units)
         elif rule.sampler == "outcome_balanced":
             ranks = draw_balanced(rng, [candidate.correct for candidate in candidates], units)
+        elif rule.sampler == "pairs":
+            prompts, correct = zip(*((candidate.prompt_id, candidate.correct) for candidate in candidates), strict=True)
+            ranks = draw_pairs(rng, prompts, correct, units // 2)
+        elif rule.age_half_life is not None and rule.source in LIVE_SOURCES:
+            newest = self.newest_version(rule.source)
+            ages = [newest - candidate.version for candidate in candidates]
+            ranks = draw_weighted(rng, age_weights(ages, rule.age_half_life), units)
         else:
             ranks = draw_ranks(rng, len(candidates), units)
         return [candidates[rank] for rank in ranks]
@@ -135,9 +150,10 @@ class SamplingIndex:
         return self.newest_version(rule.source) - min(age for age in ages if age is not None)
 
     def live(self, rule: SourceMix) -> LiveCounts:
-        """The counts of a live source, which the limiter weighs."""
+        """The counts of a live source, which the limiter weighs; what is left out for good counts as never inserted."""
+        left_out = self._live[rule.source].without_contrast if rule.contrast_only else 0
         return LiveCounts(
-            inserted=self.counters.get(f"inserted:{rule.source}", 0),
+            inserted=self.counters.get(f"inserted:{rule.source}", 0) - left_out,
             sampled=self.counters.get(f"sampled:{rule.source}", 0),
             available=self.available(rule),
         )
@@ -210,6 +226,10 @@ class SamplingIndex:
         if rule.min_value_spread:
             least = rule.min_value_spread
             found = [candidate for candidate in found if self._value_spread(candidate.prompt_id) >= least]
+        if rule.contrast_only:
+            found = [candidate for candidate in found if candidate.has_contrast]
+        if rule.sampler == "pairs":
+            found = in_pairs(found)
         limit = self.spec.replay.max_times_sampled
         if limit is not None and rule.source in LIVE_SOURCES:
             times = self.sample_counts.times

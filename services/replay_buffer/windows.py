@@ -25,6 +25,11 @@ class Candidate(NamedTuple):
     correct: bool
     rewards: tuple[float, ...]
 
+    @property
+    def has_contrast(self) -> bool:
+        """Whether its trajectories earned different rewards."""
+        return min(self.rewards) < max(self.rewards)
+
 
 def source_name(source: Source.ValueType) -> str:
     """`online` for SOURCE_ONLINE: the names a JobSpec uses."""
@@ -68,6 +73,8 @@ class LiveWindow:
         self.unit_size = spec.rollout.samples_per_prompt if grouped else 1
         # Whether a group is complete is only known when it was read from its first member on.
         self.needs_all = keeps_all or grouped
+        # Trajectories of groups whose rewards are equal, which a rule may leave out.
+        self.without_contrast = 0
         self._kept: deque[Candidate] = deque(maxlen=None if keeps_all else capacity)
         self._incomplete: dict[str, list[Candidate]] = {}
 
@@ -80,7 +87,9 @@ class LiveWindow:
         members.append(candidate)
         if len(members) == self.unit_size:
             del self._incomplete[group]
-            self._kept.append(_group_of(members))
+            group_of_all = _group_of(members)
+            self._kept.append(group_of_all)
+            self.without_contrast += 0 if group_of_all.has_contrast else self.unit_size
         elif len(self._incomplete) > INCOMPLETE_KEPT:
             del self._incomplete[next(iter(self._incomplete))]
 
@@ -124,7 +133,7 @@ class OfflineWindow:
         """The candidates that a rule admits."""
         if rule.correct_only:
             return self._kept["right"]
-        if rule.sampler == "outcome_balanced":
+        if rule.sampler in ("outcome_balanced", "pairs"):
             return self._kept["right"] + self._kept["wrong"]
         return self._kept["first"]
 
@@ -137,3 +146,11 @@ def _group_of(members: Sequence[Candidate]) -> Candidate:
         correct=all(member.correct for member in members),
         rewards=tuple(member.rewards[0] for member in members),
     )
+
+
+def in_pairs(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those whose prompt has a right and a wrong one."""
+    sides: dict[str, set[bool]] = {}
+    for candidate in candidates:
+        sides.setdefault(candidate.prompt_id, set()).add(candidate.correct)
+    return [candidate for candidate in candidates if len(sides[candidate.prompt_id]) == 2]

@@ -34,6 +34,7 @@ from spo.service.memory import is_out_of_memory
 from spo.spec.job_spec import JobSpec
 from spo.spec.section import LIVE_SOURCES
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
+from spo.v1.trajectory_pb2 import FINISH_REASON_LENGTH
 
 
 def load_model(spec: JobSpec, device: torch.device) -> PreTrainedModel:
@@ -151,7 +152,19 @@ class Policy:
                 code="token_out_of_range",
                 violations=tuple(FieldViolation(f"/input_ids/{row}", "unknown token") for row in foreign_rows),
             )
-        return batch
+        return self._with_overlong(batch, rows)
+
+    def _with_overlong(self, batch: TokenBatch, rows: Sequence[TrainingSample]) -> TokenBatch:
+        """The batch as the job wants responses that are too long to be seen: left out, or with less reward."""
+        overlong = self._spec.algorithm.overlong
+        if overlong is None:
+            return batch
+        if overlong.kind == "filter":
+            whole = [row.trajectory.finish_reason != FINISH_REASON_LENGTH for row in rows]
+            return replace(batch, learned_B=torch.tensor(whole, device=self._device))
+        limit, scale = self._spec.model.max_response_tokens, self._spec.tasks.reward.scale
+        lost = [scale * overlong.penalty(tokens, limit) for tokens in batch.response_lengths.tolist()]
+        return replace(batch, reward_B=batch.reward_B - torch.tensor(lost, device=self._device))
 
     def add_reference(self, micro_batch: MicroBatch) -> None:
         """Add the reference's log-probs to a micro-batch's tensors, where the trainer computes them.

@@ -39,9 +39,12 @@ def spo_loss(
         rows_B = batch.rows_from(term.sources)
         if not rows_B.any():
             continue
-        loss_B = trajectory_losses(logprobs_BL[rows_B], batch.select(rows_B), term, beta)
+        chosen = batch.select(rows_B)
+        loss_B = trajectory_losses(logprobs_BL[rows_B], chosen, term, beta)
         if value_noise is not None and term.needs("value"):
-            loss_B = loss_B * value_weights(batch.select(rows_B), value_noise)
+            loss_B = loss_B * value_weights(chosen, value_noise)
+        if chosen.learned_B is not None:
+            loss_B = torch.where(chosen.learned_B, loss_B, 0.0)
         part = term.coefficient * loss_B.sum() / batch.size
         diagnostics[f"loss/{term.objective}"] += part.item()
         total = total + part

@@ -77,3 +77,30 @@ def aged_priority(advantages: Sequence[float], age: int, half_life: float) -> fl
     Without the decay old surprises crowd out what the present policy does (prioritised replay alone is known to hurt).
     """
     return math.fsum(map(abs, advantages)) / len(advantages) * math.pow(0.5, max(0, age) / half_life)
+
+
+def age_weights(ages: Sequence[int], half_life: float) -> list[float]:
+    """Weights of what is sampled, halved with every half_life weight versions of age."""
+    return [math.pow(0.5, max(0, age) / half_life) for age in ages]
+
+
+def draw_pairs(rng: np.random.Generator, keys: Sequence[Hashable], correct: Sequence[bool], count: int) -> list[int]:
+    """Ranks of `count` pairs, the correct one first, both of one key; no rank repeats while any of its side is left.
+
+    Keys take turns in an order drawn for each round; within a key the pairs of a round are drawn at random.
+    """
+    sides: dict[Hashable, tuple[list[int], list[int]]] = {}
+    for rank, (key, right) in enumerate(zip(keys, correct, strict=True)):
+        sides.setdefault(key, ([], []))[0 if right else 1].append(rank)
+    paired = [found for found in sides.values() if all(found)]
+    if not paired:
+        raise ValueError("there is nothing to draw from")
+    ranks: list[int] = []
+    rounds: list[list[list[int]]] = [[[], []] for _ in paired]
+    while len(ranks) < 2 * count:
+        for index in rng.permutation(len(paired)).tolist():
+            for side, left in zip(paired[index], rounds[index], strict=True):
+                if not left:
+                    left.extend(side[place] for place in rng.permutation(len(side)).tolist())
+                ranks.append(left.pop())
+    return ranks[: 2 * count]

@@ -34,6 +34,7 @@ class TokenBatch:
     beta_scale_B: what a job's beta is multiplied by for each trajectory; None: 1 for all. See `with_beta_per_token`.
     critic_advantage_BL, critic_return_BL: of each response token by PPO's critic: the generalised advantage, and the
     return that its value is regressed on; reward units.
+    learned_B: False where a trajectory teaches nothing and is there for its group's sake; None: all teach.
     proximal_logprobs_BL: the policy's log-probs before the first update on the batch, where a loss corrects for what
     the sampler's differ from them; None: the policy's own.
     mean_tokens_B, advantage_mean_B, advantage_deviation_B: of the whole batch that this is a part of, the same in every
@@ -54,6 +55,7 @@ class TokenBatch:
     beta_scale_B: Tensor | None = None
     critic_advantage_BL: Tensor | None = None
     critic_return_BL: Tensor | None = None
+    learned_B: Tensor | None = None
     proximal_logprobs_BL: Tensor | None = None
     mean_tokens_B: Tensor | None = None
     advantage_mean_B: Tensor | None = None

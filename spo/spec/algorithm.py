@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from spo.algorithm.baselines.overlong import OverlongSpec
 from spo.algorithm.registry import LOSSES, LossTerm
 from spo.spec.section import MOST_COUNT, Section, Share
 
@@ -76,6 +77,7 @@ class AlgorithmSpec(Section):
     losses: tuple[LossTerm, ...] = Field(default=(LossTerm(),), min_length=1, max_length=16)
     critic: CriticSpec | None = Field(default=None, description="PPO needs one; nothing else has one.")
     reference_refresh: ReferenceRefreshSpec | None = None
+    overlong: OverlongSpec | None = Field(default=None, description="What losses make of responses that are too long.")
 
     @property
     def temperature_of_values(self) -> float:

@@ -40,17 +40,27 @@ class SourceMix(Section):
     source: SourceName
     share: Share
     correct_only: bool = Field(default=False, description="Serve only trajectories with the best reward.")
-    sampler: Literal["uniform_fifo", "uniform", "prioritised", "per_prompt", "outcome_balanced"] = Field(
+    sampler: Literal["uniform_fifo", "uniform", "prioritised", "per_prompt", "outcome_balanced", "pairs"] = Field(
         default="uniform_fifo",
         description="uniform_fifo: uniform in the window (online_capacity, offline_per_prompt). uniform: over all "
         "there is, nothing leaves. The others draw in the window: by priority, every prompt as often, right as often "
-        "as wrong (as far as each lasts).",
+        "as wrong (as far as each lasts), a right and a wrong one of the same prompt (offline).",
     )
     priority: Literal["advantage", "value_spread"] = Field(
         default="advantage", description="Of prioritised: |reward - Qhat_0|, or sqrt(p(1-p)) of the prompt."
     )
     priority_half_life: float = Field(
         default=5.0, gt=0, le=1e6, description="Versions of age that halve the priority of an online trajectory."
+    )
+    age_half_life: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e6,
+        description="Versions of age that halve the chance of a live trajectory, of uniform_fifo and uniform.",
+    )
+    contrast_only: bool = Field(
+        default=False,
+        description="Serve only groups whose rewards differ (DAPO's dynamic sampling): online, with unit group.",
     )
     min_value_spread: float = Field(
         default=0.0,

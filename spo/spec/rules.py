@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from spo.algorithm.replay_sampling import exact_counts
 from spo.model.adapter_folder import NEVER_ADAPTED
 from spo.spec.section import LIVE_SOURCES
 
@@ -113,6 +114,17 @@ def ratios_begin_at_one(spec: JobSpec) -> Iterator[Violation]:
         return
 
 
+def overlong_can_be_shaped(spec: JobSpec) -> Iterator[Violation]:
+    """Qhat_0 is estimated from rewards as they are: a shaped one would be compared with another problem's value."""
+    overlong = spec.algorithm.overlong
+    if overlong is None or overlong.kind != "shape":
+        return
+    if any(term.needs("value") for term in spec.algorithm.losses):
+        yield "algorithm/overlong/kind", "values know the rewards as they are: filter, or tasks.verifier's penalty"
+    if overlong.buffer_tokens > spec.model.max_response_tokens:
+        yield "algorithm/overlong/buffer_tokens", "at most model.max_response_tokens"
+
+
 def advantages_are_normalised_once(spec: JobSpec) -> Iterator[Violation]:
     """The whole batch has one mean and one deviation of advantages."""
     found = [
@@ -180,6 +192,28 @@ def samplers_can_draw(spec: JobSpec) -> Iterator[Violation]:
             yield at, "priorities and min_value_spread need the values that `value` estimates"
         if part.max_age_versions is not None and part.source not in LIVE_SOURCES:
             yield f"{at}/max_age_versions", "only online and shared trajectories have an age in versions"
+        if part.age_half_life is not None and (part.source not in LIVE_SOURCES or "uniform" not in part.sampler):
+            yield f"{at}/age_half_life", "of uniform_fifo and uniform, and of online and shared, which have an age"
+        if part.contrast_only and (part.source != "online" or spec.replay.unit != "group"):
+            yield f"{at}/contrast_only", "whole groups are compared: online, with replay.unit group"
+
+
+def pairs_are_whole(spec: JobSpec) -> Iterator[Violation]:
+    """Who compares a right with a wrong trajectory of a prompt needs both in the batch."""
+    counts = exact_counts([part.share for part in spec.replay.mix], spec.trainer.batch_size)
+    for index, (part, count) in enumerate(zip(spec.replay.mix, counts, strict=True)):
+        at = f"replay/mix/{index}"
+        if part.sampler == "pairs":
+            if part.correct_only:
+                yield f"{at}/sampler", "pairs are of right and wrong ones: not with correct_only"
+            if part.source in LIVE_SOURCES:
+                yield f"{at}/sampler", "pairs are of offline sources: online groups come whole, with replay.unit group"
+            if count % 2:
+                yield f"{at}/share", f"{count} trajectories are no whole number of pairs"
+        elif part.share > 0 and part.source not in LIVE_SOURCES:
+            for term in spec.algorithm.losses:
+                if term.needs("pairs") and (term.sources is None or part.source in term.sources):
+                    yield f"{at}/sampler", f"{term.objective} compares two trajectories of a prompt: sampler pairs"
 
 
 def turns_suffice(spec: JobSpec) -> Iterator[Violation]:
@@ -278,10 +312,12 @@ RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
     terms_can_use_their_sources,
     ratios_begin_at_one,
     advantages_are_normalised_once,
+    overlong_can_be_shaped,
     groups_fit,
     pivotal_search_can_work,
     annotations_are_of_verdicts,
     samplers_can_draw,
+    pairs_are_whole,
     turns_suffice,
     critic_belongs_to_ppo,
     schedule_fits,

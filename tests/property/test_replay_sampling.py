@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spo.algorithm.replay_sampling import (
+    age_weights,
     aged_priority,
     draw_balanced,
+    draw_pairs,
     draw_ranks,
     draw_weighted,
     exact_counts,
@@ -112,3 +114,40 @@ def test_priorities_halve_with_age_and_grow_with_surprise() -> None:
 def test_nothing_can_be_drawn_from_nothing(draw: Any) -> None:
     with pytest.raises(ValueError, match="nothing to draw"):
         draw(np.random.default_rng(0), [], 1)
+
+
+def test_a_half_life_halves_how_often_what_is_older_by_it_is_drawn() -> None:
+    assert age_weights([0, 4, 8, -3], 4.0) == [1.0, 0.5, 0.25, 1.0]
+    rng = np.random.default_rng(1)
+    weights = age_weights([0] * 50 + [4] * 50 + [8] * 50, 4.0)
+    times = Counter(rank // 50 for _ in range(4000) for rank in draw_weighted(rng, weights, 1))
+    # 2,286, 1,143 and 571 expected; standard deviations up to 31.
+    assert all(abs(times[age] - 4000 * 0.5**age / 1.75) < 5 * 31.3 for age in range(3))
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=40),
+    count=st.integers(0, 40),
+    seed=st.integers(0, 99),
+)
+def test_pairs_are_a_right_and_a_wrong_one_of_a_key_and_repeat_no_rank_while_others_are_left(
+    rows: list[tuple[int, bool]], count: int, seed: int
+) -> None:
+    keys, correct = [key for key, _ in rows], [right for _, right in rows]
+    sides = {key: [right for other, right in rows if other == key] for key in keys}
+    paired = [key for key, found in sides.items() if len(set(found)) == 2]
+    if not paired:
+        with pytest.raises(ValueError, match="nothing to draw"):
+            draw_pairs(np.random.default_rng(seed), keys, correct, count)
+        return
+    ranks = draw_pairs(np.random.default_rng(seed), keys, correct, count)
+    pairs = list(zip(ranks[::2], ranks[1::2], strict=True))
+    assert len(pairs) == count
+    assert all(keys[right] == keys[wrong] and correct[right] and not correct[wrong] for right, wrong in pairs)
+    turns = Counter(keys[right] for right, _ in pairs)
+    assert all(count // len(paired) <= turns[key] <= -(-count // len(paired)) for key in paired)
+    for key in paired:
+        for side, drawn in ((True, [right for right, _ in pairs]), (False, [wrong for _, wrong in pairs])):
+            times = Counter(rank for rank in drawn if keys[rank] == key)
+            assert max(times.values(), default=0) <= -(-turns[key] // sides[key].count(side))
+    assert ranks == draw_pairs(np.random.default_rng(seed), keys, correct, count), "the seed decides"

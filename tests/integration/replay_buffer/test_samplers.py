@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import redis
 
+from services.replay_buffer.limiter import Limiter
 from services.replay_buffer.sampler import BatchSampler
 from services.replay_buffer.store import ReplayStore
 from spo.errors import NotReady, PreconditionFailed
@@ -196,3 +197,68 @@ def test_equal_ledgers_steps_and_seeds_make_equal_batches(redis_client: redis.Re
 
     assert batches[0] == batches[1]
     assert batches[0] != batches[2]
+
+
+def test_what_is_older_is_drawn_less_often_with_a_half_life(redis_client: redis.Redis) -> None:
+    sampler = sampler_of(redis_client, age_half_life=2.0, replay={"samples_per_insert": 1000, "max_staleness": 50})
+    enter(sampler, range(32), version=0)
+    enter(sampler, range(32, 64), version=8)
+
+    batches = [draw(sampler, step, version=8) for step in range(60)]
+
+    # Sixteen to one: without replacement in a batch of 16 of 32 the old ones get a little more than a seventeenth.
+    old = sum(sample.policy_version_first == 0 for batch in batches for sample in batch) / (60 * BATCH)
+    assert 0.03 < old < 0.15
+    again = BatchSampler(ReplayStore(redis_client))
+    assert [number(sample) for sample in draw(again, 7, version=8)] == [number(sample) for sample in batches[7]]
+
+
+def test_pairs_are_drawn_from_prompts_that_have_both(redis_client: redis.Redis) -> None:
+    sampler = sampler_of(redis_client, "human", sampler="pairs")
+    enter(sampler, range(40), SOURCE_HUMAN, right=False)
+    # Right ones for the prompts of even number alone.
+    sampler.store.append(RUN, [trajectory(index, SOURCE_HUMAN) for index in range(40, 80) if index % 2 == 0])
+
+    drawn = draw(sampler, 0)
+
+    pairs = list(zip(drawn[::2], drawn[1::2], strict=True))
+    assert all((right.reward, wrong.reward) == (0.0, -1.0) for right, wrong in pairs)
+    assert all(right.prompt_id == wrong.prompt_id for right, wrong in pairs)
+    assert {right.prompt_id for right, _ in pairs} == {PROMPTS[0], PROMPTS[2]}
+    assert draw(BatchSampler(ReplayStore(redis_client)), 0) == drawn
+
+
+def test_without_any_pair_a_source_of_pairs_says_so(redis_client: redis.Redis) -> None:
+    sampler = sampler_of(redis_client, "human", sampler="pairs")
+    enter(sampler, range(40), SOURCE_HUMAN, right=False)
+    redis_client.set(f"spo:{RUN}:orchestrator:state", "running")
+
+    with pytest.raises(PreconditionFailed, match="source human: 40 inserted, 0 correct, 0 servable"):
+        draw(sampler, 0)
+
+
+def test_groups_without_contrast_are_left_out_and_admit_others_in_their_place(redis_client: redis.Redis) -> None:
+    replay = {"unit": "group", "samples_per_insert": 1, "error_buffer": 1, "max_times_sampled": 1}
+    sampler = sampler_of(redis_client, contrast_only=True, replay=replay)
+
+    def group(first: int, rewards: tuple[float, ...]) -> list[Trajectory]:
+        found = [trajectory(first + index, group_size=4) for index in range(4)]
+        for sample, reward in zip(found, rewards, strict=True):
+            sample.reward = reward
+        return found
+
+    def admissible() -> int:
+        index = sampler.index(RUN)
+        index.refresh(["online"])
+        return Limiter.of(index.spec).admissible_inserts(index.live(index.rule("online")))
+
+    for first in range(0, 40, 4):
+        sampler.store.append(RUN, group(first, (-1.0,) * 4))
+    before = admissible()
+    with pytest.raises(NotReady, match="0 fresh enough"):
+        draw(sampler, 0)
+    for first in range(40, 60, 4):
+        sampler.store.append(RUN, group(first, (-1.0, -1.0, 0.0, -1.0)))
+
+    assert before == Limiter.of(sampler.index(RUN).spec).error_buffer
+    assert {number(sample) for sample in draw(sampler, 0)} <= set(range(40, 60))

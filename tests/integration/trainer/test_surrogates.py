@@ -19,6 +19,7 @@ from spo.algorithm.diagnostics import effective_sample_share
 from spo.testing.toy_spec import toy_spec
 from spo.testing.trainer import sampled_trajectories
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
+from spo.v1.trajectory_pb2 import FINISH_REASON_LENGTH, Trajectory
 
 # DeepSpeed 0.19 calls what torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*reduce_scatter_tensor.*:FutureWarning")
@@ -40,12 +41,17 @@ def rows(tiny_model_path: Path) -> list[TrainingSample]:
 
 
 def learned(
-    ranks: Ranks, model_path: Path, rows: list[TrainingSample], term: dict[str, Any], **trainer: Any
+    ranks: Ranks,
+    model_path: Path,
+    rows: list[TrainingSample],
+    term: dict[str, Any],
+    overlong: dict[str, Any] | None = None,
+    **trainer: Any,
 ) -> tuple[StepResult, dict[str, Tensor]]:
     spec = toy_spec(
         {
             "model": {"path": str(model_path)},
-            "algorithm": {"beta": 0.1, "losses": [term]},
+            "algorithm": {"beta": 0.1, "losses": [term], "overlong": overlong},
             "value": None,
             "rollout": {"temperature": 1.0, "top_p": 1.0},
             "offline": {"human_solutions": False, "keep_reference_samples": False},
@@ -106,3 +112,27 @@ def test_the_rate_follows_the_root_of_the_effective_sample_share(
         "kl_to_sampler",
         "entropy",
     } <= scaled.metrics.keys()
+
+
+@pytest.mark.parametrize("kind", ["filter", "shape"])
+def test_responses_that_were_cut_off_teach_nothing_or_less(
+    ranks: Ranks, tiny_model_path: Path, rows: list[TrainingSample], kind: str
+) -> None:
+    term = {"objective": "dr_grpo"}
+    whole, _ = learned(ranks, tiny_model_path, rows, term)
+    cut = []
+    for row in rows:
+        trajectory = Trajectory.FromString(row.trajectory.SerializeToString())
+        trajectory.finish_reason = FINISH_REASON_LENGTH
+        cut.append(TrainingSample(trajectory, row.qhat_0, row.group))
+    overlong = {"kind": kind, "buffer_tokens": 44}
+
+    found, _ = learned(ranks, tiny_model_path, cut, term, overlong=overlong)
+
+    assert [row.trajectory.reward for row in cut] == [row.trajectory.reward for row in rows]
+    if kind == "filter":
+        assert (found.metrics["loss"], found.metrics["grad_norm"]) == (0.0, 0.0)
+    else:
+        assert found.metrics["grad_norm"] != pytest.approx(whole.metrics["grad_norm"])
+        rewards = [result.metrics["q_terminal"] - result.metrics["residual"] for result in (found, whole)]
+        assert rewards[0] < rewards[1]

@@ -63,6 +63,60 @@ def test_minibatches_that_do_not_divide_the_batch_are_refused() -> None:
     assert "/trainer/minibatches" in refused_fields({"trainer": {"batch_size": 64, "minibatches": 3}})
 
 
+@pytest.mark.parametrize("objective", ["ppo", "gspo", "distillation", "policy_gradient"])
+def test_importance_weights_of_tempered_rollouts_are_refused(objective: str) -> None:
+    rollout = {"temperature": [0.1, 1.0], "top_p": 0.95}
+    document = {**algorithm(objective), "replay": {**ONLINE, "unit": "group"}, "rollout": rollout}
+
+    fields = refused_fields(document)
+
+    assert {"/rollout/temperature", "/rollout/top_p"} <= fields.keys()
+
+
+def test_a_term_that_weighs_no_online_trajectory_says_nothing_of_how_they_are_sampled() -> None:
+    document = {"rollout": {"temperature": 0.5}, **algorithm("terminal_squared")}
+    assert parse_job_spec({**MODEL, **document}).rollout.temperature == 0.5
+
+
+def test_only_one_term_may_normalise_over_the_batch() -> None:
+    losses = [{"objective": "reinforce_plus_plus"}, {"objective": "dr_grpo", "normalise": "batch"}]
+    document = {"algorithm": {"losses": losses}, "replay": {**ONLINE, "unit": "group"}}
+
+    assert "/algorithm/losses/1/normalise" in refused_fields(document)
+
+
+def test_dpo_on_offline_trajectories_that_do_not_come_in_pairs_is_refused() -> None:
+    reference = {"source": "reference", "share": 1.0}
+
+    fields = refused_fields({**algorithm("dpo"), "replay": {"mix": [reference]}})
+    paired = parse_job_spec({**MODEL, **algorithm("dpo"), "replay": {"mix": [{**reference, "sampler": "pairs"}]}})
+
+    assert "pairs" in fields["/replay/mix/0/sampler"]
+    assert paired.algorithm.needs_groups
+
+
+@pytest.mark.parametrize(
+    ("part", "pointer"),
+    [
+        ({"source": "online", "sampler": "pairs"}, "sampler"),
+        ({"source": "reference", "sampler": "pairs", "correct_only": True}, "sampler"),
+        ({"source": "reference", "age_half_life": 3.0}, "age_half_life"),
+        ({"source": "online", "sampler": "per_prompt", "age_half_life": 3.0}, "age_half_life"),
+        ({"source": "online", "contrast_only": True}, "contrast_only"),
+    ],
+)
+def test_a_rule_of_sampling_that_a_source_cannot_keep_is_refused(part: dict[str, Any], pointer: str) -> None:
+    assert f"/replay/mix/0/{pointer}" in refused_fields({"replay": {"mix": [{**part, "share": 1.0}]}})
+
+
+def test_rewards_that_are_compared_with_values_are_not_shaped() -> None:
+    shaped = {"overlong": {"kind": "shape", "buffer_tokens": 4096}}
+
+    fields = refused_fields(algorithm("terminal_squared", **shaped))
+
+    assert {"/algorithm/overlong/kind", "/algorithm/overlong/buffer_tokens"} <= fields.keys()
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_of_the_toy_contest_is_a_valid_job(recipe: Path) -> None:
     document = yaml.safe_load(recipe.read_text())
