@@ -97,10 +97,13 @@ class TokenValuer:
         policy_logprobs = policy.logprobs(prompts, responses, segments)
         # Those of version 0 too: the same forward for both, or Q_T would carry the difference.
         stored = [list(trajectory.reference_logprobs) for trajectory in trajectories]
-        is_scored = all(len(logprobs) == len(tokens) for logprobs, tokens in zip(stored, responses, strict=True))
-        reference_logprobs = stored if is_scored else reference.logprobs(prompts, responses, segments)
-        # Nobody but the sampler has those of a later anchor.
+        # Nobody but the sampler has those of a later anchor; read back from the experience store they are of nobody.
         anchored = [trajectory.anchor.policy_version > 0 for trajectory in trajectories]
+        is_scored = all(
+            len(each.reference_logprobs) == len(each.response_token_ids) and (each.reference_hash or own)
+            for each, own in zip(trajectories, anchored, strict=True)
+        )
+        reference_logprobs = stored if is_scored else reference.logprobs(prompts, responses, segments)
         reference_logprobs = [
             own if keeps else of_pi0 for keeps, own, of_pi0 in zip(anchored, stored, reference_logprobs, strict=True)
         ]

@@ -62,6 +62,8 @@ class TrajectoryDetail(Trajectory):
     sampling_logprobs: list[float]
     reference_logprobs: list[float]
     reference_hash: str
+    # The weight version whose log-probs the reference's are, where the job's anchor moves with its rollouts.
+    anchor_version: int | None = None
     # Training steps whose batches held it, in the order of draws; one page, of times_sampled in all.
     steps: list[int]
     times_sampled: int

@@ -67,6 +67,7 @@ class ResponseSegment(Document):
 class TrajectoryDetail(Trajectory):
     """With tokens and their log-probs, nats; `segments` are the turns of a conversation, none of a single turn.
 
+    anchor_version: the weight version that stands for pi0, where the job's anchor moves with its rollouts.
     `steps` is one page of the training steps whose batches held it, times_sampled the number of all of them. `copies`
     counts further trajectories with the same normalised content.
     """
@@ -77,6 +78,7 @@ class TrajectoryDetail(Trajectory):
     sampling_logprobs: list[float]
     reference_logprobs: list[float]
     reference_hash: str
+    anchor_version: int | None = None
     steps: list[int]
     times_sampled: int
     copies: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 
 from services.replay_buffer.store import ReplayStore
 from services.trainer.batches import TrainingSample, token_batch
+from services.value_estimation.token_values import beta_of
 from services.value_estimation.value_worker import ValueWorker
 from spo import redis_keys
 from spo.errors import IntegrityError, InvalidInput, NotFound, PreconditionFailed
@@ -20,10 +22,12 @@ from spo.model.logprobs import load_policy, token_logprobs
 from spo.rpc.client import RpcClient
 from spo.spec.job_spec import RewardSpec
 from spo.testing.models import random_llama
+from spo.testing.replay import conversation, trajectory
+from spo.testing.toy_spec import toy_spec
 from spo.testing.value import EngineDouble, Surroundings
 from spo.v1 import value_service_pb2 as wire
-from spo.v1.prompt_pb2 import Prompt, Sampling
-from spo.v1.trajectory_pb2 import Trajectory
+from spo.v1.prompt_pb2 import SOURCE_ONLINE, Prompt, Sampling
+from spo.v1.trajectory_pb2 import Anchor, Trajectory
 from spo.v1.value_pb2 import EstimateRequest
 from spo.v1.value_service_pb2_grpc import ValueServiceStub
 from spo.weights.store import WeightStore
@@ -103,6 +107,38 @@ def test_q_t_is_qhat_0_plus_the_advantages_of_that_version(stage: Stage) -> None
         assert list(sample.advantages) == pytest.approx(expected.tolist(), abs=1e-5)
         assert list(sample.q) == pytest.approx((sample.qhat_0 + expected.cumsum(0)).tolist(), abs=1e-5)
     assert stage.token_values().policy_version == 2, "the newest is the default"
+
+
+def test_under_an_anchor_of_its_own_a_trajectory_begins_at_its_groups_value(stage: Stage) -> None:
+    stage.publish(1, seed=2)
+    sampled = stage.trajectories()[0]
+    anchored = Trajectory(
+        trajectory_id="anchored",
+        group_id="group-1",
+        run_id=RUN,
+        prompt_id="no value of its own",
+        source=SOURCE_ONLINE,
+        prompt_token_ids=sampled.prompt_token_ids,
+        response_token_ids=sampled.response_token_ids,
+        sampling_logprobs=[-1.0] * len(sampled.response_token_ids),
+        reference_logprobs=[-1.0] * len(sampled.response_token_ids),
+        verdict=sampled.verdict,
+        reward=sampled.reward,
+        policy_version_first=1,
+        policy_version_last=1,
+        anchor=Anchor(policy_version=1, rewards=[0.0, -1.0]),
+    )
+    stage.store.insert(RUN, [anchored])
+
+    asked = wire.GetTokenValuesRequest(run_id=RUN, trajectory_ids=["anchored"], policy_version=1)
+    (found,) = stage.values.call("GetTokenValues", asked, 60).trajectories
+
+    assert found.qhat_0 == pytest.approx(BETA * math.log((1 + math.exp(-1 / BETA)) / 2))
+    tokens = torch.tensor([[*sampled.prompt_token_ids, *sampled.response_token_ids]])
+    policy: Any = random_llama(2)
+    with torch.no_grad():
+        logprobs = token_logprobs(policy, tokens, torch.ones_like(tokens))[0, len(sampled.prompt_token_ids) :]
+    assert list(found.advantages) == pytest.approx((BETA * (logprobs + 1.0)).tolist(), abs=1e-5)
 
 
 def test_a_damaged_newest_version_is_passed_over_and_refused_by_name(stage: Stage) -> None:
@@ -215,3 +251,14 @@ def test_reference_logprobs_are_those_of_the_trainers_forward_bit_for_bit(stage:
     with torch.no_grad():
         own_BL = token_logprobs(load_policy(stage.model_path, "float32"), batch.input_ids_BL, batch.attention_mask_BL)
     assert torch.equal(torch.tensor([list(sample.logprobs) for sample in scored]), own_BL[:, 8:])
+
+
+def test_a_beta_per_token_is_divided_by_the_tokens_that_the_policy_sampled() -> None:
+    per_token, per_sequence = (
+        toy_spec({"model": {"path": "/pi0"}, "algorithm": {"beta": 6.0, "beta_per": per}})
+        for per in ("token", "sequence")
+    )
+    assert beta_of(trajectory(0), per_token) == 2.0
+    # Of a conversation's six tokens the environment wrote two.
+    assert beta_of(conversation(0), per_token) == 1.5
+    assert beta_of(trajectory(0), per_sequence) == 6.0

@@ -82,6 +82,7 @@ def trajectory_detail(reply: GetTrajectoryResponse) -> schemas.TrajectoryDetail:
         "sampling_logprobs": list(found.sampling_logprobs),
         "reference_logprobs": list(found.reference_logprobs),
         "reference_hash": found.reference_hash,
+        "anchor_version": found.anchor.policy_version if found.HasField("anchor") else None,
         "steps": list(reply.steps),
         "times_sampled": reply.times_sampled,
         "copies": reply.copies,
