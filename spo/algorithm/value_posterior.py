@@ -85,12 +85,18 @@ def _frequency(evidence: Evidence, beta: float, level: float) -> SoftValueEstima
 
 
 def _posterior(evidence: Evidence, prior: BetaPrior, beta: float, level: float) -> SoftValueEstimate:
-    """Mean, deviation and quantiles of Q when S follows the Beta posterior."""
+    """Mean, deviation and quantiles of Q when S follows the Beta posterior.
+
+    An end that samples cannot exclude is in the interval, whatever the prior: S = 0 where none succeeded, S = 1 where
+    none failed (Brown, Cai, DasGupta 2001).
+    """
     a = evidence.successes + prior.successes
     b = evidence.samples - evidence.successes + prior.failures
     tail = (1 - level) / 2
     rates = np.clip(betaincinv(a, b, [tail, 1 - tail, *SLICES]), SMALLEST, 1 - SMALLEST)
     low, high, *slices = evidence.best + beta * np.logaddexp(np.log(rates), np.log1p(-rates) - evidence.span / beta)
+    low = low if evidence.successes else evidence.worst
+    high = high if evidence.successes < evidence.samples else evidence.best
     return SoftValueEstimate(
         q=float(np.mean(slices)), low=float(low), high=float(high), standard_error=float(np.std(slices))
     )
