@@ -26,7 +26,8 @@ def wait_with_bar(client: Client, job_id: str, timeout_seconds: float) -> Job:
             estimating = job.state in ("queued", "validating", "estimating")
             done, total = (far.values_done, far.values_total) if estimating else (far.step, far.steps)
             waits = f", {job.waits[0]}" if job.waits else ""
-            what = f"{job_id} {job.state}: {'values' if estimating else 'steps'}{waits}"
+            beside = f" beside values {far.values_done}/{far.values_total}" if far.values_pending else ""
+            what = f"{job_id} {job.state}: {'values' if estimating else 'steps'}{beside}{waits}"
             progress.update(bar, description=what[:100], completed=done, total=total or None)
 
         try:

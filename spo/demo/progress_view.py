@@ -70,7 +70,8 @@ def _line(snapshot: Snapshot, elapsed: float) -> str:
     else:
         progress = snapshot.job.progress
         parts += [
-            f"values {progress.values_done}/{progress.values_total or '?'}",
+            f"values {progress.values_done}/{progress.values_total or '?'}"
+            + (f" and {progress.values_provisional} provisional" if progress.values_provisional else ""),
             f"step {progress.step}/{progress.steps}",
             _scores(snapshot.evaluations),
             f"restarts {sum(service['restarts'] for service in snapshot.services)}",
