@@ -97,7 +97,12 @@ class LossTerm(BaseModel):
     sources: tuple[SourceName, ...] | None = Field(
         default=None, max_length=16, description="Sources it applies to; default: all."
     )
-    epsilon: float = Field(default=1e-3, gt=0, lt=10, description="Clip of the cross-entropy forms, log-prob units.")
+    epsilon: float = Field(
+        default=1e-3,
+        gt=0,
+        lt=10,
+        description="Clip of the cross-entropy forms, log-prob units: a failure pulls by up to 1 / epsilon.",
+    )
     sigmoid_scale: float = Field(default=1.0, gt=0, le=1e6, description="Scale inside the sigmoid.")
     sigmoid_unit: Literal["log_prob", "q"] = Field(default="log_prob", description="What sigmoid_scale multiplies.")
     clip: float | None = Field(

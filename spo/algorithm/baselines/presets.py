@@ -72,7 +72,7 @@ PRESETS: dict[str, Surrogate] = {
     "gspo": Surrogate(ratio="sequence", clip_low=3e-4, clip_high=4e-4),
     # MiniMax 2025 (M1), Eq. 4 and 5: no lower limit; the weight is at most 5, as in Khatri et al. 2025.
     "cispo": Surrogate(clip_low=1.0, clip_high=4.0, weight_only=True, aggregation="token"),
-    # Ahmadian et al. 2024, Eq. 8, with the KL in the reward; the ratio, which is 1 on-policy, is PPO's over responses.
+    # Ahmadian et al. 2024, leave-one-out, the KL in the reward; the ratio, 1 on-policy, is PPO's over responses.
     "rloo": Surrogate(
         baseline="leave_one_out", normalise="none", ratio="product", kl="k1", kl_in="reward", kl_coefficient=None
     ),

@@ -145,7 +145,7 @@ def read_cispo(found: list[Response]) -> float:
 
 
 def read_rloo(found: list[Response]) -> float:
-    """Ahmadian et al. 2024, Eq. 8, the KL in the reward, PPO's clip over the ratio of whole responses."""
+    """Ahmadian et al. 2024, leave-one-out, the KL in the reward, PPO's clip over the ratio of whole responses."""
 
     def reward(each: Response) -> float:
         return each.reward - BETA * sum(old - ref for old, ref in zip(each.old, each.reference, strict=True))
