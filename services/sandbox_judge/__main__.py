@@ -1,8 +1,9 @@
 """`python -m services.sandbox_judge`: runs programs in a sandbox and decides every reward."""
 
-import os
 import sys
 
+from services.sandbox_judge.isolation.machine import this_machine
+from services.sandbox_judge.isolation.memory_budget import lanes
 from services.sandbox_judge.judge_worker import JudgeWorker
 from services.sandbox_judge.probe import choose_tier
 from services.sandbox_judge.scheduler import JudgeScheduler
@@ -24,7 +25,7 @@ def main() -> int:
     except SpoError as error:
         get_logger("start").error("the judge will not serve", reason=error.message, code=error.code)
         return 1
-    scheduler = JudgeScheduler(client, settings, tier, settings.workers or os.cpu_count() or 1)
+    scheduler = JudgeScheduler(client, settings, tier, lanes(settings.workers, this_machine()))
     add_JudgeServiceServicer_to_server(JudgeService(scheduler), process.server.server)
     for number in range(2):  # two, so that workers are busy while the other waits for its slowest program
         process.workers.append(JudgeWorker(client, scheduler, f"{process.replica_id}-{number}", settings))

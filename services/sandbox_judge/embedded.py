@@ -9,6 +9,8 @@ import json
 import os
 import sys
 
+from services.sandbox_judge.isolation.machine import this_machine
+from services.sandbox_judge.isolation.memory_budget import lanes
 from services.sandbox_judge.probe import choose_tier
 from services.sandbox_judge.scheduler import JudgeScheduler
 from services.sandbox_judge.service import JudgeService
@@ -47,7 +49,7 @@ def main() -> int:
     except SpoError as error:
         print(json.dumps({"code": error.code, "message": error.message}), flush=True)
         return 1
-    workers = settings.workers or len(os.sched_getaffinity(0))
+    workers = lanes(settings.workers, this_machine())
     scheduler = JudgeScheduler(MemoryStore(), settings, tier, workers)
     server = RpcServer("127.0.0.1", 0, max_workers=4 * workers + 2)
     add_JudgeServiceServicer_to_server(JudgeService(scheduler), server.server)

@@ -11,6 +11,7 @@ import sys
 
 from services.sandbox_judge.backends.zygote import Executable, Zygote
 from services.sandbox_judge.executor import CompileFailed, JudgeFault, RunEnding, RunLimits
+from services.sandbox_judge.isolation.machine import this_machine
 from services.sandbox_judge.isolation.memory_cgroup import memory_parent
 from services.sandbox_judge.isolation.tiers import TIERS
 from services.sandbox_judge.sandbox_worker import start_zygote
@@ -21,6 +22,12 @@ from spo.observability.logs import configure_logs, get_logger
 log = get_logger("isolation")
 
 PROBES = 3
+# In gVisor the tier without Landlock is left: user namespaces and seccomp, which the zygote installs by prctl.
+_ON_GVISOR = (
+    "In gVisor namespaces+seccomp can work: the pod needs user namespaces (bubblewrap without root) and a runsc"
+    " that has pidfd_open; else run the judge without this runtime class, or set SPO_SANDBOX_JUDGE_ISOLATION=docker"
+)
+_ON_LINUX = "Either unprivileged user namespaces (bubblewrap) or Landlock (Linux 5.13) must be there"
 _HONEST = b"import platform; print(int(input()) + 1, platform.python_version())"
 # Each of them prints "escaped" when the tier does not hold.
 _FORBIDDEN = (
@@ -49,7 +56,12 @@ def choose_tier(settings: Settings) -> IsolationTier:
             return tier
         reasons.append(f"{tier}: {problem}")
         log.warning("isolation tier does not work here", tier=tier, reason=problem)
-    raise NotReady("no safe way to run programs on this machine: " + "; ".join(reasons), code="no_isolation")
+    machine = this_machine()
+    advice = _ON_GVISOR if machine.gvisor else _ON_LINUX
+    raise NotReady(
+        f"no safe way to run programs on this machine ({machine.kernel}): {'; '.join(reasons)}. {advice}",
+        code="no_isolation",
+    )
 
 
 def _automatic(floor: int) -> tuple[IsolationTier, ...]:
@@ -79,7 +91,7 @@ def _probe(tier: IsolationTier, settings: Settings) -> str | None:
         return str(fault)
     try:
         if tier.endswith("landlock") and not zygote.landlock_abi:
-            return f"no Landlock in kernel {platform.release()}"
+            return this_machine().why_no_landlock()
         return _first_failure(zygote, may_read_image=bool(tier == "docker" and settings.docker_runtime))
     except (JudgeFault, CompileFailed) as fault:
         return str(fault)
@@ -115,7 +127,9 @@ def main() -> None:
     except NotReady as error:
         chosen, refusal = None, error.message
     cgroup = memory_parent(settings.memory_cgroup) is not None
-    json.dump({"tiers": tiers, "chosen": chosen, "refusal": refusal, "memory_cgroup": cgroup}, sys.stdout)
+    kernel = this_machine().kernel
+    found = {"tiers": tiers, "chosen": chosen, "refusal": refusal, "memory_cgroup": cgroup, "kernel": kernel}
+    json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":

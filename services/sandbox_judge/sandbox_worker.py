@@ -15,6 +15,7 @@ from pathlib import Path
 
 from services.sandbox_judge.backends.zygote import Executable, OpenProgram, Zygote
 from services.sandbox_judge.executor import JudgeFault, ProgramRun, RunEnding, RunLimits
+from services.sandbox_judge.isolation.memory_budget import MemoryBudget
 from services.sandbox_judge.isolation.memory_cgroup import MemoryCgroup, child_name
 from services.sandbox_judge.isolation.tiers import Preload, launch, program_uid
 from services.sandbox_judge.settings import IsolationTier, Settings
@@ -69,12 +70,17 @@ class PreparedProgram:
 
 @dataclass
 class SandboxWorker:
-    """The zygotes of one worker thread, started when first needed; cgroups: where theirs can be made."""
+    """The zygotes of one worker thread, started when first needed; cgroups: where theirs can be made.
+
+    memory: what programs of all workers take together.
+    """
 
     tier: IsolationTier
     index: int
     settings: Settings = field(default_factory=Settings)
     cgroups: Path | None = None
+    memory: MemoryBudget = field(default_factory=lambda: MemoryBudget(None))
+    _open: int = field(default=0, init=False)
     _zygotes: dict[Role, Zygote] = field(default_factory=dict, init=False)
     _cgroups: dict[Role, MemoryCgroup] = field(default_factory=dict, init=False)
     _scratch: str | None = field(default=None, init=False)
@@ -101,13 +107,19 @@ class SandboxWorker:
         Raises CompileFailed or JudgeFault.
         """
         limits = dataclasses.replace(limits, memory_bytes=limits.memory_bytes + ALLOWANCE_BYTES.get(role, 0))
-        zygote = self.zygote(role)
-        cgroup = self._cgroups.get(role)
-        if cgroup:
-            with _faults():
-                cgroup.limit(limits.memory_bytes)
-        with zygote.open(executable, limits) as program:
-            yield PreparedProgram(program, files, cgroup)
+        # A checker beside its program must not wait for what the program holds.
+        with self.memory.hold(limits.memory_bytes, waits=not self._open):
+            zygote = self.zygote(role)
+            cgroup = self._cgroups.get(role)
+            if cgroup:
+                with _faults():
+                    cgroup.limit(limits.memory_bytes)
+            self._open += 1
+            try:
+                with zygote.open(executable, limits) as program:
+                    yield PreparedProgram(program, files, cgroup)
+            finally:
+                self._open -= 1
 
     def retire_old(self) -> None:
         """End zygotes that have served long enough."""

@@ -21,6 +21,8 @@ from services.sandbox_judge import redis_keys as own_keys
 from services.sandbox_judge.answers.answer_judge import AnswerJudge
 from services.sandbox_judge.batch import Batch, judge_by_parts
 from services.sandbox_judge.executor import JudgeFault
+from services.sandbox_judge.isolation.machine import this_machine
+from services.sandbox_judge.isolation.memory_budget import MemoryBudget, program_memory
 from services.sandbox_judge.isolation.memory_cgroup import memory_parent
 from services.sandbox_judge.languages import behaviour_of, language_of
 from services.sandbox_judge.program_judge import Cancelled, JudgeOptions, ProgramJudge, encoded
@@ -81,7 +83,8 @@ class JudgeScheduler:
         self._program_judge = ProgramJudge(settings.max_source_bytes)
         self._answer_judge = AnswerJudge(settings.max_source_bytes, self.judge_version)
         self._busy = 0
-        self._workers = [SandboxWorker(tier, index, settings, self._cgroups) for index in range(workers)]
+        memory = MemoryBudget(program_memory(this_machine()))
+        self._workers = [SandboxWorker(tier, index, settings, self._cgroups, memory) for index in range(workers)]
         self._threads = [
             threading.Thread(target=self._work, args=(worker,), name=f"worker-{worker.index}", daemon=True)
             for worker in self._workers

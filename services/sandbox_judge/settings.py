@@ -14,7 +14,12 @@ IsolationTier = Literal["namespaces+seccomp+landlock", "namespaces+seccomp", "do
 
 class Settings(ServiceSettings, service="sandbox_judge"):
     port: int = Field(default=7072, ge=0, le=65535)
-    workers: int = Field(default=0, ge=0, le=256, description="Programs run at once; 0: one per core.")
+    workers: int = Field(
+        default=0,
+        ge=0,
+        le=256,
+        description="Programs run at once; 0: one per core of the cgroup's quota, as far as the memory of all fits.",
+    )
     isolation: IsolationTier | Literal["auto"] = Field(
         default="auto", description="Use exactly this tier instead of the strongest one that works; docker only so."
     )
