@@ -7,6 +7,7 @@ replica that joins late or lost its connection. What was applied is reported by 
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -109,6 +110,11 @@ class ServingReplica:
         """Store which run and weights the orchestrator wants this replica to serve."""
         self._requested = response
 
+    @property
+    def groups_in_hand(self) -> int:
+        """Most groups to have in hand, so that other replicas of the run get theirs; without limit: a large number."""
+        return self._requested.groups_in_hand or sys.maxsize
+
     def report(self, request: orchestrator.HeartbeatRequest) -> None:
         """Fill in what is served, how full the engine is, and why an announced version could not be loaded."""
         assignment = self._assignment
@@ -120,7 +126,10 @@ class ServingReplica:
         if assignment:
             request.run_id = assignment.run_id
             request.policy_version = assignment.policy_version
-            request.load = min(1.0, assignment.engine.running_sequences / self._settings.max_sequences)
+            # Of what it may have at once: with all its groups in hand it is busy, however much more it could hold.
+            groups = min(self._settings.groups_in_flight, self.groups_in_hand)
+            room = min(self._settings.max_sequences, groups * assignment.spec.rollout.samples_per_prompt)
+            request.load = min(1.0, assignment.engine.running_sequences / room)
 
     # --- serving threads ---
 

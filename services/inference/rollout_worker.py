@@ -72,7 +72,7 @@ class RolloutWorker:
                     consumer.holder.forget(consumer.stream)
                 consumer = self._consumer(assignment.run_id)
             self._room.clear()
-            room = self._settings.groups_in_flight - len(self._in_flight)
+            room = min(self._settings.groups_in_flight, self._replica.groups_in_hand) - len(self._in_flight)
             if room <= 0:
                 self._room.wait(BLOCK_SECONDS)
                 continue

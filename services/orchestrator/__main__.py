@@ -22,10 +22,8 @@ def main() -> int:
     context = AppContext(settings, client, process.stop, leadership)
     add_OrchestratorServiceServicer_to_server(OrchestratorService(context), process.server.server)
     http = HttpServer(context)
-    loops = (
-        *(context.runner, context.dispatcher, context.evaluations, context.deletion, context.datasets, context.watch),
-        context.continual_loop,
-    )
+    jobs = (context.runner, context.dispatcher, context.evaluations, context.deletion)
+    loops = (*jobs, context.datasets, context.watch, context.continual_loop, context.autoscaling)
     process.workers += [leadership.run, *(leadership.while_leading(loop.run) for loop in loops), http.run, freeze_gc]
     process.on_drain = context.close
     status = process.run()

@@ -35,7 +35,9 @@ from services.orchestrator.recovery.manifests import JobManifests
 from services.orchestrator.recovery.rebuild import JobRebuild
 from services.orchestrator.recovery.watch import RecoveryWatch
 from services.orchestrator.replicas.assignment import ReplicaAssigner
+from services.orchestrator.replicas.autoscaling import Autoscaling
 from services.orchestrator.replicas.heartbeats import HeartbeatResponder
+from services.orchestrator.replicas.in_hand import GroupsInHand
 from services.orchestrator.replicas.registry import ReplicaRegistry
 from services.orchestrator.replicas.scaling import Scale
 from services.orchestrator.replicas.weights import WeightAnnouncements
@@ -103,7 +105,9 @@ class AppContext:
         self.replicas = ReplicaRegistry(self.jobs, settings.replica_silence_seconds)
         self.assigner = ReplicaAssigner(self.jobs, self.replicas)
         self.weights = WeightAnnouncements(self.jobs)
-        self.heartbeats = HeartbeatResponder(self.jobs, self.assigner, self.weights)
+        self.in_hand = GroupsInHand(self.replicas.live)
+        self.heartbeats = HeartbeatResponder(self.jobs, self.assigner, self.weights, self.in_hand)
+        self.autoscaling = Autoscaling(self.jobs, self.assigner)
         self.scale = Scale(settings, self.redis)
         self.served_models = ServedModels(self.jobs, self.weights)
 
@@ -115,7 +119,8 @@ class AppContext:
         self.queue = JobQueue(jobs, self.replicas, settings.max_running_jobs)
         self.actions = JobActions(jobs, self.queue)
         self.deletion = JobDeletion(jobs, settings.state_path, self.weight_store, self.watch.manifests.forget)
-        self.dispatcher = PromptDispatcher(jobs, self.library, self.replay, settings.most_fruitless_windows)
+        windows = settings.most_fruitless_windows
+        self.dispatcher = PromptDispatcher(jobs, self.library, self.replay, windows, self.in_hand)
         self.value_progress = ValueProgress(self.redis)
         self.references = ReferenceRefresh(jobs, self.library, self.weights)
         scorer = Scorer(self.inference, self.judges, settings.evaluation_requests, settings.evaluation_patience_seconds)

@@ -3,9 +3,13 @@
 Counted in online trajectories, with diff = inserted * samples_per_insert - sampled:
 - A batch with n of them is admissible when inserted >= min_online, n different ones can be sampled (or the whole window
   where it holds fewer), and diff - n >= -error_buffer.
-- m inserts are admissible while diff + m * samples_per_insert <= error_buffer. Whatever diff is, the inserts that one
+- m inserts are admissible while diff + m * samples_per_insert <= insert_buffer. Whatever diff is, the inserts that one
   of the batch's first two conditions lacks are admissible too: min_online is not reached, or too many trajectories of
   the window are stale or incorrect to fill a batch.
+With several inference replicas the slack for inserts is wider, so that each has in hand what one has alone: when
+batches wait, diff is near -error_buffer and one replica holds 2 * error_buffer / samples_per_insert trajectories; R of
+them hold R times as many under an insert_buffer of (2 R - 1) * error_buffer. It ends where what is ahead could be
+lost: at the window's size, and at what max_staleness lets a batch be old. Batches know error_buffer alone.
 error_buffer is widened to one batch plus one group of inserts, so that a batch or a group is always admissible: where
 diff blocks the batch, diff < n - error_buffer <= error_buffer - group * samples_per_insert admits a group.
 The same counts hold where whole groups are drawn: the window then keeps as many whole groups as fit, at least one.
@@ -47,10 +51,14 @@ class Limiter:
     capacity: int
     per_batch: int
     group: int
+    insert_buffer: float
 
     @staticmethod
-    def of(spec: JobSpec, source: SourceName = "online") -> Limiter:
-        """The limiter a spec asks for on a live source, widened so that it cannot block both sides."""
+    def of(spec: JobSpec, source: SourceName = "online", replicas: int = 1) -> Limiter:
+        """The limiter a spec asks for on a live source, widened so that it cannot block both sides.
+
+        replicas: those that sample for the run.
+        """
         counts = exact_counts([part.share for part in spec.replay.mix], spec.trainer.batch_size)
         per_batch = sum(count for part, count in zip(spec.replay.mix, counts, strict=True) if part.source == source)
         # Prompts are dispatched in whole groups; shared rollouts are copied one by one.
@@ -58,13 +66,17 @@ class Limiter:
         capacity = spec.replay.online_capacity
         if spec.replay.unit == "group" and source == "online":
             capacity = groups_kept(spec) * group
+        error_buffer = max(float(spec.replay.error_buffer), per_batch + group * spec.replay.samples_per_insert)
+        batches = spec.replay.max_staleness * spec.trainer.update_interval
+        most = min(capacity * spec.replay.samples_per_insert, float(batches * per_batch))
         return Limiter(
             min_online=spec.replay.min_online,
             samples_per_insert=spec.replay.samples_per_insert,
-            error_buffer=max(float(spec.replay.error_buffer), per_batch + group * spec.replay.samples_per_insert),
+            error_buffer=error_buffer,
             capacity=capacity,
             per_batch=per_batch,
             group=group,
+            insert_buffer=max(error_buffer, min(most, (2 * max(1, replicas) - 1) * error_buffer)),
         )
 
     def admissible_inserts(self, live: LiveCounts) -> int:
@@ -72,11 +84,19 @@ class Limiter:
         if self.per_batch == 0:
             return 0
         diff = live.inserted * self.samples_per_insert - live.sampled
-        room = (self.error_buffer - diff) / self.samples_per_insert
+        room = (self.insert_buffer - diff) / self.samples_per_insert
         missing = max(self.min_online - live.inserted, self._needed(self.per_batch) - live.available, 0)
         # Inserts come in whole groups: the last missing few must admit one.
         missing = math.ceil(missing / self.group) * self.group
         return max(0, missing, math.floor(min(room, MAX_ADMISSIBLE)))
+
+    def groups_per_replica(self, replicas: int) -> int:
+        """Groups that each replica has in hand when batches wait; 0 where there is nothing to share."""
+        if replicas < 1 or self.per_batch == 0:
+            return 0
+        trajectories = (self.insert_buffer + self.error_buffer) / self.samples_per_insert
+        trajectories = max(trajectories, self.min_online, self._needed(self.per_batch))
+        return max(1, math.ceil(min(trajectories, MAX_ADMISSIBLE) / self.group / replicas))
 
     def may_sample(self, live: LiveCounts, count: int) -> bool:
         """Whether a batch with `count` trajectories of the source may be sampled now."""

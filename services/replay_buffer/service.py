@@ -64,9 +64,11 @@ class ReplayService(ReplayServiceServicer):
             index.refresh([source_name(code) for code in SOURCES])
             online = index.live(index.rule("online"))
             counts = [_count(index, code) for code in SOURCES]
+        limiter = Limiter.of(index.spec, replicas=request.replicas)
         return replay.GetReplayStatusResponse(
             counts=[count for count in counts if count.inserted],
-            admissible_inserts=0 if pressure else Limiter.of(index.spec).admissible_inserts(online),
+            admissible_inserts=0 if pressure else limiter.admissible_inserts(online),
+            groups_per_replica=limiter.groups_per_replica(request.replicas),
             duplicates=self.store.duplicates(request.run_id),
             backpressure=pressure,
         )

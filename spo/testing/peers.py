@@ -99,6 +99,8 @@ class ReplayDouble(ReplayServiceServicer):
 
     def __init__(self) -> None:
         self.admissible = 0
+        self.groups_per_replica = 0
+        self.asked = replay.GetReplayStatusRequest()
         self.backpressure = ""
         self.counts: list[replay.SourceCount] = []
         self.trajectories: list[Trajectory] = []
@@ -106,8 +108,12 @@ class ReplayDouble(ReplayServiceServicer):
     def GetReplayStatus(
         self, request: replay.GetReplayStatusRequest, context: grpc.ServicerContext
     ) -> replay.GetReplayStatusResponse:
+        self.asked = request
         return replay.GetReplayStatusResponse(
-            admissible_inserts=self.admissible, counts=self.counts, backpressure=self.backpressure
+            admissible_inserts=self.admissible,
+            counts=self.counts,
+            backpressure=self.backpressure,
+            groups_per_replica=self.groups_per_replica,
         )
 
     def ListTrajectories(

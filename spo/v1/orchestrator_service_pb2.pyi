@@ -158,10 +158,13 @@ class HeartbeatResponse(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     MODEL_PATH_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    GROUPS_IN_HAND_FIELD_NUMBER: _builtins.int
     next_heartbeat_seconds: _builtins.float
     run_id: _builtins.str
     """Inference only: the run to serve and the version to be at. Empty run_id: stay idle."""
     model_path: _builtins.str
+    groups_in_hand: _builtins.int
+    """Inference only: prompt groups to have in hand at once; 0: as many as its own settings say."""
     @_builtins.property
     def weights(self) -> _weights_pb2.WeightAnnouncement: ...
     def __init__(
@@ -171,10 +174,11 @@ class HeartbeatResponse(_message.Message):
         run_id: _builtins.str = ...,
         model_path: _builtins.str = ...,
         weights: _weights_pb2.WeightAnnouncement | None = ...,
+        groups_in_hand: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_path", b"model_path", "next_heartbeat_seconds", b"next_heartbeat_seconds", "run_id", b"run_id", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups_in_hand", b"groups_in_hand", "model_path", b"model_path", "next_heartbeat_seconds", b"next_heartbeat_seconds", "run_id", b"run_id", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -220,15 +220,19 @@ class GetReplayStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
+    replicas: _builtins.int
+    """Inference replicas that serve the run and are ready; the limiter's slack for inserts follows them. 0: as for one."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
+        replicas: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replicas", b"replicas", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -242,11 +246,14 @@ class GetReplayStatusResponse(_message.Message):
     ADMISSIBLE_INSERTS_FIELD_NUMBER: _builtins.int
     DUPLICATES_FIELD_NUMBER: _builtins.int
     BACKPRESSURE_FIELD_NUMBER: _builtins.int
+    GROUPS_PER_REPLICA_FIELD_NUMBER: _builtins.int
     admissible_inserts: _builtins.int
     """How many further online trajectories the limiter admits now; the dispatcher stops at 0."""
     duplicates: _builtins.int
     backpressure: _builtins.str
     """Why nothing is admitted although the limiter would: Redis is nearly full. Empty otherwise."""
+    groups_per_replica: _builtins.int
+    """How many groups each of the request's replicas should have in hand, so that none takes another's; 0: no limit."""
     @_builtins.property
     def counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceCount]: ...
     def __init__(
@@ -256,10 +263,11 @@ class GetReplayStatusResponse(_message.Message):
         admissible_inserts: _builtins.int = ...,
         duplicates: _builtins.int = ...,
         backpressure: _builtins.str = ...,
+        groups_per_replica: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissible_inserts", b"admissible_inserts", "backpressure", b"backpressure", "counts", b"counts", "duplicates", b"duplicates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissible_inserts", b"admissible_inserts", "backpressure", b"backpressure", "counts", b"counts", "duplicates", b"duplicates", "groups_per_replica", b"groups_per_replica"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -45,7 +45,7 @@ SPECS = st.builds(
 @given(spec=SPECS, steps_per_version=st.integers(1, 5), eager=st.booleans(), seed=st.integers(0, 2**32))
 def test_a_run_under_any_spec_can_always_go_on(spec: Any, steps_per_version: int, eager: bool, seed: int) -> None:
     luck = random.Random(seed)
-    limiter, group = Limiter.of(spec), spec.rollout.samples_per_prompt
+    limiter, group = Limiter.of(spec, replicas=luck.choice([0, 1, 1, 4, 16])), spec.rollout.samples_per_prompt
     whole = spec.replay.unit == "group"
     # Version, whether right, turns left.
     window: deque[list[int]] = deque(maxlen=groups_kept(spec) * group if whole else spec.replay.online_capacity)
@@ -77,6 +77,32 @@ def test_a_run_under_any_spec_can_always_go_on(spec: Any, steps_per_version: int
                 window.extend([born, False, turns] for _ in range(group))
             elif not whole:
                 window.extend([version - luck.choice([0, 0, 1]), luck.random() < 0.2, turns] for _ in range(group))
+
+
+@given(spec=SPECS, inserted=st.integers(0, 10_000), sampled=st.integers(0, 10_000), replicas=st.integers(2, 64))
+def test_more_replicas_only_let_more_be_inserted_and_no_more_than_can_be_served(
+    spec: Any, inserted: int, sampled: int, replicas: int
+) -> None:
+    alone, many = Limiter.of(spec), Limiter.of(spec, replicas=replicas)
+    online = LiveCounts(inserted, sampled, available=10_000)
+    assert many.admissible_inserts(online) >= alone.admissible_inserts(online)
+    assert many.may_sample(online, many.per_batch) == alone.may_sample(online, alone.per_batch)
+    ahead = many.insert_buffer / many.samples_per_insert
+    assert ahead <= max(alone.error_buffer / alone.samples_per_insert, many.capacity) + 1e-6
+    versions = many.insert_buffer / max(1, many.per_batch) / spec.trainer.update_interval
+    assert versions <= spec.replay.max_staleness + 1e-6 or many.insert_buffer == alone.error_buffer
+
+
+def test_each_of_several_replicas_has_in_hand_what_one_has_alone() -> None:
+    spec = toy_spec({"model": {"path": "/pi0"}, "replay": {"online_capacity": 100_000}})
+    waiting = {
+        replicas: Limiter.of(spec, replicas=replicas).admissible_inserts(LiveCounts(10_000, 20_256, 0))
+        for replicas in (1, 2, 8, 16)
+    }
+    assert waiting == {replicas: replicas * waiting[1] for replicas in waiting}
+    group = spec.rollout.samples_per_prompt
+    share = {replicas: Limiter.of(spec, replicas=replicas).groups_per_replica(replicas) for replicas in waiting}
+    assert set(share.values()) == {waiting[1] // group}
 
 
 @given(spec=SPECS, inserted=st.integers(0, 10_000), sampled=st.integers(0, 10_000))

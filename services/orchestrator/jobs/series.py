@@ -65,6 +65,16 @@ def latest_point(client: RedisClient, job_id: str) -> dict[str, float]:
     return _point(found[0]) if found else {}
 
 
+def steps_after(client: RedisClient, job_id: str, step: int | None) -> tuple[int, float, float]:
+    """The newest reported step, and the seconds that the trainer waited and worked in those after `step` (None: 0)."""
+    newest = latest_step(client, job_id)
+    if step is None or newest <= step:
+        return newest, 0.0, 0.0
+    points = [_point(raw) for raw in client.zrangebyscore(own_keys.job_metrics(job_id), f"({step}", "+inf")]
+    waited, worked = (sum(point.get(name, 0.0) for point in points) for name in ("wait_seconds", "step_seconds"))
+    return newest, waited, worked
+
+
 def _point(raw: bytes) -> dict[str, float]:
     point: dict[str, float] = json.loads(raw)
     return point

@@ -17,6 +17,7 @@ from services.orchestrator.jobs.seeds import seed_of
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.lifecycle.job_steps import JobSteps
 from services.orchestrator.lifecycle.pipeline import DISPATCHER, groups_in_pipeline
+from services.orchestrator.replicas.in_hand import GroupsInHand
 from services.orchestrator.values.eligible import EligiblePrompts
 from spo import redis_keys
 from spo.errors import InternalError, PreconditionFailed, SpoError
@@ -85,8 +86,11 @@ class PromptSchedule:
 class PromptDispatcher:
     """Gives every running job its prompts; the position is in Redis and moves in the same step as the prompts."""
 
-    def __init__(self, jobs: JobStore, library: TaskLibrary, replay: RpcClient, most_windows: int) -> None:
+    def __init__(
+        self, jobs: JobStore, library: TaskLibrary, replay: RpcClient, most_windows: int, in_hand: GroupsInHand
+    ) -> None:
         self.most_windows = most_windows
+        self.in_hand = in_hand
         self.jobs = jobs
         self.library = library
         self.replay = replay
@@ -115,6 +119,7 @@ class PromptDispatcher:
         for remembered in (self._schedules, self._outages):
             for ended in remembered.keys() - set(running):
                 del remembered[ended]
+                self.in_hand.forget(ended)
 
     def _dispatch_or_fail(self, job_id: str) -> None:
         """Dispatch; what only time can cure becomes a wait reason of the job, what it cannot ends the job."""
@@ -138,9 +143,9 @@ class PromptDispatcher:
             return 0
         # Counted before the limiter is asked: a group ingested in between is counted twice, never forgotten.
         in_pipeline = groups_in_pipeline(self.jobs.client, job_id)
-        status: GetReplayStatusResponse = self.replay.call(
-            "GetReplayStatus", GetReplayStatusRequest(run_id=job_id), deadline_seconds=10
-        )
+        request = GetReplayStatusRequest(run_id=job_id, replicas=self.in_hand.ready_replicas(job_id))
+        status: GetReplayStatusResponse = self.replay.call("GetReplayStatus", request, deadline_seconds=10)
+        self.in_hand.learn(job_id, status.groups_per_replica)
         self._refuse_fruitless(job_id, spec, status)
         if status.backpressure:
             self._notes.note(job_id, DISPATCHER, f"no prompts are dispatched: {status.backpressure}")
@@ -150,13 +155,15 @@ class PromptDispatcher:
     def _refuse_fruitless(self, job_id: str, spec: JobSpec, status: GetReplayStatusResponse) -> None:
         """Where only correct rollouts are served, an end to feeding a policy that finds too few of them.
 
-        Whatever else limits a run, no more than the limiter's slack is unused; only too few correct ones admit more.
+        Whatever else limits a run, no more than the limiter's slack, or a window where several replicas sample, is
+        unused; only too few correct ones admit more.
         Raises PreconditionFailed (code "too_few_correct") after `most_windows` windows.
         """
         replay = spec.replay
         if not any(part.source == "online" and part.correct_only for part in replay.mix):
             return
         slack = replay.error_buffer / replay.samples_per_insert + spec.trainer.batch_size + replay.min_online
+        slack += replay.online_capacity if self.in_hand.ready_replicas(job_id) > 1 else 0
         for online in (count for count in status.counts if count.source == SOURCE_ONLINE):
             unused = online.inserted - online.sampled / replay.samples_per_insert
             windows = (unused - slack) / replay.online_capacity

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.replicas.assignment import ReplicaAssigner
+from services.orchestrator.replicas.in_hand import GroupsInHand
 from services.orchestrator.replicas.registry import HEARTBEAT_SECONDS
 from services.orchestrator.replicas.weights import WeightAnnouncements
 from spo.v1 import orchestrator_service_pb2 as wire
@@ -31,7 +32,10 @@ class _Snapshot:
 class HeartbeatResponder:
     """Answers from one snapshot all replicas whose assignment is unchanged; only a change is read from Redis anew."""
 
-    def __init__(self, jobs: JobStore, assigner: ReplicaAssigner, weights: WeightAnnouncements) -> None:
+    def __init__(
+        self, jobs: JobStore, assigner: ReplicaAssigner, weights: WeightAnnouncements, in_hand: GroupsInHand
+    ) -> None:
+        self.in_hand = in_hand
         self.jobs = jobs
         self.assigner = assigner
         self.weights = weights
@@ -71,6 +75,7 @@ class HeartbeatResponder:
         response = wire.HeartbeatResponse(next_heartbeat_seconds=pause_seconds)
         if run_id:
             response.run_id = run_id
+            response.groups_in_hand = self.in_hand.of(run_id)
             response.model_path = self.jobs.spec(run_id).model.path
             announced = self.weights.announced(run_id)
             if announced is not None:

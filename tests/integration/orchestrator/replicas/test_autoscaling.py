@@ -1,0 +1,122 @@
+"""How many replicas are wanted: from heartbeats, steps and deliveries, and what becomes of it on a virtual clock."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import redis
+
+from benchmarks import autoscaling as simulation
+from services.orchestrator import redis_keys as own_keys
+from services.orchestrator.container import AppContext
+from services.orchestrator.http.api.platform import refresh_gauges
+from services.orchestrator.replicas.demand import JobFacts, PoolDemand
+from spo import redis_keys
+from spo.observability.metrics import WANTED_REPLICAS
+from spo.spec.job_spec import parse_job_spec
+from spo.spec.job_state import JobState
+from spo.testing.peers import ServiceDoubles
+from spo.v1 import orchestrator_service_pb2 as wire
+
+
+def beat(context: AppContext, replica_id: str, pool: str, load: float, run_id: str = "") -> None:
+    context.replicas.beat(wire.HeartbeatRequest(replica_id=replica_id, pool=pool, load=load, run_id=run_id))
+
+
+def running(context: AppContext, document: dict[str, Any]) -> str:
+    job_id = context.jobs.submit(parse_job_spec(document))
+    for state in (JobState.VALIDATING, JobState.ESTIMATING, JobState.RUNNING):
+        context.jobs.transition(job_id, state, "test")
+    return job_id
+
+
+def delivered(context: AppContext, job_id: str, trajectories: int) -> None:
+    context.redis.hincrby(redis_keys.replay_counters(job_id), "inserted:online", trajectories)
+
+
+def stepped(context: AppContext, job_id: str, step: int, waited: float, worked: float) -> None:
+    point = {"step": step, "wait_seconds": waited, "step_seconds": worked}
+    context.redis.zadd(own_keys.job_metrics(job_id), {json.dumps(point): step})
+
+
+def test_no_pool_is_wanted_without_jobs_and_one_replica_of_each_as_soon_as_one_is_submitted(
+    context: AppContext, document: dict[str, Any]
+) -> None:
+    assert set(context.autoscaling.observe(0.0).values()) == {0}
+    job_id = context.jobs.submit(parse_job_spec(document))
+    wanted = context.autoscaling.observe(2.0)
+    assert (wanted["inference"], wanted["sandbox-judge"]) == (1, 1)
+    context.jobs.transition(job_id, JobState.CANCELLED, "test", expected=(JobState.QUEUED,))
+    assert set(context.autoscaling.observe(4.0).values()) == {0}
+
+
+def test_what_trainers_wait_and_replicas_deliver_says_how_many_are_wanted(
+    context: AppContext, document: dict[str, Any]
+) -> None:
+    """A replica that is always busy delivers half a group a second; the trainer worked a quarter of the time."""
+    job_id = running(context, document)
+    spec = context.jobs.spec(job_id)
+    trajectories = int(spec.replay.online_share * spec.trainer.batch_size / spec.replay.samples_per_insert)
+    seconds = 2 * trajectories / spec.rollout.samples_per_prompt
+    for number in range(60):
+        beat(context, "r0", "inference", 1.0, job_id)
+        beat(context, "j0", "sandbox-judge", 0.3)
+        delivered(context, job_id, trajectories)
+        stepped(context, job_id, number + 1, 0.75 * seconds, 0.25 * seconds)
+        context.autoscaling.observe(seconds * number)
+
+    wanted = context.autoscaling.wanted
+    assert context.autoscaling.demand.needs()[job_id] == pytest.approx(4, rel=0.15)
+    assert wanted == {"inference": 5, "sandbox-judge": 2, "verifier": 0}
+    refresh_gauges(context)
+    assert WANTED_REPLICAS.labels(pool="inference")._value.get() == 5
+
+
+def test_the_replicas_of_a_run_set_its_limiter_and_hear_their_share(
+    context: AppContext, peers: ServiceDoubles, document: dict[str, Any]
+) -> None:
+    job_id = running(context, document)
+    for number in range(3):
+        beat(context, f"r{number}", "inference", 1.0, job_id)
+    peers.replay.groups_per_replica = 7
+    context.dispatcher.dispatch(job_id)
+
+    assert peers.replay.asked.replicas == 3
+    answer = context.heartbeats.answer(wire.HeartbeatRequest(replica_id="r0", pool="inference", run_id=job_id))
+    assert wire.HeartbeatResponse.FromString(answer).groups_in_hand == 7
+
+
+def test_replicas_that_have_not_had_time_to_deliver_do_not_change_what_is_wanted() -> None:
+    demand = PoolDemand()
+
+    def look(at: float, replicas: int, groups: float) -> int:
+        loads = {f"r{number}": 1.0 for number in range(replicas)}
+        facts = JobFacts("run", loads, groups, 8.0 * replicas, taken=8, step=int(at / 8), waited_seconds=6,
+                         worked_seconds=2)  # fmt: skip
+        return demand.observe(at, [facts], {}, {"inference": 1})["inference"]
+
+    before = [look(8.0 * tick, 1, 8.0 * tick) for tick in range(1, 40)][-1]
+    assert before == 5
+    # Four more have joined at once and are busy; what they make arrives eight seconds later.
+    assert [look(320.0 + tick, 5, 320.0 + tick) for tick in range(8)] == [5] * 8
+
+
+def test_eight_replicas_make_seven_times_the_rollouts_of_one_through_dispatcher_and_limiter(
+    redis_client: redis.Redis,
+) -> None:
+    one = simulation.rollouts_per_second(redis_client, 1, seconds=60)
+    redis_client.flushall()
+    assert simulation.rollouts_per_second(redis_client, 8, seconds=60) >= 7 * one
+
+
+@pytest.mark.slow
+def test_pools_follow_a_step_go_to_zero_and_back_and_stay_calm_under_a_constant_load(redis_client: redis.Redis) -> None:
+    step = simulation.step(redis_client)
+    assert (step.until_enough <= 90, step.until_back <= 300) == (True, True), step
+    redis_client.flushall()
+    burst = simulation.burst(redis_client)
+    assert (burst.until_enough <= 90, burst.until_back <= 300) == (True, True), burst
+    redis_client.flushall()
+    assert simulation.constant(redis_client, minutes=10).changes_per_10_minutes < 3
