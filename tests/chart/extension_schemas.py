@@ -66,6 +66,8 @@ _trigger = _object(
         "name", name=TEXT, kind={"enum": ["TriggerAuthentication", "ClusterTriggerAuthentication"]}
     ),
 )
+_cron = _object("timezone start end desiredReplicas", timezone=TEXT, start=TEXT, end=TEXT, desiredReplicas=TEXT)
+_cron_trigger = _object("type metadata", type={"const": "cron"}, name=TEXT, metadata=_cron)
 _scaled_object = _object(
     "scaleTargetRef triggers",
     scaleTargetRef=_object("name", name=TEXT, kind=TEXT, apiVersion=TEXT, envSourceContainerName=TEXT),
@@ -85,7 +87,7 @@ _scaled_object = _object(
         restoreToOriginalReplicaCount=SWITCH,
         horizontalPodAutoscalerConfig=_object(name=TEXT, behavior=_object(scaleUp=_rules, scaleDown=_rules)),
     ),
-    triggers=_list(_trigger, 1),
+    triggers=_list({"anyOf": [_trigger, _cron_trigger]}, 1),
 )
 _trigger_authentication = _object(
     "secretTargetRef",

@@ -356,15 +356,13 @@ def test_a_pool_with_automatic_scaling_has_no_fixed_size() -> None:
     assert targets == {"spo-inference", "spo-sandbox-judge", "spo-verifier"}
 
 
-def test_pools_scale_by_what_waits_in_their_own_stream() -> None:
+def test_pools_scale_by_what_the_jobs_need_of_them() -> None:
     queries = {
         each["metadata"]["name"]: [trigger["metadata"]["valueLocation"] for trigger in each["spec"]["triggers"]]
         for each in of_kind(rendered("gpu"), "ScaledObject")
     }
     assert queries == {
-        "spo-inference": [f'spo_stream_{what}_entries{{stream="prompts"}}' for what in ("lag", "pending")],
-        "spo-sandbox-judge": [f'spo_stream_{what}_entries{{stream="rollouts"}}' for what in ("lag", "pending")],
-        "spo-verifier": [f'spo_stream_{what}_entries{{stream="verifier_rollouts"}}' for what in ("lag", "pending")],
+        f"spo-{pool}": [f'spo_wanted_replicas{{pool="{pool}"}}'] for pool in ("inference", "sandbox-judge", "verifier")
     }
 
 

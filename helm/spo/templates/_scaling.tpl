@@ -56,7 +56,7 @@ spec:
     - {name: metrics, port: 9090, targetPort: metrics}
 {{- end -}}
 
-{{/* Autoscaling by CPU or by a stream's depth; as spo.podTemplate, with stream (a label of spo_stream_lag_entries) */}}
+{{/* Autoscaling by CPU, or by what the jobs need (spo_wanted_replicas); argument as for spo.podTemplate */}}
 {{- define "spo.autoscaling" -}}
 {{- $scaling := .values.autoscaling -}}
 {{- $name := printf "%s-%s" (include "spo.fullname" .root) .component -}}
@@ -70,7 +70,7 @@ metadata:
     {{- include "spo.labels" . | nindent 4 }}
 spec:
   scaleTargetRef: {apiVersion: apps/v1, kind: Deployment, name: {{ $name }}}
-  minReplicas: {{ $scaling.minReplicas }}
+  minReplicas: {{ max 1 (int $scaling.minReplicas) }}
   maxReplicas: {{ $scaling.maxReplicas }}
   metrics:
     - type: Resource
@@ -92,23 +92,25 @@ spec:
   minReplicaCount: {{ include "spo.requestedReplicas" (dict "root" .root "name" $name "apiVersion" "keda.sh/v1alpha1" "kind" "ScaledObject" "field" "minReplicaCount" "default" $scaling.minReplicas) }}
   maxReplicaCount: {{ $scaling.maxReplicas }}
   pollingInterval: 15
-  # When the orchestrator does not answer, the pool stays as it is at its smallest rather than growing blindly.
-  fallback: {failureThreshold: 4, replicas: {{ $scaling.minReplicas }}}
+  # When the orchestrator does not answer, the pool stays as it is: what it is busy with goes on.
+  fallback: {failureThreshold: 4, replicas: {{ max 1 (int $scaling.minReplicas) }}, behavior: currentReplicasIfHigher}
   advanced:
     horizontalPodAutoscalerConfig:
       behavior:
         {{- toYaml $scaling.behavior | nindent 8 }}
   triggers:
-    # Waiting and in flight; the larger number wins.
-    {{- range list "lag" "pending" }}
+    # What the orchestrator finds that the jobs need, in replicas: AverageValue with a target of 1 asks for just so many.
     - type: metrics-api
       metadata:
         url: http://{{ include "spo.fullname" $.root }}-orchestrator.{{ $.root.Release.Namespace }}.svc:8080/metrics
         format: prometheus
-        valueLocation: spo_stream_{{ . }}_entries{stream="{{ $.stream }}"}
-        targetValue: {{ $scaling.entriesPerReplica | quote }}
+        valueLocation: spo_wanted_replicas{pool="{{ $.component }}"}
+        targetValue: "1"
+        activationTargetValue: "0"
         authMode: bearer
       authenticationRef: {name: {{ include "spo.fullname" $.root }}-orchestrator}
+    {{- with $scaling.extraTriggers }}
+    {{- toYaml . | nindent 4 }}
     {{- end }}
 {{- end }}
 {{- end -}}

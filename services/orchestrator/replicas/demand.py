@@ -29,7 +29,7 @@ COST_SECONDS = 45.0
 MARGIN_UP = 0.25
 MARGIN_DOWN = 0.5
 # Of a group's time in the pipeline, until new replicas count.
-SETTLED = 1.5
+SETTLED = 1.25
 LONGEST_SETTLING_SECONDS = 900.0
 # A trainer that has taken no step for so long, and for so many of its steps, has no pace.
 SILENT_SECONDS = 300.0
