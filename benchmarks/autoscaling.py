@@ -167,7 +167,9 @@ def measure() -> list[Row]:
             rows.append(_row("constant: until enough replicas are asked for", "s", found.until_enough, 150))
             rows.append(_row("constant: changes in ten minutes", "1", found.changes_per_10_minutes, 2))
         else:
-            rows.append(_row(f"{found.name}: until enough replicas are asked for", "s", found.until_enough, 90))
+            # Of new jobs nobody knows yet what they take and cost.
+            limit = 120 if shape is burst else 90
+            rows.append(_row(f"{found.name}: until enough replicas are asked for", "s", found.until_enough, limit))
             rows.append(_row(f"{found.name}: until back", "s", found.until_back, 300))
     made = {replicas: _made(replicas) for replicas in (1, *LEAST_LINEAR)}
     for replicas, least in LEAST_LINEAR.items():

@@ -1,4 +1,4 @@
-"""A full disk as one typed error, whichever library met it first."""
+"""A full disk as one typed error, whichever library met it first; folders removed, or an error."""
 
 from __future__ import annotations
 
@@ -25,6 +25,14 @@ def told_when_full(folder: str | Path, needed_bytes: int = 0) -> Iterator[None]:
         if not _is_full(error):
             raise
         raise ResourceExhausted(_message(Path(folder), needed_bytes), code="disk_full") from error
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder with all in it; one that is not there is removed. Raises OSError: what is left is no secret."""
+    while folder.exists():
+        # What somebody else removes meanwhile is no fault.
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(folder)
 
 
 def _is_full(error: Exception) -> bool:

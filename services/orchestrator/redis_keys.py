@@ -44,6 +44,11 @@ def deleted_jobs() -> str:
     return "spo:orchestrator:deleted_jobs"
 
 
+def failing_deletions() -> str:
+    """Hash: id of a deleted job -> JSON {reason, attempts, at_unix_ms}: why its files are still there. Orchestrator."""
+    return "spo:orchestrator:failing_deletions"
+
+
 def open_evaluations() -> str:
     """Sorted set, all scores 0: ids of evaluations asked for and not yet ended, oldest first. Orchestrator."""
     return "spo:orchestrator:open_evaluations"

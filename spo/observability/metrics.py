@@ -38,6 +38,7 @@ VALUE_SAMPLES = Counter("spo_value_samples_total", "Samples of pi0 spent on valu
 PIVOTAL_ROLLOUTS = Counter("spo_pivotal_rollouts_total", "Rollouts of pi0 from prefixes, in search of pivotal tokens")
 JOBS = Gauge("spo_jobs", "Jobs by state", ["state"])
 REPLICAS = Gauge("spo_replicas", "Live registered replicas", ["pool"])
+DELETIONS_FAILING = Gauge("spo_deletions_failing", "Deleted jobs whose files could not be removed so far")
 WANTED_REPLICAS = Gauge("spo_wanted_replicas", "Replicas that the jobs need; 0: the pool is not needed", ["pool"])
 
 

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
+from spo.disk_space import remove_tree
 from spo.errors import IntegrityError, NotFound
 from spo.manifest_folder import (
     MANIFEST,
@@ -108,7 +109,7 @@ class FolderBackend:
         remove_abandoned(self.root / run_id)
 
     def remove_run(self, run_id: str) -> None:
-        shutil.rmtree(self.root / run_id, ignore_errors=True)
+        remove_tree(self.root / run_id)
 
     def _path(self, run_id: str, version: int) -> Path:
         return self.root / run_id / f"{version:08d}"

@@ -34,11 +34,13 @@ class OrchestratorProcess:
             "SPO_SANDBOX_JUDGE_ADDRESS": peers.address,
             "SPO_REPLAY_BUFFER_ADDRESS": peers.address,
         }
+        # What the process is started by, for example bubblewrap.
+        self.prefix: tuple[str, ...] = ()
         self.process: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
-            command = [sys.executable, "-m", "services.orchestrator"]
+            command = [*self.prefix, sys.executable, "-m", "services.orchestrator"]
             self.process = subprocess.Popen(command, env=self.environment, stderr=log)
         return self.process
 

@@ -22,7 +22,7 @@ from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.datasets.check import FileReport, broken_report, report_on
 from services.orchestrator.jobs.commit import timestamp
 from services.orchestrator.jobs.store import JobStore
-from spo.disk_space import told_when_full
+from spo.disk_space import remove_tree, told_when_full
 from spo.errors import Conflict, FieldViolation, InvalidInput, NotFound, NotReady, ResourceExhausted
 from spo.observability.logs import get_logger
 from spo.spec.job_spec import TasksSpec
@@ -252,7 +252,11 @@ class Datasets:
 
     def _remove(self, dataset: Dataset) -> None:
         self._require_lead()
-        shutil.rmtree(self.root / dataset.id, ignore_errors=True)
+        try:
+            remove_tree(self.root / dataset.id)
+        except OSError as error:
+            reason = f"the files of dataset {dataset.id} cannot be removed: {error}"
+            raise NotReady(reason, code="files_not_removed") from None
         self.jobs.write(
             *(("ZREM", key, dataset.id) for key in _indexes(dataset)),
             ("SREM", own_keys.open_datasets(), dataset.id),

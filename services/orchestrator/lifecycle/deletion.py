@@ -1,25 +1,34 @@
 """Deleting ended jobs: out of every list at once, keys and folders after that, repeated until done.
 
+While a job lives its trainer alone writes its weights and checkpoints, under a lease. A deleted job has no lease, and
+what it left is the orchestrator's to remove: no trainer need be there, or be told. What cannot be removed is tried
+again, told in the log, by the metric `spo_deletions_failing` and among what asks for a person, until it is gone.
+
 What the job left in the experience store stays: it outlives runs on purpose.
 """
 
 from __future__ import annotations
 
-import shutil
+import json
+import os
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import redis
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.experience.queries import is_complete
+from services.orchestrator.jobs.leases import now_ms
 from services.orchestrator.jobs.listing import label_names
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.lifecycle.deleted_keys import keys_of
 from services.orchestrator.lifecycle.pipeline import SHARED_STREAMS
 from spo import redis_keys
-from spo.errors import Conflict, NotReady
+from spo.disk_space import remove_tree
+from spo.errors import Conflict, NotReady, SpoError
 from spo.messaging.streams.dead_letters import drop_run
 from spo.observability.logs import get_logger
 from spo.spec.job_state import TERMINAL, JobState
@@ -28,6 +37,9 @@ from spo.weights.store import WeightStore
 log = get_logger("deletion")
 
 SWEEP_SECONDS = 5.0
+# Between two attempts at what cannot be removed: it doubles up to the longest.
+LONGEST_PAUSE_SECONDS = 300.0
+FOLDERS = ("checkpoints", "models", "events")
 
 
 class JobDeletion:
@@ -40,6 +52,7 @@ class JobDeletion:
         self.weights = weights
         self.state_path = state_path
         self.forget = forget
+        self._attempts: dict[str, tuple[int, float]] = {}
 
     def delete(self, job_id: str) -> None:
         """Make an ended job absent.
@@ -81,7 +94,7 @@ class JobDeletion:
                     self._adopt()
                     adopted = True
                 self.sweep()
-            except (redis.RedisError, OSError, NotReady) as error:
+            except (redis.RedisError, NotReady) as error:
                 log.warning("deleted jobs are removed later", reason=str(error))
             stop.wait(SWEEP_SECONDS)
 
@@ -92,15 +105,53 @@ class JobDeletion:
             self.jobs.write(("SMOVE", own_keys.forks_under_way(), own_keys.deleted_jobs(), raw))
 
     def sweep(self) -> None:
-        """Remove the keys, weights and checkpoints of deleted jobs."""
-        retired = self.jobs.client.smembers(own_keys.deleted_jobs())
-        for raw in retired:
+        """Remove the keys, weights and checkpoints of deleted jobs; what of one cannot be removed holds up no other."""
+        for raw in self.jobs.client.smembers(own_keys.deleted_jobs()):
             job_id = raw.decode()
+            attempts, next_at = self._attempts.get(job_id, (0, 0.0))
             # Redis first: it may be full, and a store of weights that does not answer must not keep it so.
-            for keys in filter(None, keys_of(self.jobs.client, job_id)):
-                self.jobs.write(("UNLINK", *keys))
-            drop_run(self.jobs.client, [stream for stream, _ in SHARED_STREAMS.values()], job_id)
-            self.weights.remove_run(job_id)
-            for folder in ("checkpoints", "models", "events"):
-                shutil.rmtree(self.state_path / folder / job_id, ignore_errors=True)
-            self.jobs.write(("SREM", own_keys.deleted_jobs(), job_id))
+            if not attempts:
+                for keys in filter(None, keys_of(self.jobs.client, job_id)):
+                    self.jobs.write(("UNLINK", *keys))
+                drop_run(self.jobs.client, [stream for stream, _ in SHARED_STREAMS.values()], job_id)
+            if time.monotonic() < next_at:
+                continue
+            try:
+                self._remove_files(job_id)
+            except (OSError, SpoError) as error:
+                self._failed(job_id, attempts + 1, error)
+                continue
+            self._attempts.pop(job_id, None)
+            failing = own_keys.failing_deletions()
+            self.jobs.write(("SREM", own_keys.deleted_jobs(), job_id), ("HDEL", failing, job_id))
+            if attempts:
+                log.info("a deleted job's files are removed after all", deleted=job_id, attempts=attempts + 1)
+
+    def failing(self) -> dict[str, str]:
+        """Deleted jobs whose files are still there, with the reason."""
+        found = self.jobs.client.hgetall(own_keys.failing_deletions())
+        return {raw.decode(): str(json.loads(said)["reason"]) for raw, said in found.items()}
+
+    def retry_now(self) -> None:
+        """The next sweep tries everything again, however long it was to wait."""
+        self._attempts.clear()
+
+    def _remove_files(self, job_id: str) -> None:
+        """Remove all of them that can be removed. Raises the first failure, OSError or SpoError."""
+        faults: list[OSError | SpoError] = []
+        folders = [partial(remove_tree, self.state_path / folder / job_id) for folder in FOLDERS]
+        for remove in (partial(self.weights.remove_run, job_id), *folders):
+            try:
+                remove()
+            except (OSError, SpoError) as error:
+                faults.append(error)
+        if faults:
+            raise faults[0]
+
+    def _failed(self, job_id: str, attempts: int, error: Exception) -> None:
+        pause = min(LONGEST_PAUSE_SECONDS, SWEEP_SECONDS * 2 ** min(attempts, 10))
+        self._attempts[job_id] = attempts, time.monotonic() + pause
+        reason = f"{error}; does the orchestrator, user {os.geteuid()}, own what it has to remove?"
+        log.error("a deleted job's files cannot be removed; tried again", deleted=job_id, reason=str(error))
+        said = json.dumps({"reason": reason, "attempts": attempts, "at_unix_ms": now_ms()})
+        self.jobs.write(("HSET", own_keys.failing_deletions(), job_id, said))

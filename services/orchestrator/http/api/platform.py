@@ -16,7 +16,7 @@ from services.orchestrator.http import views
 from services.orchestrator.http.dependencies import ContextDep, PrincipalDep
 from services.orchestrator.lifecycle.pipeline import platform_depths
 from spo.errors import FieldViolation, InvalidInput, NotReady
-from spo.observability.metrics import JOBS, REPLICAS, STREAM_LAG, STREAM_PENDING, WANTED_REPLICAS
+from spo.observability.metrics import DELETIONS_FAILING, JOBS, REPLICAS, STREAM_LAG, STREAM_PENDING, WANTED_REPLICAS
 from spo.spec.job_state import ACTIVE
 
 router = APIRouter(tags=["platform"])
@@ -112,6 +112,7 @@ def refresh_gauges(context: AppContext) -> None:
     REPLICAS.clear()
     for pool, count in context.replicas.counts().items():
         REPLICAS.labels(pool=pool).set(count)
+    DELETIONS_FAILING.set(len(context.deletion.failing()))
     for pool, count in context.autoscaling.wanted.items():
         WANTED_REPLICAS.labels(pool=pool).set(count)
     for stream, depth in platform_depths(context.redis, context.jobs.in_states(ACTIVE)).items():

@@ -34,7 +34,12 @@ Entry = schemas.AttentionEntry
 
 def attention(context: AppContext, principal: Principal) -> schemas.AttentionList:
     """Everything that asks for a person, errors first; of jobs those that the principal may see."""
-    found = [*_platform(context, principal), *_services(context, principal), *_jobs(context, principal)]
+    found = [
+        *_platform(context, principal),
+        *_deletions(context, principal),
+        *_services(context, principal),
+        *_jobs(context, principal),
+    ]
     return schemas.AttentionList(items=sorted(found, key=lambda entry: entry.severity != "error"))
 
 
@@ -45,6 +50,13 @@ def _platform(context: AppContext, principal: Principal) -> Iterator[Entry]:
     if principal.is_admin and DeadLetters(context.redis, "").page("", 1, "").items:
         message = "entries that name no job were given up on"
         yield _entry("warning", "dead letters", message, "`spo dead-letters list` shows them, `drop` forgets them")
+
+
+def _deletions(context: AppContext, principal: Principal) -> Iterator[Entry]:
+    if principal.is_admin:
+        for job_id, reason in context.deletion.failing().items():
+            remedy = "give the orchestrator the right to write there, or remove it; it is tried again by itself"
+            yield _entry("error", f"deleted job {job_id}", f"its files are still there: {reason}"[:500], remedy)
 
 
 def _services(context: AppContext, principal: Principal) -> Iterator[Entry]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,8 +30,8 @@ from services.orchestrator.lifecycle.submission import SpecCheck
 from services.orchestrator.replicas.weights import WeightAnnouncements
 from services.orchestrator.values.refresh import ReferenceRefresh
 from spo import redis_keys
-from spo.disk_space import told_when_full
-from spo.errors import FieldViolation, IntegrityError, InvalidInput, NotFound, PreconditionFailed
+from spo.disk_space import remove_tree, told_when_full
+from spo.errors import FieldViolation, IntegrityError, InvalidInput, NotFound, PreconditionFailed, SpoError
 from spo.manifest_folder import link_files, open_folder, seal_folder, staging_folder
 from spo.messaging.streams import append_words
 from spo.observability.logs import get_logger
@@ -244,13 +243,18 @@ class Forks:
         # The commit that makes the job takes its id out: it may have happened although its answer was lost.
         if not self.jobs.client.sismember(own_keys.forks_under_way(), job_id):
             return
-        self._remove_folders(job_id)
-        self.jobs.write(("SREM", own_keys.forks_under_way(), job_id))
+        try:
+            self._remove_folders(job_id)
+        except (OSError, SpoError):
+            # Then it is removed as deleted jobs are: again and again, and loudly.
+            self.jobs.write(("SMOVE", own_keys.forks_under_way(), own_keys.deleted_jobs(), job_id))
+        else:
+            self.jobs.write(("SREM", own_keys.forks_under_way(), job_id))
 
     def _remove_folders(self, job_id: str) -> None:
         self.store.remove_run(job_id)
         for folder in FOLDERS:
-            shutil.rmtree(self.state_path / folder / job_id, ignore_errors=True)
+            remove_tree(self.state_path / folder / job_id)
 
 
 def _name_of_fork(parent: str, job_id: str) -> str:
