@@ -12,18 +12,20 @@ from spo.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_se
 
 def main() -> int:
     settings = Settings()
-    process = ServiceProcess("inference", settings)
+    process = ServiceProcess("inference", settings, long_polls=settings.served_streams)
     process.answer_probes("loads its libraries")
     # Imported late: probes are answered while these take their time.
     from services.inference.deaths import EngineDeaths
     from services.inference.replica import ServingReplica
     from services.inference.rollout_worker import RolloutWorker
     from services.inference.service import InferenceService
+    from services.inference.serving.completions import ServedRuns
 
     client = join_platform(settings)
     replica = ServingReplica(settings, client, process.server.set_serving, process.stop.set)
     worker = RolloutWorker(client, replica, process.replica_id, settings)
-    service = InferenceService(replica, process.replica_id, EngineDeaths(client))
+    runs = ServedRuns(client)
+    service = InferenceService(replica, process.replica_id, EngineDeaths(client), runs, settings.served_streams)
     add_InferenceServiceServicer_to_server(service, process.server.server)
     process.report = replica.report
     process.on_heartbeat = replica.on_heartbeat

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +20,7 @@ import vllm
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMClientError
-from vllm.logprobs import FlatLogprobs
+from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
@@ -42,6 +42,42 @@ CPU_PREFILL_TOKENS = 4096
 
 
 @dataclass(frozen=True)
+class ServedSampling:
+    """How a sequence is sampled and shown that somebody reads: in parts or whole, with this many likely tokens."""
+
+    stream: bool = False
+    top_logprobs: int | None = None  # None: no log-probs at all; 0: those of the sampled tokens
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+
+
+@dataclass(frozen=True)
+class ShownToken:
+    """A sampled token, its text and log-prob (nats), and the likeliest in its place."""
+
+    token_id: int
+    text: str
+    logprob: float
+    top: tuple[ShownToken, ...] = ()
+
+
+@dataclass(frozen=True)
+class SampledPart:
+    """What a served sequence has got since its last part; finish_reason "" while it goes on.
+
+    The versions are those of the weights behind the first and last token, once it has finished.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    tokens: tuple[ShownToken, ...] = ()
+    finish_reason: str = ""
+    stop_reason: str = ""
+    version_first: int = 0
+    version_last: int = 0
+
+
+@dataclass(frozen=True)
 class SampleRequest:
     """One sequence to sample; temperature 0 is greedy."""
 
@@ -53,6 +89,7 @@ class SampleRequest:
     # What ends it: texts, and tokens beside those of the model's own files.
     stop: tuple[str, ...] = ()
     end_token_ids: tuple[int, ...] = ()
+    served: ServedSampling | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +144,7 @@ class Engine:
         self._llm = LLMEngine.from_engine_args(_engine_args(spec, settings))
         # After the build, which sets it: vLLM would log every pause.
         logging.getLogger("vllm").setLevel(logging.WARNING)
+        self._served: set[str] = set()
         self._base: Shapes = {}
         # Every request names this one adapter, also at version 0: what is loaded in its place then holds for those
         # that are running, too.
@@ -119,37 +157,34 @@ class Engine:
     def add(self, request_id: str, request: SampleRequest) -> None:
         """Queue a sequence; it joins the running batch at one of the next steps. Raises InvalidInput."""
         try:
-            params = SamplingParams(
-                temperature=request.temperature,
-                top_p=request.top_p,
-                max_tokens=request.max_tokens,
-                seed=request.seed,
-                # The sampled token's own log-prob. min_tokens stays unset: it would mask the end inside it.
-                logprobs=0,
-                flat_logprobs=True,
-                # Only stop strings need it; the text is made of the tokens afterwards.
-                detokenize=bool(request.stop),
-                stop=list(request.stop),
-                stop_token_ids=list(request.end_token_ids),
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
+            params = _sampling_params(request)
+            if request.served:
+                self._served.add(request_id)
             self._llm.add_request(
                 request_id, {"prompt_token_ids": list(request.prompt_token_ids)}, params, lora_request=self._adapter
             )
         except (VLLMClientError, ValueError, TypeError, OverflowError) as error:
             # Too long, token ids outside the vocabulary, or sampling that vLLM does not do.
+            self._served.discard(request_id)
             raise InvalidInput(f"vLLM refuses the request: {error}", code="refused_prompt") from error
 
-    def step(self) -> list[tuple[str, Sample]]:
-        """Decode one token of every running sequence; returns the sequences that finished."""
-        return [
-            (output.request_id, self._sample(output.outputs[0]))
-            for output in self._llm.step()
-            if isinstance(output, RequestOutput) and output.finished
-        ]
+    def step(self) -> list[tuple[str, Sample | SampledPart]]:
+        """Decode a token of every running sequence; returns those that finished, and parts of those that are served."""
+        found: list[tuple[str, Sample | SampledPart]] = []
+        for output in self._llm.step():
+            if not isinstance(output, RequestOutput):
+                continue
+            if output.request_id in self._served:
+                found.append((output.request_id, part_of(output.outputs[0])))
+                if output.finished:
+                    self._served.discard(output.request_id)
+            elif output.finished:
+                found.append((output.request_id, self._sample(output.outputs[0])))
+        return found
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Drop sequences, finished or not."""
+        self._served.difference_update(request_ids)
         self._llm.abort_request(list(request_ids))
 
     def load(self, paths: Sequence[Path], version: int) -> None:
@@ -206,6 +241,61 @@ class Engine:
             version_first=int(spans[0].version),
             version_last=int(spans[-1].version),
         )
+
+
+def part_of(output: CompletionOutput) -> SampledPart:
+    """What vLLM tells of a served sequence."""
+    spans = output.weight_versions
+    pairs = zip(output.token_ids, output.logprobs or (), strict=False)
+    return SampledPart(
+        text=output.text,
+        token_ids=tuple(output.token_ids),
+        tokens=tuple(_shown(token_id, likely) for token_id, likely in pairs if likely),
+        finish_reason=output.finish_reason or "",
+        stop_reason=output.stop_reason if isinstance(output.stop_reason, str) else "",
+        version_first=int(spans[0].version) if spans else 0,
+        version_last=int(spans[-1].version) if spans else 0,
+    )
+
+
+def _shown(token_id: int, likely: Mapping[int, Logprob]) -> ShownToken:
+    # vLLM puts the sampled token first, and again among the likeliest only if it is one of them.
+    sampled = likely[token_id]
+    ranked = sorted(likely.items(), key=lambda known: known[1].rank or 0)
+    top = tuple(ShownToken(other, known.decoded_token or "", known.logprob) for other, known in ranked)
+    return ShownToken(token_id, sampled.decoded_token or "", sampled.logprob, top)
+
+
+def _sampling_params(request: SampleRequest) -> SamplingParams:
+    served = request.served
+    if served:
+        kind = RequestOutputKind.DELTA if served.stream else RequestOutputKind.FINAL_ONLY
+        return SamplingParams(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            max_tokens=request.max_tokens,
+            seed=request.seed,
+            frequency_penalty=served.frequency_penalty,
+            presence_penalty=served.presence_penalty,
+            logprobs=served.top_logprobs,
+            stop=list(request.stop),
+            stop_token_ids=list(request.end_token_ids),
+            output_kind=kind,
+        )
+    return SamplingParams(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        max_tokens=request.max_tokens,
+        seed=request.seed,
+        # The sampled token's own log-prob. min_tokens stays unset: it would mask the end inside it.
+        logprobs=0,
+        flat_logprobs=True,
+        # Only stop strings need it; the text is made of the tokens afterwards.
+        detokenize=bool(request.stop),
+        stop=list(request.stop),
+        stop_token_ids=list(request.end_token_ids),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def head_sizes() -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from socket import gethostname
 
 from services.inference.deaths import EngineDeaths, engine_failed
-from services.inference.engine import Engine, Sample, SampleRequest
+from services.inference.engine import Engine, Sample, SampledPart, SampleRequest
 from services.inference.settings import Settings
 from services.inference.weight_schedule import next_decision
 from services.inference.weights import Weights
@@ -33,13 +33,15 @@ NOTHING_WHOLE = Weights("", -1, "", None)
 class SampleGroup:
     """Sequences that are sampled under the same weights; None: the newest announced of the run.
 
-    alone: with no other group in the engine, since one died while it worked on this one.
+    alone: with no other group in the engine, since one died while it worked on this one. on_part: of a group that
+    somebody reads, whose sequences come in parts to it, in the engine's thread; such a group is taken before others.
     """
 
     run_id: str
     requests: Sequence[SampleRequest]
     weights: Weights | None
     alone: bool = False
+    on_part: Callable[[int, SampledPart], None] | None = None
     future: Future[list[Sample]] = field(default_factory=Future)
     request_ids: list[str] = field(default_factory=list)
     samples: dict[str, Sample] = field(default_factory=dict)
@@ -104,7 +106,11 @@ class EngineThread:
                 raise NotReady("the engine of this replica has stopped")
             if group.weights in self._refused:
                 raise self._refused[group.weights]
-            self._waiting.append(group)
+            place = len(self._waiting)
+            if group.on_part:
+                # Somebody looks at it: rollouts can wait.
+                place = next((i for i, other in enumerate(self._waiting) if other.on_part is None), place)
+            self._waiting.insert(place, group)
             self._wake.notify()
 
     @property
@@ -273,10 +279,19 @@ class EngineThread:
     def _step(self) -> None:
         if not self._running:
             return
-        for request_id, sample in self._engine.step():
-            group = self._running.pop(request_id)
-            group.samples[request_id] = sample
-            metrics.INFERENCE_TOKENS.inc(len(sample.token_ids))
+        for request_id, found in self._engine.step():
+            metrics.INFERENCE_TOKENS.inc(len(found.token_ids))
+            group = self._running[request_id]
+            if isinstance(found, SampledPart):
+                if group.on_part:
+                    group.on_part(group.request_ids.index(request_id), found)
+                if not found.finish_reason:
+                    continue
+                # What was passed on is not kept.
+                stopped = found.finish_reason == "stop"
+                found = Sample((), (), stopped, found.version_first, found.version_last)
+            del self._running[request_id]
+            group.samples[request_id] = found
             if len(group.samples) == len(group.requests):
                 _settle(group, None)
         metrics.INFERENCE_RUNNING.set(len(self._running))

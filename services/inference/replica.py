@@ -215,15 +215,7 @@ class ServingReplica:
         if text is None:
             raise NotFound(f"run {requested.run_id} has no spec")
         spec = spec_from_json(text)
-        model_path = Path(requested.model_path or spec.model.path)
-        folder = inspect_model_folder(model_path)
-        engine_spec = EngineSpec(
-            model_path,
-            folder.model_hash,
-            spec.model.dtype,
-            spec.model.max_prompt_tokens + spec.model.max_response_tokens,
-            room_for(spec.model.lora, tensor_shapes(folder.safetensors_files)) if spec.model.lora else None,
-        )
+        engine_spec = engine_spec_of(spec, Path(requested.model_path or spec.model.path))
         warm = self._warm
         if warm and warm.engine_spec.fits(engine_spec):
             warm.engine.announce(requested.run_id, warm.versions.reference)
@@ -377,6 +369,18 @@ class ServingReplica:
     def _serve(self, assignment: Assignment, weights: Weights) -> None:
         self._serves = weights
         assignment.engine.announce(assignment.run_id, weights)
+
+
+def engine_spec_of(spec: JobSpec, model_path: Path) -> EngineSpec:
+    """What an engine has to be built for to serve a run. Raises InvalidInput when the folder may not be loaded."""
+    folder = inspect_model_folder(model_path)
+    return EngineSpec(
+        model_path,
+        folder.model_hash,
+        spec.model.dtype,
+        spec.model.max_prompt_tokens + spec.model.max_response_tokens,
+        room_for(spec.model.lora, tensor_shapes(folder.safetensors_files)) if spec.model.lora else None,
+    )
 
 
 def published_before(client: RedisClient, announced: WeightAnnouncement) -> list[tuple[int, str]]:

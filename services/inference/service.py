@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import grpc
 
 from services.inference.deaths import EngineDeaths, sampling_of
 from services.inference.replica import ServingReplica
 from services.inference.rollouts import start_group
+from services.inference.serving.completions import ServedRuns, responses
 from spo.errors import ResourceExhausted
 from spo.rpc.client import DEFAULT_DEADLINE_SECONDS
 from spo.rpc.long_polls import ANSWERING_THREADS
@@ -20,9 +22,13 @@ MAX_GENERATE_CALLS = ANSWERING_THREADS - 8
 
 
 class InferenceService(InferenceServiceServicer):
-    """Generate for evaluation and value estimation, DescribeReplica for people."""
+    """Generate for evaluation and value estimation, Serve for whoever uses a policy, DescribeReplica for people."""
 
-    def __init__(self, replica: ServingReplica, replica_id: str, deaths: EngineDeaths) -> None:
+    def __init__(
+        self, replica: ServingReplica, replica_id: str, deaths: EngineDeaths, runs: ServedRuns, streams: int
+    ) -> None:
+        self._runs = runs
+        self._streams = threading.BoundedSemaphore(streams)
         self._replica = replica
         self._deaths = deaths
         self._replica_id = replica_id
@@ -43,6 +49,16 @@ class InferenceService(InferenceServiceServicer):
                 )
         finally:
             self._slots.release()
+
+    def Serve(
+        self, request: inference.ServeRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference.ServeResponse]:
+        if not self._streams.acquire(blocking=False):
+            raise ResourceExhausted("as many completions are being sampled here as this replica takes; try again")
+        try:
+            yield from responses(self._runs.serving(self._replica, request.run_id), request, context)
+        finally:
+            self._streams.release()
 
     def DescribeReplica(
         self, request: inference.DescribeReplicaRequest, context: grpc.ServicerContext

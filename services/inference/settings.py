@@ -20,6 +20,9 @@ class Settings(ServiceSettings, service="inference"):
     max_sequences: int = Field(default=256, ge=1, description="Sequences decoded at once.")
     enforce_eager: bool | None = Field(default=None, description="Default: eager on CPU, captured graphs on GPUs.")
     groups_in_flight: int = Field(default=64, ge=1, description="Prompt groups taken from the stream at once.")
+    served_streams: int = Field(
+        default=256, ge=1, le=4096, description="Completions of people and programs that are sampled at once."
+    )
     in_flight: Literal["finish", "keep"] = Field(
         default="finish",
         description="New weights: finish started groups on the old ones first, or go on with them under the new.",

@@ -41,9 +41,12 @@ from services.orchestrator.replicas.in_hand import GroupsInHand
 from services.orchestrator.replicas.registry import ReplicaRegistry
 from services.orchestrator.replicas.scaling import Scale
 from services.orchestrator.replicas.weights import WeightAnnouncements
+from services.orchestrator.serving.capture import CaptureStore
 from services.orchestrator.serving.continual.loop import ContinualLoop
 from services.orchestrator.serving.continual.round_jobs import RoundJobs
 from services.orchestrator.serving.continual.rounds import ContinualStore
+from services.orchestrator.serving.pool import PoolLimits, ServingPool
+from services.orchestrator.serving.quota import ServingQuota
 from services.orchestrator.serving.served_models import ServedModels
 from services.orchestrator.settings import Settings
 from services.orchestrator.values.progress import ValueProgress
@@ -94,6 +97,7 @@ class AppContext:
         self.experience = ExperienceStore(settings.experience_place)
         self.weight_store = WeightStore(settings.weight_place, cache_path=settings.weight_cache_path)
         self.authenticator = Authenticator(settings, self.redis)
+        self.captures = CaptureStore(self.redis)
         self.audit = AuditLog(self.redis)
         identity = PlatformIdentity(self.redis, settings.state_path, settings.weight_place)
         self.watch = RecoveryWatch(self.jobs, identity, JobManifests(self.jobs, settings.state_path))
@@ -110,6 +114,11 @@ class AppContext:
         self.autoscaling = Autoscaling(self.jobs, self.assigner)
         self.scale = Scale(settings, self.redis)
         self.served_models = ServedModels(self.jobs, self.weights)
+        limits = PoolLimits(settings.serving_streams, settings.serving_seconds, settings.serving_wait_seconds)
+        self.serving_pool = ServingPool(self.jobs, self.assigner, limits)
+        self.serving_quota = ServingQuota(
+            settings.serving_streams, settings.serving_streams_per_tenant, settings.serving_tokens_per_minute
+        )
 
     def _run_jobs(self) -> None:
         settings, jobs = self.settings, self.jobs
@@ -158,5 +167,5 @@ class AppContext:
 
     def close(self) -> None:
         """End the connections to the other services, so that no wait for them outlives the process."""
-        for client in (self.inference, self.judges, self.replay, self.values):
+        for client in (self.inference, self.judges, self.replay, self.values, self.serving_pool):
             client.close()

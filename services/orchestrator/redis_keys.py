@@ -182,6 +182,27 @@ def evaluated_run() -> str:
     return "spo:orchestrator:evaluated_run"
 
 
+def runs_in_use() -> str:
+    """Sorted set: runs that have ended and whose policies were asked for lately, by when that is forgotten (unix s).
+    Orchestrator."""
+    return "spo:orchestrator:runs_in_use"
+
+
+def capture_policies() -> str:
+    """Hash: tenant:<tenant> -> JSON of how its traffic is captured where that is asked for. Orchestrator."""
+    return "spo:orchestrator:capture_policies"
+
+
+def captured(tenant: str, completion_id: str) -> str:
+    """Hash: document (JSON of a captured completion), feedback:<choice> (JSON); expires. Orchestrator."""
+    return f"spo:orchestrator:captured:{digest(tenant, completion_id)}"
+
+
+def captured_index(tenant: str) -> str:
+    """Sorted set: ids of captured completions by time (unix ms). Orchestrator."""
+    return f"spo:orchestrator:tenant:{tenant}:captured"
+
+
 def served_models() -> str:
     """Hash: name/tenant -> JSON of what the name means since its last change. Orchestrator."""
     return "spo:orchestrator:served_models"

@@ -77,6 +77,16 @@ class Settings(ServiceSettings, service="orchestrator"):
         default=1000, ge=1, description="Evaluations that stay of a job: of its schedule, and of the requested ones."
     )
 
+    serving_streams: int = Field(default=128, ge=1, le=4096, description="Completions under way at once.")
+    serving_streams_per_tenant: int = Field(default=64, ge=1, description="Of one tenant, completions under way.")
+    serving_tokens_per_minute: int = Field(
+        default=0, ge=0, description="Prompt and response tokens of one tenant in a minute; 0: no limit."
+    )
+    serving_seconds: float = Field(default=300, gt=0, description="Longest completion.")
+    serving_wait_seconds: float = Field(
+        default=30, ge=0, description="How long a completion waits for a replica to load its model."
+    )
+
     @property
     def durable_copies(self) -> int:
         """How many copies control-plane writes wait for: the append-only file and the replicas of Redis."""

@@ -80,6 +80,7 @@ SCHEMA = pyarrow.schema(
         ("score", _NUMBER),
         ("part_names", _WORDS),
         ("part_scores", _SCORES),
+        ("consent", _TEXT),
     ]
 )
 # Columns that files written before them lack: read as empty.
@@ -95,6 +96,7 @@ ADDED = frozenset(
         "score",
         "part_names",
         "part_scores",
+        "consent",
     }
 )
 # Columns that a message has under the same name.
@@ -104,6 +106,7 @@ _OF_TRAJECTORY = (
     "group_id",
     "sample_index",
     "licence",
+    "consent",
     "sampler",
     "policy_version_first",
     "policy_version_last",

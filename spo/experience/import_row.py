@@ -68,6 +68,7 @@ class ImportRow(BaseModel):
     created_unix_ms: int = Field(default=0, ge=0, lt=2**62)
     trajectory_id: Word = ""
     licence: Word = ""
+    consent: Word = ""
 
 
 # A file of our own format has more columns: what is recomputed, and what only its own store knows.
@@ -145,7 +146,7 @@ def stored_row(row: UploadedRow, problems: ProblemIndex, terms: ImportTerms) -> 
 
 _TAKEN = (
     "response_text", "prompt_token_ids", "response_token_ids", "reference_hash", "sampler", "temperature", "top_p",
-    "policy_version_first", "policy_version_last", "created_unix_ms",
+    "policy_version_first", "policy_version_last", "created_unix_ms", "consent",
 )  # fmt: skip
 
 

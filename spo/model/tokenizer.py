@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -59,6 +59,24 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, chat: ChatForma
     if chat.system is not None and chat.system.strip() not in rendered:
         raise InvalidInput("the chat template leaves the system prompt out", code="template_refused")
     # Templates write the special tokens themselves.
+    return list(tokenizer.encode(rendered, add_special_tokens=False))
+
+
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]], chat: ChatFormat = USUAL
+) -> list[int]:
+    """Return the prompt's tokens of a conversation so far (role and content of each turn), up to the model's next turn.
+
+    A single turn of the user's gives what `encode_prompt` gives: the job's system prompt goes before it. Raises
+    InvalidInput (code "template_refused") as it does, and where a model without turns is sent more than one.
+    """
+    if [turn["role"] for turn in turns] == ["user"]:
+        return encode_prompt(tokenizer, turns[0]["content"], chat)
+    if not _has_turns(tokenizer, chat):
+        message = "the model has no chat template: send one message of the user's, or a prompt to /v1/completions"
+        raise InvalidInput(message, code="template_refused")
+    begins = [] if turns[0]["role"] == "system" or chat.system is None else _turns("", chat)[:1]
+    rendered = _rendered(tokenizer, [*begins, *map(dict, turns)], chat, asks=True)
     return list(tokenizer.encode(rendered, add_special_tokens=False))
 
 

@@ -37,6 +37,7 @@ TRAINER_WAIT_SECONDS = Histogram("spo_trainer_wait_batch_seconds", "Seconds the 
 VALUE_SAMPLES = Counter("spo_value_samples_total", "Samples of pi0 spent on value estimation")
 PIVOTAL_ROLLOUTS = Counter("spo_pivotal_rollouts_total", "Rollouts of pi0 from prefixes, in search of pivotal tokens")
 JOBS = Gauge("spo_jobs", "Jobs by state", ["state"])
+CAPTURED = Counter("spo_captured_completions_total", "Completions whose capture was asked for", ["result"])
 REPLICAS = Gauge("spo_replicas", "Live registered replicas", ["pool"])
 DELETIONS_FAILING = Gauge("spo_deletions_failing", "Deleted jobs whose files could not be removed so far")
 WANTED_REPLICAS = Gauge("spo_wanted_replicas", "Replicas that the jobs need; 0: the pool is not needed", ["pool"])

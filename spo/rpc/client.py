@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import Message
@@ -43,6 +43,32 @@ def channel(address: str, *, is_ours: bool = True) -> grpc.Channel:
         ],
     )
     return with_token(plain) if is_ours else plain
+
+
+class _StreamedReply(Protocol):
+    """What gRPC gives for an answer in parts."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+    def cancel(self) -> bool: ...
+
+
+class ResponseStream:
+    """The parts of an answer as they come; `cancel`, from any thread, ends it on both sides."""
+
+    def __init__(self, reply: _StreamedReply, service: str, address: str) -> None:
+        self._reply = reply
+        self._service = service
+        self._address = address
+
+    def __iter__(self) -> Iterator[Any]:
+        """Raises the SpoError the server raised, or Unreachable after the call's deadline."""
+        try:
+            yield from self._reply
+        except grpc.RpcError as failure:
+            raise error_of(failure, self._service, self._address) from None
+
+    def cancel(self) -> None:
+        self._reply.cancel()
 
 
 class RpcClient:
@@ -105,6 +131,14 @@ class RpcClient:
             if not self._closed:
                 raise
             raise errors.Unreachable(f"the connection to {self.service} is closed: the process is stopping") from None
+
+    def stream(self, method: str, request: Message, deadline_seconds: float) -> ResponseStream:
+        """Begin a call whose answer comes in parts. Raises Unreachable when the client is closed."""
+        try:
+            reply = getattr(self._stub, method)(request, timeout=deadline_seconds)
+        except ValueError:
+            raise errors.Unreachable(f"the connection to {self.service} is closed: the process is stopping") from None
+        return ResponseStream(reply, self.service, self.address)
 
     def call_patiently(
         self,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -26,6 +27,20 @@ CONNECTION_AGE_SECONDS = 60
 MOST_REASON_CHARACTERS = 500
 
 
+@contextmanager
+def _as_statuses(context: grpc.ServicerContext, method: str) -> Iterator[None]:
+    try:
+        yield
+    except errors.SpoError as error:
+        context.abort_with_status(status_of(error))
+    except redis.RedisError as error:
+        log.warning("rpc handler failed on Redis", method=method, reason=str(error)[:500])
+        context.abort_with_status(status_of(as_spo_error(error)))
+    except Exception as error:
+        log.exception("rpc handler failed", method=method)
+        context.abort_with_status(status_of(errors.InternalError(f"{type(error).__name__}: {error}")))
+
+
 class _TypedErrors(grpc.ServerInterceptor):
     """Turns what a handler raises into a status with details; anything unexpected is logged and becomes INTERNAL."""
 
@@ -39,7 +54,7 @@ class _TypedErrors(grpc.ServerInterceptor):
         handler = continuation(handler_call_details)
         if handler is None and self.loading:
             return grpc.unary_unary_rpc_method_handler(self._not_yet)
-        if handler is None or handler.unary_unary is None:
+        if handler is None or (handler.unary_unary is None and handler.unary_stream is None):
             return handler
 
         serialize = handler.response_serializer
@@ -55,17 +70,17 @@ class _TypedErrors(grpc.ServerInterceptor):
                 return handler.unary_unary(request, context)
 
         def behaviour(request: object, context: grpc.ServicerContext) -> object:
-            try:
+            with _as_statuses(context, method):
                 return answer(request, context)
-            except errors.SpoError as error:
-                context.abort_with_status(status_of(error))
-            except redis.RedisError as error:
-                log.warning("rpc handler failed on Redis", method=method, reason=str(error)[:500])
-                context.abort_with_status(status_of(as_spo_error(error)))
-            except Exception as error:
-                log.exception("rpc handler failed", method=method)
-                context.abort_with_status(status_of(errors.InternalError(f"{type(error).__name__}: {error}")))
 
+        def stream(request: object, context: grpc.ServicerContext) -> Iterator[object]:
+            with _as_statuses(context, method):
+                yield from handler.unary_stream(request, context)
+
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(
+                stream, request_deserializer=handler.request_deserializer, response_serializer=serialize
+            )
         return grpc.unary_unary_rpc_method_handler(
             behaviour,
             request_deserializer=handler.request_deserializer,

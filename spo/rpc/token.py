@@ -58,15 +58,22 @@ class _CallDetails(NamedTuple):
     compression: grpc.Compression | None
 
 
-class _ShowToken(grpc.UnaryUnaryClientInterceptor):
+class _ShowToken(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
     def __init__(self, token: str) -> None:
         self._header = (HEADER, SCHEME + token)
 
     def intercept_unary_unary(
         self, continuation: Callable[..., T], client_call_details: grpc.ClientCallDetails, request: object
     ) -> T:
-        call = client_call_details
-        shown = _CallDetails(
+        return continuation(self._shown(client_call_details), request)
+
+    def intercept_unary_stream(
+        self, continuation: Callable[..., T], client_call_details: grpc.ClientCallDetails, request: object
+    ) -> T:
+        return continuation(self._shown(client_call_details), request)
+
+    def _shown(self, call: grpc.ClientCallDetails) -> _CallDetails:
+        return _CallDetails(
             call.method,
             call.timeout,
             [*(call.metadata or ()), self._header],
@@ -74,7 +81,6 @@ class _ShowToken(grpc.UnaryUnaryClientInterceptor):
             call.wait_for_ready,
             call.compression,
         )
-        return continuation(shown, request)
 
 
 class RequireToken(grpc.ServerInterceptor):

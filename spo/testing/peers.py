@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import grpc
 from blake3 import blake3
@@ -67,13 +67,40 @@ class JudgeServiceDouble(JudgeServiceServicer):
 
 
 class InferenceDouble(InferenceServiceServicer):
-    """Answers each sample with the text that `respond` gives; `unready` calls are refused first."""
+    """Answers each sample with the text that `respond` gives; `unready` calls are refused first.
+
+    Completions say what `says` does, a word a part and token, until `goes_on` is set where they wait for it.
+    """
 
     def __init__(self) -> None:
         self.respond: Callable[[PromptGroup, int], str] = lambda group, index: RIGHT if index % 2 else "wrong"
         self.unready = 0
+        self.says: Callable[[inference.ServeRequest], str] = lambda request: "one two three"
+        self.goes_on: threading.Event | None = None
+        self.serving = 0
         self.versions: list[int] = []
         self._lock = threading.Lock()
+
+    def Serve(
+        self, request: inference.ServeRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference.ServeResponse]:
+        self.serving += 1
+        ended = threading.Event()
+        context.add_callback(ended.set)
+        words = self.says(request).split()
+        first = inference.ServeResponse(prompt_token_ids=[1, 2], model_hash="f" * 64, sampler="double")
+        try:
+            for number, word in enumerate(words, 1):
+                text = word if number == len(words) else f"{word} "
+                for index in range(request.samples):
+                    part = first.parts.add(index=index, text=text, token_ids=[number])
+                    part.finish_reason = "stop" if number == len(words) else ""
+                yield first
+                first = inference.ServeResponse()
+                while self.goes_on and not self.goes_on.wait(0.02) and not ended.is_set():
+                    pass
+        finally:
+            self.serving -= 1
 
     def Generate(self, request: inference.GenerateRequest, context: grpc.ServicerContext) -> inference.GenerateResponse:
         group = request.group

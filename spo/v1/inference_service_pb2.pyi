@@ -3,8 +3,10 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from spo.v1 import prompt_pb2 as _prompt_pb2
 from spo.v1 import trajectory_pb2 as _trajectory_pb2
 import builtins as _builtins
@@ -108,3 +110,190 @@ class DescribeReplicaResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeReplicaResponse: _TypeAlias = DescribeReplicaResponse  # noqa: Y015
+
+@_typing.final
+class ServeRequest(_message.Message):
+    """A completion that a person or program asked for, of any weight version that this replica's engine can hold."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MESSAGES_JSON_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    TOP_P_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    STREAM_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    run_id: _builtins.str
+    policy_version: _builtins.int
+    """0: the reference policy pi0."""
+    text: _builtins.str
+    """One of these is the prompt: text as it is, tokens, or a JSON list of chat messages for the model's template."""
+    messages_json: _builtins.str
+    samples: _builtins.int
+    temperature: _builtins.float
+    top_p: _builtins.float
+    max_tokens: _builtins.int
+    """0: as many as there is room for."""
+    seed: _builtins.int
+    """Sample i is drawn with seed + i."""
+    logprobs: _builtins.bool
+    """Whether each token comes with its log-prob, and with how many others that were likely."""
+    top_logprobs: _builtins.int
+    stream: _builtins.bool
+    """Parts while it is sampled; otherwise one when it is finished."""
+    frequency_penalty: _builtins.float
+    presence_penalty: _builtins.float
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        run_id: _builtins.str = ...,
+        policy_version: _builtins.int = ...,
+        text: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        messages_json: _builtins.str = ...,
+        samples: _builtins.int = ...,
+        temperature: _builtins.float = ...,
+        top_p: _builtins.float = ...,
+        max_tokens: _builtins.int = ...,
+        seed: _builtins.int = ...,
+        stop: _abc.Iterable[_builtins.str] | None = ...,
+        logprobs: _builtins.bool = ...,
+        top_logprobs: _builtins.int = ...,
+        stream: _builtins.bool = ...,
+        frequency_penalty: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages_json", b"messages_json", "policy_version", b"policy_version", "presence_penalty", b"presence_penalty", "request_id", b"request_id", "run_id", b"run_id", "samples", b"samples", "seed", b"seed", "stop", b"stop", "stream", b"stream", "temperature", b"temperature", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServeRequest: _TypeAlias = ServeRequest  # noqa: Y015
+
+@_typing.final
+class ServedToken(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    text: _builtins.str
+    logprob: _builtins.float
+    @_builtins.property
+    def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedToken]:
+        """The likeliest, likeliest first; of these only token_id, text and logprob are set."""
+
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        text: _builtins.str = ...,
+        logprob: _builtins.float = ...,
+        top: _abc.Iterable[Global___ServedToken] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "text", b"text", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServedToken: _TypeAlias = ServedToken  # noqa: Y015
+
+@_typing.final
+class ServedPart(_message.Message):
+    """What one sample has got since the last part."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    STOP_REASON_FIELD_NUMBER: _builtins.int
+    VERSION_FIRST_FIELD_NUMBER: _builtins.int
+    VERSION_LAST_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    text: _builtins.str
+    finish_reason: _builtins.str
+    """Empty while it goes on; then "stop" or "length"."""
+    stop_reason: _builtins.str
+    """The stop string that ended it, if one did."""
+    version_first: _builtins.int
+    """Of the weights behind the first and the last token; set when it has finished."""
+    version_last: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedToken]: ...
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        text: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        tokens: _abc.Iterable[Global___ServedToken] | None = ...,
+        finish_reason: _builtins.str = ...,
+        stop_reason: _builtins.str = ...,
+        version_first: _builtins.int = ...,
+        version_last: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "tokens", b"tokens", "version_first", b"version_first", "version_last", b"version_last"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServedPart: _TypeAlias = ServedPart  # noqa: Y015
+
+@_typing.final
+class ServeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MODEL_HASH_FIELD_NUMBER: _builtins.int
+    SAMPLER_FIELD_NUMBER: _builtins.int
+    model_hash: _builtins.str
+    sampler: _builtins.str
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedPart]: ...
+    @_builtins.property
+    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """These in the first response only."""
+
+    def __init__(
+        self,
+        *,
+        parts: _abc.Iterable[Global___ServedPart] | None = ...,
+        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        model_hash: _builtins.str = ...,
+        sampler: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_hash", b"model_hash", "parts", b"parts", "prompt_token_ids", b"prompt_token_ids", "sampler", b"sampler"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServeResponse: _TypeAlias = ServeResponse  # noqa: Y015

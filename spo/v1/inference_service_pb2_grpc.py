@@ -39,6 +39,11 @@ class InferenceServiceStub:
                 request_serializer=spo_dot_v1_dot_inference__service__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=spo_dot_v1_dot_inference__service__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Serve = channel.unary_stream(
+                '/spo.v1.InferenceService/Serve',
+                request_serializer=spo_dot_v1_dot_inference__service__pb2.ServeRequest.SerializeToString,
+                response_deserializer=spo_dot_v1_dot_inference__service__pb2.ServeResponse.FromString,
+                _registered_method=True)
         self.DescribeReplica = channel.unary_unary(
                 '/spo.v1.InferenceService/DescribeReplica',
                 request_serializer=spo_dot_v1_dot_inference__service__pb2.DescribeReplicaRequest.SerializeToString,
@@ -50,6 +55,12 @@ class InferenceServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Serve(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -68,6 +79,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=spo_dot_v1_dot_inference__service__pb2.GenerateRequest.FromString,
                     response_serializer=spo_dot_v1_dot_inference__service__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Serve': grpc.unary_stream_rpc_method_handler(
+                    servicer.Serve,
+                    request_deserializer=spo_dot_v1_dot_inference__service__pb2.ServeRequest.FromString,
+                    response_serializer=spo_dot_v1_dot_inference__service__pb2.ServeResponse.SerializeToString,
             ),
             'DescribeReplica': grpc.unary_unary_rpc_method_handler(
                     servicer.DescribeReplica,
@@ -102,6 +118,33 @@ class InferenceService:
             '/spo.v1.InferenceService/Generate',
             spo_dot_v1_dot_inference__service__pb2.GenerateRequest.SerializeToString,
             spo_dot_v1_dot_inference__service__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Serve(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/spo.v1.InferenceService/Serve',
+            spo_dot_v1_dot_inference__service__pb2.ServeRequest.SerializeToString,
+            spo_dot_v1_dot_inference__service__pb2.ServeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,12 +32,14 @@ class InferenceServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceServiceAsyncStub: ...
     Generate: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.GenerateRequest, _inference_service_pb2.GenerateResponse]
+    Serve: _grpc.UnaryStreamMultiCallable[_inference_service_pb2.ServeRequest, _inference_service_pb2.ServeResponse]
     DescribeReplica: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.DescribeReplicaRequest, _inference_service_pb2.DescribeReplicaResponse]
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.GenerateRequest, _inference_service_pb2.GenerateResponse]  # type: ignore[assignment]
+    Serve: _aio.UnaryStreamMultiCallable[_inference_service_pb2.ServeRequest, _inference_service_pb2.ServeResponse]  # type: ignore[assignment]
     DescribeReplica: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.DescribeReplicaRequest, _inference_service_pb2.DescribeReplicaResponse]  # type: ignore[assignment]
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -47,6 +49,13 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_service_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_service_pb2.GenerateResponse, _abc.Awaitable[_inference_service_pb2.GenerateResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Serve(
+        self,
+        request: _inference_service_pb2.ServeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_service_pb2.ServeResponse], _abc.AsyncIterator[_inference_service_pb2.ServeResponse]]: ...
 
     @_abc_1.abstractmethod
     def DescribeReplica(

@@ -8,7 +8,16 @@ from typing import Literal, get_args
 
 from spo.errors import InvalidInput
 
-Scope = Literal["jobs:read", "jobs:write", "trajectories:read", "weights:push", "datasets:write", "admin"]
+Scope = Literal[
+    "jobs:read",
+    "jobs:write",
+    "trajectories:read",
+    "weights:push",
+    "datasets:write",
+    "models:query",
+    "models:capture",
+    "admin",
+]
 SCOPES: frozenset[Scope] = frozenset(get_args(Scope))
 READING = ("GET", "HEAD")
 
@@ -18,6 +27,8 @@ _RULES: tuple[tuple[str, Scope, Scope], ...] = (
     (r"(/v1)?/(keys|audit|dead-letters)(/|$)", "admin", "admin"),
     (r"/v1/scale(/|$)", "jobs:read", "admin"),
     (r"/v1/continual(/|$)", "jobs:read", "weights:push"),
+    (r"/v1/(chat/completions|completions|models|feedback)(/|$)", "models:query", "models:query"),
+    (r"/v1/capture(/|$)", "trajectories:read", "datasets:write"),
     (r"/v1/served-models(/|$)", "jobs:read", "weights:push"),
     (r"/v1/jobs/[^/]+/weights(/|$)", "jobs:read", "weights:push"),
     (r"(/v1)?/jobs/[^/]+/(trajectories|prompts|dead-letters)(/|$)", "trajectories:read", "jobs:write"),

@@ -12,6 +12,7 @@ from starlette.staticfiles import StaticFiles
 from services.orchestrator.container import AppContext
 from services.orchestrator.http import errors
 from services.orchestrator.http.api import (
+    capture,
     continual,
     datasets,
     dead_letters,
@@ -29,6 +30,7 @@ from services.orchestrator.http.api import (
     trajectories,
     values,
 )
+from services.orchestrator.http.api.openai import completions
 from services.orchestrator.http.check_pool import CheckPool
 from services.orchestrator.http.live_events import LiveEvents
 from services.orchestrator.http.middleware import RequestMiddleware
@@ -76,6 +78,8 @@ def create_app(context: AppContext) -> FastAPI:
         keys,
         scale,
         served_models,
+        completions,
+        capture,
         platform,
         pages,
         error_pages,

@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
+from services.orchestrator.http.openai_errors import as_openai_error, is_openai_path
 from services.orchestrator.http.pages.rendering import error_page, wants_page
 from spo import errors
 from spo.observability.logs import get_logger
@@ -83,7 +84,9 @@ def problem(error: errors.SpoError) -> JSONResponse:
 
 
 def as_page(path: str, headers: Headers, response: JSONResponse) -> Response:
-    """The problem as an HTML page where a browser asked for a page, else unchanged."""
+    """The problem as an HTML page where a browser asked for a page, in OpenAI's form on its paths, else unchanged."""
+    if is_openai_path(path):
+        return as_openai_error(response)
     if not wants_page(path, headers):
         return response
     body = json.loads(bytes(response.body))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.replicas.registry import ReplicaRegistry
+from spo import redis_keys
 from spo.errors import PreconditionFailed
 from spo.observability.logs import get_logger
 from spo.spec.job_state import HOLDS_SLOT, JobState
@@ -20,6 +21,9 @@ from spo.spec.job_state import HOLDS_SLOT, JobState
 log = get_logger("assignment")
 
 SETTLE_SECONDS = 5.0
+# Ended runs that are served at a time, and how long after the last request.
+MOST_IN_USE = 4
+IN_USE_SECONDS = 300.0
 SERVED = HOLDS_SLOT - {JobState.CANCELLING}
 
 
@@ -67,12 +71,26 @@ class ReplicaAssigner:
         self._situation: tuple[object, float] = (None, 0.0)
 
     def wanted(self) -> dict[str, int]:
-        """Runs that want replicas with their weights, first in precedence first; else the one under evaluation."""
+        """Runs that want replicas with their weights, first in precedence first.
+
+        Jobs under way go first, without any the run under evaluation; then ended runs that people use.
+        """
         runs = self.jobs.by_priority(self.jobs.in_states(SERVED))
-        if runs:
-            return runs
-        examined = self.jobs.client.get(own_keys.evaluated_run())
-        return {examined.decode(): 1} if examined else {}
+        if not runs:
+            examined = self.jobs.client.get(own_keys.evaluated_run())
+            runs = {examined.decode(): 1} if examined else {}
+        return {**runs, **{run_id: 1 for run_id in self._in_use() if run_id not in runs}}
+
+    def note_use(self, job_id: str) -> None:
+        """Let replicas that jobs leave free serve an ended run, until nobody has asked for it for IN_USE_SECONDS."""
+        key, now = own_keys.runs_in_use(), time.time()
+        self.jobs.write(("ZREMRANGEBYSCORE", key, 0, now), ("ZADD", key, now + IN_USE_SECONDS, job_id))
+
+    def _in_use(self) -> list[str]:
+        """The runs that were asked for last, a few of them, and none that was deleted since."""
+        newest = self.jobs.client.zrevrange(own_keys.runs_in_use(), 0, MOST_IN_USE - 1, withscores=True)
+        asked = [raw.decode() for raw, until in newest if until > time.time()]
+        return [run_id for run_id in asked if self.jobs.client.exists(redis_keys.run_spec(run_id))]
 
     def run_of(self, replica_id: str) -> str:
         """The run that a replica is to serve, or "". One that nobody has assigned yet is assigned at once."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 from spo.client._async.connection import AsyncConnection
-from spo.client.models import ServedModelList, ServedModelView
+from spo.client.models import CollectReport, FeedbackReceipt, Said, ServedModelList, ServedModelView
 
 
 class AsyncServingCalls:
-    """Names under which policies are served."""
+    """Names under which policies are served, and what is said of their answers."""
 
     def __init__(self, connection: AsyncConnection) -> None:
         self._connection = connection
@@ -43,3 +45,18 @@ class AsyncServingCalls:
     async def history(self, name: str) -> list[ServedModelView]:
         """The last hundred changes of a name, newest first. Raises NotFound."""
         return (await self._connection.ask(ServedModelList, "GET", f"/v1/served-models/{name}/history")).items
+
+    async def feedback(self, completion_id: str, index: int = 0, **said: Unpack[Said]) -> FeedbackReceipt:
+        """Join a score, thumbs, a test's result, an edited answer or a comment to a captured completion.
+
+        The same again changes nothing. Raises NotFound when the completion was not captured.
+        """
+        body = {"id": completion_id, "index": index, **said}
+        return await self._connection.ask(FeedbackReceipt, "POST", "/v1/feedback", json=body)
+
+    async def collect(
+        self, name: str, job: str | None = None, *, judge_unscored: bool = False, after_unix_ms: int = 0
+    ) -> CollectReport:
+        """Store captured traffic as trajectories under a name; prompts are those of a job. Raises Conflict."""
+        body = {"name": name, "job": job, "judge_unscored": judge_unscored, "after_unix_ms": after_unix_ms}
+        return await self._connection.ask(CollectReport, "POST", "/v1/capture/collect", json=body)

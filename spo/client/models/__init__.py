@@ -91,7 +91,14 @@ from spo.client.models.requests import (
     StoreFilters,
     TrajectoryFilters,
 )
-from spo.client.models.serving import ServedModelList, ServedModelView, ServedTarget
+from spo.client.models.serving import (
+    CollectReport,
+    FeedbackReceipt,
+    Said,
+    ServedModelList,
+    ServedModelView,
+    ServedTarget,
+)
 from spo.client.models.training import (
     AnnouncedVersion,
     Checkpoint,
@@ -138,6 +145,7 @@ __all__ = [
     "ChangedVerdict",
     "Checkpoint",
     "Checkpoints",
+    "CollectReport",
     "Compact",
     "CompactReport",
     "Completion",
@@ -168,6 +176,7 @@ __all__ = [
     "ExperienceStatistics",
     "Export",
     "Failure",
+    "FeedbackReceipt",
     "FileFormat",
     "ForkRequest",
     "Hop",
@@ -213,6 +222,7 @@ __all__ = [
     "RoundComparison",
     "RowFault",
     "RowFilters",
+    "Said",
     "ScaleView",
     "Scope",
     "ServedModelList",

@@ -6,7 +6,16 @@ from typing import Literal
 
 from spo.client.models.document import Document, Listing, Page
 
-Scope = Literal["jobs:read", "jobs:write", "trajectories:read", "weights:push", "datasets:write", "admin"]
+Scope = Literal[
+    "jobs:read",
+    "jobs:write",
+    "trajectories:read",
+    "weights:push",
+    "datasets:write",
+    "models:query",
+    "models:capture",
+    "admin",
+]
 
 
 class Replica(Document):

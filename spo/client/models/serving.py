@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypedDict
+
 from spo.client.models.document import Document, Listing
 
 
@@ -28,3 +30,33 @@ class ServedModelView(ServedTarget):
 
 class ServedModelList(Listing[ServedModelView]):
     """Names, or the changes of one."""
+
+
+class Said(TypedDict, total=False):
+    """Feedback on an answer."""
+
+    score: float
+    thumbs: Literal["up", "down"]
+    test: Literal["passed", "failed"]
+    edited: str
+    comment: str
+
+
+class FeedbackReceipt(Document):
+    """What the answer is worth now, best 0 and worst -1; None: nothing says so yet."""
+
+    id: str
+    index: int
+    reward: float | None
+
+
+class CollectReport(Document):
+    """What captured traffic has become; human: edited answers, unscored: left for later."""
+
+    run: str
+    looked_at: int
+    stored: int
+    human: int
+    judged: int
+    unscored: int
+    newest_unix_ms: int

@@ -138,8 +138,8 @@ async def import_experience(
     body = await request.body()
 
     def store() -> schemas.ImportReport:
-        spec, model_hash = _tasks_of(context, principal, query.job, tasks)
-        _check_name(context, principal, query.name, "import")
+        spec, model_hash = tasks_of(context, principal, query.job, tasks)
+        check_import_name(context, principal, query.name, "import")
         terms = ImportTerms(
             run=query.name,
             task_set=spec.kind,
@@ -172,9 +172,9 @@ def export_experience(context: ContextDep, principal: PrincipalDep, body: Export
 @router.post("/rejudge")
 def rejudge(context: ContextDep, principal: PrincipalDep, body: Rejudge) -> schemas.RejudgeReport:
     """Judge stored trajectories by the tests that a task set has now; they are stored as a lineage of their own."""
-    spec, _ = _tasks_of(context, principal, body.job, body.tasks)
+    spec, _ = tasks_of(context, principal, body.job, body.tasks)
     name = body.name or f"rejudge-{ULID()}"
-    _check_name(context, principal, name, "rejudge")
+    check_import_name(context, principal, name, "rejudge")
     tasks = context.library.load(spec)
     rejudging = Rejudging(
         context.experience, context.judges, tasks.train, spec.kind, name, principal.tenant, writes=not body.dry_run
@@ -200,7 +200,7 @@ def _scope(principal: Principal, chosen: StoredRunQuery | StorePart) -> queries.
     return queries.Scope(principal.sees_tenant, chosen.run, chosen.task_set)
 
 
-def _tasks_of(
+def tasks_of(
     context: AppContext, principal: Principal, job: str | None, tasks: TasksSpec | None
 ) -> tuple[TasksSpec, str]:
     """The tasks that are meant, and the hash of the model where a job says so. Raises InvalidInput, NotFound."""
@@ -222,7 +222,7 @@ def _parse_tasks(text: str) -> TasksSpec:
         raise InvalidInput("the tasks are not valid", code="invalid_tasks", violations=violations_of(error)) from None
 
 
-def _check_name(context: AppContext, principal: Principal, name: str, kind: str) -> None:
+def check_import_name(context: AppContext, principal: Principal, name: str, kind: str) -> None:
     """A name belongs to one tenant and one kind; jobs' ids are the jobs'. Raises Conflict."""
     theirs = [file.origin for file in context.experience.files(name)]
     if name.startswith("job_") or any((origin.kind, origin.tenant) != (kind, principal.tenant) for origin in theirs):

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from services.orchestrator.auth.api_keys import ApiKey
 from services.orchestrator.auth.audit import AuditRecord
-from services.orchestrator.auth.principals import Scope
+from services.orchestrator.auth.principals import SCOPES, Scope
 from services.orchestrator.http.dependencies import ContextDep, Limit
 
 router = APIRouter(prefix="/v1", tags=["access"])
@@ -26,7 +26,7 @@ class KeyRequest(BaseModel):
 
     name: Name
     tenant: Name
-    scopes: list[Scope] = Field(min_length=1, max_length=6)
+    scopes: list[Scope] = Field(min_length=1, max_length=len(SCOPES))
     max_active_jobs: int | None = Field(default=None, ge=1, le=1_000_000, description="Quota; default: none.")
     expires_in_seconds: int | None = Field(default=None, ge=60, le=10 * 365 * 86400)
 

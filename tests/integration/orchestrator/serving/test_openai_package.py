@@ -1,0 +1,206 @@
+"""The official `openai` package, unmodified, against a real orchestrator and a real inference replica."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+import pytest
+
+from services.orchestrator.container import AppContext
+from services.orchestrator.service import OrchestratorService
+from services.orchestrator.serving.served_models import Change, Target
+from spo.rpc.client import RpcClient
+from spo.rpc.server import RpcServer
+from spo.spec.job_state import JobState
+from spo.testing.models import write_random_llama
+from spo.testing.toy_spec import toy_spec
+from spo.testing.waiting import wait_until
+from spo.v1.inference_service_pb2 import DescribeReplicaRequest
+from spo.v1.inference_service_pb2_grpc import InferenceServiceStub
+from spo.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServicer_to_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+# A replica needs about 15 s of CPU to start: on a busy machine that is minutes.
+WAIT_SECONDS = 200.0
+KEY = "the-operators-own-key"
+SAID = [{"role": "user", "content": "sum of the sorted numbers"}]
+
+
+@dataclass
+class Serving:
+    """A served orchestrator with one replica, and a job on it."""
+
+    context: AppContext
+    url: str
+    job_id: str
+
+    def client(self, key: str = KEY) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, timeout=WAIT_SECONDS)
+
+    def running_sequences(self) -> int:
+        (replica,) = self.context.replicas.live()
+        client = RpcClient("inference", replica.address, InferenceServiceStub)
+        found: int = client.call("DescribeReplica", DescribeReplicaRequest()).running_sequences
+        client.close()
+        return found
+
+
+@pytest.fixture
+def serving(
+    open_context: Callable[..., AppContext], serve: Callable[[AppContext], str], redis_server: str, tmp_path: Path
+) -> Iterator[Serving]:
+    write_random_llama(tmp_path / "pi0", seed=0)
+    config = tmp_path / "pi0" / "config.json"
+    # Room for a completion that would go on for minutes.
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 8192}))
+    context = open_context(api_key=KEY, serving_wait_seconds=WAIT_SECONDS)
+    server = RpcServer("127.0.0.1", 0, max_workers=64)
+    add_OrchestratorServiceServicer_to_server(OrchestratorService(context), server.server)
+    server.start()
+    model = {"path": str(tmp_path / "pi0"), "max_prompt_tokens": 64, "max_response_tokens": 8000}
+    job_id = context.jobs.submit(toy_spec({"model": model}))
+    # It has ended: that it is asked for brings a replica to it.
+    assert context.jobs.transition(job_id, JobState.CANCELLED, "test")
+    settings = {
+        "SPO_REDIS_URL": redis_server,
+        "SPO_ORCHESTRATOR_ADDRESS": server.address,
+        "SPO_STATE_PATH": str(tmp_path),
+        "SPO_INFERENCE_KV_CACHE_MEMORY_BYTES": str(64 << 20),
+        "OMP_NUM_THREADS": "1",
+    }
+    log = tmp_path / "replica.log"
+    with log.open("wb") as output:
+        replica = subprocess.Popen(
+            [sys.executable, "-m", "services.inference"], env=os.environ | settings, stderr=output, stdout=output
+        )
+    try:
+        yield Serving(context, serve(context), job_id)
+    finally:
+        replica.kill()
+        replica.wait(30)
+        server.stop(0)
+
+
+def test_the_openai_package_works_unmodified(serving: Serving) -> None:
+    client, model = serving.client(), serving.job_id
+    asks_and_is_answered(client, model)
+    streams(client, model)
+    tells_log_probs(client, model)
+    samples_several_and_stops(client, model)
+    refuses_in_openais_words(serving, client, model)
+    serves_names(serving, client)
+    fifty_at_once(client, model)
+    a_caller_that_leaves_ends_its_sampling(serving, client, model)
+
+
+def asks_and_is_answered(client: openai.OpenAI, model: str) -> None:
+    found = client.chat.completions.create(model=model, messages=SAID, max_tokens=12, seed=7)
+    again = client.chat.completions.create(model=model, messages=SAID, max_tokens=12, seed=7)
+
+    assert found.choices[0].message.role == "assistant"
+    assert found.choices[0].message.content == again.choices[0].message.content
+    assert found.usage is not None
+    assert 1 <= found.usage.completion_tokens <= 12
+    assert found.system_fingerprint == f"{model}@0"
+    plain = client.completions.create(model=f"{model}@0", prompt="sum of", max_tokens=8, temperature=0)
+    assert plain.choices[0].finish_reason in ("stop", "length")
+    tokens = client.completions.create(model=f"{model}@0", prompt=[5, 6, 7], max_tokens=8, temperature=0)
+    assert tokens.usage is not None
+    assert tokens.usage.prompt_tokens == 3
+
+
+def streams(client: openai.OpenAI, model: str) -> None:
+    whole = client.chat.completions.create(model=model, messages=SAID, max_tokens=40, seed=3)
+    chunks = list(
+        client.chat.completions.create(
+            model=model, messages=SAID, max_tokens=40, seed=3, stream=True, stream_options={"include_usage": True}
+        )
+    )
+
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == whole.choices[0].finish_reason
+
+
+def tells_log_probs(client: openai.OpenAI, model: str) -> None:
+    found = client.chat.completions.create(
+        model=model, messages=SAID, max_tokens=5, seed=1, logprobs=True, top_logprobs=3
+    )
+    logprobs = found.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert found.usage is not None
+    assert len(logprobs.content) == found.usage.completion_tokens
+    for token in logprobs.content:
+        assert token.logprob <= 0
+        assert len(token.top_logprobs) == 3
+        assert token.top_logprobs[0].logprob >= token.top_logprobs[-1].logprob
+    plain = client.completions.create(model=model, prompt="sum", max_tokens=4, logprobs=2, seed=1)
+    told = plain.choices[0].logprobs
+    assert told is not None
+    assert told.tokens is not None
+    assert told.token_logprobs is not None
+    assert len(told.tokens) == len(told.token_logprobs)
+
+
+def samples_several_and_stops(client: openai.OpenAI, model: str) -> None:
+    several = client.chat.completions.create(model=model, messages=SAID, max_tokens=30, n=4, seed=5)
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+    assert len({choice.message.content for choice in several.choices}) > 1
+    text = several.choices[0].message.content or ""
+    stop = text[len(text) // 2]
+    stopped = client.chat.completions.create(model=model, messages=SAID, max_tokens=30, seed=5, stop=[stop])
+    assert stopped.choices[0].message.content == text.partition(stop)[0]
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+def refuses_in_openais_words(serving: Serving, client: openai.OpenAI, model: str) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.chat.completions.create(model="nobody", messages=SAID)
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.chat.completions.create(model=model, messages=SAID, temperature=9)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.chat.completions.create(model=model, messages=SAID, max_tokens=100_000)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.AuthenticationError):
+        serving.client("wrong").models.list()
+
+
+def serves_names(serving: Serving, client: openai.OpenAI) -> None:
+    serving.context.served_models.publish("", "assistant", Target(serving.job_id, 0), Change("test"))
+    assert [each.id for each in client.models.list()] == ["assistant", serving.job_id]
+    assert client.models.retrieve("assistant").id == "assistant"
+    assert client.chat.completions.create(model="assistant", messages=SAID, max_tokens=3).model == "assistant"
+
+
+def fifty_at_once(client: openai.OpenAI, model: str) -> None:
+    together = threading.Barrier(50)
+
+    def ask(seed: int) -> str:
+        together.wait(WAIT_SECONDS)
+        stream = client.chat.completions.create(model=model, messages=SAID, max_tokens=64, seed=seed, stream=True)
+        return json.dumps([chunk.choices[0].delta.content for chunk in stream if chunk.choices])
+
+    with ThreadPoolExecutor(50) as pool:
+        assert len(list(pool.map(ask, range(50)))) == 50
+
+
+def a_caller_that_leaves_ends_its_sampling(serving: Serving, client: openai.OpenAI, model: str) -> None:
+    stream = client.completions.create(model=model, prompt="a", max_tokens=8000, n=8, stream=True)
+    next(iter(stream))
+    assert serving.running_sequences() > 0
+    stream.close()
+    wait_until(lambda: serving.running_sequences() == 0, "nothing is sampled any more", 60)
