@@ -61,13 +61,15 @@ class ValueSpec(Section):
     retry_temperature: Temperature = Field(default=1.4, description="Temperature of retry_hotter.")
     retry_samples: int = Field(default=64, ge=1, le=100_000)
     pivotal: PivotalSpec | None = Field(default=None, description="Search pivotal tokens in correct trajectories.")
-    start: Literal["first_batch", "all"] = Field(
-        default="first_batch",
+    start: Literal["first_batch", "all"] | None = Field(
+        default=None,
         description="Train once as many prompts have a value as a batch holds groups, while the others are estimated "
-        "beside it and values are refined; or when all have their final value, so that a repeated job reads the same.",
+        "beside it and values are refined; or when all have their final value, so that a repeated job reads the same. "
+        "Default: first_batch with `sequential` and a live source, where all prompts soon have a value, else all.",
     )
     start_share: Share = Field(
-        default=0.0, description="With first_batch: at least this share of the prompts has a value before training."
+        default=0.0,
+        description="Where training starts early: at least this share of the prompts has a value before training.",
     )
 
     @model_validator(mode="after")

@@ -111,6 +111,8 @@ class JobMonitor:
         found += trouble_of_trainer(self.jobs.client, job_id)
         found += self._problems(job_id)
         found += [f"{waiting[stream]} groups wait at {pool}" for stream, pool in STAGES if waiting[stream]]
+        if waiting["estimates"]:
+            found.append(f"{waiting['estimates']} prompts are estimated while the job trains")
         followed = self.jobs.spec(job_id).rollout.follow
         if followed is not None:
             found.append(f"its shared rollouts come from {followed}, which is {state_in_words(self.jobs, followed)}")

@@ -97,9 +97,10 @@ class JobPreparation:
 
         Raises PreconditionFailed (code "too_many_dead_letters").
         """
-        tasks = self.library.load(self.jobs.spec(job_id).tasks)
+        spec = self.jobs.spec(job_id)
+        tasks = self.library.load(spec.tasks)
         publish_estimates(self.jobs, job_id, tasks)
-        if self._are_estimated(job_id, len(tasks.train)):
+        if self._are_estimated(job_id, len(tasks.train)) and self._pivotal_is_over(job_id, spec, tasks.train):
             guard, over = while_field_is(job_id, "estimates_pending", 1), clear_fields(job_id, "estimates_pending")
             done = self.jobs.client.hlen(redis_keys.run_values(job_id))
             self.jobs.once(job_id, guard, "estimated", {"done": done, "total": len(tasks.train)}, [over])

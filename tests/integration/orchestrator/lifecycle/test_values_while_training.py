@@ -30,6 +30,7 @@ TRAIN = 6
 def job_id(context: AppContext, document: dict[str, Any]) -> str:
     """A job of six prompts in the state estimating, which trains once two of them have a value."""
     document["trainer"] = document["trainer"] | {"batch_size": 2 * SAMPLES}
+    document["value"] = {"start": "first_batch"}
     return estimating(context, document)
 
 
@@ -148,7 +149,7 @@ def test_only_prompts_with_a_value_are_dispatched_each_in_its_turn(
 def test_nothing_to_dispatch_is_a_fault_only_once_the_estimates_are_over(
     context: AppContext, peers: ServiceDoubles, document: dict[str, Any]
 ) -> None:
-    document["value"] = {"unsolved": "drop"}
+    document["value"] = {"unsolved": "drop", "start": "first_batch"}
     document["trainer"] = document["trainer"] | {"batch_size": 2 * SAMPLES}
     job_id = estimating(context, document)
     give(context, job_id, 2, successes=0)
@@ -166,12 +167,15 @@ def test_nothing_to_dispatch_is_a_fault_only_once_the_estimates_are_over(
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, 8),
-        ({"value": {"start": "all"}}, 100),
-        ({"value": {"start_share": 0.5}}, 50),
-        ({"trainer": {"steps": 0}}, 100),
-        ({"value": {"pivotal": {}}}, 100),
-        ({"trainer": {"batch_size": 4096}}, 100),
+        ({}, 100),
+        ({"value": {"start": "first_batch"}}, 8),
+        ({"value": {"sequential": {}}}, 8),
+        ({"value": {"sequential": {}, "start": "all"}}, 100),
+        ({"value": {"sequential": {}, "start_share": 0.5}}, 50),
+        ({"value": {"sequential": {}}, "trainer": {"steps": 0}}, 100),
+        ({"value": {"sequential": {}, "pivotal": {}}}, 100),
+        ({"value": {"sequential": {}}, "trainer": {"batch_size": 4096}}, 100),
+        ({"value": {"sequential": {}}, "replay": {"mix": [{"source": "reference", "share": 1.0}]}}, 100),
         (
             {
                 "algorithm": {"losses": [{"objective": "group_centred_squared"}]},
@@ -180,7 +184,18 @@ def test_nothing_to_dispatch_is_a_fault_only_once_the_estimates_are_over(
             0,
         ),
     ],
-    ids=["a batch", "all", "a share", "a probe", "pivotal tokens", "a large batch", "no value is read"],
+    ids=[
+        "a fixed number",
+        "a fixed number, early",
+        "rounds",
+        "all",
+        "a share",
+        "a probe",
+        "pivotal tokens",
+        "a large batch",
+        "nothing live",
+        "no value is read",
+    ],
 )
 def test_how_many_prompts_need_a_value_before_training(changes: dict[str, Any], expected: int) -> None:
     document = {"model": {"path": "/pi0"}, "rollout": {"samples_per_prompt": SAMPLES}, **changes}
