@@ -32,11 +32,11 @@ from services.sandbox_judge.scoring.packages import SCORING_ROLES, behaviour_of_
 from services.sandbox_judge.scoring.scores import MOST_TOGETHER, score_responses
 from services.sandbox_judge.settings import IsolationTier, Settings
 from services.sandbox_judge.test_set_store import Store, TestSets
-from services.sandbox_judge.verdict_cache import VerdictCache
 from spo import redis_keys
 from spo.errors import NotReady, ResourceExhausted
 from spo.observability import metrics
 from spo.observability.logs import get_logger
+from spo.service.verdict_cache import VerdictCache
 from spo.tasks.answer import ANSWER_LANGUAGE
 from spo.tasks.problem import tests_digest as digest_of
 from spo.v1.judge_service_pb2 import Priority
@@ -73,7 +73,13 @@ class JudgeScheduler:
         self.isolation = tier
         metrics.JUDGE_ISOLATION.labels(tier=tier).set(1)
         self.test_sets = TestSets(store)
-        self._verdicts = VerdictCache(store, settings.cache_seconds, settings.cache_bytes)
+        self._verdicts = VerdictCache(
+            store,
+            settings.cache_seconds,
+            settings.cache_bytes,
+            order=own_keys.verdict_order(),
+            held=own_keys.verdict_bytes(),
+        )
         self._cgroups = memory_parent(settings.memory_cgroup)
         self.features = ["memory-cgroup"] if self._cgroups else []
         self._settings = settings

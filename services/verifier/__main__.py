@@ -24,7 +24,7 @@ def main() -> int:
     except SpoError as error:
         get_logger("start").error("the verifier will not serve", reason=error.message, code=error.code)
         return 1
-    scheduler = VerifierScheduler(client, settings, scorers_of(settings))
+    scheduler = VerifierScheduler(client, settings, scorers_of(settings, client))
     add_JudgeServiceServicer_to_server(VerifierService(scheduler), process.server.server)
     add_EnvironmentServiceServicer_to_server(environment_service(client, settings), process.server.server)
     for number in range(2):  # two, so that one reads on while the other waits for its slowest service

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from services.verifier.scheduler import ResponseScorer
-from services.verifier.test_set_rules import KINDS, kind_of
+from services.verifier.test_set_rules import KINDS, ResponseScorer, kind_of
 from spo.errors import NotFound
 from spo.rpc.client import RpcClient
 from spo.tasks.problem import tests_digest
@@ -25,7 +24,9 @@ class CompositionScorer:
         self._scorers = dict(scorers)
         self._judge = judge
 
-    async def verdicts(self, responses: Sequence[str], test_set: TestSet, language: str = "") -> list[Verdict]:
+    async def verdicts(
+        self, responses: Sequence[str], test_set: TestSet, language: str = "", look: int = 0
+    ) -> list[Verdict]:
         """One verdict per response; one that fails a gate is shown to no later part. Raises what the parts raise."""
         judged: dict[str, dict[str, Verdict]] = {response: {} for response in responses}
         parts = [part for part in test_set.composition.parts if part.HasField("verifier")]

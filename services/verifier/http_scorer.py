@@ -40,19 +40,22 @@ class HttpScorer:
         self._settings = settings
         self._room = asyncio.Semaphore(settings.http_calls)
 
-    async def verdicts(self, responses: Sequence[str], test_set: TestSet, language: str = "") -> list[Verdict]:
+    async def verdicts(
+        self, responses: Sequence[str], test_set: TestSet, language: str = "", look: int = 0
+    ) -> list[Verdict]:
         """One verdict per response. Raises BadAnswer, ServiceAway, ServiceFailed, InvalidInput."""
         size = self._settings.http_batch
         batches = [responses[start : start + size] for start in range(0, len(responses), size)]
-        found = await asyncio.gather(*(self._batch(batch, test_set) for batch in batches))
+        found = await asyncio.gather(*(self._batch(batch, test_set, look) for batch in batches))
         return [verdict for verdicts in found for verdict in verdicts]
 
-    async def _batch(self, responses: Sequence[str], test_set: TestSet) -> list[Verdict]:
+    async def _batch(self, responses: Sequence[str], test_set: TestSet, look: int) -> list[Verdict]:
         asked = test_set.http
         arguments = json.loads(asked.arguments_json or "{}")
         body = json.dumps({"version": VERSION, "responses": list(responses), "arguments": arguments}).encode()
-        # The same for every attempt, and for whoever tries the same batch later.
-        key = hashlib.sha256(asked.url.encode() + b"\0" + body).hexdigest()
+        # The same for every attempt, and for whoever tries the same batch later; a second look is another question.
+        again = f"\0{look}".encode() if look else b""
+        key = hashlib.sha256(asked.url.encode() + b"\0" + body + again).hexdigest()
 
         async def ask() -> list[Verdict]:
             async with self._room:

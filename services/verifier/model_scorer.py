@@ -64,7 +64,9 @@ class ModelScorer:
         self._settings = settings
         self._room = asyncio.Semaphore(settings.http_calls)
 
-    async def verdicts(self, responses: Sequence[str], test_set: TestSet, language: str = "") -> list[Verdict]:
+    async def verdicts(
+        self, responses: Sequence[str], test_set: TestSet, language: str = "", look: int = 0
+    ) -> list[Verdict]:
         """One verdict per response. Raises BadAnswer, ServiceAway, ServiceFailed, InvalidInput."""
         return list(await asyncio.gather(*(self._verdict(response, test_set) for response in responses)))
 

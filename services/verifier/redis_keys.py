@@ -8,6 +8,21 @@ def verifier_tests(digest: str) -> str:
     return f"spo:verifier:tests:{digest}"
 
 
+def verdict(digest: str) -> str:
+    """String: serialized Verdict of a service or model by digest of (response, test set, verifier version)."""
+    return f"spo:verifier:verdict:{digest}"
+
+
+def verdict_order() -> str:
+    """List: `size:key` of the remembered verdicts, the oldest first."""
+    return "spo:verifier:verdict_order"
+
+
+def verdict_bytes() -> str:
+    """String: the sum of the sizes in the list of remembered verdicts."""
+    return "spo:verifier:verdict_bytes"
+
+
 def environment_key() -> str:
     """String: the secret by which replicas know the states of episodes that one of them has given out. First wins."""
     return "spo:verifier:environment_key"

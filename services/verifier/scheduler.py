@@ -7,26 +7,16 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from services.verifier import redis_keys as own_keys
 from services.verifier.settings import Settings
-from services.verifier.test_set_rules import kind_of, require_scorable
+from services.verifier.test_set_rules import VERIFIER_VERSION, ResponseScorer, kind_of, require_scorable
 from spo.errors import ResourceExhausted
 from spo.observability import metrics
 from spo.service.stored_test_sets import KeptBytes, StoredTestSets
 from spo.v1.judge_service_pb2 import Priority
 from spo.v1.verdict_pb2 import Outcome, TestSet, Verdict
-
-# Raise it when a change here could change a verdict: stored values then no longer apply.
-VERIFIER_VERSION = "verifier-1"
-
-
-class ResponseScorer(Protocol):
-    """Decides by one kind of test set."""
-
-    async def verdicts(self, responses: Sequence[str], test_set: TestSet, language: str = "") -> list[Verdict]:
-        """One verdict per response; language: of programs in them. Raises SpoError."""
 
 
 @dataclass(frozen=True)

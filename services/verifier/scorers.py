@@ -7,16 +7,18 @@ from services.verifier.composition_scorer import CompositionScorer
 from services.verifier.guarded_post import GuardedPost
 from services.verifier.http_scorer import HttpScorer
 from services.verifier.model_scorer import ModelScorer
-from services.verifier.scheduler import ResponseScorer
+from services.verifier.remembered import remembering
 from services.verifier.settings import Settings
+from services.verifier.test_set_rules import VERIFIER_VERSION, ResponseScorer
 from spo.rpc.address_rules import AddressRules
 from spo.rpc.client import RpcClient
+from spo.service.verdict_cache import VerdictStore
 from spo.tasks.verifier_pool import SANDBOX_JUDGE
 from spo.v1.judge_service_pb2_grpc import JudgeServiceStub
 
 
-def scorers_of(settings: Settings) -> dict[str, ResponseScorer]:
-    """One scorer per kind. Raises InvalidInput on a network that is none."""
+def scorers_of(settings: Settings, store: VerdictStore | None = None) -> dict[str, ResponseScorer]:
+    """One scorer per kind, which remembers in `store`. Raises InvalidInput on a network that is none."""
     rules = AddressRules.of(settings.verifier_http_hosts, settings.http_networks)
     post = GuardedPost(rules, settings.http_answer_bytes, settings.http_calls)
     patience = RetryRule(settings.attempts, settings.backoff_seconds, settings.failures_to_rest, settings.rest_seconds)
@@ -25,5 +27,7 @@ def scorers_of(settings: Settings) -> dict[str, ResponseScorer]:
         "http": HttpScorer(post, circuits, settings),
         "model": ModelScorer(post, circuits, settings),
     }
+    if store is not None:
+        asking = remembering(asking, store, settings, VERIFIER_VERSION)
     judge = RpcClient(SANDBOX_JUDGE, settings.sandbox_judge_address, JudgeServiceStub)
     return {**asking, "composition": CompositionScorer(asking, judge)}

@@ -33,6 +33,13 @@ class Settings(ServiceSettings, service="verifier"):
     backoff_seconds: float = Field(default=0.5, gt=0, description="Before the second attempt; twice as long each time.")
     failures_to_rest: int = Field(default=8, ge=1, description="Failures in a row after which a service is left alone.")
     rest_seconds: float = Field(default=15, gt=0, description="How long it is left alone.")
+    cache_seconds: int = Field(default=7 * 86400, ge=0, description="Life of a remembered verdict; 0 switches it off.")
+    cache_bytes: int = Field(
+        default=64 << 20, ge=1 << 20, description="Redis memory of all remembered verdicts; the oldest go first."
+    )
+    recheck_rate: float = Field(
+        default=0.01, ge=0, le=1, description="Share of responses that are asked about again, to see how sure it is."
+    )
     group_failures: int = Field(
         default=5, ge=1, description="A group is set aside after so many failures of a service that is there."
     )

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
+from typing import Protocol
 
 from spo.errors import FieldViolation, InvalidInput
 from spo.tasks.scoring.rules import require_composable
 from spo.tasks.verifier_pool import VERIFIER, pool_of
-from spo.v1.verdict_pb2 import HttpScore, ModelScore, TestSet
+from spo.v1.verdict_pb2 import HttpScore, ModelScore, TestSet, Verdict
 
+# Raise it when a change here could change a verdict: stored values then no longer apply.
+VERIFIER_VERSION = "verifier-1"
 LONGEST_URL = 2048
 MOST_SECONDS = 600.0
 MOST_RUBRIC = 32_768
 MOST_VOTES = 15
 KINDS = ("http", "model")
 _OTHERS = ("answer", "code_tests", "scoring_function", "composition")
+
+
+class ResponseScorer(Protocol):
+    """Decides by one kind of test set."""
+
+    async def verdicts(
+        self, responses: Sequence[str], test_set: TestSet, language: str = "", look: int = 0
+    ) -> list[Verdict]:
+        """One verdict per response; language: of programs in them; look: counted where asked again. Raises SpoError."""
 
 
 def kind_of(test_set: TestSet) -> str:

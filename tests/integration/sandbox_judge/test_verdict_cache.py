@@ -5,7 +5,7 @@ from __future__ import annotations
 import redis
 
 from services.sandbox_judge import redis_keys as own_keys
-from services.sandbox_judge.verdict_cache import OVERHEAD_BYTES, VerdictCache
+from spo.service.verdict_cache import OVERHEAD_BYTES, VerdictCache
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict
 
 ACCEPTED = Verdict(outcome=OUTCOME_ACCEPTED, detail="x" * 100)
@@ -17,7 +17,7 @@ def size() -> int:
 
 
 def test_no_more_than_the_limit_is_kept_and_the_oldest_goes_first(redis_client: redis.Redis) -> None:
-    cache = VerdictCache(redis_client, 3600, 50 * size())
+    cache = VerdictCache(redis_client, 3600, 50 * size(), order=own_keys.verdict_order(), held=own_keys.verdict_bytes())
     for key in KEYS:
         cache.put(key, ACCEPTED)
 
@@ -31,7 +31,7 @@ def test_no_more_than_the_limit_is_kept_and_the_oldest_goes_first(redis_client: 
 
 
 def test_the_first_verdict_of_a_program_stays_and_counts_once(redis_client: redis.Redis) -> None:
-    cache = VerdictCache(redis_client, 3600, 50 * size())
+    cache = VerdictCache(redis_client, 3600, 50 * size(), order=own_keys.verdict_order(), held=own_keys.verdict_bytes())
     for verdict in (ACCEPTED, Verdict(outcome=OUTCOME_WRONG_ANSWER), ACCEPTED):
         cache.put(KEYS[0], verdict)
 
@@ -40,7 +40,7 @@ def test_the_first_verdict_of_a_program_stays_and_counts_once(redis_client: redi
 
 
 def test_switched_off_it_remembers_nothing(redis_client: redis.Redis) -> None:
-    cache = VerdictCache(redis_client, 0, 50 * size())
+    cache = VerdictCache(redis_client, 0, 50 * size(), order=own_keys.verdict_order(), held=own_keys.verdict_bytes())
     cache.put(KEYS[0], ACCEPTED)
 
     assert cache.find({"program": KEYS[0]}) == {}

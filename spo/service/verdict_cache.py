@@ -7,7 +7,6 @@ from typing import Protocol
 
 import redis
 
-from services.sandbox_judge import redis_keys as own_keys
 from spo.observability import metrics
 from spo.observability.logs import get_logger
 from spo.v1.verdict_pb2 import Verdict
@@ -44,12 +43,17 @@ class VerdictStore(Protocol):
 
 
 class VerdictCache:
-    """Verdicts by key, shared by all judges; `max_bytes` holds for all of them together."""
+    """Verdicts by key, shared by a pool of judges; `max_bytes` holds for all of them together.
 
-    def __init__(self, store: VerdictStore, seconds: int, max_bytes: int) -> None:
+    order, held: the pool's keys of the verdicts in the order of their ages, and of the bytes that they take.
+    """
+
+    def __init__(self, store: VerdictStore, seconds: int, max_bytes: int, *, order: str, held: str) -> None:
         self._store = store
         self._seconds = seconds
         self._max_bytes = max_bytes
+        self._order = order
+        self._held = held
 
     def find(self, keys: Mapping[str, str]) -> dict[str, Verdict]:
         """The known verdicts, by program. keys: program -> key."""
@@ -69,7 +73,7 @@ class VerdictCache:
         if not self._seconds:
             return
         serialized = verdict.SerializeToString()
-        keys = key, own_keys.verdict_order(), own_keys.verdict_bytes()
+        keys = key, self._order, self._held
         limits = len(serialized) + OVERHEAD_BYTES, self._seconds, self._max_bytes
         try:
             self._store.eval(_PUT, len(keys), *keys, serialized, *limits)
