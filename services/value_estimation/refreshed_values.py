@@ -68,7 +68,7 @@ def _judged(
 ) -> list[Trajectory]:
     undecided = [sample for sample in trajectories if not has_verdict(sample)]
     programs = [program_of(sample, group.prompt.response_format, group.prompt.language) for sample in undecided]
-    verdicts = clients.judge_programs(group.prompt, programs, all_tests=needs_all_tests(reward))
+    verdicts = clients.judge_programs(group.prompt, programs, all_tests=needs_all_tests(reward), run_id=group.run_id)
     for trajectory, verdict in zip(undecided, verdicts, strict=True):
         trajectory.verdict.CopyFrom(verdict)
     for trajectory in trajectories:

@@ -142,7 +142,9 @@ class SampleMaker:
         """Set rewards, and verdicts where no environment has; raises NotReady when the judge is away too long."""
         undecided = [trajectory for trajectory in trajectories if not has_verdict(trajectory)]
         programs = [program_of(sample, prompt.response_format, prompt.language) for sample in undecided]
-        verdicts = self.clients.judge_programs(prompt, programs, all_tests=needs_all_tests(self.reward_spec))
+        verdicts = self.clients.judge_programs(
+            prompt, programs, all_tests=needs_all_tests(self.reward_spec), run_id=self.run_id
+        )
         for trajectory, verdict in zip(undecided, verdicts, strict=True):
             trajectory.verdict.CopyFrom(verdict)
         for trajectory in trajectories:

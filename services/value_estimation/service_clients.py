@@ -61,7 +61,7 @@ class ServiceClients:
         )
         return list(response.group.trajectories)
 
-    def judge_programs(self, prompt: Prompt, programs: Sequence[str], *, all_tests: bool) -> list[Verdict]:
+    def judge_programs(self, prompt: Prompt, programs: Sequence[str], *, all_tests: bool, run_id: str) -> list[Verdict]:
         """A verdict per program; equal programs are sent once. all_tests: go on after a failed test."""
         unique = list(dict.fromkeys(programs))
         if not unique:
@@ -72,6 +72,7 @@ class ServiceClients:
             tests_digest=prompt.tests_digest,
             priority=PRIORITY_TRAINING,
             want_details=all_tests,
+            run_id=run_id,
         )
         response: JudgeResponse = self._ask(
             self.judge.of(prompt.verifier_pool), "Judge", request, self.settings.judge_deadline_seconds

@@ -20,6 +20,7 @@ from services.verifier.guarded_post import BadAnswer, GuardedPost
 from services.verifier.http_scorer import IDEMPOTENCY, json_object, require_success
 from services.verifier.scores import scored
 from services.verifier.settings import Settings
+from services.verifier.test_set_rules import OF_RUN, ResponseScorer
 from spo.v1.verdict_pb2 import ModelScore, TestSet, Verdict
 
 MOST_POINTS = 10
@@ -56,9 +57,12 @@ def points_in(text: str) -> float:
 
 
 class ModelScorer:
-    """Asks models at OpenAI-compatible addresses, several votes at once."""
+    """Asks models at OpenAI-compatible addresses, several votes at once; `own` is asked about runs' own models."""
 
-    def __init__(self, post: GuardedPost, circuits: Circuits, settings: Settings) -> None:
+    def __init__(
+        self, post: GuardedPost, circuits: Circuits, settings: Settings, own: ResponseScorer | None = None
+    ) -> None:
+        self._own = own
         self._post = post
         self._circuits = circuits
         self._settings = settings
@@ -68,6 +72,8 @@ class ModelScorer:
         self, responses: Sequence[str], test_set: TestSet, language: str = "", look: int = 0
     ) -> list[Verdict]:
         """One verdict per response. Raises BadAnswer, ServiceAway, ServiceFailed, InvalidInput."""
+        if self._own is not None and test_set.model.address.startswith(OF_RUN):
+            return await self._own.verdicts(responses, test_set, language, look)
         return list(await asyncio.gather(*(self._verdict(response, test_set) for response in responses)))
 
     async def _verdict(self, response: str, test_set: TestSet) -> Verdict:

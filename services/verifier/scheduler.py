@@ -11,7 +11,7 @@ from typing import Any
 
 from services.verifier import redis_keys as own_keys
 from services.verifier.settings import Settings
-from services.verifier.test_set_rules import VERIFIER_VERSION, ResponseScorer, kind_of, require_scorable
+from services.verifier.test_set_rules import OF_RUN, VERIFIER_VERSION, ResponseScorer, kind_of, of_run, require_scorable
 from spo.errors import ResourceExhausted
 from spo.observability import metrics
 from spo.service.stored_test_sets import KeptBytes, StoredTestSets
@@ -65,9 +65,10 @@ class VerifierScheduler:
         priority: Priority.ValueType,
         *,
         want_details: bool = False,
+        run_id: str = "",
     ) -> VerdictBatch:
         """Begin to score responses, equal ones once. Raises InvalidInput, NotFound, ResourceExhausted."""
-        test_set = self.test_sets.get(tests_digest)
+        test_set = of_run(self.test_sets.get(tests_digest), run_id)
         unique = {program: number for number, program in enumerate(dict.fromkeys(programs))}
         with self._lock:
             if self._waiting and self._waiting + len(unique) > self._settings.max_waiting_responses:
@@ -79,8 +80,11 @@ class VerifierScheduler:
 
     async def _scored(self, responses: Sequence[str], test_set: TestSet, language: str) -> list[Verdict]:
         verdicts = await self.scorers[kind_of(test_set)].verdicts(responses, test_set, language)
+        # Another run's pi0 is another judge, and what it said is judged anew there.
+        own = {name for name in _addresses(test_set) if name.startswith(OF_RUN)}
+        version = " ".join((self.judge_version, *own))
         for verdict in verdicts:
-            verdict.judge_version = self.judge_version
+            verdict.judge_version = version
             metrics.JUDGE_VERDICTS.labels(outcome=Outcome.Name(verdict.outcome)).inc()
         return verdicts
 
@@ -105,3 +109,7 @@ class VerifierScheduler:
         self._thread.join(max(1.0, seconds))
         if not self._thread.is_alive():
             self.loop.close()
+
+
+def _addresses(test_set: TestSet) -> list[str]:
+    return [one.model.address for one in (test_set, *(part.verifier for part in test_set.composition.parts))]

@@ -29,7 +29,9 @@ class VerifierService(JudgeServiceServicer):
         """One verdict per response; a caller that hangs up cancels the scoring."""
         if request.raw_programs:
             raise InvalidInput("verifiers score text: responses that are not UTF-8 cannot be sent on")
-        batch = self.scheduler.submit(request.programs, request.language, request.tests_digest, request.priority)
+        batch = self.scheduler.submit(
+            request.programs, request.language, request.tests_digest, request.priority, run_id=request.run_id
+        )
         if not context.add_callback(batch.cancel):
             batch.cancel()
         try:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from spo.errors import FieldViolation, InvalidInput
+from spo.spec.verifier import OWN_MODEL
 from spo.tasks.scoring.rules import require_composable
 from spo.tasks.verifier_pool import VERIFIER, pool_of
 from spo.v1.verdict_pb2 import HttpScore, ModelScore, TestSet, Verdict
@@ -15,6 +16,8 @@ from spo.v1.verdict_pb2 import HttpScore, ModelScore, TestSet, Verdict
 # Raise it when a change here could change a verdict: stored values then no longer apply.
 VERIFIER_VERSION = "verifier-1"
 LONGEST_URL = 2048
+# Before a run's id, in the address of a model that is its pi0; no job can write it.
+OF_RUN = "run:"
 MOST_SECONDS = 600.0
 MOST_RUBRIC = 32_768
 MOST_VOTES = 15
@@ -35,6 +38,28 @@ def kind_of(test_set: TestSet) -> str:
     """How the test set decides: "http", "model", or the name of a kind that is another judge's."""
     named = (name for name in (*KINDS, *_OTHERS) if test_set.HasField(name))  # type: ignore[arg-type]
     return next(named, "program")
+
+
+def of_run(test_set: TestSet, run_id: str) -> TestSet:
+    """The test set, asking pi0 of the run where it asks the platform's own model.
+
+    Raises InvalidInput where it does and no run is named.
+    """
+    asking = [test_set, *(part.verifier for part in test_set.composition.parts)]
+    if not any(_asks_own_model(one) for one in asking):
+        return test_set
+    if not run_id:
+        raise InvalidInput("the job's pi0 judges these responses, and they are of no job: name a model by its address")
+    found = TestSet()
+    found.CopyFrom(test_set)
+    for one in (found, *(part.verifier for part in found.composition.parts)):
+        if _asks_own_model(one):
+            one.model.address = OF_RUN + run_id
+    return found
+
+
+def _asks_own_model(test_set: TestSet) -> bool:
+    return test_set.HasField("model") and not test_set.model.address
 
 
 def require_scorable(test_set: TestSet) -> None:
@@ -72,8 +97,14 @@ def _rules_of_http(http: HttpScore) -> dict[str, tuple[bool, str]]:
 def _rules_of_model(model: ModelScore) -> dict[str, tuple[bool, str]]:
     return {
         "/model/rubric": (0 < len(model.rubric) <= MOST_RUBRIC, f"not empty, at most {MOST_RUBRIC} characters"),
-        "/model/address": (0 < len(model.address) <= LONGEST_URL, "the base address of an OpenAI-compatible service"),
-        "/model/model": (bool(model.model), "the name of a model at that address"),
+        "/model/address": (
+            len(model.address) <= LONGEST_URL and not model.address.startswith(OF_RUN),
+            "the base address of an OpenAI-compatible service, or left out for the job's pi0",
+        ),
+        "/model/model": (
+            bool(model.model) if model.address else model.model in ("", OWN_MODEL),
+            f"the name of a model at that address, and without one {OWN_MODEL}",
+        ),
         "/model/votes": (0 <= model.votes <= MOST_VOTES, f"at most {MOST_VOTES}"),
     }
 

@@ -36,6 +36,9 @@ def calibrate(
     examples: Annotated[Path, typer.Argument(help="JSON lines: statement, response, label (0 to 1), reference.")],
     judge: Annotated[Path, typer.Argument(help="YAML file with a job's section tasks.verifier, of kind model.")],
     where: Annotated[str, typer.Option("--verifier", help="host:port; default: the one that runs here.")] = "",
+    job: Annotated[
+        str, typer.Option("--job", help="A running job, whose pi0 judges where the file has no address.")
+    ] = "",
     output: Annotated[Output, typer.Option("--output", "-o", help="How to print.")] = Output.TABLE,
 ) -> None:
     """Score labelled examples and tell agreement, confusion, order and what each score stands for."""
@@ -55,7 +58,7 @@ def calibrate(
             model=asked.model,
             votes=asked.votes,
         )
-        _score(client, TestSet(model=model, pass_score=asked.pass_score), theirs)
+        _score(client, TestSet(model=model, pass_score=asked.pass_score), theirs, job)
     client.close()
     found = calibration_of([row["score"] for row in rows], [row["label"] for row in rows], asked.pass_score)
     if output is not Output.TABLE:
@@ -101,10 +104,12 @@ def read_examples(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _score(client: RpcClient, test_set: TestSet, rows: list[dict[str, Any]]) -> None:
+def _score(client: RpcClient, test_set: TestSet, rows: list[dict[str, Any]], job: str) -> None:
     (digest,) = client.call("UploadTests", UploadTestsRequest(test_sets=[test_set])).digests
     responses = list(dict.fromkeys(row["response"] for row in rows))
-    request = JudgeRequest(programs=responses, language="text", tests_digest=digest, priority=PRIORITY_EVALUATION)
+    request = JudgeRequest(
+        programs=responses, language="text", tests_digest=digest, priority=PRIORITY_EVALUATION, run_id=job
+    )
     reply: JudgeResponse = client.call("Judge", request, CALL_SECONDS)
     scores = {response: verdict.score for response, verdict in zip(responses, reply.verdicts, strict=True)}
     for row in rows:

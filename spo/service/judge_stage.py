@@ -104,6 +104,10 @@ class JudgeStage:
         programs = [program_of(trajectory, prompt.response_format, prompt.language) for trajectory in _undecided(group)]
         if not programs:
             return NoVerdicts()
+        return self._decide(group, programs)
+
+    def _decide(self, group: RolloutGroup, programs: Sequence[str]) -> AwaitedVerdicts:
+        prompt = group.request.prompt
         return self.scheduler.submit(
             programs,
             prompt.language,

@@ -12,6 +12,8 @@ from spo.spec.stored import STORED
 from spo.spec.violations import impossible
 
 MOST_PARTS = 16
+# The model as judge that needs no address: the one that the job starts from.
+OWN_MODEL = "pi0"
 MOST_RUBRIC = 32_768
 MOST_EXPRESSION = 1000
 PART_NAME = r"^[A-Za-z][A-Za-z0-9_-]{0,63}$"
@@ -70,15 +72,17 @@ class ModelVerifier(Section):
         default=None,
         max_length=2048,
         pattern=r"^https?://[^\s/?#@\\]+(/[^\s?#]*)?$",
-        description="Base address of an OpenAI-compatible service; default: the platform's own inference.",
+        description="Base address of an OpenAI-compatible service; default: the platform's inference, by pi0.",
     )
-    model: str = Field(default="", max_length=200, description="The model's name at that address.")
+    model: str = Field(default="", max_length=200, description="Its name at that address; without one, pi0.")
     pass_score: PassScore = Field(default=0.5, description=_PASS)
 
     @model_validator(mode="after")
     def an_address_serves_a_named_model(self) -> Self:
         if self.address is not None and not self.model:
             raise impossible(("model", "an address is asked for a model by name"))
+        if self.address is None and self.model not in ("", OWN_MODEL):
+            raise impossible(("address", f"{self.model} is asked for at an address; the platform's own is {OWN_MODEL}"))
         return self
 
 

@@ -89,6 +89,7 @@ class JudgeRequest(_message.Message):
     STOP_EARLY_FIELD_NUMBER: _builtins.int
     RAW_PROGRAMS_FIELD_NUMBER: _builtins.int
     OUTPUT_BYTES_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
     language: _builtins.str
     tests_digest: _builtins.str
     priority: Global___Priority.ValueType
@@ -98,6 +99,8 @@ class JudgeRequest(_message.Message):
     """With want_details: stop at the first failure all the same; what was not run is OUTCOME_SKIPPED."""
     output_bytes: _builtins.int
     """With want_details: how much of what each test printed comes back, up to 65536 bytes; 0: 200."""
+    run_id: _builtins.str
+    """The run that the programs are of: its pi0 judges where a test set asks the platform's own model. Empty: none."""
     @_builtins.property
     def programs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -115,10 +118,11 @@ class JudgeRequest(_message.Message):
         stop_early: _builtins.bool = ...,
         raw_programs: _abc.Iterable[_builtins.bytes] | None = ...,
         output_bytes: _builtins.int = ...,
+        run_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["language", b"language", "output_bytes", b"output_bytes", "priority", b"priority", "programs", b"programs", "raw_programs", b"raw_programs", "stop_early", b"stop_early", "tests_digest", b"tests_digest", "want_details", b"want_details"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["language", b"language", "output_bytes", b"output_bytes", "priority", b"priority", "programs", b"programs", "raw_programs", b"raw_programs", "run_id", b"run_id", "stop_early", b"stop_early", "tests_digest", b"tests_digest", "want_details", b"want_details"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

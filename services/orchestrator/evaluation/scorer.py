@@ -137,12 +137,12 @@ class Scorer:
         programs = [program_of(each, problem.response_format, problem.language) for each in trajectories]
         undecided = [index for index, each in enumerate(trajectories) if not has_verdict(each)]
         verdicts = [each.verdict for each in trajectories]
-        judged = self._judged(problem, [programs[index] for index in undecided])
+        judged = self._judged(problem, [programs[index] for index in undecided], group.run_id)
         for index, verdict in zip(undecided, judged, strict=True):
             verdicts[index] = verdict
         return list(map(JudgedSample.of, trajectories, programs, verdicts))
 
-    def _judged(self, problem: Problem, programs: Sequence[str]) -> list[Verdict]:
+    def _judged(self, problem: Problem, programs: Sequence[str], run_id: str) -> list[Verdict]:
         if not programs:
             return []
         judged: JudgeResponse = self.judges.of(pool_of(problem.tests)).call(
@@ -152,6 +152,7 @@ class Scorer:
                 language=problem.language,
                 tests_digest=problem.tests_digest,
                 priority=PRIORITY_EVALUATION,
+                run_id=run_id,
             ),
             CALL_SECONDS,
         )

@@ -65,9 +65,6 @@ class SpecCheck:
             match verifier:
                 case HttpVerifier():
                     address, field = verifier.url, "url"
-                case ModelVerifier(address=None):
-                    yield FieldViolation(f"/tasks/{pointer}/address", "must be the address of a model that judges")
-                    continue
                 case ModelVerifier(address=str(address)):
                     field = "address"
                 case _:

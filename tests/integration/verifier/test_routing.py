@@ -82,7 +82,7 @@ def test_values_are_judged_by_the_pool_that_the_prompt_names_and_kept_under_its_
     asked = []
     for pool in ("", "verifier"):
         prompt = Prompt(prompt_id="p", language="text", verifier_pool=pool)
-        (verdict,) = clients.judge_programs(prompt, ["right"], all_tests=False)
+        (verdict,) = clients.judge_programs(prompt, ["right"], all_tests=False, run_id="run")
         asked.append((verdict.judge_version, clients.judge_version(prompt)))
 
     assert asked == [("judge", "judge"), ("verifier", "verifier")]

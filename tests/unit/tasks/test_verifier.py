@@ -154,6 +154,7 @@ def test_a_composition_that_makes_no_score_is_refused(parts: list[dict[str, Any]
         ({"kind": "http", "url": "https://user:secret@host/"}, "/url"),
         ({"kind": "model", "rubric": "r", "address": "https://host/v1"}, "/model"),
         ({"kind": "model", "rubric": "r", "votes": 0}, "/votes"),
+        ({"kind": "model", "rubric": "r", "model": "judge-8b"}, "/address"),
         ({"kind": "program", "path": "/x"}, "/path"),
     ],
 )

@@ -136,6 +136,7 @@ def show_tests(request: Request, context: ContextDep, job_id: JobId, trajectory_
         tests_digest=problem.tests_digest,
         priority=PRIORITY_EVALUATION,
         want_details=True,
+        run_id=job_id,
     )
     reply: JudgeResponse = context.judges.of(pool_of(problem.tests)).call("Judge", judge_request, JUDGE_SECONDS)
     verdict = reply.verdicts[0]
