@@ -36,9 +36,7 @@ def calibrate(
     examples: Annotated[Path, typer.Argument(help="JSON lines: statement, response, label (0 to 1), reference.")],
     judge: Annotated[Path, typer.Argument(help="YAML file with a job's section tasks.verifier, of kind model.")],
     where: Annotated[str, typer.Option("--verifier", help="host:port; default: the one that runs here.")] = "",
-    job: Annotated[
-        str, typer.Option("--job", help="A running job, whose pi0 judges where the file has no address.")
-    ] = "",
+    job: Annotated[str, typer.Option("--job", help="A running job whose pi0 judges, without an address.")] = "",
     output: Annotated[Output, typer.Option("--output", "-o", help="How to print.")] = Output.TABLE,
 ) -> None:
     """Score labelled examples and tell agreement, confusion, order and what each score stands for."""
