@@ -8,19 +8,19 @@ def verifier_tests(digest: str) -> str:
     return f"spo:verifier:tests:{digest}"
 
 
-def verdict(digest: str) -> str:
-    """String: serialized Verdict of a service or model by digest of (response, test set, verifier version)."""
-    return f"spo:verifier:verdict:{digest}"
+def remembered(digest: str) -> str:
+    """String: serialized Verdict by digest of (response, test set, verifier version). Written and read by verifiers."""
+    return f"spo:verifier:remembered:{digest}"
 
 
-def verdict_order() -> str:
-    """List: `size:key` of the remembered verdicts, the oldest first."""
-    return "spo:verifier:verdict_order"
+def remembered_order() -> str:
+    """List: `size:key` of the remembered verdicts, the oldest first. Verifiers."""
+    return "spo:verifier:remembered_order"
 
 
-def verdict_bytes() -> str:
-    """String: the sum of the sizes in the list of remembered verdicts."""
-    return "spo:verifier:verdict_bytes"
+def remembered_bytes() -> str:
+    """String: the sum of the sizes in the list of remembered verdicts. Verifiers."""
+    return "spo:verifier:remembered_bytes"
 
 
 def environment_key() -> str:

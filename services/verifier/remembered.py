@@ -77,7 +77,7 @@ class RememberingScorer:
 
     def _key(self, response: str, test_set: TestSet) -> str:
         said = blake3(response.encode("utf-8", "surrogatepass")).hexdigest()
-        return own_keys.verdict(redis_keys.digest(said, tests_digest(test_set), self.behaviour))
+        return own_keys.remembered(redis_keys.digest(said, tests_digest(test_set), self.behaviour))
 
     def _sampled(self, key: str) -> bool:
         return int(key[-8:], 16) < self.recheck_rate * (1 << 32)
@@ -91,8 +91,8 @@ def remembering(
         store,
         settings.cache_seconds,
         settings.cache_bytes,
-        order=own_keys.verdict_order(),
-        held=own_keys.verdict_bytes(),
+        order=own_keys.remembered_order(),
+        held=own_keys.remembered_bytes(),
     )
     voting = f"{settings.model_temperature:g} {settings.model_tokens}"
     return {
