@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: docs sdk tree openapi help setup system-deps proto format check test chart-test chart-files compose-test demo chaos screenshots demo-experience real-demo reproduce up down bench gpu-check clean
+.PHONY: images docs sdk tree openapi help setup system-deps proto format check test chart-test chart-files compose-test demo chaos screenshots demo-experience real-demo reproduce up down bench gpu-check clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -86,6 +86,9 @@ tree: $(STAMP)  ## Write README's tree of folders from their docstrings
 
 openapi: $(STAMP)  ## Write docs/openapi.json from the code
 	@PYTHONPATH=. python scripts/write_openapi.py
+
+images:  ## Build and push the images (REGISTRY=host/path, ENGINE=cpu or gpu) and write build/values-images.yaml with their digests
+	@REGISTRY='$(REGISTRY)' ENGINE='$(or $(ENGINE),cpu)' bash scripts/images.sh
 
 compose-test:  ## Build the images, run the demo job in docker compose, kill and scale inference on the way
 	@bash scripts/compose_test.sh

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from ulid import ULID
 
@@ -55,6 +55,8 @@ class ServiceProcess:
     long_polls: int = 0
     stop: threading.Event = field(default_factory=threading.Event)
     failed: bool = field(default=False, init=False)
+    # The signal that ended it; None while it runs, and where a worker ended it.
+    stopped_by: signal.Signals | None = field(default=None, init=False)
     _answers_probes: bool = field(default=False, init=False)
     _drained_by: float = field(default=math.inf, init=False)
 
@@ -85,7 +87,7 @@ class ServiceProcess:
     def run(self) -> int:
         """Serve until SIGTERM or SIGINT or until a worker fails; returns the exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self.stop.set())
+            signal.signal(number, self._on_signal)
         if self._answers_probes:
             self.server.loaded()
         else:
@@ -97,6 +99,10 @@ class ServiceProcess:
         while not self.stop.wait(1.0):
             self.server.set_obstacle(THIS_PROCESS.obstacle())
         return self._drain(threads)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.stopped_by = signal.Signals(number)
+        self.stop.set()
 
     @property
     def drain_seconds_left(self) -> float:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -89,8 +90,10 @@ def surroundings(tiny_model_path: Path, trajectories: list[Any], tmp_path: Path)
             "OMP_NUM_THREADS": "1",
         }
 
-        def start(*launcher: str, **extra: str) -> subprocess.Popen[bytes]:
-            command = [sys.executable, *launcher, "-m", "services.trainer"]
+        def start(
+            *launcher: str, program: tuple[str, ...] = ("-m", "services.trainer"), **extra: str
+        ) -> subprocess.Popen[bytes]:
+            command = [sys.executable, *launcher, *program]
             process = subprocess.Popen(command, env={**environment, **extra})
             processes.append(process)
             return process
@@ -219,3 +222,43 @@ def test_a_stopped_trainer_saves_its_last_step_and_exits_with_success(
     assert last >= 6
     assert last == pool.asked[-1].step
     assert job.finished == []
+
+
+@pytest.mark.timeout(600)
+def test_a_pod_that_is_told_to_go_takes_the_whole_trainer_through_a_slow_checkpoint(
+    surroundings: Surroundings, tiny_model_path: Path, free_port: int
+) -> None:
+    # Two pods of one trainer; torchrun would kill ranks 30 s after SIGTERM by itself, and this checkpoint takes longer.
+    job = surroundings.job
+    job.spec = job_spec(tiny_model_path, steps=1000, checkpoint_interval=1000)
+    group = ("-m", "torch.distributed.run", "--nproc-per-node=1", "--nnodes=2", "--max-restarts=3")
+    group += ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port}", "--local-addr=127.0.0.1")
+    slow: dict[str, Any] = {
+        "program": (str(Path(__file__).with_name("slow_checkpoint.py")),),
+        "SLOW_SECONDS": "33",
+        "SPO_TRAINER_DRAIN_SECONDS": "120",
+        "SPO_TRAINER_CHECKPOINT_SHARE": "0",
+    }
+    pods = [surroundings.start(*group, "--shutdown-timeout=135", **slow) for _ in range(2)]
+    job.wait_until(lambda: 3 in job.metrics, LIMIT_SECONDS, "both pods have met and train")
+    # Rank 0 may be in either: the one whose torchrun has no rank 0 is told to go.
+    follower = next(pod for pod in pods if _rank_of(pod) != "0")
+    follower.send_signal(signal.SIGTERM)
+
+    follower.wait(LIMIT_SECONDS)
+    job.wait_until(lambda: bool(job.checkpoints), 60, "the checkpoint is recorded")
+
+    last = job.checkpoints[-1]
+    assert last.step == max(job.metrics), "a step was learned and not kept"
+    assert open_folder(Path(last.path)).manifest_digest == last.manifest_digest
+    # The other pod did not end: its torchrun has its rank meet the next pod.
+    leader = next(pod for pod in pods if pod is not follower)
+    assert leader.poll() is None
+    leader.kill()
+
+
+def _rank_of(torchrun: subprocess.Popen[bytes]) -> str:
+    (rank,) = (
+        child.environ()["RANK"] for child in psutil.Process(torchrun.pid).children() if "RANK" in child.environ()
+    )
+    return rank
