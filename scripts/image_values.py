@@ -1,4 +1,4 @@
-"""python image_values.py METADATA REGISTRY VERSION ENGINE: Helm values that name the images just pushed by their digests.
+"""python image_values.py METADATA REGISTRY VERSION ENGINE: Helm values that name the images just pushed by digest.
 
 METADATA is what `docker buildx bake --metadata-file` wrote. Only the standard library: it runs where images are built.
 """

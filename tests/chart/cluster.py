@@ -41,6 +41,7 @@ IMMUTABLE = {
     "Deployment": ("selector",),
     "StatefulSet": ("selector", "serviceName", "volumeClaimTemplates"),
     "Job": ("selector", "template"),
+    "PersistentVolumeClaim": ("accessModes", "storageClassName"),
 }
 MERGE_KEYS = ("name", "mountPath", "containerPort", "port", "topologyKey")
 

@@ -77,7 +77,12 @@ EVERYTHING = {
         "initContainers": [
             {
                 "name": "wait",
-                "image": "busybox:1.37",
+                "image": f"busybox:1.37@{DIGEST}",
+                "imagePullPolicy": "IfNotPresent",
+                "resources": {
+                    "requests": {"cpu": "10m", "memory": "16Mi"},
+                    "limits": {"cpu": "100m", "memory": "32Mi"},
+                },
                 "securityContext": {
                     "allowPrivilegeEscalation": False,
                     "readOnlyRootFilesystem": True,
@@ -102,6 +107,7 @@ EVERYTHING = {
     },
     "objectStore": {"existingSecret": "bucket"},
     "tasks": {"existingClaim": "tasks"},
+    "redis": {"image": f"valkey/valkey:8.1-alpine@{DIGEST}"},
     "tracing": {
         "endpoint": "http://collector.monitoring:4318",
         "sampleRatio": 0.25,
@@ -157,6 +163,8 @@ EVERYTHING = {
 }
 # PUT /v1/scale, and trainers of several pods.
 ELASTIC = {
+    "images": {"digests": {"light": DIGEST, "judge": DIGEST, "engine": DIGEST}},
+    "redis": {"image": f"valkey/valkey:8.1-alpine@{DIGEST}"},
     "scaling": {"enabled": True, "minReplicas": 1, "maxReplicas": 6},
     "inference": {"replicas": 2},
     "models": {"existingClaim": "models"},
