@@ -48,6 +48,7 @@ def test_checkov_finds_nothing_but_what_is_done_on_purpose(tmp_path: Path) -> No
     assert {found.partition(":")[0] for found in failed["CKV_K8S_8"]} == {
         "StatefulSet.default.spo-trainer-0",
         "StatefulSet.default.spo-trainer-1",
+        "Pod.default.spo-test",
     }
     assert {found.partition(":")[0] for found in failed["CKV_K8S_40"]} == {"StatefulSet.default.spo-redis"}
 

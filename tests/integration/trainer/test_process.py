@@ -31,6 +31,19 @@ LIMIT_SECONDS = 200.0
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--local-addr=127.0.0.1")
 
 
+# The trainer with checkpoints that take as long as those of a large model.
+SLOW_CHECKPOINTS = """
+import os, sys, time
+from services.trainer import train
+from services.trainer.__main__ import main
+save = train.save_checkpoint
+def save_slowly(*arguments, **options):
+    time.sleep(float(os.environ["SLOW_SECONDS"]))
+    return save(*arguments, **options)
+train.save_checkpoint = save_slowly
+sys.exit(main())
+"""
+
 METHODS = pytest.mark.parametrize("method", ["spo", "ppo"])
 # Two models per rank, and two updates per batch.
 PPO: dict[str, Any] = {
@@ -226,15 +239,19 @@ def test_a_stopped_trainer_saves_its_last_step_and_exits_with_success(
 
 @pytest.mark.timeout(600)
 def test_a_pod_that_is_told_to_go_takes_the_whole_trainer_through_a_slow_checkpoint(
-    surroundings: Surroundings, tiny_model_path: Path, free_port: int
+    surroundings: Surroundings, tiny_model_path: Path, tmp_path: Path, free_port: int
 ) -> None:
     # Two pods of one trainer; torchrun would kill ranks 30 s after SIGTERM by itself, and this checkpoint takes longer.
     job = surroundings.job
     job.spec = job_spec(tiny_model_path, steps=1000, checkpoint_interval=1000)
-    group = ("-m", "torch.distributed.run", "--nproc-per-node=1", "--nnodes=2", "--max-restarts=3")
-    group += ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port}", "--local-addr=127.0.0.1")
+    group = [
+        *("-m", "torch.distributed.run", "--nproc-per-node=1", "--nnodes=2", "--max-restarts=3"),
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port}", "--local-addr=127.0.0.1"),
+    ]
+    program = tmp_path / "slow_checkpoints.py"
+    program.write_text(SLOW_CHECKPOINTS)
     slow: dict[str, Any] = {
-        "program": (str(Path(__file__).with_name("slow_checkpoint.py")),),
+        "program": (str(program),),
         "SLOW_SECONDS": "33",
         "SPO_TRAINER_DRAIN_SECONDS": "120",
         "SPO_TRAINER_CHECKPOINT_SHARE": "0",
