@@ -14,6 +14,7 @@ from services.orchestrator.schemas import experience as schemas
 from spo.errors import FieldViolation, InvalidInput, NotReady
 from spo.experience.columns import StoredTrajectory
 from spo.experience.import_row import ImportTerms, ProblemIndex, RowRefusal, stored_row
+from spo.experience.mapped_rows import check_mapping, mapped
 from spo.experience.store import ExperienceStore, Origin
 from spo.experience.uploads import UploadedRow, UploadFormat, uploaded_rows
 from spo.rpc.judge_pools import JudgePools
@@ -38,6 +39,8 @@ class ImportOptions:
     judging: Literal["missing", "all", "never"]
     keep_good: bool
     tenant: str
+    # Of a file of another program's: our columns to paths into its rows.
+    fields: tuple[tuple[str, str], ...] = ()
 
 
 def import_rows(
@@ -49,7 +52,10 @@ def import_rows(
     kept, NotReady when the judge could not decide: nothing is stored then.
     """
     index = ProblemIndex(problems)
-    good, faults, rows = _sort_out(uploaded_rows(body, requested.upload_format), index, requested.terms)
+    fields = dict(requested.fields)
+    check_mapping(fields)
+    uploaded = (mapped(row, fields) for row in uploaded_rows(body, requested.upload_format))
+    good, faults, rows = _sort_out(uploaded, index, requested.terms)
     if faults and not requested.keep_good:
         raise _refusal(faults, rows)
     unique = {row.trajectory.trajectory_id: row for row in good}

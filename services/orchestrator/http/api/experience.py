@@ -122,6 +122,10 @@ class ImportQuery(BaseModel):
     licence: str = Field("", max_length=200)
     reward_scale: float = Field(1.0, allow_inf_nan=False)
     reward_shift: float = Field(0.0, allow_inf_nan=False)
+    reward_best: float | None = Field(
+        None, allow_inf_nan=False, description="The best reward in the file, which becomes 0, instead of reward_shift."
+    )
+    fields: str = Field("", max_length=10_000, description="JSON: our columns to paths into the rows of another log.")
     judging: Literal["missing", "all", "never"] = "missing"
     keep_good: bool = False
 
@@ -135,6 +139,7 @@ async def import_experience(
     if kind not in UPLOAD_FORMATS:
         raise InvalidInput(f"send the rows as one of {', '.join(UPLOAD_FORMATS)}", code="unsupported_media_type")
     tasks = _parse_tasks(query.tasks) if query.tasks else None
+    fields = _parse_fields(query.fields)
     body = await request.body()
 
     def store() -> schemas.ImportReport:
@@ -144,13 +149,13 @@ async def import_experience(
             run=query.name,
             task_set=spec.kind,
             reward_scale=query.reward_scale,
-            reward_shift=query.reward_shift,
+            reward_shift=query.reward_shift if query.reward_best is None else -query.reward_scale * query.reward_best,
             needs_reward=query.judging == "never",
             ignores_rewards=query.judging == "all",
             model_hash=model_hash,
             licence=query.licence,
         )
-        options = ImportOptions(terms, UPLOAD_FORMATS[kind], query.judging, query.keep_good, principal.tenant)
+        options = ImportOptions(terms, UPLOAD_FORMATS[kind], query.judging, query.keep_good, principal.tenant, fields)
         return import_rows(context.experience, context.judges, context.library.load(spec).train, body, options)
 
     return await run_in_threadpool(store)
@@ -213,6 +218,13 @@ def tasks_of(
     require_own_job(context, principal, str(job))
     spec = context.jobs.spec(str(job))
     return spec.tasks, inspect_model_folder(spec.model.path).model_hash
+
+
+def _parse_fields(text: str) -> tuple[tuple[str, str], ...]:
+    found = parse_json(text.encode()) if text else {}
+    if not isinstance(found, dict) or not all(isinstance(path, str) for path in found.values()):
+        raise InvalidInput("the fields are an object of paths", code="bad_mapping")
+    return tuple(sorted((str(name), str(path)) for name, path in found.items()))
 
 
 def _parse_tasks(text: str) -> TasksSpec:
