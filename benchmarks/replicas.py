@@ -1,8 +1,9 @@
 """Rollouts a second of a rollout-bound job with one real inference replica, with two, and with one again.
 
-Redis, the orchestrator and the replicas (vLLM on CPU, one thread each) are real processes; prompts always wait, since
-the ends of the pipeline take all that comes (benchmarks.peers.pipeline) and no trainer is waited for. Two replicas can
-only bring what cores are free: the rows say how many cores the replicas got, and how many were idle beside them.
+Redis, the orchestrator and the replicas (vLLM on CPU, one thread each) are real processes; prompts are dispatched as
+the replay buffer's real limiter admits them for the replicas that are ready, under a trainer that takes every batch
+at once. Two replicas can only bring what cores are free: the rows say how many cores the replicas got, and how many
+were idle beside them.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from benchmarks.peers.pipeline import (
     redis_server,
     running_job,
 )
+from services.replay_buffer.limiter import Limiter, LiveCounts
 from spo import redis_keys
 from spo.messaging.connection import connect
 from spo.messaging.redis_client import RedisClient
 from spo.rpc.inference_client import TIME_BYTES
+from spo.spec.job_spec import JobSpec, parse_job_spec
 from spo.testing.models import write_random_llama
 from spo.testing.waiting import wait_until
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
+from spo.v1.replay_service_pb2 import GetReplayStatusRequest, GetReplayStatusResponse
 
 SAMPLES = 8
-# Always more than two replicas have in hand.
-GROUPS_WAITING = 64
-GROUPS_IN_FLIGHT = 16
 SETTLE_SECONDS = 8.0
 WINDOW_SECONDS = float(os.environ.get("SPO_BENCHMARK_WINDOW_SECONDS", "30"))
 GOAL = 1.2
@@ -56,12 +57,34 @@ class Measured:
     idle_cores: float
 
 
+class LimitedEnds(PipelineEnds):
+    """The ends of a pipeline whose replay buffer admits what its limiter says, and whose trainer never works long."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        super().__init__(SAMPLES, lambda: 0.0)
+        self.spec = spec
+        self._sampled = 0
+
+    def GetReplayStatus(self, request: GetReplayStatusRequest, context: Any) -> GetReplayStatusResponse:  # noqa: N802
+        limiter = Limiter.of(self.spec, replicas=request.replicas)
+        while limiter.may_sample(self._counts(limiter), limiter.per_batch):
+            self._sampled += limiter.per_batch
+        return GetReplayStatusResponse(
+            admissible_inserts=limiter.admissible_inserts(self._counts(limiter)),
+            groups_per_replica=limiter.groups_per_replica(request.replicas),
+        )
+
+    def _counts(self, limiter: Limiter) -> LiveCounts:
+        inserted = self.finished * self.samples
+        return LiveCounts(inserted, self._sampled, min(inserted, limiter.capacity))
+
+
 def measure() -> list[Row]:
     """All claims."""
-    ends = PipelineEnds(SAMPLES, lambda: GROUPS_WAITING)  # type: ignore[abstract]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spo-benchmark-")))
         write_random_llama(folder / "pi0", seed=0)
+        ends = LimitedEnds(parse_job_spec(_spec(folder)))  # type: ignore[abstract]
         url, _ = stack.enter_context(redis_server(folder))
         client = connect(url)
         running_job(client, _spec(folder))
@@ -128,7 +151,6 @@ def _replica(folder: Path, address: str, redis_url: str) -> Iterator[int]:
         "SPO_REDIS_URL": redis_url,
         "SPO_STATE_PATH": str(folder / "state"),
         "SPO_ORCHESTRATOR_ADDRESS": address,
-        "SPO_INFERENCE_GROUPS_IN_FLIGHT": str(GROUPS_IN_FLIGHT),
         "SPO_LOG_LEVEL": "warning",
         "OMP_NUM_THREADS": "1",
     }
