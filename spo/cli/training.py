@@ -9,7 +9,7 @@ import typer
 
 from spo.cli.jobs import JobId, LimitOption, OutputOption, api
 from spo.client.models import Source
-from spo.console import Output, print_document, print_rows
+from spo.console import Output, console, print_document, print_entry, print_rows
 from spo.errors import InvalidInput
 
 trajectories = typer.Typer(no_args_is_help=True, help="Look at trajectories.")
@@ -23,12 +23,22 @@ def list_trajectories(
     job_id: JobId,
     prompt: Annotated[str | None, typer.Option("--prompt", help="Only of this prompt.")] = None,
     source: Annotated[Source | None, typer.Option("--source", help="Only from there.")] = None,
+    verdict: Annotated[
+        str | None, typer.Option("--verdict", help="Only judged so: accepted, wrong_answer, ...")
+    ] = None,
     limit: LimitOption = 20,
-    output: OutputOption = Output.TABLE,
+    output: Annotated[
+        Output | None, typer.Option("--output", "-o", help="How to print; into a pipe a line of JSON for each.")
+    ] = None,
 ) -> None:
     """Trajectories of a job; a reward of 0 means solved, -1 that it is not."""
     with api() as client:
-        rows = client.trajectories(job_id, limit, prompt_id=prompt, source=source)
+        rows = client.trajectories(job_id, limit, prompt_id=prompt, source=source, verdict=verdict)
+    if output is None and not console.is_terminal:
+        for row in rows:
+            print_entry(row, Output.JSON)
+        return
+    output = output or Output.TABLE
     print_rows(rows, ("trajectory_id", "source", "reward", "policy_version_first", "response_text"), output)
 
 

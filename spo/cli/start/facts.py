@@ -68,7 +68,7 @@ def look_at_model(folder: Path) -> ModelFacts:
 def look_at_problems(path: Path, kind: str, problems: Sequence[Problem], model: ModelFacts) -> TaskFacts:
     """Raises InvalidInput where there are none."""
     if not problems:
-        raise InvalidInput(f"{path} holds no problem", code="no_problems")
+        raise InvalidInput(f"{path} holds no problem", code="invalid_tasks")
     read = sorted(problems, key=lambda problem: -len(problem.statement))[:MOST_TOKENIZED]
     solutions = [solution for problem in read for solution in problem.human_solutions[:1]]
     answers = sum(problem.language == ANSWER_LANGUAGE for problem in problems)

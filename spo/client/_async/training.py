@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Unpack
+from typing import TYPE_CHECKING, Literal, Unpack
 
 import httpx
 
@@ -42,6 +43,10 @@ from spo.client.models import (
     WeightVersions,
 )
 from spo.client.received_folder import ReceivedFolder
+from spo.client.results import PLOTTED, plot
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Of an answer that begins only when an adapter is merged or a version fetched.
 LONG_SECONDS = 3600.0
@@ -67,6 +72,13 @@ class AsyncTrainingCalls:
     async def evaluations(self, job_id: str) -> list[StepEvaluation]:
         """pass@k on the held-out problems, in order of steps."""
         return (await self._connection.ask(Evaluations, "GET", f"/v1/jobs/{job_id}/evaluations")).items
+
+    async def plot(self, job_id: str, names: Sequence[str] = PLOTTED) -> Figure:
+        """A matplotlib figure of pass@k with intervals and of these curves; notebooks show it.
+
+        Raises PreconditionFailed (code "package_missing") where matplotlib is not installed.
+        """
+        return plot(await self.metrics(job_id), await self.evaluations(job_id), names)
 
     async def requested_evaluations(self) -> list[Evaluation]:
         """Evaluations that somebody asked for, newest first, without their tables of problems."""

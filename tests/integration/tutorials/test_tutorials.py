@@ -1,0 +1,91 @@
+"""The tutorials, run from their text: each `bash` and `python` block in its order, in one folder per tutorial.
+
+What they submit is accepted by a really served orchestrator; no job trains here, which is what tests/e2e is for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.orchestrator.container import AppContext
+from spo.testing.model_folder import write_model_without_weights
+
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "docs" / "tutorials"
+TUTORIALS = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem != "index")
+FENCE = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SECONDS = 300
+SIZES: dict[str, Any] = {"num_hidden_layers": 2, "intermediate_size": 128, "num_key_value_heads": 2}
+# The blocks are as people type them; `spo` is the one of this tree.
+PRELUDE = f"""set -euo pipefail
+spo() {{ "{sys.executable}" -m spo.cli "$@"; }}
+python() {{ "{sys.executable}" "$@"; }}
+"""
+
+
+def blocks(name: str) -> list[tuple[str, str]]:
+    """The blocks of a tutorial that are run: language and text."""
+    return FENCE.findall((FOLDER / f"{name}.md").read_text())
+
+
+def script(name: str, url: str) -> str:
+    """The whole tutorial as one script; a block of Python is a program of its own."""
+    parts = [PRELUDE]
+    for language, text in blocks(name):
+        parts.append(text if language == "bash" else f"python - <<'PROGRAM'\napi = {url!r}\n{text}PROGRAM\n")
+    return "\n".join(parts)
+
+
+def test_each_tutorial_has_something_to_run_and_is_in_the_index() -> None:
+    index = (FOLDER / "index.md").read_text()
+    for name in TUTORIALS:
+        assert blocks(name), name
+        assert f"({name}.md)" in index
+
+
+@pytest.fixture
+def url(open_context: Callable[..., AppContext], serve: Callable[[AppContext], str], tmp_path: Path) -> str:
+    return serve(open_context())
+
+
+def _children_seconds() -> float:
+    """Processor time of the processes that have been waited for."""
+    used = os.times()
+    return used.children_user + used.children_system
+
+
+@pytest.mark.slow
+def test_tutorials_do_what_they_say(url: str, tmp_path: Path) -> None:
+    failed, before = {}, _children_seconds()
+    for name in TUTORIALS:
+        place = tmp_path / name
+        place.mkdir()
+        write_model_without_weights(place / "pi0", **SIZES)
+        environment = {
+            **{known: os.environ[known] for known in ("PATH", "HOME", "TMPDIR") if known in os.environ},
+            **{"PYTHONPATH": str(ROOT), "SPO_API_URL": url, "NO_COLOR": "1", "COLUMNS": "200", "LC_ALL": "C.UTF-8"},
+            **{"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg"},
+        }
+        done = subprocess.run(
+            ["bash", "-c", script(name, url)],
+            cwd=place,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+        spent, before = _children_seconds() - before, _children_seconds()
+        # The figures of docs/tutorials/index.md.
+        print(f"{name}: {spent:.0f} CPU seconds")
+        if done.returncode:
+            failed[name] = done.stdout[-1500:] + done.stderr[-3000:]
+    assert failed == {}

@@ -1,0 +1,109 @@
+"""Answers as columns, frames and figures, and the bar of waits: with the packages there are, and without."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import spo.cli.training
+from spo.cli.app import app
+from spo.client import results
+from spo.client.models import Job, MetricSeries, StepEvaluation, Trajectory
+from spo.client.results import columns, frame, plot
+from spo.client.waiting_view import ProgressBar
+from spo.errors import PreconditionFailed
+from tests.support.openapi_documents import SCHEMAS, example
+
+SERIES = MetricSeries(steps=[1, 2], series={"reward": [-0.5, None], "loss": [1.0, 0.5]})
+EVALUATED = [
+    StepEvaluation.model_validate(
+        {
+            **dict.fromkeys(("step", "version", "distinct_solutions", "entropy", "response_tokens", "seconds"), 0),
+            **dict.fromkeys(("public_only_rate", "hard_coded_rate", "problems", "samples"), 0),
+            "at": "2026-01-01T00:00:00Z",
+            "step": step,
+            "pass_at_k": {"10": {"value": 0.5, "low": 0.4, "high": 0.6}},
+        }
+    )
+    for step in (0, 10)
+]
+
+
+def test_columns_are_of_equal_length_and_name_what_lies_deeper() -> None:
+    assert columns(SERIES) == {"step": [1, 2], "reward": [-0.5, None], "loss": [1.0, 0.5]}
+    found = columns(EVALUATED)
+    assert found["pass_at_k.10.value"] == [0.5, 0.5]
+    assert {len(column) for column in found.values()} == {2}
+    assert columns([]) == {}
+
+
+def test_a_missing_package_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(results, "import_module", absent)
+    for ask in (lambda: frame(SERIES), lambda: plot(SERIES)):
+        with pytest.raises(PreconditionFailed, match="pip install") as refused:
+            ask()
+        assert refused.value.code == "package_missing"
+
+
+def test_a_figure_has_a_panel_for_each_curve_that_is_there() -> None:
+    figure = plot(SERIES, EVALUATED, ("reward", "loss", "no_such_curve"))
+    drawn = io.BytesIO()
+    figure.savefig(drawn)
+
+    assert [panel.get_title() for panel in figure.axes] == ["held-out problems", "reward", "loss"]
+    assert drawn.getvalue().startswith(b"\x89PNG")
+    assert len(plot(MetricSeries()).axes) == 1
+
+
+def job(**changed: Any) -> Job:
+    return Job.model_validate(
+        example(SCHEMAS["Job"]) | {"id": "job_1", "waits": [], "failure": None, "lineage": None} | changed
+    )
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_bar_says_how_far_a_job_is_and_is_silent_where_nobody_looks(terminal: bool) -> None:
+    said = io.StringIO()
+    far = {"values_done": 3, "values_total": 7, "step": 0, "steps": 5, "weight_version": 0, "evaluations": 0}
+    bar = ProgressBar(Console(file=said, force_terminal=terminal, width=120))
+    bar(job(state="estimating", progress=far))
+    bar(job(state="running", progress=far | {"step": 2}))
+    bar(job(state="succeeded", progress=far | {"step": 5}))
+
+    assert ("job_1 succeeded: steps" in said.getvalue()) == terminal
+    assert bool(said.getvalue()) == terminal
+
+
+def test_trajectories_go_into_a_pipe_as_a_line_of_json_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Trajectory.model_validate(example(SCHEMAS["Trajectory"]) | {"response_text": "two\nlines", "verdict": None})
+
+    class Asked:
+        def __enter__(self) -> Asked:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def trajectories(self, *_: object, **__: object) -> list[Trajectory]:
+            return [row, row]
+
+    monkeypatch.setattr(spo.cli.training, "api", Asked)
+    lines = CliRunner().invoke(app, ["trajectory", "ls", "job_1"], catch_exceptions=False).stdout.splitlines()
+
+    assert [json.loads(line)["response_text"] for line in lines] == ["two\nlines"] * 2
+    assert "reward (0: solved)" in CliRunner().invoke(app, ["trajectory", "ls", "job_1", "-o", "table"]).stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_shell_is_told_how_to_complete(shell: str) -> None:
+    environment = {"_SPO_COMPLETE": f"source_{shell}", "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    told = CliRunner().invoke(app, [], prog_name="spo", env=environment)
+
+    assert "_SPO_COMPLETE" in told.stdout
