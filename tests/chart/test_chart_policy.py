@@ -40,6 +40,8 @@ EDGES = {
     ("value-estimation", "replay-buffer", 7070),
     ("value-estimation", "sandbox-judge", 7070),
     ("value-estimation", "verifier", 7070),
+    # A model as judge that the platform itself serves.
+    ("verifier", "inference", 7070),
     ("verifier", "orchestrator", 7070),
     ("verifier", "redis", 6379),
     ("verifier", "sandbox-judge", 7070),
