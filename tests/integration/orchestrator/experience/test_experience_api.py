@@ -152,18 +152,6 @@ def test_other_reward_ranges_come_in_by_a_declared_map(api: httpx.Client) -> Non
     assert faults(put(api, lines(row(0)), judging="never")) == [("/rows/1/reward", "missing_field")]
 
 
-def test_logs_of_another_program_come_in_by_a_map_of_fields_and_their_best_reward(api: httpx.Client) -> None:
-    body = lines({"asked": [{"text": PROBLEMS[0].statement}], "said": "an answer", "score": 0.25, "other": "unread"})
-    fields = {"statement": "asked.-1.text", "response_text": "said", "reward": "score"}
-
-    assert put(api, body, fields=json.dumps(fields), reward_best=1.0).json()["stored"] == 1
-    (found,) = stored(api)
-    assert (found["prompt_id"], found["reward"]) == (PROBLEMS[0].problem_id, -0.75)
-    refused = put(api, body, fields=json.dumps({"nobody": "said"}))
-    assert (refused.status_code, refused.json()["code"]) == (422, "bad_mapping")
-    assert put(api, body, fields="[1]").json()["code"] == "bad_mapping"
-
-
 def test_tokens_of_another_model_are_refused_where_a_model_is_named(
     api: httpx.Client, context: AppContext, document: Document
 ) -> None:
