@@ -67,6 +67,13 @@ def import_files(
     licence: Annotated[str, typer.Option("--licence", help="Terms of use, kept with every row.")] = "",
     reward_scale: Annotated[float, typer.Option("--reward-scale", help="reward = scale * given + shift")] = 1.0,
     reward_shift: Annotated[float, typer.Option("--reward-shift", help="reward = scale * given + shift")] = 0.0,
+    reward_best: Annotated[
+        float | None, typer.Option("--reward-best", help="The best reward in the files; it becomes 0. No shift then.")
+    ] = None,
+    fields: Annotated[
+        list[str] | None,
+        typer.Option("--field", help="COLUMN=PATH into rows of another log, such as prompt=messages.0.content."),
+    ] = None,
     judging: Annotated[
         Literal["missing", "all", "never"], typer.Option("--judge", help="Which rows are judged here.")
     ] = "missing",
@@ -84,6 +91,8 @@ def import_files(
         licence=licence,
         reward_scale=reward_scale,
         reward_shift=reward_shift,
+        reward_best=reward_best,
+        fields=json.dumps(dict(_column_and_path(each) for each in fields)) if fields else "",
         judging=judging,
         keep_good=keep_good,
     )
@@ -91,6 +100,13 @@ def import_files(
         found = [(str(file), client.experience.import_file(file, name, **options)) for file in files]
     reports = [{"file": file, **report.model_dump(exclude_unset=True)} for file, report in found]
     print_rows(reports, ("file", "rows", "stored", "refused", "judged", "duplicates", "faults_by_code"), output)
+
+
+def _column_and_path(option: str) -> tuple[str, str]:
+    column, equals, path = option.partition("=")
+    if not (column and equals and path):
+        raise InvalidInput(f"--field {option} is not COLUMN=PATH", code="bad_mapping")
+    return column, path
 
 
 @experience.command("export")

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Unpack
 
 from spo.client._async.connection import AsyncConnection
-from spo.client.models import CollectReport, FeedbackReceipt, Said, ServedModelList, ServedModelView
+from spo.client.models import (
+    CaptureView,
+    CollectReport,
+    FeedbackReceipt,
+    JsonObject,
+    Said,
+    ServedModelList,
+    ServedModelView,
+)
 
 
 class AsyncServingCalls:
@@ -45,6 +55,23 @@ class AsyncServingCalls:
     async def history(self, name: str) -> list[ServedModelView]:
         """The last hundred changes of a name, newest first. Raises NotFound."""
         return (await self._connection.ask(ServedModelList, "GET", f"/v1/served-models/{name}/history")).items
+
+    async def capture(self) -> CaptureView:
+        """How traffic is captured where it is asked for, and how much is kept."""
+        return await self._connection.ask(CaptureView, "GET", "/v1/capture")
+
+    async def set_capture_policy(self, policy: Mapping[str, object]) -> CaptureView:
+        """Change how traffic is captured from now on; what is not said has its default. Raises InvalidInput."""
+        return await self._connection.ask(CaptureView, "PUT", "/v1/capture", json=dict(policy))
+
+    async def captured(self) -> list[JsonObject]:
+        """All that is kept, oldest first, with what was said of it."""
+        lines = await self._connection.content("GET", "/v1/capture/export")
+        return [json.loads(line) for line in str(lines or "").splitlines() if line]
+
+    async def forget(self, completion_id: str) -> None:
+        """Remove a captured completion and what was said of it."""
+        await self._connection.content("DELETE", f"/v1/capture/{completion_id}")
 
     async def feedback(self, completion_id: str, index: int = 0, **said: Unpack[Said]) -> FeedbackReceipt:
         """Join a score, thumbs, a test's result, an edited answer or a comment to a captured completion.

@@ -92,8 +92,11 @@ from spo.client.models.requests import (
     TrajectoryFilters,
 )
 from spo.client.models.serving import (
+    CapturePolicy,
+    CaptureView,
     CollectReport,
     FeedbackReceipt,
+    RedactionRule,
     Said,
     ServedModelList,
     ServedModelView,
@@ -142,6 +145,8 @@ __all__ = [
     "Calibration",
     "CalibrationBin",
     "CalibrationDesign",
+    "CapturePolicy",
+    "CaptureView",
     "ChangedVerdict",
     "Checkpoint",
     "Checkpoints",
@@ -213,6 +218,7 @@ __all__ = [
     "PruneReport",
     "RebuiltJob",
     "RebuiltJobs",
+    "RedactionRule",
     "Redriven",
     "Rejudge",
     "RejudgeReport",

@@ -96,7 +96,9 @@ class RowFilters(StoreFilters, total=False):
 class ImportOptions(TypedDict, total=False):
     """How rows are stored: whose problems they answer (job, or tasks as JSON), their terms, which are judged here.
 
-    reward = reward_scale * given + reward_shift. keep_good stores the good rows although others are bad.
+    reward = reward_scale * given + reward_shift; reward_best: the best reward there is in them, which becomes 0, in
+    place of a shift. fields: JSON, our columns to paths into the rows of another log. keep_good stores the good rows
+    although others are bad.
     """
 
     job: str | None
@@ -104,6 +106,8 @@ class ImportOptions(TypedDict, total=False):
     licence: str
     reward_scale: float
     reward_shift: float
+    reward_best: float | None
+    fields: str
     judging: Literal["missing", "all", "never"]
     keep_good: bool
 

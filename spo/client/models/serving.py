@@ -42,6 +42,31 @@ class Said(TypedDict, total=False):
     comment: str
 
 
+class RedactionRule(Document):
+    """A regular expression, and what stands in place of what it finds."""
+
+    pattern: str
+    replacement: str = "[redacted]"
+
+
+class CapturePolicy(Document):
+    """How traffic is captured where it is asked for; sampling_rate is the share of it that is kept."""
+
+    sampling_rate: float = 1.0
+    redactions: list[RedactionRule] = []
+    hook: str = ""
+    retention_days: float = 30
+    licence: str = ""
+    consent: str = ""
+
+
+class CaptureView(Document):
+    """The policy, and how many completions are kept."""
+
+    policy: CapturePolicy
+    captured: int
+
+
 class FeedbackReceipt(Document):
     """What the answer is worth now, best 0 and worst -1; None: nothing says so yet."""
 

@@ -60,6 +60,7 @@ CALLS: dict[tuple[str, int], list[Call]] = {
     ("zrevrangebyscore", 1): [lambda client: client.zrevrangebyscore("sorted", 9, 0, withscores=True)],
     ("zrevrangebylex", 0): [lambda client: client.zrevrangebylex("words", "+", "-", start=0, num=5)],
     ("xadd", 0): [lambda client: client.xadd("log", {"a": 1}, maxlen=10, approximate=True)],
+    ("lrange", 0): [lambda client: client.lrange("list", 0, -1), lambda client: client.lrange("none", 0, -1)],
     ("xlen", 0): [lambda client: client.xlen("log")],
     ("xrange", 0): [lambda client: client.xrange("log", min="(0-0", count=5)],
     ("xrevrange", 0): [lambda client: client.xrevrange("log", max="+", count=1)],
@@ -95,6 +96,7 @@ QUEUED: dict[str, tuple[Callable[[RedisPipeline], object], object]] = {
     "srem": (lambda pipe: pipe.srem("set", b"w"), int),
     "zadd": (lambda pipe: pipe.zadd("sorted", {"d": 4}), int),
     "zrem": (lambda pipe: pipe.zrem("sorted", "d"), int),
+    "zremrangebyscore": (lambda pipe: pipe.zremrangebyscore("sorted", 0, 1), int),
     "zcard": (lambda pipe: pipe.zcard("sorted"), int),
     "zscore": (lambda pipe: pipe.zscore("sorted", "a"), float),
     "zrange": (lambda pipe: pipe.zrange("sorted", 0, -1, withscores=True), list[tuple[bytes, float]]),
@@ -123,6 +125,7 @@ def filled(
     redis_client.sadd("set", "x")
     redis_client.zadd("sorted", {"a": 1, "b": 2.5})
     redis_client.zadd("words", {"a": 0, "b": 0})
+    redis_client.rpush("list", "a", "b")
     redis_client.xadd("log", {"payload": b"\xff"}, id="1-0")
     redis_client.xgroup_create("log", "group", id="0")
     redis_client.xreadgroup("group", "a", {"log": ">"})

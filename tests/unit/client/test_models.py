@@ -44,6 +44,8 @@ FILTERS = {
 }
 ARGUMENTS = {"limit", "cursor", "name"}
 FREE = "any object"
+# Asked with clients of OpenAI's API, which have models of their own.
+FOREIGN = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}")
 
 
 def shape(schema: dict[str, Any]) -> Any:
@@ -98,12 +100,13 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 def test_every_answer_of_the_api_has_a_model() -> None:
     answered = {
         content["schema"]["$ref"].rpartition("/")[2]
-        for operations in OPENAPI["paths"].values()
+        for path, operations in OPENAPI["paths"].items()
+        if path not in FOREIGN
         for operation in operations.values()
         for status, response in operation["responses"].items()
         if status.startswith("2")
         for content in response.get("content", {}).values()
-        if "$ref" in content["schema"]
+        if "$ref" in content.get("schema", {})
     }
 
     assert answered - set(MODELS) == set()

@@ -15,7 +15,7 @@ MOST_FILES_OF_A_WALK = 25
 SYMBOL = re.compile(r"`([A-Z][a-z0-9]+[A-Z]\w*)(?:\.(\w+))?(?:\([^`]*\))?`")
 # Made by a run, or a person's own.
 MADE = re.compile(
-    r"^(runs/|report\.(json|md)$|tests\.json$|my_\w+\.yaml$|manifest\.json$|(\w+_)?config\.json$|model\.safetensors\.)"
+    r"^(runs/|build/|report\.(json|md)$|tests\.json$|my_\w+\.yaml$|manifest\.json$|(\w+_)?config\.json$|model\.safetensors\.)"
 )
 # Names of other people's software.
 FOREIGN = frozenset(
