@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, TypedDict
 
+from pydantic import Field
+
 from spo.client.models.document import Document, Listing
 
 
@@ -53,7 +55,7 @@ class CapturePolicy(Document):
     """How traffic is captured where it is asked for; sampling_rate is the share of it that is kept."""
 
     sampling_rate: float = 1.0
-    redactions: list[RedactionRule] = []
+    redactions: list[RedactionRule] = Field(default_factory=list)
     hook: str = ""
     retention_days: float = 30
     licence: str = ""

@@ -113,6 +113,10 @@ def test_every_command_that_shows_something_can_show_it_to_a_program() -> None:
         "export",
         "job mirror",
         "toy-model",
+        "continual rm",
+        "init",
+        "convert rows",
+        "convert config",
     }
 
 
