@@ -43,6 +43,7 @@ from services.orchestrator.replicas.scaling import Scale
 from services.orchestrator.replicas.weights import WeightAnnouncements
 from services.orchestrator.serving.capture import CaptureStore
 from services.orchestrator.serving.continual.loop import ContinualLoop
+from services.orchestrator.serving.continual.round_experience import RoundExperience
 from services.orchestrator.serving.continual.round_jobs import RoundJobs
 from services.orchestrator.serving.continual.rounds import ContinualStore
 from services.orchestrator.serving.pool import PoolLimits, ServingPool
@@ -147,8 +148,11 @@ class AppContext:
     def _go_on_learning(self) -> None:
         self.continual = ContinualStore(self.jobs)
         self.round_jobs = RoundJobs(self.jobs, self.forks, self.spec_check, self.experience, self.require_usable)
+        learned_from = RoundExperience(
+            self.experience, self.jobs, self.served_models, self.captures, self.judges, self.library
+        )
         self.continual_loop = ContinualLoop(
-            self.continual, self.served_models, self.round_jobs, self.evaluations, self.weights, self.experience
+            self.continual, self.served_models, self.round_jobs, self.evaluations, self.weights, learned_from
         )
 
     def require_usable(self, tasks: TasksSpec | None, tenant: str | None, model: str | None = None) -> None:

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Path, Response
 from pydantic import BaseModel
 
 from services.orchestrator.container import AppContext
+from services.orchestrator.http.api.experience import check_import_name
 from services.orchestrator.http.dependencies import ContextDep, PrincipalDep
 from services.orchestrator.serving.continual.definition import NAME, ContinualSpec
 from services.orchestrator.serving.continual.rounds import ContinualJob, Round
@@ -76,6 +77,8 @@ def put_continual(
     serving = context.served_models.get(principal.tenant, body.serves)
     context.round_jobs.check_overrides(serving.job_id, body)
     context.require_usable(body.gate.tasks, principal.sees_tenant)
+    if body.traffic:
+        check_import_name(context, principal, body.traffic.name, "traffic")
     is_new = all(job.name != name for job in context.continual.all(principal.tenant))
     quota = principal.max_active_jobs
     wanted = ContinualJob(name, principal.tenant, principal.name, body, admin=principal.is_admin, max_active_jobs=quota)
@@ -118,7 +121,7 @@ def _summary(job: ContinualJob) -> ContinualSummary:
 
 def _detail(context: AppContext, job: ContinualJob) -> ContinualDetail:
     rounds = context.continual.rounds(job)
-    _, new = context.continual_loop.new_trajectories(job, next(iter(rounds), None))
+    new = context.continual_loop.experience.new_rows(job, rounds)
     return ContinualDetail(
         **dict(_summary(job)),
         new_trajectories=new,

@@ -60,6 +60,15 @@ class GateSpec(Section):
     level: Share = Field(default=0.95, description="Of the two-sided interval.")
 
 
+class TrafficSpec(Section):
+    """Captured traffic as experience: it is stored under a name before each round, with what was said of it."""
+
+    name: str = Field(pattern=NAME, description="Of the stored experience; a name of its own.")
+    judge_unscored: bool = Field(
+        default=False, description="Judge what nobody scored, where it answers a problem of the served job's tasks."
+    )
+
+
 class ContinualSpec(Section):
     """A served model that is trained from stored experience again and again."""
 
@@ -71,6 +80,7 @@ class ContinualSpec(Section):
         max_length=64,
         description="Names of stored runs, imports or captures that are learned from; default: all of the tenant.",
     )
+    traffic: TrafficSpec | None = Field(default=None, description="Captured traffic that is learned from as well.")
     schedule: RoundSchedule = RoundSchedule()
     gate: GateSpec = GateSpec()
     overrides: dict[str, Any] = Field(
@@ -79,8 +89,13 @@ class ContinualSpec(Section):
     )
     paused: bool = False
 
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """Names in the experience store that it learns from; empty: all of the tenant."""
+        return (*self.experience, self.traffic.name) if self.traffic else self.experience
+
     def round_overrides(self, name: str, number: int) -> Mapping[str, Any]:
         """The changes of one round: what it learns from and its name are said, unless `overrides` says them."""
         offline = dict(self.overrides.get("offline") or {})
-        offline.setdefault("experience", [{"run": run} for run in self.experience] or [{}])
+        offline.setdefault("experience", [{"run": run} for run in self.runs] or [{}])
         return {"name": f"{name} round {number}", **self.overrides, "offline": offline}

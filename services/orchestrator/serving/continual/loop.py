@@ -21,11 +21,11 @@ from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.leadership import NotLeading
 from services.orchestrator.replicas.weights import WeightAnnouncements
 from services.orchestrator.serving.continual.gate import GateComparison, compare
+from services.orchestrator.serving.continual.round_experience import RoundExperience
 from services.orchestrator.serving.continual.round_jobs import RoundJobs
 from services.orchestrator.serving.continual.rounds import ENDED, ContinualJob, ContinualStore, Round, RoundState
 from services.orchestrator.serving.served_models import Change, ServedModels, Target
 from spo.errors import Conflict, NotFound, SpoError
-from spo.experience.store import ExperienceStore
 from spo.observability.logs import get_logger
 from spo.spec.job_spec import EvaluationSpec
 from spo.spec.job_state import TERMINAL, JobState
@@ -45,7 +45,7 @@ class ContinualLoop:
         round_jobs: RoundJobs,
         evaluations: EvaluationQueue,
         weights: WeightAnnouncements,
-        experience: ExperienceStore,
+        experience: RoundExperience,
     ) -> None:
         self.store = store
         self.served = served
@@ -75,10 +75,11 @@ class ContinualLoop:
                 log.warning("a continual job waits", name=job.name, reason=f"{type(error).__name__}: {error}")
 
     def _advance(self, job: ContinualJob, now: datetime) -> None:
-        newest = next(iter(self.store.rounds(job)), None)
+        rounds = self.store.rounds(job)
+        newest = next(iter(rounds), None)
         if newest is None or newest.state in ENDED:
-            if self._is_due(job, newest, now):
-                self._begin(job, newest)
+            if self._is_due(job, rounds, now):
+                self._begin(job, rounds)
         elif newest.state == "starting":
             self._start(job, newest)
         elif newest.state == "training":
@@ -86,38 +87,27 @@ class ContinualLoop:
         else:
             self._follow_evaluations(job, newest)
 
-    def new_trajectories(self, job: ContinualJob, newest: Round | None) -> tuple[dict[str, int], int]:
-        """Rows of each run that it learns from, and how many of them are new since its newest round began."""
-        own = {each.job_id for each in self.store.rounds(job)}
-        wanted, found = set(job.spec.experience), dict[str, int]()
-        for file in self.experience.files():
-            run = file.origin.run
-            if file.origin.tenant == job.tenant and run not in own and (not wanted or run in wanted):
-                found[run] = found.get(run, 0) + file.rows
-        before = newest.learned_from if newest else {}
-        return found, sum(max(0, rows - before.get(run, 0)) for run, rows in found.items())
+    def _is_due(self, job: ContinualJob, rounds: list[Round], now: datetime) -> bool:
+        schedule, least = job.spec.schedule, 1
+        if not self.store.is_round_wanted(job):
+            last = datetime.fromisoformat(rounds[0].began_at if rounds else job.created_at)
+            if job.spec.paused or now < schedule.next_at(last):
+                return False
+            least = schedule.min_new_trajectories
+        self.experience.collect_traffic(job)
+        return self.experience.new_rows(job, rounds) >= least
 
-    def _is_due(self, job: ContinualJob, newest: Round | None, now: datetime) -> bool:
-        if self.store.is_round_wanted(job):
-            return self.new_trajectories(job, newest)[1] > 0
-        schedule = job.spec.schedule
-        last = datetime.fromisoformat(newest.began_at if newest else job.created_at)
-        if job.spec.paused or now < schedule.next_at(last):
-            return False
-        return self.new_trajectories(job, newest)[1] >= schedule.min_new_trajectories
-
-    def _begin(self, job: ContinualJob, newest: Round | None) -> None:
+    def _begin(self, job: ContinualJob, rounds: list[Round]) -> None:
         serving = self.served.get(job.tenant, job.spec.serves)
         version = self._newest(serving.job_id) if serving.version is None else serving.version
-        number = newest.number + 1 if newest else 1
-        found, _ = self.new_trajectories(job, newest)
+        number = rounds[0].number + 1 if rounds else 1
         begun = Round(
             number=number,
             parent_job=serving.job_id,
             parent_version=version,
             parent_change=serving.number,
             overrides=dict(job.spec.round_overrides(job.name, number)),
-            learned_from=found,
+            learned_from=self.experience.rows(job, rounds),
             began_at=timestamp(),
         )
         self.store.begin_round(job, begun)

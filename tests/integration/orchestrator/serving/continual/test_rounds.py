@@ -11,9 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
+from ulid import ULID
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
+from services.orchestrator.serving.capture import Captured, CapturedChoice, Feedback
+from services.orchestrator.serving.continual import round_experience
 from services.orchestrator.serving.continual.rounds import ContinualJob, Round
 from services.orchestrator.serving.served_models import Change, Target
 from spo.experience.columns import StoredTrajectory
@@ -234,6 +237,33 @@ def test_a_crash_between_two_steps_costs_nothing(
     assert (ended["state"], ended["number"]) == ("served", 1)
     assert len(context.jobs.page([], "", 100, None).job_ids) == before + 1
     assert len(context.served_models.history("", "helper")) == 2
+
+
+def test_captured_traffic_and_what_is_said_of_it_later_is_learned_from(
+    loop: Loop, context: AppContext, parent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(round_experience, "COLLECT_SECONDS", 0.0)
+    statement = context.library.load(context.jobs.spec(parent).tasks).train[0].statement
+    ids = [f"cmpl-{ULID()}" for _ in range(3)]
+    for number, completion_id in enumerate(ids):
+        choice = CapturedChoice(0, f"print({number})", "stop", 2, 2, (3, 4))
+        asked: tuple[dict[str, str], ...] = ({"role": "prompt", "content": statement},)
+        context.captures.keep(Captured(completion_id, "", "a person", "helper", parent, number + 1, asked, (choice,)))
+    answer = loop.put(experience=[], traffic={"name": "traffic"}, schedule={"min_new_trajectories": 2})
+    assert answer.status_code == 201, answer.text
+    # Nobody has said anything of it yet.
+    assert not loop.tick()
+    context.captures.give_feedback("", ids[2], 0, Feedback(thumbs="up"))
+    assert not loop.tick()
+    assert loop.shown()["new_trajectories"] == 1
+    context.captures.give_feedback("", ids[0], 0, Feedback(score=0.25))
+
+    begun = loop.tick()
+
+    assert begun["learned_from"] == {"traffic": 2}
+    assert [stored.run for stored in context.jobs.spec(begun["job_id"]).offline.experience] == ["traffic"]
+    (file,) = {file.origin.kind for file in context.experience.files("traffic")}
+    assert file == "traffic"
 
 
 def test_a_failed_job_ends_its_round_with_the_reason_and_not_the_next_one(loop: Loop, context: AppContext) -> None:
