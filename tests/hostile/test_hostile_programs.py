@@ -97,6 +97,15 @@ def tier(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def earlier_objects_set_aside() -> Iterator[None]:
+    """Thousands of collected tests and whatever ran before: else each look at the open descriptors walks them all."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="module")
 def worker(tier: str) -> Iterator[SandboxWorker]:
     worker = SandboxWorker(tier, 0)
