@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from tests.support.releases import earlier_release
 ORDER = ("replay-buffer", "value-estimation", "sandbox-judge", "inference", "trainer", "orchestrator")
 TAKEN_BACK = ("orchestrator", "trainer", "sandbox-judge")
 STEPS = 400
+LATER = {"algorithm": ("value_noise",), "trainer": ("learning_rate_schedule", "learning_rate_floor")}
 # Little slack: the trainer cannot run ahead of a pipeline of which one service restarts.
 LONG = {
     **SHORT,
@@ -62,6 +64,14 @@ class MixedPlatform(LocalPlatform):
         wait_until(lambda: child.pid != before and child.is_ready(), f"{name} serves again", START_SECONDS, 0.3)
 
 
+def known_to_the_earlier_release(spec: dict[str, Any]) -> dict[str, Any]:
+    """The demo's job without what its recipe says that only later releases know."""
+    for section, fields in LATER.items():
+        for field in fields:
+            del spec[section][field]
+    return spec
+
+
 def steps(least: int) -> Callable[[Job], bool]:
     return lambda job: job.progress.step >= least
 
@@ -76,7 +86,7 @@ def test_a_job_goes_on_through_an_upgrade_and_a_rollback(tmp_path: Path) -> None
     with platform:
         platform.wait_until_ready()
         with Client(platform.http_url, retry_seconds=120) as client:
-            job_id = client.submit(demo_spec(tmp_path / "pi0", LONG)).id
+            job_id = client.submit(known_to_the_earlier_release(demo_spec(tmp_path / "pi0", LONG))).id
             wait_for_progress(client, job_id, steps(2))
             for name, release in [*((name, None) for name in ORDER), *((name, earlier) for name in TAKEN_BACK)]:
                 platform.exchange(name, release)

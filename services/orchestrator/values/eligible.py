@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.orchestrator.jobs.store import JobStore
@@ -60,18 +61,22 @@ class EligiblePrompts:
         for ended in self._known.keys() - set(running):
             del self._known[ended]
 
-    def _stored(self, job_id: str) -> list[PromptValue]:
-        """Values so far, then final ones."""
-        so_far = self.jobs.client.hvals(redis_keys.provisional_values(job_id))
-        final = self.jobs.client.hvals(redis_keys.run_values(job_id))
-        return [PromptValue.FromString(raw) for raw in (*so_far, *final)]
+    def _stored(self, job_id: str) -> dict[str, list[PromptValue]]:
+        """By prompt its value so far and its final one, as far as they are there."""
+        found: dict[str, list[PromptValue]] = defaultdict(list)
+        for key in (redis_keys.provisional_values(job_id), redis_keys.run_values(job_id)):
+            for prompt_id, raw in self.jobs.client.hgetall(key).items():
+                found[prompt_id.decode()].append(PromptValue.FromString(raw))
+        return found
 
 
-def _eligible(values: Iterable[PromptValue], spec: JobSpec) -> Iterable[str]:
+def _eligible(values: Mapping[str, Sequence[PromptValue]], spec: JobSpec) -> Iterable[str]:
     drops = spec.value is not None and spec.value.unsolved == "drop"
     least_spread = max((part.min_value_spread for part in spec.replay.mix if part.source == "online"), default=0.0)
     return (
-        value.prompt_id for value in values if not (drops and value.successes == 0) and _spread(value) >= least_spread
+        prompt_id
+        for prompt_id, found in values.items()
+        if any(not (drops and value.successes == 0) and _spread(value) >= least_spread for value in found)
     )
 
 

@@ -100,9 +100,17 @@ def test_a_judge_that_never_votes_is_an_error_and_no_score(
     assert (failed.value.code, len(server.bodies)) == ("verifier_bad_answer", 2)
 
 
-@pytest.mark.parametrize("field", ["rubric", "address", "model"])
-def test_a_model_that_cannot_be_asked_is_refused_at_its_field(schedulers: Schedulers, field: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "fault"),
+    [
+        ("rubric", "rubric"),
+        ("model", "model"),
+        # Without an address it is the job's own model, which has no name.
+        ("address", "model"),
+    ],
+)
+def test_a_model_that_cannot_be_asked_is_refused_at_its_field(schedulers: Schedulers, field: str, fault: str) -> None:
     whole: dict[str, Any] = {"rubric": RUBRIC, "address": "https://models.example.org/v1", "model": "judge", field: ""}
     with pytest.raises(InvalidInput) as refused:
         schedulers().test_sets.upload(wire.TestSet(model=wire.ModelScore(**whole)))
-    assert [fault.pointer for fault in refused.value.violations] == [f"/model/{field}"]
+    assert [fault.pointer for fault in refused.value.violations] == [f"/model/{fault}"]

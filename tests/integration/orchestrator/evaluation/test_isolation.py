@@ -229,7 +229,9 @@ def test_a_job_keeps_its_newest_evaluations_and_that_of_the_reference(
 ) -> None:
     job_id = running_job(context, document)
     for step in range(0, 80, 10):
-        context.evaluations.schedule.store(ScheduledEvaluation(job_id, step, step // 10), {"step": step, "pass_at_k": {}})
+        context.evaluations.schedule.store(
+            ScheduledEvaluation(job_id, step, step // 10), {"step": step, "pass_at_k": {}}
+        )
     assert [result["step"] for result in evaluated(context, job_id)] == [0, 50, 60, 70]
 
     requests = [context.evaluations.request(job_id, 0, None, EvaluationSpec()) for _ in range(6)]
