@@ -62,10 +62,11 @@ def operations(context: AppContext) -> list[tuple[str, str, Document]]:
 
 def is_problem(response: httpx.Response) -> bool:
     """Whether the request was refused in words; what clients of OpenAI's API ask for is refused in its own form."""
-    if response.request.url.path.startswith(("/v1/chat/", "/v1/completions", "/v1/models")):
-        return 400 <= response.status_code < 500 and response.json()["error"].keys() >= {"message", "type", "code"}
     kind = response.headers.get("content-type", "")
-    return 400 <= response.status_code < 500 and kind == "application/problem+json"
+    in_words = kind == "application/problem+json"
+    if response.request.url.path.startswith(("/v1/chat/", "/v1/completions", "/v1/models")) and not in_words:
+        in_words = response.json().get("error", {}).keys() >= {"message", "type", "code"}
+    return 400 <= response.status_code < 500 and in_words
 
 
 def test_no_id_leads_out_of_its_place(context: AppContext, operator: httpx.Client) -> None:
