@@ -165,7 +165,7 @@ def test_an_ended_jobs_policy_cannot_be_asked_and_why(
 
     assert asked.returncode == 5
     assert "has ended, and no replica serves it any more" in asked.stderr
-    assert "spo job fork JOB" in asked.stderr
+    assert "spo weights export JOB" in asked.stderr
 
 
 def test_experience_that_is_still_being_stored_is_no_missing_experience(
