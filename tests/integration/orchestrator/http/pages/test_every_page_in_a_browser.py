@@ -122,7 +122,7 @@ def test_jobs_are_searched_as_one_types(
     page.get_by_label("Search").press_sequentially("sweep 41")
     # What was typed before is answered too, and each answer replaces the rows.
     found = page.locator("#jobs tbody tr")
-    wait_until(lambda: [text[:8] for text in found.all_inner_texts()] == ["sweep 41"], "the one job", 20)
+    wait_until(lambda: [text.strip()[:8] for text in found.all_inner_texts()] == ["sweep 41"], "the one job", 20)
 
     page.goto("/?label=half%3A0")
     assert page.locator("#jobs tbody tr").count() == 30
