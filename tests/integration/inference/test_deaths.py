@@ -18,6 +18,7 @@ from services.inference.engine import Sample, SampleRequest
 from services.inference.engine_thread import EngineThread, SampleGroup
 from services.inference.rollout_worker import RolloutWorker
 from services.inference.service import InferenceService
+from services.inference.serving.completions import ServedRuns
 from services.inference.settings import Settings
 from services.inference.weights import Weights
 from spo import redis_keys
@@ -118,7 +119,8 @@ def inference(redis_client: redis.Redis, tmp_path: Path) -> Iterator[tuple[RpcCl
     # A group's requests have seeds of their own: the poison is in the top-p, which they share.
     replica = Replica(redis_client, tmp_path / "model", lambda request: request.top_p == 0.5)
     server = RpcServer("127.0.0.1", 0)
-    service = InferenceService(replica, "replica", EngineDeaths(redis_client))  # type: ignore[arg-type]
+    deaths, runs = EngineDeaths(redis_client), ServedRuns(redis_client)
+    service = InferenceService(replica, "replica", deaths, runs, streams=8)  # type: ignore[arg-type]
     add_InferenceServiceServicer_to_server(service, server.server)
     server.start()
     client = RpcClient("inference", server.address, InferenceServiceStub)
