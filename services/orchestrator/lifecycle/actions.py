@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from services.orchestrator.jobs.commit import Commit
 from services.orchestrator.jobs.record import write_fields
 from services.orchestrator.jobs.states import JobAction, refuse
@@ -39,11 +37,10 @@ class JobActions:
 
     def rename(self, job_id: str, name: str, actor: str = "api") -> None:
         """Give a job another name in lists and on pages; its spec keeps the one it came with. Raises NotFound."""
-        before = self.jobs.record(job_id).name
-        if before == name:
+        if self.jobs.record(job_id).name == name:
             return
-        body = json.dumps({"before": before, "name": name})
-        commit = Commit(job_id, writes=[write_fields(job_id, name=name)], kind="renamed", body=body, actor=actor)
+        # What people write into requests is in no event.
+        commit = Commit(job_id, writes=[write_fields(job_id, name=name)], kind="renamed", actor=actor)
         if not self.jobs.commit(commit).done:
             raise self.jobs.absent(job_id)
 

@@ -84,6 +84,7 @@ class Replica:
     model_path: Path
     kills: Callable[[SampleRequest], bool]
     starts: int = 0
+    groups_in_hand: int = 1000
 
     def __post_init__(self) -> None:
         self.tokenizer = load_tokenizer(self.model_path)
