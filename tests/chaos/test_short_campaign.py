@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MINUTES = 2.5
+MINUTES = 1.5
 LIMIT_SECONDS = 1500
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(LIMIT_SECONDS + 60)]

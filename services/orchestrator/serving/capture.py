@@ -31,10 +31,12 @@ class CapturePolicy(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    sampling_rate: float = Field(default=1.0, ge=0, le=1, description="Share of what is asked for that is kept.")
+    sampling_rate: float = Field(
+        default=1.0, strict=True, ge=0, le=1, description="Share of what is asked for that is kept."
+    )
     redactions: list[RedactionRule] = Field(default=[], max_length=MOST_RULES)
     hook: str = Field(default="", max_length=100, description="An installed entry point of spo.redaction.")
-    retention_days: float = Field(default=30, gt=0, le=3650)
+    retention_days: float = Field(default=30, strict=True, gt=0, le=3650)
     licence: str = Field(default="", max_length=200)
     consent: str = Field(default="", max_length=200, description="Where a request says nothing of its own.")
 
@@ -44,7 +46,7 @@ class Feedback(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    score: float | None = Field(default=None, ge=0, le=1)
+    score: float | None = Field(default=None, strict=True, ge=0, le=1)
     thumbs: Literal["up", "down"] | None = None
     test: Literal["passed", "failed"] | None = None
     edited: str | None = Field(
