@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,9 +40,9 @@ def orchestrator(
 def confined(state: Path, *read_only: str) -> tuple[str, ...]:
     """Everything read-only, a /tmp of its own, the state folder as it is but for some folders."""
     found = ["bwrap", "--die-with-parent", "--ro-bind", "/", "/", "--dev-bind", "/dev", "/dev", "--tmpfs", "/tmp"]
-    # This source and its interpreter may lie below /tmp themselves.
-    for folder in (str(Path(__file__).parents[3]), sys.prefix):
-        found += ["--ro-bind", folder, folder]
+    # This source, with its environment, may lie below /tmp itself.
+    root = str(Path(__file__).parents[3])
+    found += ["--ro-bind", root, root]
     found += ["--ro-bind", str(state.parent), str(state.parent), "--bind", str(state), str(state)]
     for name in read_only:
         found += ["--ro-bind", str(state / name), str(state / name)]
