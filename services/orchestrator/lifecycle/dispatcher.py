@@ -117,8 +117,9 @@ class PromptDispatcher:
     def _forget(self, running: Sequence[str]) -> None:
         self._eligible.forget(running)
         for remembered in (self._schedules, self._outages):
-            for ended in remembered.keys() - set(running):
-                del remembered[ended]
+            # Copied in one step: the threads of other jobs add to it and take from it meanwhile.
+            for ended in set(list(remembered)) - set(running):
+                remembered.pop(ended, None)
                 self.in_hand.forget(ended)
 
     def _dispatch_or_fail(self, job_id: str) -> None:

@@ -58,8 +58,8 @@ class EligiblePrompts:
 
     def forget(self, running: Iterable[str]) -> None:
         """Drop what is remembered of jobs that run no more."""
-        for ended in self._known.keys() - set(running):
-            del self._known[ended]
+        for ended in set(list(self._known)) - set(running):
+            self._known.pop(ended, None)
 
     def _stored(self, job_id: str) -> dict[str, list[PromptValue]]:
         """By prompt its value so far and its final one, as far as they are there."""
