@@ -15,6 +15,7 @@ from services.orchestrator.jobs.commit import Commit, Precondition, Write
 from services.orchestrator.jobs.leases import now_ms
 from services.orchestrator.jobs.seeds import seed_of
 from services.orchestrator.jobs.store import JobStore
+from services.orchestrator.leadership import NotLeading
 from services.orchestrator.lifecycle.job_steps import JobSteps
 from services.orchestrator.lifecycle.pipeline import DISPATCHER, groups_in_pipeline
 from services.orchestrator.replicas.in_hand import GroupsInHand
@@ -110,6 +111,9 @@ class PromptDispatcher:
                 self._steps.round(running, IDLE_SECONDS)
             except redis.RedisError as error:
                 log.warning("Redis does not answer; trying again", reason=str(error))
+            except NotLeading as error:
+                # Redis came back empty: whether this process leads again, its leadership finds out, and ends it if not.
+                log.warning("nothing is dispatched until this orchestrator leads again", reason=error.message)
             self._forget(running)
             stop.wait(POLL_SECONDS if running else IDLE_SECONDS)
         self._steps.close()
@@ -118,7 +122,7 @@ class PromptDispatcher:
         self._eligible.forget(running)
         for remembered in (self._schedules, self._outages):
             # Copied in one step: the threads of other jobs add to it and take from it meanwhile.
-            for ended in set(list(remembered)) - set(running):
+            for ended in frozenset(tuple(remembered)) - set(running):
                 remembered.pop(ended, None)
                 self.in_hand.forget(ended)
 

@@ -58,7 +58,7 @@ class EligiblePrompts:
 
     def forget(self, running: Iterable[str]) -> None:
         """Drop what is remembered of jobs that run no more."""
-        for ended in set(list(self._known)) - set(running):
+        for ended in frozenset(tuple(self._known)) - set(running):
             self._known.pop(ended, None)
 
     def _stored(self, job_id: str) -> dict[str, list[PromptValue]]:
