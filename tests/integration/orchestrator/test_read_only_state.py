@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import redis
 from services.orchestrator import redis_keys as own_keys
 from spo.testing.peers import ServiceDoubles
 from spo.testing.waiting import wait_until
+from tests.conftest import require
 from tests.support.orchestrator_process import OrchestratorProcess
 
 # What jobs' trainers write, and what is nobody's business here; all else in the state folder is the orchestrator's.
@@ -28,8 +28,7 @@ TASK = b'{"problem_id": "a", "prompt": "add", "tests": [{"stdin": "1 2", "stdout
 def orchestrator(
     redis_server: str, redis_client: redis.Redis, peers: ServiceDoubles, tmp_path: Path
 ) -> Iterator[OrchestratorProcess]:
-    if shutil.which("bwrap") is None:
-        pytest.skip("needs bubblewrap")
+    require("bwrap")
     for name in OTHERS:
         (tmp_path / "state" / name).mkdir(parents=True)
     running = OrchestratorProcess(redis_server, peers, tmp_path)

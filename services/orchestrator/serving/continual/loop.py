@@ -78,14 +78,28 @@ class ContinualLoop:
         rounds = self.store.rounds(job)
         newest = next(iter(rounds), None)
         if newest is None or newest.state in ENDED:
-            if self._is_due(job, rounds, now):
-                self._begin(job, rounds)
-        elif newest.state == "starting":
-            self._start(job, newest)
-        elif newest.state == "training":
-            self._follow_training(job, newest)
+            if not self._is_due(job, rounds, now):
+                return
+            newest = self._begin(job, rounds)
+        try:
+            self._follow(job, newest)
+        except NotLeading:
+            raise
+        except SpoError as error:
+            if error.retryable:
+                raise
+            # Waiting would not help: held-out problems that are gone, a job that is refused.
+            faults = "; ".join(f"{fault.pointer}: {fault.message}" for fault in error.violations)
+            self._end(job, newest, "failed", f"{error.message} {faults}".strip())
+
+    def _follow(self, job: ContinualJob, current: Round) -> None:
+        """The next step of a round that is under way. Raises SpoError."""
+        if current.state == "starting":
+            self._start(job, current)
+        elif current.state == "training":
+            self._follow_training(job, current)
         else:
-            self._follow_evaluations(job, newest)
+            self._follow_evaluations(job, current)
 
     def _is_due(self, job: ContinualJob, rounds: list[Round], now: datetime) -> bool:
         schedule, least = job.spec.schedule, 1
@@ -97,7 +111,7 @@ class ContinualLoop:
         self.experience.collect_traffic(job)
         return self.experience.new_rows(job, rounds) >= least
 
-    def _begin(self, job: ContinualJob, rounds: list[Round]) -> None:
+    def _begin(self, job: ContinualJob, rounds: list[Round]) -> Round:
         serving = self.served.get(job.tenant, job.spec.serves)
         version = self._newest(serving.job_id) if serving.version is None else serving.version
         number = rounds[0].number + 1 if rounds else 1
@@ -112,17 +126,10 @@ class ContinualLoop:
         )
         self.store.begin_round(job, begun)
         log.info("a round begins", name=job.name, round=number, parent=serving.job_id, version=version)
-        self._start(job, begun)
+        return begun
 
     def _start(self, job: ContinualJob, begun: Round) -> None:
-        try:
-            made = self.round_jobs.start(job, begun)
-        except SpoError as error:
-            if error.retryable or isinstance(error, NotLeading):
-                raise
-            faults = "; ".join(f"{fault.pointer}: {fault.message}" for fault in getattr(error, "violations", ()))
-            self._end(job, begun, "failed", f"its job was refused: {error.message} {faults}".strip())
-            return
+        made = self.round_jobs.start(job, begun)
         self.store.change_round(job, replace(begun, state="training", job_id=made))
 
     def _follow_training(self, job: ContinualJob, current: Round) -> None:

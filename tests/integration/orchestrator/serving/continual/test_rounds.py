@@ -276,6 +276,26 @@ def test_a_failed_job_ends_its_round_with_the_reason_and_not_the_next_one(loop: 
     assert (loop.tick()["number"], loop.tick()["state"]) == (2, "training")
 
 
+def test_a_gate_that_cannot_be_asked_ends_the_round_with_the_reason(
+    loop: Loop, context: AppContext, state_path: Path, parent: str, tmp_path: Path
+) -> None:
+    tasks = tmp_path / "gate.jsonl"
+    tests = [{"stdin": "1", "stdout": "1"}]
+    rows = [{"problem_id": name, "prompt": f"add {name}", "tests": tests} for name in ("a", "b")]
+    tasks.write_text("\n".join(map(json.dumps, rows)))
+    put = loop.put(gate={"tasks": {"kind": "jsonl", "path": str(tasks), "evaluation_problems": 1}})
+    assert put.status_code == 201, put.text
+    loop.store(1)
+    begun = loop.tick()
+    loop.train(begun["job_id"], state_path)
+    tasks.unlink()
+
+    ended = loop.tick()
+
+    assert (ended["state"], loop.serving()) == ("failed", (parent, 2))
+    assert "gate.jsonl" in ended["reason"]
+
+
 def test_the_clock_holds_a_round_and_a_person_may_begin_one(loop: Loop, api: httpx.Client) -> None:
     loop.put(schedule={"every_hours": 5})
     loop.store(4)
