@@ -85,6 +85,7 @@ def create_app(context: AppContext) -> FastAPI:
         error_pages,
     ):
         app.include_router(routes.router)
+    app.include_router(jobs.deletions)
     app.mount("/static", StaticFiles(directory=pages.STATIC), name="static")
     app.add_middleware(RequestMiddleware, context=context)
     describe(app)

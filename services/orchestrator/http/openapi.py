@@ -31,11 +31,12 @@ _MEANINGS = {
     415: "Not this media type or encoding",
     422: "Not valid; `errors` points at each fault",
     429: "Too much at once; `Retry-After` says when to come back",
+    431: "The address and headers are too large together",
     500: "Our fault; the log of the orchestrator has it",
     503: "Not now; try again",
 }
 # Of every operation that needs a key; 429 and 503 since Redis may be full or absent at any time.
-_ALWAYS = (401, 403, 413, 415, 422, 429, 500, 503)
+_ALWAYS = (401, 403, 413, 415, 422, 429, 431, 500, 503)
 _WITH_BODY = (400, 408)
 _WITH_PATH = (404, 412)
 _CHANGING = (404, 409, 412)

@@ -71,7 +71,7 @@ class AsyncServingCalls:
 
     async def forget(self, completion_id: str) -> None:
         """Remove a captured completion and what was said of it."""
-        await self._connection.content("DELETE", f"/v1/capture/{completion_id}")
+        await self._connection.content("DELETE", f"/v1/capture/completions/{completion_id}")
 
     async def feedback(self, completion_id: str, index: int = 0, **said: Unpack[Said]) -> FeedbackReceipt:
         """Join a score, thumbs, a test's result, an edited answer or a comment to a captured completion.

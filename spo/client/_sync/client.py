@@ -165,7 +165,7 @@ class Client(TrainingCalls):
     def delete_jobs(self, job_ids: Sequence[str]) -> DeletedJobs:
         """Delete several ended jobs, at most 200; those that cannot be are named with the reason."""
         body = {"job_ids": list(job_ids)}
-        return self._connection.ask(DeletedJobs, "POST", "/v1/jobs/delete", json=body)
+        return self._connection.ask(DeletedJobs, "POST", "/v1/job-deletions", json=body)
 
     def rename(self, job_id: str, name: str) -> JobSummary:
         """Give a job another name, whatever its state; its spec keeps the one it came with. Raises NotFound."""

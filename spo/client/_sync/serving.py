@@ -72,7 +72,7 @@ class ServingCalls:
 
     def forget(self, completion_id: str) -> None:
         """Remove a captured completion and what was said of it."""
-        self._connection.content("DELETE", f"/v1/capture/{completion_id}")
+        self._connection.content("DELETE", f"/v1/capture/completions/{completion_id}")
 
     def feedback(self, completion_id: str, index: int = 0, **said: Unpack[Said]) -> FeedbackReceipt:
         """Join a score, thumbs, a test's result, an edited answer or a comment to a captured completion.

@@ -122,7 +122,7 @@ def collect_captured(context: ContextDep, principal: PrincipalDep, body: Collect
     )
 
 
-@router.delete("/capture/{completion_id}", status_code=204, response_class=Response)
+@router.delete("/capture/completions/{completion_id}", status_code=204, response_class=Response)
 def forget_captured(
     context: ContextDep, principal: PrincipalDep, completion_id: Annotated[str, Path(pattern=ID_PATTERN)]
 ) -> Response:

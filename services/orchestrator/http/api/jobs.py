@@ -28,6 +28,8 @@ from spo.spec.job_spec import JobSpec
 from spo.spec.job_state import JobState
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+# Not below /v1/jobs, where it would be the id of a job to other methods.
+deletions = APIRouter(prefix="/v1/job-deletions", tags=["jobs"])
 
 
 def _written_out(at: object) -> object:
@@ -151,7 +153,7 @@ def change_job(context: ContextDep, principal: PrincipalDep, job_id: JobId, body
     return views.job_summary(context, job_id)
 
 
-@router.post("/delete")
+@deletions.post("")
 def delete_jobs(context: ContextDep, principal: PrincipalDep, body: JobsToDelete) -> schemas.DeletedJobs:
     """Delete several ended jobs, as DELETE does one; those that cannot be are named with the reason."""
     deleted, refused = [], []

@@ -146,8 +146,8 @@ def test_what_nobody_scored_is_judged_by_the_tasks_verifier(counter: Counter) ->
 def test_what_is_forgotten_is_gone(counter: Counter, redis_client: redis.Redis) -> None:
     completion = counter.chat(CANARY, headers=ASKED).json()["id"]
 
-    assert counter.ask("DELETE", f"/v1/capture/{completion}").status_code == 204
-    assert counter.ask("DELETE", f"/v1/capture/{completion}").status_code == 204
+    assert counter.ask("DELETE", f"/v1/capture/completions/{completion}").status_code == 204
+    assert counter.ask("DELETE", f"/v1/capture/completions/{completion}").status_code == 204
     assert not is_anywhere(redis_client, CANARY)
 
 
