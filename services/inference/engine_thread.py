@@ -223,6 +223,9 @@ class EngineThread:
     def _ask_for_files(self, weights: Weights) -> None:
         """Go on with the loaded version until `announce` gives the files of one that did not come by broadcast."""
         with self._wake:
+            if self._target == weights and self._target.paths is not None:
+                # Announced with its files while the broadcast was waited for: an equal version, not to be taken back.
+                return
             self._without_files = weights
             self._keep_loaded(weights)
 
