@@ -60,7 +60,7 @@ $(S3_STAMP): tests/s3/requirements.txt
 
 test: setup system-deps check $(S3_STAMP)  ## Check, then every test but the slow tier (CI=true: all); pytest's count is the last line
 	@$(if $(filter true,$(CI)),bash scripts/chart_test.sh -q)
-	@python -m pytest $(TIER) $(PYTEST_ARGUMENTS)
+	@bash scripts/run_tests.sh $(TIER) $(PYTEST_ARGUMENTS)
 
 chart-test:  ## The Helm chart against an emulated cluster, by the real Helm engine (needs Python 3.12 or newer)
 	@bash scripts/chart_test.sh
