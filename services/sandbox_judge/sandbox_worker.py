@@ -51,6 +51,8 @@ ALLOWANCE_BYTES = {
     Role.REASONING_GYM: 256 << 20,
 }
 _NEEDS_SCRATCH = (Role.COMPILER, Role.PYTEST, Role.REASONING_GYM)
+# What runs in the jail of such a role is the platform's own; every response is a fork of it.
+_HARNESS = Executable()
 
 
 @dataclass
@@ -69,6 +71,14 @@ class PreparedProgram:
 
 
 @dataclass
+class KeptJail:
+    """A jail that serves one response after the other; `closing` ends it."""
+
+    program: OpenProgram
+    closing: contextlib.ExitStack
+
+
+@dataclass
 class SandboxWorker:
     """The zygotes of one worker thread, started when first needed; cgroups: where theirs can be made.
 
@@ -83,6 +93,7 @@ class SandboxWorker:
     _open: int = field(default=0, init=False)
     _zygotes: dict[Role, Zygote] = field(default_factory=dict, init=False)
     _cgroups: dict[Role, MemoryCgroup] = field(default_factory=dict, init=False)
+    _jails: dict[Role, KeptJail] = field(default_factory=dict, init=False)
     _scratch: str | None = field(default=None, init=False)
 
     def zygote(self, role: Role) -> Zygote:
@@ -116,10 +127,39 @@ class SandboxWorker:
                     cgroup.limit(limits.memory_bytes)
             self._open += 1
             try:
-                with zygote.open(executable, limits) as program:
+                with self._opened(role, zygote, executable, limits) as program:
                     yield PreparedProgram(program, files, cgroup)
             finally:
                 self._open -= 1
+
+    @contextlib.contextmanager
+    def _opened(self, role: Role, zygote: Zygote, executable: Executable, limits: RunLimits) -> Iterator[OpenProgram]:
+        """A jail of the program's own; the one that is kept for the role where what runs in it is the platform's.
+
+        To make a jail costs as much as several responses. Nothing passes from one to the next in one that is kept: each
+        is a fork of the same pristine process, and what it leaves is removed, as between the tests of a program.
+        """
+        if executable != _HARNESS:
+            with zygote.open(executable, limits) as program:
+                yield program
+            return
+        kept = self._jails.get(role)
+        if kept is None or kept.program.limits != limits:
+            self._leave(role)
+            closing = contextlib.ExitStack()
+            kept = self._jails[role] = KeptJail(closing.enter_context(zygote.open(executable, limits)), closing)
+        else:
+            zygote.programs += 1
+        try:
+            yield kept.program
+        except BaseException:
+            self._leave(role)
+            raise
+
+    def _leave(self, role: Role) -> None:
+        """End the jail that is kept for a role. Raises JudgeFault."""
+        if kept := self._jails.pop(role, None):
+            kept.closing.close()
 
     def retire_old(self) -> None:
         """End zygotes that have served long enough."""
@@ -142,6 +182,8 @@ class SandboxWorker:
             self._scratch = None
 
     def _end(self, role: Role) -> None:
+        with contextlib.suppress(JudgeFault):  # its zygote ends in any case
+            self._leave(role)
         if zygote := self._zygotes.pop(role, None):
             zygote.close()
         if cgroup := self._cgroups.pop(role, None):
