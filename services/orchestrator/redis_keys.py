@@ -100,6 +100,11 @@ def wanted_rounds() -> str:
     return "spo:orchestrator:wanted_rounds"
 
 
+def continual_waits() -> str:
+    """Hash: tenant/name -> JSON of what a continual job waits for, and since when. Orchestrator."""
+    return "spo:orchestrator:continual_waits"
+
+
 def continual_rounds(tenant_and_name: str) -> str:
     """Hash: number -> JSON of a round of a continual job, the newest 200. Orchestrator."""
     return f"spo:orchestrator:continual:{digest(tenant_and_name)}:rounds"

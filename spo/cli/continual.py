@@ -33,7 +33,7 @@ def list_continual(output: OutputOption = Output.TABLE) -> None:
     with api() as client:
         found = [each.model_dump(mode="json") for each in client.continual.all()]
     rows = [row if output is not Output.TABLE else row | {"serves": row["spec"]["serves"]} for row in found]
-    print_rows(rows, ("name", "serves", "created_at"), output)
+    print_rows(rows, ("name", "serves", "created_at", "waits"), output)
 
 
 @continual.command("show")
@@ -45,6 +45,8 @@ def show_continual(name: NameArgument, output: OutputOption = Output.TABLE) -> N
         print_document(found, output)
         return
     console.print(f"{found.name} improves {found.spec['serves']}; {found.new_trajectories} new trajectories")
+    if found.waits:
+        console.print(f"waits since {found.waits_since}: {found.waits}", markup=False, highlight=False, soft_wrap=True)
     print_rows(found.history, ("number", "state", "job_id", "began_at", "reason"), output)
 
 

@@ -120,7 +120,7 @@ class Demo:
             return self._outcome(client, job, setup_seconds)
 
     def _show_start(self, ready: Mapping[str, bool]) -> None:
-        self._show(stage="starting services", ready=dict(ready))
+        self.show(stage="starting services", ready=dict(ready))
 
     def _await_model(self) -> Path:
         deadline = time.monotonic() + MODEL_SECONDS
@@ -128,7 +128,7 @@ class Demo:
             folder = self.build.result(timeout_seconds=0.5)
             if folder:
                 return folder
-            self._show(stage="building pi0")
+            self.show(stage="building pi0")
         raise NotReady(f"pi0 was not built within {MODEL_SECONDS:g} s; see {self.build.log_path}")
 
     def _follow(self, client: Client, job: Job) -> Job:
@@ -137,7 +137,7 @@ class Demo:
             evaluations = client.evaluations(job.id)
             if evaluations and self.first_point_seconds is None:
                 self.first_point_seconds = time.monotonic() - self.view.began
-            self._show(
+            self.show(
                 stage=job.state,
                 job=job,
                 evaluations=evaluations,
@@ -152,7 +152,13 @@ class Demo:
                 raise NotReady(message, code="demo_timeout")
             time.sleep(POLL_SECONDS)
 
-    def _show(self, **changes: Any) -> None:
+    def say(self, line: str) -> None:
+        """A line that stays, above what changes."""
+        elapsed = time.monotonic() - self.view.began
+        self.view.console.print(f"{elapsed:6.0f} s | {line}", markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, **changes: Any) -> None:
+        """Draw what has changed, and what the services use."""
         if time.monotonic() >= self._next_memory_sample:
             self._next_memory_sample = time.monotonic() + MEMORY_EVERY_SECONDS
             self.memory_bytes = self.platform.memory_bytes()

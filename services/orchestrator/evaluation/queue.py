@@ -83,12 +83,14 @@ class EvaluationQueue:
         self._model = ("", 0.0)
 
     def request(
-        self, job_id: str, version: int, tasks: TasksSpec | None, protocol: EvaluationSpec
+        self, job_id: str, version: int, tasks: TasksSpec | None, protocol: EvaluationSpec, key: str = ""
     ) -> RequestedEvaluation:
-        """Queue an evaluation of one version.
+        """Queue an evaluation of one version; under a key that the job has one of this version with, return that.
 
         Raises InvalidInput (a pointer per field), NotFound, ResourceExhausted when too many of the job wait.
         """
+        if key and (known := self.requests.with_key(job_id, version, key)):
+            return known
         spec = self.jobs.spec(job_id)
         published = [int(announced["version"]) for announced in self.weights.versions(job_id)]
         violations = []
@@ -108,6 +110,7 @@ class EvaluationQueue:
             tenant=self.jobs.tenant(job_id),
             created_at=timestamp(),
             job_had_ended=self.jobs.state(job_id) in TERMINAL,
+            key=key,
         )
         self.requests.add(requested)
         return requested

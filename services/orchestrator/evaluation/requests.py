@@ -37,6 +37,7 @@ class RequestedEvaluation:
 
     It outlives its job, so it says itself which tenant it belongs to. One whose job had ended before the request goes
     on however the job ended; any other ends with a job that is cancelled. `turns` counts those without any answer.
+    key: under which it was requested, "" for none; a request that is repeated under it makes no other.
     """
 
     id: str
@@ -51,6 +52,7 @@ class RequestedEvaluation:
     failure: dict[str, str] = field(default_factory=dict)
     job_had_ended: bool = False
     turns: int = 0
+    key: str = ""
 
     @classmethod
     def from_json(cls, stored: bytes | str) -> RequestedEvaluation:
@@ -89,6 +91,13 @@ class EvaluationRequests:
         if stored is None:
             raise NotFound(f"there is no evaluation {evaluation_id}", code="evaluation_not_found")
         return RequestedEvaluation.from_json(stored)
+
+    def with_key(self, job_id: str, version: int, key: str) -> RequestedEvaluation | None:
+        """The evaluation of a job's version that was requested under a key, ended or not."""
+        ids = self._ids(own_keys.requested_evaluations(job_id))
+        stored = self.client.hmget(own_keys.on_demand_evaluations(), ids) if ids else []
+        found = (RequestedEvaluation.from_json(raw) for raw in stored if raw is not None)
+        return next((each for each in found if (each.version, each.key) == (version, key)), None)
 
     def all(self) -> list[RequestedEvaluation]:
         """Every requested evaluation, ended or not, newest first."""

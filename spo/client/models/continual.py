@@ -36,12 +36,14 @@ class ContinualRound(Document):
 
 
 class ContinualSummary(Document):
-    """A continual job as it was made."""
+    """A continual job as it was made; waits: what keeps it from going on, such as a name that nothing is served as."""
 
     name: str
     tenant: str
     spec: JsonObject
     created_at: str
+    waits: str = ""
+    waits_since: str = ""
 
 
 class ContinualDetail(ContinualSummary):

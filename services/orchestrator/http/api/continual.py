@@ -49,10 +49,14 @@ class ContinualRound(BaseModel):
 
 
 class ContinualSummary(BaseModel):
+    """waits: what keeps it from going on, beside its schedule; waits_since: when that began; both "" for nothing."""
+
     name: str
     tenant: str
     spec: dict[str, object]
     created_at: str
+    waits: str
+    waits_since: str
 
 
 class ContinualDetail(ContinualSummary):
@@ -90,7 +94,7 @@ def put_continual(
 @router.get("")
 def list_continual(context: ContextDep, principal: PrincipalDep) -> ContinualList:
     """All of the tenant, by name."""
-    return ContinualList(items=list(map(_summary, context.continual.all(principal.sees_tenant))))
+    return ContinualList(items=[_summary(context, job) for job in context.continual.all(principal.sees_tenant)])
 
 
 @router.get("/{name}")
@@ -113,9 +117,15 @@ def delete_continual(context: ContextDep, principal: PrincipalDep, name: Name) -
     context.continual.delete(context.continual.get(name, principal.sees_tenant))
 
 
-def _summary(job: ContinualJob) -> ContinualSummary:
+def _summary(context: AppContext, job: ContinualJob) -> ContinualSummary:
+    wait = context.continual.wait_of(job)
     return ContinualSummary(
-        name=job.name, tenant=job.tenant, spec=job.spec.model_dump(mode="json"), created_at=job.created_at
+        name=job.name,
+        tenant=job.tenant,
+        spec=job.spec.model_dump(mode="json"),
+        created_at=job.created_at,
+        waits=wait.reason,
+        waits_since=wait.since,
     )
 
 
@@ -123,7 +133,7 @@ def _detail(context: AppContext, job: ContinualJob) -> ContinualDetail:
     rounds = context.continual.rounds(job)
     new = context.continual_loop.experience.new_rows(job, rounds)
     return ContinualDetail(
-        **dict(_summary(job)),
+        **dict(_summary(context, job)),
         new_trajectories=new,
         round_wanted=context.continual.is_round_wanted(job),
         history=list(map(_shown, rounds)),

@@ -83,7 +83,8 @@ def show_served(request: Request, context: ContextDep, principal: PrincipalDep) 
 def _served(context: AppContext, principal: Principal) -> dict[str, object]:
     """Names with their last changes, and continual jobs with their last rounds."""
     names, tenant = context.served_models, principal.sees_tenant
-    continual = [(job, context.continual.rounds(job)[:SHOWN_CHANGES]) for job in context.continual.all(tenant)]
+    store = context.continual
+    continual = [(job, store.rounds(job)[:SHOWN_CHANGES], store.wait_of(job)) for job in store.all(tenant)]
     served = [(each, names.history(each.tenant, each.name, SHOWN_CHANGES)) for each in names.all(tenant)]
     return {"served": served[:ROWS], "continual": continual[:ROWS]}
 

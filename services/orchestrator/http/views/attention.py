@@ -39,6 +39,7 @@ def attention(context: AppContext, principal: Principal) -> schemas.AttentionLis
         *_deletions(context, principal),
         *_services(context, principal),
         *_jobs(context, principal),
+        *_continual(context, principal),
     ]
     return schemas.AttentionList(items=sorted(found, key=lambda entry: entry.severity != "error"))
 
@@ -92,6 +93,13 @@ def _jobs(context: AppContext, principal: Principal) -> Iterator[Entry]:
         except NotFound:
             # Deleted meanwhile.
             continue
+
+
+def _continual(context: AppContext, principal: Principal) -> Iterator[Entry]:
+    for job in context.continual.all(principal.sees_tenant):
+        if reason := context.continual.wait_of(job).reason:
+            remedy = "it goes on by itself once that is mended; `spo continual show` says more"
+            yield _entry("warning", f"continual job {job.name}", reason[:500], remedy, page="/models")
 
 
 def _job(context: AppContext, job: schemas.JobSummary) -> Iterator[Entry]:

@@ -1,7 +1,7 @@
 """The loop of continual jobs: begin rounds that are due, follow them, and serve what passes the gate.
 
-Each step of a round is stored before the next one begins, and repeating a step changes nothing: the job of a round has
-an idempotency key of its own. Two orchestrators, or a crash between any two lines, cost time.
+Each step of a round is stored before the next one begins, and repeating a step changes nothing: the job of a round and
+its evaluations have idempotency keys of their own. Two orchestrators, or a crash between any two lines, cost time.
 """
 
 from __future__ import annotations
@@ -64,20 +64,25 @@ class ContinualLoop:
                 log.warning("continual jobs wait", reason=str(error))
 
     def tick(self, now: datetime | None = None) -> None:
-        """One look at each."""
+        """One look at each; what one waits for is noted on it."""
         for job in self.store.all():
+            reason = ""
             try:
                 self._advance(job, now or datetime.now(UTC))
             except (NotLeading, redis.RedisError):
                 raise
             except Exception as error:
                 # Retried at the next look: a service that is away, a store that cannot be reached.
-                log.warning("a continual job waits", name=job.name, reason=f"{type(error).__name__}: {error}")
+                reason = error.message if isinstance(error, SpoError) else f"{type(error).__name__}: {error}"
+                log.warning("a continual job waits", name=job.name, reason=reason)
+            self.store.note_wait(job, reason)
 
     def _advance(self, job: ContinualJob, now: datetime) -> None:
         rounds = self.store.rounds(job)
         newest = next(iter(rounds), None)
         if newest is None or newest.state in ENDED:
+            # Before its schedule is asked: that nothing is served is known at once, not when a round is due.
+            self._require_served(job)
             if not self._is_due(job, rounds, now):
                 return
             newest = self._begin(job, rounds)
@@ -110,6 +115,13 @@ class ContinualLoop:
             least = schedule.min_new_trajectories
         self.experience.collect_traffic(job)
         return self.experience.new_rows(job, rounds) >= least
+
+    def _require_served(self, job: ContinualJob) -> None:
+        try:
+            self.served.get(job.tenant, job.spec.serves)
+        except NotFound:
+            message = f"nothing is served as {job.spec.serves}: publish a version under that name, or roll it back"
+            raise NotFound(message, code="model_not_found") from None
 
     def _begin(self, job: ContinualJob, rounds: list[Round]) -> Round:
         serving = self.served.get(job.tenant, job.spec.serves)
@@ -151,7 +163,11 @@ class ContinualLoop:
         gate = job.spec.gate
         protocol = EvaluationSpec(samples=gate.samples, temperature=gate.temperature, top_p=gate.top_p, ks=(1,))
         # Version 0 of the round's job is what was served when it began.
-        requested = [self.evaluations.request(current.job_id, each, gate.tasks, protocol).id for each in (0, version)]
+        # Asked for again after a crash they are the same two.
+        key = f"continual:{job.field}:{current.number}"
+        requested = [
+            self.evaluations.request(current.job_id, each, gate.tasks, protocol, key).id for each in (0, version)
+        ]
         self.store.change_round(job, replace(current, state="evaluating", version=version, evaluations=requested))
 
     def _follow_evaluations(self, job: ContinualJob, current: Round) -> None:

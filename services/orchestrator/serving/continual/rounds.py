@@ -18,6 +18,7 @@ RoundState = Literal["starting", "training", "evaluating", "served", "kept", "fa
 ENDED: tuple[RoundState, ...] = ("served", "kept", "failed")
 MOST_PER_TENANT = 100
 ROUNDS_KEPT = 200
+MOST_REASON = 2000
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,14 @@ class _Stored:
     max_active_jobs: int | None = None
 
 
+@dataclass(frozen=True)
+class ContinualWait:
+    """What keeps a continual job from going on, in words, and since when; "" where nothing does."""
+
+    reason: str = ""
+    since: str = ""
+
+
 class ContinualStore:
     """Definitions by tenant and name, and their rounds by number; every write carries the leader's fence."""
 
@@ -114,7 +123,22 @@ class ContinualStore:
             ("HDEL", own_keys.continual_jobs(), job.field),
             ("DEL", own_keys.continual_rounds(job.field)),
             ("SREM", own_keys.wanted_rounds(), job.field),
+            ("HDEL", own_keys.continual_waits(), job.field),
         )
+
+    def wait_of(self, job: ContinualJob) -> ContinualWait:
+        """What it waits for that its schedule does not say."""
+        raw = self.client.hget(own_keys.continual_waits(), job.field)
+        return record_from_json(ContinualWait, raw) if raw else ContinualWait()
+
+    def note_wait(self, job: ContinualJob, reason: str) -> None:
+        """Say what it waits for, "" for nothing; the same again changes nothing, since when it waits neither."""
+        before, key = self.wait_of(job), own_keys.continual_waits()
+        if not reason and before.reason:
+            self.jobs.write(("HDEL", key, job.field))
+        elif reason and reason[:MOST_REASON] != before.reason:
+            since = before.since or timestamp()
+            self.jobs.write(("HSET", key, job.field, json.dumps({"reason": reason[:MOST_REASON], "since": since})))
 
     def want_round(self, job: ContinualJob) -> None:
         """A round is to begin as soon as it can, whatever the schedule says."""

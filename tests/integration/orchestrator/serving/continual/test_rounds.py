@@ -207,13 +207,40 @@ def test_a_version_is_rolled_back_by_one_call_and_the_next_round_starts_from_the
     assert (loop.tick()["parent_job"], loop.tick()["parent_version"]) == (parent, 2)
 
 
-@pytest.mark.parametrize("crash", ["before the job is noted", "before the end is noted"])
+def test_one_whose_name_is_served_no_more_says_so_until_it_is_again(
+    loop: Loop, parent: str, api: httpx.Client, context: AppContext
+) -> None:
+    loop.put(schedule={"every_hours": 5})
+    loop.store(1)
+    context.served_models.remove("", "helper", Change("a person"))
+
+    # Long before a round is due.
+    assert not loop.tick()
+
+    assert "nothing is served as helper" in loop.shown()["waits"]
+    since = loop.shown()["waits_since"]
+    assert not loop.tick(hours=6)
+    assert loop.shown()["waits_since"] == since
+    assert "nothing is served as helper" in api.get("/models").text
+    found = [entry for entry in api.get("/v1/attention").json()["items"] if entry["subject"] == "continual job nightly"]
+    assert [entry["page"] for entry in found] == ["/models"]
+
+    context.served_models.roll_back("", "helper", Change("a person"))
+    assert loop.tick()["parent_job"] == parent
+    assert (loop.shown()["waits"], loop.shown()["waits_since"]) == ("", "")
+    assert loop.api.get("/v1/continual").json()["items"][0]["waits"] == ""
+
+
+CRASHES = {"before the job is noted": "training", "between the two": "evaluating", "before the end is noted": "served"}
+
+
+@pytest.mark.parametrize("crash", CRASHES)
 def test_a_crash_between_two_steps_costs_nothing(
     loop: Loop, state_path: Path, context: AppContext, crash: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop.put()
     loop.store(1)
-    lost = "training" if crash == "before the job is noted" else "served"
+    lost = CRASHES[crash]
     note = context.continual.change_round
 
     def dies(job: ContinualJob, changed: Round) -> None:
@@ -237,6 +264,7 @@ def test_a_crash_between_two_steps_costs_nothing(
     assert (ended["state"], ended["number"]) == ("served", 1)
     assert len(context.jobs.page([], "", 100, None).job_ids) == before + 1
     assert len(context.served_models.history("", "helper")) == 2
+    assert [each.version for each in context.evaluations.requests.all()] == [1, 0]
 
 
 def test_captured_traffic_and_what_is_said_of_it_later_is_learned_from(
