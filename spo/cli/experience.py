@@ -12,6 +12,7 @@ from spo.cli.jobs import LimitOption, OutputOption, api
 from spo.client.models import FileFormat, ImportOptions, JsonObject, Prune
 from spo.console import Output, print_document, print_rows
 from spo.errors import InvalidInput
+from spo.experience.known_logs import KnownLog
 from spo.spec.spec_file import read_spec
 
 experience = typer.Typer(no_args_is_help=True, help="Look at, import, export and judge anew what runs have stored.")
@@ -74,6 +75,9 @@ def import_files(
         list[str] | None,
         typer.Option("--field", help="COLUMN=PATH into rows of another log, such as prompt=messages.0.content."),
     ] = None,
+    log: Annotated[
+        KnownLog | None, typer.Option("--from", help="Whose log the files are, where --field is not to say it all.")
+    ] = None,
     judging: Annotated[
         Literal["missing", "all", "never"], typer.Option("--judge", help="Which rows are judged here.")
     ] = "missing",
@@ -93,6 +97,7 @@ def import_files(
         reward_shift=reward_shift,
         reward_best=reward_best,
         fields=json.dumps(dict(_column_and_path(each) for each in fields)) if fields else "",
+        log=log,
         judging=judging,
         keep_good=keep_good,
     )

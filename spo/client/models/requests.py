@@ -97,8 +97,8 @@ class ImportOptions(TypedDict, total=False):
     """How rows are stored: whose problems they answer (job, or tasks as JSON), their terms, which are judged here.
 
     reward = reward_scale * given + reward_shift; reward_best: the best reward there is in them, which becomes 0, in
-    place of a shift. fields: JSON, our columns to paths into the rows of another log. keep_good stores the good rows
-    although others are bad.
+    place of a shift. log: whose rows these are; fields: JSON, our columns to paths into the rows of another log, or
+    what is otherwise than in the named one. keep_good stores the good rows although others are bad.
     """
 
     job: str | None
@@ -108,6 +108,7 @@ class ImportOptions(TypedDict, total=False):
     reward_shift: float
     reward_best: float | None
     fields: str
+    log: Literal["openai", "langfuse", "phoenix"] | None
     judging: Literal["missing", "all", "never"]
     keep_good: bool
 

@@ -21,6 +21,7 @@ from services.orchestrator.lifecycle.submission import parse_json
 from services.orchestrator.schemas import experience as schemas
 from spo.errors import Conflict, FieldViolation, InvalidInput, NotReady
 from spo.experience.import_row import ImportTerms
+from spo.experience.known_logs import KNOWN_LOGS, KnownLog
 from spo.experience.uploads import UploadFormat
 from spo.model.folder import inspect_model_folder
 from spo.spec.job_spec import SourceName, TasksSpec
@@ -126,6 +127,7 @@ class ImportQuery(BaseModel):
         None, allow_inf_nan=False, description="The best reward in the file, which becomes 0, instead of reward_shift."
     )
     fields: str = Field("", max_length=10_000, description="JSON: our columns to paths into the rows of another log.")
+    log: KnownLog | None = Field(None, description="Whose log the rows are of, as a mapping that `fields` completes.")
     judging: Literal["missing", "all", "never"] = "missing"
     keep_good: bool = False
 
@@ -139,7 +141,7 @@ async def import_experience(
     if kind not in UPLOAD_FORMATS:
         raise InvalidInput(f"send the rows as one of {', '.join(UPLOAD_FORMATS)}", code="unsupported_media_type")
     tasks = _parse_tasks(query.tasks) if query.tasks else None
-    fields = _parse_fields(query.fields)
+    fields = _parse_fields(query.fields, query.log)
     body = await request.body()
 
     def store() -> schemas.ImportReport:
@@ -220,11 +222,12 @@ def tasks_of(
     return spec.tasks, inspect_model_folder(spec.model.path).model_hash
 
 
-def _parse_fields(text: str) -> tuple[tuple[str, str], ...]:
+def _parse_fields(text: str, log: KnownLog | None) -> tuple[tuple[str, str], ...]:
     found = parse_json(text.encode()) if text else {}
     if not isinstance(found, dict) or not all(isinstance(path, str) for path in found.values()):
         raise InvalidInput("the fields are an object of paths", code="bad_mapping")
-    return tuple(sorted((str(name), str(path)) for name, path in found.items()))
+    known = KNOWN_LOGS[log] if log else {}
+    return tuple(sorted({**known, **found}.items()))
 
 
 def _parse_tasks(text: str) -> TasksSpec:

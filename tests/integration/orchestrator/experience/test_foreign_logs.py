@@ -32,3 +32,18 @@ def test_they_come_in_by_a_map_of_fields_and_their_best_reward(api: httpx.Client
     refused = put(api, body, fields=json.dumps({"nobody": "said"}))
     assert (refused.status_code, refused.json()["code"]) == (422, "bad_mapping")
     assert put(api, body, fields="[1]").json()["code"] == "bad_mapping"
+
+
+def test_a_known_log_is_named_and_what_it_lacks_is_mapped(api: httpx.Client) -> None:
+    problem = load_tasks(TasksSpec.model_validate(TASKS)).train[0]
+    asked = json.dumps({"messages": [{"role": "user", "content": problem.statement}]})
+    row = {"id": "obs-1", "type": "GENERATION", "input": asked, "output": "an answer", "scores": {"helpful": 1}}
+
+    imported = put(
+        api, json.dumps(row).encode(), log="langfuse", fields='{"reward": "scores.helpful"}', reward_best="1"
+    )
+
+    assert imported.status_code == 201, imported.text
+    (found,) = api.get("/v1/experience/rows", params={"run": "logs"}).json()["items"]
+    assert (found["prompt_id"], found["reward"]) == (problem.problem_id, 0.0)
+    assert put(api, b"{}", log="nobody").status_code == 422
