@@ -33,6 +33,8 @@ class FieldViolation:
 class SpoError(Exception):
     default_code = "internal"
     retryable = False
+    # When to come back, as REST tells whoever may.
+    retry_after_seconds = 1
 
     def __init__(self, message: str, *, code: str | None = None, violations: tuple[FieldViolation, ...] = ()) -> None:
         super().__init__(message)

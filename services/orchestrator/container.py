@@ -40,6 +40,7 @@ from services.orchestrator.replicas.heartbeats import HeartbeatResponder
 from services.orchestrator.replicas.in_hand import GroupsInHand
 from services.orchestrator.replicas.registry import ReplicaRegistry
 from services.orchestrator.replicas.scaling import Scale
+from services.orchestrator.replicas.traffic import ServingTraffic
 from services.orchestrator.replicas.weights import WeightAnnouncements
 from services.orchestrator.serving.capture import CaptureStore
 from services.orchestrator.serving.continual.loop import ContinualLoop
@@ -112,11 +113,13 @@ class AppContext:
         self.weights = WeightAnnouncements(self.jobs)
         self.in_hand = GroupsInHand(self.replicas.live)
         self.heartbeats = HeartbeatResponder(self.jobs, self.assigner, self.weights, self.in_hand)
-        self.autoscaling = Autoscaling(self.jobs, self.assigner)
+        traffic = ServingTraffic()
+        per_replica = settings.serving_streams_per_replica
+        self.autoscaling = Autoscaling(self.jobs, self.assigner, traffic, per_replica)
         self.scale = Scale(settings, self.redis)
         self.served_models = ServedModels(self.jobs, self.weights)
         limits = PoolLimits(settings.serving_streams, settings.serving_seconds, settings.serving_wait_seconds)
-        self.serving_pool = ServingPool(self.jobs, self.assigner, limits)
+        self.serving_pool = ServingPool(self.jobs, self.assigner, limits, traffic)
         self.serving_quota = ServingQuota(
             settings.serving_streams, settings.serving_streams_per_tenant, settings.serving_tokens_per_minute
         )

@@ -193,6 +193,11 @@ def runs_in_use() -> str:
     return "spo:orchestrator:runs_in_use"
 
 
+def kept_warm() -> str:
+    """Hash: run -> replicas that stay for it whoever asks, by the names that are served. Orchestrator."""
+    return "spo:orchestrator:kept_warm"
+
+
 def capture_policies() -> str:
     """Hash: tenant:<tenant> -> JSON of how its traffic is captured where that is asked for. Orchestrator."""
     return "spo:orchestrator:capture_policies"

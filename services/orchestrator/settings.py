@@ -84,7 +84,10 @@ class Settings(ServiceSettings, service="orchestrator"):
     )
     serving_seconds: float = Field(default=300, gt=0, description="Longest completion.")
     serving_wait_seconds: float = Field(
-        default=30, ge=0, description="How long a completion waits for a replica to load its model."
+        default=30, ge=0, description="How long a completion waits for a replica to come up and load its model."
+    )
+    serving_streams_per_replica: int = Field(
+        default=32, ge=1, description="Completions at once of ended jobs' policies that one more replica is wanted for."
     )
 
     @property

@@ -77,7 +77,7 @@ def problem(error: errors.SpoError) -> JSONResponse:
         retryable=error.retryable,
         errors=[FieldProblem(pointer=violation.pointer, message=violation.message) for violation in error.violations],
     )
-    headers = {"Retry-After": "1"} if error.retryable else {}
+    headers = {"Retry-After": str(error.retry_after_seconds)} if error.retryable else {}
     if status == 401:
         headers["WWW-Authenticate"] = 'Basic realm="spo", charset="UTF-8"'
     return JSONResponse(body.model_dump(), status_code=status, media_type=MEDIA_TYPE, headers=headers)

@@ -73,24 +73,40 @@ class ReplicaAssigner:
     def wanted(self) -> dict[str, int]:
         """Runs that want replicas with their weights, first in precedence first.
 
-        Jobs under way go first, without any the run under evaluation; then ended runs that people use.
+        Jobs under way go first, without any the run under evaluation; then runs whose policies people use.
         """
+        runs = self.worked_on()
+        kept = self.kept_warm()
+        people = kept | {run_id: 1 for run_id in self.in_use() if run_id not in kept}
+        return runs | {run_id: weight for run_id, weight in people.items() if run_id not in runs}
+
+    def worked_on(self) -> dict[str, int]:
+        """Jobs under way with their priorities, without any the run under evaluation."""
         runs = self.jobs.by_priority(self.jobs.in_states(SERVED))
         if not runs:
             examined = self.jobs.client.get(own_keys.evaluated_run())
             runs = {examined.decode(): 1} if examined else {}
-        return {**runs, **{run_id: 1 for run_id in self._in_use() if run_id not in runs}}
+        return runs
+
+    def kept_warm(self) -> dict[str, int]:
+        """Runs that served names keep replicas for, with how many."""
+        kept = self.jobs.client.hgetall(own_keys.kept_warm())
+        return self._existing({run_id.decode(): int(least) for run_id, least in sorted(kept.items())})
 
     def note_use(self, job_id: str) -> None:
         """Let replicas that jobs leave free serve an ended run, until nobody has asked for it for IN_USE_SECONDS."""
         key, now = own_keys.runs_in_use(), time.time()
         self.jobs.write(("ZREMRANGEBYSCORE", key, 0, now), ("ZADD", key, now + IN_USE_SECONDS, job_id))
 
-    def _in_use(self) -> list[str]:
+    def in_use(self) -> list[str]:
         """The runs that were asked for last, a few of them, and none that was deleted since."""
         newest = self.jobs.client.zrevrange(own_keys.runs_in_use(), 0, MOST_IN_USE - 1, withscores=True)
         asked = [raw.decode() for raw, until in newest if until > time.time()]
-        return [run_id for run_id in asked if self.jobs.client.exists(redis_keys.run_spec(run_id))]
+        return list(self._existing(dict.fromkeys(asked, 1)))
+
+    def _existing(self, runs: Mapping[str, int]) -> dict[str, int]:
+        exists = self.jobs.client.exists
+        return {run_id: weight for run_id, weight in runs.items() if exists(redis_keys.run_spec(run_id))}
 
     def run_of(self, replica_id: str) -> str:
         """The run that a replica is to serve, or "". One that nobody has assigned yet is assigned at once."""

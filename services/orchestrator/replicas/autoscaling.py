@@ -14,6 +14,7 @@ from services.orchestrator.jobs.series import steps_after
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.replicas.assignment import SERVED, ReplicaAssigner
 from services.orchestrator.replicas.demand import UTILISATION, JobFacts, PoolDemand
+from services.orchestrator.replicas.traffic import ServingTraffic
 from spo import redis_keys
 from spo.errors import NotFound
 from spo.messaging.streams import depth, entries_of_run
@@ -31,9 +32,13 @@ _STREAMS = (redis_keys.rollouts(), redis_keys.verifier_rollouts(), redis_keys.ve
 class Autoscaling:
     """Keeps `wanted` up to date while this orchestrator leads; whoever starts replicas reads it."""
 
-    def __init__(self, jobs: JobStore, assigner: ReplicaAssigner) -> None:
+    def __init__(
+        self, jobs: JobStore, assigner: ReplicaAssigner, traffic: ServingTraffic, streams_per_replica: int
+    ) -> None:
         self.jobs = jobs
         self.assigner = assigner
+        self.traffic = traffic
+        self.streams_per_replica = streams_per_replica
         self.demand = PoolDemand()
         self._steps: dict[str, int] = {}
 
@@ -64,7 +69,8 @@ class Autoscaling:
         facts = [found for run_id in served if (found := self._facts(run_id, loads.get(run_id, {})))]
         for ended in self._steps.keys() - set(served):
             del self._steps[ended]
-        return self.demand.observe(at, facts, pool_busy, self._least(served))
+        streams = sum(most for run_id, most in self.traffic.take_most().items() if run_id not in served)
+        return self.demand.observe(at, facts, pool_busy, self._least(served), streams / self.streams_per_replica)
 
     def _facts(self, run_id: str, loads: Mapping[str, float]) -> JobFacts | None:
         client = self.jobs.client
@@ -91,15 +97,38 @@ class Autoscaling:
         )
 
     def _least(self, served: list[str]) -> Mapping[str, int]:
-        """One replica of each pool that somebody needs, and of inference one for each job that may begin."""
+        """One replica of each pool that somebody needs, and of inference one for each job that may begin.
+
+        Besides of inference, where people use policies, what names ask to be kept and one for each other model.
+        """
         waiting = len(self.jobs.in_states((JobState.QUEUED,))) + int(self.jobs.client.zcard(own_keys.resuming()))
         evaluations = int(self.jobs.client.zcard(own_keys.open_evaluations()))
-        if not (served or waiting or evaluations or self.assigner.wanted()):
-            return dict.fromkeys(UTILISATION, 0)
+        worked_on = self.assigner.worked_on()
+        people = self._least_for_people(worked_on)
+        if not (served or waiting or evaluations or worked_on):
+            return dict.fromkeys(UTILISATION, 0) | {"inference": people}
         trainers = self.assigner.replicas.counts().get("trainer", 0)
-        least = {"inference": max(1, min(len(served) + waiting, trainers)), "sandbox-judge": 1}
+        least = {"inference": max(1, min(len(served) + waiting, trainers)) + people, "sandbox-judge": 1}
         asks = waiting or evaluations or any(map(self._asks_verifiers, served))
         return least | {"verifier": int(bool(asks))}
+
+    def _least_for_people(self, worked_on: Mapping[str, int]) -> int:
+        """Replicas for runs that people use, beside those of jobs, which serve every run of their models."""
+        models = set(map(self._model, worked_on))
+        least = 0
+        kept = self.assigner.kept_warm()
+        for run_id in kept.keys() - worked_on.keys():
+            least += kept[run_id]
+            models.add(self._model(run_id))
+        return least + len({self._model(run_id) for run_id in self.assigner.in_use()} - models)
+
+    def _model(self, run_id: str) -> str:
+        """What one engine can hold for several runs; "" of a run that is gone."""
+        try:
+            model = self.jobs.spec(run_id).model
+        except NotFound:
+            return ""
+        return f"{model.path} {model.dtype}"
 
     def _asks_verifiers(self, run_id: str) -> bool:
         try:

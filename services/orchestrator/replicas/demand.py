@@ -10,10 +10,14 @@ Both are means that fade by half in PACE_SECONDS and COST_SECONDS. What is ahead
 limiter has capped appear in neither: a pool that idles because the buffer is full, or is full because the trainer
 waits, gets the same answer. While new replicas have not had time to deliver, their load says nothing and the cost
 stays as it was. Before anything was delivered need = busy, and twice that while requests for values wait unread. The
-needs of all jobs add up; pools that jobs share have one cost per group.
+needs of all jobs add up; pools that jobs share have one cost per group. People who use policies need, of inference,
 
-    wanted = ceil(need / UTILISATION), kept while need / UTILISATION is near it (MARGIN_UP, MARGIN_DOWN), at least 1
-             while a job runs or waits for its turn, 0 when there is none
+    serving = completions under way at once / completions that one replica is meant to take
+
+at its highest, which fades by half in COST_SECONDS; those of runs that jobs have replicas for are in their loads.
+
+    wanted = ceil(need / UTILISATION + serving), kept while that sum is near it (MARGIN_UP, MARGIN_DOWN), at least 1
+             while a job runs or waits for its turn or somebody has asked for a policy lately, 0 when there is neither
 """
 
 from __future__ import annotations
@@ -127,23 +131,32 @@ class PoolDemand:
     wanted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(UTILISATION, 0))
     _jobs: dict[str, _JobDemand] = field(default_factory=dict)
     _costs: dict[str, FadingRatio] = field(default_factory=dict)
+    # Replicas that completions of policies keep busy.
+    _serving: float = 0.0
     _at: float | None = None
 
     def observe(
-        self, at: float, jobs: Sequence[JobFacts], pool_busy: Mapping[str, float], least: Mapping[str, int]
+        self,
+        at: float,
+        jobs: Sequence[JobFacts],
+        pool_busy: Mapping[str, float],
+        least: Mapping[str, int],
+        serving: float = 0.0,
     ) -> dict[str, int]:
         """Take in the facts of a moment (seconds of any clock).
 
-        pool_busy: sums of loads by pool; least: what is wanted of a pool whatever is measured, 0 for none at all.
+        pool_busy: sums of loads by pool; least: what is wanted of a pool whatever is measured, 0 for none at all;
+        serving: inference replicas that completions of policies keep busy.
         """
         passed = 0.0 if self._at is None else at - self._at
+        self._serving = max(serving, self._serving * math.exp2(-passed / COST_SECONDS))
         self._at = at
         for ended in self._jobs.keys() - {facts.run_id for facts in jobs}:
             del self._jobs[ended]
         delivered = sum(self._jobs.setdefault(facts.run_id, _JobDemand(at, facts)).observe(at, facts) for facts in jobs)
         for pool, utilisation in UTILISATION.items():
             if pool == "inference":
-                need = sum(job.need for job in self._jobs.values())
+                need = sum(job.need for job in self._jobs.values()) + self._serving * utilisation
             else:
                 need = self._shared(pool, pool_busy.get(pool, 0.0), delivered, passed)
             self.wanted[pool] = _rounded(self.wanted[pool], need / utilisation, least.get(pool, 0))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.replicas.assignment import ReplicaAssigner
 from services.orchestrator.replicas.registry import LiveReplica
+from services.orchestrator.replicas.traffic import ServingTraffic
 from spo.errors import NotFound, NotReady, SpoError, Unreachable
 from spo.rpc.client import ResponseStream, RpcClient
 from spo.spec.job_spec import JobSpec
@@ -27,6 +28,12 @@ UNFIT_SECONDS = 30.0
 # An ended run's use is noted no more often than this.
 NOTE_SECONDS = 20.0
 MOST_UNFIT = 1000
+
+
+class NotServed(NotReady):
+    """No replica has come to serve a run; one may be on its way, which takes as long as a model takes to load."""
+
+    retry_after_seconds = 10
 
 
 @dataclass(frozen=True)
@@ -51,10 +58,11 @@ class _KnownReplicas:
 class ServingPool:
     """Asks the replicas; a thread reads each answer, and its parts are awaited in the event loop of whoever asks."""
 
-    def __init__(self, jobs: JobStore, assigner: ReplicaAssigner, limits: PoolLimits) -> None:
+    def __init__(self, jobs: JobStore, assigner: ReplicaAssigner, limits: PoolLimits, traffic: ServingTraffic) -> None:
         self.jobs = jobs
         self.assigner = assigner
         self.limits = limits
+        self.traffic = traffic
         self._threads = ThreadPoolExecutor(limits.streams, thread_name_prefix="serving")
         self._lock = threading.Lock()
         self._clients: dict[str, RpcClient] = {}
@@ -64,9 +72,14 @@ class ServingPool:
     async def serve(self, request: ServeRequest) -> AsyncGenerator[ServeResponse, None]:
         """The answer in parts. Closing the iterator ends the sampling.
 
-        Raises NotReady (code "policy_not_served") when no replica has come to serve the run in time, and what the
-        replica raises.
+        Raises NotServed when no replica has come to serve the run in time, and what the replica raises.
         """
+        with self.traffic.completion(request.run_id):
+            async with contextlib.aclosing(self._served(request)) as answer:
+                async for response in answer:
+                    yield response
+
+    async def _served(self, request: ServeRequest) -> AsyncGenerator[ServeResponse, None]:
         deadline = time.monotonic() + self.limits.wait_seconds
         while True:
             replica = await asyncio.to_thread(self._replica_for, request.run_id)
@@ -152,9 +165,18 @@ class ServingPool:
         self.assigner.note_use(run_id)
 
     def _not_served(self, run_id: str) -> SpoError:
-        busy = sorted({each.run_id for each in self._live() if each.run_id and each.run_id != run_id})
-        reason = f"the replicas serve {', '.join(busy[:3])}" if busy else "no replica has loaded its model yet"
-        return NotReady(f"no replica serves {run_id}: {reason}; try again", code="policy_not_served")
+        live, coming = self._live(), self.assigner.serving(run_id)
+        busy = sorted({each.run_id for each in live if each.run_id and each.run_id != run_id})
+        if not live:
+            reason = "no inference replica is running yet, and one is asked for (spo_wanted_replicas)"
+        elif coming:
+            reason = f"replica {coming[0]} has not loaded its model yet"
+        elif busy:
+            reason = f"the replicas serve {', '.join(busy[:3])}"
+        else:
+            reason = "no replica has loaded its model yet"
+        waited = f"{self.limits.wait_seconds:g} s"
+        return NotServed(f"no replica serves {run_id} after {waited}: {reason}; try again", code="policy_not_served")
 
     def _client(self, address: str) -> RpcClient:
         with self._lock:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
@@ -36,11 +37,15 @@ class Target:
 
 @dataclass(frozen=True)
 class Change:
-    """Who changes a name and why; expected: the number of the change that it builds on, None for whatever is there."""
+    """Who changes a name and why; expected: the number of the change that it builds on, None for whatever is there.
+
+    min_replicas: those that stay for the name whoever asks; None: as many as before.
+    """
 
     by: str
     note: str = ""
     expected: int | None = None
+    min_replicas: int | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class ServedModel:
     before: Mapping[str, object] | None = None
     restores: int | None = None
     removed: bool = False
+    min_replicas: int = 0
 
     @property
     def target(self) -> Target:
@@ -87,7 +93,8 @@ class ServedModels:
         with self._lock:
             last = self._last(tenant, name)
             _check_expected(name, last, change)
-            if last and not last.removed and last.target == target:
+            same_replicas = change.min_replicas is None or (last and last.min_replicas == change.min_replicas)
+            if last and not last.removed and last.target == target and same_replicas:
                 return last
             return self._append(last, _next(tenant, name, last, target, change))
 
@@ -176,8 +183,19 @@ class ServedModels:
             ("HSET", own_keys.served_models(), field, document),
             ("LPUSH", changes, document),
             ("LTRIM", changes, 0, KEPT_CHANGES - 1),
+            *self._kept_warm(made),
         )
         return made
+
+    def _kept_warm(self, made: ServedModel) -> list[tuple[str | int, ...]]:
+        """What is written of the replicas that all names keep, once a change is made."""
+        others = (each for each in self.all(None) if (each.tenant, each.name) != (made.tenant, made.name))
+        least: Counter[str] = Counter()
+        for each in (made, *others):
+            if each.min_replicas and not each.removed:
+                least[each.job_id] = max(least[each.job_id], each.min_replicas)
+        key = own_keys.kept_warm()
+        return [("DEL", key), *(("HSET", key, job_id, replicas) for job_id, replicas in least.items())]
 
     def _last(self, tenant: str, name: str) -> ServedModel | None:
         raw = self.jobs.client.hget(own_keys.served_models(), _field(tenant, name))
@@ -190,7 +208,9 @@ class ServedModels:
 def _next(tenant: str, name: str, last: ServedModel | None, target: Target, change: Change) -> ServedModel:
     before = asdict(last.target) if last and not last.removed else None
     number = last.number + 1 if last else 1
-    return ServedModel(name, tenant, target.job_id, target.version, number, timestamp(), change.by, change.note, before)
+    made = ServedModel(name, tenant, target.job_id, target.version, number, timestamp(), change.by, change.note, before)
+    kept = last.min_replicas if last else 0
+    return replace(made, min_replicas=kept if change.min_replicas is None else change.min_replicas)
 
 
 def _check_expected(name: str, last: ServedModel | None, change: Change) -> None:

@@ -34,13 +34,21 @@ class ServingCalls:
         return self._connection.ask(ServedModelView, "GET", f"/v1/served-models/{name}")
 
     def publish(
-        self, name: str, job_id: str, version: int | None = None, note: str = "", expected_number: int | None = None
+        self,
+        name: str,
+        job_id: str,
+        version: int | None = None,
+        note: str = "",
+        *,
+        expected_number: int | None = None,
+        min_replicas: int | None = None,
     ) -> ServedModelView:
-        """Let a name mean a weight version of a job, None: always its newest.
+        """Let a name mean a weight version of a job, None: always its newest; so many replicas stay for it.
 
         Raises NotFound, and Conflict when the name's last change is not number `expected_number` (0: none).
         """
         body = {"job_id": job_id, "version": version, "note": note, "expected_number": expected_number}
+        body |= {} if min_replicas is None else {"min_replicas": min_replicas}
         return self._connection.ask(ServedModelView, "PUT", f"/v1/served-models/{name}", json=body)
 
     def roll_back(self, name: str, to_number: int | None = None, note: str = "") -> ServedModelView:

@@ -28,6 +28,7 @@ class ServedModelView(ServedTarget):
     before: ServedTarget | None
     restores: int | None
     removed: bool
+    min_replicas: int = 0
 
 
 class ServedModelList(Listing[ServedModelView]):

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from services.orchestrator.http.dependencies import ContextDep, Limit, PrincipalDep
 from services.orchestrator.serving.served_models import NAME_PATTERN, Change, ServedModel, Target
+from spo.errors import FieldViolation, InvalidInput
 
 router = APIRouter(prefix="/v1/served-models", tags=["serving"])
 
@@ -29,6 +30,12 @@ class Publication(BaseModel):
     version: int | None = Field(default=None, ge=0, le=2**53, description="0: pi0; default: always the newest.")
     note: Note = ""
     expected_number: Expected = None
+    min_replicas: int | None = Field(
+        default=None,
+        ge=0,
+        le=1000,
+        description="Inference replicas that stay for it whoever asks; 0: none, as at first; default: as before.",
+    )
 
 
 class Rollback(BaseModel):
@@ -58,6 +65,7 @@ class ServedModelView(ServedTarget):
     before: ServedTarget | None
     restores: int | None
     removed: bool
+    min_replicas: int
 
 
 class ServedModelList(BaseModel):
@@ -81,7 +89,8 @@ def publish_served_model(
     context: ContextDep, principal: PrincipalDep, name: Name, body: Publication
 ) -> ServedModelView:
     """Make a name mean a weight version of a job, or its newest; what it means already is no change."""
-    change = Change(principal.name, body.note, body.expected_number)
+    _check_replicas(context, principal, body.min_replicas)
+    change = Change(principal.name, body.note, body.expected_number, body.min_replicas)
     return _view(context.served_models.publish(principal.tenant, name, Target(body.job_id, body.version), change))
 
 
@@ -104,6 +113,16 @@ def served_model_history(
 ) -> ServedModelList:
     """The changes of a name, newest first: who, when, from what; the last thousand are kept."""
     return _list(context.served_models.history(principal.tenant, name, limit))
+
+
+def _check_replicas(context: ContextDep, principal: PrincipalDep, replicas: int | None) -> None:
+    """Raises InvalidInput: replicas that stay are everybody's cost, and so an administrator's to give."""
+    most = context.settings.max_replicas
+    if replicas and not principal.is_admin:
+        raise InvalidInput("min_replicas needs a key with the scope admin", code="forbidden")
+    if replicas and replicas > most:
+        violation = FieldViolation("/min_replicas", f"must be at most {most} (SPO_ORCHESTRATOR_MAX_REPLICAS)")
+        raise InvalidInput("outside the bounds", code="invalid_request", violations=(violation,))
 
 
 def _list(found: list[ServedModel]) -> ServedModelList:

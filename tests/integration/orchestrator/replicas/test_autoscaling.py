@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
 from services.orchestrator.http.api.platform import refresh_gauges
 from services.orchestrator.replicas.demand import JobFacts, PoolDemand
+from services.orchestrator.serving.served_models import Change, Target
 from spo import redis_keys
 from spo.observability.metrics import WANTED_REPLICAS
 from spo.spec.job_spec import parse_job_spec
@@ -86,6 +88,57 @@ def test_the_replicas_of_a_run_set_its_limiter_and_hear_their_share(
     assert peers.replay.asked.replicas == 3
     answer = context.heartbeats.answer(wire.HeartbeatRequest(replica_id="r0", pool="inference", run_id=job_id))
     assert wire.HeartbeatResponse.FromString(answer).groups_in_hand == 7
+
+
+def ended(context: AppContext, document: dict[str, Any], model: str = "/models/pi0") -> str:
+    job_id = context.jobs.submit(parse_job_spec({**document, "model": {"path": model}}))
+    assert context.jobs.transition(job_id, JobState.CANCELLED, "test")
+    return job_id
+
+
+def test_whoever_asks_for_an_ended_jobs_policy_wakes_inference_alone(
+    context: AppContext, document: dict[str, Any]
+) -> None:
+    job_id, other = ended(context, document), ended(context, document, "/models/other")
+    assert set(context.autoscaling.observe(0.0).values()) == {0}
+    context.assigner.note_use(job_id)
+    assert context.autoscaling.observe(2.0) == {"inference": 1, "sandbox-judge": 0, "verifier": 0}
+    # Another model needs a replica of its own, another job of the same model none.
+    context.assigner.note_use(ended(context, document))
+    assert context.autoscaling.observe(4.0)["inference"] == 1
+    context.assigner.note_use(other)
+    assert context.autoscaling.observe(6.0)["inference"] == 2
+
+
+def test_a_name_keeps_its_replicas_whoever_asks_until_it_is_told_otherwise(
+    context: AppContext, document: dict[str, Any]
+) -> None:
+    job_id, later = ended(context, document), ended(context, document)
+    served = context.served_models
+    served.publish("", "assistant", Target(job_id, 0), Change("test", min_replicas=2))
+    assert context.autoscaling.observe(0.0) == {"inference": 2, "sandbox-judge": 0, "verifier": 0}
+    assert context.assigner.wanted() == {job_id: 2}
+    # What is published next keeps what the name was given.
+    assert served.publish("", "assistant", Target(later, 0), Change("test")).min_replicas == 2
+    assert context.assigner.wanted() == {later: 2}
+    served.publish("", "assistant", Target(later, 0), Change("test", min_replicas=0))
+    assert context.autoscaling.observe(2.0)["inference"] == 0
+
+
+def test_completions_under_way_want_more_replicas_and_fewer_some_time_after(
+    context: AppContext, document: dict[str, Any]
+) -> None:
+    job_id = ended(context, document)
+    context.assigner.note_use(job_id)
+    traffic, per_replica = context.autoscaling.traffic, context.settings.serving_streams_per_replica
+    with ExitStack() as under_way:
+        for _ in range(3 * per_replica):
+            under_way.enter_context(traffic.completion(job_id))
+        wanted = [context.autoscaling.observe(at)["inference"] for at in (0.0, 2.0)]
+    assert wanted == [3, 3]
+    wanted = [context.autoscaling.observe(at)["inference"] for at in (4.0, 20.0, 200.0, 400.0)]
+    assert (wanted[0], wanted[-1]) == (3, 1)
+    assert wanted == sorted(wanted, reverse=True)
 
 
 def test_replicas_that_have_not_had_time_to_deliver_do_not_change_what_is_wanted() -> None:

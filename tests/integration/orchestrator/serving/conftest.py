@@ -29,7 +29,7 @@ class Counter:
 
     def ask(self, method: str, path: str, token: str = KEY, **options: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {token}", **options.pop("headers", {})}
-        with httpx.Client(base_url=self.url, timeout=30, trust_env=False) as client:
+        with httpx.Client(base_url=self.url, timeout=60, trust_env=False) as client:
             return client.request(method, path, headers=headers, **options)
 
     def chat(self, text: str, token: str = KEY, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
@@ -47,7 +47,7 @@ def open_counter(
     open_context: Callable[..., AppContext], serve: Callable[[AppContext], str], peers: ServiceDoubles
 ) -> Callable[..., Counter]:
     def build(tenant: str = "", **settings: Any) -> Counter:
-        context = open_context(api_key=KEY, serving_wait_seconds=2, **settings)
+        context = open_context(api_key=KEY, **{"serving_wait_seconds": 2, **settings})
         spec = toy_spec({"model": {"path": "/models/pi0"}, "tasks": {"train_problems": 6, "evaluation_problems": 0}})
         job_id = context.jobs.submit(spec, tenant=tenant)
         assert context.jobs.transition(job_id, JobState.CANCELLED, "test")

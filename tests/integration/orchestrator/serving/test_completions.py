@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +11,7 @@ import httpx
 import pytest
 
 from spo.testing.waiting import wait_until
+from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 from tests.integration.orchestrator.serving.conftest import KEY, Counter
 
 
@@ -86,6 +88,52 @@ def test_a_caller_that_leaves_ends_its_sampling(counter: Counter, *, stream: boo
     wait_until(lambda: double.serving == 0, "nothing is sampled any more", 30)
 
 
+def test_a_request_wakes_a_pool_that_was_scaled_to_zero_and_is_answered_once_it_is_up(
+    open_counter: Callable[..., Counter],
+) -> None:
+    counter = open_counter(serving_wait_seconds=60)
+    context = counter.context
+    leaving = HeartbeatRequest(replica_id="inference-1", pool="inference", address=counter.peers.address, draining=True)
+    context.replicas.beat(leaving)
+    assert context.autoscaling.observe(0.0)["inference"] == 0
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(counter.chat, "x")
+        wait_until(lambda: context.autoscaling.observe(time.monotonic())["inference"] == 1, "a replica is wanted")
+        assert not asked.done()
+        # What KEDA starts joins, is told what to serve, and serves it.
+        joining = HeartbeatRequest(replica_id="inference-2", pool="inference", address=counter.peers.address)
+        context.replicas.beat(joining)
+        assert context.assigner.run_of("inference-2") == counter.job_id
+        joining.run_id = counter.job_id
+        context.replicas.beat(joining)
+        assert asked.result().status_code == 200
+
+
+def test_a_request_whose_pool_stays_at_zero_is_told_what_it_waited_for(open_counter: Callable[..., Counter]) -> None:
+    counter = open_counter()
+    leaving = HeartbeatRequest(replica_id="inference-1", pool="inference", address=counter.peers.address, draining=True)
+    counter.context.replicas.beat(leaving)
+
+    refused = counter.chat("x")
+
+    assert error(refused) == (503, "server_error", "policy_not_served")
+    assert refused.headers["retry-after"] == "10"
+    assert "after 2 s: no inference replica is running yet" in refused.json()["error"]["message"]
+
+
+def test_replicas_that_stay_for_a_name_are_an_administrators_to_give(open_counter: Callable[..., Counter]) -> None:
+    counter = open_counter(tenant="red")
+    red = counter.key("red", "weights:push")
+    body = {"job_id": counter.job_id, "min_replicas": 1}
+
+    refused = counter.ask("PUT", "/v1/served-models/assistant", red, json=body)
+    assert (refused.status_code, refused.json()["code"]) == (403, "forbidden")
+    assert counter.ask("PUT", "/v1/served-models/assistant", red, json=body | {"min_replicas": 0}).status_code == 200
+    too_many = counter.ask("PUT", "/v1/served-models/assistant", json=body | {"min_replicas": 9})
+    assert too_many.json()["errors"][0]["pointer"] == "/min_replicas"
+    assert counter.ask("PUT", "/v1/served-models/mine", json=body).json()["min_replicas"] == 1
+
+
 def test_a_policy_that_no_replica_serves_is_named(open_counter: Callable[..., Counter]) -> None:
     counter = open_counter()
     other = counter.context.jobs.submit(counter.context.jobs.spec(counter.job_id).model_copy(update={"name": "b"}))
@@ -95,4 +143,5 @@ def test_a_policy_that_no_replica_serves_is_named(open_counter: Callable[..., Co
     elsewhere = away.model_copy(update={"model": away.model.model_copy(update={"path": "/models/other"})})
     refused = counter.chat("x", model=counter.context.jobs.submit(elsewhere))
     assert error(refused) == (503, "server_error", "policy_not_served")
-    assert refused.headers["retry-after"] == "1"
+    assert refused.headers["retry-after"] == "10"
+    assert f"the replicas serve {counter.job_id}" in refused.json()["error"]["message"]
