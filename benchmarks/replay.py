@@ -49,7 +49,7 @@ ROUNDS = 5
 # Inserts and samples against dm-reverb.
 REVERB_GOALS = {"2 KB": (8.0, 2.0), "32 KB": (4.0, 1.0)}
 # Response tokens that make a trajectory of about 2 KB and of about 32 KB, and how many rounds of what.
-SIZES = {"2 KB": (140, 2048, 50), "32 KB": (2400, 512, 15)}
+SIZES = {"2 KB": (140, 2048, 200), "32 KB": (2400, 512, 60)}
 
 
 # Runs something and returns its CPU seconds.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from spo import redis_keys
@@ -58,15 +59,16 @@ class PayloadCache:
 
     def get(self, run_id: str, trajectory_ids: Sequence[str]) -> list[bytes | None]:
         """Payloads by id, None where absent."""
-        found = {trajectory_id: self._cached.get((run_id, trajectory_id)) for trajectory_id in trajectory_ids}
+        cached = [self._cached.get((run_id, trajectory_id)) for trajectory_id in trajectory_ids]
+        if None not in cached:
+            return cached
+        found = dict(zip(trajectory_ids, cached, strict=True))
         missing = [trajectory_id for trajectory_id, payload in found.items() if payload is None]
-        if missing:
-            keys = [redis_keys.replay_trajectory(run_id, trajectory_id) for trajectory_id in missing]
-            stored = self.client.mget(keys)
-            for trajectory_id, payload in zip(missing, stored, strict=True):
-                if payload is not None:
-                    found[trajectory_id] = payload
-                    self.put(run_id, trajectory_id, payload)
+        keys = [redis_keys.replay_trajectory(run_id, trajectory_id) for trajectory_id in missing]
+        for trajectory_id, payload in zip(missing, self.client.mget(keys), strict=True):
+            if payload is not None:
+                found[trajectory_id] = payload
+                self.put(run_id, trajectory_id, payload)
         return [found[trajectory_id] for trajectory_id in trajectory_ids]
 
 
@@ -88,6 +90,7 @@ def encode_batch(batch: Iterable[SampledPayload]) -> bytes:
     return encoded
 
 
+@lru_cache(maxsize=4096)
 def _varint(number: int) -> bytes:
     """Seven bits per byte, the lowest first; the eighth says that more follow."""
     groups = bytearray()

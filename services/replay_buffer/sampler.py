@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -38,11 +37,8 @@ class SourceQuota:
     count: int
 
 
-class SampledId(NamedTuple):
-    """A sampled trajectory and its prompt."""
-
-    trajectory_id: str
-    prompt_id: str
+# A sampled trajectory and its prompt; plain, since every batch has many.
+SampledId = tuple[str, str]
 
 
 class BatchSampler:
@@ -72,7 +68,7 @@ class BatchSampler:
         """
         index = self.index(request.run_id)
         quotas = _quotas_of(request, index)
-        sampled = self._recorded(request, index) or self._draw_when_ready(request, index, quotas, wanted)
+        sampled = self._draw_when_ready(request, index, quotas, wanted)
         if len(sampled) != request.batch_size:
             raise Conflict(
                 f"step {request.step} was given {len(sampled)} trajectories before, not {request.batch_size}"
@@ -103,25 +99,16 @@ class BatchSampler:
                         raise
                 self._changes.wait_beyond(request.run_id, moves, min(left, RETRY_SECONDS))
 
-    def _recorded(self, request: SampleBatchRequest, index: SamplingIndex) -> list[SampledId]:
-        ids = self.store.batch(request.run_id, request.step)
-        if not ids:
-            return []
-        with index.lock:
-            # It may be the first request that this process serves for the run.
-            index.refresh([])
-        found = self._with_prompts(request.run_id, ids)
-        with index.lock:
-            index.require_values(sampled.prompt_id for sampled in found)
-        return found
-
     def _draw(
         self, request: SampleBatchRequest, index: SamplingIndex, quotas: Sequence[SourceQuota]
     ) -> list[SampledId]:
+        """The batch that is recorded for the step, or one drawn and recorded now."""
         rng = np.random.default_rng([index.spec.seed, request.seed, request.step])
         sampled: list[SampledId] = []
         with index.lock:
-            index.refresh([quota.rule.source for quota in quotas])
+            known = index.refresh([quota.rule.source for quota in quotas], request.step)
+            if known:
+                return self._with_values(index, known)
             if index.counters.get("policy_version", 0) != request.policy_version:
                 self.store.note_policy_version(request.run_id, request.policy_version)
                 index.counters["policy_version"] = request.policy_version
@@ -131,10 +118,10 @@ class BatchSampler:
                 chosen = index.draw(rng, rule, count)
                 if rule.source in LIVE_SOURCES:
                     newest = index.newest_version(rule.source)
-                    ages = [max(0, newest - candidate.version) for candidate in chosen]
-                    metrics.REPLAY_SAMPLE_AGE.observe(sum(ages) / len(ages))
+                    ages = sum(newest - candidate.version for candidate in chosen if candidate.version < newest)
+                    metrics.REPLAY_SAMPLE_AGE.observe(ages / len(chosen))
                 sampled += [
-                    SampledId(trajectory_id, candidate.prompt_id)
+                    (trajectory_id, candidate.prompt_id)
                     for candidate in chosen
                     for trajectory_id in candidate.trajectory_ids
                 ]
@@ -146,7 +133,10 @@ class BatchSampler:
         recorded = self.store.record_batch(request.run_id, request.step, ids, counts, last_batch)
         if not recorded:
             raise NotReady("another request drew at the same time; the times sampled must be counted again")
-        return sampled if recorded == ids else self._with_prompts(request.run_id, recorded)
+        if recorded == ids:
+            return sampled
+        with index.lock:
+            return self._with_values(index, recorded)
 
     def _check(self, index: SamplingIndex, rule: SourceMix, count: int) -> None:
         """Raise NotReady, or PreconditionFailed where waiting is in vain, when a quota cannot be served now."""
@@ -167,20 +157,23 @@ class BatchSampler:
                 raise PreconditionFailed(f"{reason}; nothing more will come", code="source_empty")
             raise NotReady(reason)
 
-    def _with_prompts(self, run_id: str, trajectory_ids: Sequence[str]) -> list[SampledId]:
-        prompt_ids = self.store.prompts_of(run_id, trajectory_ids)
-        return [SampledId(*pair) for pair in zip(trajectory_ids, prompt_ids, strict=True)]
+    def _with_values(self, index: SamplingIndex, trajectory_ids: Sequence[str]) -> list[SampledId]:
+        """What was recorded, maybe by another process; the values that it was drawn by are read where they lack."""
+        prompt_ids = self.store.prompts_of(index.run_id, trajectory_ids)
+        index.require_values(prompt_ids)
+        return list(zip(trajectory_ids, prompt_ids, strict=True))
 
     def _with_payloads(
         self, request: SampleBatchRequest, index: SamplingIndex, sampled: Sequence[SampledId]
     ) -> list[SampledPayload]:
         payloads = self.store.payloads(request.run_id, [trajectory_id for trajectory_id, _ in sampled])
+        values = {prompt_id: index.value(prompt_id) for prompt_id in {prompt_id for _, prompt_id in sampled}}
         batch = []
         for (trajectory_id, prompt_id), payload in zip(sampled, payloads, strict=True):
             if payload is None:
                 raise IntegrityError(f"step {request.step}: trajectory {trajectory_id} is gone from the buffer")
-            found = index.value(prompt_id)
-            batch.append(SampledPayload(payload, found.qhat_0, found.error))
+            qhat_0, error, _ = values[prompt_id]
+            batch.append(SampledPayload(payload, qhat_0, error))
         return batch
 
 

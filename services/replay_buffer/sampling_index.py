@@ -64,12 +64,17 @@ class SamplingIndex:
         self.run_id = run_id
         self.spec = spec
         self.lock = threading.Lock()
+        sources = [part.source for part in spec.replay.mix if part.share > 0]
+        self._all_need_values = spec.reads_values and all(map(spec.reads_values_of, sources))
         self.counters: dict[str, int] = {}
         self._followed_version = 0
         self._clear()
 
-    def refresh(self, sources: Sequence[str]) -> None:
-        """Read what was inserted since the last refresh, of these sources; counters and values too. Raises NotFound."""
+    def refresh(self, sources: Sequence[str], step: int | None = None) -> list[str]:
+        """Read what was inserted since the last refresh, of these sources; counters and values too. Raises NotFound.
+
+        Returns the trajectory ids recorded for a step, [] when there are none yet: it takes no round trip of its own.
+        """
         with self.client.pipeline(transaction=False) as pipe:
             pipe.exists(redis_keys.run_spec(self.run_id))
             pipe.zscore(redis_keys.replay_ids(self.run_id), self._newest[0])
@@ -79,9 +84,11 @@ class SamplingIndex:
             # A run that follows none has its own version twice.
             followed = self.spec.rollout.follow or self.run_id
             pipe.hget(redis_keys.replay_counters(followed), "policy_version")
+            # No step has the number -1.
+            pipe.get(redis_keys.replay_batch(self.run_id, -1 if step is None else step))
             for source in sources:
                 self._ask_new(pipe, source)
-            exists, number, counters, values, provisional, followed_version, *news = pipe.execute()
+            exists, number, counters, values, provisional, followed_version, recorded, *news = pipe.execute()
         if not exists:
             raise NotFound(f"there is no run {self.run_id} any more: Redis was emptied", code="unknown_run")
         if self._newest[1] and number != self._newest[1]:
@@ -92,7 +99,7 @@ class SamplingIndex:
                 left=f"{int(counters.get(b'number', 0))} trajectories",
             )
             self._clear()
-            return self.refresh(sources)
+            return self.refresh(sources, step)
         self.counters = {name.decode(): int(count) for name, count in counters.items()}
         if followed_version:
             self._followed_version = int(followed_version)
@@ -102,7 +109,7 @@ class SamplingIndex:
             self._add(source, entries)
         if self.spec.replay.max_times_sampled is not None:
             self.sample_counts.refresh()
-        return None
+        return recorded.decode().split() if recorded else []
 
     def servable(self, rule: SourceMix) -> Sequence[Candidate]:
         """What a source's rule may draw now: in the window, with a value, fresh enough, not sampled too often."""
@@ -194,11 +201,11 @@ class SamplingIndex:
             self._read_values()
 
     def value(self, prompt_id: str) -> PromptFacts:
-        """The value of a prompt as it is known now; zeros where the job reads none and none is known.
+        """The value of a prompt as it is known now; zeros where none is known and some source needs none.
 
-        Raises IntegrityError when a job that reads values has none.
+        Raises IntegrityError when all sources need one.
         """
-        if prompt_id not in self._values and self.spec.reads_values:
+        if prompt_id not in self._values and self._all_need_values:
             raise IntegrityError(f"run {self.run_id} has no value for prompt {prompt_id}")
         return self._values.get(prompt_id, NO_VALUE)
 
@@ -221,7 +228,7 @@ class SamplingIndex:
             found = self._live[rule.source].candidates(rule, oldest)
         else:
             found = self._offline[rule.source].candidates(rule) if rule.source in self._offline else []
-        if self.spec.reads_values:
+        if self.spec.reads_values_of(rule.source):
             found = [candidate for candidate in found if candidate.prompt_id in self._values]
         if rule.min_value_spread:
             least = rule.min_value_spread

@@ -30,6 +30,7 @@ from spo.messaging.run_status import run_state
 from spo.spec.job_spec import JobSpec, RewardSpec, SequentialSpec, ValueSpec
 from spo.spec.job_state import JobState
 from spo.spec.prompt_values import evidence_of
+from spo.spec.section import LIVE_SOURCES
 from spo.v1.value_pb2 import EstimateRequest, PromptValue
 
 NO_PRIOR = BetaPrior(0.0, 0.0)
@@ -98,6 +99,8 @@ class ValueWorker:
             self._import_human(maker, request, spec)
             self._import_stored(maker, request, spec)
             estimate.note_imports(_features(maker, request, spec))
+            if _learns_without_values(spec):
+                return False
         estimate.recall()
         prior = self._sample(estimate)
         if prior is None:
@@ -207,6 +210,17 @@ def _value(estimate: PromptEstimate, prior: BetaPrior) -> PromptValue:
         prior_successes=prior.successes,
         prior_failures=prior.failures,
     )
+
+
+def _learns_without_values(spec: JobSpec) -> bool:
+    """Whether offline trajectories teach before their prompts have values: then all are imported before any sampling.
+
+    Only where prompts come in rounds anyway; elsewhere each prompt is done at once.
+    """
+    if spec.value is None or spec.value.sequential is None:
+        return False
+    offline = {part.source for part in spec.replay.mix if part.share > 0} - LIVE_SOURCES
+    return not all(map(spec.reads_values_of, offline))
 
 
 def _features(maker: SampleMaker, request: EstimateRequest, spec: JobSpec) -> PromptFeatures:

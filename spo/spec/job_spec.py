@@ -83,11 +83,25 @@ class JobSpec(Section):
 
         Of a job that reads none, such as one of group_centred_squared alone, estimates are offline data only.
         """
+        return self._values_choose or any(self.reads_values_of(part.source) for part in self.replay.mix)
+
+    def reads_values_of(self, source: SourceName) -> bool:
+        """Whether a source's trajectories are only of use once their prompt has a value.
+
+        What is merely imitated is not: it may be learned from while the values are still estimated.
+        """
+        if self.value is None:
+            return False
+        terms = (term for term in self.algorithm.losses if term.sources is None or source in term.sources)
+        return self._values_choose or any(term.needs("value") for term in terms)
+
+    @property
+    def _values_choose(self) -> bool:
+        """Whether values decide which trajectories are drawn."""
         if self.value is None:
             return False
         weighs = any(part.sampler == "prioritised" or part.min_value_spread for part in self.replay.mix)
-        leaves_out = self.value.unsolved == "drop"
-        return weighs or leaves_out or any(term.needs("value") for term in self.algorithm.losses)
+        return weighs or self.value.unsolved == "drop"
 
     @model_validator(mode="after")
     def combination_is_possible(self, info: ValidationInfo) -> Self:

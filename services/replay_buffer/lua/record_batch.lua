@@ -11,9 +11,19 @@
 local known = redis.call('GET', KEYS[1])
 if known then return known end
 if ARGV[3] ~= '' and (redis.call('HGET', KEYS[2], 'drawn') or '0') ~= ARGV[3] then return '' end
-for id in string.gmatch(ARGV[1], '%S+') do
-  if redis.call('EXISTS', KEYS[4] .. id) == 0 then return '' end
+-- Many keys at once, as many as Lua's stack surely takes; one that is named twice counts twice.
+local payloads = {}
+local function all_exist()
+  return #payloads == 0 or redis.call('EXISTS', unpack(payloads)) == #payloads
 end
+for id in string.gmatch(ARGV[1], '%S+') do
+  payloads[#payloads + 1] = KEYS[4] .. id
+  if #payloads == 1000 then
+    if not all_exist() then return '' end
+    payloads = {}
+  end
+end
+if not all_exist() then return '' end
 redis.call('SET', KEYS[1], ARGV[1])
 redis.call('ZADD', KEYS[3], redis.call('HINCRBY', KEYS[2], 'drawn', 1), ARGV[2])
 for at = 4, #ARGV, 2 do

@@ -14,7 +14,7 @@ from spo import redis_keys
 from spo.errors import NotReady, PreconditionFailed
 from spo.spec.job_state import JobState
 from spo.testing.replay import PROMPTS, RUN, start_run, trajectory
-from spo.v1.prompt_pb2 import SOURCE_REFERENCE
+from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_ONLINE, SOURCE_REFERENCE
 from spo.v1.replay_service_pb2 import SampleBatchRequest
 from spo.v1.value_pb2 import PromptValue
 
@@ -131,3 +131,31 @@ def test_objectives_that_read_no_value_are_served_before_there_is_one(redis_clie
     store.append(RUN, [trajectory(number, group_size=2) for number in range(100, 164)])
 
     assert set(drawn(BatchSampler(store), 1).values()) == {(0.0, 0.0)}
+
+
+def test_what_is_merely_imitated_is_served_before_its_prompt_has_a_value(redis_client: redis.Redis) -> None:
+    store = started(
+        redis_client,
+        algorithm={
+            "losses": [
+                {"objective": "terminal_squared", "sources": ["online"]},
+                {"objective": "supervised", "sources": ["human"]},
+            ]
+        },
+        replay={"mix": [{"source": "online", "share": 0.5}, {"source": "human", "share": 0.5}], "min_online": 8},
+    )
+    store.append(RUN, [trajectory(number, SOURCE_HUMAN) for number in range(64)])
+    sampler = BatchSampler(store)
+    with pytest.raises(NotReady, match="online"):
+        drawn(sampler, 1)
+    give(store, 1, 8, 2)
+
+    batch = sampler.sample(SampleBatchRequest(run_id=RUN, batch_size=BATCH, step=1))
+
+    prompts = {
+        source: {sampled.trajectory.prompt_id for sampled in batch if sampled.trajectory.source == source}
+        for source in (SOURCE_ONLINE, SOURCE_HUMAN)
+    }
+    assert prompts[SOURCE_ONLINE] == {PROMPTS[1]}
+    assert prompts[SOURCE_HUMAN] > {PROMPTS[1]}
+    assert all((sampled.qhat_0 < 0) == (sampled.trajectory.prompt_id == PROMPTS[1]) for sampled in batch)

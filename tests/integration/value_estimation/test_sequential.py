@@ -121,6 +121,22 @@ def test_each_prompt_gets_its_first_round_before_any_gets_a_second(stage: Stage)
     assert stage.client.xlen(redis_keys.estimates()) == 0
 
 
+def test_what_teaches_without_values_is_imported_for_all_prompts_before_any_sampling(stage: Stage) -> None:
+    imitates = [{"objective": "supervised", "sources": ["human"]}, {"objective": "terminal_squared"}]
+    losses = {"losses": [imitates[0], {**imitates[1], "sources": ["online"]}]}
+    mix = [{"source": source, "share": 0.5} for source in ("online", "human")]
+    trusted = {"judge_human_solutions": False}
+    stage.start(RUN, sequential(100), algorithm=losses, replay={"mix": mix}, offline=trusted)
+    request = stage.request(human_solutions=[RIGHT])
+
+    assert not stage.worker.estimate(request), "the prompt goes to the end of the stream"
+    assert not stage.engine.calls
+    assert len(stage.store.newest_first(RUN, "", "", 50)[0]) == 1
+
+    assert stage.finish(request) == 2, "a round, and the look whether it was enough"
+    assert stage.value().samples == 8
+
+
 @pytest.mark.parametrize("writes_before_the_kill", range(1, KILL_POINTS))
 def test_a_kill_between_any_two_writes_counts_nothing_twice(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, writes_before_the_kill: int
