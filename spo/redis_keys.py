@@ -249,12 +249,18 @@ def replay_batch_log(run_id: str) -> str:
 
 def digest(*parts: str) -> str:
     """blake3 hex of the parts, unambiguous in their boundaries."""
-    hasher = blake3()
-    for part in parts:
-        encoded = part.encode()
-        hasher.update(len(encoded).to_bytes(8, "little"))
-        hasher.update(encoded)
-    return hasher.hexdigest(32)
+    return digest_of(framed(*parts))
+
+
+def framed(*parts: str) -> bytes:
+    """The parts one after the other, each behind its length."""
+    encoded = [part.encode() for part in parts]
+    return b"".join(len(part).to_bytes(8, "little") + part for part in encoded)
+
+
+def digest_of(content: bytes) -> str:
+    """blake3 hex of framed parts."""
+    return blake3(content).hexdigest(32)
 
 
 def trajectory_id(run_id: str, group_id: str, sample_index: int, attempt: int, policy_version: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from spo.tasks.scoring.composition import composed, gate_has_failed, text_for
 from spo.v1.verdict_pb2 import TestSet, Verdict
@@ -16,16 +16,30 @@ GATE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Batch:
-    """Programs of one request; `programs[i]` gets the verdict of `futures[programs[i]]`, put together from `parts`."""
+    """Programs of one request; `programs[i]` gets the verdict of `futures[programs[i]]`, put together from `parts`, or
+    that in `known`, which was there at once: most answers take less time than a future does."""
 
     programs: Sequence[str]
     futures: dict[str, Future[Verdict]]
     cancelled: threading.Event
     parts: Sequence[Batch] = ()
+    known: Mapping[str, Verdict] = field(default_factory=dict)
 
     def verdicts(self, timeout_seconds: float | None = None) -> list[Verdict]:
         """The verdicts in the order of the programs. Raises what judging raised, TimeoutError, CancelledError."""
-        return [self.futures[program].result(timeout_seconds) for program in self.programs]
+        known, futures = self.known, self.futures
+        return [
+            known[program] if program in known else futures[program].result(timeout_seconds)
+            for program in self.programs
+        ]
+
+    def future_of(self, program: str) -> Future[Verdict]:
+        """The future of a program's verdict, one that has ended where the verdict was there at once."""
+        if program in self.futures:
+            return self.futures[program]
+        ended: Future[Verdict] = Future()
+        ended.set_result(self.known[program])
+        return ended
 
     def cancel(self) -> None:
         """Judge nothing more for it: what waits is dropped, what runs ends before its next test."""
@@ -56,7 +70,7 @@ def judge_by_parts(responses: Sequence[str], test_set: TestSet, language: str, j
                 texts = [text_for(part, response, language) for response in asked]
                 batches.append(judge(texts, part.verifier))
                 for response, text in zip(asked, texts, strict=True):
-                    judged[response][part.name] = batches[-1].futures[text]
+                    judged[response][part.name] = batches[-1].future_of(text)
                 if part.gate and part.verifier.HasField("answer"):
                     wait(batches[-1].futures.values(), GATE_SECONDS)
     except Exception:

@@ -11,6 +11,7 @@ import platform
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -145,7 +146,8 @@ class JudgeScheduler:
         if role is None:
             language_of(language)
         behaviour = behaviour_of_packages(role) if role else behaviour_of(language)
-        keys = {program: self._key(program, language, tests_digest, behaviour) for program in dict.fromkeys(programs)}
+        decided_by = redis_keys.framed(tests_digest, language, behaviour, self.judge_version)
+        keys = {program: _key(program, decided_by) for program in dict.fromkeys(programs)}
         futures = {} if want_details else self._cached(keys)
         missing = [program for program in keys if program not in futures]
         if self._queue.qsize() + len(missing) > self._settings.max_queued_programs:
@@ -173,10 +175,12 @@ class JudgeScheduler:
 
     def _answers(self, responses: Sequence[str], rule: AnswerRule, *, want_details: bool) -> Batch:
         """The verdicts on answers, of no cache: to compare takes less time than to look one up."""
-        futures = self._answer_judge.judge(responses, rule, want_details=want_details)
-        for future in futures.values():
+        known, awaited = self._answer_judge.judge(responses, rule, want_details=want_details)
+        for outcome, times in Counter(verdict.outcome for verdict in known.values()).items():
+            metrics.JUDGE_VERDICTS.labels(outcome=Outcome.Name(outcome)).inc(times)
+        for future in awaited.values():
             future.add_done_callback(_count)
-        return Batch(responses, futures, threading.Event())
+        return Batch(responses, awaited, threading.Event(), known=known)
 
     def interrupt(self) -> None:
         """Kill what runs; it starts again for callers that still wait."""
@@ -191,11 +195,6 @@ class JudgeScheduler:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._answer_judge.close()
-
-    def _key(self, program: str, language: str, tests_digest: str, behaviour: str) -> str:
-        # Hashed first: a program need not be UTF-8.
-        source = blake3(encoded(program)).hexdigest()
-        return own_keys.verdict(redis_keys.digest(source, tests_digest, language, behaviour, self.judge_version))
 
     def _sampled(self, key: str) -> bool:
         """Whether a program gets a second look; its key decides, so that the same ones do on every judge."""
@@ -292,6 +291,13 @@ class JudgeScheduler:
                 if not task.options.wanted():
                     raise Cancelled from error
         raise NotReady(f"the judge failed {ATTEMPTS} times on this program: {fault}", code="judge_fault")
+
+
+def _key(program: str, decided_by: bytes) -> str:
+    """The key of a program's verdict; decided_by: what else decides about it, framed."""
+    # Hashed first: a program need not be UTF-8.
+    source = blake3(encoded(program)).hexdigest()
+    return own_keys.verdict(redis_keys.digest_of(redis_keys.framed(source) + decided_by))
 
 
 def _count(future: Future[Verdict]) -> None:

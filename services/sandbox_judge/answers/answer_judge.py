@@ -34,8 +34,11 @@ class AnswerJudge:
         """End the processes that compare."""
         self.pool.close()
 
-    def judge(self, responses: Sequence[str], rule: AnswerRule, *, want_details: bool) -> dict[str, Future[Verdict]]:
-        """The verdict on each distinct response, as if the rule were a single hidden test.
+    def judge(
+        self, responses: Sequence[str], rule: AnswerRule, *, want_details: bool
+    ) -> tuple[dict[str, Verdict], dict[str, Future[Verdict]]]:
+        """The verdict on each distinct response, as if the rule were a single hidden test: those known at once, and
+        those to come.
 
         A verdict raises NotReady where no process can be started for it; no response makes it raise.
         """
@@ -45,28 +48,33 @@ class AnswerJudge:
             found.judge_version = self.judge_version
             return found
 
-        verdicts: dict[str, Future[Verdict]] = {response: Future() for response in responses}
-        compared = {}
-        for response, future in verdicts.items():
+        known: dict[str, Verdict] = {}
+        awaited: dict[str, Future[Verdict]] = {}
+        unbounded = rule.comparison in UNBOUNDED
+        # The same for all that are right, unless it shows them.
+        right = None if want_details else verdict("", Finding.RIGHT, "")
+        for response in dict.fromkeys(responses):
             if len(response) > self.max_characters:
                 reason = f"the response has {len(response)} characters; at most {self.max_characters} are judged"
-                future.set_result(verdict(response, Finding.WRONG, reason))
-            elif rule.comparison in UNBOUNDED:
-                compared[response] = future
+                known[response] = verdict(response, Finding.WRONG, reason)
+            elif unbounded:
+                awaited[response] = Future()
+            elif fault := fault_of(rule, response):
+                known[response] = verdict(response, Finding.WRONG, fault)
             else:
-                fault = fault_of(rule, response)
-                future.set_result(verdict(response, Finding.WRONG if fault else Finding.RIGHT, fault or ""))
-        if compared:
-            self.pool.compare(rule, compared, verdict)
-        return verdicts
+                known[response] = right or verdict(response, Finding.RIGHT, "")
+        if awaited:
+            self.pool.compare(rule, awaited, verdict)
+        return known, awaited
 
 
 def verdict_of(response: str, finding: Finding, reason: str, *, want_details: bool) -> Verdict:
     """The verdict on one response."""
     right = finding is Finding.RIGHT
     outcome = _OUTCOMES[finding]
-    verdict = Verdict(outcome=outcome, tests_passed=int(right), tests_total=1, runs=1)
-    verdict.detail = reason[:DETAIL_CHARACTERS]
+    verdict = Verdict(
+        outcome=outcome, tests_passed=int(right), tests_total=1, runs=1, detail=reason[:DETAIL_CHARACTERS]
+    )
     if want_details:
         # Bytes that are not UTF-8 have come as surrogates, which a message cannot hold.
         shown = response[:_SHOWN_CHARACTERS].encode(errors="replace").decode()

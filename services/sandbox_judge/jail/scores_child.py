@@ -11,6 +11,7 @@ with the next in a new fork. The lines:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -20,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import ModuleType
-from typing import NoReturn, SupportsFloat
+from typing import Any, NoReturn, SupportsFloat
 
 from services.sandbox_judge.jail.tests_child import Sent, received
 
@@ -33,8 +34,15 @@ _EQUATION = re.compile(r"\s*\\begin\{(align|displaymath|eqnarray|equation|flalig
 # Generators whose scorers compare tuples, which JSON does not know.
 _OF_TUPLES = ("arc_agi", "rearc")
 
+# Those whose scorers compute with symbols, and answers by which those learn what they would learn in every fork.
+_SYMBOLIC = ("countdown", "intermediate_integration", "polynomial_multiplication", "simple_integration")
+_SYMBOLS = ("0.5*x**2 + 3", "x*exp(x) - log(x)/2 + C", "(sin(2*x) + cos(x))/3", "-4*x**3 + sqrt(x)", "(7 + 2)*3 - 1/2")
+
 # What a scorer makes of a response: a number, or numbers by name.
 Score = Callable[[str], object]
+
+# The scorers of reasoning-gym's generators, made before the first fork.
+_scorers: dict[str, Callable[[str, dict[str, Any]], object]] = {}
 
 
 class Refused(Exception):
@@ -140,7 +148,8 @@ def _reasoning_gym(sent: Sent) -> Score:
     entry, tag = arguments["entry"], arguments.get("tag", "")
     if arguments["dataset"] in _OF_TUPLES:
         entry = {**entry, "metadata": _tuples(entry["metadata"])}
-    score = reasoning_gym.get_score_answer_fn(arguments["dataset"])
+    # Some generators read word lists of megabytes before they score anything.
+    score = _scorers.get(arguments["dataset"]) or reasoning_gym.get_score_answer_fn(arguments["dataset"])
 
     def scored(response: str) -> object:
         answer = extract_answer(response, tag) if tag else response.strip()
@@ -224,8 +233,27 @@ def rehearse(imports: tuple[str, ...]) -> None:
         score = _own(sent)
         total, parts = _checked(score("abc"))
         json.dumps(["score", total, parts, time.process_time()])
-    if "math_verify" not in imports:
-        return
+    if "reasoning_gym" in imports:
+        _rehearse_generators()
+    if "math_verify" in imports:
+        _rehearse_mathematics()
+
+
+def _rehearse_generators() -> None:
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    for name in DATASETS:
+        with contextlib.suppress(Exception):  # that of several generators cannot be made without naming them
+            _scorers[name] = reasoning_gym.get_score_answer_fn(name)
+    for name in _SYMBOLIC:
+        entry = reasoning_gym.create_dataset(name, size=1, seed=1)[0]
+        for answer in (entry["answer"], f"{entry['answer']} + 1", *_SYMBOLS):
+            with contextlib.suppress(Exception):
+                _scorers[name](answer, entry)
+
+
+def _rehearse_mathematics() -> None:
     import logging
 
     from math_verify import verify

@@ -14,7 +14,7 @@ MODULES = [
     *(f"services.{path.parent.name}.redis_keys" for path in ROOT.glob("services/*/redis_keys.py")),
 ]
 # They make parts of keys, or ids.
-NO_KEYS = {"digest", "trajectory_id", "value_key", "rollouts_of"}
+NO_KEYS = {"digest", "digest_of", "framed", "trajectory_id", "value_key", "rollouts_of"}
 SECTION = "## What is in Redis, and what bounds it"
 
 
