@@ -22,7 +22,7 @@ from services.trainer.step_metrics import WeightedMeans, is_untempered, named_di
 from services.trainer.weights import take_weights
 from services.trainer.zero3.loading import partitioned_loading
 from services.trainer.zero3.reference import ReferenceModel
-from spo.algorithm.diagnostics import batch_diagnostics, sampler_log_weights
+from spo.algorithm.diagnostics import batch_diagnostics, residuals, sampler_log_weights
 from spo.algorithm.losses import spo_loss
 from spo.algorithm.token_batch import TokenBatch
 from spo.errors import FieldViolation, InvalidInput
@@ -117,7 +117,15 @@ class Policy:
         diagnostics = batch_diagnostics(logprobs_BL.detach(), batch, algorithm.beta)
         means.add({"loss": loss.item(), **parts, **named_diagnostics(diagnostics)}, micro_batch.weight)
         self._measure_samples(micro_batch, logprobs_BL.detach(), means)
+        self._measure_sources(micro_batch, logprobs_BL.detach(), means)
         return loss
+
+    def _measure_sources(self, micro_batch: MicroBatch, logprobs_BL: Tensor, means: WeightedMeans) -> None:
+        """How far the rewards of each source of feedback are from what the policy has learned from all of them."""
+        said_by = [row.trajectory.said_by for row in micro_batch.rows]
+        if any(said_by):
+            found = residuals(logprobs_BL, self.batch(micro_batch), self._spec.algorithm.beta)
+            means.add_by_source(said_by, found.abs().tolist())
 
     def _measure_samples(self, micro_batch: MicroBatch, logprobs_BL: Tensor, means: WeightedMeans) -> None:
         """What the run's own samples tell of the policy, and of how far it is from those who sampled them."""

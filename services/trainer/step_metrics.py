@@ -16,6 +16,8 @@ from spo.v1.trajectory_pb2 import FINISH_REASON_LENGTH, Trajectory
 
 # Curves of parts; a scoring function may name as many as it likes.
 MOST_PARTS = 32
+# Curves of sources of feedback; whoever sends traffic may name as many as it likes.
+MOST_SOURCES = 16
 
 
 class WeightedMeans:
@@ -34,6 +36,16 @@ class WeightedMeans:
             for name, value in values.items():
                 self.sums[name] += value * weight
                 self.weights[name] += weight
+
+    def add_by_source(self, said_by: Sequence[str], residuals_abs: Sequence[float]) -> None:
+        """`residual_abs/<source>` of the trajectories whose reward a source said, MOST_SOURCES sources at most."""
+        named: dict[str, list[float]] = defaultdict(list)
+        for source, residual in zip(said_by, residuals_abs, strict=True):
+            if source:
+                named[source].append(residual)
+        for source in sorted(named)[:MOST_SOURCES]:
+            found = named[source]
+            self.add({f"residual_abs/{source}": sum(found) / len(found)}, len(found))
 
     def means(self, others: Iterable[WeightedMeans]) -> dict[str, float]:
         """The means over all of `others` (which include this one)."""

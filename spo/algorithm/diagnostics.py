@@ -38,7 +38,7 @@ def batch_diagnostics(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> di
     log_ratio_BL = torch.where(mask_BL, logprobs_BL - batch.reference_logprobs_BL, 0.0)
     nll_B = torch.where(mask_BL, -logprobs_BL, 0.0).sum(dim=1) / batch.response_lengths.clamp(min=1)
     q_B = terminal_q(logprobs_BL, batch, beta)
-    residual_B = q_B - batch.reward_B
+    residual_B = residuals(logprobs_BL, batch, beta)
     means = {
         "log_ratio_nats": log_ratio_BL.sum(dim=1),
         "kl_to_reference_nats": 0.5 * log_ratio_BL.square().sum(dim=1),
@@ -55,6 +55,13 @@ def batch_diagnostics(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> di
         "response_tokens": batch.response_lengths.to(logprobs_BL.dtype),
     }
     return {name: values_B.mean().item() for name, values_B in means.items()}
+
+
+@torch.no_grad()
+def residuals(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> Tensor:
+    """Q_T - r of each response; (B,), reward units."""
+    residual_B: Tensor = terminal_q(logprobs_BL, batch, beta) - batch.reward_B
+    return residual_B
 
 
 @torch.no_grad()

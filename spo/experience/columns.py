@@ -81,6 +81,7 @@ SCHEMA = pyarrow.schema(
         ("part_names", _WORDS),
         ("part_scores", _SCORES),
         ("consent", _TEXT),
+        ("said_by", _TEXT),
     ]
 )
 # Columns that files written before them lack: read as empty.
@@ -97,6 +98,7 @@ ADDED = frozenset(
         "part_names",
         "part_scores",
         "consent",
+        "said_by",
     }
 )
 # Columns that a message has under the same name.
@@ -107,6 +109,7 @@ _OF_TRAJECTORY = (
     "sample_index",
     "licence",
     "consent",
+    "said_by",
     "sampler",
     "policy_version_first",
     "policy_version_last",

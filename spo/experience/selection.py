@@ -20,6 +20,8 @@ from spo.v1.prompt_pb2 import Prompt
 
 # What the choice depends on; all else is read for the chosen rows only.
 NARROW = ("trajectory_id", "prompt_id", "statement_digest", "content_digest", "reward", "outcome", "created_unix_ms")
+# What people said of their answers: nine who like a text and one who does not are ten opinions, not two.
+OPINIONS = "traffic"
 _PLACE = [("file", pyarrow.int32()), ("row", pyarrow.int32())]
 _EMPTY = pyarrow.schema([*(SCHEMA.field(name) for name in NARROW), *_PLACE]).empty_table()
 
@@ -58,7 +60,8 @@ class Selection:
         """At most `per_prompt` trajectories for each source named: successes and failures in turn, newest first.
 
         Those on this very prompt, and those on the same statement with other tests, whose verdicts do not count here.
-        None twice by id, nor by content and outcome. Raises Unreachable, IntegrityError.
+        None twice by id, nor by content and outcome, except captured traffic: there each is an opinion. Raises
+        Unreachable, IntegrityError.
         """
         with self._lock:
             index, files = self._known = self._known or self._look()
@@ -101,7 +104,8 @@ def _choose(found: Sequence[IndexRow], wanted: StoredExperience, files: Sequence
     distinct: dict[tuple[str, bool], IndexRow] = {}
     for row in of_run:
         success = is_success(row["reward"], outcome=row["outcome"])
-        distinct.setdefault((row["content_digest"], success), row)
+        is_opinion = row["outcome"] is None and files[row["file"]].origin.kind == OPINIONS
+        distinct.setdefault((row["trajectory_id"] if is_opinion else row["content_digest"], success), row)
     right = [row for (_, success), row in distinct.items() if success]
     wrong = [row for (_, success), row in distinct.items() if not success and not wanted.correct_only]
     in_turn = chain.from_iterable(zip_longest(right, wrong))

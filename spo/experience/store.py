@@ -45,7 +45,7 @@ _PATH = re.compile(r"task_set=(?P<task_set>[^/]+)/reference=(?P<reference>[^/]+)
 
 @dataclass(frozen=True)
 class Origin:
-    """What a file's rows have together: kind is "run", "import" or "rejudge", parents name the runs they came from."""
+    """What a file's rows have together: kind is "run", "import", "traffic" or "rejudge"; parents: their runs."""
 
     run: str
     kind: str

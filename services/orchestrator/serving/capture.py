@@ -7,6 +7,7 @@ there; `collect` makes trajectories of it in the experience store.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
@@ -24,6 +25,9 @@ from spo.spec.stored import record_of
 MOST_CAPTURED = 50_000
 READ_AT_ONCE = 200
 DAY_SECONDS = 86_400
+MOST_SOURCE_CHARACTERS = 64
+# What may stand in the name of a curve.
+_PLAIN = re.compile(r"[^A-Za-z0-9_.:@-]")
 
 
 class CapturePolicy(BaseModel):
@@ -102,6 +106,11 @@ class Captured:
     metadata: Mapping[str, str] = field(default_factory=dict)
     redacted: bool = False
     feedback: Mapping[int, Feedback] = field(default_factory=dict)
+
+    @property
+    def source(self) -> str:
+        """Where it comes from, as its rewards are told apart: `metadata.source` as a plain name, else the key."""
+        return _PLAIN.sub("_", self.metadata.get("source") or self.by)[:MOST_SOURCE_CHARACTERS]
 
     @property
     def statement(self) -> str:

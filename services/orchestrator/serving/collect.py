@@ -114,6 +114,7 @@ def _row(
         created_unix_ms=captured.created_unix_ms,
         licence=captured.licence,
         consent=captured.consent,
+        said_by=captured.source,
     )
     if choice.token_ids and captured.prompt_token_ids:
         trajectory.prompt_token_ids.extend(captured.prompt_token_ids)

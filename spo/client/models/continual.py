@@ -16,6 +16,16 @@ class RoundComparison(Document):
     problems: int
 
 
+class RoundSource(Document):
+    """A source of feedback: mean |Q_T - r| in reward units, how much above the others' median, whether that is bad."""
+
+    source: str
+    residual: float
+    excess: float
+    excess_error: float
+    suspect: bool
+
+
 class ContinualRound(Document):
     """One round; learned_from: rows of each stored run when it began. state: starting, training, evaluating, then
     served (its version was put in service), kept (the served one stayed) or failed; reason says why.
@@ -33,6 +43,7 @@ class ContinualRound(Document):
     reason: str
     began_at: str
     ended_at: str
+    sources: tuple[RoundSource, ...] = ()
 
 
 class ContinualSummary(Document):

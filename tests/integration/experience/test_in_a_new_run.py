@@ -71,8 +71,8 @@ class Stage:
         }
         return StoredTrajectory(Trajectory(**{**fields, **changes}), PROMPT, "float32")
 
-    def put(self, rows: Sequence[StoredTrajectory], run: str = BEFORE, tenant: str = "") -> None:
-        self.store.write(Origin(run, "run", "toy", self.reference.model_hash, tenant=tenant), "part-1", rows)
+    def put(self, rows: Sequence[StoredTrajectory], run: str = BEFORE, tenant: str = "", kind: str = "run") -> None:
+        self.store.write(Origin(run, kind, "toy", self.reference.model_hash, tenant=tenant), "part-1", rows)
 
     def taken(self, prompt: Prompt = PROMPT, **wanted: Any) -> list[Trajectory]:
         spec = parse_job_spec({**self.spec.model_dump(), "offline": {"experience": [wanted]}})
@@ -227,6 +227,18 @@ def test_a_prompt_takes_successes_and_failures_in_turn_newest_first_and_nothing_
     assert chosen == ["traj_103", "traj_104", "traj_8"], "one success: the others differ in spaces alone"
     assert len(stage.taken(correct_only=True)) == 1
     assert stage.taken(Prompt(prompt_id="q" * 64, text="something else")) == []
+
+
+def test_what_several_people_said_of_the_same_answer_counts_as_often_as_they_said_it(stage: Stage) -> None:
+    rows = [stage.scored(n, WRONG, said_by=f"person {n}", reward=0.0 if n == 1 else -1.0) for n in range(4)]
+    for row in rows:
+        row.trajectory.ClearField("verdict")
+    stage.put(rows, run="traffic", kind="traffic")
+
+    found = stage.taken(run="traffic")
+
+    assert sorted(sample.reward for sample in found) == [-1.0, -1.0, -1.0, 0.0]
+    assert {sample.said_by for sample in found} == {f"person {n}" for n in range(4)}
 
 
 def test_what_does_not_fit_the_model_is_left_out(stage: Stage) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.trainer.batches import TrainingSample
-from services.trainer.step_metrics import MOST_PARTS, batch_metrics
+from services.trainer.step_metrics import MOST_PARTS, MOST_SOURCES, WeightedMeans, batch_metrics
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.verdict_pb2 import Outcome, PartScore, Verdict
@@ -39,3 +39,12 @@ def test_a_function_that_names_a_score_for_each_response_makes_so_many_curves_an
     found = metrics_of(*(Row(0.5, **{f"part{number:03}": 1.0}) for number in range(100)))
 
     assert sum(name.startswith("score/") for name in found) == MOST_PARTS
+
+
+def test_residuals_are_told_by_the_source_that_said_the_reward() -> None:
+    means = WeightedMeans()
+    means.add_by_source(["west", "", "east", "west"], [0.5, 9.0, 0.25, 1.0])
+
+    assert means.means([means]) == {"residual_abs/west": 0.75, "residual_abs/east": 0.25}
+    means.add_by_source([f"source{number:03}" for number in range(100)], [1.0] * 100)
+    assert len(means.sums) == 2 + MOST_SOURCES

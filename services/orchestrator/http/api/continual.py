@@ -31,6 +31,19 @@ class RoundComparison(BaseModel):
     problems: int
 
 
+class RoundSource(BaseModel):
+    """A source of feedback: mean |Q_T - r| in reward units, how much above the others' median, and whether that is bad.
+
+    excess_error: the standard error of the excess over training steps.
+    """
+
+    source: str
+    residual: float
+    excess: float
+    excess_error: float
+    suspect: bool
+
+
 class ContinualRound(BaseModel):
     """One round; learned_from: rows of each stored run when it began; served: its version was put in service."""
 
@@ -46,6 +59,7 @@ class ContinualRound(BaseModel):
     reason: str
     began_at: str
     ended_at: str
+    sources: list[RoundSource]
 
 
 class ContinualSummary(BaseModel):

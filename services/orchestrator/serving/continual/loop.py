@@ -17,9 +17,15 @@ import redis
 from services.orchestrator.evaluation.queue import EvaluationQueue
 from services.orchestrator.evaluation.requests import OPEN, RequestedEvaluation
 from services.orchestrator.jobs.commit import timestamp
+from services.orchestrator.jobs.series import training_series
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.leadership import NotLeading
 from services.orchestrator.replicas.weights import WeightAnnouncements
+from services.orchestrator.serving.continual.disagreement import (
+    SourceResidual,
+    source_residuals,
+    suspects_in_words,
+)
 from services.orchestrator.serving.continual.gate import GateComparison, compare
 from services.orchestrator.serving.continual.round_experience import RoundExperience
 from services.orchestrator.serving.continual.round_jobs import RoundJobs
@@ -29,6 +35,7 @@ from spo.errors import Conflict, NotFound, SpoError
 from spo.observability.logs import get_logger
 from spo.spec.job_spec import EvaluationSpec
 from spo.spec.job_state import TERMINAL, JobState
+from spo.spec.stored import record_of
 
 log = get_logger("continual")
 
@@ -168,7 +175,9 @@ class ContinualLoop:
         requested = [
             self.evaluations.request(current.job_id, each, gate.tasks, protocol, key).id for each in (0, version)
         ]
-        self.store.change_round(job, replace(current, state="evaluating", version=version, evaluations=requested))
+        sources = source_residuals(training_series(self.jobs.client, current.job_id).columns)
+        evaluating = replace(current, state="evaluating", version=version, evaluations=requested)
+        self.store.change_round(job, replace(evaluating, sources=list(map(asdict, sources))))
 
     def _follow_evaluations(self, job: ContinualJob, current: Round) -> None:
         try:
@@ -188,10 +197,12 @@ class ContinualLoop:
         self._decide(job, replace(current, comparison=asdict(comparison)), comparison)
 
     def _decide(self, job: ContinualJob, current: Round, found: GateComparison) -> None:
+        suspects = suspects_in_words([record_of(SourceResidual, each) for each in current.sources])
         told = (
             f"pass@1 {found.served:.3f} -> {found.candidate:.3f}, gain {found.gain:+.3f} "
             f"({found.low:+.3f} to {found.high:+.3f}) on {found.problems} problems"
         )
+        told = f"{told}; {suspects}" if suspects else told
         if found.low <= job.spec.gate.min_gain:
             self._end(job, current, "kept", f"not shown to be better: {told}")
             return

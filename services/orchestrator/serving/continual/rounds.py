@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
@@ -27,7 +27,7 @@ class Round:
 
     parent_change: the number of the change under which that was served. learned_from: rows of each stored run when it
     began. comparison: fields of a GateComparison. served: version, of job_id, was put in service; kept: what was served
-    before stayed, reason says why.
+    before stayed, reason says why. sources: fields of a SourceResidual for each source of feedback.
     """
 
     number: int
@@ -44,6 +44,7 @@ class Round:
     reason: str = ""
     began_at: str = ""
     ended_at: str = ""
+    sources: Sequence[Mapping[str, object]] = ()
 
 
 @dataclass(frozen=True)

@@ -156,3 +156,18 @@ def test_of_what_is_asked_for_a_share_is_kept(counter: Counter) -> None:
     counter.chat("hello", headers=ASKED)
 
     assert counter.ask("GET", "/v1/capture").json()["captured"] == 0
+
+
+@pytest.mark.parametrize(
+    ("metadata", "source"),
+    [({}, "operator"), ({"source": "west"}, "west"), ({"source": "<b>we st/" + "x" * 100}, "_b_we_st_" + "x" * 55)],
+)
+def test_a_reward_is_the_opinion_of_the_source_that_its_request_named(
+    counter: Counter, metadata: dict[str, str], source: str
+) -> None:
+    completion = counter.chat("hello", headers=ASKED, metadata=metadata).json()["id"]
+    feedback(counter, completion, thumbs="up", edited="better")
+
+    collected(counter)
+
+    assert [row.trajectory.said_by for row in stored(counter, "traffic")] == [source, source]

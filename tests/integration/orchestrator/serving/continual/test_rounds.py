@@ -15,6 +15,7 @@ from ulid import ULID
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
+from services.orchestrator.jobs.series import report_writes
 from services.orchestrator.serving.capture import Captured, CapturedChoice, Feedback
 from services.orchestrator.serving.continual import round_experience
 from services.orchestrator.serving.continual.rounds import ContinualJob, Round
@@ -176,6 +177,29 @@ def test_what_is_not_shown_to_be_better_is_not_served(loop: Loop, parent: str, s
 
     assert (ended["state"], loop.serving()) == ("kept", (parent, 2))
     assert "not shown to be better: pass@1 0.400 -> 0.350" in ended["reason"]
+
+
+def test_the_source_that_disagrees_with_the_rest_is_named(
+    loop: Loop, state_path: Path, context: AppContext, api: httpx.Client
+) -> None:
+    loop.put()
+    loop.store(1)
+    begun = loop.tick()
+    levels = {"residual_abs/north": 0.3, "residual_abs/east": 0.4, "residual_abs/west": 0.7, "reward": -0.5}
+    reports = [(step, {name: level + 0.01 * (step % 2) for name, level in levels.items()}) for step in range(10)]
+    context.jobs.write(*report_writes(begun["job_id"], reports))
+    loop.train(begun["job_id"], state_path)
+    loop.evaluate(loop.tick(), (0.4, 0.35))
+
+    ended = loop.tick()
+
+    assert [(each["source"], each["suspect"]) for each in ended["sources"]] == [
+        ("west", True),
+        ("east", False),
+        ("north", False),
+    ]
+    assert "feedback that disagrees with the rest: west" in ended["reason"]
+    assert "<b>west</b>" in api.get("/models").text
 
 
 def test_a_change_by_hand_meanwhile_stands(loop: Loop, parent: str, state_path: Path, context: AppContext) -> None:
