@@ -9,25 +9,18 @@ from typing import Literal
 
 from blake3 import blake3
 
-from services.orchestrator.evaluation.scorer import upload_tests
+from services.orchestrator.experience.judging import judge_rows
 from services.orchestrator.schemas import experience as schemas
-from spo.errors import FieldViolation, InvalidInput, NotReady
+from spo.errors import FieldViolation, InvalidInput
 from spo.experience.columns import StoredTrajectory
 from spo.experience.import_row import ImportTerms, ProblemIndex, RowRefusal, stored_row
 from spo.experience.mapped_rows import check_mapping, mapped
 from spo.experience.store import ExperienceStore, Origin
 from spo.experience.uploads import UploadedRow, UploadFormat, uploaded_rows
 from spo.rpc.judge_pools import JudgePools
-from spo.spec.reward import require_decided, reward_of
-from spo.spec.tasks import RewardSpec
-from spo.tasks.problem import Problem, program_of
-from spo.tasks.verifier_pool import pool_of
-from spo.v1.judge_service_pb2 import PRIORITY_TRAINING, JudgeRequest, JudgeResponse
-from spo.v1.verdict_pb2 import OUTCOME_INTERNAL_ERROR, Verdict
+from spo.tasks.problem import Problem
 
 SHOWN_FAULTS = 100
-PROGRAMS_PER_CALL = 64
-JUDGE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -80,41 +73,6 @@ def import_rows(
         faults=faults[:SHOWN_FAULTS],
         faults_by_code=dict(Counter(fault.code for fault in faults)),
     )
-
-
-def judge_rows(judges: JudgePools, index: ProblemIndex, rows: Iterable[StoredTrajectory]) -> int:
-    """Set verdict and reward of each row by its problem's tests; returns how many rows that were.
-
-    Raises NotReady when the judge could not decide on a program.
-    """
-    by_problem: dict[str, list[StoredTrajectory]] = defaultdict(list)
-    for row in rows:
-        by_problem[row.prompt.prompt_id].append(row)
-    problems = [found for prompt_id in by_problem if (found := index.find(prompt_id, "")) is not None]
-    upload_tests(judges, problems)
-    for problem in problems:
-        same = by_problem[problem.problem_id]
-        programs = [program_of(row.trajectory, problem.response_format, problem.language) for row in same]
-        verdicts = _verdicts(judges, problem, list(dict.fromkeys(programs)))
-        for row, program in zip(same, programs, strict=True):
-            row.trajectory.verdict.CopyFrom(verdicts[program])
-            row.trajectory.reward = reward_of(verdicts[program], RewardSpec())
-    return sum(map(len, by_problem.values()))
-
-
-def _verdicts(judges: JudgePools, problem: Problem, programs: Sequence[str]) -> dict[str, Verdict]:
-    found: dict[str, Verdict] = {}
-    for start in range(0, len(programs), PROGRAMS_PER_CALL):
-        chunk = programs[start : start + PROGRAMS_PER_CALL]
-        request = JudgeRequest(
-            programs=chunk, language=problem.language, tests_digest=problem.tests_digest, priority=PRIORITY_TRAINING
-        )
-        reply: JudgeResponse = judges.of(pool_of(problem.tests)).call("Judge", request, JUDGE_SECONDS)
-        require_decided(reply.verdicts)
-        if any(verdict.outcome == OUTCOME_INTERNAL_ERROR for verdict in reply.verdicts):
-            raise NotReady("the judge could not decide on a program", code="judge_fault")
-        found |= zip(chunk, reply.verdicts, strict=True)
-    return found
 
 
 def _sort_out(

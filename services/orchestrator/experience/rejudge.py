@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.orchestrator.experience import queries
-from services.orchestrator.experience.imports import judge_rows
+from services.orchestrator.experience.judging import RowJudge
 from services.orchestrator.schemas import experience as schemas
 from spo import redis_keys
 from spo.errors import InvalidInput
@@ -43,6 +43,7 @@ class Rejudging:
     accepted: int = field(default=0, init=False)
     rejected: int = field(default=0, init=False)
     changes: list[schemas.ChangedVerdict] = field(default_factory=list, init=False)
+    _seen: set[str] = field(default_factory=set, init=False)
 
     def run(self, scope: queries.Scope) -> schemas.RejudgeReport:
         """Judge the rows and, if `writes`, store them under the new name; a second run changes nothing.
@@ -51,10 +52,10 @@ class Rejudging:
         """
         index = ProblemIndex(self.problems)
         versions = {pool: self._version_of(pool) for pool in {pool_of(problem.tests) for problem in self.problems}}
-        seen: set[str] = set()
+        judge = RowJudge(self.judges, index)
         for file in scope.files(self.store):
             if file.origin.run != self.name:
-                self._file(file, index, versions, seen)
+                self._file(file, index, versions, judge)
         return schemas.RejudgeReport(
             run=self.name if self.writes and self.judged else None,
             looked_at=self.looked_at,
@@ -62,19 +63,19 @@ class Rejudging:
             unknown_problems=self.unknown,
             newly_accepted=self.accepted,
             newly_rejected=self.rejected,
-            changed=self.changes[:SHOWN_CHANGES],
+            changed=self.changes,
         )
 
     def _version_of(self, pool: str) -> str:
         reply: DescribeJudgeResponse = self.judges.of(pool).call("DescribeJudge", DescribeJudgeRequest())
         return reply.judge_version
 
-    def _file(self, file: StoredFile, index: ProblemIndex, versions: Mapping[str, str], seen: set[str]) -> None:
+    def _file(self, file: StoredFile, index: ProblemIndex, versions: Mapping[str, str], judge: RowJudge) -> None:
         before = [row for batch in self.store.batches(file) for row in self._outdated(batch, index, versions)]
-        before = [row for row in before if row.trajectory.trajectory_id not in seen]
-        seen.update(row.trajectory.trajectory_id for row in before)
+        before = [row for row in before if row.trajectory.trajectory_id not in self._seen]
+        self._seen.update(row.trajectory.trajectory_id for row in before)
         after = [self._copy(row, index) for row in before]
-        judge_rows(self.judges, index, after)
+        judge.judge(after)
         for old, new in zip(before, after, strict=True):
             self._compare(old.trajectory, new.trajectory)
         self.judged += len(after)
@@ -135,6 +136,8 @@ class Rejudging:
         accepted = new.verdict.outcome == OUTCOME_ACCEPTED
         self.accepted += accepted
         self.rejected += not accepted
+        if len(self.changes) == SHOWN_CHANGES:
+            return
         self.changes.append(
             schemas.ChangedVerdict(trajectory_id=old.trajectory_id, prompt_id=new.prompt_id, before=before, after=after)
         )

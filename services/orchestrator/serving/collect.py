@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from services.orchestrator.experience.imports import judge_rows
+from services.orchestrator.experience.judging import judge_rows
 from services.orchestrator.serving.capture import Captured, CapturedChoice, CaptureStore
 from spo import redis_keys
 from spo.experience.columns import StoredTrajectory, statement_digest
