@@ -13,6 +13,7 @@ from services.orchestrator.datasets.store import Datasets
 from services.orchestrator.evaluation.queue import EvaluationLimits, EvaluationQueue
 from services.orchestrator.evaluation.scorer import Scorer
 from services.orchestrator.jobs.event_files import EventFiles
+from services.orchestrator.jobs.files import JobFiles
 from services.orchestrator.jobs.leases import Leases
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.leadership import Leadership
@@ -63,7 +64,6 @@ from spo.spec.job_spec import TasksSpec
 from spo.spec.verifier import verifiers_in
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
 from spo.v1.value_service_pb2_grpc import ValueServiceStub
-from spo.weights.store import WeightStore
 
 
 @dataclass
@@ -97,14 +97,15 @@ class AppContext:
         self.datasets = Datasets(self.jobs, settings.state_path, settings.max_dataset_bytes)
         self.library.resolve = self.datasets.resolve
         self.experience = ExperienceStore(settings.experience_place)
-        self.weight_store = WeightStore(settings.weight_place, cache_path=settings.weight_cache_path)
+        self.files = JobFiles.of(settings)
+        self.weight_store = self.files.weights
         self.authenticator = Authenticator(settings, self.redis)
         self.captures = CaptureStore(self.redis)
         self.audit = AuditLog(self.redis)
         identity = PlatformIdentity(self.redis, settings.state_path, settings.weight_place)
         self.watch = RecoveryWatch(self.jobs, identity, JobManifests(self.jobs, settings.state_path))
         self.jobs.absent = self.watch.absent
-        self.job_rebuild = JobRebuild(self.jobs, settings.state_path, self.weight_store)
+        self.job_rebuild = JobRebuild(self.jobs, self.files)
 
     def _follow_replicas(self) -> None:
         settings = self.settings
@@ -126,12 +127,12 @@ class AppContext:
 
     def _run_jobs(self) -> None:
         settings, jobs = self.settings, self.jobs
-        self.leases = Leases(jobs, settings.state_path, settings.weight_place, settings.lease_seconds, self.stop)
+        self.leases = Leases(jobs, settings.checkpoint_place, settings.weight_place, settings.lease_seconds, self.stop)
         self.alarms = Alarms(jobs, self.weights)
         self.trainer_deaths = TrainerDeaths(jobs, settings.most_trainer_deaths)
         self.queue = JobQueue(jobs, self.replicas, settings.max_running_jobs)
         self.actions = JobActions(jobs, self.queue)
-        self.deletion = JobDeletion(jobs, settings.state_path, self.weight_store, self.watch.manifests.forget)
+        self.deletion = JobDeletion(jobs, self.files, self.watch.manifests.forget)
         windows = settings.most_fruitless_windows
         self.dispatcher = PromptDispatcher(jobs, self.library, self.replay, windows, self.in_hand)
         self.value_progress = ValueProgress(self.redis)
@@ -141,7 +142,7 @@ class AppContext:
         self.evaluations = EvaluationQueue(jobs, self.library, self.weights, scorer, self.assigner, limits)
         self.model_check = ModelCheck(self.replicas, settings.max_dead_letter_share)
         self.spec_check = SpecCheck(self.library, self.model_check, AddressRules.of(settings.verifier_http_hosts))
-        self.forks = Forks(jobs, self.spec_check, self.weights, self.references, settings.state_path, self.weight_store)
+        self.forks = Forks(jobs, self.spec_check, self.weights, self.references, self.files)
         self.plan_warnings = PlanWarnings(self.replicas)
         self.monitor = JobMonitor(jobs, self.leases, self.assigner, settings.stall_seconds)
         preparation = JobPreparation(jobs, self.library, self.model_check, self.judges)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from services.trainer.checkpoints import TrainingProgress
+from services.trainer.checkpoints.places import CheckpointPlace, SavedCheckpoint
+from services.trainer.checkpoints.training_state import TrainingProgress
 from services.trainer.learner import StepResult
 from services.trainer.microbatches import Minibatch
 from services.trainer.ranks import Ranks
 from spo.errors import ResourceExhausted, SpoError
-from spo.manifest_folder import ManifestFolder
 from spo.weights.store import StoredVersion
 
 
@@ -47,8 +48,10 @@ class RankRole(Protocol):
     def published(self, written: StoredVersion | None, progress: TrainingProgress) -> None:
         """The weights were stored; rank 0 gets the version."""
 
-    def checkpointed(self, sealed: ManifestFolder | None, progress: TrainingProgress) -> None:
-        """A checkpoint was tried; rank 0 gets its folder, None when it could not be written."""
+    def checkpointed(
+        self, saved: Future[SavedCheckpoint] | None, place: CheckpointPlace, progress: TrainingProgress
+    ) -> None:
+        """A checkpoint was tried; rank 0 gets what is done once it is whole, None when it could not be written."""
 
     def no_room(self, error: ResourceExhausted) -> None:
         """There is no room for weights or a checkpoint now: it is tried again."""
@@ -83,7 +86,9 @@ class Follower:
     def published(self, written: StoredVersion | None, progress: TrainingProgress) -> None:
         """Rank 0 announces."""
 
-    def checkpointed(self, sealed: ManifestFolder | None, progress: TrainingProgress) -> None:
+    def checkpointed(
+        self, saved: Future[SavedCheckpoint] | None, place: CheckpointPlace, progress: TrainingProgress
+    ) -> None:
         """Rank 0 reports."""
 
     def no_room(self, error: ResourceExhausted) -> None:

@@ -6,12 +6,14 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from services.trainer.attempts.attempt import Attempt
 from services.trainer.batches import ReplayClient, TrainingSample, faults, groups_of
-from services.trainer.checkpoints import TrainingProgress
+from services.trainer.checkpoints.places import CheckpointPlace, SavedCheckpoint
+from services.trainer.checkpoints.training_state import TrainingProgress
 from services.trainer.collapse_monitor import CollapseMonitor
 from services.trainer.commands import Command
 from services.trainer.learner import StepResult
@@ -20,8 +22,7 @@ from services.trainer.microbatches import ForwardLimits, cut_into_minibatches
 from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
 from services.trainer.step_metrics import batch_metrics, sampler_alarm
-from spo.errors import Conflict, InternalError, LeaseLost, ResourceExhausted, SpoError
-from spo.manifest_folder import ManifestFolder, prune_folders
+from spo.errors import Conflict, IntegrityError, InternalError, LeaseLost, NotReady, ResourceExhausted, SpoError
 from spo.observability import tracing
 from spo.observability.logs import get_logger
 from spo.observability.metrics import POLICY_VERSION, TRAINER_STEP_SECONDS, TRAINER_WAIT_SECONDS
@@ -93,6 +94,10 @@ class Controller:
         # A full disk is tried again from then on; until then training goes on without the checkpoint it owes.
         self._room_again_at = 0.0
         self._owes_checkpoint = False
+        # Written here, and whole where it is kept a little later.
+        self._saving: Future[SavedCheckpoint] | None = None
+        self._saving_step = 0
+        self._place: CheckpointPlace | None = None
         self._checkpoint_ended = time.monotonic()
         self._checkpoint_seconds = 0.0
         self._waiting_since = time.monotonic()
@@ -116,7 +121,11 @@ class Controller:
         """Decide what all ranks do next, and give each its part of it."""
         self._context.weight_version = progress.published_version
         self._rows = ()
+        self._report_saved(progress)
         command = self._interruption(progress) or self._due(progress) or self._next_batch(progress)
+        if self._saving and command.kind in ("checkpoint", "end") and not self._lease.lost:
+            # One at a time, and none is left behind by a trainer that goes.
+            command = self._await_saving()
         self._command_started = time.monotonic()
         shares = cut_into_minibatches(
             self._rows,
@@ -153,11 +162,19 @@ class Controller:
         if self._lease.reference_version > progress.reference_version and not done:
             return Command("update_reference", reference_version=self._lease.reference_version)
         match self._lease.directive:
-            case wire.DIRECTIVE_CHECKPOINT if not saved:
+            case wire.DIRECTIVE_CHECKPOINT if not saved and not self._saving:
                 return Command("checkpoint")
             case wire.DIRECTIVE_PAUSE:
                 return self._save_and_wait(progress)
         return self._end(RunOutcome("all steps done", give_back=True)) if done else None
+
+    def _await_saving(self) -> Command:
+        assert self._saving
+        assert self._place
+        if self._lease.directive == wire.DIRECTIVE_CANCEL:
+            self._place.abandon()
+        wait([self._saving], WAIT_SECONDS)
+        return Command("wait")
 
     def _save_and_wait(self, progress: TrainingProgress) -> Command:
         if progress.step and not self._is_saved(progress):
@@ -184,7 +201,12 @@ class Controller:
         return self._paused_by_alarm
 
     def _checkpoint_due(self, progress: TrainingProgress) -> bool:
-        if progress.step % self._spec.trainer.checkpoint_interval == 0:
+        at_interval = progress.step % self._spec.trainer.checkpoint_interval == 0
+        if self._saving:
+            # Training does not wait for it; the one that is due now follows it.
+            self._owes_checkpoint = self._owes_checkpoint or at_interval
+            return False
+        if at_interval:
             return True
         if self._owes_checkpoint:
             return self._may_find_room()
@@ -313,28 +335,52 @@ class Controller:
         POLICY_VERSION.labels(role="trainer").set(progress.weight_version)
         log.info("weights published", version=progress.weight_version, step=progress.weight_step)
 
-    def checkpointed(self, sealed: ManifestFolder | None, progress: TrainingProgress) -> None:
-        """Note the time and cost of a checkpoint, and report it if it could be written."""
-        self._checkpoint_tried_at_step = progress.step
+    def checkpointed(
+        self, saved: Future[SavedCheckpoint] | None, place: CheckpointPlace, progress: TrainingProgress
+    ) -> None:
+        """Note the time and cost of a checkpoint, and report it once it is whole, if it could be written."""
+        self._checkpoint_tried_at_step = self._saving_step = progress.step
         self._checkpoint_ended = time.monotonic()
         self._checkpoint_seconds = self._checkpoint_ended - self._command_started
-        self._owes_checkpoint = sealed is None and not self._may_find_room()
-        if sealed is None:
+        self._owes_checkpoint = saved is None and not self._may_find_room()
+        self._saving, self._place = saved, place
+        if saved is None:
             return
         self._context.problem = ""
         if self._lease.directive == wire.DIRECTIVE_CHECKPOINT:
             self._lease.directive = wire.DIRECTIVE_CONTINUE
+        self._report_saved(progress)
+
+    def _report_saved(self, progress: TrainingProgress) -> None:
+        """Report the checkpoint that was on its way, once it is whole."""
+        saving, place = self._saving, self._place
+        if saving is None or place is None or not saving.done():
+            return
+        self._saving = None
+        with self.owning():
+            try:
+                saved = saving.result()
+            except (OSError, NotReady, IntegrityError) as error:
+                log.error("a checkpoint did not arrive; tried again", step=self._saving_step, why=str(error))
+                self._owes_checkpoint, self._room_again_at = True, time.monotonic() + ROOM_SECONDS
+                return
+            if self._lease.directive == wire.DIRECTIVE_PAUSE and self._saving_step != progress.step:
+                # Reporting it would complete the pause before the last steps are saved.
+                return
+            self._report_checkpoint(saved, place)
+
+    def _report_checkpoint(self, saved: SavedCheckpoint, place: CheckpointPlace) -> None:
         kept = self._lease.report_checkpoint(
-            progress.step,
-            path=str(sealed.path.absolute()),
-            manifest_digest=sealed.manifest_digest,
-            weight_version=progress.weight_version,
+            saved.progress.step,
+            path=saved.path,
+            manifest_digest=saved.manifest_digest,
+            weight_version=saved.progress.weight_version,
             keep=self._settings.checkpoints_kept,
             resumed_step=self._resumed_step,
         )
         # Only now: a trainer that lost its lease removes nothing, and what is removed is recorded no longer.
         if kept:
-            prune_folders(sealed.path.parent, kept, self._lease.grant.epoch)
+            place.prune(kept, self._lease.grant.epoch)
 
     def conclude(self, progress: TrainingProgress) -> None:
         """Give the job back, or let go of it."""

@@ -6,10 +6,11 @@ lease -> load model -> resume -> [ train | skip | publish | checkpoint | update_
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from services.trainer.attempts.attempt import WAITING, Attempt, death_before, forget_deaths
-from services.trainer.checkpoints import TrainingProgress, load_checkpoint, save_checkpoint
+from services.trainer.checkpoints.places import CheckpointPlace
+from services.trainer.checkpoints.saving import checkpoint_place, load_checkpoint, local_folder, save_checkpoint
+from services.trainer.checkpoints.training_state import TrainingProgress
 from services.trainer.commands import Command, Follower, RankRole
 from services.trainer.controller import Controller, TrainerContext
 from services.trainer.learner import Learner
@@ -34,7 +35,7 @@ def lead_jobs(ranks: Ranks, settings: Settings, context: TrainerContext) -> None
     """Rank 0: lease one job after the other and work on it with all ranks, until stopped."""
     while not context.stop.is_set():
         grant = take_lease(context.orchestrator, context.trainer_id, settings.lease_wait_seconds, context.stop)
-        if grant and not _tell_earlier_death(context, grant):
+        if grant and not _tell_earlier_death(context, grant, settings):
             grant = None
         # Shared also when there is no job yet, which one without run_id says: no rank waits long for another.
         ranks.share(grant or LeaseJobResponse())
@@ -42,21 +43,22 @@ def lead_jobs(ranks: Ranks, settings: Settings, context: TrainerContext) -> None
             spec = spec_from_json(grant.spec_json)
             log.info("job leased", run=grant.run_id, epoch=grant.epoch, ranks=ranks.world_size)
             lines_concern_run(grant.run_id)
-            context.attempt = Attempt(ranks, grant)
+            context.attempt = _attempt(ranks, settings, grant)
             _work_on(ranks, settings, grant, spec, Controller(ranks, settings, context, grant, spec), context.attempt)
             lines_concern_run("")
     ranks.share(None)
 
 
-def _tell_earlier_death(context: TrainerContext, grant: LeaseJobResponse) -> bool:
+def _tell_earlier_death(context: TrainerContext, grant: LeaseJobResponse, settings: Settings) -> bool:
     """Tell the orchestrator what the job's trainer died of, if it did; whether the job is to be worked on."""
-    death = death_before(grant.checkpoint_path, grant.epoch)
+    notes = local_folder(grant, settings.state_path)
+    death = death_before(notes, grant.epoch)
     if death is None:
         return True
     log.warning("the trainer before died", run=grant.run_id, stage=death.stage, step=death.step, reason=death.cause)
     told = tell_death(context.orchestrator, context.trainer_id, grant, death)
     if told is not None:
-        forget_deaths(grant.checkpoint_path)
+        forget_deaths(notes)
     return bool(told)
 
 
@@ -65,7 +67,12 @@ def follow_jobs(ranks: Ranks, settings: Settings) -> None:
     grant: LeaseJobResponse | None
     while (grant := ranks.share(None)) is not None:
         if grant.run_id:
-            _work_on(ranks, settings, grant, spec_from_json(grant.spec_json), Follower(ranks), Attempt(ranks, grant))
+            attempt = _attempt(ranks, settings, grant)
+            _work_on(ranks, settings, grant, spec_from_json(grant.spec_json), Follower(ranks), attempt)
+
+
+def _attempt(ranks: Ranks, settings: Settings, grant: LeaseJobResponse) -> Attempt:
+    return Attempt(ranks, grant, local_folder(grant, settings.state_path))
 
 
 def _work_on(
@@ -106,13 +113,15 @@ class TrainingRun:
         # Versions that may become the reference, however old: those of the refresh interval, and all of earlier leases.
         self._candidates: set[int] = set()
         self._learner: Learner | None = None
+        self._checkpoints: CheckpointPlace | None = None
 
     def carry_out(self) -> None:
         """Load, resume, and carry out commands until rank 0 ends the run."""
         start = self._grant.start_version
         files = self._store.open(self._grant.run_id, start).files if start else ()
         self._learner = learner = Learner(self._ranks, self._spec, files)
-        self._resume(learner)
+        self._checkpoints = checkpoint_place(self._grant, self._settings.state_path)
+        self._resume(learner, self._checkpoints)
         while True:
             self._attempt.begins(WAITING, self.progress.step)
             command = self._role.next_command(self.progress)
@@ -126,7 +135,7 @@ class TrainingRun:
                 case "publish":
                     self._publish(learner)
                 case "checkpoint":
-                    self._checkpoint(learner)
+                    self._checkpoint(learner, self._checkpoints)
                 case "update_reference":
                     self._update_reference(learner, command.reference_version)
                 case "wait":
@@ -136,15 +145,17 @@ class TrainingRun:
 
     def close(self) -> None:
         """Free the models."""
+        if self._checkpoints:
+            self._checkpoints.abandon()
         if self._learner:
             self._learner.close()
         self._learner = None
 
-    def _resume(self, learner: Learner) -> None:
+    def _resume(self, learner: Learner, place: CheckpointPlace) -> None:
         grant = self._grant
         self._attempt.begins("resume", max((saved.step for saved in grant.checkpoints.items), default=0))
         recorded = grant.checkpoints if grant.HasField("checkpoints") else None
-        loaded = load_checkpoint(self._ranks, learner, Path(grant.checkpoint_path), recorded)
+        loaded = load_checkpoint(self._ranks, learner, place, recorded)
         begun = loaded or TrainingProgress(weight_version=grant.start_version)
         # Versions count up over leases, whatever the checkpoint knew of them.
         self.progress = replace(begun, published_version=grant.next_weight_version - 1)
@@ -212,17 +223,11 @@ class TrainingRun:
         self._candidates = {version for version in self._candidates if version >= progress.reference_version}
         return self._candidates | {self._grant.start_version}
 
-    def _checkpoint(self, learner: Learner) -> None:
+    def _checkpoint(self, learner: Learner, place: CheckpointPlace) -> None:
         with self._role.owning():
-            sealed = None
+            saved = None
             try:
-                sealed = save_checkpoint(
-                    self._ranks,
-                    learner,
-                    Path(self._grant.checkpoint_path),
-                    self.progress,
-                    epoch=self._grant.epoch,
-                )
+                saved = save_checkpoint(self._ranks, learner, place, self.progress, epoch=self._grant.epoch)
             except ResourceExhausted as error:
                 self._role.no_room(error)
-            self._role.checkpointed(sealed, self.progress)
+            self._role.checkpointed(saved, place, self.progress)

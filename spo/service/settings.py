@@ -58,6 +58,9 @@ class PlatformSettings(BaseSettings):
     weight_store_url: str = Field(
         default="", description="Folder or s3:// URL of the weight versions; default: weights/ in the state path."
     )
+    checkpoint_store_url: str = Field(
+        default="", description="Folder or s3:// URL of the checkpoints; default: checkpoints/ in the state path."
+    )
     weight_cache_path: str = Field(
         default="",
         description="Where a machine keeps versions of an object store; default: /dev/shm where they fit, else TMPDIR.",
@@ -74,6 +77,11 @@ class PlatformSettings(BaseSettings):
     def weight_place(self) -> str:
         """Where the weight store is."""
         return self.weight_store_url.rstrip("/") or str(self.state_path.absolute() / "weights")
+
+    @property
+    def checkpoint_place(self) -> str:
+        """Where checkpoints are, below a folder or prefix per job."""
+        return self.checkpoint_store_url.rstrip("/") or str(self.state_path.absolute() / "checkpoints")
 
 
 class ServiceSettings(PlatformSettings):

@@ -36,6 +36,8 @@ class OneJob(OrchestratorServiceServicer):
     spec: JobSpec
     state_path: Path
     run_id: str = "job_test"
+    checkpoint_place: str = ""
+    weight_place: str = ""
     lease_seconds: float = 5.0
     away: bool = False
     directive: int = wire.DIRECTIVE_CONTINUE
@@ -98,8 +100,8 @@ class OneJob(OrchestratorServiceServicer):
             epoch=self.epoch,
             lease_seconds=self.lease_seconds,
             next_weight_version=max((weights.version for weights in self.published), default=0) + 1,
-            checkpoint_path=str(self.state_path / "checkpoints" / self.run_id),
-            weight_store_path=str(self.state_path / "weights" / self.run_id),
+            checkpoint_path=f"{self.checkpoint_place or self.state_path / 'checkpoints'}/{self.run_id}",
+            weight_store_path=f"{self.weight_place or self.state_path / 'weights'}/{self.run_id}",
             checkpoints=wire.RecordedCheckpoints(
                 items=[
                     wire.RecordedCheckpoint(step=kept.step, epoch=kept.epoch, manifest_digest=kept.manifest_digest)

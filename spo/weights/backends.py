@@ -1,6 +1,7 @@
 """Where published weight versions lie: what a place must offer, and a folder that all machines share.
 
 <root>/<run>/<version:08d>/{manifest.json, *.safetensors}; the other place is a bucket (spo.weights.s3_backend).
+Checkpoints lie likewise, by step, whose numbers have ten digits.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from spo.manifest_folder import (
     FileEntry,
     Manifest,
     ManifestFolder,
+    link_files,
     numbered_folders,
     open_folder,
     parse_manifest,
@@ -27,6 +29,8 @@ from spo.manifest_folder import (
     staging_folder,
     verify,
 )
+
+CHECKPOINT_DIGITS = 10
 
 
 class WeightBackend(Protocol):
@@ -49,6 +53,12 @@ class WeightBackend(Protocol):
     def fetch(self, run_id: str, version: int, entry: FileEntry, destination: Path) -> None:
         """Bring one file here, verified, going on where an earlier try stopped. Raises IntegrityError."""
 
+    def copy(self, run_id: str, version: int, into: str, head: Manifest) -> ManifestFolder:
+        """The same files as another run's, without their bytes on the way where the place can.
+
+        Raises NotFound, IntegrityError, Conflict.
+        """
+
     def uri(self, run_id: str, version: int) -> str:
         """Where the version lies, for people."""
 
@@ -68,8 +78,9 @@ class WeightBackend(Protocol):
 class FolderBackend:
     """A local or mounted folder."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, digits: int = 8) -> None:
         self.root = root
+        self._digits = digits
         self.name = str(root.absolute())
 
     def staging_dir(self, run_id: str, version: int) -> AbstractContextManager[Path] | None:
@@ -87,7 +98,7 @@ class FolderBackend:
                 raise IntegrityError(f"{path} is missing") from None
             raise NotFound(f"there is no folder {path.parent}") from None
 
-    def in_place(self, run_id: str, version: int) -> ManifestFolder | None:
+    def in_place(self, run_id: str, version: int) -> ManifestFolder:
         return open_folder(self._path(run_id, version))
 
     def fetch(self, run_id: str, version: int, entry: FileEntry, destination: Path) -> None:
@@ -95,6 +106,12 @@ class FolderBackend:
         with contextlib.suppress(FileNotFoundError):
             shutil.copyfile(source, destination)
         verify(destination, entry, str(source))
+
+    def copy(self, run_id: str, version: int, into: str, head: Manifest) -> ManifestFolder:
+        source, destination = self.in_place(run_id, version), self._path(into, version)
+        with staging_folder(destination) as writing:
+            link_files(source.files, writing)
+            return seal_folder(writing, destination, head)
 
     def uri(self, run_id: str, version: int) -> str:
         return str(self._path(run_id, version).absolute())
@@ -112,4 +129,4 @@ class FolderBackend:
         remove_tree(self.root / run_id)
 
     def _path(self, run_id: str, version: int) -> Path:
-        return self.root / run_id / f"{version:08d}"
+        return self.root / run_id / f"{version:0{self._digits}d}"

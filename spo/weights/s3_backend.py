@@ -1,4 +1,4 @@
-"""Weight versions in a bucket of an S3-compatible object store.
+"""Weight versions, and checkpoints by step, in a bucket of an S3-compatible object store.
 
 <prefix>/<run>/<version:08d>/{manifest.json, <digest>-*.safetensors}. A version is there once its manifest is. Objects
 carry their digest in their name, so that no writer overwrites another's bytes; the manifest is put on condition, so
@@ -7,6 +7,7 @@ that of two writers one wins, and only a newer lease replaces what an older one 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import Iterator
@@ -34,13 +35,19 @@ from spo.weights.ranged_download import download
 
 # A call, retries included, may take this long; bytes travel in parts of a size that takes less.
 RETRY_SECONDS = 60
+# What a store copies by itself in one call; larger objects are read and written again.
+MAX_COPY_BYTES = 5 << 30
+# S3 takes 10,000 parts of at least 5 MiB.
+MOST_PARTS = 8000
+MIN_PART_BYTES = 5 << 20
 
 
 class S3Backend:
     """A bucket, or a part of one; credentials and endpoint come from the usual AWS_* variables."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, digits: int = 8) -> None:
         self.name = url.rstrip("/")
+        self._digits = digits
         try:
             self._store: ObjectStore = obstore.store.from_url(
                 self.name,
@@ -48,21 +55,59 @@ class S3Backend:
                 retry_config={"max_retries": 5},
             )
         except (BaseError, ValueError) as error:
-            raise InvalidInput(f"weights cannot be kept at {self.name}: {error}", code="weight_store_url") from None
+            raise InvalidInput(f"nothing can be kept at {self.name}: {error}", code="weight_store_url") from None
 
     def staging_dir(self, run_id: str, version: int) -> AbstractContextManager[Path] | None:
         return None
 
     def seal(self, run_id: str, version: int, writing: Path, head: Manifest) -> ManifestFolder:
         manifest = {**head, "files": [entry_of(path) for path in sorted(writing.iterdir())]}
-        with self._reaching():
-            for entry in manifest["files"]:
-                obstore.put(self._store, _object(run_id, version, entry), writing / entry["name"])
-            self._put_manifest(run_id, version, manifest)
+        for entry in manifest["files"]:
+            self.put_file(run_id, version, entry, writing / entry["name"])
+        self.put_manifest(run_id, version, manifest)
         return ManifestFolder(writing, manifest)
 
+    def put_file(self, run_id: str, version: int, entry: FileEntry, source: Path) -> None:
+        """Store one file of a version to be; nobody sees it before the manifest."""
+        with self._reaching():
+            obstore.put(self._store, self._object(run_id, version, entry), source, chunk_size=_part_bytes(entry))
+
+    def holds(self, run_id: str, version: int, entry: FileEntry) -> bool:
+        """Whether a file is there: objects appear when they are whole."""
+        try:
+            with self._reaching():
+                held = obstore.head(self._store, self._object(run_id, version, entry))
+        except FileNotFoundError:
+            return False
+        return int(held["size"]) == entry["size_bytes"]
+
+    def copy(self, run_id: str, version: int, into: str, head: Manifest) -> ManifestFolder:
+        manifest = {**head, "files": self.manifest(run_id, version)["files"]}
+        for entry in manifest["files"]:
+            if not self.holds(run_id, version, entry):
+                raise IntegrityError(f"{self.uri(run_id, version)}/{entry['name']} is missing or not whole")
+            self._copy(entry, self._object(run_id, version, entry), self._object(into, version, entry))
+        self.put_manifest(into, version, manifest)
+        return ManifestFolder(Path(), manifest)
+
+    def _copy(self, entry: FileEntry, source: str, destination: str) -> None:
+        with self._reaching():
+            if entry["size_bytes"] <= MAX_COPY_BYTES:
+                obstore.copy(self._store, source, destination)
+            else:
+                asyncio.run(self._pipe(source, destination, _part_bytes(entry)))
+
+    async def _pipe(self, source: str, destination: str, part_bytes: int) -> None:
+        content = await obstore.get_async(self._store, source)
+        await obstore.put_async(self._store, destination, content.stream(), chunk_size=part_bytes)
+
+    def put_manifest(self, run_id: str, version: int, manifest: Manifest) -> None:
+        """Make a version of files that are there. Raises Conflict unless it is of a newer epoch than what is there."""
+        with self._reaching():
+            self._put_manifest(run_id, version, manifest)
+
     def _put_manifest(self, run_id: str, version: int, manifest: Manifest) -> None:
-        path, content = _manifest(run_id, version), encode_manifest(manifest)
+        path, content = self._manifest(run_id, version), encode_manifest(manifest)
         try:
             obstore.put(self._store, path, content, mode="create")
             return
@@ -78,7 +123,7 @@ class S3Backend:
         raise Conflict(f"{self.uri(run_id, version)} was already written by another owner", code="already_written")
 
     def manifest(self, run_id: str, version: int) -> Manifest:
-        path = _manifest(run_id, version)
+        path = self._manifest(run_id, version)
         try:
             with self._reaching():
                 return parse_manifest(bytes(obstore.get(self._store, path).bytes()), f"{self.name}/{path}")
@@ -89,7 +134,7 @@ class S3Backend:
         return None
 
     def fetch(self, run_id: str, version: int, entry: FileEntry, destination: Path) -> None:
-        path = _object(run_id, version, entry)
+        path = self._object(run_id, version, entry)
         what = f"{self.name}/{path}"
         try:
             with self._reaching():
@@ -111,7 +156,7 @@ class S3Backend:
             raise
 
     def uri(self, run_id: str, version: int) -> str:
-        return f"{self.name}/{run_id}/{version:08d}"
+        return f"{self.name}/{self._folder(run_id, version)}"
 
     def versions(self, run_id: str) -> list[int]:
         return sorted({int(path.split("/")[1]) for path, _ in self._objects(run_id) if path.endswith(f"/{MANIFEST}")})
@@ -119,8 +164,8 @@ class S3Backend:
     def remove(self, run_id: str, version: int) -> None:
         with self._reaching(), contextlib.suppress(FileNotFoundError):
             # First: without it the version is gone.
-            obstore.delete(self._store, _manifest(run_id, version))
-        self._delete([path for path, _ in self._objects(f"{run_id}/{version:08d}")])
+            obstore.delete(self._store, self._manifest(run_id, version))
+        self._delete([path for path, _ in self._objects(self._folder(run_id, version))])
 
     def tidy(self, run_id: str) -> None:
         objects, now = self._objects(run_id), datetime.now(UTC)
@@ -137,6 +182,15 @@ class S3Backend:
         for version in self.versions(run_id):
             self.remove(run_id, version)
         self._delete([path for path, _ in self._objects(run_id)])
+
+    def _folder(self, run_id: str, version: int) -> str:
+        return f"{run_id}/{version:0{self._digits}d}"
+
+    def _object(self, run_id: str, version: int, entry: FileEntry) -> str:
+        return f"{self._folder(run_id, version)}/{entry['blake3'][:16]}-{entry['name']}"
+
+    def _manifest(self, run_id: str, version: int) -> str:
+        return f"{self._folder(run_id, version)}/{MANIFEST}"
 
     def _objects(self, prefix: str) -> list[tuple[str, datetime]]:
         """(path, time of writing) of what lies below a folder of numbered versions."""
@@ -160,15 +214,12 @@ class S3Backend:
         except FileNotFoundError:
             raise
         except (BaseError, OSError) as error:
-            raise Unreachable(f"the weight store {self.name} does not answer: {str(error)[:500]}") from None
+            raise Unreachable(f"the store {self.name} does not answer: {str(error)[:500]}") from None
 
 
-def _object(run_id: str, version: int, entry: FileEntry) -> str:
-    return f"{run_id}/{version:08d}/{entry['blake3'][:16]}-{entry['name']}"
-
-
-def _manifest(run_id: str, version: int) -> str:
-    return f"{run_id}/{version:08d}/{MANIFEST}"
+def _part_bytes(entry: FileEntry) -> int:
+    """An object travels in at most MOST_PARTS parts, of which each is in memory a few times."""
+    return max(MIN_PART_BYTES, -(-entry["size_bytes"] // MOST_PARTS))
 
 
 def _epoch(manifest: bytes) -> int:

@@ -282,15 +282,15 @@ class WeightStore:
         self.backend.remove_run(_run(run_id))
 
 
-def backend_at(place: str | Path) -> WeightBackend:
+def backend_at(place: str | Path, digits: int = 8) -> WeightBackend:
     """The place of weights named by a path or a URL. Raises InvalidInput when it is none."""
     if "://" not in str(place):
-        return FolderBackend(Path(place))
+        return FolderBackend(Path(place), digits)
     try:
         from spo.weights.s3_backend import S3Backend
     except ImportError:
-        raise InvalidInput(f"weights at {place} need the package obstore", code="weight_store_url") from None
-    return S3Backend(str(place))
+        raise InvalidInput(f"what is kept at {place} needs the package obstore", code="weight_store_url") from None
+    return S3Backend(str(place), digits)
 
 
 def _save(shards: Iterable[tuple[str, Mapping[str, Tensor]]], folder: Path, *, adapter: Adapter | None) -> None:

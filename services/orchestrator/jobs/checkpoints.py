@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
 from services.orchestrator.jobs.commit import Write
+from services.orchestrator.jobs.files import JobFiles
 from spo import redis_keys
 from spo.messaging.redis_client import RedisClient
 from spo.v1 import orchestrator_service_pb2 as wire
@@ -32,18 +32,11 @@ def recorded_checkpoints(client: RedisClient, job_id: str) -> list[CheckpointRec
     return sorted(records, key=lambda record: (record.epoch, record.step))
 
 
-def kept_checkpoints(client: RedisClient, state_path: Path, job_id: str) -> list[CheckpointRecord]:
-    """Those whose folders are there, by step; records from before they were pruned may outlive their folders."""
-    found = recorded_checkpoints(client, job_id)
-    return sorted(
-        (record for record in found if checkpoint_folder(state_path, job_id, record.step).is_dir()),
-        key=lambda record: record.step,
-    )
-
-
-def checkpoint_folder(state_path: Path, job_id: str, step: int) -> Path:
-    """Where a trainer writes the checkpoint of a step."""
-    return state_path.absolute() / "checkpoints" / job_id / f"{step:010d}"
+def kept_checkpoints(client: RedisClient, files: JobFiles, job_id: str) -> list[CheckpointRecord]:
+    """Those whose files are there, by step; records from before they were pruned may outlive their folders."""
+    there = files.checkpoint_steps(job_id)
+    found = (each for each in recorded_checkpoints(client, job_id) if there is None or each.step in there)
+    return sorted(found, key=lambda record: record.step)
 
 
 def record_of(request: wire.ReportCheckpointRequest) -> CheckpointRecord:

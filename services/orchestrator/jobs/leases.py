@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.checkpoints import (
@@ -40,10 +39,10 @@ class Leases:
     """Grants, renews and ends leases; every call of a stale holder raises LeaseLost."""
 
     def __init__(
-        self, jobs: JobStore, state_path: Path, weight_place: str, lease_seconds: float, stop: threading.Event
+        self, jobs: JobStore, checkpoint_place: str, weight_place: str, lease_seconds: float, stop: threading.Event
     ) -> None:
         self.jobs = jobs
-        self.state_path = state_path
+        self.checkpoint_place = checkpoint_place
         self.weight_place = weight_place
         self.lease_seconds = lease_seconds
         self.stop = stop
@@ -102,7 +101,7 @@ class Leases:
             epoch=epoch,
             lease_seconds=self.lease_seconds,
             next_weight_version=max((int(version) for version in versions), default=0) + 1,
-            checkpoint_path=str((self.state_path / "checkpoints" / job_id).absolute()),
+            checkpoint_path=f"{self.checkpoint_place}/{job_id}",
             weight_store_path=f"{self.weight_place}/{job_id}",
             start_version=record.start_version,
             # Read after the lease was taken: from here on no older one can add to them.

@@ -15,12 +15,12 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import redis
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.experience.queries import is_complete
+from services.orchestrator.jobs.files import JobFiles
 from services.orchestrator.jobs.leases import now_ms
 from services.orchestrator.jobs.listing import label_names
 from services.orchestrator.jobs.store import JobStore
@@ -32,25 +32,21 @@ from spo.errors import Conflict, NotReady, SpoError
 from spo.messaging.streams.dead_letters import drop_run
 from spo.observability.logs import get_logger
 from spo.spec.job_state import TERMINAL, JobState
-from spo.weights.store import WeightStore
 
 log = get_logger("deletion")
 
 SWEEP_SECONDS = 5.0
 # Between two attempts at what cannot be removed: it doubles up to the longest.
 LONGEST_PAUSE_SECONDS = 300.0
-FOLDERS = ("checkpoints", "models", "events")
+FOLDERS = ("models", "events")
 
 
 class JobDeletion:
     """Removes jobs; a crash at any point leaves the id in a set that the next sweep reads."""
 
-    def __init__(
-        self, jobs: JobStore, state_path: Path, weights: WeightStore, forget: Callable[[str], None] = lambda _: None
-    ) -> None:
+    def __init__(self, jobs: JobStore, files: JobFiles, forget: Callable[[str], None] = lambda _: None) -> None:
         self.jobs = jobs
-        self.weights = weights
-        self.state_path = state_path
+        self.files = files
         self.forget = forget
         self._attempts: dict[str, tuple[int, float]] = {}
 
@@ -139,8 +135,9 @@ class JobDeletion:
     def _remove_files(self, job_id: str) -> None:
         """Remove all of them that can be removed. Raises the first failure, OSError or SpoError."""
         faults: list[OSError | SpoError] = []
-        folders = [partial(remove_tree, self.state_path / folder / job_id) for folder in FOLDERS]
-        for remove in (partial(self.weights.remove_run, job_id), *folders):
+        stores = [partial(store.remove_run, job_id) for store in (self.files.weights, self.files.checkpoints)]
+        folders = [partial(remove_tree, self.files.state_path / folder / job_id) for folder in FOLDERS]
+        for remove in (*stores, *folders):
             try:
                 remove()
             except (OSError, SpoError) as error:

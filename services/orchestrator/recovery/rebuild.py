@@ -10,14 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
-
 from services.orchestrator import redis_keys as own_keys
-from services.orchestrator.jobs.checkpoints import CheckpointRecord, checkpoint_folder
+from services.orchestrator.jobs.checkpoints import CheckpointRecord
 from services.orchestrator.jobs.commit import Commit, Write
+from services.orchestrator.jobs.files import JobFiles
 from services.orchestrator.jobs.leases import now_ms
 from services.orchestrator.jobs.listing import label_writes
 from services.orchestrator.jobs.record import write_fields
@@ -25,13 +23,11 @@ from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.recovery.manifests import JobManifest
 from spo import redis_keys
 from spo.errors import IntegrityError, NotFound
-from spo.manifest_folder import MANIFEST, encode_manifest, read_manifest
 from spo.messaging.streams import append_words
 from spo.observability.logs import get_logger
 from spo.spec.job_state import TERMINAL, JobState
 from spo.v1.weights_pb2 import WeightAnnouncement
 from spo.weights.assembly import digest_of
-from spo.weights.store import WeightStore
 
 log = get_logger("rebuild")
 
@@ -63,10 +59,10 @@ class Rebuild:
 class JobRebuild:
     """Makes records; each job in one atomic step, so that a repetition finds it there and changes nothing."""
 
-    def __init__(self, jobs: JobStore, state_path: Path, weights: WeightStore) -> None:
+    def __init__(self, jobs: JobStore, files: JobFiles) -> None:
         self.jobs = jobs
-        self.state_path = state_path
-        self.weights = weights
+        self.weights = files.weights
+        self.checkpoints = files.checkpoints
 
     def rebuild(self, manifest: JobManifest, *, resume: bool, actor: str) -> Rebuild:
         """Make the records of one job. Raises NotReady where another release wrote its spec, Unreachable."""
@@ -137,16 +133,16 @@ class JobRebuild:
         return found == str(reported["manifest_digest"])
 
     def _checkpoints(self, manifest: JobManifest) -> list[CheckpointRecord]:
-        """The reported checkpoints whose folders are there as they were reported."""
+        """The reported checkpoints that are there as they were reported."""
         reported = [CheckpointRecord.model_validate_json(raw) for raw in manifest.checkpoints.values()]
         return [each for each in reported if self._is_checkpoint(manifest.id, each)]
 
     def _is_checkpoint(self, job_id: str, reported: CheckpointRecord) -> bool:
         try:
-            found = read_manifest(checkpoint_folder(self.state_path, job_id, reported.step) / MANIFEST)
-        except IntegrityError:
+            found = self.checkpoints.manifest(job_id, reported.step)
+        except (IntegrityError, NotFound):
             return False
-        return blake3(encode_manifest(found)).hexdigest() == reported.manifest_digest
+        return digest_of(found) == reported.manifest_digest
 
 
 def _announcement(job_id: str, versions: Sequence[dict[str, Any]]) -> list[Write]:

@@ -48,11 +48,12 @@ class AttemptNote(BaseModel):
 class Attempt:
     """This rank's part of one attempt, from the lease of a job to its end."""
 
-    def __init__(self, ranks: Ranks, grant: LeaseJobResponse) -> None:
+    def __init__(self, ranks: Ranks, grant: LeaseJobResponse, notes: Path) -> None:
+        """notes: the job's folder here, which the next trainer on this machine sees."""
         self._leads = ranks.leads
         self._alone = ranks.world_size == 1
         name = LEADER if ranks.leads else OTHERS.replace("*", str(ranks.rank))
-        self._file = Path(grant.checkpoint_path) / name
+        self._file = notes / name
         self._is_over = False
         # Where training begins; as far as it is known before anything is loaded.
         self._begun_after = max((saved.step for saved in grant.checkpoints.items), default=0)
@@ -119,9 +120,8 @@ def rank_memory_bytes(device: torch.device) -> int:
     return memory_limit_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def death_before(checkpoint_path: str, epoch: int) -> TrainerDeath | None:
+def death_before(folder: Path, epoch: int) -> TrainerDeath | None:
     """How the trainer ended whose notes are here, under an older lease than `epoch`; None when none was left."""
-    folder = Path(checkpoint_path)
     led = _read(folder / LEADER)
     if led is None or led.epoch >= epoch or led.stage == WAITING:
         return None
@@ -143,9 +143,8 @@ def death_before(checkpoint_path: str, epoch: int) -> TrainerDeath | None:
     )
 
 
-def forget_deaths(checkpoint_path: str) -> None:
+def forget_deaths(folder: Path) -> None:
     """What was found has been told."""
-    folder = Path(checkpoint_path)
     for file in (folder / LEADER, *folder.glob(OTHERS)):
         with suppress(OSError):
             file.unlink(missing_ok=True)

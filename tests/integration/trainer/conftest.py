@@ -31,9 +31,10 @@ def bench(ranks: Ranks, tiny_model_path: Path, trajectories: list[Any], tmp_path
         orchestrator = RpcClient("orchestrator", stack.enter_context(served(job)), OrchestratorServiceStub)
         replay = RpcClient("replay-buffer", stack.enter_context(served(pool)), ReplayServiceStub)
 
-        def start(stop: threading.Event | None = None) -> threading.Event:
+        def start(stop: threading.Event | None = None, **chosen: Any) -> threading.Event:
             context = TrainerContext(orchestrator, replay, f"trainer-{len(threads)}", stop or threading.Event())
-            settings = Settings(lease_wait_seconds=0.2, batch_wait_seconds=0.2, max_quarantined=3, checkpoint_share=0)
+            short: dict[str, Any] = {"lease_wait_seconds": 0.2, "batch_wait_seconds": 0.2, "checkpoint_share": 0}
+            settings = Settings(**short, max_quarantined=3, **chosen)
             thread = threading.Thread(target=lead_jobs, args=(ranks, settings, context), daemon=True)
             thread.start()
             contexts.append(context)

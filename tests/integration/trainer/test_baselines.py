@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from services.trainer.batches import TrainingSample, token_batch
-from services.trainer.checkpoints import TrainingProgress, load_checkpoint, save_checkpoint
+from services.trainer.checkpoints.places import CheckpointFolder
+from services.trainer.checkpoints.saving import load_checkpoint, save_checkpoint
+from services.trainer.checkpoints.training_state import TrainingProgress
 from services.trainer.critic import Critic, CriticOutput
 from services.trainer.learner import Learner
 from services.trainer.microbatches import ForwardLimits, MicroBatch, Minibatch, cut_into_minibatches
@@ -183,11 +185,11 @@ def test_a_resumed_ppo_run_continues_exactly(
     with closing(Learner(ranks, spec)) as learner:
         for _ in range(2):
             assert learner.learn(minibatches(rows, spec), RATE).updates == 4
-        save_checkpoint(ranks, learner, tmp_path, TrainingProgress(step=2, updates=8), epoch=1)
+        save_checkpoint(ranks, learner, CheckpointFolder(tmp_path), TrainingProgress(step=2, updates=8), epoch=1)
         straight = learner.learn(minibatches(rows, spec), RATE)
         expected = parameters(learner)
     with closing(Learner(ranks, spec)) as learner:
-        progress = load_checkpoint(ranks, learner, tmp_path)
+        progress = load_checkpoint(ranks, learner, CheckpointFolder(tmp_path))
         resumed = learner.learn(minibatches(rows, spec), RATE)
 
         assert progress == TrainingProgress(step=2, updates=8)
@@ -200,12 +202,12 @@ def test_a_checkpoint_without_a_critic_is_no_checkpoint_of_ppo(
 ) -> None:
     spec = toy_spec({"model": {"path": str(tiny_model_path)}})
     with closing(Learner(ranks, spec)) as learner:
-        save_checkpoint(ranks, learner, tmp_path, TrainingProgress(step=1), epoch=1)
+        save_checkpoint(ranks, learner, CheckpointFolder(tmp_path), TrainingProgress(step=1), epoch=1)
     with (
         closing(Learner(ranks, ppo_spec(tiny_model_path))) as learner,
         pytest.raises(IntegrityError, match="other parameters"),
     ):
-        load_checkpoint(ranks, learner, tmp_path)
+        load_checkpoint(ranks, learner, CheckpointFolder(tmp_path))
 
 
 def test_epochs_and_minibatches_are_so_many_single_steps(

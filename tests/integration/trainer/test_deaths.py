@@ -21,13 +21,17 @@ def grant_of(bench: Bench, epoch: int) -> wire.LeaseJobResponse:
     )
 
 
+def notes(bench: Bench) -> Path:
+    return Path(grant_of(bench, 0).checkpoint_path)
+
+
 def note_of(bench: Bench) -> Path:
-    return Path(grant_of(bench, 0).checkpoint_path) / LEADER
+    return notes(bench) / LEADER
 
 
 def die(ranks: Ranks, bench: Bench, error: Exception | None) -> None:
     """Leave what a trainer leaves that dies at step 7, two steps after it resumed."""
-    attempt = Attempt(ranks, grant_of(bench, 0))
+    attempt = Attempt(ranks, grant_of(bench, 0), notes(bench))
 
     def work() -> None:
         with attempt.noted():
@@ -83,17 +87,17 @@ def test_a_job_that_failed_of_it_is_left_alone(ranks: Ranks, bench: Bench) -> No
 
 
 def test_whoever_waits_or_is_stopped_dies_of_nothing(ranks: Ranks, bench: Bench) -> None:
-    waits, stopped = (Attempt(ranks, grant_of(bench, 1)) for _ in range(2))
+    waits, stopped = (Attempt(ranks, grant_of(bench, 1), notes(bench)) for _ in range(2))
     waits.begins("train", 6)
     waits.begins(WAITING, 7)
-    assert death_before(grant_of(bench, 2).checkpoint_path, 2) is None
+    assert death_before(notes(bench), 2) is None
 
     stopped.begins("train", 6)
-    assert death_before(grant_of(bench, 2).checkpoint_path, 2) is not None
+    assert death_before(notes(bench), 2) is not None
     stopped.stopped()
     stopped.begins("publish", 6)
 
-    assert death_before(grant_of(bench, 2).checkpoint_path, 2) is None
+    assert death_before(notes(bench), 2) is None
     assert not note_of(bench).exists()
 
 
@@ -108,11 +112,11 @@ def test_a_rank_that_ran_out_of_memory_says_why_the_others_lost_it(ranks: Ranks,
     second = Ranks(1, 2, ranks.device, ranks.control)
     for rank, error in ((two, RuntimeError("Connection closed by peer")), (second, MemoryError("1 GB"))):
         with pytest.raises(type(error)):
-            fail(Attempt(rank, grant_of(bench, 3)), error)
+            fail(Attempt(rank, grant_of(bench, 3), notes(bench)), error)
 
-    death = death_before(grant_of(bench, 4).checkpoint_path, 4)
+    death = death_before(notes(bench), 4)
 
     assert death is not None
     assert (death.stage, death.step, death.cause, death.out_of_memory) == ("train", 9, "MemoryError: 1 GB", True)
     # Under its own lease a note is no death.
-    assert death_before(grant_of(bench, 3).checkpoint_path, 3) is None
+    assert death_before(notes(bench), 3) is None

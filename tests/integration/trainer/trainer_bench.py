@@ -44,15 +44,15 @@ class Bench:
     contexts: list[TrainerContext]
     threads: list[tuple[threading.Thread, threading.Event]]
 
-    def train_until_finished(self) -> wire.FinishRunRequest:
-        stop = self.start()
+    def train_until_finished(self, **settings: Any) -> wire.FinishRunRequest:
+        stop = self.start(**settings)
         self.job.wait_until(lambda: bool(self.job.finished), LIMIT_SECONDS, "the run finishes")
         stop.set()
         # It may be asking for work: what comes next is not for this trainer.
         self.threads[-1][0].join(LIMIT_SECONDS)
         return self.job.finished[-1]
 
-    def stop_at_step(self, last: int) -> None:
+    def stop_at_step(self, last: int, **settings: Any) -> None:
         """Train, stop the process's work while it has step `last` in hand, and wait for its last checkpoint."""
         stop = threading.Event()
 
@@ -61,7 +61,7 @@ class Bench:
                 stop.set()
 
         self.pool.spoil = set_stop
-        self.start(stop)
+        self.start(stop, **settings)
         self.job.wait_until(
             lambda: any(each.step == last for each in self.job.checkpoints), LIMIT_SECONDS, "the last checkpoint"
         )

@@ -26,7 +26,7 @@ def weight_versions(context: AppContext, job_id: str) -> list[schemas.WeightVers
 def checkpoints(context: AppContext, job_id: str) -> list[schemas.Checkpoint]:
     """Checkpoints that are there, by step. Raises NotFound."""
     context.jobs.state(job_id)
-    found = kept_checkpoints(context.redis, context.settings.state_path, job_id)
+    found = kept_checkpoints(context.redis, context.files, job_id)
     parents = [None, *(record.step for record in found)]
     return [
         schemas.Checkpoint(**record.model_dump(), parent=parent) for record, parent in zip(found, parents, strict=False)

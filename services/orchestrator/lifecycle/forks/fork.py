@@ -16,12 +16,12 @@ from typing import Any
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.checkpoints import (
     CheckpointRecord,
-    checkpoint_folder,
     kept_checkpoints,
     record_writes,
 )
 from services.orchestrator.jobs.commit import Write, timestamp
 from services.orchestrator.jobs.creation import NewJob, new_job_id, submitted_before
+from services.orchestrator.jobs.files import JobFiles
 from services.orchestrator.jobs.leases import now_ms
 from services.orchestrator.jobs.record import ForkLineage, write_fields
 from services.orchestrator.jobs.store import JobStore
@@ -32,17 +32,16 @@ from services.orchestrator.values.refresh import ReferenceRefresh
 from spo import redis_keys
 from spo.disk_space import remove_tree, told_when_full
 from spo.errors import FieldViolation, IntegrityError, InvalidInput, NotFound, PreconditionFailed, SpoError
-from spo.manifest_folder import link_files, open_folder, seal_folder, staging_folder
 from spo.messaging.streams import append_words
 from spo.observability.logs import get_logger
 from spo.spec.job_spec import JobSpec, parse_job_spec
 from spo.v1.weights_pb2 import WeightAnnouncement
+from spo.weights.assembly import digest_of
 from spo.weights.model_folders import link_model, model_of_version
-from spo.weights.store import StoredVersion, WeightStore
+from spo.weights.store import StoredVersion
 
 log = get_logger("forks")
 
-FOLDERS = ("checkpoints", "models")
 FIRST_VERSION = 1
 OLD_MARK = re.compile(r"(?<=.) fork [0-9a-z]{4}$")
 MAX_NAME = 200
@@ -67,15 +66,13 @@ class Forks:
         spec_check: SpecCheck,
         weights: WeightAnnouncements,
         references: ReferenceRefresh,
-        state_path: Path,
-        store: WeightStore,
+        files: JobFiles,
     ) -> None:
         self.jobs = jobs
         self.spec_check = spec_check
         self.weights = weights
         self.references = references
-        self.state_path = state_path
-        self.store = store
+        self.files = files
 
     def fork(
         self,
@@ -103,7 +100,7 @@ class Forks:
             spec = self._spec(job_id, lineage, requested.overrides)
             check(spec)
             self.spec_check.require_possible(spec)
-            with told_when_full(self.state_path):
+            with told_when_full(self.files.state_path):
                 writes = [*self._start(job_id, lineage), ("SREM", own_keys.forks_under_way(), job_id)]
             writes.append(write_fields(job_id, lineage=lineage))
             new_job = NewJob(job_id, request_digest, writes)
@@ -161,13 +158,13 @@ class Forks:
         if spec.model.lora != parent.model.lora and not lineage.as_reference:
             # What it would start from holds the tensors of the parent's adapter, or whole weights.
             raise _refusal("/overrides/model/lora", "a fork trains what its parent trains; one as_reference may change")
-        with told_when_full(self.state_path):
+        with told_when_full(self.files.state_path):
             path = self._model(job_id, Path(parent.model.path), lineage)
         return spec.model_copy(update={"model": spec.model.model_copy(update={"path": str(path)})})
 
     def _model(self, job_id: str, model: Path, lineage: ForkLineage) -> Path:
         """The folder of the new job's pi0; one that a fork made is copied, since it goes with that fork."""
-        made = self.state_path.absolute() / "models"
+        made = self.files.state_path.absolute() / "models"
         if lineage.as_reference:
             assert lineage.version is not None
             return model_of_version(model, self._published(lineage.parent, lineage.version), made / job_id)
@@ -185,19 +182,16 @@ class Forks:
 
     def _adopt_checkpoint(self, job_id: str, parent: str, step: int) -> list[Write]:
         reported = self._check_kept(parent, step)
-        source = open_folder(checkpoint_folder(self.state_path, parent, step))
-        if source.manifest_digest != reported.manifest_digest:
+        source = self.files.checkpoints.manifest(parent, step)
+        if digest_of(source) != reported.manifest_digest:
             raise IntegrityError(f"the checkpoint of step {step} is not the one that its trainer reported")
-        version = int(source.manifest.get("weight_version", 0))
-        head = {name: value for name, value in source.manifest.items() if name != "files"}
+        version = int(source.get("weight_version", 0))
+        head = {name: value for name, value in source.items() if name != "files"}
         head |= {"epoch": 0, "weight_version": FIRST_VERSION if version else 0}
-        destination = checkpoint_folder(self.state_path, job_id, step)
-        with staging_folder(destination) as writing:
-            link_files(source.files, writing)
-            sealed = seal_folder(writing, destination, head)
+        sealed = self.files.checkpoints.copy(parent, step, job_id, head)
         record = CheckpointRecord(
             step=step,
-            path=str(destination),
+            path=self.files.checkpoints.uri(job_id, step),
             manifest_digest=sealed.manifest_digest,
             weight_version=head["weight_version"],
         )
@@ -206,7 +200,7 @@ class Forks:
 
     def _check_kept(self, parent: str, step: int) -> CheckpointRecord:
         """The record of a checkpoint. Raises InvalidInput (code "checkpoint_not_kept")."""
-        kept = {record.step: record for record in kept_checkpoints(self.jobs.client, self.state_path, parent)}
+        kept = {record.step: record for record in kept_checkpoints(self.jobs.client, self.files, parent)}
         if step not in kept:
             there = ", ".join(map(str, sorted(kept))) or "none"
             message = f"{parent} keeps no checkpoint of step {step}; those that it keeps: {there}"
@@ -217,14 +211,14 @@ class Forks:
     def _published(self, parent: str, version: int) -> StoredVersion:
         """The stored version that was published. Raises NotFound, IntegrityError when it is damaged or another's."""
         digests = {int(found["version"]): found["manifest_digest"] for found in self.weights.versions(parent)}
-        stored = self.store.open(parent, version)
+        stored = self.files.weights.open(parent, version)
         if digests.get(version, stored.manifest_digest) != stored.manifest_digest:
             raise IntegrityError(f"version {version} of {parent} is not the one that was published")
         return stored
 
     def _adopt_version(self, job_id: str, parent: str, version: int, step: int) -> list[Write]:
         """The parent's version becomes the job's first, announced as if the job had published it."""
-        stored = self.store.adopt(job_id, FIRST_VERSION, self._published(parent, version), parent=0, step=step)
+        stored = self.files.weights.adopt(job_id, FIRST_VERSION, self._published(parent, version), parent=0, step=step)
         told: dict[str, Any] = {
             "version": FIRST_VERSION,
             "step": step,
@@ -252,9 +246,9 @@ class Forks:
             self.jobs.write(("SREM", own_keys.forks_under_way(), job_id))
 
     def _remove_folders(self, job_id: str) -> None:
-        self.store.remove_run(job_id)
-        for folder in FOLDERS:
-            remove_tree(self.state_path / folder / job_id)
+        self.files.weights.remove_run(job_id)
+        self.files.checkpoints.remove_run(job_id)
+        remove_tree(self.files.state_path / "models" / job_id)
 
 
 def _name_of_fork(parent: str, job_id: str) -> str:

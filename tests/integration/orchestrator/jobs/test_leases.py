@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.jobs.checkpoints import checkpoint_folder
 from services.orchestrator.jobs.series import training_series
 from services.orchestrator.service import OrchestratorService
 from spo import redis_keys
@@ -136,8 +136,12 @@ def test_a_checkpoint_a_person_asked_for_is_passed_on_until_it_is_there(
     assert context.leases.renew(wire.RenewLeaseRequest(**mine)) == wire.DIRECTIVE_CHECKPOINT
     context.leases.checkpoint(wire.ReportCheckpointRequest(**mine, step=7, path="p", manifest_digest="d"))
     assert context.leases.renew(wire.RenewLeaseRequest(**mine)) == wire.DIRECTIVE_CONTINUE
-    checkpoint_folder(context.settings.state_path, job_id, 7).mkdir(parents=True)
+    checkpoint_folder(context, job_id, 7).mkdir(parents=True)
     assert [head["step"] for head in api.get(f"/v1/jobs/{job_id}/checkpoints").json()["items"]] == [7]
+
+
+def checkpoint_folder(context: AppContext, job_id: str, step: int) -> Path:
+    return context.settings.state_path / "checkpoints" / job_id / f"{step:010d}"
 
 
 def save(context: AppContext, who: dict[str, Any], step: int, resumed_step: int = 0) -> list[int]:
@@ -188,7 +192,7 @@ def test_pruned_checkpoints_are_not_listed(context: AppContext, api: httpx.Clien
     job_id = running(context, document)
     mine = owner(context.leases.wait_for_job("mine", 0), "mine")
     for step in range(1, 16):
-        checkpoint_folder(context.settings.state_path, job_id, step).mkdir(parents=True)
+        checkpoint_folder(context, job_id, step).mkdir(parents=True)
         save(context, mine, step)
 
     listed = api.get(f"/v1/jobs/{job_id}/checkpoints").json()["items"]

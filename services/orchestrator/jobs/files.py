@@ -1,0 +1,32 @@
+"""What a job has outside Redis: its weights, its checkpoints, and its part of the state folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.orchestrator.settings import Settings
+from spo.weights.backends import CHECKPOINT_DIGITS, FolderBackend, WeightBackend
+from spo.weights.store import WeightStore, backend_at
+
+
+@dataclass(frozen=True)
+class JobFiles:
+    """Of all jobs; checkpoints lie by step, in a folder or a bucket."""
+
+    state_path: Path
+    weights: WeightStore
+    checkpoints: WeightBackend
+
+    @classmethod
+    def of(cls, settings: Settings) -> JobFiles:
+        """As a process is told. Raises InvalidInput where a store's address is none."""
+        return cls(
+            settings.state_path,
+            WeightStore(settings.weight_place, cache_path=settings.weight_cache_path),
+            backend_at(settings.checkpoint_place, CHECKPOINT_DIGITS),
+        )
+
+    def checkpoint_steps(self, job_id: str) -> set[int] | None:
+        """Of those that are there; None in a bucket, where a record goes with what it records."""
+        return set(self.checkpoints.versions(job_id)) if isinstance(self.checkpoints, FolderBackend) else None
