@@ -63,6 +63,7 @@ from spo.rpc.judge_pools import JudgePools
 from spo.spec.job_spec import TasksSpec
 from spo.spec.verifier import verifiers_in
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
+from spo.v1.tinker_service_pb2_grpc import TinkerServiceStub
 from spo.v1.value_service_pb2_grpc import ValueServiceStub
 
 
@@ -88,6 +89,7 @@ class AppContext:
         self.inference = InferenceClient(settings.inference_address, self.redis)
         self.judges = JudgePools(settings.sandbox_judge_address, settings.verifier_address)
         self.replay = RpcClient("replay-buffer", settings.replay_buffer_address, ReplayServiceStub)
+        self.tinker = RpcClient("tinker", settings.tinker_address or "127.0.0.1:7077", TinkerServiceStub)
         self.values = RpcClient("value-estimation", settings.value_estimation_address, ValueServiceStub)
 
     def _open_stores(self) -> None:
@@ -175,5 +177,5 @@ class AppContext:
 
     def close(self) -> None:
         """End the connections to the other services, so that no wait for them outlives the process."""
-        for client in (self.inference, self.judges, self.replay, self.values, self.serving_pool):
+        for client in (self.inference, self.judges, self.replay, self.values, self.tinker, self.serving_pool):
             client.close()

@@ -38,6 +38,7 @@ class PlatformSettings(BaseSettings):
     value_estimation_address: str = "127.0.0.1:7074"
     trainer_address: str = "127.0.0.1:7075"
     verifier_address: str = "127.0.0.1:7076"
+    tinker_address: str = Field(default="", description="Of the service behind /tinker; empty: there is none.")
     verifier_http_hosts: list[str] = Field(
         default=[],
         description="Hosts that verifiers may ask (JSON list): name (ports 80 and 443) or name:port. Empty: none.",

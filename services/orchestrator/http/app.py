@@ -31,6 +31,7 @@ from services.orchestrator.http.api import (
     values,
 )
 from services.orchestrator.http.api.openai import completions
+from services.orchestrator.http.api.tinker import routes as tinker
 from services.orchestrator.http.check_pool import CheckPool
 from services.orchestrator.http.live_events import LiveEvents
 from services.orchestrator.http.middleware import RequestMiddleware
@@ -80,6 +81,7 @@ def create_app(context: AppContext) -> FastAPI:
         served_models,
         completions,
         capture,
+        tinker,
         platform,
         pages,
         error_pages,

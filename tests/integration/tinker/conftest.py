@@ -1,0 +1,92 @@
+"""A real Tinker service on a toy model, behind a real orchestrator's HTTP."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import redis
+
+from services.orchestrator.container import AppContext
+from services.orchestrator.http.server import HttpServer
+from services.orchestrator.leadership import Leadership
+from services.orchestrator.settings import Settings as OrchestratorSettings
+from services.tinker.assembly import assemble
+from services.tinker.settings import Settings
+from spo.rpc.server import RpcServer
+from spo.testing.models import write_random_llama
+from spo.testing.waiting import wait_until
+from spo.v1.tinker_service_pb2_grpc import add_TinkerServiceServicer_to_server
+
+OPERATOR_KEY = "the-operators-own-key"
+
+
+class TinkerProcessDouble:
+    """The service of one process life, in this process; `start` again is the next life, on the same folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.stop = threading.Event()
+        write_random_llama(folder / "pi0", seed=0)
+
+    def start(self, port: int = 0) -> str:
+        settings = Settings(state_path=self.folder / "state", model=self.folder / "pi0", autosave_steps=2)
+        self.stop = threading.Event()
+        self.server = RpcServer("127.0.0.1", port, max_workers=16)
+        service, worker = assemble(settings)
+        add_TinkerServiceServicer_to_server(service, self.server.server)
+        self.server.start()
+        self.thread = threading.Thread(target=worker.run, args=(self.stop,), daemon=True)
+        self.thread.start()
+        return self.server.address
+
+    def end(self) -> None:
+        self.stop.set()
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+        self.server.stop(1)
+
+
+@dataclass
+class TinkerPlatform:
+    """What a client needs, and what is behind it."""
+
+    url: str
+    context: AppContext
+    process: TinkerProcessDouble
+    model: str
+
+    def key(self, tenant: str) -> str:
+        """A new key of a tenant, as its client sends it."""
+        _, token = self.context.authenticator.keys.create(tenant, tenant, ("jobs:read", "jobs:write"))
+        return f"tml-{token}"
+
+
+@pytest.fixture
+def platform(redis_server: str, redis_client: redis.Redis, tmp_path: Path) -> Iterator[TinkerPlatform]:
+    process = TinkerProcessDouble(tmp_path)
+    address = process.start()
+    settings = OrchestratorSettings(
+        redis_url=redis_server,
+        http_port=0,
+        state_path=tmp_path / "orchestrator",
+        api_key=OPERATOR_KEY,
+        tinker_address=address,
+    )
+    client = redis.Redis.from_url(redis_server)
+    leadership = Leadership(client, "orchestrator of the test", lease_seconds=3600)
+    assert leadership.take()
+    context = AppContext(settings, client, threading.Event(), leadership)
+    http = HttpServer(context)
+    thread = threading.Thread(target=http.run, args=(context.stop,))
+    thread.start()
+    wait_until(lambda: http.port > 0, "the HTTP server listens")
+    yield TinkerPlatform(f"http://127.0.0.1:{http.port}/tinker", context, process, str(tmp_path / "pi0"))
+    context.stop.set()
+    thread.join(15)
+    process.end()
+    context.close()
+    client.close()
