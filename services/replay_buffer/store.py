@@ -98,7 +98,7 @@ class ReplayStore:
                 redis_keys.replay_batch(run_id, step),
                 redis_keys.replay_counters(run_id),
                 redis_keys.replay_batch_log(run_id),
-                redis_keys.replay_trajectory(run_id, ""),
+                *[redis_keys.replay_trajectory(run_id, trajectory_id) for trajectory_id in trajectory_ids],
             ],
             args=[" ".join(trajectory_ids), step, "" if last_batch is None else last_batch, *pairs],
         )

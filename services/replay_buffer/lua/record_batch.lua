@@ -3,7 +3,7 @@
 -- KEYS[1] batch     string: trajectory ids joined by spaces
 -- KEYS[2] counters  hash: drawn (the last batch's number), sampled:<source>
 -- KEYS[3] batch log  sorted set: step by the number of its batch
--- KEYS[4] payload    the key of a trajectory's payload, without the id at its end
+-- KEYS[4..] payloads of the batch's trajectories, as it names them
 -- ARGV[1] ids joined by spaces; ARGV[2] step; ARGV[3] '' or the number of the last batch that this one takes into
 --   account; then pairs source, count
 -- Returns the recorded ids, '' when another batch was recorded after ARGV[3], or a trajectory has left the window
@@ -11,19 +11,11 @@
 local known = redis.call('GET', KEYS[1])
 if known then return known end
 if ARGV[3] ~= '' and (redis.call('HGET', KEYS[2], 'drawn') or '0') ~= ARGV[3] then return '' end
--- Many keys at once, as many as Lua's stack surely takes; one that is named twice counts twice.
-local payloads = {}
-local function all_exist()
-  return #payloads == 0 or redis.call('EXISTS', unpack(payloads)) == #payloads
+-- As many at once as Lua's stack surely takes; a key that is named twice counts twice.
+for first = 4, #KEYS, 1000 do
+  local last = math.min(first + 999, #KEYS)
+  if redis.call('EXISTS', unpack(KEYS, first, last)) < last - first + 1 then return '' end
 end
-for id in string.gmatch(ARGV[1], '%S+') do
-  payloads[#payloads + 1] = KEYS[4] .. id
-  if #payloads == 1000 then
-    if not all_exist() then return '' end
-    payloads = {}
-  end
-end
-if not all_exist() then return '' end
 redis.call('SET', KEYS[1], ARGV[1])
 redis.call('ZADD', KEYS[3], redis.call('HINCRBY', KEYS[2], 'drawn', 1), ARGV[2])
 for at = 4, #ARGV, 2 do
