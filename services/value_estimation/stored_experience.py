@@ -24,6 +24,7 @@ from spo.model.segments import reasoning_characters, segment_faults, turns
 from spo.observability.logs import get_logger
 from spo.spec.job_spec import JobSpec
 from spo.spec.reward import is_success, needs_all_tests
+from spo.tasks.verifier_pool import is_of_pool
 from spo.v1.prompt_pb2 import SOURCE_ANNOTATED, SOURCE_HUMAN, SOURCE_OTHER_RUN, Prompt
 from spo.v1.trajectory_pb2 import FINISH_REASON_LENGTH, Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict
@@ -214,7 +215,7 @@ class StoredImport:
         if needs_all_tests(self.spec.tasks.reward) and verdict.outcome != OUTCOME_ACCEPTED:
             # It may have been judged only to its first failure.
             return False
-        return verdict.judge_version == self.judge_version
+        return is_of_pool(verdict.judge_version, self.judge_version)
 
     def _scored_alike(self, row: StoredTrajectory, trajectory: Trajectory) -> bool:
         same = row.reference_dtype == self.spec.model.dtype

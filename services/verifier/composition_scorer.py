@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from services.verifier.test_set_rules import KINDS, ResponseScorer, kind_of
+from services.verifier.test_set_rules import KINDS, ResponseScorer
 from spo.errors import NotFound
 from spo.rpc.client import RpcClient
 from spo.tasks.problem import tests_digest
 from spo.tasks.scoring.composition import composed, gate_has_failed, text_for
+from spo.tasks.verifier_pool import kind_of
 from spo.v1.judge_service_pb2 import PRIORITY_TRAINING, JudgeRequest, JudgeResponse, UploadTestsRequest
 from spo.v1.verdict_pb2 import Part, TestSet, Verdict
 

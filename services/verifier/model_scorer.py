@@ -20,7 +20,8 @@ from services.verifier.guarded_post import BadAnswer, GuardedPost
 from services.verifier.http_scorer import IDEMPOTENCY, json_object, require_success
 from services.verifier.scores import scored
 from services.verifier.settings import Settings
-from services.verifier.test_set_rules import OF_RUN, ResponseScorer
+from services.verifier.test_set_rules import ResponseScorer
+from spo.tasks.verifier_pool import OF_RUN
 from spo.v1.verdict_pb2 import ModelScore, TestSet, Verdict
 
 MOST_POINTS = 10

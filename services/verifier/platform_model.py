@@ -12,12 +12,12 @@ from services.verifier.guarded_post import BadAnswer, ServiceAway
 from services.verifier.model_scorer import MOST_POINTS, points_in, question_of
 from services.verifier.scores import scored
 from services.verifier.settings import Settings
-from services.verifier.test_set_rules import OF_RUN
 from spo import redis_keys
 from spo.errors import NotReady, PreconditionFailed, ResourceExhausted
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_specs import RunSpecs
 from spo.rpc.inference_client import InferenceClient
+from spo.tasks.verifier_pool import OF_RUN
 from spo.v1.inference_service_pb2 import GenerateRequest, GenerateResponse
 from spo.v1.prompt_pb2 import Prompt, PromptGroup, Sampling
 from spo.v1.verdict_pb2 import TestSet, Verdict

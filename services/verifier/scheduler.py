@@ -11,10 +11,11 @@ from typing import Any
 
 from services.verifier import redis_keys as own_keys
 from services.verifier.settings import Settings
-from services.verifier.test_set_rules import OF_RUN, VERIFIER_VERSION, ResponseScorer, kind_of, of_run, require_scorable
+from services.verifier.test_set_rules import VERIFIER_VERSION, ResponseScorer, of_run, require_scorable
 from spo.errors import ResourceExhausted
 from spo.observability import metrics
 from spo.service.stored_test_sets import KeptBytes, StoredTestSets
+from spo.tasks.verifier_pool import OF_RUN, composed_version, kind_of
 from spo.v1.judge_service_pb2 import Priority
 from spo.v1.verdict_pb2 import Outcome, TestSet, Verdict
 
@@ -82,9 +83,9 @@ class VerifierScheduler:
         verdicts = await self.scorers[kind_of(test_set)].verdicts(responses, test_set, language)
         # Another run's pi0 is another judge, and what it said is judged anew there.
         own = {name for name in _addresses(test_set) if name.startswith(OF_RUN)}
-        version = " ".join((self.judge_version, *own))
         for verdict in verdicts:
-            verdict.judge_version = version
+            # A composition's verdict brings the version of the sandbox judge, where that has decided parts of it.
+            verdict.judge_version = composed_version(self.judge_version, verdict.judge_version, *own)
             metrics.JUDGE_VERDICTS.labels(outcome=Outcome.Name(verdict.outcome)).inc()
         return verdicts
 

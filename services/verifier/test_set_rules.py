@@ -10,19 +10,16 @@ from typing import Protocol
 from spo.errors import FieldViolation, InvalidInput
 from spo.spec.verifier import OWN_MODEL
 from spo.tasks.scoring.rules import require_composable
-from spo.tasks.verifier_pool import VERIFIER, pool_of
+from spo.tasks.verifier_pool import OF_RUN, VERIFIER, kind_of, pool_of
 from spo.v1.verdict_pb2 import HttpScore, ModelScore, TestSet, Verdict
 
 # Raise it when a change here could change a verdict: stored values then no longer apply.
 VERIFIER_VERSION = "verifier-1"
 LONGEST_URL = 2048
-# Before a run's id, in the address of a model that is its pi0; no job can write it.
-OF_RUN = "run:"
 MOST_SECONDS = 600.0
 MOST_RUBRIC = 32_768
 MOST_VOTES = 15
 KINDS = ("http", "model")
-_OTHERS = ("answer", "code_tests", "scoring_function", "composition")
 
 
 class ResponseScorer(Protocol):
@@ -32,12 +29,6 @@ class ResponseScorer(Protocol):
         self, responses: Sequence[str], test_set: TestSet, language: str = "", look: int = 0
     ) -> list[Verdict]:
         """One verdict per response; language: of programs in them; look: counted where asked again. Raises SpoError."""
-
-
-def kind_of(test_set: TestSet) -> str:
-    """How the test set decides: "http", "model", or the name of a kind that is another judge's."""
-    named = (name for name in (*KINDS, *_OTHERS) if test_set.HasField(name))  # type: ignore[arg-type]
-    return next(named, "program")
 
 
 def of_run(test_set: TestSet, run_id: str) -> TestSet:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from spo.v1.verdict_pb2 import TestSet
 
 SANDBOX_JUDGE = "sandbox-judge"
 VERIFIER = "verifier"
+# Before a run's id, where that run's pi0 judges: in the address of a model, and in the versions of what it said.
+OF_RUN = "run:"
+_KINDS = ("composition", "http", "model", "answer", "code_tests", "scoring_function")
 
 
 def pool_of(test_set: TestSet) -> str:
@@ -26,3 +29,39 @@ def asking(test_set: TestSet) -> Iterator[TestSet]:
         yield test_set
     for part in test_set.composition.parts:
         yield from asking(part.verifier)
+
+
+def kind_of(test_set: TestSet) -> str:
+    """What decides by a test set, by the name of its field; "program" where tests of a program do."""
+    return next((name for name in _KINDS if test_set.HasField(name)), "program")  # type: ignore[arg-type]
+
+
+def deciders(test_set: TestSet) -> str:
+    """Pool and kinds in words: "verifier: composition of http, answer"."""
+    kind = kind_of(test_set).replace("_", " ")
+    parts = (kind_of(part.verifier) for part in test_set.composition.parts if part.HasField("verifier"))
+    inner = ", ".join(dict.fromkeys(name.replace("_", " ") for name in parts))
+    return f"{judges_named(pool_of(test_set))}: {kind}{f' of {inner}' if inner else ''}"
+
+
+def composed_version(*versions: str) -> str:
+    """The version of a verdict that several pools have made, the composing one's first."""
+    return " ".join(dict.fromkeys(version for version in versions if version))
+
+
+def versions_of_today(test_set: TestSet, versions: Mapping[str, str]) -> set[str]:
+    """The versions that a verdict by this test set may have if today's judges made it; versions: by pool.
+
+    Of a composition whose verifiers' gate failed the sandbox judge has seen nothing.
+    """
+    pool = pool_of(test_set)
+    if pool == VERIFIER and test_set.HasField("composition") and "" in versions:
+        return {versions[pool], composed_version(versions[pool], versions[""])}
+    return {versions[pool]}
+
+
+def is_of_pool(version: str, pool_version: str) -> bool:
+    """Whether a verdict's version is that of a pool, alone or with the judge of a composition's parts; what a run's
+    pi0 has said is of that run."""
+    first, *others = version.split(" ")
+    return first == pool_version and not any(other.startswith(OF_RUN) for other in others)

@@ -17,7 +17,7 @@ from spo.rpc.judge_pools import JudgePools
 from spo.spec.reward import is_success
 from spo.spec.wire_enums import wire_name
 from spo.tasks.problem import Problem
-from spo.tasks.verifier_pool import pool_of
+from spo.tasks.verifier_pool import pool_of, versions_of_today
 from spo.v1.judge_service_pb2 import DescribeJudgeRequest, DescribeJudgeResponse
 from spo.v1.prompt_pb2 import Prompt
 from spo.v1.trajectory_pb2 import Trajectory
@@ -51,7 +51,10 @@ class Rejudging:
         Raises NotFound, NotReady.
         """
         index = ProblemIndex(self.problems)
-        versions = {pool: self._version_of(pool) for pool in {pool_of(problem.tests) for problem in self.problems}}
+        pools = {pool_of(problem.tests) for problem in self.problems}
+        if any(problem.tests.HasField("composition") for problem in self.problems):
+            pools.add("")  # the sandbox judge decides the other parts
+        versions = {pool: self._version_of(pool) for pool in pools}
         judge = RowJudge(self.judges, index)
         for file in scope.files(self.store):
             if file.origin.run != self.name:
@@ -96,8 +99,8 @@ class Rejudging:
                 continue
             same_tests = problem.tests_digest == row.prompt.tests_digest
             # What an environment said in a conversation, and perhaps decided, rests on the judge of that time.
-            version = versions[pool_of(problem.tests)]
-            same_judge = row.trajectory.verdict.judge_version == version or bool(row.prompt.environment)
+            today = versions_of_today(problem.tests, versions)
+            same_judge = row.trajectory.verdict.judge_version in today or bool(row.prompt.environment)
             if not (same_tests and same_judge):
                 yield row
 

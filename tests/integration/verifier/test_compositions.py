@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from services.verifier.scheduler import VerifierScheduler
+from services.verifier.test_set_rules import VERIFIER_VERSION
 from spo.errors import InvalidInput
 from spo.testing.peers import ServiceDoubles
 from spo.v1 import verdict_pb2 as wire
@@ -38,6 +39,7 @@ def test_the_pools_parts_and_the_judges_make_one_score_and_a_failed_gate_asks_no
 
     assert (right.outcome, right.score) == (wire.OUTCOME_ACCEPTED, pytest.approx(0.875))
     assert {part.name: part.score for part in right.parts} == {"style": 0.5, "truth": 1.0, "short": 0.0}
+    assert right.judge_version == f"{VERIFIER_VERSION} {judge.judge.version}"
     assert (wrong.outcome, wrong.score) == (wire.OUTCOME_WRONG_ANSWER, 0.0 if gate else pytest.approx(0.125))
     asked = [text for body in server.bodies for text in json.loads(body)["responses"]]
     assert asked == (["right"] if gate else ["right", "no"])

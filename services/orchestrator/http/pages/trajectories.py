@@ -20,7 +20,7 @@ from spo.spec.job_spec import SourceName
 from spo.spec.wire_enums import wire_name
 from spo.tasks.answer import answer_in
 from spo.tasks.problem import Problem, program_of
-from spo.tasks.verifier_pool import pool_of
+from spo.tasks.verifier_pool import deciders, pool_of
 from spo.v1.judge_service_pb2 import PRIORITY_EVALUATION, JudgeRequest, JudgeResponse
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.verdict_pb2 import Outcome
@@ -94,12 +94,14 @@ def show_trajectory(request: Request, context: ContextDep, job_id: JobId, trajec
     """One trajectory; its tokens and tests come as parts of their own, since they have to be computed."""
     job = views.job(context, job_id)
     reply = views.get_trajectory(context, job_id, trajectory_id)
+    problem = _known_problem(context, job_id, reply.trajectory.prompt_id)
     facts = {
         "job": job,
         "trajectory": views.trajectory_detail(reply),
         "verdict": reply.trajectory.verdict,
         "parents": list(reply.trajectory.parents),
-        "prompt": _statement(context, job_id, reply.trajectory.prompt_id),
+        "prompt": problem.statement if problem else "",
+        "decided_by": deciders(problem.tests) if problem else "",
         "hops": _hops(reply.trajectory),
         "versions": [published["version"] for published in context.weights.versions(job_id)][::-1],
     }
@@ -166,13 +168,12 @@ def _problem(context: AppContext, job_id: str, prompt_id: str) -> Problem | None
     return next((known for known in (*tasks.train, *tasks.evaluation) if known.problem_id == prompt_id), None)
 
 
-def _statement(context: AppContext, job_id: str, prompt_id: str) -> str:
-    """What the model was asked; "" where the tasks cannot be read any more."""
+def _known_problem(context: AppContext, job_id: str, prompt_id: str) -> Problem | None:
+    """The problem of a prompt; None where the tasks cannot be read any more."""
     try:
-        problem = _problem(context, job_id, prompt_id)
+        return _problem(context, job_id, prompt_id)
     except (SpoError, OSError):
-        return ""
-    return problem.statement if problem else ""
+        return None
 
 
 def _hops(found: Trajectory) -> list[dict[str, object]]:
