@@ -89,7 +89,8 @@ class CheckpointStore:
         if destination.exists() and not overwrite:
             message = f"{checkpoint.path} is there already; save with overwrite, or under another name"
             raise Conflict(message, code="tinker_name_taken")
-        self._require_room(checkpoint)
+        if not destination.exists():
+            self._require_room(checkpoint)
         destination.parent.mkdir(parents=True, exist_ok=True)
         with staging_folder(destination) as writing:
             adapter.write(writing)

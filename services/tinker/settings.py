@@ -23,6 +23,9 @@ class Settings(ServiceSettings, service="tinker"):
     max_rank: int = Field(default=128, ge=1, description="Largest rank of an adapter.")
     max_waiting: int = Field(default=1024, ge=1, description="Operations of one tenant that wait or run.")
     max_checkpoints_per_tenant: int = Field(default=500, ge=1, description="Saved states and samplers of one tenant.")
+    max_context_tokens: int = Field(
+        default=8192, ge=2, description="Longest sequence, the model's own limit apart: one is computed at once."
+    )
     max_new_tokens: int = Field(default=4096, ge=1, description="Most tokens of one sample.")
     max_sequences: int = Field(default=64, ge=1, description="Samples drawn at once, and most of one request.")
     tokens_per_pass: int = Field(default=2048, ge=1, description="Padded tokens of one forward and backward.")
