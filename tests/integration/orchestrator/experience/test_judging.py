@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import yaml
 
 from services.orchestrator.experience.judging import PROGRAMS_PER_CALL, RowJudge
 from spo.errors import InvalidInput
@@ -13,6 +16,7 @@ from spo.spec.job_spec import TasksSpec
 from spo.tasks.load import load_tasks
 from spo.tasks.problem import Problem
 from spo.testing.peers import BREAKS, ServiceDoubles
+from spo.testing.toy_spec import toy_spec
 from spo.v1.prompt_pb2 import Prompt
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED
@@ -59,3 +63,13 @@ def test_a_program_that_the_judge_cannot_decide_on_is_an_error_and_is_asked_agai
         with pytest.raises(InvalidInput, match="the verifier failed"):
             judge.judge(rows(PROBLEMS[0], BREAKS))
     assert peers.judge.programs == 2
+
+
+def test_the_job_of_the_page_on_repairing_rewards_is_valid_and_asks_for_no_rollouts() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "experience.md").read_text()
+    block = page.partition("### Repairing hacked rewards")[2].partition("```yaml")[2].partition("```")[0]
+
+    spec = toy_spec({"model": {"path": "/models/pi0"}, "tasks": {"kind": "toy"}, **yaml.safe_load(block)})
+
+    assert spec.replay.online_share == 0
+    assert spec.offline.experience[0].run == "repaired"
