@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,10 +19,12 @@ from services.orchestrator.leadership import Leadership
 from services.orchestrator.settings import Settings as OrchestratorSettings
 from services.tinker.assembly import assemble
 from services.tinker.settings import Settings
+from spo.rpc.client import is_healthy
 from spo.rpc.server import RpcServer
 from spo.testing.models import write_random_llama
 from spo.testing.waiting import wait_until
 from spo.v1.tinker_service_pb2_grpc import add_TinkerServiceServicer_to_server
+from tests.conftest import free_port
 
 OPERATOR_KEY = "the-operators-own-key"
 
@@ -50,13 +55,42 @@ class TinkerProcessDouble:
         self.server.stop(1)
 
 
+class TinkerProcess:
+    """The real thing, as people start it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log = folder / "tinker.log"
+        self.address = f"127.0.0.1:{free_port()}"
+        self.environment = os.environ | {
+            "SPO_TINKER_PORT": self.address.rpartition(":")[2],
+            "SPO_TINKER_MODEL": str(folder / "pi0"),
+            "SPO_TINKER_AUTOSAVE_STEPS": "2",
+            "SPO_STATE_PATH": str(folder / "state"),
+            "OMP_NUM_THREADS": "1",
+        }
+        write_random_llama(folder / "pi0", seed=0)
+
+    def start(self) -> str:
+        with self.log.open("ab") as log:
+            command = [sys.executable, "-m", "services.tinker"]
+            self.running = subprocess.Popen(command, env=self.environment, stderr=log, stdout=log)
+        wait_until(lambda: is_healthy(self.address), "the Tinker service is ready", 240)
+        return self.address
+
+    def kill(self) -> None:
+        self.running.kill()
+        self.running.wait(30)
+
+    end = kill
+
+
 @dataclass
 class TinkerPlatform:
     """What a client needs, and what is behind it."""
 
     url: str
     context: AppContext
-    process: TinkerProcessDouble
+    process: TinkerProcessDouble | TinkerProcess
     model: str
 
     def key(self, tenant: str) -> str:
@@ -67,7 +101,18 @@ class TinkerPlatform:
 
 @pytest.fixture
 def platform(redis_server: str, redis_client: redis.Redis, tmp_path: Path) -> Iterator[TinkerPlatform]:
-    process = TinkerProcessDouble(tmp_path)
+    yield from _served(redis_server, TinkerProcessDouble(tmp_path), tmp_path)
+
+
+@pytest.fixture
+def real_platform(redis_server: str, redis_client: redis.Redis, tmp_path: Path) -> Iterator[TinkerPlatform]:
+    """With the service as a process of its own."""
+    yield from _served(redis_server, TinkerProcess(tmp_path), tmp_path)
+
+
+def _served(
+    redis_server: str, process: TinkerProcessDouble | TinkerProcess, tmp_path: Path
+) -> Iterator[TinkerPlatform]:
     address = process.start()
     settings = OrchestratorSettings(
         redis_url=redis_server,

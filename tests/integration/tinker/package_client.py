@@ -75,8 +75,9 @@ def main(url: str, key: str, base_model: str) -> dict[str, object]:
     except tinker.RequestFailedError as error:
         refused = str(error)
     runs = tinker.RestClient(base_url=url, api_key=key).list_training_runs().result()
-    service.close("success").result()
+    killed = go_on_after_a_death(service, training, path)
     return {
+        "killed": killed,
         "losses": losses,
         "lengths": [len(each) for each in sampled],
         "gap": gap,
@@ -88,6 +89,23 @@ def main(url: str, key: str, base_model: str) -> dict[str, object]:
         "refused": refused,
         "runs": [run.training_run_id for run in runs.training_runs],
     }
+
+
+def go_on_after_a_death(service: tinker.ServiceClient, training: tinker.TrainingClient, path: str) -> dict[str, object]:
+    """Say that the service may be killed, wait until it is back, and go on from the state that was saved before."""
+    print("READY TO BE KILLED", flush=True)  # Its session dies with it, so it is not closed.
+    url, key = sys.argv[1:3]
+    sys.stdin.readline()
+    told = ""
+    try:
+        training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+    except tinker.TinkerError as error:
+        told = str(error)
+    new = tinker.ServiceClient(base_url=url, api_key=key)
+    model = new.create_training_client_from_state_with_optimizer(path).result()
+    stepped = model.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+    new.close("success").result()
+    return {"told": told, "stepped": bool(stepped.metrics)}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.tinker.conftest import TinkerPlatform
+from tests.integration.tinker.conftest import TinkerPlatform, TinkerProcess
 
 PROGRAM = Path(__file__).with_name("package_client.py")
 ABSENT = "NO TINKER HERE: the package `tinker` is not installed; the extra `dev` has it"
@@ -24,14 +24,33 @@ def require_package() -> None:
 
 # On a busy machine; most of it are imports and small requests, one after the other.
 @pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_the_package_trains_samples_saves_and_goes_on(platform: TinkerPlatform) -> None:
+@pytest.mark.timeout(600)
+def test_the_package_trains_samples_saves_and_goes_on_after_the_service_was_killed(
+    real_platform: TinkerPlatform, tmp_path: Path
+) -> None:
     require_package()
-    command = [sys.executable, str(PROGRAM), platform.url, platform.key("mine"), platform.model]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0"}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    told = json.loads(ended.stdout.splitlines()[-1])
+    url, key, model = real_platform.url, real_platform.key("mine"), real_platform.model
+    log = tmp_path / "client.log"
+    with log.open("wb") as errors:
+        client = subprocess.Popen(
+            [sys.executable, str(PROGRAM), url, key, model],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0"},
+        )
+    with client:
+        assert client.stdout is not None
+        assert client.stdout.readline() == "READY TO BE KILLED\n", log.read_text()[-3000:]
+        assert isinstance(real_platform.process, TinkerProcess)
+        real_platform.process.kill()
+        real_platform.process.start()
+        output, _ = client.communicate("it is back\n", timeout=300)
+        assert client.returncode == 0, log.read_text()[-3000:]
+    told = json.loads(output.splitlines()[-1])
+    assert "weights/autosave" in told["killed"]["told"]
+    assert told["killed"]["stepped"]
     assert told["losses"] == sorted(told["losses"], reverse=True)
     assert told["losses"][-1] < 0.2 * told["losses"][0]
     assert told["lengths"] == [6, 6, 6, 6] or max(told["lengths"]) <= 6
