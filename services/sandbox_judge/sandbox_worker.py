@@ -51,8 +51,6 @@ ALLOWANCE_BYTES = {
     Role.REASONING_GYM: 256 << 20,
 }
 _NEEDS_SCRATCH = (Role.COMPILER, Role.PYTEST, Role.REASONING_GYM)
-# What runs in the jail of such a role is the platform's own; every response is a fork of it.
-_HARNESS = Executable()
 
 
 @dataclass
@@ -139,7 +137,7 @@ class SandboxWorker:
         To make a jail costs as much as several responses. Nothing passes from one to the next in one that is kept: each
         is a fork of the same pristine process, and what it leaves is removed, as between the tests of a program.
         """
-        if executable != _HARNESS:
+        if role not in PRELOADS:
             with zygote.open(executable, limits) as program:
                 yield program
             return

@@ -278,3 +278,10 @@ def test_a_closed_scheduler_leaves_no_process_behind(redis_client: redis.Redis, 
 
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 1  # the Redis pool may keep one more connection
+
+
+def test_an_empty_program_is_wrong_and_the_next_ones_are_judged_as_ever(judge: RpcClient) -> None:
+    (empty,) = judge_all(judge, [""])
+    others = judge_all(judge, [f"{RIGHT}  # {number}" for number in range(6)])
+    assert empty.outcome == Outcome.OUTCOME_WRONG_ANSWER
+    assert [verdict.outcome for verdict in others] == [Outcome.OUTCOME_ACCEPTED] * 6
