@@ -13,8 +13,9 @@ from spo.client.models import MetricSeries, StepEvaluation
 from spo.errors import PreconditionFailed
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from pandas import DataFrame
+
+    from spo.client.figure import NotebookFigure
 
 Columns = dict[str, list[object]]
 PLOTTED = ("reward", "loss", "kl_to_reference")
@@ -45,17 +46,19 @@ def frame(answers: MetricSeries | Sequence[BaseModel]) -> DataFrame:
     return indexed
 
 
-def plot(metrics: MetricSeries, evaluations: Sequence[StepEvaluation] = (), names: Sequence[str] = PLOTTED) -> Figure:
+def plot(
+    metrics: MetricSeries, evaluations: Sequence[StepEvaluation] = (), names: Sequence[str] = PLOTTED
+) -> NotebookFigure:
     """A figure with pass@k and its intervals, and one panel for each named curve that there is.
 
     Raises PreconditionFailed (code "package_missing") where matplotlib is not installed.
     """
     _package("matplotlib")
-    from matplotlib.figure import Figure
+    from spo.client.figure import NotebookFigure
 
     shown = [name for name in names if metrics.series.get(name)]
     count = len(shown) + bool(evaluations)
-    figure = Figure(figsize=(5 * max(1, count), 3.5), layout="constrained")
+    figure = NotebookFigure(figsize=(5 * max(1, count), 3.5), layout="constrained")
     panels = figure.subplots(1, max(1, count), squeeze=False)[0]
     if evaluations:
         steps = [evaluation.step for evaluation in evaluations]

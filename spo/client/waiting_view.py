@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Self
+import io
+from importlib import import_module
+from typing import Any, Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from spo.client.models import Job
@@ -24,8 +26,9 @@ class ProgressBar:
             TimeRemainingColumn(),
         )
         shown = console or Console(stderr=True)
-        # A notebook is no terminal and shows the bar all the same.
-        quiet = not (shown.is_terminal or shown.is_jupyter)
+        # rich would need widgets in a notebook; text that is replaced does without.
+        self._notebook = _ReplacedText() if shown.is_jupyter else None
+        quiet = not shown.is_terminal or shown.is_jupyter
         self._progress = Progress(*columns, console=shown, transient=True, disable=quiet)
         self._bar = self._progress.add_task("", total=None)
 
@@ -47,5 +50,25 @@ class ProgressBar:
         beside = f" beside values {far.values_done}/{far.values_total}" if far.values_pending else ""
         what = f"{job.id} {job.state}: {'values' if estimating else 'steps'}{beside}{waits}"
         self._progress.update(self._bar, description=what[:100], completed=done, total=total or None)
+        if self._notebook:
+            self._notebook.show(self._progress.get_renderable())
         if job.is_final:
             self._progress.stop()
+
+
+class _ReplacedText:
+    """One output of a notebook's cell, each time replaced."""
+
+    def __init__(self) -> None:
+        self._shown: Any = None
+
+    def show(self, what: RenderableType) -> None:
+        display: Any = import_module("IPython.display").display
+        written = Console(file=io.StringIO(), width=120, color_system=None, force_jupyter=False)
+        with written.capture() as text:
+            written.print(what)
+        output = {"text/plain": text.get().rstrip()}
+        if self._shown is None:
+            self._shown = display(output, raw=True, display_id=True)
+        else:
+            self._shown.update(output, raw=True)

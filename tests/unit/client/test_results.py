@@ -61,6 +61,8 @@ def test_a_figure_has_a_panel_for_each_curve_that_is_there() -> None:
     assert [panel.get_title() for panel in figure.axes] == ["held-out problems", "reward", "loss"]
     assert drawn.getvalue().startswith(b"\x89PNG")
     assert len(plot(MetricSeries()).axes) == 1
+    # What a notebook asks of a cell's value.
+    assert figure._repr_png_().startswith(b"\x89PNG")
 
 
 def job(**changed: Any) -> Job:
