@@ -33,6 +33,10 @@ class Settings(ServiceSettings, service="orchestrator"):
         default="/models:/tasks",
         description="Folders, with colons between, where tenants may name models and task files; admins: anywhere.",
     )
+    shared_state: bool = Field(
+        default=True,
+        description="Whether other services see this state folder, where forks put models.",
+    )
     scaler: Literal["none", "local", "kubernetes"] = Field(
         default="none", description="Who starts and stops replicas when PUT /v1/scale asks for it."
     )

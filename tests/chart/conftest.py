@@ -173,6 +173,13 @@ ELASTIC = {
     "experience": {"url": "s3://models/experience"},
     "objectStore": {"existingSecret": "bucket", "endpoint": "http://minio.storage:9000", "port": 9000},
 }
+# Nothing is shared but a bucket and Redis.
+BUCKET = {
+    "storage": {"kind": "s3", "url": "s3://spo/platform"},
+    "objectStore": {"existingSecret": "bucket", "endpoint": "http://minio.storage:9000", "port": 9000},
+    "models": {"downloads": [{"name": "qwen", "from": "s3://spo/models/qwen"}]},
+    "trainer": {"nodes": 2, "kind": "StatefulSet"},
+}
 KEDA = {"enabled": True, "engine": "keda", "maxReplicas": 6}
 JOB_SET = {
     "scaling": {"enabled": True, "maxReplicas": 6},
@@ -211,6 +218,7 @@ SETS = {
     "external": EXTERNAL,
     "elastic": ELASTIC,
     "job-set": JOB_SET,
+    "bucket": BUCKET,
 }
 
 

@@ -32,7 +32,7 @@ def test_a_release_is_installed_upgraded_tested_and_leaves_only_what_must_be_kep
     helm.uninstall()
     left = {(held["kind"], held["metadata"]["name"]) for held in helm.cluster.objects.values()}
     kept = {("Namespace", "default"), ("Pod", "spo-test")}
-    if values not in ("single-node", "external"):
+    if values not in ("single-node", "external", "bucket"):
         kept.add(("PersistentVolumeClaim", "spo-state"))
     if values == "everything":
         kept.add(("PersistentVolumeClaim", "spo-models"))

@@ -13,26 +13,20 @@
 {{- end }}
 - {name: SPO_STATE_PATH, value: {{ ternary "/var/lib/spo" "/tmp/spo" (ne .state "") }}}
 {{- if .experience }}
-- {name: SPO_EXPERIENCE_URL, value: {{ .root.Values.experience.url | default "/experience" | quote }}}
+- {name: SPO_EXPERIENCE_URL, value: {{ include "spo.storeUrl" (dict "root" .root "store" "experience") | default "/experience" | quote }}}
 {{- end }}
 {{- if include "spo.readsWeights" . }}
-{{- with .root.Values.weights.url }}
+{{- with include "spo.storeUrl" (dict "root" .root "store" "weights") }}
 - {name: SPO_WEIGHT_STORE_URL, value: {{ . | quote }}}
 {{- end }}
 {{- end }}
+{{- if has .component (list "orchestrator" "trainer") }}
+{{- with include "spo.storeUrl" (dict "root" .root "store" "checkpoints") }}
+- {name: SPO_CHECKPOINT_STORE_URL, value: {{ . | quote }}}
+{{- end }}
+{{- end }}
 {{- if include "spo.usesBucket" . }}
-{{- with .root.Values.objectStore }}
-- {name: AWS_REGION, value: {{ .region | quote }}}
-{{- with .endpoint }}
-- {name: AWS_ENDPOINT_URL, value: {{ . | quote }}}
-{{- end }}
-{{- with .existingSecret }}
-{{- range list "AWS_ACCESS_KEY_ID" "AWS_SECRET_ACCESS_KEY" }}
-- name: {{ . }}
-  valueFrom: {secretKeyRef: {name: {{ $.root.Values.objectStore.existingSecret }}, key: {{ . }}}}
-{{- end }}
-{{- end }}
-{{- end }}
+{{ include "spo.bucketVariables" .root }}
 {{- end }}
 - {name: SPO_ORCHESTRATOR_ADDRESS, value: "{{ $full }}-orchestrator-grpc:7070"}
 # Headless services: dns:/// spreads calls over all ready pods.
@@ -64,6 +58,9 @@
 {{- end }}
 {{- end }}
 {{- if eq .component "orchestrator" }}
+{{- if include "spo.bucketOnly" .root }}
+- {name: {{ $prefix }}_SHARED_STATE, value: "false"}
+{{- end }}
 - {name: {{ $prefix }}_HTTP_PORT, value: "8080"}
 - name: {{ $prefix }}_API_KEY
   valueFrom: {secretKeyRef: {name: {{ include "spo.secret" .root }}, key: api-key}}
@@ -104,9 +101,26 @@
 {{- if has .component (list "orchestrator" "inference" "value-estimation" "trainer") }}true{{ end -}}
 {{- end -}}
 
+{{/* Where the bucket is, and what opens it; argument: root */}}
+{{- define "spo.bucketVariables" -}}
+{{- $store := .Values.objectStore -}}
+- {name: AWS_REGION, value: {{ $store.region | quote }}}
+{{- with $store.endpoint }}
+- {name: AWS_ENDPOINT_URL, value: {{ . | quote }}}
+{{- end }}
+{{- with $store.existingSecret }}
+{{- range list "AWS_ACCESS_KEY_ID" "AWS_SECRET_ACCESS_KEY" }}
+- name: {{ . }}
+  valueFrom: {secretKeyRef: {name: {{ $store.existingSecret }}, key: {{ . }}}}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{- define "spo.usesBucket" -}}
-{{- $values := .root.Values -}}
-{{- if or (and $values.weights.url (include "spo.readsWeights" .)) (and (hasPrefix "s3://" $values.experience.url) (has .component (list "orchestrator" "replay-buffer" "value-estimation"))) }}true{{ end -}}
+{{- $weights := include "spo.storeUrl" (dict "root" .root "store" "weights") -}}
+{{- $checkpoints := include "spo.storeUrl" (dict "root" .root "store" "checkpoints") -}}
+{{- $experience := include "spo.storeUrl" (dict "root" .root "store" "experience") -}}
+{{- if or (and $weights (include "spo.readsWeights" .)) (and $checkpoints (has .component (list "orchestrator" "trainer"))) (and (hasPrefix "s3://" $experience) (has .component (list "orchestrator" "replay-buffer" "value-estimation"))) }}true{{ end -}}
 {{- end -}}
 
 {{- define "spo.redisVariables" -}}

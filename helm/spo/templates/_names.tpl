@@ -48,10 +48,21 @@ app.kubernetes.io/component: {{ .component }}
 {{- .Values.state.existingClaim | default (printf "%s-state" (include "spo.fullname" .)) -}}
 {{- end -}}
 
+{{/* Not empty where pods share no folder: what they have in common is in a bucket */}}
+{{- define "spo.bucketOnly" -}}
+{{- if eq .Values.storage.kind "s3" }}true{{ end -}}
+{{- end -}}
+
+{{/* The URL of a store; empty where it is on the state claim. Argument: root, store (weights, checkpoints, experience) */}}
+{{- define "spo.storeUrl" -}}
+{{- $inBucket := ternary (printf "%s/%s" (trimSuffix "/" .root.Values.storage.url) .store) "" (eq .root.Values.storage.kind "s3") -}}
+{{- (get .root.Values .store).url | default $inBucket -}}
+{{- end -}}
+
 {{/* The claim with model folders: a person's, or ours where there is something to put into it; else nothing */}}
 {{- define "spo.modelsClaim" -}}
 {{- $models := .Values.models -}}
-{{- if $models.existingClaim -}}{{ $models.existingClaim }}{{- else if or $models.toy $models.downloads -}}{{ include "spo.fullname" . }}-models{{- end -}}
+{{- if $models.existingClaim -}}{{ $models.existingClaim }}{{- else if and (or $models.toy $models.downloads) (not (include "spo.bucketOnly" .)) -}}{{ include "spo.fullname" . }}-models{{- end -}}
 {{- end -}}
 
 {{/* Combinations that cannot work are refused here, once, in words. */}}
@@ -84,8 +95,8 @@ app.kubernetes.io/component: {{ .component }}
 {{- fail (printf "%s.autoscaling: hpa goes by the share of resources.requests.cpu, which is not set" $name) -}}
 {{- end -}}
 {{- end -}}
-{{- if and (or .Values.objectStore.existingSecret .Values.objectStore.endpoint) (not .Values.weights.url) (not (hasPrefix "s3://" .Values.experience.url)) (not (contains "s3://" (toJson .Values.models.downloads))) -}}
-{{- fail "objectStore is set, but neither weights.url nor experience.url nor a download is an s3:// URL" -}}
+{{- if and (or .Values.objectStore.existingSecret .Values.objectStore.endpoint) (not (include "spo.bucketOnly" .)) (not .Values.weights.url) (not .Values.checkpoints.url) (not (hasPrefix "s3://" .Values.experience.url)) (not (contains "s3://" (toJson .Values.models.downloads))) -}}
+{{- fail "objectStore is set, but neither storage.url nor weights.url nor checkpoints.url nor experience.url nor a download is an s3:// URL" -}}
 {{- end -}}
 {{- with .Values.scaling -}}
 {{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
@@ -105,7 +116,23 @@ app.kubernetes.io/component: {{ .component }}
 {{- if and (eq $trainer.kind "JobSet") $trainer.updateStrategy -}}
 {{- fail "trainer.updateStrategy is a StatefulSet's: a JobSet is replaced by an upgrade that changes its pods" -}}
 {{- end -}}
-{{- if and (gt (int $trainer.nodes) 1) (not .Values.state.existingClaim) (not (has "ReadWriteMany" .Values.state.accessModes)) -}}
+{{- if and (eq .Values.storage.kind "s3") (not .Values.storage.url) -}}
+{{- fail "storage.kind is s3: set storage.url to s3://bucket/folder" -}}
+{{- end -}}
+{{- if and (eq .Values.storage.kind "claim") .Values.storage.url -}}
+{{- fail "storage.url is set, but storage.kind is claim: weights.url, checkpoints.url and experience.url move single stores" -}}
+{{- end -}}
+{{- if and (include "spo.bucketOnly" .) (not .Values.models.existingClaim) -}}
+{{- if .Values.models.toy -}}
+{{- fail "storage.kind is s3: models.toy would make another model in every pod; make it once, put it into the bucket and name it in models.downloads" -}}
+{{- end -}}
+{{- range .Values.models.downloads -}}
+{{- if not (hasPrefix "s3://" .from) -}}
+{{- fail (printf "storage.kind is s3: every pod fetches models for itself and reaches the bucket alone; put %s there" .from) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if and (eq .Values.storage.kind "claim") (gt (int $trainer.nodes) 1) (not .Values.state.existingClaim) (not (has "ReadWriteMany" .Values.state.accessModes)) -}}
 {{- fail "trainer.nodes is above 1: its pods share the state claim, which needs state.accessModes: [ReadWriteMany]" -}}
 {{- end -}}
 {{- end -}}

@@ -4,6 +4,7 @@ The pod of a service. Argument:
   component         its name (sandbox-judge); module and variables follow from it
   image             light, judge or engine
   redis, state      whether it talks to Redis; how it mounts the state folder: "", "read" or "write"
+  owns, spares      folders of the state folder: those that alone it may write, or all but which
   models, tasks     whether it reads models, task files
   experience        how it mounts the experience store: absent, "read" or "write"
   arguments         what the image runs; default: the service's module
@@ -15,6 +16,14 @@ What podDefaults says holds for every service; its own section goes before: maps
 {{- $underscored := .component | replace "-" "_" -}}
 {{- $defaults := .root.Values.podDefaults -}}
 {{- $own := .values -}}
+{{- $bucketOnly := include "spo.bucketOnly" .root -}}
+{{- if and $bucketOnly (eq .state "read") -}}
+{{- /* There is nothing to read: weights come from the bucket. */ -}}
+{{- $_ := set . "state" "" -}}
+{{- end -}}
+{{- $experienceOnClaim := and .experience (not (include "spo.storeUrl" (dict "root" .root "store" "experience"))) -}}
+{{- $fetchesModels := and .models $bucketOnly (not .root.Values.models.existingClaim) .root.Values.models.downloads -}}
+{{- $initContainers := concat $defaults.initContainers ($own.initContainers | default list) -}}
 metadata:
   labels:
     {{- include "spo.labels" . | nindent 4 }}
@@ -42,9 +51,14 @@ spec:
   terminationGracePeriodSeconds: {{ include "spo.graceSeconds" . }}
   {{- include "spo.podBasics" . | nindent 2 }}
   {{- include "spo.placement" . | nindent 2 }}
-  {{- with concat $defaults.initContainers ($own.initContainers | default list) }}
+  {{- if or $initContainers $fetchesModels }}
   initContainers:
+    {{- if $fetchesModels }}
+    {{- include "spo.fetchModels" . | nindent 4 }}
+    {{- end }}
+    {{- with $initContainers }}
     {{- toYaml . | nindent 4 }}
+    {{- end }}
   {{- end }}
   containers:
     - name: {{ .component }}
@@ -81,13 +95,22 @@ spec:
         {{- toYaml $resources | nindent 8 }}
       volumeMounts:
         - {name: tmp, mountPath: /tmp}
-        {{- if .state }}
-        - {name: state, mountPath: /var/lib/spo, readOnly: {{ ne .state "write" }}}
+        {{- if and .state $bucketOnly }}
+        - {name: state, mountPath: /var/lib/spo}
+        {{- else if .state }}
+        - {name: state, mountPath: /var/lib/spo, readOnly: {{ or (ne .state "write") (not (empty .owns)) }}}
+        # The kubelet makes these folders where they are not there yet.
+        {{- range .owns }}
+        - {name: state, mountPath: /var/lib/spo/{{ . }}, subPath: {{ . }}}
         {{- end }}
-        {{- if and .experience (not .root.Values.experience.url) }}
+        {{- range .spares }}
+        - {name: state, mountPath: /var/lib/spo/{{ . }}, subPath: {{ . }}, readOnly: true}
+        {{- end }}
+        {{- end }}
+        {{- if $experienceOnClaim }}
         - {name: experience, mountPath: /experience, subPath: experience, readOnly: {{ ne .experience "write" }}}
         {{- end }}
-        {{- if and .models (include "spo.modelsClaim" .root) }}
+        {{- if or $fetchesModels (and .models (include "spo.modelsClaim" .root)) }}
         - {name: models, mountPath: /models, readOnly: true}
         {{- end }}
         {{- if and .tasks .root.Values.tasks.existingClaim }}
@@ -107,13 +130,18 @@ spec:
     {{- end }}
   volumes:
     - {name: tmp, emptyDir: {{ ternary (dict "sizeLimit" ($own.tmpSize | default $defaults.tmpSize)) dict (not (empty ($own.tmpSize | default $defaults.tmpSize))) | toJson }}}
-    {{- if .state }}
+    {{- if and .state $bucketOnly (not (and (eq .component "orchestrator") .root.Values.state.existingClaim)) }}
+    # Of this pod alone, and gone with it.
+    - {name: state, emptyDir: {}}
+    {{- else if .state }}
     - {name: state, persistentVolumeClaim: {claimName: {{ include "spo.stateClaim" .root }}}}
     {{- end }}
-    {{- if and .experience (not .root.Values.experience.url) }}
+    {{- if $experienceOnClaim }}
     - {name: experience, persistentVolumeClaim: {claimName: {{ include "spo.stateClaim" .root }}}}
     {{- end }}
-    {{- if and .models (include "spo.modelsClaim" .root) }}
+    {{- if $fetchesModels }}
+    - {name: models, emptyDir: {}}
+    {{- else if and .models (include "spo.modelsClaim" .root) }}
     - {name: models, persistentVolumeClaim: {claimName: {{ include "spo.modelsClaim" .root }}, readOnly: {{ not (empty .root.Values.models.existingClaim) }}}}
     {{- end }}
     {{- if and .tasks .root.Values.tasks.existingClaim }}
@@ -128,4 +156,30 @@ spec:
     {{- with concat $defaults.extraVolumes .values.extraVolumes }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+{{- end -}}
+
+{{/* Containers that fetch the models from the bucket before a pod without a shared claim starts; argument as above */}}
+{{- define "spo.fetchModels" -}}
+{{- $root := .root }}
+{{- $service := merge (dict "image" "engine") . }}
+{{- range $root.Values.models.downloads }}
+- name: model-{{ .name }}
+  image: {{ include "spo.image" $service }}
+  imagePullPolicy: {{ $root.Values.images.pullPolicy }}
+  terminationMessagePolicy: FallbackToLogsOnError
+  args: {{ list "spo.weights.download" .from (printf "/models/%s" .name) | toJson }}
+  securityContext:
+    {{- include "spo.containerSecurity" $service | nindent 4 }}
+  env:
+    - {name: SPO_STATE_PATH, value: /tmp/spo}
+    {{- include "spo.bucketVariables" $root | nindent 4 }}
+    {{- with concat $root.Values.podDefaults.extraEnv $root.Values.models.extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  resources:
+    {{- toYaml $root.Values.models.resources | nindent 4 }}
+  volumeMounts:
+    - {name: tmp, mountPath: /tmp}
+    - {name: models, mountPath: /models}
+{{- end }}
 {{- end -}}

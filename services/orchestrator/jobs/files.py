@@ -12,11 +12,12 @@ from spo.weights.store import WeightStore, backend_at
 
 @dataclass(frozen=True)
 class JobFiles:
-    """Of all jobs; checkpoints lie by step, in a folder or a bucket."""
+    """Of all jobs; checkpoints lie by step, in a folder or a bucket. shared: other services see the state folder."""
 
     state_path: Path
     weights: WeightStore
     checkpoints: WeightBackend
+    shared: bool = True
 
     @classmethod
     def of(cls, settings: Settings) -> JobFiles:
@@ -25,6 +26,7 @@ class JobFiles:
             settings.state_path,
             WeightStore(settings.weight_place, cache_path=settings.weight_cache_path),
             backend_at(settings.checkpoint_place, CHECKPOINT_DIGITS),
+            settings.shared_state,
         )
 
     def checkpoint_steps(self, job_id: str) -> set[int] | None:

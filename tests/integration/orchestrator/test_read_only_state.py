@@ -21,6 +21,9 @@ from tests.support.orchestrator_process import OrchestratorProcess
 # What jobs' trainers write, and what is nobody's business here; all else in the state folder is the orchestrator's.
 PART_TYPE = "application/offset+octet-stream"
 OTHERS = ("weights", "checkpoints", "cache", "trainer")
+# What the chart mounts read-only into its pod (tests/chart/test_chart_storage.py): the folders of living jobs are the
+# trainer's, those of deleted ones have nobody else to remove them.
+MOUNTED_READ_ONLY = ("cache", "trainer")
 TASK = b'{"problem_id": "a", "prompt": "add", "tests": [{"stdin": "1 2", "stdout": "3"}]}\n'
 
 
@@ -78,3 +81,22 @@ def test_it_writes_only_its_own_and_says_when_a_deleted_jobs_weights_stay(
         assert "spo_deletions_failing 1.0" in api.get("/metrics").text
         assert weights.exists()
         assert redis_client.sismember(own_keys.deleted_jobs(), job_id), "it will be tried again"
+
+
+def test_with_what_the_chart_mounts_it_removes_what_a_deleted_job_left(
+    orchestrator: OrchestratorProcess, tmp_path: Path, document: dict[str, Any]
+) -> None:
+    state = tmp_path / "state"
+    orchestrator.prefix = confined(state, *MOUNTED_READ_ONLY)
+    orchestrator.start()
+    with httpx.Client(base_url=orchestrator.url, trust_env=False, timeout=30) as api:
+        job_id = api.post("/v1/jobs", json=document).json()["id"]
+        left = [state / "weights" / job_id / "00000001", state / "checkpoints" / job_id / "0000000001"]
+        for folder in left:
+            folder.mkdir(parents=True)
+            (folder / "part.safetensors").write_bytes(b"x")
+        api.post(f"/v1/jobs/{job_id}/cancel")
+        wait_until(lambda: api.get(f"/v1/jobs/{job_id}").json()["state"] == "cancelled", "it is cancelled")
+        assert api.delete(f"/v1/jobs/{job_id}").status_code == 204
+        wait_until(lambda: not any(folder.exists() for folder in left), "its files are removed")
+        assert "deleted job" not in api.get("/v1/attention").text

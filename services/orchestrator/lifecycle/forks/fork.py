@@ -125,6 +125,9 @@ class Forks:
     def _lineage(self, parent: str, requested: ForkOptions) -> ForkLineage:
         versions = {int(published["version"]): published for published in self.weights.versions(parent)}
         version, step = requested.version, requested.checkpoint_step
+        if requested.as_reference and not self.files.shared:
+            # The model would lie in the state folder, which trainers and replicas do not see.
+            raise _refusal("/as_reference", "this platform's services share no folder for the model of such a fork")
         if version is not None and step is not None:
             raise _refusal("/checkpoint_step", "name a version or a checkpoint, not both")
         if step is not None:

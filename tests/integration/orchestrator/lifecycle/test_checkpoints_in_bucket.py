@@ -42,7 +42,7 @@ def url(server: S3Server, request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 @pytest.fixture
 def context(open_context: Callable[..., AppContext], url: str, tmp_path: Path) -> AppContext:
     places = {"weight_store_url": f"{url}/weights", "checkpoint_store_url": f"{url}/checkpoints"}
-    return open_context(weight_cache_path=str(tmp_path / "cache"), **places)
+    return open_context(weight_cache_path=str(tmp_path / "cache"), shared_state=False, **places)
 
 
 @pytest.fixture
@@ -127,6 +127,13 @@ def test_a_fork_of_a_checkpoint_whose_part_is_gone_is_refused_and_leaves_nothing
 
     assert (answer.status_code, answer.json()["code"]) == (412, "fork_start_lost")
     assert objects(url, "job_") == before
+
+
+def test_a_fork_whose_model_no_other_service_would_see_is_refused_by_field(api: httpx.Client, parent: str) -> None:
+    answer = api.post(f"/v1/jobs/{parent}/fork", json={"as_reference": True})
+
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_fork")
+    assert [fault["pointer"] for fault in answer.json()["errors"]] == ["/as_reference"]
 
 
 def test_a_job_that_redis_lost_comes_back_with_the_checkpoint_that_is_in_the_bucket(
