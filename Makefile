@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: images docs sdk tree openapi help setup system-deps proto format check test chart-test chart-files compose-test demo chaos screenshots demo-experience real-demo reproduce up down bench gpu-check clean
+.PHONY: images docs sdk tree openapi help setup system-deps proto format check test chart-test chart-files compose-test demo chaos screenshots demo-experience demo-loop real-demo reproduce up down bench gpu-check clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -104,6 +104,9 @@ screenshots: setup system-deps  ## Photograph every web page, with a live job on
 
 demo-experience: setup system-deps  ## Two jobs, the second from the first one's stored experience; runs/demo-experience/report.{json,png,md}
 	@spo demo-experience
+
+demo-loop: setup system-deps  ## A served model learns from its users' feedback, part of it wrong; runs/demo-loop/report.{json,png,md} (SEED=n)
+	@spo demo-loop --seed $(or $(SEED),0)
 
 reproduce: setup system-deps  ## The paper's comparisons in small (QUICK=1, SEEDS=n, RUNS=regex, ONLY=setting); goes on where it was
 	@spo reproduce $(if $(QUICK),--quick) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(RUNS),--runs '$(RUNS)') $(if $(ONLY),--only $(ONLY))

@@ -170,6 +170,18 @@ def demo_experience() -> None:
     run_demo_experience()
 
 
+@app.command("demo-loop")
+def demo_loop(
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of jobs, of who asks what, and of whose feedback is wrong.")
+    ] = 0,
+) -> None:
+    """Serve a model, learn from its users' feedback, part of it wrong; writes runs/demo-loop/report.{json,png,md}."""
+    from spo.demo.loop.command import run_demo_loop
+
+    run_demo_loop(seed)
+
+
 @app.command()
 def reproduce(
     *,

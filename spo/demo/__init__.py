@@ -1,1 +1,1 @@
-"""`spo demo` and `spo demo-experience`: a whole job on the toy contest with a live view and a report."""
+"""`spo demo` and its sisters: whole jobs on a platform of their own, with a live view and a report."""
