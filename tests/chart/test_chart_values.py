@@ -59,7 +59,7 @@ REFUSED = {
     "credentials in a URL": ({"weights": {"url": "s3://key:secret@bucket/weights"}}, "url"),
     "a bucket that nothing uses": (
         {"objectStore": {"existingSecret": "bucket"}},
-        "neither weights.url nor experience.url",
+        "neither storage.url nor weights.url",
     ),
     "a collector without http": ({"tracing": {"endpoint": "collector:4317"}}, "endpoint"),
     "credentials of the collector": ({"tracing": {"endpoint": "https://me:secret@collector"}}, "endpoint"),
