@@ -18,19 +18,19 @@ from conftest import CHART, NEWEST, Helm, merged
 
 ROOT = CHART.parents[1]
 TEXT = (ROOT / "docs" / "kubernetes.md").read_text()
-BLOCK = re.compile(r"^```sh(?P<how>[^\n]*)\n(?P<body>.*?)^```", re.M | re.S)
+BLOCK = re.compile(r"^```(?P<how>sh|console)\n(?P<body>.*?)^```", re.M | re.S)
 KINDS = {"secret": "Secret", "service": "Service", "deployment": "Deployment", "job": "Job", "pod": "Pod"}
 
 
 def commands() -> list[list[str]]:
     """The words of every command that is not marked as one that cannot run here."""
-    blocks = [match["body"] for match in BLOCK.finditer(TEXT) if match["how"].strip() != "no-run"]
+    blocks = [match["body"] for match in BLOCK.finditer(TEXT) if match["how"] == "sh"]
     return [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
 
 
 def test_what_is_not_run_says_why() -> None:
     for match in BLOCK.finditer(TEXT):
-        if match["how"].strip() == "no-run":
+        if match["how"] == "console":
             before = TEXT[: match.start()].rstrip().rsplit("\n\n", 1)[-1]
             assert before.startswith("*Not run here: ") or "without a registry" in before, match["body"]
 
