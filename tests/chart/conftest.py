@@ -178,7 +178,6 @@ BUCKET = {
     "storage": {"kind": "s3", "url": "s3://spo/platform"},
     "objectStore": {"existingSecret": "bucket", "endpoint": "http://minio.storage:9000", "port": 9000},
     "models": {"downloads": [{"name": "qwen", "from": "s3://spo/models/qwen"}]},
-    "trainer": {"nodes": 2, "kind": "StatefulSet"},
 }
 KEDA = {"enabled": True, "engine": "keda", "maxReplicas": 6}
 JOB_SET = {
