@@ -39,10 +39,18 @@ def start_judge(redis_server: str, log: Path) -> psutil.Popen:
 
 
 def zygotes_of(judge: psutil.Popen) -> list[psutil.Process]:
+    """What the judge starts, and no program: one that is killed from outside ends by a signal, so its verdict says."""
     try:
-        return judge.children(recursive=True)
+        return [each for each in judge.children(recursive=True) if leads_a_session(each)]
     except psutil.NoSuchProcess:
         return []
+
+
+def leads_a_session(process: psutil.Process) -> bool:
+    try:
+        return os.getsid(process.pid) == process.pid
+    except ProcessLookupError:
+        return False
 
 
 def kill(process: psutil.Process) -> None:
