@@ -119,6 +119,8 @@ def continual_spec(course: Course) -> dict[str, Any]:
         "schedule": {"min_new_trajectories": course.train_problems * course.answers},
         "gate": {"samples": course.gate_samples, "min_gain": course.min_gain},
         "overrides": {
+            # The demo's own terms learn from the policy's samples and from people's programs, and from nothing else.
+            "algorithm": {"losses": [{"objective": "terminal_squared"}]},
             "offline": {
                 "human_solutions": False,
                 "keep_reference_samples": False,
