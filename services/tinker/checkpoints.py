@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from services.tinker.shared_model import LoraShape
+from spo.disk_space import told_when_full
 from spo.errors import Conflict, IntegrityError, InvalidInput, NotFound, ResourceExhausted
 from spo.manifest_folder import MANIFEST, open_folder, read_manifest, remove_folder, seal_folder, staging_folder
 from spo.model.adapter_folder import TENSORS_FILE, Adapter
@@ -84,7 +85,9 @@ class CheckpointStore:
     most: int
 
     def write(self, checkpoint: AdapterCheckpoint, adapter: Adapter, saved: SavedAdapter, *, overwrite: bool) -> None:
-        """Seal a checkpoint. Raises Conflict where the name is taken, ResourceExhausted beyond the tenant's limit."""
+        """Seal a checkpoint. Raises Conflict where the name is taken, ResourceExhausted
+        beyond the tenant's limit and where the disk is full (code "disk_full").
+        """
         destination = self._folder(checkpoint.path)
         if destination.exists() and not overwrite:
             message = f"{checkpoint.path} is there already; save with overwrite, or under another name"
@@ -92,7 +95,7 @@ class CheckpointStore:
         if not destination.exists():
             self._require_room(checkpoint)
         destination.parent.mkdir(parents=True, exist_ok=True)
-        with staging_folder(destination) as writing:
+        with told_when_full(self.root), staging_folder(destination) as writing:
             adapter.write(writing)
             save_file(saved.tensors, writing / TENSORS_FILE)
             if saved.moments:

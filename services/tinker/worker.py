@@ -7,6 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -232,11 +233,22 @@ class TinkerWorker:
             self._autosave(model)
             self.sessions.drop_model(model.id)
             model.adapter.close()
-            for unnamed in self.store.unnamed(model.id):
-                self.store.remove(unnamed)
+            self._tidy(partial(self._forget_unnamed, model.id))
         if time.monotonic() - self._swept > SWEEP_SECONDS:
             self._swept = time.monotonic()
-            self.store.sweep()
+            self._tidy(self.store.sweep)
+
+    def _forget_unnamed(self, model_id: str) -> None:
+        for unnamed in self.store.unnamed(model_id):
+            self.store.remove(unnamed)
+
+    @staticmethod
+    def _tidy(body: Callable[[], object]) -> None:
+        """Remove files; what cannot be removed now ends nobody's training."""
+        try:
+            body()
+        except OSError as error:
+            log.warning("files of the Tinker API stay", reason=str(error)[:500])
 
     def _autosave(self, model: TrainedModel) -> None:
         """To `weights/autosave`, where something has been learnt since; a failure costs nobody's step."""

@@ -37,9 +37,14 @@ def values_are_there(spec: JobSpec) -> Iterator[Violation]:
 
 
 def something_is_done(spec: JobSpec) -> Iterator[Violation]:
-    """A job that trains nothing estimates values."""
+    """A job that trains nothing estimates values; one that takes steps learns from something that it draws."""
     if spec.trainer.steps == 0 and spec.value is None:
         yield "trainer/steps", "without `value` a job of 0 steps would do nothing"
+    shares = {part.source for part in spec.replay.mix if part.share > 0}
+    terms = spec.algorithm.losses
+    if spec.trainer.steps and shares and not any(term.sources is None or shares & set(term.sources) for term in terms):
+        found = ", ".join(sorted(shares))
+        yield "algorithm/losses", f"no term learns from a source of replay.mix ({found}): no step would change a weight"
 
 
 def sources_exist(spec: JobSpec) -> Iterator[Violation]:

@@ -176,6 +176,15 @@ def test_a_job_may_have_another_reward_and_a_reference_that_is_refreshed() -> No
     assert spec.tasks.reward.best == -0.5
 
 
+def test_steps_that_no_term_could_learn_from_are_refused() -> None:
+    losses = [{"objective": "supervised", "sources": ["human"]}]
+    terms = {"algorithm": {"losses": losses}}
+
+    assert pointers({**MODEL, **terms, "replay": ONLINE}) == ["/algorithm/losses"]
+    assert parse_job_spec({**MODEL, **terms, "replay": {"mix": ONLINE_AND_HUMAN}}).trainer.steps
+    assert parse_job_spec({**MODEL, **terms, "replay": ONLINE, "trainer": {"steps": 0}, "value": {}}).value
+
+
 def test_every_fault_is_reported_at_once() -> None:
     found = pointers({"model": {}, "algorithm": {"beta": -1}, "seed": -4})
 
