@@ -14,7 +14,7 @@ from benchmarks.frame import Row, as_table
 
 FOLDER = Path(__file__).parent
 NOT_BENCHMARKS = {"__init__", "__main__", "frame"}
-LIMIT_SECONDS = 3600.0
+LIMIT_SECONDS = 7200.0
 
 
 def names(folder: Path = FOLDER) -> list[str]:

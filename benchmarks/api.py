@@ -24,7 +24,7 @@ from playwright.sync_api import sync_playwright
 from benchmarks.frame import Row, compare, run, within
 from benchmarks.http_load.load import Listeners, ask, request
 from benchmarks.http_load.stage import KEY, Platform, platform
-from services.orchestrator.jobs.store import JobStore
+from services.orchestrator.jobs.store import IN_REDIS, JobStore
 from spo.rpc.client import RpcClient
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.job_state import JobState
@@ -57,7 +57,7 @@ BEATS_PER_SECOND = 250
 def measure() -> list[Row]:
     """All claims; those of the listeners before the store is filled, the page's after."""
     with platform() as found:
-        jobs = JobStore(found.client, durable=False)
+        jobs = JobStore(found.client, durable=IN_REDIS)
         job_id = jobs.submit(parse_job_spec(found.spec()))
         for state in (JobState.VALIDATING, JobState.ESTIMATING, JobState.RUNNING):
             jobs.transition(job_id, state, "benchmark")

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.peers.horizontal_autoscaler import HorizontalAutoscaler
 from benchmarks.peers.pipeline import running_job
 from services.orchestrator.datasets.library import TaskLibrary
-from services.orchestrator.jobs.store import JobStore
+from services.orchestrator.jobs.store import IN_REDIS, JobStore
 from services.orchestrator.lifecycle.dispatcher import PromptDispatcher
 from services.orchestrator.lifecycle.pipeline import groups_in_pipeline
 from services.orchestrator.replicas.assignment import assign
@@ -118,7 +118,7 @@ class SimulatedCluster:
 
     def __init__(self, client: RedisClient, behavior: Any, seed: int = 0, replicas: int = 0) -> None:
         self.client = client
-        self.jobs = JobStore(client, durable=0)
+        self.jobs = JobStore(client, durable=IN_REDIS)
         self.now = 0.0
         self.draw = random.Random(seed)
         self.running: dict[str, SimulatedJob] = {}
