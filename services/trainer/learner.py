@@ -132,6 +132,7 @@ class Learner:
             # Before any forward: a rank without tensors would keep the others waiting for its parameters.
             on_each(self._ranks, micro_batches, self._policy.batch)
             on_each(self._ranks, micro_batches, self._policy.add_reference)
+            on_each(self._ranks, micro_batches, self._policy.add_teacher)
             if self._critic:
                 self._add_advantages(self._critic, micro_batches)
             self._add_proximal_logprobs(micro_batches, updates=len(schedule))

@@ -37,12 +37,12 @@ from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.trajectory_pb2 import FINISH_REASON_LENGTH
 
 
-def load_model(spec: JobSpec, device: torch.device) -> PreTrainedModel:
-    """A copy of pi0 on the device; at ZeRO stage 3 no rank ever holds more than its part of it.
+def load_model(spec: JobSpec, device: torch.device, path: str = "") -> PreTrainedModel:
+    """A copy of pi0, or of the model at `path`, on the device; at ZeRO stage 3 no rank holds more than its part of it.
 
     Raises InvalidInput when the folder may not or cannot be loaded.
     """
-    path, dtype = spec.model.path, spec.model.dtype
+    path, dtype = path or spec.model.path, spec.model.dtype
     on_cpu = spec.trainer.offload == "optimizer_and_parameters"
     cut = partitioned_loading(DTYPES[dtype], on_cpu=on_cpu) if spec.trainer.zero_stage == 3 else nullcontext()
     try:
@@ -74,6 +74,10 @@ class Policy:
         # With an adapter the model itself is the reference, the adapter switched off.
         second_model = spec.trainer.reference == "in_trainer" and not self._adapter_config
         self._reference = ReferenceModel(load_model(spec, device), spec.trainer.offload) if second_model else None
+        teacher = spec.algorithm.teacher
+        self._teacher = (
+            ReferenceModel(load_model(spec, device, teacher.path), spec.trainer.offload) if teacher else None
+        )
         self.engine = DeepSpeedEngine(model, spec.trainer, passes)
 
     def adapter(self) -> Adapter | None:
@@ -187,9 +191,19 @@ class Policy:
             given_BL = torch.where(own_B[:, None], batch.reference_logprobs_BL, computed_BL)
             micro_batch.keep(replace(batch, reference_logprobs_BL=given_BL))
 
+    @torch.no_grad()
+    def add_teacher(self, micro_batch: MicroBatch) -> None:
+        """Add the teacher's log-probs where the job names one, under the same condition as `add_reference`."""
+        if self._teacher is not None:
+            batch = self.batch(micro_batch)
+            wanted = batch.input_ids_BL, batch.attention_mask_BL, batch.response_mask_BL
+            taught_BL = token_logprobs(self._teacher.model, *wanted)
+            micro_batch.keep(replace(batch, teacher_logprobs_BL=taught_BL))
+
     def close(self) -> None:
         """Free the models; the process goes on to the next job."""
-        if self._reference is not None:
-            self._reference.close()
-        self._reference = None
+        for held in (self._reference, self._teacher):
+            if held is not None:
+                held.close()
+        self._reference = self._teacher = None
         self.engine.close()

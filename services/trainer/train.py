@@ -23,6 +23,7 @@ from spo.observability.logs import get_logger, lines_concern_run
 from spo.spec.job_spec import JobSpec, spec_from_json
 from spo.spec.learning_rate import learning_rate_at
 from spo.v1.orchestrator_service_pb2 import LeaseJobResponse
+from spo.weights.made_models import MadeModels
 from spo.weights.store import WeightStore
 
 log = get_logger("train")
@@ -118,6 +119,7 @@ class TrainingRun:
     def carry_out(self) -> None:
         """Load, resume, and carry out commands until rank 0 ends the run."""
         start = self._grant.start_version
+        self._fetch_model()
         files = self._store.open(self._grant.run_id, start).files if start else ()
         self._learner = learner = Learner(self._ranks, self._spec, files)
         self._checkpoints = checkpoint_place(self._grant, self._settings.state_path)
@@ -142,6 +144,17 @@ class TrainingRun:
                     pass
                 case "end":
                     return
+
+    def _fetch_model(self) -> None:
+        """Raises, on every rank alike, where a fork's model is in a bucket and cannot be fetched."""
+        problem = None
+        try:
+            MadeModels(self._settings.state_place, self._settings.state_path).here(self._spec.model.path)
+        except SpoError as error:
+            problem = error
+        for found in self._ranks.gather(problem):
+            if found:
+                raise found
 
     def close(self) -> None:
         """Free the models."""

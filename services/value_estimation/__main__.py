@@ -25,7 +25,7 @@ def main() -> int:
     from services.value_estimation.value_worker import ValueWorker
 
     client = join_platform(settings)
-    references = References(client, settings.tokens_per_forward, settings.device, settings.port)
+    references = References.as_told(client, settings)
     clients = connect_clients(settings, process.stop, client)
     weights = WeightStore(settings.weight_place, cache_path=settings.weight_cache_path)
     valuer = TokenValuer(client, Policies(references, weights), clients)

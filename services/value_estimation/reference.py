@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from socket import gethostname
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from services.value_estimation import redis_keys as own_keys
+from services.value_estimation.settings import Settings
 from spo.errors import FieldViolation, InvalidInput, NotReady, SpoError
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_specs import RunSpecs
@@ -27,6 +29,7 @@ from spo.service.memory import is_out_of_memory, memory_limit_bytes
 from spo.spec.job_spec import JobSpec
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 from spo.v1.trajectory_pb2 import Segment
+from spo.weights.made_models import MadeModels
 
 log = get_logger("reference")
 
@@ -171,8 +174,19 @@ class References:
     served together.
     """
 
-    def __init__(self, client: RedisClient, tokens_per_forward: int, device: str, port: int = 0) -> None:
-        """port: with the host, what tells this replica from others and is the same after a restart."""
+    def __init__(
+        self,
+        client: RedisClient,
+        tokens_per_forward: int,
+        device: str,
+        port: int = 0,
+        here: Callable[[str], Path] = Path,
+    ) -> None:
+        """port: with the host, what tells this replica from others and is the same after a restart.
+
+        here: brings the folder of a model's path to this machine.
+        """
+        self.here = here
         self.place = f"{gethostname()}:{port}"
         self._deaths = WorkDeaths(client, own_keys.reference_deaths, "value-estimation", code="kills_value_estimation")
         self.tokens_per_forward = tokens_per_forward
@@ -181,6 +195,12 @@ class References:
         self._loaded: dict[ModelKey, Reference] = {}
         self._turns = threading.Condition()
         self._turn_ends = self._used_at = 0.0
+
+    @classmethod
+    def as_told(cls, client: RedisClient, settings: Settings) -> References:
+        """As the process is told."""
+        models = MadeModels(settings.state_place, settings.state_path)
+        return cls(client, settings.tokens_per_forward, settings.device, settings.port, models.here)
 
     def report(self, request: HeartbeatRequest) -> None:
         """Fill in the memory of the device that models are loaded on; of a CPU what this process may take."""
@@ -235,6 +255,7 @@ class References:
                 raise NotReady(f"the reference {model.path} cannot be loaded: {error}") from error
 
     def _read(self, model: ModelKey) -> Reference:
+        self.here(model.path)
         return Reference(
             model=on_device(load_policy(model.path, model.dtype, packing=model.packing), self.device),
             tokenizer=load_tokenizer(model.path),

@@ -28,7 +28,8 @@ from spo.algorithm.sources import SourceName
 # value: Qhat_0 of the prompt. groups: all trajectories of a prompt in one forward. annotations: Monte-Carlo estimates
 # of Q_t. critic: PPO's value model. behaviour: the sampler's log-probs. batch: numbers of the whole batch. proximal:
 # the policy's log-probs before the first update on the batch. pairs: trajectories of a prompt with different rewards.
-Need = Literal["value", "groups", "annotations", "critic", "behaviour", "batch", "proximal", "pairs"]
+# teacher: log-probs of the model that is imitated, the job's reference where it names no other.
+Need = Literal["value", "groups", "annotations", "critic", "behaviour", "batch", "proximal", "pairs", "teacher"]
 # Of PPO (Schulman et al. 2017) and of what has no limits of its own.
 DEFAULT_CLIP = 0.2
 Weight = Annotated[float, Field(ge=0, le=1e6)]
@@ -61,7 +62,7 @@ LOSSES: dict[str, Loss] = {
     "policy_gradient": Loss("policy_gradient.soft_policy_gradient", ("clip",), needs=["value", "behaviour"]),
     "supervised": Loss("policy_gradient.supervised", ("min_reference_logprob",)),
     "ppo": Loss("policy_gradient.ppo", ("clip",), needs=["critic", "behaviour"]),
-    "distillation": Loss("baselines.preferences.distillation", ("clip",), needs=["behaviour"]),
+    "distillation": Loss("baselines.preferences.distillation", ("clip",), needs=["behaviour", "teacher"]),
     "dpo": Loss("baselines.preferences.dpo", needs=["groups", "pairs"]),
     "kto": Loss("baselines.preferences.kto", ("desirable_reward", "undesirable_weight"), needs=["groups"]),
     **{

@@ -37,6 +37,7 @@ class TokenBatch:
     learned_B: False where a trajectory teaches nothing and is there for its group's sake; None: all teach.
     proximal_logprobs_BL: the policy's log-probs before the first update on the batch, where a loss corrects for what
     the sampler's differ from them; None: the policy's own.
+    teacher_logprobs_BL: log-prob under the model that terms of distillation imitate; None: the reference teaches.
     mean_tokens_B, advantage_mean_B, advantage_deviation_B: of the whole batch that this is a part of, the same in every
     row: response tokens per trajectory, and moments of the advantages of its tokens; None: this is the whole.
     """
@@ -57,6 +58,7 @@ class TokenBatch:
     critic_return_BL: Tensor | None = None
     learned_B: Tensor | None = None
     proximal_logprobs_BL: Tensor | None = None
+    teacher_logprobs_BL: Tensor | None = None
     mean_tokens_B: Tensor | None = None
     advantage_mean_B: Tensor | None = None
     advantage_deviation_B: Tensor | None = None

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from spo.algorithm.baselines.overlong import OverlongSpec
 from spo.algorithm.registry import LOSSES, LossTerm
-from spo.spec.section import MOST_COUNT, Section, Share
+from spo.spec.section import MOST_COUNT, LocalPath, Section, Share
 
 PAPER_BETA = 1 / math.log(100_000)
 # A prompt that pi0 solves once in 100 samples lies halfway between the rewards. At the paper's beta the squared loss
@@ -49,6 +49,15 @@ class ReferenceRefreshSpec(Section):
     samples: int = Field(default=16, ge=1, le=100_000, description="values samples: how many per prompt.")
 
 
+class TeacherSpec(Section):
+    """Who teaches terms of distillation: a second model, frozen in the trainer beside what is trained."""
+
+    path: LocalPath = Field(
+        description="Folder of the model, safetensors only; its tokenizer must know the tokens of model.path's by the "
+        "same ids."
+    )
+
+
 class AlgorithmSpec(Section):
     """The objective: temperature beta in reward units, and the loss terms."""
 
@@ -76,6 +85,9 @@ class AlgorithmSpec(Section):
     )
     losses: tuple[LossTerm, ...] = Field(default=(LossTerm(),), min_length=1, max_length=16)
     critic: CriticSpec | None = Field(default=None, description="PPO needs one; nothing else has one.")
+    teacher: TeacherSpec | None = Field(
+        default=None, description="Of terms of distillation; default: the job's reference teaches them."
+    )
     reference_refresh: ReferenceRefreshSpec | None = None
     overlong: OverlongSpec | None = Field(default=None, description="What losses make of responses that are too long.")
 
@@ -108,6 +120,16 @@ class AlgorithmSpec(Section):
     def needs_groups(self) -> bool:
         """Whether a term compares the trajectories of a prompt with each other."""
         return any(term.needs("groups") for term in self.losses)
+
+    @property
+    def model_paths(self) -> dict[str, str]:
+        """Folders of models beside the one that is trained, by their pointers in a job spec."""
+        return {"/algorithm/teacher/path": self.teacher.path} if self.teacher else {}
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether a term imitates a teacher."""
+        return any(term.needs("teacher") for term in self.losses)
 
     @property
     def needs_behaviour(self) -> bool:

@@ -13,12 +13,14 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from blake3 import blake3
 
 from services.orchestrator.datasets.check import INHERITED
+from services.orchestrator.lifecycle.teacher_check import teacher_faults
 from services.orchestrator.replicas.registry import ReplicaRegistry
 from spo.errors import FieldViolation, InternalError, InvalidInput, NotReady
 from spo.model.adapter_folder import ALL_LINEAR, adapted_layers, tensor_shapes
@@ -49,10 +51,14 @@ class CheckedPrompts:
 
 
 class ModelCheck:
-    """Checks models for jobs; safe from several threads. max_share: of the training prompts that may be too long."""
+    """Checks models for jobs; safe from several threads. max_share: of the training prompts that may be too long.
 
-    def __init__(self, replicas: ReplicaRegistry, max_share: float) -> None:
+    here: the folder of a model's path on this machine; raises NotReady while it is fetched.
+    """
+
+    def __init__(self, replicas: ReplicaRegistry, max_share: float, here: Callable[[str], Path] = Path) -> None:
         self.replicas = replicas
+        self.here = here
         self.max_share = max_share
         self._running: dict[str, _Background] = {}
 
@@ -92,11 +98,12 @@ class ModelCheck:
 
     def _of_folder(self, spec: JobSpec) -> tuple[ModelFolder | None, list[FieldViolation]]:
         try:
-            folder = inspect_model_folder(spec.model.path)
+            folder = inspect_model_folder(self.here(spec.model.path))
         except InvalidInput as error:
             return None, list(error.violations)
         engines = [replica.head_sizes for replica in self.replicas.live() if replica.pool == "inference"]
-        return folder, [*_config_faults(folder, spec.model, engines), *_adapter_faults(folder, spec.model)]
+        faults = [*_config_faults(folder, spec.model, engines), *_adapter_faults(folder, spec.model)]
+        return folder, [*faults, *teacher_faults(folder, spec.algorithm)]
 
     def _too_many(self, spec: JobSpec, tasks: TaskSets, found: CheckedPrompts) -> Iterator[FieldViolation]:
         """An evaluation needs every held-out prompt; of the training prompts a few may be left out."""

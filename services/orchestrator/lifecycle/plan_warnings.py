@@ -1,4 +1,4 @@
-"""What speaks against a spec: its rate, its temperature, and the plan on the devices that live replicas have told of.
+"""What speaks against a spec: what nothing learns from, rate, temperature, and the plan on devices of live replicas.
 
 Warnings, never a refusal.
 """
@@ -19,6 +19,7 @@ from spo.spec.plan.fit import USABLE_SHARE
 from spo.spec.plan.plan import in_gigabytes
 from spo.spec.plan.serving_memory import inference_memory, value_memory
 from spo.spec.plan.shapes import ModelShape, shape_of_folder
+from spo.spec.plan.unlearned import unlearned_shares
 
 # Responses are seldom as long as they may be, and seldom shorter than this share of it.
 LIKELY_SHARE = 0.25
@@ -35,7 +36,7 @@ class PlanWarnings:
 
         mean_tokens: length of the job's responses so far; None before any is known.
         """
-        found = [*_of_rates(spec), *_of_temperature(spec, mean_tokens)]
+        found = [*unlearned_shares(spec), *_of_rates(spec), *_of_temperature(spec, mean_tokens)]
         try:
             shape = shape_of_folder(Path(spec.model.path))
         except InvalidInput:

@@ -54,11 +54,13 @@ def distillation(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, clip: f
     """Reverse KL to a teacher on the student's own samples, a mean over each response's tokens; (B,).
 
     The reward of a token is ln pi_teacher - ln pi_theta, detached, with no look ahead (Agarwal et al. 2024; Lu and
-    Thinking Machines Lab 2025), under PPO's clipped ratio to the sampler. The teacher is the job's reference: it
-    teaches where training began from other weights, as a fork's does. beta and rewards are not read.
+    Thinking Machines Lab 2025), under PPO's clipped ratio to the sampler. Without a teacher of its own the job's
+    reference is it, which teaches where training began from other weights, as a fork's does. beta and rewards are not
+    read.
     """
     mask_BL = batch.response_mask_BL
-    advantage_BL = torch.where(mask_BL, batch.reference_logprobs_BL - logprobs_BL.detach(), 0.0)
+    teacher_BL = batch.reference_logprobs_BL if batch.teacher_logprobs_BL is None else batch.teacher_logprobs_BL
+    advantage_BL = torch.where(mask_BL, teacher_BL - logprobs_BL.detach(), 0.0)
     log_ratio_BL = torch.where(mask_BL, logprobs_BL - batch.sampling_logprobs_BL, 0.0)
     ratio_BL = log_ratio_BL.clamp(-RATIO_LIMIT, RATIO_LIMIT).exp()
     loss_BL = clipped(ratio_BL, advantage_BL, 1 - clip, 1 + clip)

@@ -7,9 +7,11 @@ gradients and AdamW's own temporaries of the rank's part). The sums follow DeepS
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 
+from spo.errors import InvalidInput
 from spo.spec.job_spec import JobSpec
-from spo.spec.plan.shapes import ModelShape
+from spo.spec.plan.shapes import ModelShape, shape_of_folder
 
 # Of DeepSpeed's reduction, elements; its default.
 BUCKET_ELEMENTS = 500_000_000
@@ -26,6 +28,7 @@ class TrainerMemory:
 
     weights: int
     reference: int
+    teacher: int
     masters: int
     moments: int
     gradients: int
@@ -69,6 +72,16 @@ def tokens_of_a_forward(spec: JobSpec) -> int:
     return min(most, (spec.trainer.micro_batch_size or most) * longest(spec))
 
 
+def teacher_parameters(spec: JobSpec, shape: ModelShape) -> int:
+    """Of the job's teacher, 0 without one; one whose folder is not here or tells no sizes is taken as the student's."""
+    if spec.algorithm.teacher is None:
+        return 0
+    try:
+        return shape_of_folder(Path(spec.algorithm.teacher.path)).parameters
+    except InvalidInput:
+        return shape.parameters
+
+
 def trainer_memory(spec: JobSpec, shape: ModelShape, ranks: int) -> TrainerMemory:
     """What each of so many ranks needs for this job; PPO's critic is a second model of the same size."""
     width, trained = bytes_of(spec.model.dtype), trained_parameters(spec, shape)
@@ -89,12 +102,14 @@ def trainer_memory(spec: JobSpec, shape: ModelShape, ranks: int) -> TrainerMemor
     if spec.trainer.offload != "none":
         # The CPU holds the optimiser's states and steps on them.
         masters = own = 0
+    teacher = width * teacher_parameters(spec, shape) * (part if stage == 3 else whole)
     if spec.trainer.offload == "optimizer_and_parameters":
-        weights = 0
+        weights = teacher = 0
     in_trainer = spec.trainer.reference == "in_trainer" and not spec.model.lora
     return TrainerMemory(
         weights=int(models * weights),
         reference=int(weights) if in_trainer else 0,
+        teacher=int(teacher),
         masters=int(models * masters),
         moments=int(models * 2 * FLOAT * trained * own),
         gradients=int(models * width * trained * (part if stage >= 2 else whole)),

@@ -241,7 +241,7 @@ def test_a_stopped_trainer_saves_its_last_step_and_exits_with_success(
 def test_a_pod_that_is_told_to_go_takes_the_whole_trainer_through_a_slow_checkpoint(
     surroundings: Surroundings, tiny_model_path: Path, tmp_path: Path, free_port: int
 ) -> None:
-    # Two pods of one trainer; torchrun would kill ranks 30 s after SIGTERM by itself, and this checkpoint takes longer.
+    # Two pods of one trainer; torchrun would kill ranks 30 s after SIGTERM by itself, and this takes 60.
     job = surroundings.job
     job.spec = job_spec(tiny_model_path, steps=1000, checkpoint_interval=1000)
     group = [
@@ -252,7 +252,7 @@ def test_a_pod_that_is_told_to_go_takes_the_whole_trainer_through_a_slow_checkpo
     program.write_text(SLOW_CHECKPOINTS)
     slow: dict[str, Any] = {
         "program": (str(program),),
-        "SLOW_SECONDS": "33",
+        "SLOW_SECONDS": "60",
         "SPO_TRAINER_DRAIN_SECONDS": "120",
         "SPO_TRAINER_CHECKPOINT_SHARE": "0",
     }

@@ -59,6 +59,16 @@ def test_a_critic_without_ppo_is_refused() -> None:
     assert "/algorithm/critic" in refused_fields(algorithm("terminal_squared", critic={}))
 
 
+def test_a_teacher_whom_no_term_asks_is_refused() -> None:
+    teacher = {"path": "/models/teacher"}
+    assert "/algorithm/teacher" in refused_fields(algorithm("terminal_squared", teacher=teacher))
+    rollout = {"temperature": 1.0, "top_p": 1.0}
+    document = {**algorithm("distillation", teacher=teacher), "replay": ONLINE, "rollout": rollout}
+    offline = {"human_solutions": False, "keep_reference_samples": False}
+    spec = parse_job_spec({**MODEL, **document, "offline": offline, "value": None})
+    assert spec.model_paths == {"/model/path": spec.model.path, "/algorithm/teacher/path": "/models/teacher"}
+
+
 def test_minibatches_that_do_not_divide_the_batch_are_refused() -> None:
     assert "/trainer/minibatches" in refused_fields({"trainer": {"batch_size": 64, "minibatches": 3}})
 

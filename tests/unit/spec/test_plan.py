@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from spo.spec.plan.plan import Plan, in_gigabytes, plan_job
 from spo.spec.plan.shapes import NAMED, named_shape, shape_of_config, shape_of_folder
 from spo.spec.plan.speed import Device
 from spo.spec.plan.trainer_memory import trainer_memory
+from spo.spec.plan.unlearned import unlearned_shares
 from spo.spec.spec_file import read_spec
+from spo.spec.stored import STORED
 
 ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "deploy" / "recipes" / "real"
@@ -81,6 +84,19 @@ def test_an_adapter_has_states_of_its_own_weights_only() -> None:
     assert memory.weights == 2 * shape.parameters + 2 * 41_943_040
 
 
+def test_a_teacher_is_held_beside_the_model_and_cut_over_the_ranks_at_stage_3(tmp_path: Path) -> None:
+    config = {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2}
+    config |= {"intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    algorithm = {"losses": [{"objective": "distillation"}], "teacher": {"path": str(tmp_path)}}
+    online = {"rollout": {"temperature": 1.0, "top_p": 1.0}, "replay": {"mix": [{"source": "online", "share": 1.0}]}}
+    spec = spec_of(algorithm=algorithm, trainer={"zero_stage": 3}, **online)
+    small, student = named_shape("qwen2.5-0.5b"), named_shape("llama-3-8b")
+
+    assert trainer_memory(spec, student, 4).teacher == pytest.approx(2 * small.parameters / 4, abs=4)
+    assert trainer_memory(spec_of(trainer={"zero_stage": 3}), student, 4).teacher == 0
+
+
 def test_the_first_settings_that_fit_are_those_that_cost_least() -> None:
     shape = named_shape("llama-3-8b")
 
@@ -138,3 +154,37 @@ def test_the_command_says_what_is_needed_and_fails_with_what_would_help() -> Non
     assert "moments" in good.output
     assert bad.exit_code == 3
     assert "trainer.offload: optimizer" in bad.output
+
+
+def test_the_command_warns_of_a_share_that_no_term_learns_from_and_succeeds(tmp_path: Path) -> None:
+    document = read_spec(RECIPES / "llama3_8b_full.yaml")
+    document["replay"]["mix"] = [{"source": "online", "share": 0.75}, {"source": "reference", "share": 0.25}]
+    document["algorithm"]["losses"] = [{"objective": "terminal_squared", "sources": ["online"]}]
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(json.dumps(document))
+
+    found = CliRunner().invoke(app, ["plan", str(recipe), "--model-shape", "llama-3-8b"])
+
+    assert found.exit_code == 0, found.output
+    assert "warning: /replay/mix/1/source: no term of algorithm.losses learns from reference" in found.output
+
+
+@pytest.mark.parametrize(
+    ("objective", "sources", "unlearned"),
+    [
+        ("terminal_squared", None, []),
+        ("terminal_squared", ["online", "annotated"], []),
+        ("terminal_squared", ["annotated"], ["/replay/mix/0/source"]),
+        # Annotations are all that it reads.
+        ("monte_carlo_squared", None, ["/replay/mix/0/source"]),
+    ],
+)
+def test_a_share_is_learnt_from_where_a_term_reads_it(
+    objective: str, sources: list[str] | None, unlearned: list[str]
+) -> None:
+    mix = [{"source": "online", "share": 0.5}, {"source": "annotated", "share": 0.5}]
+    losses = [{"objective": objective, "sources": sources}]
+    document = {**read_spec(RECIPES / "llama3_8b_full.yaml"), "replay": {"mix": mix}, "algorithm": {"losses": losses}}
+    spec = JobSpec.model_validate(document, context=STORED)
+
+    assert [each.pointer for each in unlearned_shares(spec)] == unlearned

@@ -19,6 +19,7 @@ from spo.model.folder import inspect_model_folder
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.job_state import JobState
 from spo.testing.model_folder import write_model_without_weights
+from spo.testing.toy_spec import distilled
 from spo.testing.waiting import wait_until
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 
@@ -276,3 +277,18 @@ def test_a_model_that_went_bad_since_it_was_submitted_fails_its_job_alone(
     wait_until(lambda: advance(bad) is JobState.FAILED, "the other fails", 60)
 
     assert "chat template takes longer" in context.jobs.record(bad).failure_message
+
+
+def test_a_teacher_must_read_the_students_tokens(context: AppContext, document: Document, tmp_path: Path) -> None:
+    """The same ids for the same tokens; its size and its template are its own."""
+    folder = model(tmp_path, hidden_size=128)
+    taught = distilled(document, folder)
+    context.spec_check.require_possible(parse_job_spec(taught))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["added_tokens"] = tokenizer["added_tokens"][:-1]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+    assert "tokenizer.json differ" in faults(context, taught)["/algorithm/teacher/path"]
+
+    absent = distilled(document, tmp_path / "absent")
+    assert "not a folder" in faults(context, absent)["/algorithm/teacher/path"]

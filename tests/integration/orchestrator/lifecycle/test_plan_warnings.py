@@ -116,6 +116,21 @@ def test_the_answer_to_a_submission_and_the_job_have_the_warnings_and_the_job_is
     assert message in api.post("/submit", data={"spec": json.dumps(real)}).text.replace("`", "")
 
 
+def test_a_share_that_no_term_learns_from_is_a_warning_at_submission(
+    api: httpx.Client, document: dict[str, Any]
+) -> None:
+    losses = [{"objective": "terminal_squared", "sources": ["online"]}]
+    mix = [{"source": "online", "share": 0.75}, {"source": "reference", "share": 0.25}]
+    document = {**document, "algorithm": {**document["algorithm"], "losses": losses}, "replay": {"mix": mix}}
+
+    answer = api.post("/v1/jobs", json=document)
+
+    assert answer.status_code == 202, answer.text
+    (warning,) = answer.json()["warnings"]
+    assert warning["pointer"] == "/replay/mix/1/source"
+    assert warning["message"].startswith("no term of algorithm.losses learns from reference: 25% of each batch")
+
+
 @pytest.mark.parametrize(("rate", "warns"), [(1e-6, True), (LEAST_OF_ADAPTERS, False), (3e-3, False)])
 def test_an_adapter_that_learns_at_the_rate_of_all_weights_is_a_warning(
     context: AppContext, document: dict[str, Any], rate: float, warns: bool

@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import obstore
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -24,6 +25,7 @@ from spo.weights.assembly import digest_of
 from spo.weights.backends import CHECKPOINT_DIGITS
 from spo.weights.s3_backend import S3Backend
 from spo.weights.store import WeightStore
+from tests.integration.trainer.test_process import TORCHRUN
 from tests.integration.trainer.trainer_bench import LIMIT_SECONDS, Bench, final_weights, job_spec
 from tests.support.s3_server import S3Server, serve_s3
 
@@ -205,6 +207,92 @@ def test_a_trainer_killed_on_one_machine_is_followed_on_another_bit_for_bit(
 
     assert all(torch.equal(straight[name], interrupted[name]) for name in straight)
     assert not (tmp_path / "nowhere").exists()
+
+
+# The trainer, whose second rank never ends the upload of step 8.
+CUT_UPLOAD = """
+import sys, time
+from services.trainer.__main__ import main
+from spo.weights.s3_backend import S3Backend
+put = S3Backend.put_file
+def put_file(self, run_id, version, entry, source):
+    if version == 8 and entry["name"] == "rank-00001.safetensors":
+        time.sleep(3600)
+    put(self, run_id, version, entry, source)
+S3Backend.put_file = put_file
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_ranks_killed_amid_an_upload_are_followed_from_the_checkpoint_that_is_whole(
+    bucket: S3Backend, tiny_model_path: Path, trajectories: list[Any], tmp_path: Path
+) -> None:
+    job = OneJob(job_spec(tiny_model_path, steps=12, update_interval=4, checkpoint_interval=4), tmp_path / "nowhere")
+    job.checkpoint_place, job.weight_place = bucket.name, f"{bucket.name}-weights"
+    pool = TrajectoryPool(trajectories)  # type: ignore[abstract]
+    program = tmp_path / "cut_upload.py"
+    program.write_text(CUT_UPLOAD)
+    store = obstore.store.from_url(bucket.name, client_options={"allow_http": True})
+
+    def of_step_8() -> list[str]:
+        found = (entry["path"] for page in obstore.list(store, prefix=f"{job.run_id}/{8:010d}/") for entry in page)
+        return sorted(path.rsplit("-", 1)[-1].rsplit("/", 1)[-1] for path in found)
+
+    with ExitStack() as stack:
+        common = {
+            **os.environ,
+            "SPO_ORCHESTRATOR_ADDRESS": stack.enter_context(served(job)),
+            "SPO_REPLAY_BUFFER_ADDRESS": stack.enter_context(served(pool)),
+            "SPO_TRAINER_LEASE_WAIT_SECONDS": "0.5",
+            "SPO_TRAINER_BATCH_WAIT_SECONDS": "0.5",
+            "OMP_NUM_THREADS": "1",
+        }
+
+        def start(machine: str, *trainer: str) -> subprocess.Popen[bytes]:
+            own = {
+                "SPO_STATE_PATH": str(tmp_path / machine),
+                "SPO_WEIGHT_CACHE_PATH": str(tmp_path / machine / "cache"),
+            }
+            process = subprocess.Popen([sys.executable, *TORCHRUN, *trainer], env=common | own)
+            stack.callback(_kill, process)
+            return process
+
+        first = start("here", str(program))
+
+        def kill(step: int, batch: Any) -> None:
+            if step < 10 or first.poll() is not None:
+                return
+            if of_step_8() != ["00000.safetensors"]:
+                raise NotReady("the first rank's part of step 8 is on its way")
+            _kill(first)
+
+        pool.spoil = kill
+        first.wait(4 * LIMIT_SECONDS)
+        assert of_step_8() == ["00000.safetensors"]
+        assert [each.step for each in job.recorded] == [4]
+        job.lapse()
+        asked = len(pool.asked)
+        start("there", "-m", "services.trainer")
+        job.wait_until(lambda: bool(job.finished), 4 * LIMIT_SECONDS, "the run finishes on the other machine")
+
+    assert job.finished[-1].error_code == ""
+    assert pool.asked[asked].step == 5
+    assert sorted(job.metrics) == list(range(1, 13))
+    recorded = {each.step: each.manifest_digest for each in job.recorded}
+    assert kept(bucket, job.run_id) == recorded
+    assert max(recorded) == 12
+    assert len(bucket.manifest(job.run_id, 12)["files"]) == 2
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        group = psutil.Process(process.pid)
+        for each in [group, *group.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.wait(60)
 
 
 def _weights(job: OneJob) -> dict[str, torch.Tensor]:

@@ -134,6 +134,15 @@ def test_preferences_shift_no_reference_point_of_a_prompt_whose_rewards_are_equa
     assert not trajectory_losses(draw(3), batch, LossTerm(objective="dpo"), BETA).any()
 
 
+def test_a_teacher_of_its_own_takes_the_references_place() -> None:
+    """The reading asks the reference: a batch whose two models have changed places must read the same."""
+    batch, logprobs_BL = make_batch(), draw(3)
+    swapped = replace(batch, reference_logprobs_BL=draw(5), teacher_logprobs_BL=batch.reference_logprobs_BL)
+    loss, _ = spo_loss(logprobs_BL, swapped, [LossTerm(objective="distillation")], BETA)
+    frozen = responses(logprobs_BL)
+    assert loss.item() == pytest.approx(read_distillation(frozen, frozen), rel=1e-12)
+
+
 def test_distillation_at_the_teacher_teaches_nothing_more() -> None:
     batch = make_batch()
     logprobs_BL = batch.reference_logprobs_BL.clone().requires_grad_()
