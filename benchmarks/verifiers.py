@@ -5,7 +5,8 @@ Responses are as models write them, hundreds of tokens with the answer at the en
 rule. Groups are submitted as the judge's stage of the pipeline does, some side by side. Where a comparison takes
 microseconds its bound is the call that brings the text: an echo of the same messages is measured beside it.
 CPU time is this process's and that of everything below it, on both sides; zygotes are running before, because they
-serve thousands of groups. What a library keeps between calls is warm in the loop; the sandbox forks for each group.
+serve thousands of groups. What a library keeps between calls is warm in the loop; the sandbox forks for each group, or
+for several that wait of one run and one function.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def _against_a_loop(name: str, work: Sequence[Judged], loop: Callable[[Sequence[
             groups = list(zip(digests, work, strict=True))
             for start in range(0, len(groups), TOGETHER):
                 batches = [
-                    judge.submit(responses, "text", digest, Priority.PRIORITY_TRAINING)
+                    judge.submit(responses, "text", digest, Priority.PRIORITY_TRAINING, run_id="a run")
                     for digest, (_, responses) in groups[start : start + TOGETHER]
                 ]
                 for batch in batches:

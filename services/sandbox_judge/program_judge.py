@@ -62,6 +62,8 @@ class JudgeOptions:
     # Of what each test printed, so much is reported.
     output_bytes: int = OUTPUT_BYTES
     wanted: Callable[[], bool] = lambda: True
+    # Whose responses they are: groups of one run may share a process.
+    run_id: str = ""
 
     @property
     def ends_at_failure(self) -> bool:

@@ -6,15 +6,13 @@ refused and may try again.
 
 from __future__ import annotations
 
-import itertools
 import platform
-import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from blake3 import blake3
 
@@ -25,12 +23,14 @@ from services.sandbox_judge.executor import JudgeFault
 from services.sandbox_judge.isolation.machine import this_machine
 from services.sandbox_judge.isolation.memory_budget import MemoryBudget, program_memory
 from services.sandbox_judge.isolation.memory_cgroup import memory_parent
+from services.sandbox_judge.judge_queue import JudgeQueue, JudgeTask
 from services.sandbox_judge.languages import behaviour_of, language_of
 from services.sandbox_judge.program_judge import Cancelled, JudgeOptions, ProgramJudge, encoded
 from services.sandbox_judge.sandbox_worker import Role, SandboxWorker
 from services.sandbox_judge.scoring.code_tests import judge_code
 from services.sandbox_judge.scoring.packages import SCORING_ROLES, behaviour_of_packages, role_of
 from services.sandbox_judge.scoring.scores import MOST_TOGETHER, score_responses
+from services.sandbox_judge.scoring.shared_forks import score_groups, shared_by
 from services.sandbox_judge.settings import IsolationTier, Settings
 from services.sandbox_judge.test_set_store import Store, TestSets
 from spo import redis_keys
@@ -50,20 +50,6 @@ ATTEMPTS = 3
 MOST_RUNS = 4
 # Raise it when a change of the judge could change a verdict: cached verdicts and stored values then no longer apply.
 REVISION = 3
-_LAST = 1 << 30
-_USUAL = JudgeOptions()
-
-
-@dataclass(frozen=True)
-class JudgeTask:
-    """One program waiting for its verdict, or several responses that are scored together."""
-
-    programs: tuple[str, ...]
-    language: str
-    test_set: TestSet
-    options: JudgeOptions
-    recheck: bool
-    verdicts: tuple[Future[Verdict], ...]
 
 
 class JudgeScheduler:
@@ -84,9 +70,7 @@ class JudgeScheduler:
         self._cgroups = memory_parent(settings.memory_cgroup)
         self.features = ["memory-cgroup"] if self._cgroups else []
         self._settings = settings
-        # (urgency, arrival, task); a worker ends at None, which sorts after every task.
-        self._queue: queue.PriorityQueue[tuple[int, int, JudgeTask | None]] = queue.PriorityQueue()
-        self._numbers = itertools.count()
+        self._queue = JudgeQueue(workers)
         self._program_judge = ProgramJudge(settings.max_source_bytes)
         self._answer_judge = AnswerJudge(settings.max_source_bytes, self.judge_version)
         self._busy = 0
@@ -112,16 +96,24 @@ class JudgeScheduler:
         priority: Priority.ValueType,
         *,
         want_details: bool = False,
-        report: JudgeOptions = _USUAL,
+        run_id: str = "",
     ) -> Batch:
-        """Queue what the cache does not know; `report` says what details hold.
+        """Queue what the cache does not know; run_id: whose responses they are. Raises as `submit_with`."""
+        asked = JudgeOptions(want_details=want_details, run_id=run_id)
+        return self.submit_with(asked, programs, language, tests_digest, priority)
 
-        Raises InvalidInput, NotFound, ResourceExhausted.
-        """
+    def submit_with(
+        self,
+        asked: JudgeOptions,
+        programs: Sequence[str],
+        language: str,
+        tests_digest: str,
+        priority: Priority.ValueType,
+    ) -> Batch:
+        """Queue what the cache does not know. Raises InvalidInput, NotFound, ResourceExhausted."""
         if language != ANSWER_LANGUAGE:
             language_of(language)
         test_set = self.test_sets.get(tests_digest)
-        asked = replace(report, want_details=want_details)
         return self._submit(programs, language, tests_digest, test_set, priority, asked)
 
     def _submit(
@@ -150,20 +142,23 @@ class JudgeScheduler:
         keys = {program: _key(program, decided_by) for program in dict.fromkeys(programs)}
         futures = {} if want_details else self._cached(keys)
         missing = [program for program in keys if program not in futures]
-        if self._queue.qsize() + len(missing) > self._settings.max_queued_programs:
-            raise ResourceExhausted(f"{self._queue.qsize()} programs are waiting; try again later")
+        if len(self._queue) + len(missing) > self._settings.max_queued_programs:
+            raise ResourceExhausted(f"{len(self._queue)} programs are waiting; try again later")
         urgency = 0 if priority == Priority.PRIORITY_EVALUATION else 1
         cancelled = threading.Event()
         options = replace(asked, wanted=lambda: not cancelled.is_set())
         rechecked = [program for program in missing if self._sampled(keys[program])]
+        sharing = shared_by(test_set, asked.run_id)
         for together in (*([program] for program in rechecked), *self._together(missing, rechecked, role)):
             verdicts = tuple(Future[Verdict]() for _ in together)
             for program, verdict in zip(together, verdicts, strict=True):
                 if not want_details:
                     verdict.add_done_callback(self._remember(keys[program]))
                 futures[program] = verdict
-            task = JudgeTask(tuple(together), language, test_set, options, together[0] in rechecked, verdicts)
-            self._queue.put((urgency, next(self._numbers), task))
+            recheck = together[0] in rechecked
+            # A second look at how steady a function is has a process of its own.
+            shares = "" if recheck else sharing
+            self._queue.put(urgency, JudgeTask(tuple(together), language, test_set, options, recheck, verdicts, shares))
         return Batch(programs, futures, cancelled)
 
     def _together(self, missing: Sequence[str], rechecked: Sequence[str], role: Role | None) -> Iterator[list[str]]:
@@ -190,8 +185,7 @@ class JudgeScheduler:
     def close(self, seconds: float | None = None) -> None:
         """Finish what is queued, then end the workers, within so many seconds in all; None: `drain_seconds`."""
         deadline = time.monotonic() + (self._settings.drain_seconds if seconds is None else seconds)
-        for _ in self._workers:
-            self._queue.put((_LAST, next(self._numbers), None))
+        self._queue.end()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._answer_judge.close()
@@ -218,30 +212,50 @@ class JudgeScheduler:
         return store
 
     def _work(self, worker: SandboxWorker) -> None:
-        while (task := self._queue.get()[2]) is not None:
-            both = zip(task.programs, task.verdicts, strict=True)
-            waited = [(program, verdict) for program, verdict in both if verdict.set_running_or_notify_cancel()]
-            if not waited:
-                continue
-            task = replace(task, programs=tuple(program for program, _ in waited))
-            futures = [verdict for _, verdict in waited]
+        while taken := self._queue.take():
+            tasks = [task for task in map(_still_wanted, taken) if task.programs]
             self._busy += 1
             try:
-                for future, found in zip(futures, self._decide(task, worker), strict=True):
-                    future.set_result(found)
-            except Exception as error:
-                if not isinstance(error, NotReady | Cancelled):
-                    log.exception("judging failed")
-                for future in futures:
-                    if not future.done():
-                        future.set_exception(error)
+                for task, known in zip(tasks, self._scored_together(tasks, worker), strict=True):
+                    self._answer(task, worker, known)
             finally:
                 self._busy -= 1
         worker.close()
 
-    def _decide(self, task: JudgeTask, worker: SandboxWorker) -> list[Verdict]:
+    def _answer(self, task: JudgeTask, worker: SandboxWorker, known: list[Verdict] | None) -> None:
+        """Set the verdicts of a task, those that are known or else what it is judged to be, or what judging raised."""
+        try:
+            for future, found in zip(task.verdicts, self._decide(task, worker, known), strict=True):
+                future.set_result(found)
+        except Exception as error:
+            if not isinstance(error, NotReady | Cancelled):
+                log.exception("judging failed")
+            for future in task.verdicts:
+                if not future.done():
+                    future.set_exception(error)
+
+    def _scored_together(self, tasks: Sequence[JudgeTask], worker: SandboxWorker) -> list[list[Verdict] | None]:
+        """The verdicts of groups that share a fork; None for each that is to be judged alone."""
+        alone: list[list[Verdict] | None] = [None for _ in tasks]
+        if len(tasks) < 2:
+            return alone
+        groups = [(task.programs, task.test_set, task.options.want_details) for task in tasks]
+        try:
+            found = score_groups(worker, groups)
+        except JudgeFault as error:
+            log.warning("judge fault; starting new zygotes", worker=worker.index, reason=str(error))
+            worker.close()
+            found = alone
+        except Exception:
+            log.exception("groups could not be scored together")
+            found = alone
+        if None in found:
+            self._queue.keep_apart(tasks[0].shares)
+        return found
+
+    def _decide(self, task: JudgeTask, worker: SandboxWorker, known: list[Verdict] | None) -> list[Verdict]:
         """The verdicts of a task, after a second look where it is sampled for one. Raises NotReady, Cancelled."""
-        verdicts = self._try(task, worker)
+        verdicts = known if known is not None else self._try(task, worker)
         if task.recheck and verdicts[0].outcome != Outcome.OUTCOME_INTERNAL_ERROR:
             verdicts = [self._look_again(verdicts[0], task, worker)]
         for verdict in verdicts:
@@ -303,3 +317,11 @@ def _key(program: str, decided_by: bytes) -> str:
 def _count(future: Future[Verdict]) -> None:
     if not future.cancelled() and not future.exception():
         metrics.JUDGE_VERDICTS.labels(outcome=Outcome.Name(future.result().outcome)).inc()
+
+
+def _still_wanted(task: JudgeTask) -> JudgeTask:
+    """The task without what nobody waits for any more."""
+    both = zip(task.programs, task.verdicts, strict=True)
+    waited = [(program, verdict) for program, verdict in both if verdict.set_running_or_notify_cancel()]
+    programs, verdicts = zip(*waited, strict=True) if waited else ((), ())
+    return replace(task, programs=programs, verdicts=verdicts)

@@ -39,14 +39,13 @@ class JudgeService(JudgeServiceServicer):
         programs = [*request.programs, *raw]
         if request.want_details:
             self._require_few_details(len(programs), request)
-        batch = self.scheduler.submit(
-            programs,
-            request.language,
-            request.tests_digest,
-            request.priority,
+        asked = JudgeOptions(
             want_details=request.want_details,
-            report=JudgeOptions(stop_early=request.stop_early, output_bytes=request.output_bytes or OUTPUT_BYTES),
+            stop_early=request.stop_early,
+            output_bytes=request.output_bytes or OUTPUT_BYTES,
+            run_id=request.run_id,
         )
+        batch = self.scheduler.submit_with(asked, programs, request.language, request.tests_digest, request.priority)
         if not context.add_callback(batch.cancel):
             batch.cancel()
         try:

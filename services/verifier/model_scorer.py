@@ -21,7 +21,7 @@ from services.verifier.http_scorer import IDEMPOTENCY, json_object, require_succ
 from services.verifier.scores import scored
 from services.verifier.settings import Settings
 from services.verifier.test_set_rules import ResponseScorer
-from spo.tasks.verifier_pool import OF_RUN
+from spo.tasks.verifier_pool import own_judges
 from spo.v1.verdict_pb2 import ModelScore, TestSet, Verdict
 
 MOST_POINTS = 10
@@ -58,7 +58,7 @@ def points_in(text: str) -> float:
 
 
 class ModelScorer:
-    """Asks models at OpenAI-compatible addresses, several votes at once; `own` is asked about runs' own models."""
+    """Asks models at OpenAI-compatible addresses, several votes at once; `own` asks the platform's own models."""
 
     def __init__(
         self, post: GuardedPost, circuits: Circuits, settings: Settings, own: ResponseScorer | None = None
@@ -73,7 +73,7 @@ class ModelScorer:
         self, responses: Sequence[str], test_set: TestSet, language: str = "", look: int = 0
     ) -> list[Verdict]:
         """One verdict per response. Raises BadAnswer, ServiceAway, ServiceFailed, InvalidInput."""
-        if self._own is not None and test_set.model.address.startswith(OF_RUN):
+        if self._own is not None and own_judges(test_set):
             return await self._own.verdicts(responses, test_set, language, look)
         return list(await asyncio.gather(*(self._verdict(response, test_set) for response in responses)))
 

@@ -16,6 +16,7 @@ from spo import redis_keys
 from spo.observability import metrics
 from spo.observability.logs import get_logger
 from spo.service.verdict_cache import VerdictCache, VerdictStore
+from spo.spec.reward import reaches
 from spo.tasks.problem import tests_digest
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Outcome, PartScore, TestSet, Verdict
 
@@ -23,7 +24,6 @@ log = get_logger("remembered")
 
 # A response whose second look ends differently gets so many looks in all.
 MOST_LOOKS = 4
-_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class RememberingScorer:
                 asked, await self.scorer.verdicts(asked, test_set, language, look), strict=True
             ):
                 looks[response].append(verdict)
-                fresh[response] = _mean(looks[response], test_set.pass_score or 1.0)
+                fresh[response] = _mean(looks[response], test_set.pass_score)
             if look == 1:
                 differing = [seen for seen in looks.values() if _differ(seen)]
                 metrics.JUDGE_RECHECKED_PROGRAMS.inc(len(looks))
@@ -112,7 +112,7 @@ def _mean(seen: Sequence[Verdict], pass_score: float) -> Verdict:
     verdict = Verdict()
     verdict.CopyFrom(seen[0])
     verdict.score = fmean(one.score for one in seen)
-    right = verdict.score >= pass_score - _ROUNDING
+    right = reaches(verdict.score, pass_score)
     verdict.outcome = OUTCOME_ACCEPTED if right else OUTCOME_WRONG_ANSWER
     names = [part.name for part in seen[0].parts]
     if all([part.name for part in one.parts] == names for one in seen):

@@ -15,7 +15,7 @@ from services.verifier.test_set_rules import VERIFIER_VERSION, ResponseScorer, o
 from spo.errors import ResourceExhausted
 from spo.observability import metrics
 from spo.service.stored_test_sets import KeptBytes, StoredTestSets
-from spo.tasks.verifier_pool import OF_RUN, composed_version, kind_of
+from spo.tasks.verifier_pool import composed_version, kind_of, own_judges
 from spo.v1.judge_service_pb2 import Priority
 from spo.v1.verdict_pb2 import Outcome, TestSet, Verdict
 
@@ -81,8 +81,8 @@ class VerifierScheduler:
 
     async def _scored(self, responses: Sequence[str], test_set: TestSet, language: str) -> list[Verdict]:
         verdicts = await self.scorers[kind_of(test_set)].verdicts(responses, test_set, language)
-        # Another run's pi0 is another judge, and what it said is judged anew there.
-        own = {name for name in _addresses(test_set) if name.startswith(OF_RUN)}
+        # Another run's pi0, or another version that a name means, is another judge: it judges anew.
+        own = own_judges(test_set)
         for verdict in verdicts:
             # A composition's verdict brings the version of the sandbox judge, where that has decided parts of it.
             verdict.judge_version = composed_version(self.judge_version, verdict.judge_version, *own)
@@ -110,7 +110,3 @@ class VerifierScheduler:
         self._thread.join(max(1.0, seconds))
         if not self._thread.is_alive():
             self.loop.close()
-
-
-def _addresses(test_set: TestSet) -> list[str]:
-    return [one.model.address for one in (test_set, *(part.verifier for part in test_set.composition.parts))]

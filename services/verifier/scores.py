@@ -6,22 +6,21 @@ import re
 from statistics import fmean
 
 from services.verifier.guarded_post import BadAnswer
+from spo.spec.reward import reaches, score_in_range
 from spo.v1.verdict_pb2 import Outcome, PartScore, Verdict
 
 DETAIL_CHARACTERS = 500
 MOST_NAMES = 16
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
-_ROUNDING = 1e-6
 
 
 def number_in(value: object, what: str) -> float:
     """A score as it came. Raises BadAnswer unless it is a finite number between 0 and 1."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadAnswer(f"{what} is {type(value).__name__}, not a number")
-    # False for NaN as well.
-    if not 0 <= value <= 1:
+    if (score := score_in_range(value)) is None:
         raise BadAnswer(f"{what} is {str(value)[:40]}, not between 0 and 1")
-    return float(value)
+    return score
 
 
 def scored(value: object, what: str, pass_score: float, detail: str = "") -> Verdict:
@@ -34,7 +33,7 @@ def scored(value: object, what: str, pass_score: float, detail: str = "") -> Ver
         score = fmean(part.score for part in parts)
     else:
         score = number_in(value, what)
-    right = score >= (pass_score or 1.0) - _ROUNDING
+    right = reaches(score, pass_score)
     outcome = Outcome.OUTCOME_ACCEPTED if right else Outcome.OUTCOME_WRONG_ANSWER
     told = detail or ("" if right else f"score {score:g}; {pass_score or 1.0:g} passes")
     return Verdict(

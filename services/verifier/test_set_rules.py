@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from spo.errors import FieldViolation, InvalidInput
-from spo.spec.verifier import OWN_MODEL
+from spo.spec.verifier import OWN_MODEL, SERVED, served_judge
 from spo.tasks.scoring.rules import require_composable
 from spo.tasks.verifier_pool import OF_RUN, VERIFIER, kind_of, pool_of
 from spo.v1.verdict_pb2 import HttpScore, ModelScore, TestSet, Verdict
@@ -50,7 +50,7 @@ def of_run(test_set: TestSet, run_id: str) -> TestSet:
 
 
 def _asks_own_model(test_set: TestSet) -> bool:
-    return test_set.HasField("model") and not test_set.model.address
+    return test_set.HasField("model") and not test_set.model.address and not test_set.model.model.startswith(SERVED)
 
 
 def require_scorable(test_set: TestSet) -> None:
@@ -93,11 +93,16 @@ def _rules_of_model(model: ModelScore) -> dict[str, tuple[bool, str]]:
             "the base address of an OpenAI-compatible service, or left out for the job's pi0",
         ),
         "/model/model": (
-            bool(model.model) if model.address else model.model in ("", OWN_MODEL),
-            f"the name of a model at that address, and without one {OWN_MODEL}",
+            bool(model.model) if model.address else model.model in ("", OWN_MODEL) or _is_pinned(model.model),
+            f"the name of a model at that address, and without one {OWN_MODEL} or {SERVED}NAME=job_...@VERSION",
         ),
         "/model/votes": (0 <= model.votes <= MOST_VOTES, f"at most {MOST_VOTES}"),
     }
+
+
+def _is_pinned(model: str) -> bool:
+    judge = served_judge(model)
+    return judge is not None and bool(judge.job_id)
 
 
 def _within(value: float, most: float) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from services.verifier.guarded_post import ServiceFailed
 from services.verifier.scheduler import VerifierScheduler
 from services.verifier.settings import Settings
@@ -11,9 +9,7 @@ from spo import redis_keys
 from spo.errors import InvalidInput
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.streams import Consumer
-from spo.service.judge_stage import AwaitedVerdicts, JudgedEntry, JudgeStage
-from spo.v1.judge_service_pb2 import Priority
-from spo.v1.trajectory_pb2 import RolloutGroup
+from spo.service.judge_stage import JudgedEntry, JudgeStage
 
 
 class VerifierWorker(JudgeStage):
@@ -25,15 +21,7 @@ class VerifierWorker(JudgeStage):
         stream, group = redis_keys.verifier_rollouts(), redis_keys.VERIFIER_GROUP
         consumer = Consumer(client, stream, group, consumer_name, settings.reclaim_seconds)
         super().__init__("verifier", consumer, scheduler, settings.stream_groups)
-        self._verifiers = scheduler
         self.most_failures = settings.group_failures
-
-    def _decide(self, group: RolloutGroup, programs: Sequence[str]) -> AwaitedVerdicts:
-        """By the pi0 of the group's run, where that is the judge."""
-        prompt, run_id = group.request.prompt, group.request.run_id
-        return self._verifiers.submit(
-            programs, prompt.language, prompt.tests_digest, Priority.PRIORITY_TRAINING, run_id=run_id
-        )
 
     def _forward(self, judged: JudgedEntry) -> None:
         """What a service that is there fails on time after time is set aside with its reason, and others go on."""

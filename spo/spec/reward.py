@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 from spo.errors import InvalidInput
@@ -18,6 +17,8 @@ from spo.v1.verdict_pb2 import (
 
 # Rewards travel as decimal text and float32 in places.
 _ROUNDING = 1e-6
+# Means and sums of float64 lie so far out by rounding alone: .7 + .2 + .1 of weights that sum to 1 may be 1 + 2e-16.
+_SCORE_ROUNDING = 1e-9
 _DEFAULT = RewardSpec()
 _ACCEPTED = "accepted"
 
@@ -68,6 +69,14 @@ def reaches(score: float, pass_score: float) -> bool:
     return score >= (pass_score or 1.0) - _ROUNDING
 
 
+def score_in_range(score: float) -> float | None:
+    """The score, between 0 and 1 also where rounding has taken it out of there; None where it lies beyond that."""
+    # False for NaN as well.
+    if not -_SCORE_ROUNDING <= score <= 1 + _SCORE_ROUNDING:
+        return None
+    return min(1.0, max(0.0, float(score)))
+
+
 def needs_all_tests(reward: RewardSpec) -> bool:
     """Whether the judge must go on after the first failed test."""
     return reward.score == "share_of_tests"
@@ -75,12 +84,13 @@ def needs_all_tests(reward: RewardSpec) -> bool:
 
 def _score(verdict: Verdict, reward: RewardSpec) -> float:
     """Between 0 and 1. What tried to break out earns nothing, whatever it printed before."""
-    if verdict.HasField("score") and not (math.isfinite(verdict.score) and 0 <= verdict.score <= 1):
+    score = score_in_range(verdict.score) if verdict.HasField("score") else None
+    if verdict.HasField("score") and score is None:
         raise InvalidInput(f"a score of {verdict.score:g} is not between 0 and 1", code="no_verdict")
     if verdict.outcome == OUTCOME_SECURITY_VIOLATION:
         return 0.0
-    if verdict.HasField("score"):
-        return verdict.score
+    if score is not None:
+        return score
     if verdict.outcome == OUTCOME_ACCEPTED:
         return 1.0
     if reward.score == "all_tests" or not verdict.tests_total:

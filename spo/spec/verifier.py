@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, ValidationInfo, WrapValidator, model_validator
@@ -14,10 +17,36 @@ from spo.spec.violations import impossible
 MOST_PARTS = 16
 # The model as judge that needs no address: the one that the job starts from.
 OWN_MODEL = "pi0"
+# Before the name of a policy that the platform serves; pinned, the version that it meant follows: =job_...@3.
+SERVED = "served:"
+_SERVED = re.compile(
+    SERVED + r"([A-Za-z0-9][A-Za-z0-9._:-]{0,99})(?:=(job_[0-9A-HJKMNP-TV-Z]{26})@(0|[1-9][0-9]{0,15}))?"
+)
 MOST_RUBRIC = 32_768
 MOST_EXPRESSION = 1000
 PART_NAME = r"^[A-Za-z][A-Za-z0-9_-]{0,63}$"
 FUNCTION_NAME = r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"
+
+
+@dataclass(frozen=True)
+class PinnedJudge:
+    """A served name as judge, and the weight version that it meant when a job was submitted; no job_id: not yet."""
+
+    name: str
+    job_id: str = ""
+    version: int = 0
+
+    @property
+    def model(self) -> str:
+        """As `model` of a verifier says it."""
+        return f"{SERVED}{self.name}" + (f"={self.job_id}@{self.version}" if self.job_id else "")
+
+
+def served_judge(model: str) -> PinnedJudge | None:
+    """The served policy that `model` names; None where it names none."""
+    found = _SERVED.fullmatch(model)
+    return PinnedJudge(found[1], found[2] or "", int(found[3] or 0)) if found else None
+
 
 Script = Literal["arabic", "cjk", "cyrillic", "devanagari", "greek", "hangul", "hebrew", "kana", "latin", "thai"]
 PassScore = Annotated[float, Field(gt=0, le=1)]
@@ -74,16 +103,30 @@ class ModelVerifier(Section):
         pattern=r"^https?://[^\s/?#@\\]+(/[^\s?#]*)?$",
         description="Base address of an OpenAI-compatible service; default: the platform's inference, by pi0.",
     )
-    model: str = Field(default="", max_length=200, description="Its name at that address; without one, pi0.")
+    model: str = Field(
+        default="",
+        max_length=200,
+        description="Its name at that address; without one, pi0, or served:NAME for a policy that the platform serves.",
+    )
     pass_score: PassScore = Field(default=0.5, description=_PASS)
 
     @model_validator(mode="after")
     def an_address_serves_a_named_model(self) -> Self:
         if self.address is not None and not self.model:
             raise impossible(("model", "an address is asked for a model by name"))
-        if self.address is None and self.model not in ("", OWN_MODEL):
-            raise impossible(("address", f"{self.model} is asked for at an address; the platform's own is {OWN_MODEL}"))
-        return self
+        if self.address is not None or self.model in ("", OWN_MODEL):
+            return self
+        if self.model.startswith(SERVED):
+            if served_judge(self.model) is None:
+                raise impossible(("model", f"must be {SERVED}NAME, or pinned {SERVED}NAME=job_...@VERSION"))
+            return self
+        own = f"the platform's own are {OWN_MODEL} and {SERVED}NAME"
+        raise impossible(("address", f"{self.model} is asked for at an address; {own}"))
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the judge is a policy that the platform serves under a name."""
+        return self.address is None and self.model.startswith(SERVED)
 
 
 class FormatVerifier(Section):
@@ -205,3 +248,19 @@ def verifiers_in(verifier: VerifierSpec) -> tuple[tuple[str, PartVerifier], ...]
         for index, part in enumerate(verifier.parts)
         if part.verifier is not None
     )
+
+
+def with_models(verifier: VerifierSpec, renamed: Callable[[str, ModelVerifier], str]) -> VerifierSpec:
+    """The verifier with other names of its models; renamed: told the pointer as `verifiers_in` gives it."""
+    found = {at: renamed(at, one) for at, one in verifiers_in(verifier) if isinstance(one, ModelVerifier)}
+    if isinstance(verifier, ModelVerifier):
+        return verifier.model_copy(update={"model": found["verifier"]})
+    if not isinstance(verifier, CompositionVerifier):
+        return verifier
+    parts = tuple(
+        part.model_copy(update={"verifier": part.verifier.model_copy(update={"model": found[at]})})
+        if part.verifier is not None and (at := f"verifier/parts/{index}/verifier") in found
+        else part
+        for index, part in enumerate(verifier.parts)
+    )
+    return verifier.model_copy(update={"parts": parts})

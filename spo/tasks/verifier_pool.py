@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from spo.v1.verdict_pb2 import TestSet
+from spo.spec.verifier import SERVED
+from spo.v1.verdict_pb2 import ModelScore, TestSet
 
 SANDBOX_JUDGE = "sandbox-judge"
 VERIFIER = "verifier"
@@ -31,6 +32,17 @@ def asking(test_set: TestSet) -> Iterator[TestSet]:
         yield from asking(part.verifier)
 
 
+def own_judges(test_set: TestSet) -> list[str]:
+    """The policies of this platform that a test set asks, as `judge_version` names them, in the order of its parts."""
+    models = [one.model for one in asking(test_set) if one.HasField("model")]
+    named = [one.address if one.address.startswith(OF_RUN) else one.model for one in models if _is_own(one)]
+    return list(dict.fromkeys(name for name in named if name.startswith((OF_RUN, SERVED))))
+
+
+def _is_own(model: ModelScore) -> bool:
+    return not model.address or model.address.startswith(OF_RUN)
+
+
 def kind_of(test_set: TestSet) -> str:
     """What decides by a test set, by the name of its field; "program" where tests of a program do."""
     return next((name for name in _KINDS if test_set.HasField(name)), "program")  # type: ignore[arg-type]
@@ -54,14 +66,15 @@ def versions_of_today(test_set: TestSet, versions: Mapping[str, str]) -> set[str
 
     Of a composition whose verifiers' gate failed the sandbox judge has seen nothing.
     """
-    pool = pool_of(test_set)
+    pool, judges = pool_of(test_set), own_judges(test_set)
+    alone = composed_version(versions[pool], *judges)
     if pool == VERIFIER and test_set.HasField("composition") and "" in versions:
-        return {versions[pool], composed_version(versions[pool], versions[""])}
-    return {versions[pool]}
+        return {alone, composed_version(versions[pool], versions[""], *judges)}
+    return {alone}
 
 
 def is_of_pool(version: str, pool_version: str) -> bool:
     """Whether a verdict's version is that of a pool, alone or with the judge of a composition's parts; what a run's
-    pi0 has said is of that run."""
+    pi0 has said is of that run, and what a served policy has said of the jobs that name it."""
     first, *others = version.split(" ")
-    return first == pool_version and not any(other.startswith(OF_RUN) for other in others)
+    return first == pool_version and not any(other.startswith((OF_RUN, SERVED)) for other in others)

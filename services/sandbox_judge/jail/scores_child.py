@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import signal
@@ -29,6 +28,8 @@ MOST_PARTS = 32
 _REHEARSALS = 16
 MOST_NAME = 100
 _SHOWN = 300
+# As `spo.spec.reward` has it, which no jail imports.
+_ROUNDING = 1e-9
 # Environments of LaTeX's that are mathematics by themselves; others, such as pmatrix, stand within mathematics.
 _EQUATION = re.compile(r"\s*\\begin\{(align|displaymath|eqnarray|equation|flalign|gather|math|multline)\*?\}")
 # Generators whose scorers compare tuples, which JSON does not know.
@@ -38,6 +39,8 @@ _OF_TUPLES = ("arc_agi", "rearc")
 _SYMBOLIC = ("countdown", "intermediate_integration", "polynomial_multiplication", "simple_integration")
 _SYMBOLS = ("0.5*x**2 + 3", "x*exp(x) - log(x)/2 + C", "(sin(2*x) + cos(x))/3", "-4*x**3 + sqrt(x)", "(7 + 2)*3 - 1/2")
 
+# Under which name a module of a person's holds what it was made of.
+_SOURCE = "__source__"
 # What a scorer makes of a response: a number, or numbers by name.
 Score = Callable[[str], object]
 
@@ -65,13 +68,26 @@ def run() -> NoReturn:
 
 
 def _score_all(sent: Sent, say: Callable[[list[object]], object]) -> None:
+    """Score a group, and the others that came with it as long as this process is young and nothing has gone wrong."""
+    began, (busy, lived) = time.monotonic(), sent.get("shared_seconds", (0.0, 0.0))
+    if not _score_group(sent, say):
+        return
+    for other in sent.get("others", ()):
+        # On a busy machine a young process has lived for long, and more processes would be no help.
+        is_old = time.process_time() > busy or time.monotonic() > began + lived
+        if is_old or not _score_group(other, say):
+            return
+
+
+def _score_group(sent: Sent, say: Callable[[list[object]], object]) -> bool:
+    """Say the scores of a group; whether the function was at fault nowhere."""
     _arm(sent)
-    name = sent["name"]
+    name, is_well = sent["name"], True
     try:
         score = _SCORERS[sent["kind"]](sent)
     except BaseException as error:
         say(["broken", f"{name}: {_said(error)}"])
-        return
+        return False
     say(["ready"])
     for response in sent["responses"]:
         _arm(sent)
@@ -82,8 +98,9 @@ def _score_all(sent: Sent, say: Callable[[list[object]], object]) -> None:
         except Refused as error:
             line = ["refused", str(error)[:_SHOWN]]
         except BaseException as error:
-            line = ["fault", f"{name}: {_said(error)}"]
+            line, is_well = ["fault", f"{name}: {_said(error)}"], False
         say(line)
+    return is_well
 
 
 def _arm(sent: Sent) -> None:
@@ -114,9 +131,10 @@ def _number(value: object, what: str) -> float:
         number = None
     if number is None:
         raise ValueError(f"{what} {type(value).__name__}, not a number")
-    if not (math.isfinite(number) and 0 <= number <= 1):
+    # False for NaN as well.
+    if not -_ROUNDING <= number <= 1 + _ROUNDING:
         raise ValueError(f"{what} {number}, not a number between 0 and 1")
-    return number
+    return min(1.0, max(0.0, number))
 
 
 def _said(error: BaseException) -> str:
@@ -129,9 +147,12 @@ def _said(error: BaseException) -> str:
 
 def _own(sent: Sent) -> Score:
     """A function that a person wrote, from its source."""
-    module = ModuleType("scoring")
-    sys.modules["scoring"] = module
-    exec(compile(sent["source"], "scoring.py", "exec", dont_inherit=True), module.__dict__)
+    module = sys.modules.get("scoring")
+    # Groups that share a process are of one source, which is loaded once, as in a loop.
+    if module is None or module.__dict__.get(_SOURCE) != sent["source"]:
+        module = sys.modules["scoring"] = ModuleType("scoring")
+        exec(compile(sent["source"], "scoring.py", "exec", dont_inherit=True), module.__dict__)
+        module.__dict__[_SOURCE] = sent["source"]
     found = module.__dict__.get(sent["function"])
     if not callable(found):
         raise ValueError("the source does not define it")
@@ -231,6 +252,7 @@ def rehearse(imports: tuple[str, ...]) -> None:
     for _ in range(_REHEARSALS):
         sent = {"source": own, "function": "score", "arguments_json": '{"a": [1, "b"]}'}
         score = _own(sent)
+        del sys.modules["scoring"]
         total, parts = _checked(score("abc"))
         json.dumps(["score", total, parts, time.process_time()])
     if "reasoning_gym" in imports:

@@ -16,6 +16,7 @@ from services.sandbox_judge.jail.tests_child import Sent
 from services.sandbox_judge.program_judge import DETAIL_CHARACTERS, Cancelled, JudgeOptions
 from services.sandbox_judge.sandbox_worker import PreparedProgram, Role, SandboxWorker
 from services.sandbox_judge.scoring.packages import REASONING_GYM, role_of
+from spo.spec.reward import reaches
 from spo.tasks.answer import LONGEST_ANSWER, answer_in
 from spo.v1.verdict_pb2 import AnswerExtraction, Outcome, PartScore, TestResult, TestSet, Verdict
 
@@ -48,13 +49,13 @@ def score_responses(
         texts = [answer_in(test_set.answer, response) for response in responses]
         known = {place: fault for place, text in enumerate(texts) if (fault := _unread(text, test_set))}
     scorer = _Scorer(role, test_set, limits_of(test_set), options.wanted)
-    with worker.open(role, Executable(), _together(scorer.limits)) as prepared:
+    with worker.open(role, Executable(), fork_limits(scorer.limits)) as prepared:
         for _ in range(ATTEMPTS):
-            pending = [place for place in range(len(texts)) if place not in known or _is_fault(known[place])]
+            pending = [place for place in range(len(texts)) if place not in known or is_fault(known[place])]
             verdicts = scorer.score(prepared, [texts[place] for place in pending])
             known |= zip(pending, verdicts, strict=True)
     for place, response in enumerate(responses):
-        _complete(known[place], test_set, response, want_details=options.want_details)
+        complete(known[place], test_set, response, want_details=options.want_details)
     return [known[place] for place in range(len(responses))]
 
 
@@ -75,7 +76,7 @@ class _Scorer:
             if not self.wanted():
                 raise Cancelled
             left = len(texts) - len(verdicts)
-            sent = _sent(self.role, self.test_set, self.limits, list(texts[len(verdicts) :]))
+            sent = sent_to(self.role, self.test_set, self.limits, list(texts[len(verdicts) :]))
             run = prepared.run(b"", (marshal.dumps(sent, 2),))
             found, fault = self._found(run, sent["name"], left)
             verdicts += found
@@ -88,7 +89,7 @@ class _Scorer:
     def _found(self, run: ProgramRun, name: str, wanted: int) -> tuple[list[Verdict], Verdict | None]:
         """The verdicts of a fork's first responses, and the function's fault when it died of the last of them; where
         the function could not even be loaded, or said too much, the fault alone."""
-        lines = [_read(line, self.role, name) for line in run.stdout.splitlines()]
+        lines = [read_line(line, self.role, name) for line in run.stdout.splitlines()]
         found = [line for line in lines if line is not None]
         if lines[:1] != [None]:
             return [], found[0] if found else _death(run, self.role, self.limits, name, loading=True)
@@ -97,10 +98,10 @@ class _Scorer:
         if len(found) == wanted:
             return found, None
         last = _death(run, self.role, self.limits, name, loading=False)
-        return [*found, last], last if _is_fault(last) else None
+        return [*found, last], last if is_fault(last) else None
 
 
-def _sent(role: Role, test_set: TestSet, limits: RunLimits, texts: list[str]) -> Sent:
+def sent_to(role: Role, test_set: TestSet, limits: RunLimits, texts: list[str]) -> Sent:
     function = test_set.scoring_function
     sent: Sent = {
         "responses": [text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for text in texts],
@@ -128,7 +129,7 @@ def _sent(role: Role, test_set: TestSet, limits: RunLimits, texts: list[str]) ->
     }
 
 
-def _together(limits: RunLimits) -> RunLimits:
+def fork_limits(limits: RunLimits) -> RunLimits:
     """The limits of a fork that scores several: each has its own, these only bound all of them."""
     return RunLimits(
         cpu_seconds=limits.cpu_seconds * (MOST_TOGETHER + 1),
@@ -139,7 +140,7 @@ def _together(limits: RunLimits) -> RunLimits:
     )
 
 
-def _read(line: bytes, role: Role, name: str) -> Verdict | None:
+def read_line(line: bytes, role: Role, name: str) -> Verdict | None:
     """The verdict that a line of the fork's is; None says that the function is loaded."""
     try:
         kind, *rest = json.loads(line)
@@ -190,7 +191,7 @@ def _copy(verdict: Verdict) -> Verdict:
     return copied
 
 
-def _is_fault(verdict: Verdict) -> bool:
+def is_fault(verdict: Verdict) -> bool:
     return verdict.outcome == Outcome.OUTCOME_INTERNAL_ERROR
 
 
@@ -204,13 +205,13 @@ def _unread(answer: str, test_set: TestSet) -> Verdict | None:
     return Verdict(outcome=Outcome.OUTCOME_WRONG_ANSWER, score=0.0, detail=detail)
 
 
-def _complete(verdict: Verdict, test_set: TestSet, response: str, *, want_details: bool) -> None:
+def complete(verdict: Verdict, test_set: TestSet, response: str, *, want_details: bool) -> None:
     """What follows from the score: whether it passes, and the counts of a single hidden test."""
     verdict.runs = 1
-    if _is_fault(verdict):
+    if is_fault(verdict):
         return
     verdict.tests_total = 1
-    if verdict.outcome == Outcome.OUTCOME_ACCEPTED and verdict.score < (test_set.pass_score or 1.0):
+    if verdict.outcome == Outcome.OUTCOME_ACCEPTED and not reaches(verdict.score, test_set.pass_score):
         verdict.outcome = Outcome.OUTCOME_WRONG_ANSWER
         verdict.detail = verdict.detail or f"score {verdict.score:g}; {test_set.pass_score or 1.0:g} passes"
     verdict.tests_passed = int(verdict.outcome == Outcome.OUTCOME_ACCEPTED)

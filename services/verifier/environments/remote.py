@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 from dataclasses import asdict
 
 from services.verifier.environments.environment import Reply, Setup, State
 from spo.errors import InternalError
 from spo.rpc.client import RpcClient
+from spo.spec.reward import score_in_range
 from spo.v1.environment_service_pb2 import BeginRequest, BeginResponse, Observation, StepRequest, StepResponse, Turn
 from spo.v1.environment_service_pb2_grpc import EnvironmentServiceStub
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict
@@ -58,9 +58,10 @@ class RemoteEnvironment:
         checked = Verdict(outcome=verdict.outcome, detail=verdict.detail[:_SHOWN], runs=1)
         checked.judge_version = verdict.judge_version[:100] or self.name
         if verdict.HasField("score"):
-            if not (math.isfinite(verdict.score) and 0 <= verdict.score <= 1):
+            score = score_in_range(verdict.score)
+            if score is None:
                 raise self._broken(f"gave a score of {verdict.score}, which is not between 0 and 1")
-            checked.score = verdict.score
+            checked.score = score
         return checked
 
     def _broken(self, what: str) -> InternalError:

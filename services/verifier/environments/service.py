@@ -6,7 +6,6 @@ takes its next turn.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -22,6 +21,7 @@ from spo.messaging.redis_client import RedisClient
 from spo.observability.logs import get_logger
 from spo.rpc.client import DEFAULT_DEADLINE_SECONDS, RpcClient
 from spo.spec.environment import setup_from_json
+from spo.spec.reward import score_in_range
 from spo.v1 import environment_service_pb2 as wire
 from spo.v1.environment_service_pb2_grpc import EnvironmentServiceServicer
 from spo.v1.judge_service_pb2_grpc import JudgeServiceStub
@@ -89,7 +89,8 @@ class EnvironmentService(EnvironmentServiceServicer):
         if len(answer.text) > MOST_TEXT_CHARACTERS:
             message = f"an observation has {len(answer.text)} characters; at most {MOST_TEXT_CHARACTERS} may travel"
             raise InternalError(message, code="environment_broken")
-        if answer.score is not None and not (math.isfinite(answer.score) and 0 <= answer.score <= 1):
+        score = None if answer.score is None else score_in_range(answer.score)
+        if answer.score is not None and score is None:
             message = f"a turn's score is {answer.score}, and not between 0 and 1"
             raise InternalError(message, code="environment_broken")
         state = b"" if answer.done else self._seal.seal(episode, answer.state)
@@ -97,7 +98,7 @@ class EnvironmentService(EnvironmentServiceServicer):
             text=answer.text,
             state=state,
             done=answer.done,
-            score=answer.score,
+            score=score,
             verdict=answer.verdict,
             label=answer.label[:100],
         )

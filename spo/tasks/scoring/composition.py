@@ -5,11 +5,10 @@ A part that broke breaks the whole: nothing is made of the others.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from spo.spec.reward import reaches
+from spo.spec.reward import reaches, score_in_range
 from spo.tasks.problem import extract_program
 from spo.tasks.scoring.penalties import language_penalty, length_penalty
 from spo.v1.verdict_pb2 import Composition, Outcome, Part, PartScore, TestSet, Verdict
@@ -127,7 +126,7 @@ def score_of(verdict: Verdict) -> float | None:
         return None
     if not verdict.HasField("score"):
         return float(verdict.outcome == Outcome.OUTCOME_ACCEPTED)
-    return verdict.score if math.isfinite(verdict.score) and 0 <= verdict.score <= 1 else None
+    return score_in_range(verdict.score)
 
 
 def text_for(part: Part, response: str, language: str) -> str:

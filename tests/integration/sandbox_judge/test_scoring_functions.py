@@ -46,6 +46,24 @@ def outcome_of(verdict: Verdict) -> str:
     return Outcome.Name(verdict.outcome).removeprefix("OUTCOME_").lower()
 
 
+def test_what_rounding_adds_to_a_sum_of_weights_is_no_fault(judge: JudgeScheduler) -> None:
+    source = """
+def score(response):
+    total = 0.0
+    for weight in (0.1, 0.2, 0.3, 0.4, 2e-16):
+        total += weight
+    if response == "parts":
+        return {"sum": total, "least": -1e-17}
+    return total if response == "sum" else 1 + 1e-6
+"""
+    whole, parts, beyond = judged(judge, source, "sum", "parts", "beyond", pass_score=0.5)
+
+    assert (whole.score, outcome_of(whole)) == (1.0, "accepted")
+    assert [part.score for part in parts.parts] == [1.0, 0.0]
+    assert outcome_of(beyond) == "internal_error"
+    assert "1.000001, not a number between 0 and 1" in beyond.detail
+
+
 def test_a_function_gives_a_score_and_names_its_parts(judge: JudgeScheduler) -> None:
     source = """
 def score(response, wanted, most=4):
