@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: images docs sdk tree openapi help setup system-deps proto format check test chart-test chart-files compose-test demo chaos screenshots demo-experience demo-loop real-demo reproduce up down bench gpu-check clean
+.PHONY: images hashes docs sdk tree openapi help setup system-deps proto format check test chart-test chart-files compose-test demo chaos screenshots demo-experience demo-loop real-demo reproduce up down bench gpu-check clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -89,6 +89,9 @@ openapi: $(STAMP)  ## Write docs/openapi.json from the code
 
 images:  ## Build and push the images (REGISTRY=host/path, ENGINE=cpu or gpu) and write build/values-images.yaml with their digests
 	@REGISTRY='$(REGISTRY)' ENGINE='$(or $(ENGINE),cpu)' bash scripts/images.sh
+
+hashes:  ## Write constraints/hashed, from which the images install (CPU_WHEELS=index or folder of torch for CPU); after constraints change
+	@CPU_WHEELS='$(CPU_WHEELS)' bash scripts/hashes.sh
 
 compose-test:  ## Build the images, run the demo job in docker compose, kill and scale inference on the way
 	@bash scripts/compose_test.sh

@@ -29,10 +29,16 @@ import pkgutil
 import shutil
 import sys
 
+# A library of environments runs in an interpreter of its own, where people install it; no image has one.
+elsewhere = {"verifiers"}
 for name in sys.argv[1:]:
     found = importlib.import_module(name)
     for below in pkgutil.walk_packages(getattr(found, "__path__", []), f"{name}."):
-        importlib.import_module(below.name)
+        try:
+            importlib.import_module(below.name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in elsewhere:
+                raise
 # Of scipy what all of this has loaded remains: who needs more of it names that among the modules.
 used = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
 for place in map(pathlib.Path, getattr(sys.modules.get("scipy"), "__path__", ())):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from typing import cast
-from urllib.parse import urlsplit
 
 import redis
+import redis.sentinel
 
 from spo.errors import InternalError, NotReady, SpoError, Unreachable
 from spo.messaging.redis_client import RedisClient
+from spo.messaging.redis_url import open_server, parse_redis_url
 from spo.observability.logs import get_logger
 
 log = get_logger("redis")
@@ -22,7 +23,8 @@ def connect(url: str, wait_seconds: float = 30.0) -> RedisClient:
     """Return a client that has answered PING; payloads stay bytes.
 
     Raises Unreachable naming the address: "redis_unreachable" when the server does not answer in wait_seconds,
-    "redis_refused" at once when it does not take the password.
+    "redis_failover" when its Sentinels name no primary in that time, "redis_refused" at once when it does not take the
+    password; InvalidInput (code "bad_redis_url") when the URL is none.
     """
     client = open_client(url, OPERATION_TIMEOUT_SECONDS, connect_seconds=5.0)
     deadline = time.monotonic() + wait_seconds
@@ -38,6 +40,8 @@ def connect(url: str, wait_seconds: float = 30.0) -> RedisClient:
             ) from error
         except redis.RedisError as error:
             if time.monotonic() > deadline:
+                if isinstance(error, redis.sentinel.MasterNotFoundError):
+                    raise _failover(public_address(url), f"for {wait_seconds:g} s") from error
                 raise Unreachable(
                     f"Redis at {public_address(url)} did not answer within {wait_seconds:g} s ({error}); "
                     "start it or set SPO_REDIS_URL",
@@ -54,7 +58,7 @@ def open_client(url: str, operation_seconds: float, connect_seconds: float) -> R
     """A client that has not called the server yet; the one place where a redis.Redis gets the platform's types."""
     return cast(
         RedisClient,
-        redis.Redis.from_url(
+        open_server(
             url, socket_timeout=operation_seconds, socket_connect_timeout=connect_seconds, health_check_interval=15
         ),
     )
@@ -69,12 +73,21 @@ def as_spo_error(error: redis.RedisError) -> SpoError:
     """What a failed command means for the caller of a service: later, where the server is full, away or starting."""
     if refuses_writes(error):
         return NotReady(f"Redis is full and refuses writes: {error}", code="redis_full")
+    if isinstance(error, redis.sentinel.MasterNotFoundError):
+        return _failover("Redis", f"now ({error})")
     if isinstance(error, redis.ConnectionError | redis.TimeoutError):
         return Unreachable(f"Redis did not answer: {error}", code="redis_unreachable")
     return InternalError(f"{type(error).__name__}: {error}")
 
 
 def public_address(url: str) -> str:
-    """The URL without its password, for messages and logs."""
-    parts = urlsplit(url)
-    return f"{parts.hostname or 'localhost'}:{parts.port or 6379}{parts.path}"
+    """The URL without its password, for messages and logs. Raises InvalidInput (code "bad_redis_url")."""
+    return parse_redis_url(url).address
+
+
+def _failover(address: str, since: str) -> Unreachable:
+    return Unreachable(
+        f"{address}: no Sentinel names a primary that is up, {since}. A failover ends by itself; else SPO_REDIS_URL "
+        "names a service that the Sentinels do not watch, or none of them answers",
+        code="redis_failover",
+    )

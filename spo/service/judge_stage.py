@@ -52,6 +52,7 @@ class Deciding(Protocol):
         priority: Priority.ValueType,
         *,
         want_details: bool = False,
+        run_id: str = "",
     ) -> AwaitedVerdicts: ...
 
 
@@ -114,6 +115,7 @@ class JudgeStage:
             prompt.tests_digest,
             Priority.PRIORITY_TRAINING,
             want_details=needs_all_tests(self._reward(group)),
+            run_id=group.request.run_id,
         )
 
     def _set_verdicts(self, group: RolloutGroup, batch: AwaitedVerdicts) -> None:

@@ -56,6 +56,10 @@ class PlatformSettings(BaseSettings):
     traces_endpoint: str = Field(
         default="", description="OTLP/HTTP collector of traces, http://host:4318; OTEL_EXPORTER_OTLP_ENDPOINT does too."
     )
+    state_store_url: str = Field(
+        default="",
+        description="Folder or s3:// URL of what the orchestrator keeps in files; default: the state path.",
+    )
     weight_store_url: str = Field(
         default="", description="Folder or s3:// URL of the weight versions; default: weights/ in the state path."
     )
@@ -73,6 +77,11 @@ class PlatformSettings(BaseSettings):
     def experience_place(self) -> str:
         """Where the experience store is."""
         return self.experience_url or str(self.state_path.absolute() / "experience")
+
+    @property
+    def state_place(self) -> str:
+        """Where the orchestrator keeps datasets, older events, manifests and identity."""
+        return self.state_store_url.rstrip("/") or str(self.state_path.absolute())
 
     @property
     def weight_place(self) -> str:

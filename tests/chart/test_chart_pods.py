@@ -112,6 +112,15 @@ def test_an_external_redis_with_tls_is_told_whose_certificate_to_trust(helm: Hel
     assert told == "rediss://cache.example.org:6380/0?x=1&ssl_ca_certs=/etc/spo/redis-ca/ca.crt"
 
 
+def test_pods_reach_sentinels_and_the_servers_that_they_name(helm: Helm) -> None:
+    external = {"url": "redis+sentinel://one:26379,two:26379/main/0", "port": 6380, "sentinelPort": 26379}
+    found = helm.install({"redis": {"enabled": False}, "externalRedis": external})
+    assert variables(pods(found)["replay-buffer"])["SPO_REDIS_URL"]["value"] == external["url"]
+    policy = {each["metadata"]["name"]: each["spec"] for each in of_kind(found, "NetworkPolicy")}["spo-replay-buffer"]
+    ports = [[port["port"] for port in rule["ports"]] for rule in policy["egress"]]
+    assert [6380, 26379] in ports
+
+
 def test_a_pod_that_is_not_ready_keeps_no_node_from_being_drained(objects: list[Object]) -> None:
     for budget in of_kind(objects, "PodDisruptionBudget"):
         assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"

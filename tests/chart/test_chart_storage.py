@@ -75,12 +75,13 @@ def test_with_a_bucket_each_service_is_told_where_its_stores_are_and_who_reads_m
     }
 
     for store, readers in {
+        "STATE_STORE": set(MODELS),
         "WEIGHT_STORE": set(MODELS),
         "CHECKPOINT_STORE": {"orchestrator", "trainer"},
         "EXPERIENCE": {"orchestrator", "replay-buffer", "value-estimation"},
     }.items():
         urls = {name: found.get(f"SPO_{store}_URL") for name, found in told.items()}
-        place = {"WEIGHT_STORE": "weights", "CHECKPOINT_STORE": "checkpoints", "EXPERIENCE": "experience"}[store]
+        place = store.removesuffix("_STORE").lower().replace("weight", "weights").replace("checkpoint", "checkpoints")
         assert {name: url for name, url in urls.items() if url} == dict.fromkeys(readers, f"s3://spo/platform/{place}")
     assert told["orchestrator"]["SPO_ORCHESTRATOR_SHARED_STATE"] == "false"
     fetching = {
@@ -108,6 +109,9 @@ def test_a_claim_for_the_orchestrator_alone_keeps_its_folder(helm: Helm) -> None
         if volume.get("persistentVolumeClaim")
     }
     assert holders == {"orchestrator"}
+    named = {each["name"] for pod in pods(objects).values() for each in pod["containers"][0].get("env", [])}
+    assert "SPO_WEIGHT_STORE_URL" in named
+    assert "SPO_STATE_STORE_URL" not in named
 
 
 @pytest.mark.parametrize(

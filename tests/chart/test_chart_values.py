@@ -34,6 +34,14 @@ REFUSED = {
         {"redis": {"enabled": False}, "externalRedis": {"url": "rediss://:secret@there:6379/0"}},
         "holds a password",
     ),
+    "a password of the Sentinels in the values": (
+        {"redis": {"enabled": False}, "externalRedis": {"url": "redis+sentinel://there/main?sentinel_password=secret"}},
+        "holds a password",
+    ),
+    "Sentinels that no pod may reach": (
+        {"redis": {"enabled": False}, "externalRedis": {"url": "redis+sentinel://one:26379,two:26379/main"}},
+        "sentinelPort",
+    ),
     "two owners of a size": (
         {"scaling": {"enabled": True}, "inference": {"autoscaling": {"enabled": True}}},
         "both would set the same replicas",

@@ -21,10 +21,11 @@ START_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class S3Server:
-    """A running server; `log` has a line per request."""
+    """A running server; `log` has a line per request, `pid` is its process."""
 
     url: str
     log: Path
+    pid: int = 0
 
     def bucket(self, name: str) -> None:
         """Make an empty bucket."""
@@ -58,7 +59,7 @@ def serve_s3(folder: Path) -> Iterator[S3Server]:
     with log.open("w") as output:
         process = subprocess.Popen([program, "-H", "127.0.0.1", "-p", str(port)], stdout=output, stderr=output)
     try:
-        server = S3Server(f"http://127.0.0.1:{port}", log)
+        server = S3Server(f"http://127.0.0.1:{port}", log, process.pid)
         deadline = time.monotonic() + START_SECONDS
         while not _answers(server.url):
             assert process.poll() is None, f"the S3 server ended: {log.read_text()[-500:]}"

@@ -16,6 +16,9 @@
 - {name: SPO_EXPERIENCE_URL, value: {{ include "spo.storeUrl" (dict "root" .root "store" "experience") | default "/experience" | quote }}}
 {{- end }}
 {{- if include "spo.readsWeights" . }}
+{{- if and (include "spo.bucketOnly" .root) (not .root.Values.state.existingClaim) }}
+- {name: SPO_STATE_STORE_URL, value: {{ printf "%s/state" (trimSuffix "/" .root.Values.storage.url) | quote }}}
+{{- end }}
 {{- with include "spo.storeUrl" (dict "root" .root "store" "weights") }}
 - {name: SPO_WEIGHT_STORE_URL, value: {{ . | quote }}}
 {{- end }}
@@ -57,7 +60,13 @@
   valueFrom: {secretKeyRef: {name: {{ . }}, key: model-keys, optional: true}}
 {{- end }}
 {{- end }}
+{{- if eq .component "tinker" }}
+- {name: {{ $prefix }}_MODEL, value: {{ .values.model | quote }}}
+{{- end }}
 {{- if eq .component "orchestrator" }}
+{{- if .root.Values.tinker.enabled }}
+- {name: SPO_TINKER_ADDRESS, value: "{{ $full }}-tinker:7070"}
+{{- end }}
 {{- if include "spo.bucketOnly" .root }}
 - {name: {{ $prefix }}_SHARED_STATE, value: "false"}
 {{- end }}

@@ -77,8 +77,11 @@ app.kubernetes.io/component: {{ .component }}
 {{- if and $external.url $external.existingSecret -}}
 {{- fail "externalRedis.url and externalRedis.existingSecret are both set: one of them" -}}
 {{- end -}}
-{{- if contains "@" $external.url -}}
+{{- if or (contains "@" $external.url) (contains "password=" $external.url) -}}
 {{- fail "externalRedis.url holds a password: put the whole URL into a Secret and name it in externalRedis.existingSecret" -}}
+{{- end -}}
+{{- if and (contains "+sentinel://" $external.url) (not $external.sentinelPort) -}}
+{{- fail "externalRedis.url names Sentinels: set externalRedis.sentinelPort, 26379 as a rule, or no pod may reach them" -}}
 {{- end -}}
 {{- range $name := list "inference" "sandboxJudge" "verifier" -}}
 {{- $scaling := (get $.Values $name).autoscaling -}}
@@ -109,7 +112,7 @@ app.kubernetes.io/component: {{ .component }}
 {{- if and $external.caSecret .Values.redis.enabled -}}
 {{- fail "externalRedis.caSecret is set, but the release has a Redis of its own: switch redis.enabled off" -}}
 {{- end -}}
-{{- if and $external.caSecret $external.url (not (hasPrefix "rediss://" $external.url)) -}}
+{{- if and $external.caSecret $external.url (not (hasPrefix "rediss" $external.url)) -}}
 {{- fail "externalRedis.caSecret is set, but externalRedis.url does not begin with rediss://" -}}
 {{- end -}}
 {{- $trainer := .Values.trainer -}}

@@ -6,12 +6,10 @@ uploading -> validating -> ready | invalid
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,10 +18,10 @@ from ulid import ULID
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.datasets.check import FileReport, broken_report, report_on
+from services.orchestrator.datasets.files import DatasetFiles
 from services.orchestrator.jobs.commit import timestamp
 from services.orchestrator.jobs.store import JobStore
-from spo.disk_space import remove_tree, told_when_full
-from spo.errors import Conflict, FieldViolation, InvalidInput, NotFound, NotReady, ResourceExhausted
+from spo.errors import Conflict, FieldViolation, IntegrityError, InvalidInput, NotFound, NotReady, ResourceExhausted
 from spo.observability.logs import get_logger
 from spo.spec.job_spec import TasksSpec
 from spo.spec.stored import record_from_json
@@ -38,12 +36,11 @@ LOOK_SECONDS = 1.0
 MAX_UPLOADS = 20
 # An upload that got no part for so long is removed.
 ABANDONED_SECONDS = 86_400.0
-PART = "part-"
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """What is known of an uploaded task set; digest is the blake3 of the whole file."""
+    """What is known of an uploaded task set; digest is the blake3 of the whole file, parts its objects in a bucket."""
 
     id: str
     tenant: str
@@ -57,15 +54,16 @@ class Dataset:
     touched_at: float = 0.0
     digest: str = ""
     report: FileReport | None = None
+    parts: list[str] = field(default_factory=list)
 
 
 class Datasets:
-    """Files below the state folder, records in Redis; a record counts a part only when its bytes are on disk."""
+    """Files in the state place, records in Redis; a record counts a part only when its bytes are kept."""
 
-    def __init__(self, jobs: JobStore, state_path: Path, max_bytes: int) -> None:
+    def __init__(self, jobs: JobStore, files: DatasetFiles, max_bytes: int) -> None:
         self.jobs = jobs
         self.client = jobs.client
-        self.root = state_path / "datasets"
+        self.files = files
         self.max_bytes = max_bytes
         self._lock = threading.Lock()
 
@@ -84,8 +82,7 @@ class Datasets:
         made = Dataset(
             f"ds_{ULID()}", tenant, name, task_format, file_format, size, created_at=timestamp(), touched_at=time.time()
         )
-        with told_when_full(self.root):
-            (self.root / made.id).mkdir(parents=True)
+        self.files.begin(made.id)
         self._store(made)
         return made
 
@@ -109,20 +106,22 @@ class Datasets:
     def begin_part(self, dataset_id: str, tenant: str | None, offset: int) -> Path:
         """The path of a new file for a part that begins at `offset`. Raises NotFound, Conflict."""
         self._check_offset(self.get(dataset_id, tenant), offset)
-        return self.root / dataset_id / f"{PART}{ULID()}"
+        return self.files.new_part(dataset_id)
 
     def add_part(self, dataset_id: str, offset: int, part: Path) -> Dataset:
-        """Append a part, synced to disk; of two with the same offset the first counts. Raises Conflict."""
+        """Append a part, for good; of two with the same offset the first counts. Raises Conflict."""
         with self._lock:
             dataset = self.get(dataset_id)
             self._check_offset(dataset, offset)
             size = part.stat().st_size
             if offset + size > dataset.size_bytes:
                 raise Conflict(f"more than the {dataset.size_bytes} bytes announced", code="upload_overflow")
-            self._append(self.file_of(dataset), offset, part)
+            self._require_lead()
+            stored = self.files.append(self._file(dataset), offset, part)
             done = offset + size == dataset.size_bytes
             state: State = "validating" if done else "uploading"
-            grown = replace(dataset, uploaded_bytes=offset + size, touched_at=time.time(), state=state)
+            parts = [*dataset.parts, stored] if stored else dataset.parts
+            grown = replace(dataset, uploaded_bytes=offset + size, touched_at=time.time(), state=state, parts=parts)
             self._store(grown)
             return grown
 
@@ -143,8 +142,14 @@ class Datasets:
             log.info("dataset deleted", dataset=dataset.id)
 
     def file_of(self, dataset: Dataset) -> Path:
-        """The path of its file; readers know the format by the suffix."""
-        return (self.root / dataset.id / f"tasks.{dataset.file_format}").absolute()
+        """The path of its file on this machine; readers know the format by the suffix.
+
+        Raises IntegrityError, Unreachable, ResourceExhausted where it has to be fetched from a bucket.
+        """
+        return self.files.here(self._file(dataset), dataset.size_bytes, dataset.digest, dataset.parts)
+
+    def _file(self, dataset: Dataset) -> Path:
+        return (self.files.root / dataset.id / f"tasks.{dataset.file_format}").absolute()
 
     def resolve(self, tasks: TasksSpec) -> TasksSpec:
         """The tasks with a dataset's file in place of its id. Raises InvalidInput (pointer /tasks/id)."""
@@ -187,7 +192,7 @@ class Datasets:
             self._store(replace(dataset, state="invalid", report=report))
 
     def _advance(self, dataset: Dataset) -> None:
-        if dataset.state == "validating" and self.file_of(dataset).stat().st_size != dataset.size_bytes:
+        if dataset.state == "validating" and not self._is_whole(dataset):
             report = broken_report("the file has not the size that was uploaded; upload it again")
             self._store(replace(dataset, state="invalid", report=report))
         elif dataset.state == "validating":
@@ -198,6 +203,12 @@ class Datasets:
         elif time.time() - dataset.touched_at > ABANDONED_SECONDS:
             log.info("an abandoned upload is removed", dataset=dataset.id)
             self._remove(dataset)
+
+    def _is_whole(self, dataset: Dataset) -> bool:
+        try:
+            return self.file_of(dataset).stat().st_size == dataset.size_bytes
+        except IntegrityError:
+            return False
 
     def _usable(self, tasks: TasksSpec, tenant: str | None) -> Dataset:
         message = f"there is no dataset {tasks.id}"
@@ -223,21 +234,6 @@ class Datasets:
         """Before files change: they carry no epoch, so a process that was stopped asks whether it still leads."""
         self.jobs.write(("EXISTS", own_keys.open_datasets()))
 
-    def _append(self, file: Path, offset: int, part: Path) -> None:
-        self._require_lead()
-        with told_when_full(file.parent, part.stat().st_size):
-            file.touch()
-            self._copy_to(file, offset, part)
-
-    def _copy_to(self, file: Path, offset: int, part: Path) -> None:
-        with file.open("r+b") as target, part.open("rb") as source:
-            # A crash may have left bytes beyond those the record counts.
-            target.truncate(offset)
-            target.seek(offset)
-            shutil.copyfileobj(source, target, 1 << 20)
-            target.flush()
-            os.fsync(target.fileno())
-
     def _all(self, tenant: str) -> list[Dataset]:
         ids = self.client.smembers(own_keys.open_datasets())
         return [dataset for dataset in (self.get(raw.decode()) for raw in ids) if dataset.tenant == tenant]
@@ -253,7 +249,7 @@ class Datasets:
     def _remove(self, dataset: Dataset) -> None:
         self._require_lead()
         try:
-            remove_tree(self.root / dataset.id)
+            self.files.remove(dataset.id)
         except OSError as error:
             reason = f"the files of dataset {dataset.id} cannot be removed: {error}"
             raise NotReady(reason, code="files_not_removed") from None

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal
+
+import redis
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.leadership import IS_LEADER, LeaderFence
 from services.orchestrator.leadership import Word as Word
 from services.orchestrator.leadership import Write as Write
 from spo import redis_keys
-from spo.errors import NotReady
-from spo.messaging.redis_client import RedisClient
+from spo.errors import NotReady, PreconditionFailed
+from spo.messaging.redis_client import RedisClient, RedisPipeline
 from spo.spec.job_state import JobState
 
 DURABLE_WAIT_MS = 5000
@@ -108,6 +110,14 @@ _COMMIT_NEEDING_ROOM = f"#!lua\n{_STEPS}"
 
 
 @dataclass(frozen=True)
+class Durability:
+    """The copies that a change is waited for: Redis' append-only file, and so many of its replicas."""
+
+    append_only_file: bool = True
+    replicas: int = 0
+
+
+@dataclass(frozen=True)
 class Fence:
     """Only the holder of this lease may do it."""
 
@@ -166,29 +176,29 @@ class Commit:
     term: LeaseTerm | None = None
     needs_room: bool = False
 
-    def run(self, client: RedisClient, leader: LeaderFence, *, durable: int) -> CommitOutcome:
-        """Apply it and return when so many copies hold it: 1 is Redis' append-only file, any more are replicas.
+    def run(self, client: RedisClient, leader: LeaderFence, durable: Durability) -> CommitOutcome:
+        """Apply it and return when the copies hold it.
 
         Raises NotLeading when another orchestrator leads by now, NotReady (code "not_durable") when a copy was late:
-        a power loss or a failover may undo the change; redis.OutOfMemoryError, with nothing written, where it needs
-        room and Redis is full.
+        a power loss or a failover may undo the change; PreconditionFailed (code "no_append_only_file") where there is
+        no such file by now; redis.OutOfMemoryError, with nothing written, where it needs room and Redis is full.
         """
         script = _COMMIT_NEEDING_ROOM if self.needs_room else _COMMIT
         with client.pipeline(transaction=False) as pipe:
             pipe.eval(script, 6, *self._keys(), *self._arguments(leader))
-            if durable:
+            if durable.append_only_file:
                 # On the same connection: WAITAOF waits for the writes of its own connection only.
                 pipe.execute_command("WAITAOF", 1, 0, DURABLE_WAIT_MS)
-            if durable > 1:
-                pipe.execute_command("WAIT", durable - 1, DURABLE_WAIT_MS)
-            replies = pipe.execute()
+            if durable.replicas:
+                pipe.execute_command("WAIT", durable.replicas, DURABLE_WAIT_MS)
+            replies = _replies(pipe)
         verdict, seq, state, guard_value = replies[0]
         if verdict == b"leader":
             raise leader.refusal()
-        if durable and int(replies[1][0]) < 1:
+        if durable.append_only_file and int(replies[1][0]) < 1:
             raise NotReady("Redis did not write its append-only file in time", code="not_durable")
-        if durable > 1 and int(replies[2]) < durable - 1:
-            message = f"{int(replies[2])} of {durable - 1} replicas of Redis had the change in time"
+        if durable.replicas and int(replies[-1]) < durable.replicas:
+            message = f"{int(replies[-1])} of {durable.replicas} replicas of Redis had the change in time"
             raise NotReady(message, code="not_durable")
         return CommitOutcome(verdict.decode(), int(seq), state.decode(), guard_value.decode())
 
@@ -206,6 +216,24 @@ class Commit:
         head += [guard.field, guard.value, self.kind, self.body, self.actor, timestamp(), redis_keys.jobs_in_state("")]
         head += [leader.holder, leader.epoch, term.milliseconds, term.claimant]
         return head + [word for write in self.writes for word in (len(write), *write)]
+
+
+def _replies(pipe: RedisPipeline) -> list[Any]:
+    try:
+        return pipe.execute()
+    except redis.ResponseError as error:
+        if "WAITAOF" not in str(error):
+            raise
+        raise without_append_only_file("Redis") from error
+
+
+def without_append_only_file(address: str) -> PreconditionFailed:
+    """Why a Redis without such a file is refused, and how it is accepted."""
+    return PreconditionFailed(
+        f"{address} keeps no append-only file: a crash loses what was acknowledged. Switch it on (appendonly yes), "
+        "or accept it with SPO_ORCHESTRATOR_DURABLE_WRITES=false; docs/deploying.md says what may be lost",
+        code="no_append_only_file",
+    )
 
 
 def timestamp() -> str:

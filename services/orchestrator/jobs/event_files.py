@@ -1,4 +1,4 @@
-"""Older events of jobs in files below the state folder, so that neither Redis nor a restart grows with a job's age.
+"""Older events of jobs in files of the state place, so that neither Redis nor a restart grows with a job's age.
 
 A file holds SEGMENT events as JSON lines; its number says which. Events never change, so whoever writes a file writes
 the same bytes: it may be written twice, also by an orchestrator that leads no more. Events leave Redis only after that.
@@ -7,14 +7,12 @@ the same bytes: it may be written twice, also by an orchestrator that leads no m
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from services.orchestrator.jobs.events import JobEvent
 from spo.errors import IntegrityError
+from spo.service.state_place import StatePlace
 from spo.spec.stored import record_from_json
 
 SEGMENT = 1000
@@ -26,47 +24,36 @@ def last_of_segment(seq: int) -> int:
 
 
 class EventFiles:
-    """`<job>/<number of the file>.jsonl` below one folder."""
+    """`events/<job>/<number of the file>.jsonl`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, place: StatePlace) -> None:
+        self.place = place
 
     def write(self, job_id: str, events: Sequence[JobEvent]) -> None:
-        """Write one whole file, safe on disk when this returns. Raises OSError; IntegrityError on a hole."""
+        """Write one whole file, safe when this returns. Raises OSError, Unreachable; IntegrityError on a hole."""
         first, last = events[0].seq, events[-1].seq
         whole = list(range(last - SEGMENT + 1, last + 1))
         if last != last_of_segment(first) or [event.seq for event in events] != whole:
             raise IntegrityError(f"the events {first} to {last} of {job_id} are not a whole file of {SEGMENT}")
-        place = self._file(job_id, first)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        staging = place.with_suffix(f".{os.getpid()}")
-        with staging.open("w") as file:
-            file.writelines(json.dumps(asdict(event)) + "\n" for event in events)
-            file.flush()
-            os.fsync(file.fileno())
-        staging.replace(place)
-        descriptor = os.open(place.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        lines = "".join(json.dumps(asdict(event)) + "\n" for event in events)
+        self.place.write(self._name(job_id, first), lines.encode())
 
     def read(self, job_id: str, after_seq: int, limit: int) -> list[JobEvent]:
         """Events after a sequence number, oldest first, as far as files have them."""
         found: list[JobEvent] = []
         while len(found) < limit:
             seq = found[-1].seq if found else after_seq
-            try:
-                lines = self._file(job_id, seq + 1).read_text().splitlines()
-            except FileNotFoundError:
+            content = self.place.read(self._name(job_id, seq + 1))
+            if content is None:
                 break
+            lines = content.decode().split("\n")[:-1]
             events = [record_from_json(JobEvent, line) for line in lines[seq % SEGMENT :]]
             found += events[: limit - len(found)]
         return found
 
     def remove(self, job_id: str) -> None:
-        """Remove what there is of a job."""
-        shutil.rmtree(self.folder / job_id, ignore_errors=True)
+        """Remove what there is of a job. Raises OSError, Unreachable."""
+        self.place.remove_folder(f"events/{job_id}")
 
-    def _file(self, job_id: str, seq: int) -> Path:
-        return self.folder / job_id / f"{(seq - 1) // SEGMENT:08d}.jsonl"
+    def _name(self, job_id: str, seq: int) -> str:
+        return f"events/{job_id}/{(seq - 1) // SEGMENT:08d}.jsonl"

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from services.orchestrator import redis_keys as own_keys
-from services.orchestrator.jobs.commit import Commit, CommitOutcome, Fence, Precondition, Write
+from services.orchestrator.jobs.commit import Commit, CommitOutcome, Durability, Fence, Precondition, Write
 from services.orchestrator.jobs.creation import NewJob, Submission, require_same_request
 from services.orchestrator.jobs.event_files import SEGMENT, EventFiles
 from services.orchestrator.jobs.events import JobEvent, event_of
@@ -29,6 +29,9 @@ log = get_logger("jobs")
 PARSED_SPECS = 1024
 # Whole files of a job's events that are written in one go, so that it takes part in the next round.
 FILES_AT_ONCE = 20
+# What changes of jobs wait for, unless the settings say otherwise; and what those that may be lost wait for.
+DURABLE = Durability()
+IN_REDIS = Durability(append_only_file=False)
 
 
 class JobStore:
@@ -40,7 +43,7 @@ class JobStore:
         leadership: Leadership | None = None,
         files: EventFiles | None = None,
         *,
-        durable: int = 1,
+        durable: Durability = DURABLE,
     ) -> None:
         """leadership, files None: a tool beside the orchestrator, which takes no part in the election."""
         self.client = client
@@ -76,9 +79,9 @@ class JobStore:
         """What each write of this process carries."""
         return self.leadership.fence if self.leadership else LeaderFence()
 
-    def commit(self, commit: Commit, *, durable: int | None = None) -> CommitOutcome:
+    def commit(self, commit: Commit, *, durable: bool = True) -> CommitOutcome:
         """Make one change of a job, durably unless told otherwise. Raises NotLeading, NotReady."""
-        return commit.run(self.client, self.fence, durable=self.durable if durable is None else durable)
+        return commit.run(self.client, self.fence, self.durable if durable else IN_REDIS)
 
     def write(self, *writes: Write) -> list[object]:
         """Make writes that change no job in one atomic step. Raises NotLeading."""
@@ -122,7 +125,7 @@ class JobStore:
     def move_events_to_files(self, job_id: str) -> int:
         """Move a job's oldest events out of Redis, which keeps the newest; returns how many files they filled.
 
-        Raises OSError, IntegrityError, and nothing has been lost, when they cannot be written.
+        Raises OSError, Unreachable, IntegrityError, and nothing has been lost, when they cannot be written.
         """
         key, moved = own_keys.job_events(job_id), 0
         while self.files and moved < FILES_AT_ONCE and self.client.xlen(key) >= 2 * SEGMENT:
@@ -240,13 +243,13 @@ class JobStore:
         body: Mapping[str, object],
         writes: Sequence[Write],
         *,
-        durable: int | None = None,
+        durable: bool = True,
     ) -> bool:
         """As append, durably unless told otherwise, only while the guard holds; False when it does not."""
         commit = Commit(job_id, guard=guard, writes=writes, kind=kind, body=json.dumps(body))
         return self.commit(commit, durable=durable).done
 
-    def fenced(self, commit: Commit, *, durable: bool | None = None) -> CommitOutcome:
+    def fenced(self, commit: Commit, *, durable: bool = True) -> CommitOutcome:
         """Run a commit of a lease holder. Raises LeaseLost when another trainer has the job, or it is deleted."""
         outcome = self.commit(commit, durable=durable)
         if outcome.verdict == "fence" or outcome.state == "absent":

@@ -9,12 +9,27 @@ from __future__ import annotations
 
 import time
 
+from services.orchestrator.jobs.commit import without_append_only_file
 from spo.messaging.redis_client import RedisClient, ServerFacts
 from spo.observability.logs import get_logger
 
 log = get_logger("append_only_file")
 
 AGAIN_SECONDS = 30.0
+
+
+def require_append_only_file(client: RedisClient, address: str, *, accept_none: bool) -> None:
+    """Raises PreconditionFailed (code "no_append_only_file") where Redis keeps none, unless that is accepted.
+
+    INFO says it, which managed servers answer where they refuse CONFIG.
+    """
+    if client.info("persistence").get("aof_enabled"):
+        return
+    if not accept_none:
+        raise without_append_only_file(address)
+    log.warning(
+        "Redis keeps no append-only file, as was accepted: a crash of it loses what was acknowledged", at=address
+    )
 
 
 class AppendOnlyFile:

@@ -1,4 +1,4 @@
-"""Whose data Redis holds: an epoch in Redis and the same one in files beside what the jobs left on disk.
+"""Whose data Redis holds: an epoch in Redis and the same one in files beside what the jobs left.
 
 Redis without an epoch, while a file has one, has lost its data; another epoch is that of another platform, or of a
 backup from before a loss. Whatever is found is told and written down, and the platform goes on under one epoch.
@@ -18,6 +18,7 @@ from services.orchestrator.recovery.files import read_json, write_json
 from spo import redis_keys
 from spo.messaging.redis_client import RedisClient
 from spo.observability.logs import get_logger
+from spo.service.state_place import StateFolder, StatePlace
 from spo.spec.stored import record_of
 
 log = get_logger("identity")
@@ -60,13 +61,13 @@ class _Known:
 class PlatformIdentity:
     """Compares the epochs; used by one orchestrator at a time."""
 
-    def __init__(self, client: RedisClient, state_path: Path, weight_place: str) -> None:
+    def __init__(self, client: RedisClient, place: StatePlace, weight_place: str) -> None:
         self.client = client
-        self.file = state_path / FILE
-        self.weight_file = None if "://" in weight_place else Path(weight_place) / FILE
+        self.place = place
+        self.weights = None if "://" in weight_place else Path(weight_place)
 
     def check(self) -> RecordedLoss | None:
-        """Compare and make equal; what was lost, if anything was. Raises redis.RedisError, OSError."""
+        """Compare and make equal; what was lost, if anything was. Raises redis.RedisError, OSError, Unreachable."""
         known = self._known()
         stored = self.client.hget(redis_keys.platform(), "epoch")
         found = stored.decode() if stored else ""
@@ -113,25 +114,26 @@ class PlatformIdentity:
 
     def _check_weights(self, known: _Known) -> RecordedLoss | None:
         """The same mark beside the weights, where they lie in a folder."""
-        if self.weight_file is None or not self.weight_file.parent.is_dir():
+        if self.weights is None or not self.weights.is_dir():
             return None
-        mark = str(read_json(self.weight_file).get("epoch", ""))
+        beside = StateFolder(self.weights)
+        mark = str(read_json(beside, FILE).get("epoch", ""))
         if mark == known.epoch:
             return None
-        write_json(self.weight_file, {"epoch": known.epoch})
+        write_json(beside, FILE, {"epoch": known.epoch})
         if not mark or mark in known.earlier:
             return None
         return self.tell("weights_replaced")
 
     def _known(self) -> _Known:
-        return record_of(_Known, read_json(self.file))
+        return record_of(_Known, read_json(self.place, FILE))
 
     def _write(self, known: _Known, loss: RecordedLoss | None) -> None:
         losses = known.losses
         if loss:
             log.error("data was lost", kind=loss.kind, what=loss.message, epoch=loss.epoch)
             losses = [*losses, asdict(loss)][-MOST_LOSSES:]
-        write_json(self.file, asdict(replace(known, losses=losses)))
+        write_json(self.place, FILE, asdict(replace(known, losses=losses)))
 
 
 def _loss(kind: LossKind, epoch: str, detail: str = "") -> RecordedLoss:

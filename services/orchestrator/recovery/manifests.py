@@ -1,10 +1,9 @@
-"""A manifest of each job in the state folder: enough to say what was lost, and to make the job's records again."""
+"""A manifest of each job in the state place: enough to say what was lost, and to make the job's records again."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs.commit import timestamp
@@ -12,9 +11,11 @@ from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.recovery.files import read_json, write_json
 from spo import redis_keys
 from spo.messaging.redis_client import StreamEntry
+from spo.service.state_place import StatePlace
 from spo.spec.job_state import TERMINAL, JobState
 from spo.spec.stored import record_of
 
+FOLDER = "jobs"
 JOBS_PER_READ = 200
 # Of a job that only trains the manifest is written again after so many more events.
 STALE_EVENTS = 20
@@ -58,19 +59,20 @@ class JobManifest:
 class JobManifests:
     """The folder of manifests, brought up to date from Redis."""
 
-    def __init__(self, jobs: JobStore, state_path: Path) -> None:
+    def __init__(self, jobs: JobStore, place: StatePlace) -> None:
         self.jobs = jobs
-        self.folder = state_path / "jobs"
+        self.place = place
         self._saved: dict[str, JobManifest] = {}
 
     def read(self, job_id: str) -> JobManifest | None:
         """The manifest; None where there is none."""
-        document = read_json(self.folder / f"{job_id}.json")
+        document = read_json(self.place, _name(job_id))
         return record_of(JobManifest, document) if document.get("id") == job_id else None
 
     def lost(self) -> list[JobManifest]:
         """Jobs that have a manifest and no records, and that nobody deleted; oldest first."""
-        ids = sorted(path.stem for path in self.folder.glob("job_*.json"))
+        names = (name.removeprefix(f"{FOLDER}/") for name in self.place.names(FOLDER))
+        ids = [name.removesuffix(".json") for name in names if name.startswith("job_")]
         gone: list[str] = []
         for chunk in _chunks(ids):
             with self.jobs.client.pipeline(transaction=False) as pipe:
@@ -85,7 +87,7 @@ class JobManifests:
     def save_all(self, epoch: str) -> list[JobManifest]:
         """Write what has changed; returns the manifests of jobs that Redis knows an older state of.
 
-        Ended jobs are looked at once in the life of a process. Raises redis.RedisError, OSError.
+        Ended jobs are looked at once in the life of a process. Raises redis.RedisError, OSError, Unreachable.
         """
         unfinished = self.jobs.in_states([state for state in JobState if state not in TERMINAL])
         if self._saved:
@@ -104,14 +106,14 @@ class JobManifests:
             elif before and found.is_as(before):
                 self._saved[found.id] = before
                 continue
-            write_json(self.folder / f"{found.id}.json", asdict(found))
+            write_json(self.place, _name(found.id), asdict(found))
             self._saved[found.id] = found
         return behind
 
     def forget(self, job_id: str) -> None:
         """Remove the manifest of a job that somebody deletes."""
         self._saved.pop(job_id, None)
-        (self.folder / f"{job_id}.json").unlink(missing_ok=True)
+        self.place.remove(_name(job_id))
 
     def _as_stored(self, job_ids: Sequence[str], epoch: str) -> Iterator[JobManifest]:
         for chunk in _chunks(job_ids):
@@ -142,6 +144,10 @@ class JobManifests:
                     )
                 else:
                     self._saved.pop(job_id, None)
+
+
+def _name(job_id: str) -> str:
+    return f"{FOLDER}/{job_id}.json"
 
 
 def _chunks(job_ids: Sequence[str]) -> Iterator[Sequence[str]]:

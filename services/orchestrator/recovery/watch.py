@@ -11,7 +11,7 @@ from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.recovery.append_only_file import AppendOnlyFile
 from services.orchestrator.recovery.identity import PlatformIdentity, newest_open
 from services.orchestrator.recovery.manifests import JobManifest, JobManifests
-from spo.errors import NotFound, SpoError
+from spo.errors import NotFound, SpoError, Unreachable
 from spo.observability.logs import get_logger
 
 log = get_logger("recovery")
@@ -29,6 +29,8 @@ class RecoveryWatch:
         self.manifests = manifests
         self.append_only_file = AppendOnlyFile(jobs.client)
         self._notice: tuple[float, str] = (float("-inf"), "")
+        # Why the files could not be read when `notice` looked last.
+        self.away = ""
 
     def run(self, stop: threading.Event) -> None:
         """Look until stop."""
@@ -51,17 +53,20 @@ class RecoveryWatch:
             self.jobs.append(manifest.id, "records_behind", {"events_known": manifest.events, "at": manifest.saved_at})
 
     def keep(self, job_id: str) -> None:
-        """Write the manifest of a new job at once; where the disk refuses, the next look tries again."""
+        """Write the manifest of a new job at once; where that fails, the next look tries again."""
         try:
             self.manifests.save([job_id], self.identity.epoch)
-        except (redis.RedisError, OSError) as error:
+        except (redis.RedisError, OSError, SpoError) as error:
             log.warning("the manifest of a new job is written later", job=job_id, reason=str(error))
 
     def notice(self) -> str:
         """What everybody should know of lost data, in words; "" when there is nothing to know."""
         at, said = self._notice
         if time.monotonic() - at > REMEMBER_SECONDS:
-            said = self._say()
+            try:
+                said, self.away = self._say(), ""
+            except Unreachable as error:
+                self.away = error.message
             self._notice = (time.monotonic(), said)
         return said
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import redis
 
+from services.orchestrator.jobs.commit import Durability
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.recovery.identity import PlatformIdentity
 from services.orchestrator.recovery.manifests import JobManifests
@@ -22,6 +23,7 @@ from spo import redis_keys
 from spo.errors import NotReady
 from spo.local.redis_server import server_command
 from spo.messaging.streams import Consumer, consume, publish
+from spo.service.state_place import StateFolder
 from spo.spec.job_state import JobState
 from spo.testing.replay import RUN, start_run, trajectory
 from spo.testing.toy_spec import toy_spec
@@ -116,7 +118,7 @@ def test_the_replay_buffer_goes_on_when_the_last_draws_were_lost(pair: RedisPair
 
 
 def test_a_durable_commit_is_on_the_replica_or_is_not_acknowledged(pair: RedisPair, client: redis.Redis) -> None:
-    store = JobStore(client, durable=2)
+    store = JobStore(client, durable=Durability(replicas=1))
     job_id = store.submit(toy_spec({"model": {"path": "/pi0"}}))
     assert store.transition(job_id, JobState.VALIDATING, "test")
     pair.cut()
@@ -131,8 +133,8 @@ def test_a_durable_commit_is_on_the_replica_or_is_not_acknowledged(pair: RedisPa
 
 def test_what_a_failover_lost_is_told(pair: RedisPair, client: redis.Redis, tmp_path: Path) -> None:
     store = JobStore(client)
-    identity = PlatformIdentity(client, tmp_path / "state", str(tmp_path / "weights"))
-    watch = RecoveryWatch(store, identity, JobManifests(store, tmp_path / "state"))
+    identity = PlatformIdentity(client, StateFolder(tmp_path / "state"), str(tmp_path / "weights"))
+    watch = RecoveryWatch(store, identity, JobManifests(store, StateFolder(tmp_path / "state")))
     watch.look()
     early = store.submit(toy_spec({"model": {"path": "/pi0"}}))
     watch.look()

@@ -20,7 +20,6 @@ Call = Callable[[RedisClient], object]
 CALLS: dict[tuple[str, int], list[Call]] = {
     ("ping", 0): [lambda client: client.ping()],
     ("info", 0): [lambda client: client.info("server"), lambda client: client.info("memory", "persistence")],
-    ("config_get", 0): [lambda client: client.config_get("appendonly", "maxmemory-policy")],
     ("eval", 0): [lambda client: client.eval("return redis.call('GET', KEYS[1])", 1, "word")],
     ("get", 0): [lambda client: client.get("word"), lambda client: client.get("none")],
     ("mget", 0): [lambda client: client.mget(["word", "none"])],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ SERVICES = {
     for name, service in COMPOSE["services"].items()
     if str(service.get("command", [""])[0]).startswith("services.")
 }
+
+HASHED = sorted((ROOT / "constraints" / "hashed").glob("*.txt"))
+# One requirement and the lines of its hashes.
+PINNED = re.compile(r"^([\w.-]+)==(\S+?)(?: ;[^\\\n]*)?((?: \\\n    --hash=sha256:[0-9a-f]{64})*)$", re.MULTILINE)
 
 
 def settings_of(name: str) -> type[ServiceSettings]:
@@ -105,6 +110,44 @@ def test_images_are_pinned_unprivileged_and_checked(path: Path) -> None:
     assert "syntax=" not in text
     installs = re.findall(r"pip install (.*)", text)
     assert installs
-    assert all("-c constraints/" in options or "--no-deps" in options for options in installs)
+    own = [options for options in installs if "--require-hashes" not in options]
+    # The platform's own sources, which bring nothing with them, and no sources built with what has no hash.
+    assert all({"--no-deps", "--no-build-isolation"} <= set(options.split()) for options in own)
+    assert all("-r constraints/hashed/" in options for options in set(installs) - set(own))
+    used = set(re.findall(r"-r (constraints/hashed/\S+)", text))
+    assert used <= {str(each.relative_to(ROOT)) for each in HASHED}
     if path.suffix != ".gpu":
         assert not re.search(r"\b(gcc|g\+\+|build-essential|clang)\b", final)
+
+
+def pins(path: Path) -> dict[str, str]:
+    """Name -> version."""
+    found = re.findall(r"^([\w.-]+)==(\S+)", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found}
+
+
+@pytest.mark.parametrize("path", HASHED, ids=lambda path: path.stem)
+def test_every_pinned_package_has_its_hashes_and_the_version_of_the_constraints(path: Path) -> None:
+    text = path.read_text()
+    found = PINNED.findall(text)
+
+    assert len(found) == len(re.findall(r"^[^ #\n]", text, re.MULTILINE)) > 0
+    assert [name for name, _, hashes in found if not hashes] == []
+    known = pins(ROOT / "constraints" / ("gpu.txt" if path.stem == "gpu" else "cpu.txt"))
+    differ = {name: version for name, version, _ in found if known.get(name, version) != version.removesuffix("+cpu")}
+    assert differ == {}
+
+
+def test_the_images_hold_what_pyproject_asks_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {
+        "judge": ["judge", "tasks"],
+        "light": ["judge", "tasks", "orchestrator", "replay", "experience", "numbers"],
+    }
+    for image, chosen in extras.items():
+        wanted = [
+            *project["dependencies"],
+            *(each for name in chosen for each in project["optional-dependencies"][name]),
+        ]
+        names = {re.split(r"[\[<>=!; ]", each)[0].lower().replace("_", "-") for each in wanted} - {"spo-platform"}
+        assert names - set(pins(ROOT / "constraints" / "hashed" / f"{image}.txt")) == set()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,8 +13,13 @@ from pathlib import Path
 import pytest
 import redis
 
-from services.orchestrator.recovery.append_only_file import AppendOnlyFile
+from services.orchestrator.jobs.commit import Durability
+from services.orchestrator.jobs.store import JobStore
+from services.orchestrator.recovery.append_only_file import AppendOnlyFile, require_append_only_file
+from spo.errors import NotReady, PreconditionFailed
 from spo.local.redis_server import server_command
+from spo.spec.job_state import JobState
+from spo.testing.toy_spec import toy_spec
 from spo.testing.waiting import wait_until
 from tests.conftest import free_port
 
@@ -91,3 +99,51 @@ def whole(server: Server, forks_before: int) -> bool:
     facts = server.client.info("persistence")
     forks = server.client.info("stats").get("total_forks", 0)
     return bool(forks > forks_before and not facts["aof_rewrite_in_progress"])
+
+
+@pytest.fixture
+def without_one(tmp_path: Path) -> Iterator[int]:
+    """Port of a server as some are managed: no append-only file, and nobody may ask for its configuration."""
+    port = free_port()
+    command = server_command(port, tmp_path / "redis")
+    command[command.index("--appendonly") + 1] = "no"
+    process = subprocess.Popen([*command, "--rename-command", "CONFIG", ""], stdout=subprocess.DEVNULL)
+    with redis.Redis(port=port) as client:
+
+        def answers() -> bool:
+            with contextlib.suppress(redis.RedisError):
+                return bool(client.ping())
+            return False
+
+        wait_until(answers, "Redis to answer", 20)
+        with pytest.raises(redis.ResponseError):
+            client.config_get("appendonly")
+    yield port
+    process.kill()
+    process.wait(20)
+
+
+def test_a_redis_that_keeps_none_is_refused_at_the_start(without_one: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "services.orchestrator"]
+    environment = os.environ | {"SPO_REDIS_URL": f"redis://127.0.0.1:{without_one}/0", "SPO_STATE_PATH": str(tmp_path)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+    assert ended.returncode
+    assert "no_append_only_file" in ended.stdout + ended.stderr
+    assert "SPO_ORCHESTRATOR_DURABLE_WRITES=false" in ended.stdout + ended.stderr
+
+
+def test_it_is_taken_where_that_is_accepted_and_replicas_are_still_waited_for(without_one: int) -> None:
+    with redis.Redis(port=without_one) as client:
+        require_append_only_file(client, "there", accept_none=True)
+        accepted = JobStore(client, durable=Durability(append_only_file=False))
+        spec = toy_spec({"model": {"path": "/pi0"}})
+        job_id = accepted.submit(spec)
+        assert accepted.state(job_id) is JobState.QUEUED
+
+        with pytest.raises(NotReady, match="0 of 1 replicas"):
+            JobStore(client, durable=Durability(append_only_file=False, replicas=1)).submit(spec)
+        # One that went away while the orchestrator runs: a failover to a server without it, or CONFIG SET.
+        with pytest.raises(PreconditionFailed) as refused:
+            JobStore(client).submit(spec)
+        assert refused.value.code == "no_append_only_file"

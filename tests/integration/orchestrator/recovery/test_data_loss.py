@@ -20,6 +20,7 @@ from services.orchestrator.recovery.identity import PlatformIdentity
 from spo import redis_keys
 from spo.errors import NotFound
 from spo.manifest_folder import seal_folder, staging_folder
+from spo.service.state_place import StateFolder
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.job_state import JobState
 from spo.testing.waiting import wait_until
@@ -233,7 +234,7 @@ def test_events_that_a_failover_lost_are_told(context: AppContext, document: Doc
 
 @pytest.fixture
 def identity(redis_client: redis.Redis, tmp_path: Path) -> PlatformIdentity:
-    found = PlatformIdentity(redis_client, tmp_path / "state", str(tmp_path / "weights"))
+    found = PlatformIdentity(redis_client, StateFolder(tmp_path / "state"), str(tmp_path / "weights"))
     (tmp_path / "weights").mkdir()
     assert found.check() is None
     assert found.check() is None
