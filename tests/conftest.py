@@ -16,6 +16,8 @@ import pytest
 import redis
 import structlog
 
+PLATFORMS = "platforms"
+
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Workers share the tests by file; whole platforms go to one of them, because two at once starve each other."""
@@ -23,7 +25,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class OnePlatformAtATime(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "platforms" if nodeid.startswith(("tests/chaos/", "tests/e2e/")) else nodeid.split("::")[0]
+            return PLATFORMS if nodeid.startswith(("tests/chaos/", "tests/e2e/")) else nodeid.split("::")[0]
+
+        def _assign_work_unit(self, node: Any) -> None:
+            # First, since it is the longest by far: begun last, it would run alone at the end.
+            if PLATFORMS in self.workqueue:
+                self.workqueue.move_to_end(PLATFORMS, last=False)
+            super()._assign_work_unit(node)
 
     return OnePlatformAtATime(config, log)
 

@@ -38,10 +38,10 @@ from spo.observability.logs import get_logger, lines_concern_run
 from spo.spec.job_spec import JobSpec, spec_from_json
 from spo.v1 import orchestrator_service_pb2 as orchestrator
 from spo.v1.weights_pb2 import BroadcastOffer, WeightAnnouncement
+from spo.weights.made_models import MadeModels
 from spo.weights.store import WeightStore
 
 log = get_logger("replica")
-
 FOLLOW_SECONDS = 1.0
 RETRY_SECONDS = 5.0
 # How often it is asked whether a model that killed engines may be tried again.
@@ -86,6 +86,7 @@ class ServingReplica:
         restart: Callable[[], None],
     ) -> None:
         self._settings = settings
+        self._models = MadeModels(settings.state_place, settings.state_path)
         self._client = client
         self._set_serving = set_serving
         self._restart = restart
@@ -215,7 +216,7 @@ class ServingReplica:
         if text is None:
             raise NotFound(f"run {requested.run_id} has no spec")
         spec = spec_from_json(text)
-        engine_spec = engine_spec_of(spec, Path(requested.model_path or spec.model.path))
+        engine_spec = engine_spec_of(spec, self._models.here(requested.model_path or spec.model.path))
         warm = self._warm
         if warm and warm.engine_spec.fits(engine_spec):
             warm.engine.announce(requested.run_id, warm.versions.reference)

@@ -7,8 +7,10 @@ import sys
 from services.orchestrator.container import AppContext
 from services.orchestrator.http.server import HttpServer, freeze_gc
 from services.orchestrator.leadership import Leadership
+from services.orchestrator.recovery.append_only_file import require_append_only_file
 from services.orchestrator.service import OrchestratorService
 from services.orchestrator.settings import Settings
+from spo.messaging.connection import public_address
 from spo.service.join import join_platform
 from spo.service.process import ServiceProcess
 from spo.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServicer_to_server
@@ -18,6 +20,7 @@ def main() -> int:
     settings = Settings()
     process = ServiceProcess("orchestrator", settings, long_polls=settings.long_polls)
     client = join_platform(settings)
+    require_append_only_file(client, public_address(settings.redis_url), accept_none=not settings.durable_writes)
     leadership = Leadership(client, process.replica_id, process.address)
     context = AppContext(settings, client, process.stop, leadership)
     add_OrchestratorServiceServicer_to_server(OrchestratorService(context), process.server.server)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from services.orchestrator.auth.audit import AuditLog
 from services.orchestrator.auth.authenticator import Authenticator
 from services.orchestrator.auth.paths import require_within
+from services.orchestrator.datasets.files import DatasetFiles
 from services.orchestrator.datasets.library import TaskLibrary
 from services.orchestrator.datasets.store import Datasets
 from services.orchestrator.evaluation.queue import EvaluationLimits, EvaluationQueue
 from services.orchestrator.evaluation.scorer import Scorer
+from services.orchestrator.jobs.commit import Durability
 from services.orchestrator.jobs.event_files import EventFiles
 from services.orchestrator.jobs.files import JobFiles
 from services.orchestrator.jobs.leases import Leases
@@ -48,6 +51,7 @@ from services.orchestrator.serving.continual.loop import ContinualLoop
 from services.orchestrator.serving.continual.round_experience import RoundExperience
 from services.orchestrator.serving.continual.round_jobs import RoundJobs
 from services.orchestrator.serving.continual.rounds import ContinualStore
+from services.orchestrator.serving.judges import ServedJudges
 from services.orchestrator.serving.pool import PoolLimits, ServingPool
 from services.orchestrator.serving.quota import ServingQuota
 from services.orchestrator.serving.served_models import ServedModels
@@ -94,18 +98,19 @@ class AppContext:
 
     def _open_stores(self) -> None:
         settings = self.settings
-        files = EventFiles(settings.state_path / "events")
-        self.jobs = JobStore(self.redis, self.leadership, files, durable=settings.durable_copies)
-        self.datasets = Datasets(self.jobs, settings.state_path, settings.max_dataset_bytes)
+        self.files = JobFiles.of(settings)
+        place = self.files.place
+        durable = Durability(settings.durable_writes, settings.durable_replicas)
+        self.jobs = JobStore(self.redis, self.leadership, EventFiles(place), durable=durable)
+        self.datasets = Datasets(self.jobs, DatasetFiles(place, settings.state_path), settings.max_dataset_bytes)
         self.library.resolve = self.datasets.resolve
         self.experience = ExperienceStore(settings.experience_place)
-        self.files = JobFiles.of(settings)
         self.weight_store = self.files.weights
         self.authenticator = Authenticator(settings, self.redis)
         self.captures = CaptureStore(self.redis)
         self.audit = AuditLog(self.redis)
-        identity = PlatformIdentity(self.redis, settings.state_path, settings.weight_place)
-        self.watch = RecoveryWatch(self.jobs, identity, JobManifests(self.jobs, settings.state_path))
+        identity = PlatformIdentity(self.redis, place, settings.weight_place)
+        self.watch = RecoveryWatch(self.jobs, identity, JobManifests(self.jobs, place))
         self.jobs.absent = self.watch.absent
         self.job_rebuild = JobRebuild(self.jobs, self.files)
 
@@ -118,11 +123,12 @@ class AppContext:
         self.heartbeats = HeartbeatResponder(self.jobs, self.assigner, self.weights, self.in_hand)
         traffic = ServingTraffic()
         per_replica = settings.serving_streams_per_replica
-        self.autoscaling = Autoscaling(self.jobs, self.assigner, traffic, per_replica)
+        self.autoscaling = Autoscaling(self.jobs, self.assigner, self.judges, traffic, per_replica)
         self.scale = Scale(settings, self.redis)
         self.served_models = ServedModels(self.jobs, self.weights)
         limits = PoolLimits(settings.serving_streams, settings.serving_seconds, settings.serving_wait_seconds)
         self.serving_pool = ServingPool(self.jobs, self.assigner, limits, traffic)
+        self.served_judges = ServedJudges(self.jobs, self.served_models, self.weights, self.serving_pool)
         self.serving_quota = ServingQuota(
             settings.serving_streams, settings.serving_streams_per_tenant, settings.serving_tokens_per_minute
         )
@@ -142,7 +148,7 @@ class AppContext:
         scorer = Scorer(self.inference, self.judges, settings.evaluation_requests, settings.evaluation_patience_seconds)
         limits = EvaluationLimits(settings.evaluation_attempts, settings.evaluations_kept)
         self.evaluations = EvaluationQueue(jobs, self.library, self.weights, scorer, self.assigner, limits)
-        self.model_check = ModelCheck(self.replicas, settings.max_dead_letter_share)
+        self.model_check = ModelCheck(self.replicas, settings.max_dead_letter_share, self.files.models.expected)
         self.spec_check = SpecCheck(self.library, self.model_check, AddressRules.of(settings.verifier_http_hosts))
         self.forks = Forks(jobs, self.spec_check, self.weights, self.references, self.files)
         self.plan_warnings = PlanWarnings(self.replicas)
@@ -161,14 +167,18 @@ class AppContext:
             self.continual, self.served_models, self.round_jobs, self.evaluations, self.weights, learned_from
         )
 
-    def require_usable(self, tasks: TasksSpec | None, tenant: str | None, model: str | None = None) -> None:
-        """Refuse tasks, and the folder of a model, that the tenant may not use; None may use all.
+    def require_usable(
+        self, tasks: TasksSpec | None, tenant: str | None, models: Mapping[str, str] | None = None
+    ) -> None:
+        """Refuse tasks, and folders of models by pointers, that the tenant may not use; None may use all.
 
         Raises InvalidInput with a pointer to each fault.
         """
         self.datasets.require_usable(tasks, tenant)
+        if tasks is not None:
+            self.served_judges.require_pinned(tasks, tenant)
         if tenant is not None:
-            named: dict[str, str | None] = {"/model/path": model}
+            named: dict[str, str | None] = dict(models or {})
             if tasks is not None:
                 named |= {"/tasks/path": tasks.path, "/tasks/evaluation_path": tasks.evaluation_path}
                 for at, one in verifiers_in(tasks.verifier):

@@ -6,6 +6,7 @@ import grpc
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.replicas.weights import serving
+from spo.rpc.client import DEFAULT_DEADLINE_SECONDS
 from spo.rpc.long_polls import LongPolls
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceServicer
@@ -69,3 +70,13 @@ class OrchestratorService(OrchestratorServiceServicer):
         self._leads()
         self.context.leases.finish(request)
         return wire.FinishRunResponse()
+
+    def CompleteServed(
+        self, request: wire.CompleteServedRequest, context: grpc.ServicerContext
+    ) -> wire.CompleteServedResponse:
+        self._leads()
+        left = context.time_remaining()
+        # A little less than the caller waits, so that it is told why.
+        seconds = max(0.5, (DEFAULT_DEADLINE_SECONDS if left is None else left) - 1.0)
+        with self.long_polls.place():
+            return wire.CompleteServedResponse(texts=self.context.served_judges.complete(request, seconds))

@@ -45,7 +45,10 @@ class Settings(ServiceSettings, service="orchestrator"):
     scale_prefix: str = Field(default="", description="Kubernetes: what precedes the pool in a Deployment's name.")
     scale_keda: bool = Field(default=False, description="Kubernetes: move the bound of KEDA's ScaledObject instead.")
     kubernetes_url: str = Field(default="https://kubernetes.default.svc", description="Kubernetes API.")
-    durable_writes: bool = Field(default=True, description="Control-plane writes wait for Redis' append-only file.")
+    durable_writes: bool = Field(
+        default=True,
+        description="Control-plane writes wait for Redis' append-only file; false accepts a Redis that keeps none.",
+    )
     durable_replicas: int = Field(
         default=0, ge=0, le=16, description="And for so many replicas of Redis: a failover to one of them loses none."
     )
@@ -93,11 +96,6 @@ class Settings(ServiceSettings, service="orchestrator"):
     serving_streams_per_replica: int = Field(
         default=32, ge=1, description="Completions at once of ended jobs' policies that one more replica is wanted for."
     )
-
-    @property
-    def durable_copies(self) -> int:
-        """How many copies control-plane writes wait for: the append-only file and the replicas of Redis."""
-        return 1 + self.durable_replicas if self.durable_writes else 0
 
     @property
     def tenant_folders(self) -> tuple[Path, ...]:

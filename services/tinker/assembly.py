@@ -15,7 +15,13 @@ def assemble(settings: Settings) -> tuple[TinkerService, TinkerWorker]:
     """Loads the model. Raises InvalidInput where its folder may not or cannot be loaded."""
     model = SharedModel(settings.model, settings.dtype)
     model.max_tokens = min(model.max_tokens, settings.max_context_tokens)
-    sessions = Sessions(settings.silence_seconds, settings.max_models, settings.max_models_per_tenant)
+    sessions = Sessions(
+        settings.silence_seconds,
+        settings.max_models,
+        settings.max_models_per_tenant,
+        settings.max_sessions_per_tenant,
+        settings.max_samplers_per_tenant,
+    )
     operations = Operations(settings.max_waiting, settings.operation_seconds, settings.result_seconds)
     store = CheckpointStore(settings.state_path / "tinker", model.hash, settings.max_checkpoints_per_tenant)
     parts = (settings, model, sessions, operations, store)

@@ -132,8 +132,9 @@ class TinkerService(TinkerServiceServicer):
     def DeleteTinkerCheckpoint(
         self, request: tinker.DeleteTinkerCheckpointRequest, context: grpc.ServicerContext
     ) -> tinker.DeleteTinkerCheckpointResponse:
-        """For good."""
+        """For good, with the samplers that draw from it."""
         self.store.delete(request.tenant, request.path)
+        self.sessions.drop_samplers(request.tenant, request.path)
         return tinker.DeleteTinkerCheckpointResponse()
 
     def _creation(self, request: tinker.SubmitTinkerRequest) -> Named:

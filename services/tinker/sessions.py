@@ -54,22 +54,31 @@ class Sessions:
     silence_seconds: float
     most_models: int
     most_models_per_tenant: int
+    most_sessions_per_tenant: int
+    most_samplers_per_tenant: int
     _sessions: dict[str, Session] = field(default_factory=dict)
     _samplers: dict[str, Sampler] = field(default_factory=dict)
     _models: dict[str, TrainedModel] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def open(self, tenant: str) -> str:
-        """A new session's id."""
+        """A new session's id. Raises InvalidInput (code "tinker_limit") where the tenant has all it may have."""
         session = Session(f"{PREFIX}{ULID()}", tenant, time.monotonic())
         with self._lock:
+            own = [each for each in self._sessions.values() if each.tenant == tenant and not self._is_over(each)]
+            if len(own) >= self.most_sessions_per_tenant:
+                message = (
+                    f"{len(own)} sessions of yours are open; finish one (close its client), or wait: without a "
+                    f"heartbeat it ends after {self.silence_seconds:g} s. The oldest is {own[0].id}"
+                )
+                raise InvalidInput(message, code="tinker_limit")
             self._sessions[session.id] = session
         return session.id
 
     def beat(self, tenant: str, session_id: str, *, finish: bool = False) -> None:
-        """It is alive, or done. Raises NotFound."""
+        """It is alive, or done. Raises NotFound (code "tinker_session_over" at a heartbeat)."""
         with self._lock:
-            session = self._session(tenant, session_id)
+            session = self._session(tenant, session_id, "tinker_not_found" if finish else "tinker_session_over")
             session.beaten, session.finished = time.monotonic(), session.finished or finish
 
     def require(self, tenant: str, session_id: str) -> None:
@@ -117,14 +126,38 @@ class Sessions:
             return list(self._models.values())
 
     def add_sampler(self, tenant: str, session_id: str, number: int, path: str) -> str:
-        """A sampling session's id; the same for the same number. Raises NotFound, InvalidInput on another path."""
+        """A sampling session's id; the same for the same number. Raises NotFound, InvalidInput on another path
+        and where the tenant has all it may have.
+        """
         sampler = Sampler(f"{session_id}:sample:{number}", session_id, tenant, path)
         with self._lock:
-            self._session(tenant, session_id)
+            self.require_sampler_room(tenant, session_id, number)
             known = self._samplers.setdefault(sampler.id, sampler)
         if known != sampler:
             raise InvalidInput(f"{sampler.id} samples from something else", code="tinker_request_reused")
         return sampler.id
+
+    def require_sampler_room(self, tenant: str, session_id: str, number: int) -> None:
+        """Raises NotFound, and InvalidInput (code "tinker_limit") where a further sampler is one too many."""
+        with self._lock:
+            self._session(tenant, session_id)
+            if f"{session_id}:sample:{number}" in self._samplers:
+                return
+            own = [each for each in self._samplers.values() if each.tenant == tenant]
+            if len(own) >= self.most_samplers_per_tenant:
+                message = (
+                    f"{len(own)} samplers of yours are open; finish a session (close its client), and those opened "
+                    "in it go, or delete a checkpoint, and those of it go. "
+                    f"The oldest is of session {own[0].session_id}"
+                )
+                raise InvalidInput(message, code="tinker_limit")
+
+    def drop_samplers(self, tenant: str, path: str) -> None:
+        """Forget what draws from a checkpoint that is there no more."""
+        with self._lock:
+            gone = [name for name, each in self._samplers.items() if (each.tenant, each.path) == (tenant, path)]
+            for name in gone:
+                del self._samplers[name]
 
     def sampler(self, tenant: str, sampler_id: str) -> Sampler:
         """Raises NotFound."""
@@ -136,18 +169,20 @@ class Sessions:
 
     def take_ended(self) -> list[TrainedModel]:
         """Forget sessions that are done or silent, and what they sampled from; returns the models they trained."""
-        oldest = time.monotonic() - self.silence_seconds
         with self._lock:
-            ended = {each.id for each in self._sessions.values() if each.finished or each.beaten < oldest}
+            ended = {each.id for each in self._sessions.values() if self._is_over(each)}
             for session_id in ended:
                 del self._sessions[session_id]
             self._samplers = {name: each for name, each in self._samplers.items() if each.session_id not in ended}
             return [model for model in self._models.values() if model.session_id in ended]
 
-    def _session(self, tenant: str, session_id: str) -> Session:
+    def _is_over(self, session: Session) -> bool:
+        return session.finished or session.beaten < time.monotonic() - self.silence_seconds
+
+    def _session(self, tenant: str, session_id: str, code: str = "tinker_not_found") -> Session:
         found = self._sessions.get(session_id)
         if found is None or found.tenant != tenant:
-            raise NotFound(f"there is no session {session_id[:200]}", code="tinker_not_found")
+            raise NotFound(f"there is no session {session_id[:200]}: it is over, or was never yours", code=code)
         return found
 
 

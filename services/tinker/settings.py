@@ -20,6 +20,8 @@ class Settings(ServiceSettings, service="tinker"):
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Of the base; adapters are float32.")
     max_models: int = Field(default=16, ge=1, description="Training clients at once.")
     max_models_per_tenant: int = Field(default=4, ge=1, description="Of them, of one tenant.")
+    max_sessions_per_tenant: int = Field(default=64, ge=1, description="Client processes of one tenant.")
+    max_samplers_per_tenant: int = Field(default=1024, ge=1, description="Sampling clients of one tenant.")
     max_rank: int = Field(default=128, ge=1, description="Largest rank of an adapter.")
     max_waiting: int = Field(default=1024, ge=1, description="Operations of one tenant that wait or run.")
     max_checkpoints_per_tenant: int = Field(default=500, ge=1, description="Saved states and samplers of one tenant.")

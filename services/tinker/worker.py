@@ -139,6 +139,8 @@ class TinkerWorker:
 
     def _save(self, tenant: str, asked: wire.SaveTinkerWeights) -> wire.TinkerResult:
         model = self.sessions.model(tenant, asked.model_id)
+        if not asked.name:
+            self.sessions.require_sampler_room(tenant, model.session_id, asked.sampling_session_seq_id)
         name = checked_name(asked.name) if asked.name else f"{UNNAMED}{asked.sampling_session_seq_id}"
         path = CheckpointPath(model.id, "sampler_weights" if asked.for_sampler else "weights", name)
         self._write(model, path, asked.ttl_seconds, overwrite=asked.overwrite)
@@ -148,6 +150,7 @@ class TinkerWorker:
             saved.sampling_session_id = self.sessions.add_sampler(tenant, model.session_id, number, str(path))
             for old in self.store.unnamed(model.id)[: -self.settings.kept_samplers]:
                 self.store.remove(old)
+                self.sessions.drop_samplers(tenant, str(old.path))
         return wire.TinkerResult(saved=saved)
 
     def _write(self, model: TrainedModel, path: CheckpointPath, ttl_seconds: int, *, overwrite: bool) -> None:

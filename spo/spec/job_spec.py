@@ -78,6 +78,11 @@ class JobSpec(Section):
     collapse_guard: CollapseGuardSpec = CollapseGuardSpec()
 
     @property
+    def model_paths(self) -> dict[str, str]:
+        """Folders of models that the job reads, by the pointers that name them."""
+        return {"/model/path": self.model.path} | self.algorithm.model_paths
+
+    @property
     def reads_values(self) -> bool:
         """Whether training reads Qhat_0 or the success rates of pi0: as targets, priorities, or to leave prompts out.
 

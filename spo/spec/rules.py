@@ -241,6 +241,12 @@ def critic_belongs_to_ppo(spec: JobSpec) -> Iterator[Violation]:
         yield "algorithm/critic", "only ppo has a critic"
 
 
+def teacher_is_asked(spec: JobSpec) -> Iterator[Violation]:
+    """A second model costs memory and a forward per batch: somebody must learn from it."""
+    if spec.algorithm.teacher is not None and not spec.algorithm.needs_teacher:
+        yield "algorithm/teacher", "no term of algorithm.losses learns from a teacher; distillation does"
+
+
 def schedule_fits(spec: JobSpec) -> Iterator[Violation]:
     """Checkpoints name the weights of their step; minibatches divide the batch."""
     if spec.trainer.checkpoint_interval % spec.trainer.update_interval:
@@ -325,6 +331,7 @@ RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
     pairs_are_whole,
     turns_suffice,
     critic_belongs_to_ppo,
+    teacher_is_asked,
     schedule_fits,
     reference_can_be_refreshed,
     rollouts_are_of_their_anchor,

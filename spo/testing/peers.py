@@ -162,14 +162,14 @@ class ReplayDouble(ReplayServiceServicer):
 
 
 class ServiceDoubles:
-    """One server that plays inference, judge and replay buffer; use as a context manager."""
+    """One server that plays inference, judge and replay buffer; use as a context manager. port: 0 for any."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         # Calls that no test of the orchestrator makes stay unimplemented, and say so when made.
         self.judge = JudgeServiceDouble()
         self.inference = InferenceDouble()  # type: ignore[abstract]
         self.replay = ReplayDouble()  # type: ignore[abstract]
-        self._server = RpcServer("127.0.0.1", 0)
+        self._server = RpcServer("127.0.0.1", port)
         server: grpc.Server = self._server.server
         add_JudgeServiceServicer_to_server(self.judge, server)
         add_InferenceServiceServicer_to_server(self.inference, server)

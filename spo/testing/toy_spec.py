@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from spo.spec.job_spec import PAPER_BETA, JobSpec, parse_job_spec
@@ -41,3 +42,15 @@ def toy_document(document: Mapping[str, Any]) -> dict[str, Any]:
 def toy_spec(document: Mapping[str, Any]) -> JobSpec:
     """The spec of such a document. Raises InvalidInput (code "invalid_job_spec")."""
     return parse_job_spec(toy_document(document))
+
+
+def distilled(document: Mapping[str, Any], teacher: Path) -> dict[str, Any]:
+    """The document of a job that a model in another folder teaches, on its own samples alone."""
+    return {
+        **document,
+        "algorithm": {"losses": [{"objective": "distillation"}], "teacher": {"path": str(teacher)}},
+        "rollout": {"temperature": 1.0, "top_p": 1.0},
+        "offline": {"human_solutions": False, "keep_reference_samples": False},
+        "replay": {"mix": [{"source": "online", "share": 1.0}]},
+        "value": None,
+    }

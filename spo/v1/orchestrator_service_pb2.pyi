@@ -742,3 +742,68 @@ class FinishRunResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FinishRunResponse: _TypeAlias = FinishRunResponse  # noqa: Y015
+
+@_typing.final
+class CompleteServedRequest(_message.Message):
+    """--- verifiers: a policy that the platform serves as judge ---"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    QUESTION_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    policy_version: _builtins.int
+    """0: the reference policy pi0."""
+    question: _builtins.str
+    """One message of the user's, for the model's own chat template."""
+    samples: _builtins.int
+    temperature: _builtins.float
+    max_tokens: _builtins.int
+    """At most; never more than a response of that run may have."""
+    seed: _builtins.int
+    """Sample i is drawn with seed + i."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        policy_version: _builtins.int = ...,
+        question: _builtins.str = ...,
+        samples: _builtins.int = ...,
+        temperature: _builtins.float = ...,
+        max_tokens: _builtins.int = ...,
+        seed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "policy_version", b"policy_version", "question", b"question", "run_id", b"run_id", "samples", b"samples", "seed", b"seed", "temperature", b"temperature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompleteServedRequest: _TypeAlias = CompleteServedRequest  # noqa: Y015
+
+@_typing.final
+class CompleteServedResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What the model said, without its reasoning, one per sample."""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompleteServedResponse: _TypeAlias = CompleteServedResponse  # noqa: Y015

@@ -69,6 +69,11 @@ class OrchestratorServiceStub:
                 request_serializer=spo_dot_v1_dot_orchestrator__service__pb2.FinishRunRequest.SerializeToString,
                 response_deserializer=spo_dot_v1_dot_orchestrator__service__pb2.FinishRunResponse.FromString,
                 _registered_method=True)
+        self.CompleteServed = channel.unary_unary(
+                '/spo.v1.OrchestratorService/CompleteServed',
+                request_serializer=spo_dot_v1_dot_orchestrator__service__pb2.CompleteServedRequest.SerializeToString,
+                response_deserializer=spo_dot_v1_dot_orchestrator__service__pb2.CompleteServedResponse.FromString,
+                _registered_method=True)
 
 
 class OrchestratorServiceServicer:
@@ -116,6 +121,12 @@ class OrchestratorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CompleteServed(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OrchestratorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -153,6 +164,11 @@ def add_OrchestratorServiceServicer_to_server(servicer, server):
                     servicer.FinishRun,
                     request_deserializer=spo_dot_v1_dot_orchestrator__service__pb2.FinishRunRequest.FromString,
                     response_serializer=spo_dot_v1_dot_orchestrator__service__pb2.FinishRunResponse.SerializeToString,
+            ),
+            'CompleteServed': grpc.unary_unary_rpc_method_handler(
+                    servicer.CompleteServed,
+                    request_deserializer=spo_dot_v1_dot_orchestrator__service__pb2.CompleteServedRequest.FromString,
+                    response_serializer=spo_dot_v1_dot_orchestrator__service__pb2.CompleteServedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -344,6 +360,33 @@ class OrchestratorService:
             '/spo.v1.OrchestratorService/FinishRun',
             spo_dot_v1_dot_orchestrator__service__pb2.FinishRunRequest.SerializeToString,
             spo_dot_v1_dot_orchestrator__service__pb2.FinishRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CompleteServed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/spo.v1.OrchestratorService/CompleteServed',
+            spo_dot_v1_dot_orchestrator__service__pb2.CompleteServedRequest.SerializeToString,
+            spo_dot_v1_dot_orchestrator__service__pb2.CompleteServedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,6 +38,7 @@ class OrchestratorServiceStub:
     PublishWeights: _grpc.UnaryUnaryMultiCallable[_orchestrator_service_pb2.PublishWeightsRequest, _orchestrator_service_pb2.PublishWeightsResponse]
     ReportCheckpoint: _grpc.UnaryUnaryMultiCallable[_orchestrator_service_pb2.ReportCheckpointRequest, _orchestrator_service_pb2.ReportCheckpointResponse]
     FinishRun: _grpc.UnaryUnaryMultiCallable[_orchestrator_service_pb2.FinishRunRequest, _orchestrator_service_pb2.FinishRunResponse]
+    CompleteServed: _grpc.UnaryUnaryMultiCallable[_orchestrator_service_pb2.CompleteServedRequest, _orchestrator_service_pb2.CompleteServedResponse]
 
 @_typing.type_check_only
 class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
@@ -49,6 +50,7 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     PublishWeights: _aio.UnaryUnaryMultiCallable[_orchestrator_service_pb2.PublishWeightsRequest, _orchestrator_service_pb2.PublishWeightsResponse]  # type: ignore[assignment]
     ReportCheckpoint: _aio.UnaryUnaryMultiCallable[_orchestrator_service_pb2.ReportCheckpointRequest, _orchestrator_service_pb2.ReportCheckpointResponse]  # type: ignore[assignment]
     FinishRun: _aio.UnaryUnaryMultiCallable[_orchestrator_service_pb2.FinishRunRequest, _orchestrator_service_pb2.FinishRunResponse]  # type: ignore[assignment]
+    CompleteServed: _aio.UnaryUnaryMultiCallable[_orchestrator_service_pb2.CompleteServedRequest, _orchestrator_service_pb2.CompleteServedResponse]  # type: ignore[assignment]
 
 class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -99,5 +101,12 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_service_pb2.FinishRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_service_pb2.FinishRunResponse, _abc.Awaitable[_orchestrator_service_pb2.FinishRunResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def CompleteServed(
+        self,
+        request: _orchestrator_service_pb2.CompleteServedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_service_pb2.CompleteServedResponse, _abc.Awaitable[_orchestrator_service_pb2.CompleteServedResponse]]: ...
 
 def add_OrchestratorServiceServicer_to_server(servicer: OrchestratorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

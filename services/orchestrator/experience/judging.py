@@ -17,7 +17,13 @@ from spo.spec.reward import require_decided, reward_of
 from spo.spec.tasks import RewardSpec
 from spo.tasks.problem import Problem, program_of
 from spo.tasks.verifier_pool import pool_of
-from spo.v1.judge_service_pb2 import PRIORITY_TRAINING, JudgeRequest, JudgeResponse
+from spo.v1.judge_service_pb2 import (
+    PRIORITY_TRAINING,
+    DescribeJudgeRequest,
+    DescribeJudgeResponse,
+    JudgeRequest,
+    JudgeResponse,
+)
 from spo.v1.verdict_pb2 import OUTCOME_INTERNAL_ERROR, Verdict
 
 PROGRAMS_PER_CALL = 64
@@ -26,6 +32,9 @@ JUDGE_SECONDS = 300.0
 CALLS_AT_ONCE = 8
 # Of programs, a few hundred bytes each: a model says the same in one file of a run and in the next.
 KEPT_VERDICTS = 200_000
+# A pool that was scaled to zero needs to be noticed, a pod, and an image that may not be there.
+WAKING_SECONDS = 180.0
+DESCRIBE_SECONDS = 30.0
 
 Key = tuple[str, bytes]
 
@@ -33,16 +42,19 @@ Key = tuple[str, bytes]
 class RowJudge:
     """Judges rows by the tests of their problems; what it has judged it need not ask again."""
 
-    def __init__(self, judges: JudgePools, index: ProblemIndex) -> None:
+    def __init__(self, judges: JudgePools, index: ProblemIndex, patience_seconds: float = WAKING_SECONDS) -> None:
         self._judges = judges
         self._index = index
+        self._patience_seconds = patience_seconds
+        self._awake: set[str] = set()
         self._uploaded: set[str] = set()
         self._known: dict[Key, Verdict] = {}
 
     def judge(self, rows: Iterable[StoredTrajectory]) -> int:
         """Set verdict and reward of each row by its problem's tests; returns how many rows that were.
 
-        Raises NotReady when the judge could not decide on a program, InvalidInput where a person's verifier has failed.
+        Raises NotReady when the judge could not decide on a program, Unreachable where none answers in
+        `patience_seconds`, InvalidInput where a person's verifier has failed.
         """
         by_problem: dict[str, list[StoredTrajectory]] = defaultdict(list)
         for row in rows:
@@ -55,7 +67,11 @@ class RowJudge:
             ]
             for problem in problems
         }
-        self._learn(problems, programs)
+        pools = pools_of(problems)
+        with self._judges.needed_for(pools):
+            judge_versions(self._judges, pools - self._awake, self._patience_seconds)
+            self._awake |= pools
+            self._learn(problems, programs)
         for problem in problems:
             for row, program in zip(by_problem[problem.problem_id], programs[problem.problem_id], strict=True):
                 verdict = self._known[_key(problem, program)]
@@ -94,9 +110,35 @@ class RowJudge:
         return {_key(problem, program): verdict for program, verdict in zip(programs, reply.verdicts, strict=True)}
 
 
-def judge_rows(judges: JudgePools, index: ProblemIndex, rows: Iterable[StoredTrajectory]) -> int:
+def judge_rows(
+    judges: JudgePools,
+    index: ProblemIndex,
+    rows: Iterable[StoredTrajectory],
+    patience_seconds: float = WAKING_SECONDS,
+) -> int:
     """As `RowJudge.judge`, of rows that come once."""
-    return RowJudge(judges, index).judge(rows)
+    return RowJudge(judges, index, patience_seconds).judge(rows)
+
+
+def pools_of(problems: Iterable[Problem]) -> set[str]:
+    """The pools that decide by the problems' tests; of a composition the sandbox judge decides the other parts."""
+    tests = [problem.tests for problem in problems]
+    return {pool_of(each) for each in tests} | {"" for each in tests if each.HasField("composition")}
+
+
+def judge_versions(judges: JudgePools, pools: Iterable[str], patience_seconds: float) -> dict[str, str]:
+    """The version of each pool; waits so long for those that do not answer. Raises Unreachable, NotReady."""
+    versions = {}
+    for pool in sorted(pools):
+        reply: DescribeJudgeResponse = judges.of(pool).call_patiently(
+            "DescribeJudge",
+            DescribeJudgeRequest(),
+            DESCRIBE_SECONDS,
+            patience_seconds=patience_seconds,
+            stop=judges.closed,
+        )
+        versions[pool] = reply.judge_version
+    return versions
 
 
 def _key(problem: Problem, program: str) -> Key:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.orchestrator.experience import queries
-from services.orchestrator.experience.judging import RowJudge
+from services.orchestrator.experience.judging import WAKING_SECONDS, RowJudge, judge_versions, pools_of
 from services.orchestrator.schemas import experience as schemas
 from spo import redis_keys
 from spo.errors import InvalidInput
@@ -18,7 +18,6 @@ from spo.spec.reward import is_success
 from spo.spec.wire_enums import wire_name
 from spo.tasks.problem import Problem
 from spo.tasks.verifier_pool import pool_of, versions_of_today
-from spo.v1.judge_service_pb2 import DescribeJudgeRequest, DescribeJudgeResponse
 from spo.v1.prompt_pb2 import Prompt
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, Outcome
@@ -48,16 +47,15 @@ class Rejudging:
     def run(self, scope: queries.Scope) -> schemas.RejudgeReport:
         """Judge the rows and, if `writes`, store them under the new name; a second run changes nothing.
 
-        Raises NotFound, NotReady.
+        Raises NotFound, NotReady, Unreachable.
         """
-        index = ProblemIndex(self.problems)
-        pools = {pool_of(problem.tests) for problem in self.problems}
-        if any(problem.tests.HasField("composition") for problem in self.problems):
-            pools.add("")  # the sandbox judge decides the other parts
-        versions = {pool: self._version_of(pool) for pool in pools}
-        judge = RowJudge(self.judges, index)
-        for file in scope.files(self.store):
-            if file.origin.run != self.name:
+        files = [file for file in scope.files(self.store) if file.origin.run != self.name]
+        pools = pools_of(self.problems)
+        with self.judges.needed_for(pools):
+            index = ProblemIndex(self.problems)
+            versions = judge_versions(self.judges, pools, WAKING_SECONDS)
+            judge = RowJudge(self.judges, index)
+            for file in files:
                 self._file(file, index, versions, judge)
         return schemas.RejudgeReport(
             run=self.name if self.writes and self.judged else None,
@@ -68,10 +66,6 @@ class Rejudging:
             newly_rejected=self.rejected,
             changed=self.changes,
         )
-
-    def _version_of(self, pool: str) -> str:
-        reply: DescribeJudgeResponse = self.judges.of(pool).call("DescribeJudge", DescribeJudgeRequest())
-        return reply.judge_version
 
     def _file(self, file: StoredFile, index: ProblemIndex, versions: Mapping[str, str], judge: RowJudge) -> None:
         before = [row for batch in self.store.batches(file) for row in self._outdated(batch, index, versions)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import redis.asyncio
 from fastapi import FastAPI
 from starlette.staticfiles import StaticFiles
 
@@ -38,6 +37,7 @@ from services.orchestrator.http.middleware import RequestMiddleware
 from services.orchestrator.http.openapi import describe
 from services.orchestrator.http.pages import errors as error_pages
 from services.orchestrator.http.pages import router as pages
+from spo.messaging.redis_url import open_async_server
 
 
 def create_app(context: AppContext) -> FastAPI:
@@ -45,12 +45,11 @@ def create_app(context: AppContext) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        client = redis.asyncio.Redis.from_url(context.settings.redis_url)
-        app.state.live = LiveEvents(client, context.jobs, context.stop)
-        app.state.checks = CheckPool()
-        yield
-        await app.state.live.close()
-        await client.aclose()
+        async with open_async_server(context.settings.redis_url) as client:
+            app.state.live = LiveEvents(client, context.jobs, context.stop)
+            app.state.checks = CheckPool()
+            yield
+            await app.state.live.close()
 
     app = FastAPI(
         title="SPO orchestrator",

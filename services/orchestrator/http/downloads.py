@@ -32,7 +32,7 @@ def weights_as_members(context: AppContext, job_id: str, version: int, *, merge:
     place.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(place)
     with told_when_full(place, stored.size_bytes), tempfile.TemporaryDirectory(dir=place) as writing:
-        model = Path(context.jobs.spec(job_id).model.path)
+        model = context.files.models.expected(context.jobs.spec(job_id).model.path)
         write_export(model, stored, Path(writing) / "model", merge=merge)
         return open_members(Path(writing) / "model")
 

@@ -41,6 +41,8 @@ _BY_CODE = {
     "method_not_allowed": 405,
     "body_timeout": 408,
     "head_timeout": 408,
+    # Clients of the Tinker API stop their heartbeats at this status alone.
+    "tinker_session_over": 410,
     "body_too_large": 413,
     "unsupported_media_type": 415,
     "head_too_large": 431,

@@ -12,10 +12,13 @@ from spo.spec.job_spec import JobSpec
 
 def checked_spec(context: AppContext, principal: Principal, body: bytes) -> JobSpec:
     """The resolved spec, if it can be submitted. Raises InvalidInput."""
-    spec = context.spec_check.accept(
-        body,
-        lambda parsed: context.require_usable(parsed.tasks, principal.sees_tenant, parsed.model.path),
-    )
+
+    def admitted(parsed: JobSpec) -> JobSpec:
+        pinned = parsed.model_copy(update={"tasks": context.served_judges.pinned(parsed.tasks, principal.tenant)})
+        context.require_usable(pinned.tasks, principal.sees_tenant, pinned.model_paths)
+        return pinned
+
+    spec = context.spec_check.accept(body, admitted)
     require_sources(context, principal, spec)
     return spec
 

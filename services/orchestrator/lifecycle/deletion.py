@@ -27,7 +27,6 @@ from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.lifecycle.deleted_keys import keys_of
 from services.orchestrator.lifecycle.pipeline import SHARED_STREAMS
 from spo import redis_keys
-from spo.disk_space import remove_tree
 from spo.errors import Conflict, NotReady, SpoError
 from spo.messaging.streams.dead_letters import drop_run
 from spo.observability.logs import get_logger
@@ -38,7 +37,6 @@ log = get_logger("deletion")
 SWEEP_SECONDS = 5.0
 # Between two attempts at what cannot be removed: it doubles up to the longest.
 LONGEST_PAUSE_SECONDS = 300.0
-FOLDERS = ("models", "events")
 
 
 class JobDeletion:
@@ -136,8 +134,8 @@ class JobDeletion:
         """Remove all of them that can be removed. Raises the first failure, OSError or SpoError."""
         faults: list[OSError | SpoError] = []
         stores = [partial(store.remove_run, job_id) for store in (self.files.weights, self.files.checkpoints)]
-        folders = [partial(remove_tree, self.files.state_path / folder / job_id) for folder in FOLDERS]
-        for remove in (*stores, *folders):
+        events = partial(self.files.place.remove_folder, f"events/{job_id}")
+        for remove in (*stores, events, partial(self.files.models.remove, job_id)):
             try:
                 remove()
             except (OSError, SpoError) as error:

@@ -21,7 +21,7 @@ from services.orchestrator.lifecycle.preparation import JobPreparation
 from services.orchestrator.lifecycle.queue import JobQueue
 from services.orchestrator.lifecycle.training import JobTraining
 from services.orchestrator.replicas.assignment import ReplicaAssigner
-from spo.errors import IntegrityError, NotFound, NotReady, SpoError
+from spo.errors import IntegrityError, NotFound, NotReady, SpoError, Unreachable
 from spo.observability.logs import get_logger
 from spo.spec.job_state import ACTIVE, JobState
 
@@ -147,7 +147,7 @@ class JobRunner:
         """Keep what Redis has of the job's events within bounds; why it cannot be, "" when it is."""
         try:
             self.jobs.move_events_to_files(job_id)
-        except (OSError, IntegrityError) as error:
+        except (OSError, IntegrityError, Unreachable) as error:
             log.warning("events stay in Redis", job=job_id, reason=str(error))
             return f"its older events cannot be written to files, and stay in Redis: {error}"
         return ""

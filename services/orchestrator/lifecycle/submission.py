@@ -26,8 +26,8 @@ class SpecCheck:
     model: ModelCheck
     addresses: AddressRules
 
-    def accept(self, body: bytes, allowed: Callable[[JobSpec], None] = lambda spec: None) -> JobSpec:
-        """Return the resolved spec of a request body; `allowed` refuses what is not the caller's.
+    def accept(self, body: bytes, admitted: Callable[[JobSpec], JobSpec] = lambda spec: spec) -> JobSpec:
+        """Return the resolved spec of a request body; `admitted` refuses what is not the caller's, and resolves names.
 
         Raises InvalidInput: code "malformed_json" (HTTP 400), or as `require_possible`.
         """
@@ -35,8 +35,7 @@ class SpecCheck:
         if isinstance(document, dict):
             # As a resolved spec comes back: it may be submitted as it is.
             document.pop("warnings", None)
-        spec = parse_job_spec(document)
-        allowed(spec)
+        spec = admitted(parse_job_spec(document))
         self.require_possible(spec)
         return spec
 

@@ -19,6 +19,7 @@ from spo import redis_keys
 from spo.errors import NotFound
 from spo.messaging.streams import depth, entries_of_run
 from spo.observability.logs import get_logger
+from spo.rpc.judge_pools import JudgePools
 from spo.spec.job_spec import JobSpec
 from spo.spec.job_state import JobState
 from spo.spec.verifier import verifiers_in
@@ -33,10 +34,16 @@ class Autoscaling:
     """Keeps `wanted` up to date while this orchestrator leads; whoever starts replicas reads it."""
 
     def __init__(
-        self, jobs: JobStore, assigner: ReplicaAssigner, traffic: ServingTraffic, streams_per_replica: int
+        self,
+        jobs: JobStore,
+        assigner: ReplicaAssigner,
+        judges: JudgePools,
+        traffic: ServingTraffic,
+        streams_per_replica: int,
     ) -> None:
         self.jobs = jobs
         self.assigner = assigner
+        self.judges = judges
         self.traffic = traffic
         self.streams_per_replica = streams_per_replica
         self.demand = PoolDemand()
@@ -99,8 +106,13 @@ class Autoscaling:
     def _least(self, served: list[str]) -> Mapping[str, int]:
         """One replica of each pool that somebody needs, and of inference one for each job that may begin.
 
-        Besides of inference, where people use policies, what names ask to be kept and one for each other model.
+        Besides of inference, where people use policies, what names ask to be kept and one for each other model; of the
+        judges one while stored trajectories are judged, or wait for it.
         """
+        needed = self.judges.needed
+        return {pool: max(least, int(pool in needed)) for pool, least in self._least_of_jobs(served).items()}
+
+    def _least_of_jobs(self, served: list[str]) -> dict[str, int]:
         waiting = len(self.jobs.in_states((JobState.QUEUED,))) + int(self.jobs.client.zcard(own_keys.resuming()))
         evaluations = int(self.jobs.client.zcard(own_keys.open_evaluations()))
         worked_on = self.assigner.worked_on()

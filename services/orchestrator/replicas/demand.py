@@ -17,7 +17,8 @@ needs of all jobs add up; pools that jobs share have one cost per group. People 
 at its highest, which fades by half in COST_SECONDS; those of runs that jobs have replicas for are in their loads.
 
     wanted = ceil(need / UTILISATION + serving), kept while that sum is near it (MARGIN_UP, MARGIN_DOWN), at least 1
-             while a job runs or waits for its turn or somebody has asked for a policy lately, 0 when there is neither
+             while a job runs or waits for its turn or somebody has asked for a policy lately, and of the judges while
+             stored trajectories are judged or wait for it; 0 when there is none of these
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from services.orchestrator.experience.judging import judge_rows
+from services.orchestrator.experience.judging import WAKING_SECONDS, judge_rows
 from services.orchestrator.serving.capture import Captured, CapturedChoice, CaptureStore
 from spo import redis_keys
 from spo.experience.columns import StoredTrajectory, statement_digest
@@ -23,13 +23,17 @@ MOST_COLLECTED = 10_000
 
 @dataclass(frozen=True)
 class CollectTerms:
-    """Under which name trajectories are stored, of which task set, and whether what nobody scored is judged by it."""
+    """Under which name trajectories are stored, of which task set, and whether what nobody scored is judged by it.
+
+    patience_seconds: how long a judge may take to answer at all.
+    """
 
     run: str
     tenant: str
     task_set: str
     judge_unscored: bool
     after_unix_ms: int = 0
+    patience_seconds: float = WAKING_SECONDS
 
 
 @dataclass
@@ -66,7 +70,7 @@ def collect(
         for choice in captured.choices:
             _sort_in(captured, choice, index, terms, found)
     if found.waiting and terms.judge_unscored:
-        judge_rows(judges, index, found.waiting)
+        judge_rows(judges, index, found.waiting, terms.patience_seconds)
         # Others are of prompts that no problem is known for.
         judged = [row for row in found.waiting if row.trajectory.HasField("reward")]
         found.judged = len(judged)

@@ -9,6 +9,7 @@ from pathlib import Path
 import redis
 
 from spo.experience.store import ExperienceStore
+from spo.messaging.redis_url import open_server
 
 READ_BYTES = 1 << 20
 
@@ -21,7 +22,7 @@ def places_of(texts: Sequence[str], redis_url: str, state_path: Path, logs_path:
     wanted = re.compile(b"|".join(re.escape(text.encode()) for text in texts))
     longest = max(map(len, texts))
     # Not the platform's own view of Redis: all that is there counts, whoever wrote it.
-    with redis.Redis.from_url(redis_url) as client:
+    with open_server(redis_url) as client:
         found = [f"redis key {key.decode()}" for key in client.scan_iter() if _holds(client, key, wanted)]
     store = ExperienceStore(str(state_path / "experience"))
     for file in store.files():

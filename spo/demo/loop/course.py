@@ -16,11 +16,12 @@ from typing import Any
 
 from blake3 import blake3
 
+from spo.client import Client
 from spo.client.models import Job
 from spo.client.models.continual import ContinualDetail, ContinualRound
 from spo.demo.demo import RECIPE, Demo
 from spo.demo.loop.canary import places_of
-from spo.demo.loop.traffic import Crowd, People, TrafficCount
+from spo.demo.loop.traffic import Crowd, GreedyAnswer, People, TrafficCount
 from spo.errors import NotReady
 from spo.spec.job_spec import TasksSpec
 from spo.spec.spec_file import read_spec
@@ -155,7 +156,7 @@ class Loop:
         with People(platform.http_url, platform.addresses["sandbox-judge"], SERVED, tasks.train) as people:
             people.spo.serving.publish(SERVED, first.id, first.progress.weight_version, "where the demo begins")
             at_first = people.greedy(tasks.train[:LOOKED_AT])
-            outcome.first_digest = self._digest(people, first.id, first.progress.weight_version)
+            outcome.first_digest = weights_digest(people.spo, first.id, first.progress.weight_version)
             for number, (name, crowds) in enumerate(self.course.phases.items(), 1):
                 outcome.phases.append(self._phase(people, name, crowds, number))
             self._look_for_canaries(people, outcome)
@@ -212,7 +213,7 @@ class Loop:
         outcome.canary_places = places_of(texts, *folders)
         outcome.captured_canary_is_found = bool(places_of([agreed], *folders))
 
-    def _roll_back(self, people: People, outcome: CourseOutcome, at_first: Sequence[str]) -> None:
+    def _roll_back(self, people: People, outcome: CourseOutcome, at_first: Sequence[GreedyAnswer]) -> None:
         """Take the newest version back by one call, and look whether what is served then is what was, to the bit."""
         spo = people.spo
         history = spo.serving.history(SERVED)
@@ -222,23 +223,28 @@ class Loop:
         after = spo.serving.roll_back(SERVED, note="the demo takes it back")
         seconds = time.monotonic() - began
         newest, before = history[0], history[1]
-        is_first = (after.job_id, after.version) == (outcome.first_job.id, outcome.first_job.progress.weight_version)
         outcome.rolled_back = {
             "from": [newest.job_id, newest.version],
             "to": [after.job_id, after.version],
             "is_what_was_served_before": (after.job_id, after.version) == (before.job_id, before.version),
             "call_seconds": round(seconds, 3),
-            "weights_digest": self._digest(people, after.job_id, after.version),
-            # Without chance, equal weights give equal answers.
-            "answers_as_at_first": people.greedy(people.problems[:LOOKED_AT]) == at_first if is_first else None,
         }
+        if (after.job_id, after.version) == (outcome.first_job.id, outcome.first_job.progress.weight_version):
+            # Without chance, equal weights give equal answers.
+            answers = people.greedy(people.problems[:LOOKED_AT])
+            outcome.rolled_back |= {
+                "weights_as_at_first": weights_digest(people.spo, after.job_id, after.version) == outcome.first_digest,
+                "answers_as_at_first": [each.text for each in answers] == [each.text for each in at_first],
+                "logprobs_as_at_first": [each.logprobs for each in answers] == [each.logprobs for each in at_first],
+            }
         self.demo.say(f"rolled back in {seconds:.2f} s")
 
-    def _digest(self, people: People, job_id: str, version: int | None) -> str:
-        """Of the bytes of a version's files."""
-        (found,) = (each for each in people.spo.weights(job_id) if each.version == version)
-        hashed = blake3()
-        for path in sorted(Path(found.uri).rglob("*")):
-            if path.is_file():
-                hashed.update(path.name.encode()).update(path.read_bytes())
-        return hashed.hexdigest()
+
+def weights_digest(spo: Client, job_id: str, version: int | None) -> str:
+    """Of the bytes of a version's files."""
+    (found,) = (each for each in spo.weights(job_id) if each.version == version)
+    hashed = blake3()
+    for path in sorted(Path(found.uri).rglob("*")):
+        if path.is_file():
+            hashed.update(path.name.encode()).update(path.read_bytes())
+    return hashed.hexdigest()

@@ -49,8 +49,8 @@ def claims(outcome: CourseOutcome) -> dict[str, bool]:
         "the bad source is named, and no other": suspects(learned) == []
         and suspects(poisoned) == bad_sources(poisoned),
         "what nobody agreed to is kept nowhere": not outcome.canary_places and outcome.captured_canary_is_found,
-        "one call rolled back": bool(back.get("is_what_was_served_before"))
-        and back["answers_as_at_first"] is not False,
+        "one call rolled back, to the bit": bool(back.get("is_what_was_served_before"))
+        and all(held for name, held in back.items() if name.endswith("_as_at_first")),
     }
 
 

@@ -82,6 +82,14 @@ class Answered:
     right: Sequence[bool]
 
 
+@dataclass(frozen=True)
+class GreedyAnswer:
+    """An answer without chance, and the log-prob of each of its tokens."""
+
+    text: str
+    logprobs: tuple[float, ...]
+
+
 class People:
     """Clients of one served name. Use as a context manager; `ask` may be called by several threads."""
 
@@ -94,7 +102,7 @@ class People:
         self.openai: openai.OpenAI = openai.OpenAI(
             base_url=f"{url}/v1", api_key="none", timeout=ASK_SECONDS, max_retries=RETRIES
         )
-        self.spo = Client(url)
+        self.spo = Client(url, retry_seconds=ASK_SECONDS)
         self._judge = RpcClient(SANDBOX_JUDGE, judge_address, JudgeServiceStub)
 
     def __enter__(self) -> People:
@@ -164,15 +172,20 @@ class People:
             user=text,
         )
 
-    def greedy(self, problems: Sequence[Problem]) -> list[str]:
-        """The likeliest answer to each, uncaptured: equal weights give equal answers."""
-        replies = [
-            self.openai.chat.completions.create(
-                model=self.model, messages=[{"role": "user", "content": problem.statement}], temperature=0
-            )
-            for problem in problems
-        ]
-        return [reply.choices[0].message.content or "" for reply in replies]
+    def greedy(self, problems: Sequence[Problem]) -> list[GreedyAnswer]:
+        """The likeliest answer to each, uncaptured: equal weights give equal answers and equal log-probs."""
+        return [self._greedy(problem) for problem in problems]
+
+    def _greedy(self, problem: Problem) -> GreedyAnswer:
+        reply = self.openai.chat.completions.create(
+            model=self.model,
+            messages=[{"role": "user", "content": problem.statement}],
+            temperature=0,
+            logprobs=True,
+        )
+        choice = reply.choices[0]
+        said = choice.logprobs.content if choice.logprobs else None
+        return GreedyAnswer(choice.message.content or "", tuple(token.logprob for token in said or ()))
 
     def judged(self, problem: Problem, texts: Sequence[str]) -> list[bool]:
         """Whether each answer passes the problem's tests."""

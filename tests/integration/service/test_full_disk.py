@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import redis
 
+from services.orchestrator.datasets.files import DatasetFiles
 from services.orchestrator.datasets.store import Datasets
 from services.orchestrator.experience.exports import exported
-from services.orchestrator.jobs.store import JobStore
+from services.orchestrator.jobs.store import IN_REDIS, JobStore
 from spo.errors import ResourceExhausted
 from spo.experience.columns import StoredTrajectory
 from spo.experience.store import ExperienceStore, Origin
+from spo.service.state_place import StateFolder
 from spo.v1.prompt_pb2 import Prompt
 from spo.v1.trajectory_pb2 import Trajectory
 
@@ -56,7 +58,9 @@ def test_the_experience_store_names_the_full_folder_and_keeps_no_half_file(
 def test_an_upload_that_finds_no_room_goes_on_from_the_same_byte(
     redis_client: redis.Redis, tiny_disk: Path, tmp_path: Path, fill_disk: Callable[[], Path]
 ) -> None:
-    datasets = Datasets(JobStore(redis_client, durable=False), tiny_disk, 1 << 30)
+    datasets = Datasets(
+        JobStore(redis_client, durable=IN_REDIS), DatasetFiles(StateFolder(tiny_disk), tiny_disk), 1 << 30
+    )
     made = datasets.create("tasks", "taco", "jsonl", 100_000, "")
     part = tmp_path / "part"
     part.write_bytes(b"1" * 50_000)

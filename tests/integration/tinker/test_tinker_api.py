@@ -10,6 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
+from spo.testing.waiting import wait_until
 from spo.v1 import tinker_service_pb2 as wire
 from tests.integration.tinker.conftest import OPERATOR_KEY, TinkerPlatform
 
@@ -135,7 +136,7 @@ def test_nothing_of_one_tenant_is_there_for_another(mine: Asker, theirs: Asker) 
     ]
     for where, document in attempts:
         answer = theirs.post(where, document)
-        assert answer.status_code == 404, (where, answer.text)
+        assert answer.status_code == (410 if where == "session_heartbeat" else 404), (where, answer.text)
     refused = theirs.http.post("/forward_backward", content=datum(model, 9).SerializeToString())
     assert refused.status_code == 404
     for where in (f"samplers/{sampling}", f"training_runs/{model}"):
@@ -147,6 +148,10 @@ def test_nothing_of_one_tenant_is_there_for_another(mine: Asker, theirs: Asker) 
     # And nothing of it has happened.
     info = mine.told("get_info", {"model_id": model})
     assert info["lora_rank"] == 4
+    # A sampler goes with the checkpoint that it draws from.
+    assert mine.http.get(f"/samplers/{sampling}").is_success
+    assert mine.http.delete(f"/training_runs/{model}/checkpoints/weights/canary").is_success
+    assert mine.http.get(f"/samplers/{sampling}").status_code == 404
 
 
 def test_without_a_key_or_with_another_scope_nothing_is_answered(
@@ -160,6 +165,26 @@ def test_without_a_key_or_with_another_scope_nothing_is_answered(
     assert reader.post("create_session", {}).status_code == 403
     operator = asker(f"tml-{OPERATOR_KEY}")
     assert operator.told("create_session", {})["session_id"].startswith("tnk_")
+
+
+def test_sessions_have_a_limit_and_heartbeats_of_one_that_is_over_are_told_to_stop(
+    platform: TinkerPlatform, mine: Asker, theirs: Asker
+) -> None:
+    opened = [mine.session() for _ in range(64)]
+    refused = mine.post("create_session", {})
+    assert (refused.status_code, refused.json()["code"]) == (422, "tinker_limit")
+    assert opened[0] in refused.json()["detail"]
+    theirs.session()
+    assert mine.post("session_heartbeat", {"session_id": opened[0]}).is_success
+    assert mine.post(f"sessions/{opened[0]}/finish", {}).is_success
+    mine.session()
+
+    def beat() -> httpx.Response:
+        return mine.post("session_heartbeat", {"session_id": opened[0]})
+
+    # Where the package ends its heartbeats.
+    wait_until(lambda: beat().status_code == 410, "the session has ended")
+    assert beat().json()["code"] == "tinker_session_over"
 
 
 def test_a_key_in_tinkers_header_opens_no_other_path(platform: TinkerPlatform) -> None:

@@ -13,6 +13,7 @@ from spo.demo.loop.report import claims, write_report
 from spo.demo.loop.traffic import CrowdCount, TrafficCount
 
 JOB = Job.model_construct(id="job_1")
+BACK = {"is_what_was_served_before": True, "answers_as_at_first": True, "call_seconds": 0.1, "to": ["job_1", 1]}
 
 
 def phase(number: int, state: str, rates: tuple[float, float], lies: int, suspect: str) -> Phase:
@@ -45,8 +46,7 @@ def phase(number: int, state: str, rates: tuple[float, float], lies: int, suspec
 
 
 def outcome(second: Phase, **changes: object) -> CourseOutcome:
-    back = {"is_what_was_served_before": True, "answers_as_at_first": True, "call_seconds": 0.1, "to": ["job_1", 1]}
-    seen: dict[str, object] = {"rolled_back": back, "canaries": 3, "captured_canary_is_found": True, **changes}
+    seen: dict[str, object] = {"rolled_back": BACK, "canaries": 3, "captured_canary_is_found": True, **changes}
     made = CourseOutcome(Course(), JOB, [phase(1, "served", (0.3, 0.5), 5, ""), second])
     for name, value in seen.items():
         setattr(made, name, value)
@@ -73,6 +73,10 @@ def test_a_course_as_it_should_be_is_told_with_its_figures(tmp_path: Path) -> No
         (outcome(phase(2, "kept", (0.5, 0.46), 50, "west"), canary_places=["redis key x"]), "what nobody agreed to"),
         (outcome(phase(2, "kept", (0.5, 0.46), 50, "west"), captured_canary_is_found=False), "what nobody agreed to"),
         (outcome(phase(2, "kept", (0.5, 0.46), 50, "west"), rolled_back={}), "one call rolled back"),
+        (
+            outcome(phase(2, "kept", (0.5, 0.46), 50, "west"), rolled_back={**BACK, "logprobs_as_at_first": False}),
+            "one call rolled back",
+        ),
     ],
 )
 def test_what_did_not_hold_is_said(made: CourseOutcome, claim: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import cast
 
 import pytest
@@ -14,7 +15,9 @@ NO_ADAPTER = cast(TrainingAdapter, None)
 
 
 def sessions(silence: float = 60.0) -> Sessions:
-    return Sessions(silence, most_models=3, most_models_per_tenant=2)
+    return Sessions(
+        silence, most_models=3, most_models_per_tenant=2, most_sessions_per_tenant=3, most_samplers_per_tenant=2
+    )
 
 
 def train(kept: Sessions, tenant: str, session: str, number: int) -> str:
@@ -53,6 +56,39 @@ def test_a_session_that_is_done_or_silent_ends_with_its_models_and_samplers() ->
     silent.take_ended()
     with pytest.raises(NotFound):
         silent.beat("t", session)
+
+
+def test_a_tenant_has_so_many_sessions_and_samplers_and_is_told_what_to_close() -> None:
+    kept = sessions()
+    first, *_ = [kept.open("mine") for _ in range(3)]
+    with pytest.raises(InvalidInput, match=f"finish one .*{first}") as refused:
+        kept.open("mine")
+    assert refused.value.code == "tinker_limit"
+    kept.beat("mine", first, finish=True)
+    second = kept.open("mine")
+
+    for number in (0, 1):
+        kept.add_sampler("mine", second, number, f"tinker://{number}")
+    with pytest.raises(InvalidInput, match=f"2 samplers of yours.*{second}"):
+        kept.add_sampler("mine", second, 2, "")
+    assert kept.add_sampler("mine", second, 1, "tinker://1")
+    kept.drop_samplers("mine", "tinker://0")
+    assert kept.add_sampler("mine", second, 2, "")
+    theirs = kept.open("theirs")
+    assert kept.add_sampler("theirs", theirs, 0, "")
+
+
+def test_a_session_lives_by_heartbeats_and_one_without_ends() -> None:
+    kept = sessions(silence=0.2)
+    beaten, silent = kept.open("t"), kept.open("t")
+    ends = time.monotonic() + 0.5
+    while time.monotonic() < ends:
+        kept.beat("t", beaten)
+        kept.take_ended()
+        time.sleep(0.01)
+    kept.require("t", beaten)
+    with pytest.raises(NotFound):
+        kept.require("t", silent)
 
 
 def test_a_sampler_is_opened_once_and_for_one_thing() -> None:

@@ -62,7 +62,8 @@ def request_evaluation(
     """Queue an evaluation; it is carried out once its job has replicas, or no job wants any."""
     context.jobs.state(body.job_id)
     require_own_job(context, principal, body.job_id)
-    context.require_usable(body.tasks, principal.sees_tenant)
+    tasks = context.served_judges.pinned(body.tasks, principal.tenant) if body.tasks else None
+    context.require_usable(tasks, principal.sees_tenant)
     if body.samples < max(body.ks):
         message = f"pass@{max(body.ks)} needs at least {max(body.ks)} samples"
         raise InvalidInput(message, code="invalid_request", violations=(FieldViolation("/ks", message),))
@@ -72,7 +73,7 @@ def request_evaluation(
         top_p=body.top_p,
         ks=body.ks,
     )
-    requested = context.evaluations.request(body.job_id, _version(context, body), body.tasks, protocol)
+    requested = context.evaluations.request(body.job_id, _version(context, body), tasks, protocol)
     response.headers["Location"] = f"/v1/evaluations/{requested.id}"
     return _shown(requested)
 

@@ -215,6 +215,7 @@ def tasks_of(
         violation = FieldViolation("/job", "name either a job or tasks")
         raise InvalidInput("which problems are meant?", violations=(violation,))
     if tasks is not None:
+        tasks = context.served_judges.pinned(tasks, principal.tenant)
         context.require_usable(tasks, principal.sees_tenant)
         return tasks, ""
     require_own_job(context, principal, str(job))

@@ -205,7 +205,8 @@ async def fork(
     options = ForkOptions(**dict(body))
 
     def check(spec: JobSpec) -> None:
-        context.require_usable(spec.tasks, principal.sees_tenant)
+        # The model itself is the parent's, wherever it lies.
+        context.require_usable(spec.tasks, principal.sees_tenant, spec.algorithm.model_paths)
         require_sources(context, principal, spec)
 
     def answer() -> Response:

@@ -48,6 +48,9 @@ def _platform(context: AppContext, principal: Principal) -> Iterator[Entry]:
     if notice := context.watch.notice():
         remedy = "look at what is gone with `spo platform show`; `spo platform rebuild` makes lost jobs again"
         yield _entry("error", "data loss", notice, remedy)
+    if context.watch.away:
+        remedy = "look at the bucket, its network and the keys; what waits for it goes on by itself"
+        yield _entry("error", "bucket", context.watch.away, remedy)
     if principal.is_admin and DeadLetters(context.redis, "").page("", 1, "").items:
         message = "entries that name no job were given up on"
         yield _entry("warning", "dead letters", message, "`spo dead-letters list` shows them, `drop` forgets them")

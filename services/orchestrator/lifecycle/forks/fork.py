@@ -30,7 +30,7 @@ from services.orchestrator.lifecycle.submission import SpecCheck
 from services.orchestrator.replicas.weights import WeightAnnouncements
 from services.orchestrator.values.refresh import ReferenceRefresh
 from spo import redis_keys
-from spo.disk_space import remove_tree, told_when_full
+from spo.disk_space import told_when_full
 from spo.errors import FieldViolation, IntegrityError, InvalidInput, NotFound, PreconditionFailed, SpoError
 from spo.messaging.streams import append_words
 from spo.observability.logs import get_logger
@@ -125,9 +125,10 @@ class Forks:
     def _lineage(self, parent: str, requested: ForkOptions) -> ForkLineage:
         versions = {int(published["version"]): published for published in self.weights.versions(parent)}
         version, step = requested.version, requested.checkpoint_step
-        if requested.as_reference and not self.files.shared:
+        if requested.as_reference and not (self.files.shared or self.files.models.in_bucket):
             # The model would lie in the state folder, which trainers and replicas do not see.
-            raise _refusal("/as_reference", "this platform's services share no folder for the model of such a fork")
+            message = "this platform's services share neither a folder nor a bucket (SPO_STATE_STORE_URL) for its model"
+            raise _refusal("/as_reference", message)
         if version is not None and step is not None:
             raise _refusal("/checkpoint_step", "name a version or a checkpoint, not both")
         if step is not None:
@@ -167,11 +168,18 @@ class Forks:
 
     def _model(self, job_id: str, model: Path, lineage: ForkLineage) -> Path:
         """The folder of the new job's pi0; one that a fork made is copied, since it goes with that fork."""
-        made = self.files.state_path.absolute() / "models"
+        models = self.files.models
+        model = models.expected(model)
+        if not lineage.as_reference and not model.is_relative_to(models.root):
+            return model
+        folder = models.root / job_id
         if lineage.as_reference:
             assert lineage.version is not None
-            return model_of_version(model, self._published(lineage.parent, lineage.version), made / job_id)
-        return link_model(model, made / job_id) if model.is_relative_to(made) else model
+            model_of_version(model, self._published(lineage.parent, lineage.version), folder)
+        else:
+            link_model(model, folder)
+        models.store(job_id)
+        return folder
 
     def _start(self, job_id: str, lineage: ForkLineage) -> list[Write]:
         """Give the job what it starts from; returns what there is to write of it."""
@@ -251,7 +259,7 @@ class Forks:
     def _remove_folders(self, job_id: str) -> None:
         self.files.weights.remove_run(job_id)
         self.files.checkpoints.remove_run(job_id)
-        remove_tree(self.files.state_path / "models" / job_id)
+        self.files.models.remove(job_id)
 
 
 def _name_of_fork(parent: str, job_id: str) -> str:

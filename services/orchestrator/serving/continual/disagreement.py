@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
 PREFIX = "residual_abs/"
-# In reward units, of which 1 lies between right and wrong: chance alone is seldom a tenth beside the others.
-LEAST_EXCESS = 0.1
+# In reward units, of which 1 lies between right and wrong. Seen so far: honest sources up to .035 beside the others,
+# one that always says the opposite .075 and .114, with half of its feedback from when it was honest.
+LEAST_EXCESS = 0.05
 LEAST_ERRORS = 3.0
 LEAST_STEPS = 5
 

@@ -39,7 +39,10 @@ class RoundExperience:
         tasks = self.jobs.spec(self.served.get(job.tenant, job.spec.serves).job_id).tasks
         problems, after_unix_ms = self.library.load(tasks).train, 0
         while True:
-            terms = CollectTerms(traffic.name, job.tenant, tasks.kind, traffic.judge_unscored, after_unix_ms)
+            # Other continual jobs do not wait for a judge that is asleep: this wakes it, and comes again.
+            terms = CollectTerms(
+                traffic.name, job.tenant, tasks.kind, traffic.judge_unscored, after_unix_ms, patience_seconds=0.0
+            )
             found = collect(self.captures, self.store, self.judges, problems, terms)
             if found.looked_at < MOST_COLLECTED or found.newest_unix_ms <= after_unix_ms:
                 return

@@ -27,7 +27,7 @@ class RoundJobs:
     forks: Forks
     spec_check: SpecCheck
     experience: ExperienceStore
-    require_usable: Callable[[TasksSpec | None, str | None], None]
+    require_usable: Callable[[TasksSpec | None, str | None, Mapping[str, str] | None], None]
 
     def start(self, job: ContinualJob, begun: Round) -> str:
         """Submit it and return its id; asked for again it returns the same. Raises SpoError."""
@@ -58,7 +58,7 @@ class RoundJobs:
             raise InvalidInput("nothing would be learned", code="invalid_continual_job", violations=(fault,))
 
     def _require(self, spec: JobSpec, job: ContinualJob) -> None:
-        self.require_usable(spec.tasks, None if job.admin else job.tenant)
+        self.require_usable(spec.tasks, None if job.admin else job.tenant, spec.algorithm.model_paths)
         require_stored(self.jobs.client, self.experience, spec, job.tenant)
         require_followable(self.jobs, spec, job.tenant)
 

@@ -27,6 +27,7 @@ from services.orchestrator.settings import Settings
 from spo.error_codes import CATALOGUE
 from spo.errors import InvalidInput
 from spo.spec.job_state import JobState
+from spo.testing.toy_spec import distilled
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 
 Document = dict[str, Any]
@@ -203,12 +204,12 @@ def test_a_tenant_names_only_files_in_folders_that_are_open_to_it(
     door = Door(context, serve(context))
     red = door.key("red", "jobs:read", "jobs:write", "trajectories:read", "datasets:write")
     outside = str(tmp_path / "open" / "way out" / "pi0")
-
     for path, body, pointer in (
         ("/v1/jobs", document, "/model/path"),
         ("/v1/jobs", document | {"model": {"path": outside}}, "/model/path"),
         ("/v1/jobs", document | {"model": {"path": "/absent"}}, "/model/path"),
         ("/v1/jobs", document | {"tasks": {"kind": "jsonl", "path": "/etc/passwd"}}, "/tasks/path"),
+        ("/v1/jobs", distilled(document, tmp_path / "pi0"), "/algorithm/teacher/path"),
     ):
         refused = door.ask("POST", path, red, json=body)
         assert refusal(refused) == (422, "invalid_job_spec")
@@ -371,7 +372,6 @@ def test_tokens_with_made_up_key_ids_do_not_make_us_ask_the_provider_each_time(
     door = Door(context, serve(context))
     assert door.ask("GET", "/v1/jobs", provider.token()).status_code == 200
     asked = provider.asked
-
     codes = {door.ask("GET", "/v1/jobs", provider.token(kid=f"made-up-{number}")).status_code for number in range(20)}
 
     assert codes == {401}

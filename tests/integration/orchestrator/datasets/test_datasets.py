@@ -218,7 +218,7 @@ def test_a_part_counts_only_with_its_digest_in_its_place_and_once(api: httpx.Cli
     assert send(api, dataset_id, 50, body[50:]).status_code == 200
     assert context.datasets.file_of(context.datasets.get(dataset_id)).read_bytes() == body
     assert code(send(api, dataset_id, len(body), b"x")) == (409, "upload_complete")
-    assert list((context.datasets.root / dataset_id).glob("part-*")) == []
+    assert list((context.datasets.files.root / dataset_id).glob("part-*")) == []
 
 
 def test_too_much_is_refused_and_leaves_no_bytes(api: httpx.Client, context: AppContext) -> None:
@@ -234,7 +234,7 @@ def test_too_much_is_refused_and_leaves_no_bytes(api: httpx.Client, context: App
     # The server may close the connection on whoever goes on sending.
     with contextlib.suppress(httpx.TransportError):
         assert send(api, dataset_id, 0, without_a_length(), of=digest(b"")).json()["code"] == "body_too_large"
-    assert [file.name for file in (context.datasets.root / dataset_id).iterdir()] == []
+    assert [file.name for file in (context.datasets.files.root / dataset_id).iterdir()] == []
 
 
 def test_addresses_are_not_fetched(api: httpx.Client) -> None:
@@ -304,10 +304,10 @@ def test_a_part_whose_dataset_goes_while_it_arrives_is_refused(api: httpx.Client
 
     assert send(api, first, 0, arriving(), of=digest(b"1234567890")).status_code == 404
     # As a deletion leaves it that has not come to the record yet.
-    shutil.rmtree(context.datasets.root / second)
+    shutil.rmtree(context.datasets.files.root / second)
     late = send(api, second, 0, b"12345")
     assert (late.status_code, late.json()["code"]) == (404, "dataset_not_found")
-    assert [path for path in context.datasets.root.rglob("*") if path.is_file()] == []
+    assert [path for path in context.datasets.files.root.rglob("*") if path.is_file()] == []
 
 
 def test_datasets_are_listed_page_by_page_newest_first(api: httpx.Client) -> None:

@@ -11,6 +11,7 @@ from services.orchestrator.container import AppContext
 from services.orchestrator.http.bottlenecks import job_waits
 from services.orchestrator.jobs.listing import JobFilter
 from services.orchestrator.jobs.search import PIECE, find_jobs
+from services.orchestrator.jobs.store import IN_REDIS
 from services.orchestrator.lifecycle.monitor import JobMonitor
 from spo import redis_keys
 from spo.messaging.streams import publish
@@ -51,7 +52,7 @@ def test_jobs_are_found(context: AppContext, jobs: list[str], wanted: JobFilter,
 
 
 def test_a_rare_job_is_found_behind_many_others(context: AppContext, document: dict[str, Any]) -> None:
-    context.jobs.durable = False
+    context.jobs.durable = IN_REDIS
     rare = context.jobs.submit(parse_job_spec({**document, "name": "needle"}))
     spec = parse_job_spec(document)
     for _ in range(PIECE + 10):

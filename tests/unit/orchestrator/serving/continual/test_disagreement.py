@@ -36,6 +36,15 @@ def test_sources_that_are_as_noisy_as_each_other_are_not_named(seed: int) -> Non
     assert len(found) == 3
 
 
+def test_what_the_demo_has_seen_is_told_apart() -> None:
+    """Levels of both rounds of `spo demo-loop`, the second of which was poisoned by `west`."""
+    honest = source_residuals(curves({"north": 0.34, "south": 0.343, "west": 0.331, "east": 0.308}, steps=120))
+    poisoned = source_residuals(curves({"north": 0.341, "south": 0.362, "west": 0.424, "east": 0.344}, steps=120))
+
+    assert [each.source for each in honest if each.suspect] == []
+    assert [each.source for each in poisoned if each.suspect] == ["west"]
+
+
 def test_a_source_alone_cannot_disagree_and_a_rare_one_has_said_too_little() -> None:
     assert source_residuals(curves({"north": 0.9})) == []
     found = curves({"north": 0.3, "east": 0.3})
