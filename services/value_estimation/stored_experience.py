@@ -190,7 +190,14 @@ class StoredImport:
         return row.prompt.tests_digest == prompt.tests_digest and row.trajectory.reference_hash == ours
 
     def _fits(self, trajectory: Trajectory) -> bool:
+        """Whether the job could have sampled it; what a shorter limit has cut off is the beginning of a response.
+
+        Its reward is that of no response: Q of a prefix would be taught to be it.
+        """
         limits = self.spec.model
+        cut_off = trajectory.finish_reason == FINISH_REASON_LENGTH and not trajectory.segments
+        if cut_off and len(trajectory.response_token_ids) < limits.max_response_tokens:
+            return False
         try:
             self.maker.reference.check(trajectory.prompt_token_ids, trajectory.response_token_ids)
         except InvalidInput:

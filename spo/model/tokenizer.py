@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 # A real template takes less than a thousandth of it.
 RENDER_SECONDS = 2.0
+# What a template is told of today: what is kept of a prompt (values, samples, log-probs) holds for its very tokens,
+# which would be others tomorrow. A job that wants a day names it among its template's arguments.
+DAY = datetime(2024, 7, 26, tzinfo=UTC)
 # Eight times the longest statement that a task file may have.
 MAX_RENDERED_CHARACTERS = 8 << 20
 
@@ -198,7 +202,8 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], c
     # Here, because the base install has no jinja.
     import jinja2
 
-    arguments: dict[str, Any] = {**chat.template_arguments, "add_generation_prompt": asks, "tokenize": False}
+    arguments: dict[str, Any] = {"strftime_now": DAY.strftime, **chat.template_arguments}
+    arguments.update(add_generation_prompt=asks, tokenize=False)
     try:
         with _time_limit(RENDER_SECONDS):
             rendered = str(tokenizer.apply_chat_template(turns, **arguments))

@@ -67,6 +67,12 @@ MAIN = {
     "supervised": Method("toy/sft"),
     "expert_iteration": Method("toy/expert_iteration"),
 }
+# What the demo does: people's and old successes are imitated, SPO learns from the policy's own samples.
+_BESIDE = _losses(
+    {"objective": "terminal_squared", "sources": ["online"]},
+    {"objective": "supervised", "sources": ["reference", "human"], "coefficient": 0.5},
+)
+_DEMO_RATE = {"trainer": {"learning_rate": 8e-4, "learning_rate_schedule": "cosine", "learning_rate_floor": 0.1}}
 _NO_HUMANS = {"offline": {"human_solutions": False}}
 _HALF_OWN = merged(_NO_HUMANS, _mix(0.5, reference=0.5))
 HARD = {
@@ -80,6 +86,9 @@ HARD = {
     ),
     **{name: MAIN[name] for name in ("online_group_centred", "ppo", "grpo", "a_star_po", "expert_iteration")},
     "supervised": Method("toy/sft", merged(_NO_HUMANS, _mix(0, reference=1.0))),
+    "imitation_beside_spo": Method("toy/sft", merged(_BESIDE, _NO_HUMANS, _mix(0.25, reference=0.75), _DEMO_RATE)),
+    "supervised_demo_rate": Method("toy/sft", merged(_NO_HUMANS, _mix(0, reference=1.0), _DEMO_RATE)),
+    "half_online_demo_rate": Method("toy/half_online_squared", merged(_HALF_OWN, _DEMO_RATE)),
 }
 
 

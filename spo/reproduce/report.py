@@ -74,6 +74,10 @@ def report_of(
             for run in results.all
             if run["state"] != "succeeded"
         ],
+        # From these every interval above can be computed again.
+        "last_evaluations": {
+            run["name"]: run["evaluations"][-1]["per_problem"] for run in results.all if run["evaluations"]
+        },
         "alarms": [{"name": run["name"], "first": first} for run in results.all if (first := _first_alarms(run))],
         "runs": len(results.all),
         "wall_seconds": round(wall_seconds, 1),

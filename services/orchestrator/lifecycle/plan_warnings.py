@@ -36,7 +36,7 @@ class PlanWarnings:
 
         mean_tokens: length of the job's responses so far; None before any is known.
         """
-        found = [*unlearned_shares(spec), *_of_rates(spec), *_of_temperature(spec, mean_tokens)]
+        found = [*unlearned_shares(spec), *_of_rates(spec), *_of_temperature(spec, mean_tokens), *_of_sharpness(spec)]
         try:
             shape = shape_of_folder(Path(spec.model.path))
         except InvalidInput:
@@ -58,6 +58,20 @@ def _of_rates(spec: JobSpec) -> Iterator[FieldViolation]:
             f"an adapter learns at about ten times the rate of all weights: {LEAST_OF_ADAPTERS:g} at least, and this "
             f"is {spec.trainer.learning_rate:g}",
         )
+
+
+def _of_sharpness(spec: JobSpec) -> Iterator[FieldViolation]:
+    """Where Qhat_0 is that of a sharper policy than the one whose log-probs stand for pi0."""
+    value = spec.value
+    if value is None or not any(term.needs("value") for term in spec.algorithm.losses):
+        return
+    for name, usual in (("temperature", 1.0), ("top_p", 1.0)):
+        if getattr(value, name) != usual:
+            yield FieldViolation(
+                f"/value/{name}",
+                f"Qhat_0 is then that of pi0 as it is sampled here, and the loss's log pi0 is at {name} 1: "
+                "their difference is a bias of every residual of the prompt",
+            )
 
 
 def _of_temperature(spec: JobSpec, mean_tokens: float | None) -> Iterator[FieldViolation]:

@@ -135,13 +135,17 @@ def test_tokens_that_do_not_say_what_the_text_says_are_not_believed(stage: Stage
     assert {tuple(sample.response_token_ids) for sample in found} == expected
 
 
-def test_a_response_that_was_cut_off_gets_no_end(stage: Stage) -> None:
+def test_a_response_that_was_cut_off_gets_no_end_and_is_left_out_where_it_would_have_gone_on(stage: Stage) -> None:
     cut = stage.scored(1, WRONG, reference_hash="x", finish_reason=FINISH_REASON_LENGTH)
+    tokens = stage.reference.encode_response(WRONG, ended=False)
     stage.put([cut])
 
-    (found,) = stage.taken(run=BEFORE)
+    def with_limit(limit: int) -> list[Trajectory]:
+        model = stage.spec.model.model_copy(update={"max_response_tokens": limit})
+        return replace(stage, spec=stage.spec.model_copy(update={"model": model})).taken(run=BEFORE)
 
-    assert list(found.response_token_ids) == stage.reference.encode_response(WRONG, ended=False)
+    assert [list(found.response_token_ids) for found in with_limit(len(tokens))] == [tokens]
+    assert with_limit(len(tokens) + 1) == []
 
 
 def test_a_response_to_another_system_prompt_becomes_one_to_the_jobs_own(stage: Stage) -> None:

@@ -34,6 +34,11 @@ def test_a_template_that_spins_is_ended(tokenizer: Any) -> None:
     assert sys.gettrace() is before
 
 
+def test_a_prompt_is_the_same_on_every_day(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ strftime_now('%d %m %Y') }}{{ messages[0].content }}"
+    assert tokenizer.decode(encode_prompt(tokenizer, "sum")) == tokenizer.decode(tokenizer.encode("26 07 2024sum"))
+
+
 def test_only_the_prompt_that_makes_it_spin_is_refused(tokenizer: Any) -> None:
     tokenizer.chat_template = "{% if 'sum' in messages[0].content %}" + SPINNING + "{% else %}count{% endif %}"
 

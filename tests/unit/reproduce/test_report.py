@@ -138,6 +138,9 @@ def test_a_report_names_all_costs_and_every_failed_run(tmp_path: Path) -> None:
     rows = {row["method"]: row for row in report["tables"]["p160"]}
     assert rows["supervised"]["cpu_seconds"] == {"train": 10.0, "values": 30.0, "total": 40.0}, "the first run paid"
     assert rows["ppo"]["cpu_seconds"]["values"] == 0
+    counts = report["last_evaluations"]["p160/ppo/seed0"]
+    again = mean_score(score_table([counts["correct"]], [counts["samples"]], 1))
+    assert (again.mean, again.low, again.high) == tuple(rows["ppo"]["pass@1"][name] for name in ("mean", "low", "high"))
     assert rows["half_online_squared"]["rollouts"]["total"] == 150
     assert "grpo" not in rows
     text = (tmp_path / "report.md").read_text()

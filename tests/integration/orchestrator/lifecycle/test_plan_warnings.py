@@ -165,6 +165,16 @@ def test_a_temperature_that_asks_too_much_or_too_little_of_a_token_is_a_warning(
     assert not said or said in found[0].message
 
 
+def test_values_of_a_sharper_pi0_than_the_loss_knows_are_a_warning_where_a_loss_reads_them(
+    context: AppContext, document: dict[str, Any]
+) -> None:
+    sharper = {**document, "value": {"samples": 8, "temperature": 0.4, "top_p": 0.95}}
+    found = context.plan_warnings.of(parse_job_spec(sharper))
+    assert [each.pointer for each in found] == ["/value/temperature", "/value/top_p"]
+    imitated = {**sharper, "algorithm": {"losses": [{"objective": "supervised"}]}}
+    assert context.plan_warnings.of(parse_job_spec(imitated)) == []
+
+
 def test_once_responses_are_known_their_mean_length_decides(
     api: httpx.Client, context: AppContext, document: dict[str, Any]
 ) -> None:

@@ -1,0 +1,107 @@
+"""Runs of the studies one after the other; each is a file, and what is done is not done again."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.studies import imitation as beside
+from benchmarks.studies import staleness as stale
+from benchmarks.studies.contest import EVALUATION_SAMPLES, UNTEMPERED, Contest
+from spo.algorithm.pass_at_k import ProblemCounts, mean_pass_at_k
+from spo.demo.toy_model import toy_model
+from spo.spec.job_spec import JobSpec
+from spo.spec.prompt_values import qhat_0
+from spo.tasks.toy.problems import toy_tasks
+from spo.v1.prompt_pb2 import SOURCE_REFERENCE
+from spo.v1.trajectory_pb2 import Trajectory
+from spo.v1.value_pb2 import PromptValue
+
+FOLDER = Path("runs/studies")
+TRAIN, HELD_OUT, TASK_SEED = 160, 80, 0
+
+
+def contest(difficulty: str) -> Contest:
+    """pi0 of that difficulty with the problems of the report."""
+    torch.set_num_threads(1)
+    return Contest(toy_model(difficulty), toy_tasks(TRAIN, HELD_OUT, TASK_SEED))
+
+
+def samples_of_pi0(found: Contest, count: int, spec: JobSpec) -> list[Trajectory]:
+    """So many graded samples of each training problem; gives the contest its values, by the job's policy."""
+    repeated = [problem for problem in found.tasks.train for _ in range(count)]
+    trajectories = found.sampled(found.reference, repeated, TASK_SEED, UNTEMPERED)
+    for start in range(0, len(trajectories), count):
+        group = trajectories[start : start + count]
+        for each in group:
+            each.source = SOURCE_REFERENCE
+        value = PromptValue(samples=count, successes=sum(each.reward == 0 for each in group))
+        estimate = qhat_0(value, spec)
+        if estimate is not None:
+            found.qhat_0[group[0].prompt_id] = estimate.q
+    return trajectories
+
+
+def staleness(seeds: Sequence[int]) -> None:
+    """The study of stale samples."""
+    found = contest("standard")
+    samples_of_pi0(found, 64, stale.StaleRun("spo", 0, stale.RATES[0], 0).spec(found.pi0))
+    samples, folder = stale.Samples(found), FOLDER / "staleness"
+    while todo := [
+        run for run in stale.planned(chosen_rates(folder), seeds) if not (folder / f"{run.name}.json").exists()
+    ]:
+        run, began = todo[0], time.process_time()
+        kept(
+            folder / f"{run.name}.json",
+            stale.carry_out(run, found, samples) | {"cpu_seconds": time.process_time() - began},
+        )
+
+
+def kept(path: Path, result: dict[str, Any]) -> None:
+    """Write a result and say what it came to."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result) + "\n")
+    said = "; ".join(
+        f"step {step}: {score(correct, 1):.3f} / {score(correct, 10):.3f}"
+        for step, correct in result["correct"].items()
+    )
+    print(f"{time.strftime('%T')} {path.stem}: {said}; {result['cpu_seconds']:.0f} CPU s", flush=True)
+
+
+def score(correct: Sequence[int], k: int) -> float:
+    """Mean pass@k."""
+    return mean_pass_at_k([ProblemCounts(EVALUATION_SAMPLES, right) for right in correct], k, seed=0, resamples=1).mean
+
+
+def chosen_rates(folder: Path) -> dict[tuple[str, int], float]:
+    """The rate with the best pass@10 at the last step, of each method and lag whose search is complete."""
+    found: dict[tuple[str, int], dict[float, float]] = {}
+    for path in sorted(folder.glob("*-seed0.json")):
+        run = json.loads(path.read_text())
+        if run["lag"] in (stale.LAGS[0], stale.LAGS[-1]):
+            by_rate = found.setdefault((run["method"], run["lag"]), {})
+            by_rate[run["rate"]] = score(run["correct"][str(stale.STEPS)], 10)
+    return {
+        key: max(by_rate, key=by_rate.__getitem__) for key, by_rate in found.items() if len(by_rate) == len(stale.RATES)
+    }
+
+
+def imitation(seeds: Sequence[int]) -> None:
+    """The study of imitation beside SPO."""
+    found, folder = contest("hard"), FOLDER / "imitation"
+    jobs = beside.specs(max(seeds) + 1, found.pi0)
+    any_job = jobs[beside.METHODS[0], 0]
+    samples = samples_of_pi0(found, beside.SAMPLES_OF_PI0, any_job)
+    offline = beside.offline_window(samples, any_job)
+    found.add_reference(offline)
+    for seed in seeds:
+        for method in beside.METHODS:
+            path, began = folder / f"{method}-seed{seed}.json", time.process_time()
+            if not path.exists():
+                result = beside.carry_out(jobs[method, seed], found, offline)
+                kept(path, {"method": method, "seed": seed, **result, "cpu_seconds": time.process_time() - began})

@@ -1,0 +1,89 @@
+"""Half-online SPO against imitation of the same right programs, and both together: the report's `hard`, in one process.
+
+The jobs are those of `spo reproduce`: their losses, mixes, rates and steps. What differs is where they run: here the
+policy samples every `update_interval` steps as many trajectories as are served twice until the next time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.studies.contest import Contest, Policy
+from services.trainer.batches import TrainingSample
+from spo.algorithm.replay_sampling import draw_ranks, exact_counts
+from spo.reproduce.methods import merged
+from spo.reproduce.plan import FULL, runs
+from spo.spec.job_spec import JobSpec, parse_job_spec
+from spo.v1.trajectory_pb2 import Trajectory
+
+SETTING = "hard"
+# Of each problem, half of the report's: values and offline data are those of fewer samples.
+SAMPLES_OF_PI0 = 64
+METHODS = ("imitation_beside_spo", "supervised_demo_rate", "half_online_demo_rate", "supervised", "half_online_squared")
+
+
+def specs(seeds: int, pi0: Path) -> dict[tuple[str, int], JobSpec]:
+    """By method and seed. Raises InvalidInput."""
+    planned = runs(replace(FULL, seeds=seeds), quick=False)
+    return {
+        (run.method, run.seed): parse_job_spec(merged(run.document, {"model": {"path": str(pi0)}}))
+        for run in planned
+        if run.setting == SETTING and run.method in METHODS
+    }
+
+
+def offline_window(samples: Sequence[Trajectory], spec: JobSpec) -> list[Trajectory]:
+    """The first right samples of each prompt, as many as a job keeps."""
+    kept: dict[str, list[Trajectory]] = {}
+    for each in samples:
+        if each.reward == 0 and len(kept.setdefault(each.prompt_id, [])) < spec.replay.offline_per_prompt:
+            kept[each.prompt_id].append(each)
+    return [each for found in kept.values() for each in found]
+
+
+def carry_out(spec: JobSpec, contest: Contest, offline: Sequence[Trajectory]) -> dict[str, Any]:
+    """Train and examine; what is kept of a run."""
+    policy, rng = Policy(contest, spec), np.random.default_rng(spec.seed)
+    counts = dict(
+        zip(
+            [part.source for part in spec.replay.mix],
+            exact_counts([part.share for part in spec.replay.mix], spec.trainer.batch_size),
+            strict=True,
+        )
+    )
+    live: list[Trajectory] = []
+    for _ in range(spec.trainer.steps):
+        if counts.get("online") and policy.updates % spec.trainer.update_interval == 0:
+            live = sampled(policy, contest, spec, counts["online"] * spec.trainer.update_interval // 2)
+        chosen = [offline[rank] for rank in draw_ranks(rng, len(offline), counts["reference"])]
+        if live:
+            chosen += [live[rank] for rank in draw_ranks(rng, len(live), counts["online"])]
+        policy.learn(
+            [TrainingSample(each, contest.qhat_0[each.prompt_id], number) for number, each in enumerate(chosen)]
+        )
+    return {"correct": {str(spec.trainer.steps): contest.examined(policy.model, spec.seed)}}
+
+
+def sampled(policy: Policy, contest: Contest, spec: JobSpec, count: int) -> list[Trajectory]:
+    """Groups of the policy's samples, each at a temperature of the job's range, with pi0's log-probs."""
+    draw = random.Random(f"{spec.seed} {policy.updates}")
+    group, found = spec.rollout.samples_per_prompt, []
+    low, high = (
+        spec.rollout.temperature if isinstance(spec.rollout.temperature, tuple) else (spec.rollout.temperature,) * 2
+    )
+    problems = draw.sample(list(contest.tasks.train), min(len(contest.tasks.train), count // group))
+    # A tenth of the range each: a batch has one temperature.
+    for part in range(4):
+        temperature = low + (high - low) * draw.random()
+        repeated = [problem for problem in problems[part::4] for _ in range(group)]
+        if repeated:
+            seed = spec.seed * 1_000_003 + policy.updates * 4 + part
+            found += contest.sampled(policy.model, repeated, seed, (temperature, spec.rollout.top_p))
+    contest.add_reference(found)
+    return found

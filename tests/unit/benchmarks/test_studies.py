@@ -1,0 +1,75 @@
+"""What the studies of learning rest on: the age of samples, grades, log-probs, anchors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from benchmarks.studies.contest import Contest
+from benchmarks.studies.grading import Grader
+from benchmarks.studies.lag import steps_sampled_by
+from benchmarks.studies.sampling import Sampler, sample
+from benchmarks.studies.staleness import GROUP, StaleRun, rows
+from spo.model.logprobs import response_logprobs
+from spo.tasks.toy.problems import toy_tasks
+from spo.testing.models import random_llama
+from spo.v1.trajectory_pb2 import Trajectory
+
+
+@pytest.mark.parametrize(("lag", "steps"), [(0, 7), (1, 7), (3, 7), (6, 7), (7, 7), (50, 7)])
+def test_each_batch_is_sampled_once_by_the_policy_of_so_many_updates_before(lag: int, steps: int) -> None:
+    sampled_at = {step: updates for updates in range(steps) for step in steps_sampled_by(updates, lag, steps)}
+    assert sum(len(steps_sampled_by(updates, lag, steps)) for updates in range(steps)) == steps
+    ages = [step - 1 - sampled_at[step] for step in range(1, steps + 1)]
+    assert ages == [min(lag, step - 1) for step in range(1, steps + 1)]
+
+
+def test_grades_are_those_of_the_tests_and_a_program_that_does_not_end_spoils_no_other() -> None:
+    (problem,) = toy_tasks(1, 0, 0).train
+    endless = "b=[1]\nfor x in b:\n b.append(x)\n"
+    programs = [endless, *problem.human_solutions, *problem.wrong_solutions, "print(", endless]
+    grades = Grader().grade([problem] * len(programs), programs)
+    right = len(problem.human_solutions)
+    assert grades == [False] + [True] * right + [False] * (len(programs) - 1 - right)
+
+
+def test_the_samplers_log_probs_are_the_models_however_rows_end() -> None:
+    model = random_llama(3)
+    prompts = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]] * 6
+    # Of what is likely some, so that rows end at different lengths.
+    end = int(model(torch.tensor([prompts[0]])).logits[0, -1].topk(5).indices[-1])
+    found = sample(model, prompts, Sampler(end, 12), torch.Generator().manual_seed(0))
+    responses = [tokens for tokens, _ in found]
+    assert len({len(tokens) for tokens in responses}) > 1
+    assert all(end not in tokens[:-1] for tokens in responses)
+    expected = response_logprobs(model, prompts, responses, 4096)
+    assert [logprobs for _, logprobs in found] == [pytest.approx(each, abs=1e-4) for each in expected]
+
+
+@pytest.fixture
+def group() -> list[Trajectory]:
+    return [
+        Trajectory(
+            prompt_id="p",
+            prompt_token_ids=[1],
+            response_token_ids=[2, 3],
+            sampling_logprobs=[-1.0, -2.0],
+            reference_logprobs=[-3.0, -4.0],
+            reward=0.0 if number == 0 else -1.0,
+        )
+        for number in range(GROUP)
+    ]
+
+
+def test_oapl_regresses_from_its_sampler_and_spo_from_pi0(group: list[Trajectory]) -> None:
+    contest = cast(Contest, type("Values", (), {"qhat_0": {"p": -0.25}}))
+    spo = rows(group, StaleRun("spo", 10, 1e-3, 0).spec(Path("/models/pi0")), contest)
+    oapl = rows(group, StaleRun("oapl", 10, 1e-3, 0).spec(Path("/models/pi0")), contest)
+    assert {(*row.trajectory.reference_logprobs, row.qhat_0) for row in spo} == {(-3.0, -4.0, -0.25)}
+    soft_mean = torch.tensor([0.0] + [-1.0] * (GROUP - 1)).exp().mean().log().item()
+    assert {tuple(row.trajectory.reference_logprobs) for row in oapl} == {(-1.0, -2.0)}
+    assert [row.qhat_0 for row in oapl] == [pytest.approx(soft_mean)] * GROUP
+    assert list(group[0].reference_logprobs) == [-3.0, -4.0]
