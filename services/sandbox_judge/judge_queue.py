@@ -94,9 +94,9 @@ class JudgeQueue:
                 return []
             is_apart = self._apart.get(task.shares, 0.0) > time.monotonic()
             most = 1 if is_apart else min(MOST_GROUPS, -(-len(waiting) // self._workers))
-            # The first in the queue is the first that waits.
-            chosen = list(itertools.islice(waiting, most))
-            found = [waiting.pop(each) for each in chosen]
+            # The task itself always: nothing in the queue stands for it any more, whichever worker comes here first.
+            found = [waiting.pop(number)]
+            found += [waiting.pop(each) for each in list(itertools.islice(waiting, most - 1))]
             if not waiting:
                 self._sharing.pop((urgency, task.shares), None)
             return found

@@ -18,7 +18,7 @@ from services.trainer.lease import take_lease, tell_death
 from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
 from services.trainer.weights import NewVersion, run_store, store_weights
-from spo.errors import ResourceExhausted, SpoError
+from spo.errors import NotReady, ResourceExhausted, SpoError
 from spo.observability.logs import get_logger, lines_concern_run
 from spo.spec.job_spec import JobSpec, spec_from_json
 from spo.spec.learning_rate import learning_rate_at
@@ -146,12 +146,16 @@ class TrainingRun:
                     return
 
     def _fetch_model(self) -> None:
-        """Raises, on every rank alike, where a fork's model is in a bucket and cannot be fetched."""
-        problem = None
+        """Raises, on every rank alike, where a model that a fork made is in a bucket and cannot be fetched."""
+        problem: SpoError | None = None
+        models = MadeModels(self._settings.state_place, self._settings.state_path)
         try:
-            MadeModels(self._settings.state_place, self._settings.state_path).here(self._spec.model.path)
+            for path in self._spec.model_paths.values():
+                models.here(path)
         except SpoError as error:
             problem = error
+        except OSError as error:
+            problem = NotReady(f"a model cannot be fetched: {error}")
         for found in self._ranks.gather(problem):
             if found:
                 raise found

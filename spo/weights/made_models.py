@@ -26,6 +26,7 @@ log = get_logger("models")
 FOLDER = "models"
 # Each has one: what a fork starts from never changes.
 ONLY = 1
+LOCK = ".lock-"
 FETCH_SECONDS = 1800.0
 LOOK_SECONDS = 0.2
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.(safetensors|json|model|jinja|txt)")
@@ -49,6 +50,7 @@ class MadeModels:
         """Keep the folder that was made of a job for good. Raises Unreachable."""
         if self._bucket:
             self._bucket.seal(job_id, ONLY, self.root / job_id, {"version": ONLY, "epoch": 0})
+            self._lock_of(job_id).touch()
 
     def here(self, path: str | Path) -> Path:
         """A model's folder, which is fetched where it is one of these and not on this machine.
@@ -86,7 +88,7 @@ class MadeModels:
             raise IntegrityError(f"the model of {folder.name} in the bucket has {wrong[0]!r}, which nothing here loads")
         self.root.mkdir(parents=True, exist_ok=True)
         size_bytes = sum(int(entry["size_bytes"]) for entry in entries)
-        with told_when_full(self.root, size_bytes), (self.root / f".lock-{folder.name}").open("w") as lock:
+        with told_when_full(self.root, size_bytes), self._lock_of(folder.name).open("w") as lock:
             _wait_for(lock.fileno(), folder)
             if folder.exists():
                 return
@@ -102,10 +104,18 @@ class MadeModels:
         log.info("a model is fetched", model=str(folder), size_bytes=size_bytes)
 
     def _forget(self, bucket: WeightBackend) -> None:
-        """Those of deleted jobs take no room here."""
-        for folder in self.root.glob("job_*"):
-            if not bucket.versions(folder.name):
+        """Those of deleted jobs take no room here.
+
+        Only what has been in the bucket: a model that a fork is making, or made before there was a bucket, has not.
+        """
+        for lock in self.root.glob(f"{LOCK}*"):
+            folder = self.root / lock.name.removeprefix(LOCK)
+            if folder.is_dir() and not bucket.versions(folder.name):
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def _lock_of(self, job_id: str) -> Path:
+        """A file that is here once the model was in the bucket; who fetches it holds its lock."""
+        return self.root / f"{LOCK}{job_id}"
 
     def remove(self, job_id: str) -> None:
         """Here and in the bucket. Raises OSError, Unreachable."""

@@ -184,7 +184,8 @@ class Datasets:
             self._advance(dataset)
         except (redis.RedisError, NotReady):
             raise
-        except OSError as error:
+        except (OSError, ResourceExhausted) as error:
+            # A full disk, where its file has to be fetched from a bucket.
             log.warning("a dataset waits", dataset=dataset.id, reason=str(error))
         except Exception:
             log.exception("a dataset could not be checked", dataset=dataset.id)

@@ -103,7 +103,7 @@ class ModelCheck:
             return None, list(error.violations)
         engines = [replica.head_sizes for replica in self.replicas.live() if replica.pool == "inference"]
         faults = [*_config_faults(folder, spec.model, engines), *_adapter_faults(folder, spec.model)]
-        return folder, [*faults, *teacher_faults(folder, spec.algorithm)]
+        return folder, [*faults, *teacher_faults(folder, spec.algorithm, self.here)]
 
     def _too_many(self, spec: JobSpec, tasks: TaskSets, found: CheckedPrompts) -> Iterator[FieldViolation]:
         """An evaluation needs every held-out prompt; of the training prompts a few may be left out."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from blake3 import blake3
 
@@ -15,12 +16,17 @@ POINTER = "/algorithm/teacher/path"
 DECISIVE = frozenset({"tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json"})
 
 
-def teacher_faults(student: ModelFolder, algorithm: AlgorithmSpec) -> Iterator[FieldViolation]:
-    """What speaks against the folder that `algorithm.teacher` names; nothing where it names none."""
+def teacher_faults(
+    student: ModelFolder, algorithm: AlgorithmSpec, here: Callable[[str], Path]
+) -> Iterator[FieldViolation]:
+    """What speaks against the folder that `algorithm.teacher` names; nothing where it names none.
+
+    here: the folder of a model's path on this machine; raises NotReady while it is fetched.
+    """
     if algorithm.teacher is None:
         return
     try:
-        teacher = inspect_model_folder(algorithm.teacher.path)
+        teacher = inspect_model_folder(here(algorithm.teacher.path))
     except InvalidInput as error:
         yield from (FieldViolation(POINTER, each.message) for each in error.violations)
         return

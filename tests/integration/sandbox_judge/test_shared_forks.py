@@ -116,10 +116,27 @@ def test_a_source_that_replaces_its_module_is_loaded_anew(judge: JudgeScheduler)
     assert found == [[0], [0]]
 
 
-def test_no_more_are_taken_than_leave_every_worker_some() -> None:
-    def task(shares: str) -> JudgeTask:
-        return JudgeTask((shares,), "text", verdict_pb2.TestSet(), JudgeOptions(), False, (), shares)
+def task(shares: str, program: str = "") -> JudgeTask:
+    return JudgeTask((program,), "text", verdict_pb2.TestSet(), JudgeOptions(), False, (), shares)
 
+
+def test_no_task_is_forgotten_where_a_later_worker_overtakes_an_earlier_one() -> None:
+    waiting = JudgeQueue(workers=2)
+    for program in ("first", "second"):
+        waiting.put(1, task("a", program))
+    # A worker that has its number and is stopped before it takes what belongs to it.
+    queue = waiting._queue
+    slow = queue.get()
+
+    overtaking = waiting.take()
+    queue.put(slow)
+    waiting.end()
+    found = [*overtaking, *waiting.take()]
+
+    assert [each.programs[0] for each in found] == ["second", "first"]
+
+
+def test_no_more_are_taken_than_leave_every_worker_some() -> None:
     waiting = JudgeQueue(workers=2)
     for _ in range(5):
         waiting.put(1, task("a"))

@@ -105,6 +105,23 @@ def test_the_model_of_a_fork_as_reference_reaches_machines_that_have_nothing(
     assert context.jobs.spec(fork).model.path == str(folder)
 
 
+def test_a_fetch_makes_room_of_deleted_jobs_models_and_touches_none_that_was_never_in_the_bucket(
+    context: AppContext, api: httpx.Client, parent: str
+) -> None:
+    (_, deleted), (_, wanted) = made_fork(context, api, parent), made_fork(context, api, parent)
+    models = context.files.models
+    # One is being made by a fork, or was made before there was a bucket.
+    being_made = models.root / "job_01ARZ3NDEKTSV4RRFFQ69G5FAV"
+    shutil.copytree(wanted, being_made)
+    shutil.rmtree(wanted)
+    assert models._bucket
+    models._bucket.remove_run(deleted.name)
+
+    models.here(wanted)
+
+    assert [folder.is_dir() for folder in (wanted, deleted, being_made)] == [True, False, True]
+
+
 def test_an_orchestrator_on_an_empty_disk_fetches_the_model_before_it_checks_the_job(
     opened: Callable[[], AppContext], context: AppContext, api: httpx.Client, parent: str, tmp_path: Path
 ) -> None:

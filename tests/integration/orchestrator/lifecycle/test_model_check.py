@@ -292,3 +292,19 @@ def test_a_teacher_must_read_the_students_tokens(context: AppContext, document: 
 
     absent = distilled(document, tmp_path / "absent")
     assert "not a folder" in faults(context, absent)["/algorithm/teacher/path"]
+
+
+def test_a_teacher_that_a_fork_made_is_fetched_like_the_model(
+    context: AppContext, document: Document, tmp_path: Path
+) -> None:
+    teacher = model(tmp_path, hidden_size=128)
+    wanted = list[str]()
+
+    def here(path: str) -> Path:
+        wanted.append(path)
+        return Path(path)
+
+    check = model_check.ModelCheck(context.replicas, 0.0, here)
+    spec = parse_job_spec(distilled(document, teacher))
+    assert check.at_submit(spec, None) == []
+    assert wanted == [spec.model.path, str(teacher)]

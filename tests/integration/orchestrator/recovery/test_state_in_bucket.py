@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import json
 import os
@@ -206,6 +207,24 @@ def test_a_dataset_whose_part_is_gone_is_said_to_be_damaged(
 
     assert shown["state"] == "invalid"
     assert "upload it again" in shown["report"]["faults"][0]["message"]
+
+
+def test_a_dataset_that_a_full_disk_cannot_take_waits_for_room(
+    open_context: Open, serve: Serve, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    context = open_context(state_store_url=url)
+    with httpx.Client(base_url=serve(context), timeout=60, trust_env=False) as api:
+        dataset_id = begin(api)
+        assert send(api, dataset_id, 0, BODY).status_code == 200
+    with monkeypatch.context() as patched:
+        patched.setattr(StateBucket, "fetch", full)
+        context.datasets._advance_alone(context.datasets.get(dataset_id))
+    assert context.datasets.get(dataset_id).state == "validating"
+    context.datasets._advance_alone(context.datasets.get(dataset_id))
+    assert context.datasets.get(dataset_id).state == "ready"
 
 
 def test_a_deleted_job_leaves_no_events_and_no_manifest_in_the_bucket(

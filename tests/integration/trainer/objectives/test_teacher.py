@@ -10,19 +10,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.trainer.attempts.attempt import Attempt
 from services.trainer.batches import TrainingSample, token_batch
+from services.trainer.commands import Follower
 from services.trainer.learner import Learner
 from services.trainer.microbatches import ForwardLimits, cut_into_minibatches
 from services.trainer.ranks import Ranks
+from services.trainer.settings import Settings
+from services.trainer.train import TrainingRun
 from spo.algorithm.token_batch import TokenBatch
-from spo.errors import InvalidInput
+from spo.errors import InvalidInput, NotReady
 from spo.model.logprobs import load_policy, token_logprobs
 from spo.spec.job_spec import JobSpec
 from spo.spec.tasks import RewardSpec
 from spo.testing.models import write_random_llama
 from spo.testing.toy_spec import toy_spec
 from spo.testing.trainer import sampled_trajectories
+from spo.v1.orchestrator_service_pb2 import LeaseJobResponse
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
+from spo.weights.made_models import MadeModels
 
 # DeepSpeed 0.19 calls what torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*reduce_scatter_tensor.*:FutureWarning")
@@ -112,6 +118,29 @@ def test_a_student_comes_near_its_teacher(
     # What the teacher likes better has become likelier, what it likes less has not.
     assert (after - before)[liked].mean() > (after - before)[mask & ~liked].mean() + 0.1
     assert (after - teacher)[mask].abs().mean() < (before - teacher)[mask].abs().mean()
+
+
+def test_a_teacher_that_a_fork_made_is_fetched_and_a_disk_that_cannot_take_it_is_told_on_every_rank(
+    ranks: Ranks, tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher, wanted = tmp_path / "models" / "job", list[str]()
+
+    def here(models: MadeModels, path: str) -> Path:
+        wanted.append(path)
+        if Path(path) == teacher:
+            raise PermissionError(f"{path} is not writable")
+        return Path(path)
+
+    monkeypatch.setattr(MadeModels, "here", here)
+    spec = taught_by(tiny_model_path, teacher)
+    told = Settings(state_path=tmp_path)
+    run = TrainingRun(
+        ranks, told, LeaseJobResponse(), spec, Follower(ranks), Attempt(ranks, LeaseJobResponse(), tmp_path)
+    )
+
+    with pytest.raises(NotReady, match="not writable"):
+        run.carry_out()
+    assert wanted == [str(tiny_model_path), str(teacher)]
 
 
 def test_a_teacher_that_cannot_be_loaded_is_told(ranks: Ranks, tiny_model_path: Path, tmp_path: Path) -> None:
