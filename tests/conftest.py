@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,11 @@ PLATFORMS = "platforms"
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Workers share the tests by file; whole platforms go to one of them, because two at once starve each other."""
+    """Workers share the tests by file; whole platforms go to one of them, because two at once starve each other.
+
+    These first, as the longest by far, then files with slow tests, then those with many: what is long and begun last
+    runs alone at the end.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class OnePlatformAtATime(LoadScopeScheduling):
@@ -28,12 +33,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return PLATFORMS if nodeid.startswith(("tests/chaos/", "tests/e2e/")) else nodeid.split("::")[0]
 
         def _assign_work_unit(self, node: Any) -> None:
-            # First, since it is the longest by far: begun last, it would run alone at the end.
-            if PLATFORMS in self.workqueue:
-                self.workqueue.move_to_end(PLATFORMS, last=False)
+            slow = [scope for scope in self.workqueue if scope != PLATFORMS and has_slow_tests(config.rootpath / scope)]
+            for scope in (*reversed(slow), *({PLATFORMS} & set(self.workqueue))):
+                self.workqueue.move_to_end(scope, last=False)
             super()._assign_work_unit(node)
 
     return OnePlatformAtATime(config, log)
+
+
+@cache
+def has_slow_tests(file: Path) -> bool:
+    """By its text, since a scheduler knows no marks."""
+    return "mark.slow" in file.read_text()
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MINUTES = 1.5
+MINUTES = 1.0
 LIMIT_SECONDS = 1500
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(LIMIT_SECONDS + 60)]
@@ -25,5 +25,5 @@ def test_a_platform_under_faults_loses_nothing_and_its_jobs_succeed(tmp_path: Pa
     found = json.loads(result.read_text())
     assert (found["lost"], found["doubled"], found["broken"]) == (0, 0, [])
     assert found["trajectories"] > 0
-    assert found["faults"] >= 8
-    assert found["kinds"] >= 6
+    assert found["faults"] >= 5
+    assert found["kinds"] >= 4

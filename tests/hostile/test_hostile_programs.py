@@ -1,7 +1,8 @@
 """Every hostile program meets its expected end, every honest one is accepted, and nothing of either is left behind.
 
-The programs lie in programs/*.yaml. They run on every isolation tier that this machine offers, as the user that runs
-the tests; when that is root, once more as an unprivileged user.
+The programs lie in programs/*.yaml. All run on the strongest isolation tier, as the user that runs the tests, and each
+in one more place that its name chooses: on another tier, or as an unprivileged user when the tests run as root. With
+SPO_TEST_ALL=1 all run everywhere.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import subprocess
 import sys
 import sysconfig
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +38,11 @@ FOLDER = Path(__file__).parent / "programs"
 SECRET = {"stdin": "21\n", "stdout": "7391745528"}
 TIGHT = verdict_pb2.Limits(cpu_seconds=0.3, wall_seconds=0.6, memory_bytes=64 << 20, output_bytes=64 << 10)
 PATIENT = verdict_pb2.Limits(cpu_seconds=3, wall_seconds=3, memory_bytes=64 << 20, output_bytes=64 << 10)
+# A probe runs programs.
+why_absent = cache(why_not)
 PROGRAM_JUDGE = ProgramJudge(max_source_bytes=64 << 10)
 AS_NOBODY = "SPO_TEST_AS_NOBODY"
+ALL = "SPO_TEST_ALL"
 TOOLS = ("unshare", "setpriv")
 
 # Runs after every program, in the same zygote: is anything of it still there?
@@ -80,18 +86,38 @@ def case_tests(case: dict[str, Any], limits: verdict_pb2.Limits) -> verdict_pb2.
     )
 
 
-def tiers_to_try() -> list[Any]:
+def tiers_to_try(nobody: bool) -> list[str]:
     # The middle tier is the strongest without Landlock: its own kernel, not another user's concern.
-    if AS_NOBODY in os.environ:
+    if nobody:
         return [TIERS[0], TIERS[-1]]
     # Containers where an image is named: SPO_SANDBOX_JUDGE_DOCKER_IMAGE.
     containers = ["docker"] if Settings().docker_image else []
-    return [TIERS[0], pytest.param(TIERS[1], marks=pytest.mark.slow), *containers, TIERS[-1]]
+    return [TIERS[0], TIERS[1], *containers, TIERS[-1]]
 
 
-@pytest.fixture(scope="module", params=tiers_to_try())
+def is_tried(name: str, tier: str, nobody: bool) -> bool:
+    """Whether a program runs on a tier as this user: see above."""
+    if ALL in os.environ or tier == "docker" or (tier, nobody) == (TIERS[0], False):
+        return True
+    further = [(TIERS[1], False), (TIERS[-1], False), (TIERS[0], True), (TIERS[-1], True)]
+    return further[zlib.crc32(name.encode()) % len(further)] == (tier, nobody)
+
+
+def everywhere(cases: list[Any]) -> pytest.MarkDecorator:
+    """The cases with the tiers that they run on, a tier after the other."""
+    nobody = AS_NOBODY in os.environ
+    found = [
+        pytest.param(tier, *case.values, id=f"{tier}-{case.id}", marks=[pytest.mark.slow] if tier == TIERS[1] else [])
+        for tier in tiers_to_try(nobody)
+        for case in cases
+        if is_tried(case.id, tier, nobody)
+    ]
+    return pytest.mark.parametrize(("tier", "case"), found, indirect=["tier"])
+
+
+@pytest.fixture
 def tier(request: pytest.FixtureRequest) -> str:
-    reason = why_not(request.param)
+    reason = why_absent(request.param)
     if reason is not None:
         pytest.skip(f"{request.param}: {reason}")
     return str(request.param)
@@ -107,11 +133,20 @@ def earlier_objects_set_aside() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def worker(tier: str) -> Iterator[SandboxWorker]:
-    worker = SandboxWorker(tier, 0)
-    worker.zygote(Role.PROGRAM)
-    yield worker
-    worker.close()
+def workers() -> Iterator[dict[str, SandboxWorker]]:
+    """One per tier, for all programs."""
+    opened = dict[str, SandboxWorker]()
+    yield opened
+    for worker in opened.values():
+        worker.close()
+
+
+@pytest.fixture
+def worker(tier: str, workers: dict[str, SandboxWorker]) -> SandboxWorker:
+    if tier not in workers:
+        workers[tier] = SandboxWorker(tier, 0)
+        workers[tier].zygote(Role.PROGRAM)
+    return workers[tier]
 
 
 def outcome_of(worker: SandboxWorker, source: str, tests: verdict_pb2.TestSet) -> tuple[str, str]:
@@ -145,7 +180,7 @@ def assert_nothing_is_left(worker: SandboxWorker, before: Counter[str]) -> None:
     assert [child for child in below if child.children() == [] and "zygote" not in " ".join(child.cmdline())] == []
 
 
-@pytest.mark.parametrize("case", HOSTILE)
+@everywhere(HOSTILE)
 def test_a_hostile_program_meets_its_end(worker: SandboxWorker, case: dict[str, Any]) -> None:
     before = open_descriptors()
     expected = [case["outcome"]] if isinstance(case["outcome"], str) else case["outcome"]
@@ -158,7 +193,7 @@ def test_a_hostile_program_meets_its_end(worker: SandboxWorker, case: dict[str, 
     assert_nothing_is_left(worker, before)
 
 
-@pytest.mark.parametrize("case", HONEST)
+@everywhere(HONEST)
 def test_an_honest_program_is_accepted(worker: SandboxWorker, tier: str, case: dict[str, Any]) -> None:
     if case.get("needs", "") not in tier:
         pytest.skip(f"needs {case['needs']}")
@@ -171,6 +206,15 @@ def test_an_honest_program_is_accepted(worker: SandboxWorker, tier: str, case: d
 def test_there_are_at_least_sixty_hostile_programs_and_thirty_honest_ones() -> None:
     assert len(HOSTILE) >= 60
     assert len(HONEST) >= 30
+
+
+@pytest.mark.skipif(ALL in os.environ, reason="all run everywhere")
+def test_every_place_has_some_of_the_hostile_programs_and_none_runs_in_one_alone() -> None:
+    places = [(tier, nobody) for nobody in (False, True) for tier in tiers_to_try(nobody) if tier != "docker"]
+    tried = {place: {case.id for case in HOSTILE if is_tried(case.id, *place)} for place in places}
+    assert len(tried.pop((TIERS[0], False))) == len(HOSTILE)
+    assert min(map(len, tried.values())) >= len(HOSTILE) // 6
+    assert sum(map(len, tried.values())) == len(HOSTILE)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -199,7 +243,8 @@ def unprivileged_run(
     with log.open("w") as sink:
         process = subprocess.Popen(
             ["unshare", "--mount", "sh", "-c", script],
-            env={"PATH": os.environ["PATH"], "HOME": "/tmp", AS_NOBODY: "1", "PYTHONDONTWRITEBYTECODE": "1"},
+            env={"PATH": os.environ["PATH"], "HOME": "/tmp", AS_NOBODY: "1", "PYTHONDONTWRITEBYTECODE": "1"}
+            | {name: os.environ[name] for name in (ALL,) if name in os.environ},
             cwd=Path(__file__).parents[2],
             stdout=sink,
             stderr=sink,
