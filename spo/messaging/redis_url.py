@@ -8,11 +8,12 @@ user and password are the server's; the Sentinels' own are sentinel_user and sen
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 
 import redis
 import redis.asyncio
@@ -49,14 +50,9 @@ class RedisPlace:
 
 def parse_redis_url(url: str) -> RedisPlace:
     """Raises InvalidInput (code "bad_redis_url") that says what is wrong, and nothing of what the URL holds."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        _refuse("its host is not one")
-    if parts.fragment:
-        _refuse("it holds a #")
-    if parts.scheme in SENTINEL_SCHEMES:
+    if url.partition("://")[0].lower() in SENTINEL_SCHEMES:
         return _sentinel_place(url)
+    parts = _split(url)
     if parts.scheme not in SERVER_SCHEMES:
         _refuse(f"it begins with none of {', '.join(f'{each}://' for each in (*SERVER_SCHEMES, *SENTINEL_SCHEMES))}")
     if "," in parts.netloc.rpartition("@")[2]:
@@ -148,8 +144,11 @@ def _no_primary(service: str) -> redis.sentinel.MasterNotFoundError:
 
 
 def _sentinel_place(url: str) -> RedisPlace:
-    parts = urlsplit(url)
-    user, at, hosts = parts.netloc.rpartition("@")
+    # Apart from the rest: Python refuses several hosts of which one is an IPv6 address (since 3.11.12).
+    before, mark, after = url.partition("://")
+    place = re.split(r"[/?#]", after, maxsplit=1)[0]
+    user, at, hosts = place.rpartition("@")
+    parts = _split(f"{before}{mark}{user}{at}server{after[len(place) :]}")
     sentinels = tuple(_sentinel(each) for each in hosts.split(","))
     service, _, database = parts.path.removeprefix("/").partition("/")
     if not service:
@@ -169,6 +168,16 @@ def _sentinel_place(url: str) -> RedisPlace:
     to_sentinels |= {"retry": None}
     address = f"{unquote(service)}/{database or 0} of the Sentinels at {hosts}"
     return RedisPlace(address, url, sentinels, unquote(service), options | secure, to_sentinels)
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        _refuse("its host is not one")
+    if parts.fragment:
+        _refuse("it holds a #")
+    return parts
 
 
 def _sentinel(text: str) -> Address:

@@ -55,10 +55,11 @@ class DatasetFiles:
 
         Raises IntegrityError where parts are missing or others, Unreachable, ResourceExhausted.
         """
-        if not self._bucket:
+        # One that is here does not wait for others that are fetched.
+        if not self._bucket or _is_whole(file, size_bytes):
             return file
         with self._fetching:
-            if not (file.is_file() and file.stat().st_size == size_bytes):
+            if not _is_whole(file, size_bytes):
                 with told_when_full(self.root, size_bytes):
                     self._fetch(self._bucket, file, size_bytes, digest, parts)
         return file
@@ -88,6 +89,10 @@ class DatasetFiles:
         remove_tree(self.root / dataset_id)
         if self._bucket:
             self._bucket.remove_folder(f"{FOLDER}/{dataset_id}")
+
+
+def _is_whole(file: Path, size_bytes: int) -> bool:
+    return file.is_file() and file.stat().st_size == size_bytes
 
 
 def _copy_to(file: Path, offset: int, part: Path) -> None:

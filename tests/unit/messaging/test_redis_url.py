@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from urllib.parse import SplitResult, urlsplit
+
 import pytest
 
 from spo.errors import InvalidInput
+from spo.messaging import redis_url
 from spo.messaging.redis_url import parse_redis_url
 
 WRONG = {
@@ -52,6 +55,19 @@ def test_what_is_wrong_is_said_and_no_secret(url: str) -> None:
 )
 def test_the_address_for_logs_has_no_secret(url: str, address: str) -> None:
     assert parse_redis_url(url).address == address
+
+
+def test_sentinels_of_which_one_has_an_ipv6_address_are_read_by_newer_pythons_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def strict(url: str) -> SplitResult:
+        if "," in url and "[" in url:
+            raise ValueError("Invalid IPv6 URL")
+        return urlsplit(url)
+
+    monkeypatch.setattr(redis_url, "urlsplit", strict)
+    place = parse_redis_url("redis+sentinel://:canary@one,[::1],[::2]:7/mymaster/1")
+    assert place.sentinels == (("one", 26379), ("::1", 26379), ("::2", 7))
 
 
 def test_the_servers_and_the_sentinels_have_their_own_secrets_and_share_tls() -> None:

@@ -23,6 +23,7 @@ import redis
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
+from services.orchestrator.datasets.files import DatasetFiles
 from services.orchestrator.jobs.event_files import SEGMENT
 from spo import redis_keys
 from spo.errors import NotFound, Unreachable
@@ -207,6 +208,14 @@ def test_a_dataset_whose_part_is_gone_is_said_to_be_damaged(
 
     assert shown["state"] == "invalid"
     assert "upload it again" in shown["report"]["faults"][0]["message"]
+
+
+def test_a_dataset_that_is_here_does_not_wait_while_another_is_fetched(url: str, tmp_path: Path) -> None:
+    files = DatasetFiles(StateBucket(url), tmp_path)
+    here = tmp_path / "tasks.jsonl"
+    here.write_bytes(BODY)
+    with ThreadPoolExecutor(1) as threads, files._fetching:
+        assert threads.submit(files.here, here, len(BODY), "", []).result(10) == here
 
 
 def test_a_dataset_that_a_full_disk_cannot_take_waits_for_room(
