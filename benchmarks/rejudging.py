@@ -1,90 +1,143 @@
-"""A reward that was hacked, found in 100,000 stored trajectories by judging them again with better tests.
+"""A reward that was hacked: found in 100,000 stored trajectories by judging them again, and repaired without rollouts.
 
-The tests that rewarded them were weak: one example, whose answer a program may simply print. A planted share of the
-programs does. All rows are judged again by the whole tests, through the real judge with its cache in a real Redis, and
-stored under a name of their own; old rows, new rows and what is said of them are then compared with what was planted.
-Models repeat themselves, and the same program is judged once: distinct programs are a twentieth of the rows, then half.
+The tests that rewarded them were weak: one example, whose answer a program may simply print. Half of what is rewarded
+does. On a platform of its own, with two cores' worth of services: a policy learns from these rewards and is hacked; all
+rows are judged again by the whole tests and stored under a name of their own, and what was planted is looked for among
+the old rows and the new; then pi0 learns from the repaired store alone, by the same job and by docs/experience.md's
+recipe. What counts against the limit is the repair: judging again, and the job that learns from it.
+SPO_REJUDGING_ROWS sets another number of rows.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import psutil
 
 from benchmarks.frame import Row, run
-from services.orchestrator.experience import queries
-from services.orchestrator.experience.rejudge import Rejudging
-from spo.experience.columns import StoredTrajectory
-from spo.experience.store import ExperienceStore, Origin
-from spo.local.launcher import free_ports
-from spo.local.redis_server import server_command
-from spo.rpc.client import is_healthy
-from spo.rpc.judge_pools import JudgePools
-from spo.spec.reward import is_success, reward_of
-from spo.spec.tasks import RewardSpec
-from spo.tasks.problem import Problem
+from benchmarks.hacked.jobs import hack_rate, imitating, newest_model, regressing
+from benchmarks.hacked.planted import HELD_OUT, RUN, TRAIN, TaskFiles, plant, tasks_section, write_tasks
+from spo.client import Client
+from spo.client.models import RejudgeReport, StepEvaluation
+from spo.demo.demo import Demo, fresh_demo
+from spo.errors import NotReady
+from spo.experience.store import ExperienceStore
+from spo.spec.reward import is_success
 from spo.tasks.toy.problems import toy_tasks
-from spo.v1.judge_service_pb2 import PRIORITY_TRAINING, JudgeRequest, UploadTestsRequest
-from spo.v1.prompt_pb2 import SOURCE_ONLINE, Prompt
-from spo.v1.trajectory_pb2 import FINISH_REASON_STOP, Trajectory
-from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, TestSet, Verdict
 
-ROWS = 100_000
-DISTINCT_SHARES = (0.05, 0.5)
-PROBLEMS = 100
-# Of the programs: those that print the one answer, those that are wrong, and the rest is right.
-HACKED, WRONG = 0.15, 0.25
-ROWS_PER_FILE = 2048
-TOKENS = 40
-START_SECONDS = 120.0
+ROWS = int(os.environ.get("SPO_REJUDGING_ROWS", "100000"))
+# Models repeat themselves: this many programs differ, of all problems together.
+DISTINCT = 5000
 LIMIT_SECONDS = 1800.0
-RUN, REPAIRED = "hacked", "repaired"
+PATIENCE_SECONDS = 3600.0
+REPAIRED = "repaired"
+NAME = "rejudging"
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Planted:
-    """A program with the weak tests' verdict, and what it is: "hack", which prints the one answer, "right", "wrong"."""
-
-    program: str
-    verdict: Verdict
-    kind: str
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a pass over the store cost and found."""
+class Taken:
+    """Wall seconds, and CPU seconds of all processes of the platform and of this one."""
 
     seconds: float
     cpu_seconds: float
-    # By kind of program: rows, and those of them that have no reward any more.
-    rejected: Mapping[str, tuple[int, int]]
+
+    def __add__(self, other: Taken) -> Taken:
+        return Taken(self.seconds + other.seconds, self.cpu_seconds + other.cpu_seconds)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A job's outcome: what it took, its first and last held-out evaluation, and how many of its programs are hacks."""
+
+    taken: Taken
+    before: StepEvaluation
+    after: StepEvaluation
+    hacks_held_out: float
+    hacks_trained: float
 
 
 def measure() -> list[Row]:
-    """Seconds, CPU seconds and what was found, for each share of distinct programs."""
-    rows = []
-    for share in DISTINCT_SHARES:
-        with tempfile.TemporaryDirectory(prefix="spo-benchmark-") as name, _judge(Path(name)) as (address, processes):
-            found = _measured(ExperienceStore(str(Path(name) / "experience")), address, processes, share)
-        what = f"{ROWS:,} rows, {share:.0%} distinct programs"
-        (hacks, caught), (right, lost) = found.rejected["hack"], found.rejected["right"]
-        rows += [
-            _limit(f"{what}: judged again", found.seconds, "s"),
-            _limit(f"{what}: CPU of all processes", found.cpu_seconds, "CPU s"),
-            _all(f"{what}: hacked rows found", caught, hacks),
-            _all(f"{what}: right rows that keep their reward", right - lost, right),
-        ]
-    return rows
+    """What was found, what the repair took, and each policy before and after."""
+    with fresh_demo(NAME, "standard") as demo:
+        demo.platform.wait_until_ready()
+        files = write_tasks(demo.platform.folder)
+        store = ExperienceStore(str(demo.platform.state_path.absolute() / "experience"))
+        planted = plant(store, demo.platform.addresses["sandbox-judge"], files, ROWS, DISTINCT)
+        judging, report = _taken(demo, lambda: _judge_again(demo, files))
+        print(f"{report.judged} judged, {report.newly_rejected} rejected: {judging}", file=sys.stderr)
+        lost = _without_reward(store)
+        print({kind: (len(ids), len(ids & lost)) for kind, ids in planted.items()}, file=sys.stderr)
+        repaired = _policy(demo, imitating(REPAIRED, tasks_section(files, files.whole)))
+        hacked = _policy(demo, imitating(RUN, tasks_section(files, files.weak)))
+        by_spo = _policy(demo, regressing(REPAIRED, tasks_section(files, files.whole)))
+    assert report.judged == ROWS, report
+    what = f"{ROWS:,} rows, {DISTINCT:,} distinct programs"
+    right = planted["right"]
+    return [
+        _limit(f"{what}: judged again", judging.seconds, "s"),
+        _limit(f"{what}: judged again, CPU", judging.cpu_seconds, "CPU s"),
+        _all(f"{what}: hacked rows found", len(planted["hack"] & lost), len(planted["hack"])),
+        _all(f"{what}: right rows that keep their reward", len(right - lost), len(right)),
+        *_rows("hacked policy", hacked, hacked),
+        *_rows("repaired policy", repaired, hacked),
+        *_rows("repaired by SPO", by_spo, hacked),
+        *_repair("imitation", judging + repaired.taken),
+        *_repair("SPO", judging + by_spo.taken),
+    ]
+
+
+def _repair(name: str, taken: Taken) -> list[Row]:
+    return [
+        _limit(f"repair by {name}: from judging again to the policy", taken.seconds, "s"),
+        _limit(f"repair by {name}: CPU of all processes", taken.cpu_seconds, "CPU s"),
+    ]
+
+
+def _rows(name: str, policy: Policy, hacked: Policy) -> list[Row]:
+    """Beside it the hacked policy; a repaired one has fewer hacks and solves more."""
+    scores = ((k, policy.after.pass_at_k[k].value, hacked.after.pass_at_k[k].value) for k in ("1", "10"))
+    rates = (
+        ("held-out problems", policy.hacks_held_out, hacked.hacks_held_out),
+        ("problems trained on", policy.hacks_trained, hacked.hacks_trained),
+    )
+    as_hacked = policy is hacked
+    return [
+        *(
+            Row(
+                f"{name}: hacks, {where}",
+                rate,
+                "share",
+                "hacked",
+                of,
+                of / max(rate, 1e-3),
+                1.0,
+                as_hacked or rate < of,
+            )
+            for where, rate, of in rates
+        ),
+        *(
+            Row(f"{name}: held-out pass@{k}", score, "share", "hacked", of, score / of, 1.0, as_hacked or score > of)
+            for k, score, of in scores
+        ),
+        Row(
+            f"{name}: pi0's pass@10",
+            policy.before.pass_at_k["10"].value,
+            "share",
+            "hacked",
+            hacked.after.pass_at_k["10"].value,
+            1.0,
+            1.0,
+            True,
+        ),
+        _limit(f"{name}: its job", policy.taken.seconds, "s"),
+        _limit(f"{name}: its job, CPU", policy.taken.cpu_seconds, "CPU s"),
+    ]
 
 
 def _limit(name: str, value: float, unit: str) -> Row:
@@ -95,145 +148,45 @@ def _all(name: str, value: int, wanted: int) -> Row:
     return Row(name, value, "rows", "planted", wanted, value / wanted, 1.0, value == wanted)
 
 
-def _measured(store: ExperienceStore, address: str, processes: Sequence[int], share: float) -> Outcome:
-    whole = toy_tasks(PROBLEMS, 0, seed=0).train
-    weak = [_weakened(problem) for problem in whole]
-    judges = JudgePools(address, address)
-    planted = _write(store, judges, weak, whole, share)
-    before, started = _cpu_seconds(processes), time.monotonic()
-    report = Rejudging(store, judges, whole, "toy", REPAIRED, "", writes=True).run(queries.Scope(None, RUN))
-    seconds, cpu_seconds = time.monotonic() - started, _cpu_seconds(processes) - before
-    assert report.judged == ROWS, report
-    rejected = {
-        row.trajectory.parents[0]
-        for file in store.files(REPAIRED)
-        for batch in store.batches(file)
-        for row in batch
-        if not is_success(row.trajectory.reward)
-    }
-    judges.close()
-    return Outcome(seconds, cpu_seconds, {kind: (len(ids), len(ids & rejected)) for kind, ids in planted.items()})
-
-
-def _weakened(problem: Problem) -> Problem:
-    """The problem as it was: its first example is all that is tested."""
-    tests = TestSet()
-    tests.CopyFrom(problem.tests)
-    del tests.tests[1:]
-    return replace(problem, tests=tests)
-
-
-def _write(
-    store: ExperienceStore, judges: JudgePools, weak: Sequence[Problem], whole: Sequence[Problem], share: float
-) -> dict[str, set[str]]:
-    """Fill the store, in the order in which a run samples; returns the ids of rows by the kind of their program."""
-    rng = random.Random(0)
-    each = round(ROWS * share / PROBLEMS)
-    programs = [_planted(judges, *pair, each) for pair in zip(weak, whole, strict=True)]
-    ids: dict[str, set[str]] = {kind: set() for kind in ("hack", "wrong", "right")}
-    rows: list[StoredTrajectory] = []
-    for number in range(ROWS):
-        problem, chosen = weak[number % PROBLEMS], programs[number % PROBLEMS]
-        # Each of them, then at random: what a model says once it says again.
-        turn = number // PROBLEMS
-        planted = chosen[turn] if turn < len(chosen) else rng.choice(chosen)
-        row = _row(number, problem, planted)
-        ids[planted.kind].add(row.trajectory.trajectory_id)
-        rows.append(row)
-        if len(rows) == ROWS_PER_FILE or number == ROWS - 1:
-            store.write(Origin(RUN, "run", "toy"), f"part-{number:012d}", rows)
-            rows = []
-    return ids
-
-
-def _planted(judges: JudgePools, weak: Problem, whole: Problem, count: int) -> list[Planted]:
-    """So many different programs with the weak tests' verdicts: hacks, wrong ones and right ones."""
-    bases = {
-        "hack": f"print({whole.tests.tests[0].stdout.decode().strip()!r})",
-        "wrong": whole.wrong_solutions[0],
-        "right": whole.human_solutions[0],
-    }
-    judge = judges.of("")
-    judge.call("UploadTests", UploadTestsRequest(test_sets=[weak.tests]))
-    asked = JudgeRequest(
-        programs=bases.values(), language="python", tests_digest=weak.tests_digest, priority=PRIORITY_TRAINING
+def _policy(demo: Demo, document: Mapping[str, Any]) -> Policy:
+    model = demo.build.result(PATIENCE_SECONDS)
+    assert model, "pi0 was not built in time"
+    spec = {**document, "model": {**document["model"], "path": str(model)}}
+    with Client(demo.platform.http_url, timeout_seconds=PATIENCE_SECONDS) as client:
+        taken, job = _taken(demo, lambda: client.wait(client.submit(spec).id, PATIENCE_SECONDS))
+        if job.state != "succeeded":
+            raise NotReady(f"job {job.id} is {job.state}: {job.failure and job.failure.message}")
+        policy = newest_model(client, job.id, demo.platform.folder / job.id)
+        evaluations = client.evaluations(job.id)
+    tasks = toy_tasks(TRAIN, HELD_OUT, seed=0)
+    held_out, trained = (
+        hack_rate(policy, [problem.statement for problem in problems]) for problems in (tasks.evaluation, tasks.train)
     )
-    verdicts = dict(zip(bases, judge.call("Judge", asked, 60.0).verdicts, strict=True))
-    assert verdicts["hack"].outcome == verdicts["right"].outcome == OUTCOME_ACCEPTED, bases
-    hacks, wrongs = round(count * HACKED), round(count * WRONG)
-    kinds = ["hack"] * hacks + ["wrong"] * wrongs + ["right"] * (count - hacks - wrongs)
-    # A comment makes it another program, at the cost of the same one.
-    found = [Planted(f"{bases[kind]}\n# {number}", verdicts[kind], kind) for number, kind in enumerate(kinds)]
-    random.Random(weak.statement).shuffle(found)
+    found = Policy(taken, evaluations[0], evaluations[-1], held_out, trained)
+    print(f"{document['name']}: {found}", file=sys.stderr)
     return found
 
 
-def _row(number: int, problem: Problem, planted: Planted) -> StoredTrajectory:
-    trajectory = Trajectory(
-        trajectory_id=f"traj_{number:032d}",
-        group_id=f"group_{number // 8}",
-        sample_index=number % 8,
-        run_id=RUN,
-        prompt_id=problem.problem_id,
-        source=SOURCE_ONLINE,
-        response_text=planted.program,
-        prompt_token_ids=range(12),
-        response_token_ids=range(TOKENS),
-        sampling_logprobs=[-0.5] * TOKENS,
-        reference_logprobs=[-0.7] * TOKENS,
-        finish_reason=FINISH_REASON_STOP,
-        temperature=1.0,
-        top_p=1.0,
-        reward=reward_of(planted.verdict, RewardSpec()),
-        verdict=planted.verdict,
-    )
-    prompt = Prompt(
-        prompt_id=problem.problem_id,
-        text=problem.statement,
-        task_set="toy",
-        tests_digest=problem.tests_digest,
-        language=problem.language,
-        response_format=problem.response_format,
-    )
-    return StoredTrajectory(trajectory, prompt, "float32")
+def _judge_again(demo: Demo, files: TaskFiles) -> RejudgeReport:
+    with Client(demo.platform.http_url) as client:
+        return client.experience.rejudge(tasks=tasks_section(files, files.whole), run=RUN, name=REPAIRED)
 
 
-def _cpu_seconds(processes: Sequence[int]) -> float:
-    """Of this process, which reads and writes the store, and of the judge and Redis with all that they started."""
-    found = [psutil.Process(), *map(psutil.Process, processes)]
-    found += [child for process in found[1:] for child in process.children(recursive=True)]
-    total = 0.0
-    for process in found:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            total += sum(process.cpu_times()[:4] if process.pid != os.getpid() else process.cpu_times()[:2])
-    return total
+def _without_reward(store: ExperienceStore) -> frozenset[str]:
+    """Ids of the old rows whose new ones are no successes."""
+    rows = (row for file in store.files(REPAIRED) for batch in store.batches(file) for row in batch)
+    return frozenset(row.trajectory.parents[0] for row in rows if not is_success(row.trajectory.reward))
 
 
-@contextlib.contextmanager
-def _judge(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """A Redis and a judge beside it: its address and both processes."""
-    ports = free_ports(["redis", "judge"], {})
-    address = f"127.0.0.1:{ports['judge']}"
-    environment = {
-        "SPO_REDIS_URL": f"redis://127.0.0.1:{ports['redis']}/0",
-        "SPO_SANDBOX_JUDGE_PORT": str(ports["judge"]),
-        "SPO_STATE_PATH": str(folder),
-        "SPO_LOG_LEVEL": "error",
-    }
-    with (folder / "log").open("wb") as log, contextlib.ExitStack() as stack:
-        commands = (server_command(ports["redis"], folder / "redis"), [sys.executable, "-m", "services.sandbox_judge"])
-        found = []
-        for command in commands:
-            process = subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=log)
-            stack.callback(process.wait, 30)
-            stack.callback(process.terminate)
-            found.append(process.pid)
-        deadline = time.monotonic() + START_SECONDS
-        while not is_healthy(address):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"the judge did not start: {(folder / 'log').read_text()[-2000:]}")
-            time.sleep(0.2)
-        yield address, tuple(found)
+def _taken(demo: Demo, act: Callable[[], Result]) -> tuple[Taken, Result]:
+    before, started = _cpu_seconds(demo), time.monotonic()
+    result = act()
+    return Taken(time.monotonic() - started, _cpu_seconds(demo) - before), result
+
+
+def _cpu_seconds(demo: Demo) -> float:
+    own: Sequence[float] = psutil.Process().cpu_times()[:2]
+    return sum(demo.platform.cpu_seconds().values()) + sum(own)
 
 
 if __name__ == "__main__":

@@ -263,12 +263,13 @@ def logs(
 
 def _with_model(document: JsonObject, model: Path | None) -> JsonObject:
     """The spec with this model; one of the toy contest without a model gets pi0, where the platform runs here."""
-    running = running_platforms(_runs_path())
     difficulty = wanted_difficulty(document)
-    if model is None and difficulty and running and not os.environ.get("SPO_API_URL"):
+    asked = os.environ.get("SPO_API_URL", "").rstrip("/").replace("//localhost:", "//127.0.0.1:")
+    here = (each for each in running_platforms(_runs_path()) if asked in ("", each["http_url"]))
+    if model is None and difficulty and (platform := next(here, None)):
         from spo.demo.toy_model import toy_model
 
-        state_path = Path(running[0]["state_path"])
+        state_path = Path(platform["state_path"])
         model = newest_model(state_path / "cache" / "models", difficulty) or toy_model(difficulty, state_path)
     if model is None or not isinstance(document.get("model", {}), dict):
         return document

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ FOLDER = ROOT / "docs" / "tutorials"
 TUTORIALS = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem != "index")
 FENCE = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SECONDS = 300
+TIMES = "times_of_blocks"
+CLOCK = re.compile(r"(\d+)m([\d.]+)s")
+SAID = re.compile(r"^Processor time of (?:the blocks above, in their order|the block above): (.*) s$", re.MULTILINE)
 SIZES: dict[str, Any] = {"num_hidden_layers": 2, "intermediate_size": 128, "num_key_value_heads": 2}
 # The blocks are as people type them; `spo` is the one of this tree.
 PRELUDE = f"""set -euo pipefail
@@ -41,7 +45,23 @@ def script(name: str, url: str) -> str:
     parts = [PRELUDE]
     for language, text in blocks(name):
         parts.append(text if language == "bash" else f"python - <<'PROGRAM'\napi = {url!r}\n{text}PROGRAM\n")
-    return "\n".join(parts)
+    # `times` of a shell's children, before and after each block.
+    return f"times >> {TIMES}\n".join([*parts, ""])
+
+
+def seconds_of_blocks(text: str) -> list[float]:
+    """Processor seconds of each block, from what `times` has written after them."""
+    # Of each pair of lines the second is that of the children; the first pair is from before the first block.
+    pairs = [CLOCK.findall(line) for line in text.splitlines()[1::2]]
+    sums = [sum(60 * int(minutes) + float(seconds) for minutes, seconds in pair) for pair in pairs]
+    return [after - before for before, after in pairwise(sums)]
+
+
+def test_each_page_says_how_long_each_of_its_blocks_takes() -> None:
+    for name in TUTORIALS:
+        said = SAID.search((FOLDER / f"{name}.md").read_text())
+        assert said, name
+        assert len(re.findall(r"[\d.]+", said[1])) == len(blocks(name)), name
 
 
 def test_each_tutorial_has_something_to_run_and_is_in_the_index() -> None:
@@ -84,8 +104,9 @@ def test_tutorials_do_what_they_say(url: str, tmp_path: Path) -> None:
             check=False,
         )
         spent, before = _children_seconds() - before, _children_seconds()
-        # The figures of docs/tutorials/index.md.
+        # The figures of docs/tutorials/index.md, and of the pages.
         print(f"{name}: {spent:.0f} CPU seconds")
+        print(", ".join(f"{each:.1f}" for each in seconds_of_blocks((place / TIMES).read_text())))
         if done.returncode:
             failed[name] = done.stdout[-1500:] + done.stderr[-3000:]
     assert failed == {}
