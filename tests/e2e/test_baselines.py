@@ -65,6 +65,8 @@ def test_a_star_po_ends_with_a_higher_pass_at_1_than_it_began(client: Client, re
         "a_star_po",
         reference_model,
         tasks={"train_problems": 160},
+        # Of a residual's variance the noise of so few is a sixteenth.
+        value={"samples": 16},
         trainer=trainer,
         evaluation={"interval_steps": steps, "samples": 20},
     )
