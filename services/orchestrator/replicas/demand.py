@@ -9,8 +9,9 @@ A job's trainer would take so many groups a second if it never waited, and a gro
 Both are means that fade by half in PACE_SECONDS and COST_SECONDS. What is ahead in the replay buffer and what the
 limiter has capped appear in neither: a pool that idles because the buffer is full, or is full because the trainer
 waits, gets the same answer. While new replicas have not had time to deliver, their load says nothing and the cost
-stays as it was. Before anything was delivered need = busy, and twice that while requests for values wait unread. The
-needs of all jobs add up; pools that jobs share have one cost per group. People who use policies need, of inference,
+stays as it was; for a job's first ones it is the mean of the other jobs' costs. Where no job has one yet need = busy,
+and twice that while requests for values wait unread. The needs of all jobs add up; pools that jobs share have one cost
+per group. People who use policies need, of inference,
 
     serving = completions under way at once / completions that one replica is meant to take
 
@@ -90,8 +91,16 @@ class _JobDemand:
         self.need = 0.0
         self.known = False
 
-    def observe(self, at: float, facts: JobFacts) -> float:
-        """Take in the facts of a moment; returns the groups delivered since the last one."""
+    @property
+    def cost(self) -> float | None:
+        """Replica seconds for a group; None until replicas have had time to deliver."""
+        return self._cost.value
+
+    def observe(self, at: float, facts: JobFacts, usual_cost: float | None) -> float:
+        """Take in the facts of a moment; returns the groups delivered since the last one.
+
+        usual_cost: what a group costs other jobs, None where none is known.
+        """
         passed, before = at - self.at, self.facts
         delivered = max(0.0, facts.delivered - before.delivered)
         if facts.step > before.step:
@@ -111,13 +120,14 @@ class _JobDemand:
         latency = math.inf if self._latency.value is None else self._latency.value
         if at - self._joined_at >= min(SETTLED * latency, LONGEST_SETTLING_SECONDS):
             self._cost.add(busy * passed, delivered, passed)
-        self._decide(at, busy)
+        self._decide(at, busy, usual_cost)
         self.at, self.facts = at, facts
         return delivered
 
-    def _decide(self, at: float, busy: float) -> None:
-        cost, pace = self._cost.value, self.pace
-        self.known = cost is not None and pace > 0
+    def _decide(self, at: float, busy: float, usual_cost: float | None) -> None:
+        pace = self.pace
+        self.known = self.cost is not None and pace > 0
+        cost = usual_cost if self.cost is None else self.cost
         if cost is None or not pace:
             self.need = max(self.need, busy * (2 if self.facts.requests_wait else 1))
             return
@@ -154,7 +164,11 @@ class PoolDemand:
         self._at = at
         for ended in self._jobs.keys() - {facts.run_id for facts in jobs}:
             del self._jobs[ended]
-        delivered = sum(self._jobs.setdefault(facts.run_id, _JobDemand(at, facts)).observe(at, facts) for facts in jobs)
+        costs = [job.cost for job in self._jobs.values() if job.cost is not None]
+        usual = sum(costs) / len(costs) if costs else None
+        delivered = sum(
+            self._jobs.setdefault(facts.run_id, _JobDemand(at, facts)).observe(at, facts, usual) for facts in jobs
+        )
         for pool, utilisation in UTILISATION.items():
             if pool == "inference":
                 need = sum(job.need for job in self._jobs.values()) + self._serving * utilisation

@@ -1,78 +1,102 @@
-"""docs/two_machines.md with two loopback addresses in place of machines: roles find the orchestrator by a token."""
+"""docs/two_machines.md with two network namespaces in place of machines: roles find the orchestrator by a token."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import httpx
 import pytest
-import redis
 
+from spo.local.redis_server import server_command
+from tests.support.two_hosts import HEAD, OTHER, Host, two_hosts
+
+PAGE = Path(__file__).parents[3] / "docs" / "two_machines.md"
+LIMIT_SECONDS = 90
+KEY = "of-the-api"
+PASSWORD = "of-redis"
+# What people do from the other machine: first the role with another token serves, then the other role is known.
+LOOK = f"""
+import httpx, json
 from spo.rpc.client import is_healthy
 from spo.testing.waiting import wait_until
-from tests.conftest import free_port
 
-LIMIT_SECONDS = 90.0
-HEAD, OTHER = "127.0.0.1", "127.0.0.2"
-KEY = "of-the-api"
+def pools():
+    try:
+        answer = httpx.get("http://{HEAD}:8080/v1/replicas", headers={{"Authorization": "Bearer {KEY}"}}, timeout=10)
+        return {{each["pool"]: each["address"] for each in answer.raise_for_status().json()["items"]}}
+    except httpx.HTTPError:
+        return {{}}
 
-Start = Callable[..., "subprocess.Popen[bytes]"]
+wait_until(lambda: is_healthy("{OTHER}:7076"), "the role with another token serves", {LIMIT_SECONDS})
+print("serves", flush=True)
+wait_until(lambda: "replay-buffer" in pools(), "the role on the other machine is known", {LIMIT_SECONDS})
+print(json.dumps(pools()), flush=True)
+"""
+
+Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def head_port() -> int:
-    return free_port()
+def hosts() -> Iterator[tuple[Host, Host]]:
+    with contextlib.ExitStack() as held:
+        try:
+            made = held.enter_context(two_hosts())
+        except (OSError, subprocess.CalledProcessError) as error:
+            said = getattr(error, "stderr", None) or error
+            pytest.skip(f"NOT TESTED, docs/two_machines.md: no networks of its own here: {said}")
+        yield made
 
 
 @pytest.fixture
-def start(redis_server: str, redis_client: redis.Redis, tmp_path: Path, head_port: int) -> Iterator[Start]:
-    shared = {
-        "SPO_REDIS_URL": redis_server,
-        "SPO_RPC_TOKEN": "of-both-machines",
-        "SPO_STATE_PATH": str(tmp_path),
-        "SPO_ORCHESTRATOR_ADDRESS": f"{HEAD}:{head_port}",
-    }
-    processes: list[subprocess.Popen[bytes]] = []
+def start(hosts: tuple[Host, Host], tmp_path: Path) -> Iterator[Start]:
+    shared = {**of_the_page(), "SPO_STATE_PATH": str(tmp_path)}
+    processes: list[subprocess.Popen[str]] = []
 
-    def start_role(service: str, host: str, port: int, **extra: str) -> subprocess.Popen[bytes]:
-        own = {f"SPO_{service.upper()}_HOST": host, f"SPO_{service.upper()}_PORT": str(port)}
-        environment = {**os.environ, **shared, **own, **extra}
-        processes.append(subprocess.Popen([sys.executable, "-m", f"services.{service}"], env=environment))
+    def start_on(host: Host, *command: str, **extra: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, **shared, **extra}
+        processes.append(subprocess.Popen(host.on(command), env=environment, stdout=subprocess.PIPE, text=True))
         return processes[-1]
 
-    yield start_role
+    yield start_on
     for process in processes:
         process.terminate()
     for process in processes:
-        process.wait(60)
+        process.communicate(timeout=60)
 
 
-def test_a_role_on_another_machine_is_found_and_one_with_another_token_is_not(start: Start, head_port: int) -> None:
-    http_port, good, bad = free_port(), free_port(), free_port()
-    start(
-        "orchestrator",
-        HEAD,
-        head_port,
-        SPO_ORCHESTRATOR_HTTP_PORT=str(http_port),
-        SPO_ORCHESTRATOR_API_KEY=KEY,
+def of_the_page() -> Mapping[str, str]:
+    """The environment that both machines have; the page's addresses are those of the namespaces."""
+    lines = re.findall(
+        r"^(SPO_\w+)=(\S+)$", PAGE.read_text().partition("/etc/spo/environment")[2].split("```")[1], re.M
     )
+    return {name: value.replace("PASSWORD", PASSWORD) for name, value in lines}
+
+
+def test_a_role_on_another_machine_is_found_and_one_with_another_token_is_not(
+    start: Start, hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
+    head, other = hosts
+    start(head, *server_command(6379, tmp_path / "redis"), "--bind", HEAD, "--requirepass", PASSWORD)
+    orchestrator = {"HOST": HEAD, "PORT": "7070", "HTTP_PORT": "8080", "API_KEY": KEY}
+    role(start, head, "orchestrator", **orchestrator)
     # First the one with another token: when the other is there, this one has had the time to be.
-    start("verifier", OTHER, bad, SPO_RPC_TOKEN="of-somebody-else")
-    headers = {"Authorization": f"Bearer {KEY}"}
+    role(start, other, "verifier", {"SPO_RPC_TOKEN": "of-somebody-else"}, HOST=OTHER, PORT="7076")
+    looks = start(other, sys.executable, "-c", LOOK)
+    assert looks.stdout is not None
+    assert looks.stdout.readline() == "serves\n"
+    role(start, other, "replay_buffer", HOST=OTHER, PORT="7073")
+    pools = json.loads(looks.stdout.readline())
 
-    def pools() -> dict[str, str]:
-        try:
-            answer = httpx.get(f"http://{HEAD}:{http_port}/v1/replicas", headers=headers, timeout=10).raise_for_status()
-        except httpx.HTTPError:
-            return {}
-        return {each["pool"]: each["address"] for each in answer.json()["items"]}
+    assert pools == {"orchestrator": f"{HEAD}:7070", "replay-buffer": f"{OTHER}:7073"}
 
-    wait_until(lambda: is_healthy(f"{OTHER}:{bad}"), "the role with another token serves", LIMIT_SECONDS)
-    start("replay_buffer", OTHER, good)
-    wait_until(lambda: "replay-buffer" in pools(), "the role on the other machine is known", LIMIT_SECONDS)
 
-    assert pools() == {"orchestrator": f"{HEAD}:{head_port}", "replay-buffer": f"{OTHER}:{good}"}
+def role(start: Start, host: Host, service: str, extra: Mapping[str, str] | None = None, **own: str) -> None:
+    """A service with the variables of its own file, as systemd starts it."""
+    named = {f"SPO_{service.upper()}_{name}": value for name, value in own.items()}
+    start(host, sys.executable, "-m", f"services.{service}", **named, **(extra or {}))

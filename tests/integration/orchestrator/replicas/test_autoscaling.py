@@ -156,6 +156,24 @@ def test_replicas_that_have_not_had_time_to_deliver_do_not_change_what_is_wanted
     assert [look(320.0 + tick, 5, 320.0 + tick) for tick in range(8)] == [5] * 8
 
 
+def test_a_jobs_first_groups_are_taken_to_cost_what_the_other_jobs_do() -> None:
+    demand = PoolDemand()
+
+    def facts(run_id: str, at: float, delivered: float) -> JobFacts:
+        return JobFacts(run_id, {run_id: 1.0}, delivered, 8.0, taken=8, step=int(at / 8), waited_seconds=6,
+                        worked_seconds=2)  # fmt: skip
+
+    for tick in range(1, 40):
+        at = 8.0 * tick
+        before = demand.observe(at, [facts("known", at, at)], {}, {"inference": 1})["inference"]
+    # The new one's trainer works as fast; nothing of its own has been delivered.
+    both = [
+        demand.observe(at, [facts("known", at, at), facts("new", at - 320, 0)], {}, {"inference": 2})["inference"]
+        for at in (320.0, 328.0, 336.0)
+    ]
+    assert (before, both[-1]) == (5, 9)
+
+
 def test_eight_replicas_make_seven_times_the_rollouts_of_one_through_dispatcher_and_limiter(
     redis_client: redis.Redis,
 ) -> None:
