@@ -163,7 +163,7 @@ def _policy(demo: Demo, document: Mapping[str, Any]) -> Policy:
         hack_rate(policy, [problem.statement for problem in problems]) for problems in (tasks.evaluation, tasks.train)
     )
     found = Policy(taken, evaluations[0], evaluations[-1], held_out, trained)
-    print(f"{document['name']}: {found}", file=sys.stderr)
+    print(f"{document['name']}: {taken}, hacks {held_out:.3f} and {trained:.3f}", file=sys.stderr)
     return found
 
 
