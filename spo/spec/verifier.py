@@ -24,6 +24,8 @@ _SERVED = re.compile(
 )
 MOST_RUBRIC = 32_768
 MOST_EXPRESSION = 1000
+# Of those that rows name, the one for rows that name none.
+DEFAULT = "default"
 PART_NAME = r"^[A-Za-z][A-Za-z0-9_-]{0,63}$"
 FUNCTION_NAME = r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"
 
@@ -230,37 +232,76 @@ class CompositionVerifier(Section):
         return self
 
 
-def _of_tasks(value: object, _check: object, info: ValidationInfo) -> Section:
+def _of_a_problem(value: object, _check: object, info: ValidationInfo) -> Section:
     return _by_kind(value, info, (*_SINGLE, CompositionVerifier))
 
 
-VerifierSpec = Annotated[
-    ProgramVerifier | PythonVerifier | HttpVerifier | ModelVerifier | CompositionVerifier, WrapValidator(_of_tasks)
+ProblemVerifier = Annotated[
+    ProgramVerifier | PythonVerifier | HttpVerifier | ModelVerifier | CompositionVerifier, WrapValidator(_of_a_problem)
 ]
 
 
-def verifiers_in(verifier: VerifierSpec) -> tuple[tuple[str, PartVerifier], ...]:
-    """The verifier or, of a composition, those of its parts, each with its JSON pointer below `tasks` (no slash)."""
-    if not isinstance(verifier, CompositionVerifier):
-        return (("verifier", verifier),)
-    return tuple(
-        (f"verifier/parts/{index}/verifier", part.verifier)
-        for index, part in enumerate(verifier.parts)
-        if part.verifier is not None
+class PerProblemVerifier(Section):
+    """Each row of the task file names one of these by its field `verifier`."""
+
+    kind: Literal["per_problem"]
+    verifiers: dict[Annotated[str, Field(pattern=PART_NAME)], ProblemVerifier] = Field(
+        min_length=1, max_length=MOST_PARTS, description=f"By name; `{DEFAULT}` is for rows that name none."
     )
 
 
-def with_models(verifier: VerifierSpec, renamed: Callable[[str, ModelVerifier], str]) -> VerifierSpec:
+def _of_tasks(value: object, _check: object, info: ValidationInfo) -> Section:
+    return _by_kind(value, info, (*_SINGLE, CompositionVerifier, PerProblemVerifier))
+
+
+VerifierSpec = Annotated[
+    ProgramVerifier | PythonVerifier | HttpVerifier | ModelVerifier | CompositionVerifier | PerProblemVerifier,
+    WrapValidator(_of_tasks),
+]
+
+
+def verifiers_in(verifier: VerifierSpec, at: str = "verifier") -> tuple[tuple[str, PartVerifier], ...]:
+    """The verifier, those of a composition's parts or all that rows may name, each with its JSON pointer below `tasks`
+    (no slash)."""
+    match verifier:
+        case CompositionVerifier():
+            return tuple(
+                (f"{at}/parts/{index}/verifier", part.verifier)
+                for index, part in enumerate(verifier.parts)
+                if part.verifier is not None
+            )
+        case PerProblemVerifier():
+            named = verifier.verifiers.items()
+            return tuple(found for name, one in named for found in verifiers_in(one, f"{at}/verifiers/{name}"))
+    return ((at, verifier),)
+
+
+def with_models(
+    verifier: VerifierSpec, renamed: Callable[[str, ModelVerifier], str], at: str = "verifier"
+) -> VerifierSpec:
     """The verifier with other names of its models; renamed: told the pointer as `verifiers_in` gives it."""
-    found = {at: renamed(at, one) for at, one in verifiers_in(verifier) if isinstance(one, ModelVerifier)}
-    if isinstance(verifier, ModelVerifier):
-        return verifier.model_copy(update={"model": found["verifier"]})
-    if not isinstance(verifier, CompositionVerifier):
-        return verifier
-    parts = tuple(
-        part.model_copy(update={"verifier": part.verifier.model_copy(update={"model": found[at]})})
-        if part.verifier is not None and (at := f"verifier/parts/{index}/verifier") in found
-        else part
-        for index, part in enumerate(verifier.parts)
-    )
-    return verifier.model_copy(update={"parts": parts})
+    match verifier:
+        case ModelVerifier():
+            return verifier.model_copy(update={"model": renamed(at, verifier)})
+        case CompositionVerifier():
+            parts = tuple(
+                part.model_copy(
+                    update={"verifier": with_models(part.verifier, renamed, f"{at}/parts/{index}/verifier")}
+                )
+                if isinstance(part.verifier, ModelVerifier)
+                else part
+                for index, part in enumerate(verifier.parts)
+            )
+            return verifier.model_copy(update={"parts": parts})
+        case PerProblemVerifier():
+            named = {
+                name: with_models(one, renamed, f"{at}/verifiers/{name}") for name, one in verifier.verifiers.items()
+            }
+            return verifier.model_copy(update={"verifiers": named})
+    return verifier
+
+
+def _with_model(part: PartSpec, renamed: Callable[[str, ModelVerifier], str], at: str) -> PartSpec:
+    if not isinstance(part.verifier, ModelVerifier):
+        return part
+    return part.model_copy(update={"verifier": with_models(part.verifier, renamed, f"{at}/verifier")})

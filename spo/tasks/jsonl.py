@@ -141,6 +141,8 @@ class ProblemRow(RowSection):
         default=None, description="What a scoring function or service of the job is told of this problem."
     )
 
+    verifier: str = Field(default="", max_length=64, description="Which of the job's verifiers decides, by its name.")
+
     @field_validator("arguments")
     @classmethod
     def arguments_are_small(cls, arguments: dict[str, JsonValue] | None) -> dict[str, JsonValue] | None:
@@ -159,8 +161,8 @@ class ProblemRow(RowSection):
 
     def _faults(self) -> Iterator[str]:
         given = [name for name in ("tests", "answer", "code_tests") if getattr(self, name)]
-        if not given and self.arguments is None:
-            yield "a problem needs tests, an answer, code_tests, or arguments for the job's verifier"
+        if not given and self.arguments is None and not self.verifier:
+            yield "a problem needs tests, an answer, code_tests, arguments for the job's verifier, or the name of one"
         elif given and (foreign := sorted(self.model_fields_set & _FOREIGN[given[-1]])):
             yield f"{', '.join(foreign)} belong to programs, not to a problem with {_NAMED[given[-1]]}"
         if not LANGUAGES.fullmatch(self.language):
@@ -216,6 +218,7 @@ def jsonl_problem(record: Record) -> Problem:
         wrong_solutions=row.wrong_solutions,
         difficulty=row.difficulty,
         arguments_json=_arguments(row),
+        verifier=row.verifier,
         place=record.place,
     )
 

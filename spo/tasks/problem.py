@@ -20,8 +20,8 @@ class Problem:
     """One problem of a task set; `difficulty` is the published level or, in the toy contest, the tier.
 
     tests: of a program in `language`, or the rule for an answer in the language "text", whose solutions are responses.
-    arguments_json: what else of it a scoring function or service is told, as a JSON object. place: where a person finds
-    it in its file.
+    arguments_json: what else of it a scoring function or service is told, as a JSON object. verifier: the name of that
+    of the job's which decides, where it has several. place: where a person finds it in its file.
     """
 
     statement: str
@@ -32,6 +32,7 @@ class Problem:
     wrong_solutions: tuple[str, ...] = ()
     difficulty: str = ""
     arguments_json: str = ""
+    verifier: str = ""
     place: str = field(default="", compare=False)
     # The environment that answers the policy's turns, and how it is set up; "": a single turn.
     environment: str = ""

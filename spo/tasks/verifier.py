@@ -11,12 +11,15 @@ from pathlib import Path
 
 from spo.errors import FieldViolation, InvalidInput
 from spo.spec.verifier import (
+    DEFAULT,
     CompositionVerifier,
     FormatVerifier,
     HttpVerifier,
     ModelVerifier,
     PartSpec,
     PartVerifier,
+    PerProblemVerifier,
+    ProblemVerifier,
     ProgramVerifier,
     PythonVerifier,
     VerifierSpec,
@@ -62,7 +65,7 @@ def decided_by(problems: Sequence[Problem], verifier: VerifierSpec) -> tuple[Pro
     return tuple(decided)
 
 
-def apply_verifier(problem: Problem, verifier: VerifierSpec | PartVerifier) -> TestSet:
+def apply_verifier(problem: Problem, verifier: ProblemVerifier | PartVerifier) -> TestSet:
     """What decides about responses to a problem, under a spec's verifier.
 
     Raises InvalidInput: "malformed_task" names the problem that lacks what the verifier needs, "unusable_function" the
@@ -105,7 +108,21 @@ def arguments_of(problem: Problem) -> str:
     return json.dumps(arguments, sort_keys=True, separators=(",", ":"))
 
 
-def _decided_by(problem: Problem, verifier: VerifierSpec) -> Problem:
+def _named_by(problem: Problem, verifier: VerifierSpec) -> ProblemVerifier:
+    """What the problem's row names. Raises InvalidInput naming a row that names what there is not."""
+    named = problem.verifier
+    if isinstance(verifier, PerProblemVerifier):
+        if found := verifier.verifiers.get(named or DEFAULT):
+            return found
+        told = f"verifier: {named!r}" if named else "no verifier"
+        raise malformed(problem.place or "a problem", f"{told}; the job has {', '.join(sorted(verifier.verifiers))}")
+    if named:
+        raise malformed(problem.place or "a problem", f"verifier: {named!r}, and the job's is not of kind per_problem")
+    return verifier
+
+
+def _decided_by(problem: Problem, of_job: VerifierSpec) -> Problem:
+    verifier = _named_by(problem, of_job)
     tests = apply_verifier(problem, verifier)
     if isinstance(verifier, ProgramVerifier):
         return problem

@@ -16,7 +16,7 @@ from services.verifier.environments.environment import Reply, Setup
 from services.verifier.environments.registry import Environments, all_environments
 from services.verifier.environments.sealed_state import Seal, StateSeal
 from services.verifier.settings import Settings
-from spo.errors import FieldViolation, InternalError, InvalidInput, SpoError
+from spo.errors import FieldViolation, InternalError, InvalidInput, NotReady, SpoError
 from spo.messaging.redis_client import RedisClient
 from spo.observability.logs import get_logger
 from spo.rpc.client import DEFAULT_DEADLINE_SECONDS, RpcClient
@@ -50,7 +50,7 @@ class EnvironmentService(EnvironmentServiceServicer):
         environment, setup = self._environments.of(request.environment), _setup(request.environment_json, context)
         _require_few(len(request.seeds), "/seeds")
         episode = f"{request.environment} {request.environment_json}"
-        answers = self._asked(request.environment, lambda seed: environment.begin(setup, seed), request.seeds)
+        answers = self._asked(request.environment, lambda seed: environment.begin(setup, seed), request.seeds, context)
         return wire.BeginResponse(observations=[self._observation(episode, answer) for answer in answers])
 
     def Step(self, request: wire.StepRequest, context: grpc.ServicerContext) -> wire.StepResponse:
@@ -65,6 +65,7 @@ class EnvironmentService(EnvironmentServiceServicer):
             request.environment,
             lambda each: environment.step(setup, each[0], each[1].action),
             list(zip(states, request.turns, strict=True)),
+            context,
         )
         return wire.StepResponse(observations=[self._observation(episode, answer) for answer in answers])
 
@@ -74,10 +75,19 @@ class EnvironmentService(EnvironmentServiceServicer):
         """The names of all environments."""
         return wire.DescribeEnvironmentsResponse(environments=self._environments.names)
 
-    def _asked(self, name: str, ask: Callable[[_Asked], Reply], episodes: Iterable[_Asked]) -> list[Reply]:
+    def _asked(
+        self, name: str, ask: Callable[[_Asked], Reply], episodes: Iterable[_Asked], context: grpc.ServicerContext
+    ) -> list[Reply]:
         """The answers, in order; what an environment raises that is no SpoError is its own fault, and names it."""
+
+        def ask_for_somebody(episode: _Asked) -> Reply:
+            # Who has gone asks again: done for nobody as well, a slow environment would never catch up.
+            if not context.is_active():
+                raise NotReady(f"nobody waits any more for environment {name}")
+            return ask(episode)
+
         try:
-            return list(self._pool.map(ask, episodes))
+            return list(self._pool.map(ask_for_somebody, episodes))
         except SpoError:
             raise
         except Exception as error:

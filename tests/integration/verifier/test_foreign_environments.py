@@ -7,6 +7,7 @@ versions the adapters were tried.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -20,8 +21,8 @@ from services.verifier.environments.foreign.openenv_server import action_in
 from services.verifier.environments.registry import Environments
 from services.verifier.environments.remote import RemoteEnvironment
 from services.verifier.environments.sealed_state import OpenState, StateSeal
-from services.verifier.environments.service import EnvironmentService
-from spo.errors import InternalError, InvalidInput, NotReady
+from services.verifier.environments.service import TURNS_AT_ONCE, EnvironmentService
+from spo.errors import InternalError, InvalidInput, NotReady, Unreachable
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
 from spo.rpc.token import HEADER, show_token
@@ -40,8 +41,13 @@ class Countdown:
 
     left: int
     open: bool = True
+    opens: bool = True
+    opening_seconds: float = 0
 
     def opening(self) -> Said:
+        time.sleep(self.opening_seconds)
+        if not self.opens:
+            raise RuntimeError("it does not open")
         return Said(f"{self.left} left")
 
     def act(self, action: str) -> Said:
@@ -58,10 +64,13 @@ class Shelf:
 
     opened: list[Countdown] = field(default_factory=list)
     jitter: int = 0
+    opens: bool = True
+    opening_seconds: float = 0
 
     def start(self, setup: Setup, seed: int) -> Countdown:
         row = setup.problem["arguments"]
-        self.opened.append(Countdown(row["from"] + seed + self.jitter * len(self.opened)))
+        left = row["from"] + seed + self.jitter * len(self.opened)
+        self.opened.append(Countdown(left, opens=self.opens, opening_seconds=self.opening_seconds))
         return self.opened[-1]
 
 
@@ -126,6 +135,30 @@ def test_an_episode_is_played_in_its_own_process_and_decided_there(pools: Callab
     assert (last.verdict.outcome, last.verdict.score) == (OUTCOME_ACCEPTED, 1.0)
     assert last.verdict.judge_version == "countdown 1"
     assert [episode.open for episode in pool.shelf.opened] == [False], "one live episode took all turns"
+
+
+def test_an_episode_that_does_not_open_is_let_go_of(pools: Callable[..., Pool]) -> None:
+    pool = pools()
+    pool.shelf.opens = False
+
+    with pytest.raises(InternalError, match="it does not open"):
+        pool.begin()
+
+    assert [episode.open for episode in pool.shelf.opened] == [False]
+
+
+def test_episodes_that_nobody_waits_for_any_more_are_not_begun(pools: Callable[..., Pool]) -> None:
+    pool = pools()
+    pool.shelf.opening_seconds = 0.4
+    seeds = list(range(8 * TURNS_AT_ONCE))
+    request = wire.BeginRequest(environment="countdown", environment_json=SETUP.to_json(), seeds=seeds)
+
+    with pytest.raises(Unreachable):
+        pool.client.call("Begin", request, 1.0)
+
+    pool.shelf.opening_seconds = 0
+    assert pool.begin(seed=1).text == "4 left"  # behind all that was asked before
+    assert len(pool.shelf.opened) < len(seeds)
 
 
 def test_a_turn_that_is_repeated_and_a_process_that_forgot_lead_to_the_same_episode(

@@ -10,6 +10,7 @@ import pytest
 
 from spo.errors import InvalidInput
 from spo.spec.job_spec import TasksSpec, parse_job_spec, spec_from_json, spec_to_json
+from spo.spec.verifier import verifiers_in, with_models
 from spo.tasks.load import load_tasks
 from spo.tasks.problem import Problem
 from spo.tasks.verifier import MOST_SOURCE_BYTES
@@ -94,6 +95,52 @@ def test_a_composition_holds_the_files_own_tests_and_sees_whole_responses(tmp_pa
     assert composed.human_solutions == ("```python\nprint(3)\n```",)
 
 
+def test_each_row_is_decided_by_the_verifier_that_it_names(tmp_path: Path, scored: Path) -> None:
+    poems = {"kind": "python", "path": str(scored), "pass_score": 0.5}
+    by_row = {"kind": "per_problem", "verifiers": {"default": {"kind": "program"}, "poems": poems}}
+
+    assert problem_of(tmp_path, PROGRAM, by_row) == problem_of(tmp_path, PROGRAM, None)
+    named = problem_of(tmp_path, {"statement": "Write a poem.", "verifier": "poems"}, by_row)
+    alone = problem_of(tmp_path, TOLD | {"arguments": {}}, poems)
+    assert (named.problem_id, named.tests) == (alone.problem_id, alone.tests)
+
+
+@pytest.mark.parametrize(
+    ("row", "verifiers", "said"),
+    [
+        (ANSWER | {"verifier": "poems"}, {"songs": {"kind": "program"}}, "'poems'; the job has songs"),
+        (ANSWER, {"songs": {"kind": "program"}}, "no verifier; the job has songs"),
+        (ANSWER | {"verifier": "poems"}, None, "'poems', and the job's is not of kind per_problem"),
+        (TOLD | {"verifier": "songs"}, {"songs": {"kind": "program"}}, "neither tests nor an answer"),
+    ],
+)
+def test_a_row_that_names_what_cannot_decide_it_is_named(
+    tmp_path: Path, row: dict[str, Any], verifiers: dict[str, Any] | None, said: str
+) -> None:
+    with pytest.raises(InvalidInput, match=r"problems\.jsonl, line 1: ") as refused:
+        problem_of(tmp_path, row, {"kind": "per_problem", "verifiers": verifiers} if verifiers else None)
+    assert (refused.value.code, said in refused.value.message) == ("malformed_task", True)
+
+
+def test_all_that_rows_may_name_are_checked_and_pinned_at_their_place() -> None:
+    judge = {"kind": "model", "rubric": "r", "model": "served:one"}
+    parts = [{"name": "form", "verifier": {"kind": "format", "expression": "a"}}, {"name": "judged", "verifier": judge}]
+    named = {"plain": judge, "both": {"kind": "composition", "parts": parts}, "code": {"kind": "program"}}
+    verifier = TasksSpec.model_validate({"verifier": {"kind": "per_problem", "verifiers": named}}).verifier
+
+    places = [at for at, _ in verifiers_in(verifier)]
+    both = "verifier/verifiers/both/parts"
+    assert places == [
+        "verifier/verifiers/plain",
+        f"{both}/0/verifier",
+        f"{both}/1/verifier",
+        "verifier/verifiers/code",
+    ]
+    renamed = with_models(verifier, lambda at, _: f"served:{at.split('/')[2]}")
+    models = {at: one.model for at, one in verifiers_in(renamed) if one.kind == "model"}
+    assert models == {"verifier/verifiers/plain": "served:plain", f"{both}/1/verifier": "served:both"}
+
+
 def test_a_problem_that_lacks_what_decides_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"problems.jsonl, line 1: neither tests nor an answer") as refused:
         problem_of(tmp_path, TOLD, None)
@@ -156,6 +203,9 @@ def test_a_composition_that_makes_no_score_is_refused(parts: list[dict[str, Any]
         ({"kind": "model", "rubric": "r", "votes": 0}, "/votes"),
         ({"kind": "model", "rubric": "r", "model": "judge-8b"}, "/address"),
         ({"kind": "program", "path": "/x"}, "/path"),
+        ({"kind": "per_problem", "verifiers": {}}, "/verifiers"),
+        ({"kind": "per_problem", "verifiers": {"a": {"kind": "per_problem", "verifiers": {}}}}, "/verifiers/a"),
+        ({"kind": "per_problem", "verifiers": {"a": {"kind": "http", "url": "ftp://a"}}}, "/verifiers/a/url"),
     ],
 )
 def test_a_verifier_that_cannot_be_is_refused(verifier: dict[str, Any], pointer: str) -> None:

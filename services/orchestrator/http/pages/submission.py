@@ -39,6 +39,11 @@ VERIFIERS = {
     - {name: form, gate: true, verifier: {kind: format, expression: '(?s).*print.*'}}
     - {name: right, weight: 1.0, verifier: {kind: program}}
     - {name: length, weight: 0.2, length: {free_characters: 2000, most_characters: 8000}}""",
+    "per_problem": """verifier:
+  kind: per_problem  # a row says which: {"statement": ..., "verifier": "poems"}
+  verifiers:
+    default: {kind: program}
+    poems: {kind: python, path: /tasks/poems.py, function: score}""",
 }
 
 

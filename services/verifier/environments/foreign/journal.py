@@ -89,7 +89,11 @@ class JournalledEnvironment:
     def begin(self, setup: Setup, seed: int) -> Reply:
         """Open an episode. Raises what the package raises."""
         episode = self._start(setup, seed)
-        said = episode.opening()
+        try:
+            said = episode.opening()
+        except BaseException:
+            episode.close()
+            raise
         return self._reply(episode, said, {"seed": seed, "actions": [], "said": _digest("", said)}, setup)
 
     def step(self, setup: Setup, state: State, action: str) -> Reply:

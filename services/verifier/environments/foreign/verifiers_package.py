@@ -173,10 +173,12 @@ class Seat:
         """What the environment asks its model next, or what the episode earned."""
         assert self._running is not None
         asking = asyncio.create_task(self._asked.get())
-        await asyncio.wait((asking, self._running), return_when=asyncio.FIRST_COMPLETED)
-        if asking.done():
-            return Said(unread(asking.result()))
-        asking.cancel()
+        try:
+            await asyncio.wait((asking, self._running), return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                return Said(unread(asking.result()))
+        finally:
+            asking.cancel()
         episode = self._running.result()
         failures = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
