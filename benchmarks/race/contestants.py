@@ -59,7 +59,8 @@ def contestants() -> dict[str, Contestant]:
     """All, by name."""
     return {
         "spo": Jobs({FIRST: _recipe("thrifty"), SECOND: _recipe("thrifty_second")}),
-        "spo-online": Jobs({"SPO online alone": _online(_recipe("thrifty"), _recipe("online_squared"))}),
+        "spo-demo": Jobs({"SPO, the demo's recipe": read_spec(RECIPE)}),
+        "spo-online": Jobs({"SPO online alone": _online(_recipe("online_group_centred"))}),
         "sft": Trainers("TRL SFT", (SFT,)),
         "sft-grpo": Trainers("TRL SFT, then GRPO", (SHORT_SFT, _grpo())),
         "grpo": Trainers("TRL GRPO", (_grpo(),)),
@@ -91,6 +92,8 @@ def _recipe(name: str) -> dict[str, Any]:
     return read_spec(RECIPE.with_name(f"{name}.yaml"))
 
 
-def _online(thrifty: Mapping[str, Any], online: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe of online SPO with the values of `thrifty`, whose estimation is the cheaper one."""
-    return {**online, "name": "thrifty_online", "value": thrifty["value"]}
+def _online(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe with what GRPO gets here: untempered samples in groups of 8, its rate, and as many steps as it needs."""
+    rollout = {"samples_per_prompt": 8, "temperature": 1.0, "top_p": 1.0}
+    trainer = {**document["trainer"], "steps": 300, "learning_rate": 5e-4}
+    return {**document, "name": "race_online", "rollout": rollout, "trainer": trainer}

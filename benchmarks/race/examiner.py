@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,9 @@ from benchmarks.race.peer import own_judge
 from spo.errors import NotReady
 from spo.local.child import bound_to_this_process
 
-# An examination costs as much as thirty of GRPO's steps: late and still below FAR, the next two checkpoints go without.
-FAR, LATE_STEP, PASSED_WHEN_FAR = 0.60, 100, 2
+# An examination costs as much as thirty of GRPO's steps. Of many checkpoints every FOURTH is examined, and where one of
+# those passes a goal, the ones before it too: the first that passes is still the one that counts.
+MANY, FOURTH = 24, 4
 
 
 @dataclass(frozen=True)
@@ -27,23 +28,28 @@ class Examiner:
     process: subprocess.Popen[str]
     kept: Path
 
-    def until(self, goal: float, checkpoints: Iterable[Checkpoint]) -> Iterator[Examined]:
-        """Examine in order; what comes after the goal changes nothing, what comes soon after FAR is far from it too."""
-        known: dict[str, Any] = json.loads(self.kept.read_text()) if self.kept.exists() else {}
-        passed = 0
-        for checkpoint in checkpoints:
-            if passed:
-                passed -= 1
+    def until(self, goals: Sequence[float], checkpoints: Sequence[Checkpoint]) -> list[Examined]:
+        """Examine in order until the last goal is reached; what comes after it changes nothing."""
+        stride = FOURTH if len(checkpoints) > MANY else 1
+        found: dict[int, Examined] = {}
+        for index in [*range(stride - 1, len(checkpoints) - 1, stride), len(checkpoints) - 1]:
+            found[index] = self._examined(checkpoints[index])
+            if not (passed := [goal for goal in goals if found[index].pass_at_10 >= goal]):
                 continue
-            name = str(checkpoint.folder)
-            if name not in known:
-                known[name] = self._ask(checkpoint.folder)
-                self.kept.write_text(json.dumps(known) + "\n")
-            found = Examined(checkpoint.step, checkpoint.cpu_seconds, **known[name])
-            yield found
-            if found.pass_at_10 >= goal:
-                return
-            passed = PASSED_WHEN_FAR if found.pass_at_10 < FAR and found.step >= LATE_STEP else 0
+            for before in range(max(0, index - stride + 1), index):
+                found[before] = self._examined(checkpoints[before])
+            goals = [goal for goal in goals if goal not in passed]
+            if not goals:
+                break
+        return [found[index] for index in sorted(found)]
+
+    def _examined(self, checkpoint: Checkpoint) -> Examined:
+        known: dict[str, Any] = json.loads(self.kept.read_text()) if self.kept.exists() else {}
+        name = str(checkpoint.folder)
+        if name not in known:
+            known[name] = self._ask(checkpoint.folder)
+            self.kept.write_text(json.dumps(known) + "\n")
+        return Examined(checkpoint.step, checkpoint.cpu_seconds, **known[name])
 
     def _ask(self, folder: Path) -> dict[str, float]:
         assert self.process.stdin is not None

@@ -14,12 +14,12 @@ from benchmarks.race.cpu import LoadTrace
 from benchmarks.race.examiner import examining
 from benchmarks.race.own_platform import job_contests
 from benchmarks.race.peer import Peer, installed_trl
+from benchmarks.race.rows import SCORES
 from spo import redis_keys
 from spo.demo.reference_model import cached_reference_model
 from spo.service.settings import PlatformSettings
 
 FOLDER = Path("runs/race")
-GOAL = 0.90
 STEPS_PER_CHECKPOINT = 10
 
 
@@ -64,7 +64,7 @@ def _courses(contestant: Contestant, pi0: Path, seed: int, folder: Path) -> Iter
         write_contests(path, _contests(contestant, pi0, seed, folder / "work"))
     with examining(pi0, folder / "examined.json") as examiner:
         for name, contest in read_contests(path).items():
-            points = list(examiner.until(GOAL, contest.checkpoints))
+            points = examiner.until(SCORES, contest.checkpoints)
             said = contestant.settings(name)
             yield Course(name, seed, said, contest.start_cpu_seconds, contest.load, points)
 

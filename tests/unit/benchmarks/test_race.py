@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -115,16 +116,21 @@ class Answers(Examiner):
         return {"pass_at_1": 0.0, "pass_at_10": int(folder.name) / 100, "low": 0.0, "high": 1.0}
 
 
-def test_examinations_end_at_the_goal_and_are_rarer_late_and_far_below_it(tmp_path: Path) -> None:
-    checkpoints = [
-        Checkpoint(80 + 10 * n, n, tmp_path / str(score))
-        for n, score in enumerate((40, 41, 42, 43, 65, 66, 90, 95), start=1)
-    ]
-
+def examined_steps(folder: Path, scores: Sequence[int]) -> list[int]:
+    checkpoints = [Checkpoint(10 * n, n, folder / str(score)) for n, score in enumerate(scores, start=1)]
     with subprocess.Popen(["true"], text=True) as process:
-        found = list(Answers(process, tmp_path / "kept").until(0.9, checkpoints))
+        return [each.step for each in Answers(process, folder / "kept").until((0.8, 0.9), checkpoints)]
 
-    assert [point.step for point in found] == [90, 100, 130, 140, 150]
+
+def test_few_checkpoints_are_all_examined_until_the_last_goal(tmp_path: Path) -> None:
+    assert examined_steps(tmp_path, [40, 85, 70, 90, 95]) == [10, 20, 30, 40]
+    assert examined_steps(tmp_path, [40, 41]) == [10, 20]
+
+
+def test_of_many_checkpoints_a_fourth_is_examined_but_all_before_one_that_passes(tmp_path: Path) -> None:
+    scores = [40] * 6 + [81, 82] + [83] * 19 + [91]
+
+    assert examined_steps(tmp_path, scores) == [40, 50, 60, 70, 80, 120, 160, 200, 240, 250, 260, 270, 280]
 
 
 def test_contests_and_courses_survive_their_files(tmp_path: Path) -> None:
