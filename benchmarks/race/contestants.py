@@ -93,7 +93,7 @@ def _recipe(name: str) -> dict[str, Any]:
 
 
 def _online(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe with what GRPO gets here: untempered samples in groups of 8, its rate, and as many steps as it needs."""
+    """The recipe with what GRPO gets here: untempered samples in groups of 8, its rate, and as many steps."""
     rollout = {"samples_per_prompt": 8, "temperature": 1.0, "top_p": 1.0}
     trainer = {**document["trainer"], "steps": 300, "learning_rate": 5e-4}
     return {**document, "name": "race_online", "rollout": rollout, "trainer": trainer}

@@ -33,18 +33,23 @@ def contest(difficulty: str) -> Contest:
 
 
 def samples_of_pi0(found: Contest, count: int, spec: JobSpec) -> list[Trajectory]:
-    """So many graded samples of each training problem; gives the contest its values, by the job's policy."""
+    """So many graded samples of each training problem; gives the contest its values, as the job reads them."""
     repeated = [problem for problem in found.tasks.train for _ in range(count)]
     trajectories = found.sampled(found.reference, repeated, TASK_SEED, UNTEMPERED)
     for start in range(0, len(trajectories), count):
         group = trajectories[start : start + count]
         for each in group:
             each.source = SOURCE_REFERENCE
-        value = PromptValue(samples=count, successes=sum(each.reward == 0 for each in group))
-        estimate = qhat_0(value, spec)
-        if estimate is not None:
-            found.qhat_0[group[0].prompt_id] = estimate.q
+        successes = sum(each.reward == 0 for each in group)
+        found.values[group[0].prompt_id] = PromptValue(samples=count, successes=successes)
+    read_values(found, spec)
     return trajectories
+
+
+def read_values(found: Contest, spec: JobSpec) -> None:
+    """Qhat_0 of each prompt from its samples, by the job's temperature of values and its policy."""
+    estimates = {prompt_id: qhat_0(value, spec) for prompt_id, value in found.values.items()}
+    found.qhat_0 = {prompt_id: estimate.q for prompt_id, estimate in estimates.items() if estimate is not None}
 
 
 def staleness(seeds: Sequence[int]) -> None:
@@ -56,6 +61,8 @@ def staleness(seeds: Sequence[int]) -> None:
         run for run in stale.planned(chosen_rates(folder), seeds) if not (folder / f"{run.name}.json").exists()
     ]:
         run, began = todo[0], time.process_time()
+        if (spec := run.spec(found.pi0)).value is not None:
+            read_values(found, spec)
         kept(
             folder / f"{run.name}.json",
             stale.carry_out(run, found, samples) | {"cpu_seconds": time.process_time() - began},

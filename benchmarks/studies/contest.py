@@ -24,6 +24,7 @@ from spo.spec.learning_rate import learning_rate_at
 from spo.tasks.problem import Problem, TaskSets
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.trajectory_pb2 import Trajectory
+from spo.v1.value_pb2 import PromptValue
 
 FORWARD_TOKENS = 1 << 10
 # Rows of similar length that one forward pads to the longest of them.
@@ -36,10 +37,11 @@ EVALUATION_SAMPLES = 20
 
 @dataclass
 class Contest:
-    """pi0, the problems, and what has been graded so far; qhat_0 by problem id, of pi0."""
+    """pi0, the problems, and what has been graded so far; by problem id pi0's successes, and its values of them."""
 
     pi0: Path
     tasks: TaskSets
+    values: dict[str, PromptValue] = field(default_factory=dict)
     qhat_0: dict[str, float] = field(default_factory=dict)
     grader: Grader = field(default_factory=Grader)
 

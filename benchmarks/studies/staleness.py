@@ -1,4 +1,4 @@
-"""Held-out pass@10 against the age of samples in optimizer steps, for SPO, OAPL and GRPO with TIS.
+"""Held-out pass@10 against the age of samples in optimizer steps, for SPO in three forms, OAPL and GRPO with TIS.
 
 Same pi0, prompts, samples (8 of 8 prompts a step at temperature 1) and steps for all.
 """
@@ -40,6 +40,10 @@ _TOY: Mapping[str, Any] = {
 METHODS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     # Anchor and Qhat_0 are pi0's.
     "spo": ("toy/online_squared", {}),
+    # The same with values at a temperature of 1: Qhat_0 is near the mean reward.
+    "spo_two_temperatures": ("toy/online_squared", {"algorithm": {"value_beta": 1.0}}),
+    # The mean residual of the group in place of Qhat_0.
+    "spo_group_centred": ("toy/online_group_centred", {}),
     # Anchor and Qhat_0 are the sampler's and its group's; beta as SPO's: the paper's .001 is for 32,000 tokens.
     "oapl": ("published/oapl_online", {"algorithm": {"beta": 0.217147}}),
     # KL to pi0 by the recipe's coefficient; weights pi / pi_sampler of each token, cut off at 2.
