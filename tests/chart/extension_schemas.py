@@ -149,8 +149,8 @@ def validate(custom: Object, version: str) -> None:
         for replicated in custom["spec"]["replicatedJobs"]:
             job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "j"}, **replicated["template"]}
             kubernetes_validate.validate(job, version, strict=True)
-            # The longest name a pod of it gets; it is a host name too.
+            # The longest name a pod of it gets, as JobSet's webhook counts it: with five letters at the end.
             pods = replicated["template"]["spec"]["completions"]
-            longest = f"{custom['metadata']['name']}-{replicated['name']}-{replicated['replicas'] - 1}-{pods - 1}"
+            longest = f"{custom['metadata']['name']}-{replicated['name']}-{replicated['replicas'] - 1}-{pods - 1}-abcde"
             if len(longest) > 63:
                 raise jsonschema.ValidationError(f"{longest} is too long for the name of a pod")
