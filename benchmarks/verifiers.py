@@ -77,8 +77,8 @@ def measure() -> list[Row]:
         _against_a_loop("numeric", _answers(AnswerComparison.ANSWER_COMPARISON_NUMERIC), _own_loop, "the comparison"),
         _over_a_call(_answers(AnswerComparison.ANSWER_COMPARISON_NUMERIC)),
         _against_a_loop("mathematics", _mathematics(), _math_loop, f"math-verify {version('math-verify')}"),
-        _against_a_loop("Python function of 0.2 ms", _functions(1), _function_loop, "difflib"),
-        _against_a_loop("Python function of 2 ms", _functions(4), _function_loop, "difflib"),
+        _against_a_loop("Python function of 0.2 ms", _functions(1, 64), _function_loop, "difflib"),
+        _against_a_loop("Python function of 2 ms", _functions(4, PROBLEMS), _function_loop, "difflib"),
         _against_a_loop("reasoning_gym", _gym(), _gym_loop, f"reasoning-gym {version('reasoning-gym')}"),
         _human_eval(),
     ]
@@ -233,14 +233,15 @@ def _math_loop(work: Sequence[Judged]) -> None:
             verify(parse(test_set.answer.expected[0]), parse(f"${answer_in(test_set.answer, response)}$"))
 
 
-def _functions(times: int) -> list[Judged]:
-    """Texts so many times as long; the function's time grows with the square."""
+def _functions(times: int, problems: int) -> list[Judged]:
+    """Texts so many times as long; the function's time grows with the square. CPU is counted in ticks of 10 ms: what
+    is quick needs many problems."""
     function = ScoringFunction(
         source=_SIMILARITY, function="score", arguments_json=json.dumps({"wanted": _WANTED * times})
     )
     responses = [(_WANTED[n:] + _WANTED[:n]) * times + str(n) for n in range(SAMPLES)]
     return [
-        (TestSet(scoring_function=function), [f"{problem} {text}" for text in responses]) for problem in range(PROBLEMS)
+        (TestSet(scoring_function=function), [f"{problem} {text}" for text in responses]) for problem in range(problems)
     ]
 
 
@@ -256,7 +257,7 @@ def _gym() -> list[Judged]:
 
     work = []
     for name in ("countdown", "simple_equations", "basic_arithmetic", "spell_backward", "intermediate_integration"):
-        for entry in reasoning_gym.create_dataset(name, size=2, seed=3):
+        for entry in reasoning_gym.create_dataset(name, size=8, seed=3):
             arguments = json.dumps({"dataset": name, "entry": entry}, default=str)
             function = ScoringFunction(library="reasoning_gym", arguments_json=arguments)
             answer = str(entry["answer"])

@@ -299,9 +299,3 @@ def with_models(
             }
             return verifier.model_copy(update={"verifiers": named})
     return verifier
-
-
-def _with_model(part: PartSpec, renamed: Callable[[str, ModelVerifier], str], at: str) -> PartSpec:
-    if not isinstance(part.verifier, ModelVerifier):
-        return part
-    return part.model_copy(update={"verifier": with_models(part.verifier, renamed, f"{at}/verifier")})
