@@ -19,6 +19,7 @@ FIRST, SECOND = "first run", "second run, from the first one's experience"
 BUDGET_CPU_SECONDS = 250.0
 MOST_STEPS = 2000
 GRPO: Mapping[str, Any] = {"num_generations": 8, "num_iterations": 4, "learning_rate": 1e-3, "beta": 0.087}
+ONE_STEP: Mapping[str, Any] = {"num_iterations": 1, "learning_rate": 5e-4}
 SFT = Stage("sft", 100, {"learning_rate": 8e-4})
 # Ends before SFT has reached .80, so that there is something left to learn.
 SHORT_SFT = Stage("sft", 10, {"learning_rate": 8e-4})
@@ -62,13 +63,12 @@ def contestants() -> dict[str, Contestant]:
         "spo-demo": Jobs({"SPO, the demo's recipe": read_spec(RECIPE)}),
         "spo-online": Jobs({"SPO online alone": _online(_recipe("online_group_centred"))}),
         "sft": Trainers("TRL SFT", (SFT,)),
-        "sft-grpo": Trainers("TRL SFT, then GRPO", (SHORT_SFT, _grpo())),
+        "sft-grpo": Trainers("TRL SFT, then GRPO", (SHORT_SFT, _grpo(**ONE_STEP))),
         "grpo": Trainers("TRL GRPO", (_grpo(),)),
-        "grpo-groups-of-4": Trainers("TRL GRPO, groups of 4", (_grpo(num_generations=4),)),
-        "grpo-no-kl": Trainers("TRL GRPO, no KL", (_grpo(beta=0.0),)),
         "grpo-dr": Trainers("TRL Dr. GRPO", (_grpo(loss_type="dr_grpo", scale_rewards="none"),)),
-        "grpo-slower": Trainers("TRL GRPO, learning rate 5e-4", (_grpo(learning_rate=5e-4),)),
-        "grpo-one-step": Trainers("TRL GRPO, one step per sampling", (_grpo(num_iterations=1, learning_rate=5e-4),)),
+        "grpo-one-step": Trainers("TRL GRPO, one step per sampling", (_grpo(**ONE_STEP),)),
+        "grpo-one-step-faster": Trainers("TRL GRPO, one step, 1e-3", (_grpo(**{**ONE_STEP, "learning_rate": 1e-3}),)),
+        "grpo-one-step-no-kl": Trainers("TRL GRPO, one step, no KL", (_grpo(**{**ONE_STEP, "beta": 0.0}),)),
     }
 
 

@@ -44,6 +44,8 @@ METHODS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "spo_two_temperatures": ("toy/online_squared", {"algorithm": {"value_beta": 1.0}}),
     # The mean residual of the group in place of Qhat_0.
     "spo_group_centred": ("toy/online_group_centred", {}),
+    # The same at the paper's beta, which is also the coefficient of GRPO's KL here.
+    "spo_group_centred_paper_beta": ("toy/online_group_centred", {"algorithm": {"beta": 0.0868589}}),
     # Anchor and Qhat_0 are the sampler's and its group's; beta as SPO's: the paper's .001 is for 32,000 tokens.
     "oapl": ("published/oapl_online", {"algorithm": {"beta": 0.217147}}),
     # KL to pi0 by the recipe's coefficient; weights pi / pi_sampler of each token, cut off at 2.
