@@ -138,7 +138,7 @@ def test_every_bad_row_is_named_and_the_dataset_cannot_be_used(
     faults = [fault["message"].partition(":")[0] for fault in report["faults"]]
     assert faults == [
         "not valid JSON",
-        "a problem needs tests, an answer, code_tests, or arguments for the job's verifier",
+        "a problem needs tests, an answer, code_tests, arguments for the job's verifier, or the name of one",
         "x",
     ]
     assert "/" not in report["faults"][0]["place"]
