@@ -8,8 +8,8 @@ from the same pi0, learn on the same 160 problems and ask the same kind of judge
 counts as a contestant's time, runs contestants by name and keeps what they did; this module runs the three of the
 claims when they have not been (about an hour of two cores), and collects all that is there:
 
-    first run    deploy/recipes/toy/thrifty.yaml: values, SPO on human solutions and rollouts; nothing is known before
-    second run   deploy/recipes/toy/thrifty_second.yaml: from the first one's stored experience and values
+    first run    deploy/recipes/toy/thrifty.yaml: human solutions imitated, SPO on rollouts; nothing is known before
+    second run   deploy/recipes/toy/thrifty_second.yaml: from the first one's stored experience
     TRL          GRPO with the setting that was cheapest to .80 with seed 0, of those that were tried
 
 Read the rows with this in mind: SPO learns from people's solutions too, taken as published, for which GRPO has no use;
