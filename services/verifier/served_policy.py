@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.verifier.guarded_post import BadAnswer, ServiceAway, ServiceFailed
 from services.verifier.settings import Settings
-from spo.errors import IntegrityError, InvalidInput, NotFound, SpoError
+from spo.errors import IntegrityError, InternalError, InvalidInput, NotFound, SpoError
 from spo.rpc.client import RpcClient
 from spo.spec.verifier import PinnedJudge
 from spo.v1.orchestrator_service_pb2 import CompleteServedRequest, CompleteServedResponse
@@ -21,8 +21,8 @@ class ServedPolicy:
     def said(self, judge: PinnedJudge, question: str, samples: int, seed: str) -> list[str]:
         """So many texts; seed: hexadecimal digits.
 
-        Raises InvalidInput where the question does not fit, ServiceFailed where the version is there no more,
-        ServiceAway where no replica serves it yet, BadAnswer.
+        Raises InvalidInput where the question does not fit, ServiceFailed where the version is there no more or serving
+        it is broken, ServiceAway where no replica serves it yet, BadAnswer.
         """
         request = CompleteServedRequest(
             run_id=judge.job_id,
@@ -39,8 +39,9 @@ class ServedPolicy:
             )
         except InvalidInput:
             raise
-        except (NotFound, IntegrityError) as error:
-            # A deleted job, a version that is not kept: it may come back from a backup, so the responses are kept.
+        except (NotFound, IntegrityError, InternalError) as error:
+            # A deleted job, a version that is not kept: it may come back from a backup, so the responses are kept. A
+            # defect is no absence: waiting for it would never end.
             raise ServiceFailed(f"{judge.model}: {error.message}") from None
         except SpoError as error:
             # No replica serves it yet, all are full or hold another model, or another orchestrator begins to lead.

@@ -25,7 +25,7 @@ from services.verifier.model_scorer import question_of
 from services.verifier.scheduler import VerifierScheduler
 from services.verifier.scorers import scorers_of
 from services.verifier.settings import Settings
-from spo.errors import InvalidInput, NotFound, PreconditionFailed, SpoError
+from spo.errors import InternalError, InvalidInput, NotFound, PreconditionFailed, SpoError
 from spo.model.tokenizer import encode_chat
 from spo.rpc.server import RpcServer
 from spo.spec.job_state import JobState
@@ -185,6 +185,7 @@ def test_no_answer_is_no_score(counter: Counter, verifying: Verifying) -> None:
     ("raised", "expected"),
     [
         (NotFound("version 3 is not there any more"), ServiceFailed),
+        (InternalError("a defect"), ServiceFailed),
         (PreconditionFailed("this replica holds another model", code="other_run"), ServiceAway),
     ],
 )
