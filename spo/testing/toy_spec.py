@@ -1,4 +1,4 @@
-"""Specs of the toy contest's size: what a document leaves out fits a model of 128 positions and 237,000 parameters."""
+"""Specs of the toy contest's size: what a document leaves out fits a model of 128 positions and 261,000 parameters."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -81,6 +82,20 @@ def test_every_symbol_that_a_document_names_exists(document: Path, symbols: set[
     absent = {owner for owner, _ in named if owner not in symbols}
     absent |= {f"{owner}.{member}" for owner, member in named if member and member not in symbols}
     assert sorted(absent) == []
+
+
+def test_every_path_of_the_rest_api_that_a_document_names_exists() -> None:
+    parameter = re.compile(r"\{\w*\}")
+    written = {parameter.sub("{}", path) for path in json.loads((ROOT / "docs" / "openapi.json").read_text())["paths"]}
+    # An id, or a name, in place of a parameter is the path too.
+    paths = re.compile("|".join(re.escape(path).replace(r"\{\}", "[^/]+") for path in written))
+    named = {
+        (document.name, path)
+        for document in _documents()
+        for path in re.findall(r"(?<![\w.])/v1/[\w{}/-]*[a-zA-Z}]", document.read_text())
+    }
+    assert len(named) > 20
+    assert sorted((name, path) for name, path in named if not paths.fullmatch(path)) == []
 
 
 def test_the_life_of_a_trajectory_is_told_in_few_files() -> None:

@@ -22,6 +22,8 @@ def test_a_default_is_what_the_page_says(field: str, default: str) -> None:
     if field == "algorithm.losses":
         (term,) = found
         found = term.objective
+    if field == "replay.mix":
+        found = ", ".join(f"{part.source} {part.share}" for part in found)
     assert ("null" if found is None else str(found)) == default
 
 
