@@ -35,7 +35,6 @@ Read = TypeVar("Read")
 log = get_logger("experience")
 
 ROW_GROUP_ROWS = 256
-FILE_BYTES_MAXIMUM = 1 << 30
 UNPACKED_BYTES_MAXIMUM = 8 << 30
 FILE_ROWS_MAXIMUM = 4_000_000
 UNKNOWN_REFERENCE = "none"

@@ -142,10 +142,6 @@ def _decided_by(problem: Problem, of_job: VerifierSpec) -> Problem:
     )
 
 
-def _as_responses(problem: Problem, programs: Sequence[str]) -> tuple[str, ...]:
-    return tuple(write_response(program, problem.response_format, problem.language) for program in programs)
-
-
 def _part(problem: Problem, part: PartSpec) -> Part:
     built = Part(name=part.name, weight=part.weight, gate=part.gate)
     if part.verifier is not None:

@@ -8,8 +8,6 @@ from typing import Any
 
 from spo.messaging.redis_client import StreamEntry
 
-FIRST_EVENT = "0-0"
-
 
 @dataclass(frozen=True)
 class JobEvent:
