@@ -1,4 +1,4 @@
-"""The `spo` commands of documents: the parser takes those of pages that lead step by step, and knows those of others."""
+"""The `spo` commands of documents: the parser takes those of pages that lead step by step and knows those of others."""
 
 from __future__ import annotations
 
