@@ -80,8 +80,9 @@ def print_error(error: errors.SpoError) -> None:
     error_console.print(f"[bold red]error[/] {escape(error.message)} [dim]({escape(error.code)})[/]", highlight=False)
     for violation in error.violations:
         error_console.print(f"  [yellow]{escape(violation.pointer)}[/] {escape(violation.message)}", highlight=False)
-    entry, general = CATALOGUE.get(error.code), _NEXT_STEP[exit_code_of(error)]
-    next_step = f"{entry.remedy} ({general})" if entry else general
+    # The step of an exit code fits no error exactly; the catalogue's does.
+    entry = CATALOGUE.get(error.code)
+    next_step = entry.remedy if entry else _NEXT_STEP[exit_code_of(error)]
     error_console.print(f"[dim]{escape(next_step)}[/]", highlight=False)
 
 

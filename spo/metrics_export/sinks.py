@@ -55,7 +55,8 @@ def open_sink(target: str, job_id: str, name: str) -> Sink:
     try:
         importlib.import_module(LIBRARIES[kind])
     except ImportError:
-        raise InvalidInput(f"{kind} is not installed: pip install 'spo-platform[sinks]'", code="sink_missing") from None
+        message = f"{kind} is not installed: pip install '.[sinks]' in a checkout"
+        raise InvalidInput(message, code="sink_missing") from None
     match kind:
         case "tensorboard":
             return TensorBoardSink(Path(place) / job_id)
