@@ -121,6 +121,15 @@ class Captured:
         return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in self.messages)
 
 
+# KEYS: a captured completion.  ARGV: field of the feedback, what it held ('' nothing), what it is to hold.  0: not so.
+_JOIN = """#!lua
+if redis.call('HEXISTS', KEYS[1], 'document') == 0 then return 0 end
+if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+return 1
+"""
+
+
 class CaptureStore:
     """Captured completions of all tenants in Redis. Safe from several threads."""
 
@@ -162,25 +171,25 @@ class CaptureStore:
 
         Raises NotFound (code "not_captured"), RedactionFailed.
         """
-        captured = self.get(tenant, completion_id)
-        if index not in {choice.index for choice in captured.choices}:
-            raise NotFound(f"{completion_id} has no choice {index}", code="not_captured")
         policy = self.policy(tenant)
         redact = Redactor(policy.redactions, policy.hook)
         said = feedback.model_dump(exclude_none=True)
         said = {name: redact(value) if name in ("edited", "comment") else value for name, value in said.items()}
-        known = captured.feedback.get(index, Feedback()).model_dump(exclude_none=True)
-        joined = Feedback.model_validate({**known, **said})
-        key = own_keys.captured(tenant, completion_id)
-        self.client.hset(key, f"feedback:{index}", joined.model_dump_json(exclude_none=True))
-        return replace(captured, feedback={**captured.feedback, index: joined})
+        key, field = own_keys.captured(tenant, completion_id), f"feedback:{index}"
+        while True:
+            stored = self.client.hgetall(key)
+            captured = _kept(completion_id, stored)
+            if index not in {choice.index for choice in captured.choices}:
+                raise NotFound(f"{completion_id} has no choice {index}", code="not_captured")
+            known = captured.feedback.get(index, Feedback()).model_dump(exclude_none=True)
+            before, joined = stored.get(field.encode(), b""), Feedback.model_validate({**known, **said})
+            # Of two at once the second joins what the first has said, and what was forgotten meanwhile stays so.
+            if self.client.eval(_JOIN, 1, key, field, before, joined.model_dump_json(exclude_none=True)):
+                return replace(captured, feedback={**captured.feedback, index: joined})
 
     def get(self, tenant: str, completion_id: str) -> Captured:
         """Raises NotFound (code "not_captured")."""
-        found = _captured_of(self.client.hgetall(own_keys.captured(tenant, completion_id)))
-        if found is None:
-            raise NotFound(f"{completion_id} was not captured, or is not kept any more", code="not_captured")
-        return found
+        return _kept(completion_id, self.client.hgetall(own_keys.captured(tenant, completion_id)))
 
     def all(self, tenant: str, after_unix_ms: float = 0) -> Iterator[Captured]:
         """What is kept of a tenant since then, oldest first."""
@@ -221,6 +230,13 @@ def _redacted(captured: Captured, policy: CapturePolicy) -> Captured:
         bare = tuple(replace(choice, token_ids=()) for choice in kept.choices)
         kept = replace(kept, prompt_token_ids=(), choices=bare)
     return kept
+
+
+def _kept(completion_id: str, fields: Mapping[bytes, bytes]) -> Captured:
+    found = _captured_of(fields)
+    if found is None:
+        raise NotFound(f"{completion_id} was not captured, or is not kept any more", code="not_captured")
+    return found
 
 
 def _captured_of(fields: Mapping[bytes, bytes]) -> Captured | None:

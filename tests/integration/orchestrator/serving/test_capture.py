@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import redis
 
+from services.orchestrator.serving.capture import CaptureStore, Feedback
+from spo.errors import NotFound
 from spo.experience.columns import StoredTrajectory
 from tests.integration.orchestrator.serving.conftest import Counter
 
@@ -107,6 +109,40 @@ def test_feedback_is_joined_by_id_and_again_is_no_change(counter: Counter) -> No
     assert counter.ask("POST", "/v1/feedback", json={"id": completion}).status_code == 422
     other = counter.key("blue", "models:query")
     assert counter.ask("POST", "/v1/feedback", other, json={"id": completion, "thumbs": "up"}).status_code == 404
+
+
+def meanwhile(captures: CaptureStore, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Somebody else acts once, after the completion is read and before anything is written."""
+    read = captures.client.hgetall
+
+    def then_act(key: str) -> dict[bytes, bytes]:
+        found = read(key)
+        monkeypatch.undo()
+        act()
+        return found
+
+    monkeypatch.setattr(captures.client, "hgetall", then_act)
+
+
+def test_what_two_say_at_once_of_a_completion_is_joined(counter: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+    captures, completion = counter.context.captures, counter.chat("hello", headers=ASKED).json()["id"]
+
+    meanwhile(captures, monkeypatch, lambda: captures.give_feedback("", completion, 0, Feedback(thumbs="down")))
+    captures.give_feedback("", completion, 0, Feedback(comment="wrong"))
+
+    assert captures.get("", completion).feedback[0] == Feedback(comment="wrong", thumbs="down")
+
+
+def test_feedback_brings_nothing_back_of_what_is_forgotten_meanwhile(
+    counter: Counter, monkeypatch: pytest.MonkeyPatch, redis_client: redis.Redis
+) -> None:
+    captures, completion = counter.context.captures, counter.chat("hello", headers=ASKED).json()["id"]
+
+    meanwhile(captures, monkeypatch, lambda: captures.forget("", completion))
+    with pytest.raises(NotFound):
+        captures.give_feedback("", completion, 0, Feedback(comment=CANARY))
+
+    assert not is_anywhere(redis_client, CANARY)
 
 
 def test_traffic_becomes_trajectories_once(counter: Counter) -> None:
