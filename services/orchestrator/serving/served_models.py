@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from services.orchestrator import redis_keys as own_keys
-from services.orchestrator.jobs.commit import timestamp
+from services.orchestrator.jobs.commit import Write, timestamp
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.replicas.weights import WeightAnnouncements
 from spo.errors import Conflict, NotFound, PreconditionFailed
@@ -23,6 +23,7 @@ from spo.spec.stored import record_of
 # No slash, which ends a name in Redis, and no "@", which begins a version.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,99}$"
 KEPT_CHANGES = 1000
+# Of one tenant, removed ones whose history is kept among them.
 MOST_NAMES = 1000
 _BY_JOB = re.compile(r"(job_[0-9A-HJKMNP-TV-Z]{26})(?:@(0|[1-9][0-9]{0,15}|newest))?")
 
@@ -175,8 +176,7 @@ class ServedModels:
                 raise NotFound(message, code="weight_version_not_found")
 
     def _append(self, last: ServedModel | None, made: ServedModel) -> ServedModel:
-        if last is None and self.jobs.client.hlen(own_keys.served_models()) >= MOST_NAMES:
-            raise Conflict(f"{MOST_NAMES} names are served already", code="too_many_models")
+        forgotten = self._make_room(made.tenant) if last is None else ()
         document, field = json.dumps(asdict(made)), _field(made.tenant, made.name)
         changes = own_keys.served_model_changes(field)
         self.jobs.write(
@@ -184,8 +184,24 @@ class ServedModels:
             ("LPUSH", changes, document),
             ("LTRIM", changes, 0, KEPT_CHANGES - 1),
             *self._kept_warm(made),
+            *forgotten,
         )
         return made
+
+    def _make_room(self, tenant: str) -> list[Write]:
+        """What makes room for another name of the tenant: one that was removed longest ago is forgotten.
+
+        Raises Conflict (code "too_many_models") where all of them are served.
+        """
+        stored = map(_model_of, self.jobs.client.hvals(own_keys.served_models()))
+        own = [each for each in stored if each.tenant == tenant]
+        if len(own) < MOST_NAMES:
+            return []
+        removed = min((each for each in own if each.removed), key=lambda each: each.at, default=None)
+        if removed is None:
+            raise Conflict(f"{MOST_NAMES} names of yours are served already", code="too_many_models")
+        field = _field(tenant, removed.name)
+        return [("HDEL", own_keys.served_models(), field), ("DEL", own_keys.served_model_changes(field))]
 
     def _kept_warm(self, made: ServedModel) -> list[tuple[str | int, ...]]:
         """What is written of the replicas that all names keep, once a change is made."""

@@ -11,6 +11,7 @@ import pytest
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
+from services.orchestrator.serving import served_models
 from services.orchestrator.serving.served_models import Change, Target
 from spo.errors import Conflict, NotFound, PreconditionFailed
 from spo.testing.toy_spec import toy_spec
@@ -66,6 +67,28 @@ def test_a_loop_that_builds_on_an_older_change_is_refused(context: AppContext) -
 
     with pytest.raises(Conflict, match="number 1, not 0"):
         context.served_models.publish("", "assistant", Target(job_id, 2), Change("loop", expected=0))
+
+
+def test_a_tenant_has_room_for_names_whatever_others_have(context: AppContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_models, "MOST_NAMES", 2)
+    jobs = {tenant: job_with_versions(context, tenant=tenant) for tenant in ("red", "blue")}
+
+    def publish(tenant: str, name: str) -> None:
+        context.served_models.publish(tenant, name, Target(jobs[tenant], 0), WHO)
+
+    for tenant in jobs:
+        for name in ("one", "two"):
+            publish(tenant, name)
+    with pytest.raises(Conflict, match="2 names of yours"):
+        publish("red", "three")
+    context.served_models.remove("red", "one", WHO)
+    publish("red", "three")
+
+    assert [each.name for each in context.served_models.all("red")] == ["three", "two"]
+    assert context.redis.hlen(own_keys.served_models()) == 4
+    with pytest.raises(NotFound):
+        context.served_models.history("red", "one")
+    assert context.served_models.history("blue", "one")
 
 
 def test_only_what_the_tenant_has_can_be_served(context: AppContext) -> None:
