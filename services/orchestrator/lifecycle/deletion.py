@@ -135,7 +135,8 @@ class JobDeletion:
         faults: list[OSError | SpoError] = []
         stores = [partial(store.remove_run, job_id) for store in (self.files.weights, self.files.checkpoints)]
         events = partial(self.files.place.remove_folder, f"events/{job_id}")
-        for remove in (*stores, events, partial(self.files.models.remove, job_id)):
+        # Its manifest once more: a crash, or a manifest written beside the deletion, would make it a lost job.
+        for remove in (*stores, events, partial(self.files.models.remove, job_id), partial(self.forget, job_id)):
             try:
                 remove()
             except (OSError, SpoError) as error:

@@ -161,11 +161,19 @@ def test_a_deletion_that_was_cut_short_is_finished_by_the_next_process(
     redis_client: redis.Redis,
 ) -> None:
     api.post(f"/v1/jobs/{job_id}/cancel")
+    context.watch.keep(job_id)
+
+    def ends(_: str) -> None:
+        raise RuntimeError("the process ends before the manifest is removed")
+
+    context.deletion.forget = ends
     api.delete(f"/v1/jobs/{job_id}")
 
-    open_context().deletion.sweep()
+    after = open_context()
+    after.deletion.sweep()
 
     assert redis_client.keys(f"*:{job_id}:*") == []
+    assert after.watch.lost() == [], "a job that somebody has deleted is not lost"
 
 
 def test_a_policy_can_be_tried(api: httpx.Client, job_id: str) -> None:
