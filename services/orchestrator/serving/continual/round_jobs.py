@@ -31,7 +31,8 @@ class RoundJobs:
 
     def start(self, job: ContinualJob, begun: Round) -> str:
         """Submit it and return its id; asked for again it returns the same. Raises SpoError."""
-        key = f"continual:{job.name}:{begun.number}"
+        # One that is made anew under the same name has rounds of its own.
+        key = f"continual:{job.name}:{job.created_at}:{begun.number}"
         if job.max_active_jobs is not None and self.jobs.active_of(job.tenant) >= job.max_active_jobs:
             raise NotReady(f"the round waits: {job.max_active_jobs} jobs have not ended", code="quota_exceeded")
         if begun.parent_version:

@@ -391,3 +391,4 @@ def test_a_deleted_one_leaves_what_is_served_and_its_jobs(loop: Loop, api: httpx
     assert loop.serving() == (parent, 2)
     loop.put()
     assert loop.shown()["history"] == []
+    assert loop.tick()["job_id"] not in ("", job_id), "one that is made anew under the same name has its own rounds"
