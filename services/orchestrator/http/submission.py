@@ -5,6 +5,7 @@ from __future__ import annotations
 from services.orchestrator.auth.principals import Principal
 from services.orchestrator.container import AppContext
 from services.orchestrator.experience.availability import require_stored
+from services.orchestrator.jobs.creation import Submission, submitted_before
 from services.orchestrator.lifecycle.shared_rollout_rules import require_followable
 from spo.errors import ResourceExhausted
 from spo.spec.job_spec import JobSpec
@@ -25,7 +26,9 @@ def checked_spec(context: AppContext, principal: Principal, body: bytes) -> JobS
 
 def submit_job(context: AppContext, principal: Principal, spec: JobSpec, idempotency_key: str | None) -> str:
     """The id of the new job, or of the one with this idempotency key. Raises ResourceExhausted, Conflict."""
-    require_quota(context, principal)
+    digest = Submission(spec).request_digest()
+    if submitted_before(context.redis, idempotency_key, digest, principal.tenant) is None:
+        require_quota(context, principal)
     job_id = context.jobs.submit(spec, idempotency_key, actor=principal.name, tenant=principal.tenant)
     context.watch.keep(job_id)
     return job_id

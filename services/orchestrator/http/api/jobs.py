@@ -51,7 +51,7 @@ class JobQuery(BaseModel):
     created_from: Moment | None = None
     created_to: Moment | None = None
     limit: int = Field(50, ge=1, le=1000)
-    cursor: str | None = Field(None, pattern=r"^\d{1,15}$")
+    cursor: str | None = Field(None, pattern=r"^[0-9]{1,15}$")
 
 
 class ForkRequest(BaseModel):
@@ -210,7 +210,8 @@ async def fork(
         require_sources(context, principal, spec)
 
     def answer() -> Response:
-        require_quota(context, principal)
+        if context.forks.made_before(job_id, options, idempotency_key, principal.tenant) is None:
+            require_quota(context, principal)
         forked = context.forks.fork(job_id, options, check, idempotency_key, principal.name, principal.tenant)
         return _with_etag(request, views.job(context, forked), 202, f"/v1/jobs/{forked}")
 

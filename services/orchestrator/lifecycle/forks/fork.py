@@ -88,8 +88,7 @@ class Forks:
         Raises NotFound, InvalidInput by field, PreconditionFailed when what it would start from is damaged,
         ResourceExhausted where there is no room for it.
         """
-        request_digest = redis_keys.digest(parent, json.dumps(asdict(requested), sort_keys=True))
-        made = submitted_before(self.jobs.client, idempotency_key, request_digest, tenant)
+        made = self.made_before(parent, requested, idempotency_key, tenant)
         if made:
             return made
         lineage = self._lineage(parent, requested)
@@ -103,7 +102,7 @@ class Forks:
             with told_when_full(self.files.state_path):
                 writes = [*self._start(job_id, lineage), ("SREM", own_keys.forks_under_way(), job_id)]
             writes.append(write_fields(job_id, lineage=lineage))
-            new_job = NewJob(job_id, request_digest, writes)
+            new_job = NewJob(job_id, _request_digest(parent, requested), writes)
             done = self.jobs.submit(spec, idempotency_key, actor, tenant, new_job)
         except (IntegrityError, NotFound) as error:
             if lineage.checkpoint_step is not None:
@@ -121,6 +120,10 @@ class Forks:
         self.jobs.append(parent, "forked", {"job": done} | asdict(lineage))
         log.info("job forked", job=done, parent=parent)
         return done
+
+    def made_before(self, parent: str, requested: ForkOptions, idempotency_key: str | None, tenant: str) -> str | None:
+        """The fork that this request has made already. Raises InvalidInput (code "idempotency_mismatch")."""
+        return submitted_before(self.jobs.client, idempotency_key, _request_digest(parent, requested), tenant)
 
     def _lineage(self, parent: str, requested: ForkOptions) -> ForkLineage:
         versions = {int(published["version"]): published for published in self.weights.versions(parent)}
@@ -260,6 +263,10 @@ class Forks:
         self.files.weights.remove_run(job_id)
         self.files.checkpoints.remove_run(job_id)
         self.files.models.remove(job_id)
+
+
+def _request_digest(parent: str, requested: ForkOptions) -> str:
+    return redis_keys.digest(parent, json.dumps(asdict(requested), sort_keys=True))
 
 
 def _name_of_fork(parent: str, job_id: str) -> str:

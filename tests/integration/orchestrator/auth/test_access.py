@@ -244,6 +244,16 @@ def test_a_quota_holds_until_a_job_ends(door: Door, document: Document) -> None:
     assert door.ask("POST", "/v1/jobs", token, json=document).status_code == 202
 
 
+def test_a_request_that_is_repeated_needs_no_quota_of_its_own(door: Door, document: Document) -> None:
+    token = door.key("red", "jobs:read", "jobs:write", max_active_jobs=1)
+
+    answers = [
+        door.ask("POST", "/v1/jobs", token, json=document, headers={"Idempotency-Key": "one"}).json() for _ in range(2)
+    ]
+
+    assert answers[0]["id"] == answers[1].get("id"), answers[1]
+
+
 def test_who_asks_too_often_is_told_when_to_come_back(
     open_context: Callable[..., AppContext], serve: Callable[[AppContext], str]
 ) -> None:
