@@ -31,12 +31,12 @@ from services.orchestrator.http.api import (
 )
 from services.orchestrator.http.api.openai import completions
 from services.orchestrator.http.api.tinker import routes as tinker
-from services.orchestrator.http.check_pool import CheckPool
 from services.orchestrator.http.live_events import LiveEvents
 from services.orchestrator.http.middleware import RequestMiddleware
 from services.orchestrator.http.openapi import describe
 from services.orchestrator.http.pages import errors as error_pages
 from services.orchestrator.http.pages import router as pages
+from services.orchestrator.http.threads import threads_for_checks
 from spo.messaging.redis_url import open_async_server
 
 
@@ -47,7 +47,7 @@ def create_app(context: AppContext) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with open_async_server(context.settings.redis_url) as client:
             app.state.live = LiveEvents(client, context.jobs, context.stop)
-            app.state.checks = CheckPool()
+            app.state.checks = threads_for_checks()
             yield
             await app.state.live.close()
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from urllib.parse import urlsplit
+from functools import partial
+from urllib.parse import SplitResult, urlsplit
 
 import redis
-from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ulid import ULID
@@ -16,6 +16,7 @@ from services.orchestrator.auth.authenticator import RateLimit
 from services.orchestrator.auth.principals import READING, Principal
 from services.orchestrator.container import AppContext
 from services.orchestrator.http.errors import as_page, problem
+from services.orchestrator.http.threads import at_the_door
 from services.orchestrator.settings import LOOPBACK
 from spo.errors import InvalidInput, ResourceExhausted, SpoError, Unreachable
 from spo.observability.logs import get_logger
@@ -107,7 +108,8 @@ class RequestMiddleware:
             authorization = _authorization(audited.path, Headers(scope=scope))
             # Most principals were seen a moment ago: they are known without Redis, so without a thread.
             known = self.authenticator.known(authorization)
-            audited.principal = known if known else await run_in_threadpool(self.authenticator.principal, authorization)
+            found = known if known else await at_the_door(partial(self.authenticator.principal, authorization))
+            audited.principal = found
         except InvalidInput:
             # Guessing is limited by address, so that it cannot use up the rate of a principal.
             await self._count(f"address:{client[0]}")
@@ -127,15 +129,8 @@ class RequestMiddleware:
 
     async def _note(self, audited: _AuditedRequest) -> None:
         try:
-            await run_in_threadpool(
-                self.audit.record,
-                audited.principal.name,
-                audited.principal.tenant,
-                audited.method,
-                audited.path,
-                audited.status,
-                audited.request_id,
-            )
+            entry = (audited.method, audited.path, audited.status, audited.request_id)
+            await at_the_door(partial(self.audit.record, audited.principal.name, audited.principal.tenant, *entry))
         except redis.RedisError as error:
             log.error(
                 "the audit log could not be written",
@@ -248,12 +243,22 @@ def _authorization(path: str, headers: Headers) -> str:
 
 def _names_loopback(host: str) -> bool:
     # A site whose name is made to resolve to loopback (DNS rebinding) still sends its own name.
-    return urlsplit(f"//{host}").hostname in LOOPBACK
+    found = _split(f"//{host}")
+    return found is not None and found.hostname in LOOPBACK
 
 
 def _cross_site(headers: Headers) -> bool:
     origin = headers.get("origin")
-    return origin is not None and urlsplit(origin).netloc != headers.get("host")
+    found = _split(origin or "")
+    return origin is not None and (found is None or found.netloc != headers.get("host"))
+
+
+def _split(url: str) -> SplitResult | None:
+    """The parts of a URL; None where it is none, as with an unclosed bracket."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return None
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

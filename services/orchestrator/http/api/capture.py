@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from services.orchestrator.http.api.experience import check_import_name, tasks_of
 from services.orchestrator.http.dependencies import RUN_PATTERN, ContextDep, PrincipalDep
+from services.orchestrator.http.threads import lasting
 from services.orchestrator.serving.capture import Captured, CapturePolicy, Feedback
 from services.orchestrator.serving.collect import CollectTerms, collect
 from spo.errors import InvalidInput
@@ -101,6 +102,7 @@ def export_captured(context: ContextDep, principal: PrincipalDep) -> StreamingRe
 
 
 @router.post("/capture/collect")
+@lasting
 def collect_captured(context: ContextDep, principal: PrincipalDep, body: CollectRequest) -> CollectReport:
     """Store captured traffic as trajectories, with what was said of it as their reward; again changes nothing."""
     spec = tasks_of(context, principal, body.job, body.tasks)[0] if body.job or body.tasks else None

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError
-from starlette.concurrency import run_in_threadpool
 from ulid import ULID
 
 from services.orchestrator.auth.principals import Principal
@@ -17,6 +16,7 @@ from services.orchestrator.experience.exports import exported
 from services.orchestrator.experience.imports import ImportOptions, import_rows
 from services.orchestrator.experience.rejudge import Rejudging
 from services.orchestrator.http.dependencies import RUN_PATTERN, ContextDep, PrincipalDep, require_own_job
+from services.orchestrator.http.threads import lasting, lasting_calls
 from services.orchestrator.lifecycle.submission import parse_json
 from services.orchestrator.schemas import experience as schemas
 from spo.errors import Conflict, FieldViolation, InvalidInput, NotReady
@@ -160,7 +160,7 @@ async def import_experience(
         options = ImportOptions(terms, UPLOAD_FORMATS[kind], query.judging, query.keep_good, principal.tenant, fields)
         return import_rows(context.experience, context.judges, context.library.load(spec).train, body, options)
 
-    return await run_in_threadpool(store)
+    return await lasting_calls().run(store)
 
 
 @router.post("/export", response_class=StreamingResponse, responses={200: _FILES})
@@ -177,6 +177,7 @@ def export_experience(context: ContextDep, principal: PrincipalDep, body: Export
 
 
 @router.post("/rejudge")
+@lasting
 def rejudge(context: ContextDep, principal: PrincipalDep, body: Rejudge) -> schemas.RejudgeReport:
     """Judge stored trajectories by the tests that a task set has now; they are stored as a lineage of their own."""
     spec, _ = tasks_of(context, principal, body.job, body.tasks)
@@ -190,6 +191,7 @@ def rejudge(context: ContextDep, principal: PrincipalDep, body: Rejudge) -> sche
 
 
 @router.post("/compact")
+@lasting
 def compact(context: ContextDep, principal: PrincipalDep, body: Compact) -> schemas.CompactReport:
     """Merge many small files into few; jobs under way are left alone, and what is read does not change."""
     scope = _scope(principal, body)
@@ -197,6 +199,7 @@ def compact(context: ContextDep, principal: PrincipalDep, body: Compact) -> sche
 
 
 @router.post("/prune")
+@lasting
 def prune(context: ContextDep, principal: PrincipalDep, body: Prune) -> schemas.PruneReport:
     """Remove stored experience for good: of one run, of a task set, or what is older than so many days."""
     scope = _scope(principal, body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import metadata
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from services.orchestrator import schemas
 from services.orchestrator.container import AppContext
 from services.orchestrator.http import views
 from services.orchestrator.http.dependencies import ContextDep, PrincipalDep
+from services.orchestrator.http.threads import at_the_door
 from services.orchestrator.lifecycle.pipeline import platform_depths
 from spo.errors import FieldViolation, InvalidInput, NotReady
 from spo.observability.metrics import DELETIONS_FAILING, JOBS, REPLICAS, STREAM_LAG, STREAM_PENDING, WANTED_REPLICAS
@@ -49,8 +51,12 @@ async def healthz() -> dict[str, str]:
 
 
 @router.get("/readyz")
-def readyz(context: ContextDep) -> dict[str, str]:
+async def readyz(context: ContextDep) -> dict[str, str]:
     """Ready for requests: Redis answers, this process leads and is not draining; a standby names the leader."""
+    return await at_the_door(partial(_readiness, context))
+
+
+def _readiness(context: AppContext) -> dict[str, str]:
     if context.stop.is_set():
         raise NotReady("the orchestrator is draining", code="draining")
     try:

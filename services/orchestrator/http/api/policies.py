@@ -12,6 +12,7 @@ from ulid import ULID
 from services.orchestrator import schemas
 from services.orchestrator.http import views
 from services.orchestrator.http.dependencies import ContextDep, JobId
+from services.orchestrator.http.threads import lasting
 from spo.errors import NotReady, PreconditionFailed
 from spo.spec.job_state import TERMINAL
 from spo.spec.section import Temperature, TopP
@@ -60,6 +61,7 @@ def list_versions(context: ContextDep, job_id: JobId) -> schemas.WeightVersions:
 
 
 @router.post("/{job_id}/completions")
+@lasting
 def complete(context: ContextDep, job_id: JobId, body: CompletionRequest) -> Completions:
     """Sample the policy. Answers 503 while no replica serves the job, 412 when they serve another or it has ended."""
     spec = context.jobs.spec(job_id)

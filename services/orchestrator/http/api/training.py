@@ -11,6 +11,7 @@ from services.orchestrator import schemas
 from services.orchestrator.http import views
 from services.orchestrator.http.dependencies import ContextDep, JobId
 from services.orchestrator.http.downloads import weights_as_members
+from services.orchestrator.http.threads import lasting
 from services.orchestrator.jobs.series import evaluation_results, platform_series, training_series
 from spo.errors import NotFound
 from spo.weights.tar_stream import tar_bytes, tar_pieces
@@ -66,6 +67,7 @@ def weight_version(
     response_class=StreamingResponse,
     responses={200: {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}}},
 )
+@lasting
 def download_weights(
     context: ContextDep,
     job_id: JobId,

@@ -11,6 +11,7 @@ from services.orchestrator import schemas
 from services.orchestrator.datasets.library import prompt_of
 from services.orchestrator.http import views
 from services.orchestrator.http.dependencies import ContextDep, JobId, PolicyVersion, TrajectoryId
+from services.orchestrator.http.threads import lasting
 from spo.v1 import value_service_pb2 as value
 
 router = APIRouter(prefix="/v1/jobs", tags=["values"])
@@ -30,6 +31,7 @@ class CalibrationQuery(BaseModel):
 
 
 @router.get("/{job_id}/trajectories/{trajectory_id}/values")
+@lasting
 def token_values(
     context: ContextDep, job_id: JobId, trajectory_id: TrajectoryId, policy_version: PolicyVersion = None
 ) -> schemas.TokenValues:
@@ -38,6 +40,7 @@ def token_values(
 
 
 @router.get("/{job_id}/calibration")
+@lasting
 def calibration(context: ContextDep, job_id: JobId, query: Annotated[CalibrationQuery, Query()]) -> schemas.Calibration:
     """Q_t's predicted success of pi0 against what pi0 did, by bin."""
     spec = context.jobs.spec(job_id)

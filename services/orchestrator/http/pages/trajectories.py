@@ -15,6 +15,7 @@ from services.orchestrator.http import views
 from services.orchestrator.http.dependencies import ContextDep, JobId, PolicyVersion, TrajectoryId
 from services.orchestrator.http.pages.rendering import is_part, show
 from services.orchestrator.http.pages.tokens import coloured
+from services.orchestrator.http.threads import lasting
 from spo.errors import NotFound, SpoError
 from spo.spec.job_spec import SourceName
 from spo.spec.wire_enums import wire_name
@@ -41,9 +42,9 @@ class TrajectoriesForm(BaseModel):
     prompt_id: str = Field("", pattern=r"^[0-9a-f]{0,128}$")
     source: str = Field("", pattern=f"^({'|'.join(get_args(SourceName))})?$")
     verdict: str = Field("", pattern=f"^({'|'.join(OUTCOMES)})?$")
-    policy_version: str = Field("", pattern=r"^\d{0,15}$")
+    policy_version: str = Field("", pattern=r"^[0-9]{0,15}$")
     live: str = Field("", pattern="^1?$")
-    cursor: str = Field("", pattern=r"^\d{0,16}$")
+    cursor: str = Field("", pattern=r"^[0-9]{0,16}$")
 
     @property
     def filter(self) -> views.TrajectoryFilter:
@@ -109,6 +110,7 @@ def show_trajectory(request: Request, context: ContextDep, job_id: JobId, trajec
 
 
 @router.get("/{trajectory_id}/tokens")
+@lasting
 def show_tokens(
     request: Request,
     context: ContextDep,
@@ -125,6 +127,7 @@ def show_tokens(
 
 
 @router.get("/{trajectory_id}/tests")
+@lasting
 def show_tests(request: Request, context: ContextDep, job_id: JobId, trajectory_id: TrajectoryId) -> Response:
     """The program judged once more, each test by itself; hidden ones are hidden from the policy, not from people."""
     found = views.get_trajectory(context, job_id, trajectory_id).trajectory

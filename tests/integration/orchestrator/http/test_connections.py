@@ -17,7 +17,8 @@ import httpx
 import pytest
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.http import check_pool, connections, middleware
+from services.orchestrator.http import connections, middleware, threads
+from spo.testing.peers import ServiceDoubles
 from spo.testing.waiting import wait_until
 
 Document = dict[str, Any]
@@ -213,7 +214,7 @@ def test_checks_that_take_long_hold_up_nobody_else(
     with ThreadPoolExecutor(60) as clients:
         answers = [clients.submit(submit, number) for number in range(60)]
         assert under_way.acquire(timeout=20)
-        refused = 60 - check_pool.THREADS - check_pool.MOST_WAITING
+        refused = 60 - threads.CHECKS - threads.CHECKS_WAITING
         wait_until(lambda: sum(each.done() for each in answers) == refused, "the rest is refused", 30)
         took = []
         for path in ("/healthz", "/v1/jobs", "/readyz") * 5:
@@ -227,6 +228,37 @@ def test_checks_that_take_long_hold_up_nobody_else(
     assert statuses == [200] * (60 - refused) + [503] * refused
     busy = next(each.result() for each in answers if each.result().status_code == 503)
     assert (busy.json()["code"], busy.headers["retry-after"]) == ("checks_busy", "1")
+
+
+def test_calls_that_last_hold_up_nobody_else(
+    api: httpx.Client, peers: ServiceDoubles, document: Document, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eighty completions of a model that does not answer: the last are told to come back, all else answers beside."""
+    job_id = api.post("/v1/jobs", json=document).json()["id"]
+    asked, released = threading.Semaphore(0), threading.Event()
+
+    def slow(*_: object) -> str:
+        asked.release()
+        assert released.wait(60)
+        return "said"
+
+    monkeypatch.setattr(peers.inference, "respond", slow)
+
+    def complete(_: int) -> httpx.Response:
+        return api.post(f"/v1/policies/{job_id}/completions", json={"prompt": "x"})
+
+    with ThreadPoolExecutor(80) as clients:
+        answers = [clients.submit(complete, number) for number in range(80)]
+        assert asked.acquire(timeout=20)
+        refused = 80 - threads.LASTING - threads.LASTING_WAITING
+        wait_until(lambda: sum(each.done() for each in answers) == refused, "the rest is refused", 30)
+        for path in ("/readyz", "/v1/jobs"):
+            assert api.get(path, timeout=5).status_code == 200
+        released.set()
+        statuses = sorted(each.result().status_code for each in answers)
+
+    assert statuses == [200] * (80 - refused) + [503] * refused
+    assert {each.result().json().get("code") for each in answers} == {None, "calls_busy"}
 
 
 @pytest.mark.timeout(60)
