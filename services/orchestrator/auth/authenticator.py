@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 import secrets
 import time
@@ -91,5 +90,6 @@ def _token(authorization: str) -> str:
 def _basic_password(credentials: str) -> str:
     try:
         return base64.b64decode(credentials, validate=True).decode().partition(":")[2]
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:
+        # No base 64, or no text in it.
         return ""

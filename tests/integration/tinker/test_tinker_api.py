@@ -225,6 +225,7 @@ def test_faulty_requests_are_told_what_is_wrong_with_them(mine: Asker) -> None:
     assert "not offered" in mine.post("asample", top).text
     image = {"chunks": [{"type": "image", "data": "x"}]}
     assert mine.post("asample", {**top, "topk_sample_logprobs": 0, "prompt": image}).status_code == 422
+    assert mine.post("asample", {**top, "topk_sample_logprobs": 0, "prompt_logprobs_last_n": 10**30}).status_code == 422
 
 
 def test_what_cannot_be_done_is_the_result_of_its_request(mine: Asker) -> None:

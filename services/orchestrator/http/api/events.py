@@ -25,7 +25,7 @@ class EventQuery(BaseModel):
 
 class EventHeaders(BaseModel):
     accept: str = ""
-    last_event_id: str | None = Field(None, pattern=r"^\d{1,15}$")
+    last_event_id: str | None = Field(None, pattern=r"^[0-9]{1,15}$")
 
 
 @router.get(

@@ -88,7 +88,7 @@ def revoke_key(context: ContextDep, key_id: KeyId) -> Key:
 def audit(
     context: ContextDep,
     limit: Limit = 100,
-    cursor: Annotated[str, Query(pattern=r"^(\d{1,16}-\d{1,16})?$")] = "",
+    cursor: Annotated[str, Query(pattern=r"^([0-9]{1,16}-[0-9]{1,16})?$")] = "",
 ) -> AuditPage:
     """Changes and refusals, newest first; the last million are kept."""
     entries, next_cursor = context.audit.page(cursor, limit)

@@ -19,7 +19,7 @@ class LogQuery(BaseModel):
     service: str = Field("", pattern=f"^({'|'.join(POOLS)})?$")
     level: views.LogLevel = "info"
     limit: int = Field(200, ge=1, le=1000)
-    cursor: str = Field("", pattern=r"^(\d{1,16}-\d{1,16})?$")
+    cursor: str = Field("", pattern=r"^([0-9]{1,16}-[0-9]{1,16})?$")
 
 
 @router.get("/{job_id}/logs")

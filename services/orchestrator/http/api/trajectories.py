@@ -63,7 +63,7 @@ def list_prompts(
     context: ContextDep,
     job_id: JobId,
     limit: Limit = 100,
-    cursor: Annotated[str, Query(pattern=r"^\d{0,9}$")] = "",
+    cursor: Annotated[str, Query(pattern=r"^[0-9]{0,9}$")] = "",
 ) -> schemas.PromptPage:
     """The training prompts of a job in their order, with how pi0 did on each."""
     return views.prompts(context, job_id, int(cursor or 0), limit)

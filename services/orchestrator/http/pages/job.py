@@ -66,7 +66,7 @@ def show_logs(
     job_id: JobId,
     service: Annotated[str, Query(pattern=f"^({'|'.join(POOLS)})?$")] = "",
     level: views.LogLevel = "info",
-    cursor: Annotated[str, Query(pattern=r"^(\d{1,16}-\d{1,16})?$")] = "",
+    cursor: Annotated[str, Query(pattern=r"^([0-9]{1,16}-[0-9]{1,16})?$")] = "",
 ) -> Response:
     """The latest log lines of every service that worked on the job."""
     page = views.logs(context, job_id, views.LogFilter(service, level), LOG_LINES, cursor)
@@ -82,7 +82,7 @@ def show_dead_letters(
     request: Request,
     context: ContextDep,
     job_id: JobId,
-    cursor: Annotated[str, Query(pattern=r"^([a-z_]{1,40}-\d{1,16}-\d{1,16})?$")] = "",
+    cursor: Annotated[str, Query(pattern=r"^([a-z_]{1,40}-[0-9]{1,16}-[0-9]{1,16})?$")] = "",
 ) -> Response:
     """Entries of the job that were given up on, and why."""
     job = views.job(context, job_id)

@@ -32,7 +32,7 @@ class JobsForm(BaseModel):
     status: str = Field("", pattern=f"^({'|'.join(JobState)})?$")
     label: str = Field("", max_length=800)
     q: str = Field("", max_length=200)
-    cursor: str = Field("", pattern=r"^\d{0,15}$")
+    cursor: str = Field("", pattern=r"^[0-9]{0,15}$")
 
 
 @router.get("/")

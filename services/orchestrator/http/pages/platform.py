@@ -87,7 +87,7 @@ def show_stored_run(
 def show_keys(
     request: Request,
     context: ContextDep,
-    cursor: Annotated[str, Query(pattern=r"^(\d{1,16}-\d{1,16})?$")] = "",
+    cursor: Annotated[str, Query(pattern=r"^([0-9]{1,16}-[0-9]{1,16})?$")] = "",
 ) -> Response:
     """Keys without their secrets, and who changed what lately."""
     entries, next_cursor = context.audit.page(cursor, AUDIT_ENTRIES)

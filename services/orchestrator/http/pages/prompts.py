@@ -37,7 +37,7 @@ def show_prompts(
     context: ContextDep,
     job_id: JobId,
     q: Annotated[str, Query(max_length=200)] = "",
-    cursor: Annotated[str, Query(pattern=r"^\d{0,9}$")] = "",
+    cursor: Annotated[str, Query(pattern=r"^[0-9]{0,9}$")] = "",
 ) -> Response:
     """The training problems in their order, with their values."""
     spec = context.jobs.spec(job_id)

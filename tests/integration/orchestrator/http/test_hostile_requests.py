@@ -172,6 +172,41 @@ def test_no_other_site_is_let_in_by_its_browser(operator: httpx.Client) -> None:
         assert not [name for name in answer.headers if name.startswith("access-control-")]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "code"),
+    [
+        ("Origin", b"http://[", "cross_site"),
+        ("Origin", b"http://[x]y", "cross_site"),
+        ("Authorization", b"Basic \xc3\xa9", "unauthorized"),
+        ("Authorization", b"Basic /w==", "unauthorized"),
+    ],
+)
+def test_a_header_that_cannot_be_read_is_refused(operator: httpx.Client, name: str, value: bytes, code: str) -> None:
+    answer = operator.post("/v1/jobs", json={}, headers={name: value})
+
+    assert answer.json()["code"] == code, answer.text
+
+
+def test_without_a_key_a_host_that_cannot_be_read_is_refused(
+    open_context: Callable[..., AppContext], serve: Callable[[AppContext], str]
+) -> None:
+    with httpx.Client(base_url=serve(open_context()), timeout=30, trust_env=False) as client:
+        assert client.get("/v1/jobs", headers={"Host": "["}).json()["code"] == "cross_site"
+
+
+def test_digits_of_other_scripts_are_in_no_cursor(context: AppContext, operator: httpx.Client, red_job: str) -> None:
+    """Redis does not know them, and would be said to be away."""
+    asked = 0
+    for method, path, operation in operations(context):
+        for given in operation.get("parameters", ()):
+            if method == "get" and given["in"] == "query" and given["name"] == "cursor":
+                asked += 1
+                place = path.replace("{job_id}", red_job)
+                answers = [operator.get(place, params={"cursor": said}) for said in ("\u0663", "\u0663-\u0663")]
+                assert all(answer.status_code in (200, 422) for answer in answers), (path, answers[0].text)
+    assert asked >= 5
+
+
 # --- another tenant ---
 
 

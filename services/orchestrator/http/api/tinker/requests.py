@@ -146,7 +146,7 @@ class SampleBody(TinkerPart):
     num_samples: int = Field(default=1, ge=1, le=4096)
     sampling_params: SamplingBody = SamplingBody()
     prompt_logprobs: bool | None = None
-    prompt_logprobs_last_n: int | None = Field(default=None, ge=1)
+    prompt_logprobs_last_n: int | None = Field(default=None, ge=1, lt=2**31)
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: dict[str, Any] | None = None
