@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qs
@@ -16,7 +17,7 @@ from services.orchestrator.http.dependencies import ContextDep, PrincipalDep, ch
 from services.orchestrator.http.pages.rendering import show
 from services.orchestrator.http.submission import checked_spec, submit_job
 from services.orchestrator.lifecycle.submission import MAX_DEPTH
-from spo.errors import InvalidInput, SpoError
+from spo.errors import FieldViolation, InvalidInput, SpoError
 from spo.spec.job_spec import JobSpec
 from spo.tasks.learnability import probe_document
 from spo.tasks.toy.built import newest_model, wanted_difficulty
@@ -26,6 +27,9 @@ router = APIRouter()
 # Of a clone, of the image; where there is neither the form begins empty.
 RECIPE_FOLDERS = (Path(__file__).parents[4] / "deploy" / "recipes", Path("/usr/share/spo/recipes"))
 EXAMPLE = "toy/demo.yaml"
+# YAML is read slowly, in the few threads that check everybody's specs.
+MOST_CHARACTERS = 100_000
+MOST_FAULTS = 100
 # What a person pastes into `tasks`, by kind.
 VERIFIERS = {
     "program": "verifier: {kind: program}  # what the task file says: tests, functions, answers",
@@ -105,11 +109,7 @@ async def take_form(request: Request, context: ContextDep, principal: PrincipalD
                 )
             job_id = submit_job(context, principal, spec, idempotency_key)
         except SpoError as error:
-            faults = [
-                Fault(violation.pointer, violation.message, line_of(typed, violation.pointer))
-                for violation in error.violations
-            ]
-            return show(request, "submission/answer.html", error=error, faults=faults)
+            return show(request, "submission/answer.html", error=error, faults=faults_in(typed, error.violations))
         response = show(request, "submission/answer.html", job_id=job_id, warnings=warnings_of(context, spec, typed))
         response.headers["HX-Redirect"] = f"/jobs/{job_id}/prompts" if only_probe else f"/jobs/{job_id}"
         return response
@@ -119,16 +119,27 @@ async def take_form(request: Request, context: ContextDep, principal: PrincipalD
 
 def warnings_of(context: AppContext, spec: JobSpec, typed: str) -> list[Fault]:
     """What the plan says against a spec, at the lines of what was typed."""
-    found = views.spec_warnings(context, spec)
-    return [Fault(each.pointer, each.message, line_of(typed, each.pointer)) for each in found]
+    return faults_in(typed, [FieldViolation(each.pointer, each.message) for each in views.spec_warnings(context, spec)])
+
+
+def faults_in(text: str, violations: Sequence[FieldViolation]) -> list[Fault]:
+    """The first MOST_FAULTS at their lines, and how many there are besides."""
+    tree = _tree(text) if violations else None
+    found = [Fault(each.pointer, each.message, line_of(tree, each.pointer)) for each in violations[:MOST_FAULTS]]
+    left_out = len(violations) - len(found)
+    return [*found, Fault("…", f"and {left_out} more", 0)] if left_out else found
 
 
 def parse_typed(text: str) -> dict[object, object]:
     """Decode YAML, of which JSON is a part. Raises InvalidInput; refuses aliases, which could unfold without bound."""
+    if len(text) > MOST_CHARACTERS:
+        message = f"at most {MOST_CHARACTERS} characters are read here; send a longer spec to POST /v1/jobs"
+        raise InvalidInput(message, code="invalid_job_spec")
     try:
         _check_tokens(text)
         document = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except (yaml.YAMLError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        # PyYAML raises what its constructors stumble over, as at `!!timestamp x` and `!!bool x`.
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}: " if mark else ""
         reason = getattr(error, "problem", None) or str(error) or "nested too deep"
@@ -153,12 +164,16 @@ def _check_tokens(text: str) -> None:
             raise ValueError(f"nested deeper than {MAX_DEPTH}")
 
 
-def line_of(text: str, pointer: str) -> int:
-    """The line (from 1) of the field that a JSON pointer names, of the nearest parent that is written, else 0."""
+def _tree(text: str) -> yaml.Node | None:
+    """What was typed, with the place of each part; reading it takes seconds where it is long."""
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        return yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError:
-        return 0
+        return None
+
+
+def line_of(node: yaml.Node | None, pointer: str) -> int:
+    """The line (from 1) of the field that a JSON pointer names, of the nearest parent that is written, else 0."""
     line = 0
     for step in pointer.split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")

@@ -185,9 +185,15 @@ def test_a_run_that_is_not_stored_is_not_found(api: httpx.Client, run: str) -> N
         ("just words", "a mapping of fields"),
         ("when: 2020-01-01", "text, numbers, lists and mappings"),
         ("!!python/object/apply:os.system [id]", "neither YAML nor JSON"),
+        ("when: !!timestamp x", "neither YAML nor JSON"),
+        ("when: !!bool x", "neither YAML nor JSON"),
         ("seed: .nan", "text, numbers, lists and mappings"),
         ("name: x\nmodel:\n  path: p\n  dtype: <b>", "line 4"),
+        ("name: " + "x" * 100_000, "at most 100000 characters"),
+        # The lines are looked for once: once for each fault took minutes of a thread that checks everybody's specs.
+        ("\n".join(f"field-{number}: 1" for number in range(150)), "and 5"),
     ],
+    ids=lambda given: given[:20],
 )
 def test_what_cannot_be_a_spec_is_refused_with_a_reason(api: httpx.Client, typed: str, said: str) -> None:
     answer = api.post("/submit", content=urlencode({"spec": typed, "check": "1"}))
