@@ -228,7 +228,8 @@ def replay_content(run_id: str) -> str:
 def replay_counters(run_id: str) -> str:
     """Hash: number (last insertion), drawn (last draw), policy_version (newest named), inserted, correct, sampled by
     source; followed (position in the ledger of the run it follows), left_out; forgotten (the ledger has left out the
-    ids up to this insertion number that are not in Redis). Replay."""
+    ids up to this insertion number that are not in Redis); equal (trajectories of groups without contrast, up to the
+    insertion number equal_to). Replay."""
     return f"spo:{run_id}:replay-buffer:counters"
 
 

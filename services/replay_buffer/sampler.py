@@ -132,7 +132,9 @@ class BatchSampler:
         counts = {quota.rule.source: quota.count for quota in quotas}
         recorded = self.store.record_batch(request.run_id, request.step, ids, counts, last_batch)
         if not recorded:
-            raise NotReady("another request drew at the same time; the times sampled must be counted again")
+            with index.lock:
+                index.drop(set(ids) - self.store.in_redis(request.run_id, ids))
+            raise NotReady("another request drew at the same time, or what was drawn has left the window: drawn again")
         if recorded == ids:
             return sampled
         with index.lock:

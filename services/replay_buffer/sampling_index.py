@@ -158,12 +158,16 @@ class SamplingIndex:
 
     def live(self, rule: SourceMix) -> LiveCounts:
         """The counts of a live source, which the limiter weighs; what is left out for good counts as never inserted."""
-        left_out = self._live[rule.source].without_contrast if rule.contrast_only else 0
+        left_out = self.without_contrast(rule.source) if rule.contrast_only else 0
         return LiveCounts(
             inserted=self.counters.get(f"inserted:{rule.source}", 0) - left_out,
             sampled=self.counters.get(f"sampled:{rule.source}", 0),
             available=self.available(rule),
         )
+
+    def without_contrast(self, source: str) -> int:
+        """Trajectories of groups of a live source whose rewards are equal, those that have left Redis included."""
+        return self._without_contrast.get(source, (0, 0))[1]
 
     def available(self, rule: SourceMix) -> int:
         """Trajectories of a source that may be drawn now."""
@@ -181,6 +185,24 @@ class SamplingIndex:
             return self._read_to.get(source, 0) + 1 if window.keeps_all else 0
         numbers = self.client.zmscore(redis_keys.replay_ids(self.run_id), list(oldest.trajectory_ids))
         return min((int(number) for number in numbers if number is not None), default=0)
+
+    def read_to(self, source: str) -> int:
+        """The last insertion number of a source that is mirrored here."""
+        return self._read_to.get(source, 0)
+
+    def groups_in_window(self, source: str) -> set[str]:
+        """Ids of a live source's trajectories in groups of the window, whatever their insertion numbers are.
+
+        Members that came apart, as after a crash between them, stand before other groups that end the window.
+        """
+        window = self._live[source]
+        return window.members() if window.unit_size > 1 else set()
+
+    def drop(self, gone: set[str]) -> None:
+        """Draw no more what has left Redis."""
+        for window in self._live.values():
+            window.drop(gone)
+        self._filtered.clear()
 
     def unit_size(self, source: str) -> int:
         """Trajectories of a source that are drawn together."""
@@ -259,6 +281,8 @@ class SamplingIndex:
         self._live: dict[str, LiveWindow] = {source: LiveWindow(self.spec, source) for source in LIVE_SOURCES}
         self._followed_version = 0
         self._offline: dict[str, OfflineWindow] = {}
+        # Per live source: the insertion number up to which others had counted, and the trajectories so far.
+        self._without_contrast: dict[str, tuple[int, int]] = {}
 
     def _ask_new(self, pipe: RedisPipeline, source: str) -> None:
         key = redis_keys.replay_source(self.run_id, source)
@@ -275,20 +299,35 @@ class SamplingIndex:
             gone = [trajectory_id for trajectory_id, fact in zip(ids, facts, strict=True) if fact is None]
             # What has left the window since the source's set was read has left the set too.
             trimmed = self._absent(source, gone) if gone else set()
-            for trajectory_id, fact in zip(ids, facts, strict=True):
+            numbers = [int(number) for _, number in entries[start : start + FACTS_PER_READ]]
+            for trajectory_id, number, fact in zip(ids, numbers, facts, strict=True):
                 if trajectory_id in trimmed:
                     continue
                 if fact is None:
                     raise IntegrityError(f"run {self.run_id}: trajectory {trajectory_id.decode()} has no facts")
                 candidate, group = read_fact(trajectory_id.decode(), fact.decode())
                 if source in LIVE_SOURCES:
-                    self._live[source].add(candidate, group)
+                    self._live[source].add(candidate, group, number)
                 else:
                     self._offline.setdefault(source, OfflineWindow(self.spec, source)).add(candidate)
         if entries:
             self._read_to[source] = int(entries[-1][1])
             if self._read_to[source] > self._newest[1]:
                 self._newest = (entries[-1][0].decode(), self._read_to[source])
+        if source in LIVE_SOURCES and self._live[source].counts_equal:
+            self._count_equal(source)
+
+    def _count_equal(self, source: str) -> None:
+        """Count the groups without contrast that were read now, beside what had left Redis before."""
+        numbers = self._live[source].take_equal()
+        if source not in self._without_contrast:
+            # After what is there was read: what leaves from now on is counted here already.
+            key, names = redis_keys.replay_counters(self.run_id), ["equal_to", "equal"]
+            before, count = (int(found or 0) for found in self.client.hmget(key, names))
+            self._without_contrast[source] = before, count
+        before, count = self._without_contrast[source]
+        new = sum(number > before for number in numbers)
+        self._without_contrast[source] = before, count + new * self._live[source].unit_size
 
     def _absent(self, source: str, trajectory_ids: list[bytes]) -> set[bytes]:
         numbers = self.client.zmscore(redis_keys.replay_source(self.run_id, source), trajectory_ids)

@@ -73,13 +73,14 @@ class LiveWindow:
         self.unit_size = spec.rollout.samples_per_prompt if grouped else 1
         # Whether a group is complete is only known when it was read from its first member on.
         self.needs_all = keeps_all or grouped
-        # Trajectories of groups whose rewards are equal, which a rule may leave out.
-        self.without_contrast = 0
+        # Insertion numbers that completed groups of equal rewards, since they were last taken; where a rule asks.
+        self.counts_equal = rule_of(spec, source).contrast_only
+        self._equal: list[int] = []
         self._kept: deque[Candidate] = deque(maxlen=None if keeps_all else capacity)
         self._incomplete: dict[str, list[Candidate]] = {}
 
-    def add(self, candidate: Candidate, group: str) -> None:
-        """Add the next trajectory of the ledger."""
+    def add(self, candidate: Candidate, group: str, number: int) -> None:
+        """Add the next trajectory of the ledger, and its insertion number."""
         if self.unit_size == 1:
             self._kept.append(candidate)
             return
@@ -89,7 +90,8 @@ class LiveWindow:
             del self._incomplete[group]
             group_of_all = _group_of(members)
             self._kept.append(group_of_all)
-            self.without_contrast += 0 if group_of_all.has_contrast else self.unit_size
+            if self.counts_equal and not group_of_all.has_contrast:
+                self._equal.append(number)
         elif len(self._incomplete) > INCOMPLETE_KEPT:
             del self._incomplete[next(iter(self._incomplete))]
 
@@ -110,6 +112,19 @@ class LiveWindow:
     def incomplete(self) -> int:
         """Trajectories whose group still lacks members."""
         return sum(map(len, self._incomplete.values()))
+
+    def take_equal(self) -> list[int]:
+        """The insertion numbers that completed groups without contrast since the last call."""
+        taken, self._equal = self._equal, []
+        return taken
+
+    def members(self) -> set[str]:
+        """Ids of all trajectories that may be drawn."""
+        return {trajectory_id for candidate in self._kept for trajectory_id in candidate.trajectory_ids}
+
+    def drop(self, gone: set[str]) -> None:
+        """Forget candidates of which a trajectory has left Redis, as one does whose group was completed too late."""
+        self._kept = deque((one for one in self._kept if gone.isdisjoint(one.trajectory_ids)), self._kept.maxlen)
 
 
 class OfflineWindow:

@@ -68,6 +68,7 @@ class WindowTrimmer:
         here = Path(__file__).parent.parent / "lua"
         self._trim: RedisScript[int] = self.client.register_script((here / "trim.lua").read_text())
         self._forget: RedisScript[int] = self.client.register_script((here / "forget.lua").read_text())
+        self._note_equal: RedisScript[int] = self.client.register_script((here / "note_equal.lua").read_text())
 
     def run(self, stop: threading.Event) -> None:
         """Trim until stop is set; a run that fails is tried again and delays no other."""
@@ -122,12 +123,18 @@ class WindowTrimmer:
     def _below(self, run_id: str, source: str, facts: RunFacts) -> Iterator[list[tuple[str, int]]]:
         """Chunks of (id, insertion number) below the window of a source and in the experience store."""
         index = self.sampler.index(run_id)
+        kept: set[str] = set()
         if self._is_over(run_id, facts):
             start = facts.number + 1
         else:
             with index.lock:
                 index.refresh([source])
                 start = index.window_start(source, facts.resumed_version)
+                kept = index.groups_in_window(source)
+                counted = index.read_to(source), index.without_contrast(source)
+            if index.rule(source).contrast_only:
+                # Who reads the ledger after this no longer meets them all.
+                self._note_equal(keys=[redis_keys.replay_counters(run_id)], args=counted)
         last = min(start - 1, facts.stored if self.settings.store_experience else facts.number)
         after = 0
         while after < last:
@@ -136,8 +143,11 @@ class WindowTrimmer:
             )
             if not found:
                 return
-            yield [(trajectory_id.decode(), int(number)) for trajectory_id, number in found]
-            after = int(found[-1][1])
+            numbered = [(trajectory_id.decode(), int(number)) for trajectory_id, number in found]
+            leaving = [pair for pair in numbered if pair[0] not in kept]
+            if leaving:
+                yield leaving
+            after = numbered[-1][1]
 
     def _take_out(
         self,

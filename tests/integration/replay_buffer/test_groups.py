@@ -7,9 +7,13 @@ from collections import Counter
 import pytest
 import redis
 
+from services.replay_buffer.archive.window_trimmer import WindowTrimmer
+from services.replay_buffer.limiter import LiveCounts
 from services.replay_buffer.sampler import BatchSampler
 from services.replay_buffer.service import ReplayService
+from services.replay_buffer.settings import Settings
 from services.replay_buffer.store import ReplayStore
+from spo import redis_keys
 from spo.errors import InvalidInput, NotReady
 from spo.testing.replay import RUN, start_run, trajectory
 from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_ONLINE
@@ -102,3 +106,62 @@ def test_an_online_trajectory_without_a_group_is_refused(store: ReplayStore) -> 
 
     with pytest.raises(InvalidInput, match="/group_id"):
         store.append(RUN, [loose])
+
+
+def only_online(client: redis.Redis, **part: bool) -> BatchSampler:
+    replay = {"unit": "group", "min_online": 0, "online_capacity": 16, "samples_per_insert": 1000}
+    mix = [{"source": "online", "share": 1, **part}]
+    start_run(client, trainer={"batch_size": 16}, rollout={"samples_per_prompt": GROUP}, replay=replay | {"mix": mix})
+    client.set(redis_keys.run_state(RUN), "running")
+    return BatchSampler(ReplayStore(client))
+
+
+def trim(sampler: BatchSampler) -> int:
+    return WindowTrimmer(sampler, Settings(store_experience=False)).trim(RUN)
+
+
+def test_a_group_whose_members_came_apart_is_drawn_whole_after_older_ones_left(redis_client: redis.Redis) -> None:
+    sampler = only_online(redis_client)
+    # The first of group 3 was inserted, then its ingest was killed; the others came with the redelivery.
+    for numbers in (range(4), range(12, 13), range(4, 12), range(13, 20)):
+        sampler.store.append(RUN, online(numbers))
+
+    assert trim(sampler) == GROUP
+    for step, process in enumerate((sampler, BatchSampler(ReplayStore(redis_client)))):
+        request = SampleBatchRequest(run_id=RUN, batch_size=16, step=step)
+        drawn = Counter(sample.trajectory.group_id for sample in process.sample(request))
+        assert drawn == {f"group-{number}": GROUP for number in (1, 2, 3, 4)}
+
+
+def test_a_group_that_is_completed_after_its_first_members_left_holds_up_no_batch(redis_client: redis.Redis) -> None:
+    sampler = only_online(redis_client)
+    for numbers in (range(1), range(4, 24)):
+        sampler.store.append(RUN, online(numbers))
+    assert trim(sampler) == 1 + GROUP
+    sampler.store.append(RUN, online(range(1, 4)))
+
+    for step in range(4):
+        request = SampleBatchRequest(run_id=RUN, batch_size=12, step=step, wait_seconds=5)
+        drawn = {sample.trajectory.group_id for sample in sampler.sample(request)}
+        assert drawn == {"group-3", "group-4", "group-5"}
+
+
+def test_groups_without_contrast_stay_out_of_the_limits_after_they_left_and_a_restart(
+    redis_client: redis.Redis,
+) -> None:
+    sampler = only_online(redis_client, contrast_only=True)
+
+    def counts(process: BatchSampler) -> LiveCounts:
+        index = process.index(RUN)
+        index.refresh(["online"])
+        return index.live(index.rule("online"))
+
+    for turn in range(10):
+        groups = [trajectory(number, group_size=GROUP, right=False) for number in range(20 * turn, 20 * turn + 20)]
+        groups[0].reward = 0.0
+        sampler.store.append(RUN, groups)
+        trim(sampler)
+
+    restarted = counts(BatchSampler(ReplayStore(redis_client)))
+    assert restarted == counts(sampler)
+    assert restarted.inserted == 10 * GROUP
