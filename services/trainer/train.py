@@ -5,10 +5,11 @@ lease -> load model -> resume -> [ train | skip | publish | checkpoint | update_
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import replace
 
 from services.trainer.attempts.attempt import WAITING, Attempt, death_before, forget_deaths
-from services.trainer.checkpoints.places import CheckpointPlace
+from services.trainer.checkpoints.places import CheckpointPlace, SavedCheckpoint
 from services.trainer.checkpoints.saving import checkpoint_place, load_checkpoint, local_folder, save_checkpoint
 from services.trainer.checkpoints.training_state import TrainingProgress
 from services.trainer.commands import Command, Follower, RankRole
@@ -113,6 +114,8 @@ class TrainingRun:
         self._attempt = attempt
         # Versions that may become the reference, however old: those of the refresh interval, and all of earlier leases.
         self._candidates: set[int] = set()
+        # On rank 0: the checkpoints of this lease, the last ones, and the reference of each.
+        self._saved: list[tuple[Future[SavedCheckpoint], int]] = []
         self._learner: Learner | None = None
         self._checkpoints: CheckpointPlace | None = None
 
@@ -185,8 +188,10 @@ class TrainingRun:
 
     def _train(self, learner: Learner, command: Command) -> None:
         mismatch: dict[str, float] = {}
-        # A fork starts elsewhere than at its reference; its parent's first batch was checked.
-        if self.progress.updates == 0 and not self._grant.start_version:
+        # A fork starts elsewhere than at its reference; its parent's first batch was checked. So does a run that begins
+        # anew, with no checkpoint left, after its reference has moved on.
+        at_reference = not (self._grant.start_version or self.progress.reference_version)
+        if self.progress.updates == 0 and at_reference:
             micro_batches = [found for minibatch in command.minibatches for found in minibatch.micro_batches]
             mismatch = learner.check_reference(micro_batches, self._settings.reference_tolerance)
         step = self.progress.step + 1
@@ -233,18 +238,29 @@ class TrainingRun:
         return run_store(self._grant.run_id, self._grant.weight_store_path, self._settings)
 
     def _spared(self) -> set[int]:
-        """The reference and what may follow it, this version included, and what training started from."""
+        """References that training may go on with, this version included, and what training started from."""
         refresh, progress = self._spec.algorithm.reference_refresh, self.progress
         if refresh and refresh.values == "samples" and progress.step % refresh.interval_steps == 0:
             self._candidates.add(progress.weight_version)
-        self._candidates = {version for version in self._candidates if version >= progress.reference_version}
+        oldest = self._oldest_reference()
+        self._candidates = {version for version in self._candidates if version >= oldest}
         return self._candidates | {self._grant.start_version}
+
+    def _oldest_reference(self) -> int:
+        """Of the checkpoints that may be resumed from; 0 until those of this lease are all that are kept."""
+        kept = self._settings.checkpoints_kept
+        going_well = [(saved, version) for saved, version in self._saved if not (saved.done() and saved.exception())]
+        self._saved = going_well[-kept - 1 :]
+        whole = [version for saved, version in self._saved if saved.done()][-kept:]
+        return min(whole) if len(whole) == kept else 0
 
     def _checkpoint(self, learner: Learner, place: CheckpointPlace) -> None:
         with self._role.owning():
             saved = None
             try:
                 saved = save_checkpoint(self._ranks, learner, place, self.progress, epoch=self._grant.epoch)
+                if saved:
+                    self._saved.append((saved, self.progress.reference_version))
             except ResourceExhausted as error:
                 self._role.no_room(error)
             self._role.checkpointed(saved, place, self.progress)

@@ -41,6 +41,8 @@ class OneJob(OrchestratorServiceServicer):
     lease_seconds: float = 5.0
     away: bool = False
     directive: int = wire.DIRECTIVE_CONTINUE
+    reference_version: int = 0
+    reference_values: dict[str, float] = field(default_factory=dict)
     epoch: int = 0
     renewals: int = 0
     refused: int = 0
@@ -124,12 +126,15 @@ class OneJob(OrchestratorServiceServicer):
                     self.alarms[report.step] = dict(report.alarms)
                 if report.quarantine_reason:
                     self.quarantined[report.step] = report
-        return wire.RenewLeaseResponse(directive=self.directive)  # type: ignore[arg-type]
+        return wire.RenewLeaseResponse(
+            directive=self.directive,  # type: ignore[arg-type]
+            reference_version=self.reference_version,
+        )
 
     def GetReferenceValues(
         self, request: wire.GetReferenceValuesRequest, context: grpc.ServicerContext
     ) -> wire.GetReferenceValuesResponse:
-        return wire.GetReferenceValuesResponse()
+        return wire.GetReferenceValuesResponse(qhat_0=self.reference_values)
 
     def PublishWeights(
         self, request: wire.PublishWeightsRequest, context: grpc.ServicerContext
