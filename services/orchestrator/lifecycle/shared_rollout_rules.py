@@ -47,6 +47,7 @@ def _reasons(jobs: JobStore, spec: JobSpec, followed: str, tenant: str) -> Itera
     if theirs.replay.online_share == 0:
         yield at, f"{followed} samples no rollouts of its own"
     yield from _differences(spec, theirs, followed)
+    yield from _ratios(spec, theirs, followed)
 
 
 def _differences(spec: JobSpec, theirs: JobSpec, followed: str) -> Iterator[tuple[str, str]]:
@@ -66,6 +67,19 @@ def _differences(spec: JobSpec, theirs: JobSpec, followed: str) -> Iterator[tupl
     for name in TasksSpec.model_fields:
         if getattr(spec.tasks, name) != getattr(theirs.tasks, name):
             yield f"/tasks/{name}", f"differs from that of {followed}"
+
+
+def _ratios(spec: JobSpec, theirs: JobSpec, followed: str) -> Iterator[tuple[str, str]]:
+    """As `ratios_begin_at_one` asks of a job's own rollouts."""
+    if theirs.rollout.temperature_range == (1.0, 1.0) and theirs.rollout.top_p == 1:
+        return
+    for index, term in enumerate(spec.algorithm.losses):
+        if term.needs("behaviour") and (term.sources is None or "shared" in term.sources):
+            yield (
+                f"/algorithm/losses/{index}/objective",
+                f"{term.objective} weighs by the sampler's log-probs, and {followed} samples at another temperature "
+                "than 1 or another top_p",
+            )
 
 
 def _model_hash(spec: JobSpec) -> str:

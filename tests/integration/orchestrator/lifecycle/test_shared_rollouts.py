@@ -120,6 +120,17 @@ def test_what_cannot_share_rollouts_is_refused_by_field(
     assert found["/tasks/seed"] == f"differs from that of {followed}"
 
 
+def test_tempered_rollouts_are_not_shared_where_a_loss_weighs_by_their_log_probs(
+    api: httpx.Client, document: Document
+) -> None:
+    followed = api.post("/v1/jobs", json=document | {"rollout": {"temperature": [0.1, 0.8]}}).json()["id"]
+    losses = [{"objective": "terminal_squared"}, {"objective": "policy_gradient"}]
+
+    found = refusals(api, follower_of(document, followed, algorithm={"losses": losses}))
+
+    assert set(found) == {"/algorithm/losses/1/objective"}
+
+
 def test_absent_ended_silent_and_other_tenants_jobs_are_not_followed(
     api: httpx.Client, context: AppContext, document: Document
 ) -> None:
