@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: images hashes docs sdk tree openapi help setup system-deps proto format check test chart-test chart-files compose-test demo chaos screenshots demo-experience demo-loop real-demo reproduce up down bench gpu-check clean
+.PHONY: images hashes docs sdk tree openapi help setup system-deps proto format check ready test chart-test chart-files compose-test demo chaos screenshots demo-experience demo-loop real-demo reproduce up down bench gpu-check clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -58,12 +58,15 @@ $(S3_STAMP): tests/s3/requirements.txt
 	.venv-s3/bin/python -m pip install --quiet -r $<
 	touch $@
 
-test: setup system-deps check $(S3_STAMP)  ## Check, then every test but the slow tier (CI=true: all); pytest's count is the last line
-	@$(if $(filter true,$(CI)),bash scripts/chart_test.sh -q)
+ready: check system-deps $(S3_STAMP) $(if $(filter true,$(CI)),chart-test)  ## Check, and install what tests need (CI=true: test the chart)
+
+# Beside each other: pip and mypy take one core, and the chart and the S3 server need nothing of what these install.
+test:  ## Check, then every test but the slow tier (CI=true: all); pytest's count is the last line
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line ready
 	@bash scripts/run_tests.sh $(TIER) $(PYTEST_ARGUMENTS)
 
 chart-test:  ## The Helm chart against an emulated cluster, by the real Helm engine (needs Python 3.12 or newer)
-	@bash scripts/chart_test.sh
+	@bash scripts/chart_test.sh $(if $(filter true,$(CI)),-q)
 
 chart-files: $(STAMP)  ## Write the chart's README table and the settings its schema knows
 	@PYTHONPATH=. python tests/chart/derived.py

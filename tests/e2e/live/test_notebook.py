@@ -9,7 +9,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-NOTEBOOK = Path(__file__).parents[2] / "docs" / "tutorials" / "a_job_in_a_notebook.ipynb"
+NOTEBOOK = Path(__file__).parents[3] / "docs" / "tutorials" / "a_job_in_a_notebook.ipynb"
 API = "http://127.0.0.1:8000"
 CELL_SECONDS = 600
 

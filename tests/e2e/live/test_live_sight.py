@@ -15,7 +15,7 @@ from spo.client import Client
 from spo.observability import tracing
 from spo.testing.traces import ReceivedSpan
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # Of one group: who has it in hand, in order.
 WAY = [
     ("orchestrator", "dispatch"),
