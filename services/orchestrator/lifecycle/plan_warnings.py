@@ -92,7 +92,7 @@ def _of_temperature(spec: JobSpec, mean_tokens: float | None) -> Iterator[FieldV
     low, high = one.nats_per_token(longest, span) / highest, one.nats_per_token(shortest, span) / lowest
     yield FieldViolation(
         "/algorithm/beta",
-        f"asks each token of a response for {asked} nats of log-ratio; regressions that live ask for {lowest:g} to "
+        f"asks each token of a response for {asked} nats of log-ratio; runs that stayed stable ask for {lowest:g} to "
         f"{highest:g}, which with responses of {lengths} is a beta of {low:.2g} to {high:.2g}",
     )
 
