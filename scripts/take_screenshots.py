@@ -1,4 +1,4 @@
-"""Photograph every page of the web interface, with a live job of a real platform on it, into docs/images.
+"""Photograph the pages of the web interface that docs/web_page.md shows, with a live job on them, into docs/images.
 
 `make screenshots` runs it. A shortened demo job (deploy/recipes/toy/demo.yaml) trains while the pictures are taken.
 """
@@ -38,7 +38,7 @@ def main() -> None:
     IMAGES.mkdir(parents=True, exist_ok=True)
     recipe = read_spec(RECIPE)
     document = recipe | {name: {**recipe[name], **changes} for name, changes in SHORT.items()}
-    document |= {"name": "half-online SPO on the toy contest", "labels": {"recipe": "toy/demo", "team": "examples"}}
+    document |= {"name": "the toy contest", "labels": {"recipe": "toy/demo", "team": "examples"}}
     chromium = shutil.which("chromium")
     if chromium is None:
         sys.exit("chromium is not installed; `make system-deps` installs it")
@@ -69,15 +69,10 @@ def _photograph(page: Page, job_id: str) -> None:
     page.locator("#curve-loss canvas").wait_for()
     page.locator("#curve-idle canvas").wait_for()
     _save(page, "job")
-    page.emulate_media(color_scheme="dark")
-    page.wait_for_timeout(500)
-    _save(page, "job-dark")
-    page.emulate_media(color_scheme="light")
     page.locator("#slow").wait_for()
     page.evaluate("document.getElementById('slow').scrollIntoView(); scrollBy(0, -70)")
     _save(page, "job-why-slow")
     page.goto(f"{job}/trajectories?source=online")
-    _save(page, "trajectories")
     page.locator("#trajectories tbody a").first.click()
     page.locator("#curve-q canvas").wait_for()
     page.get_by_role("group", name="Tokens").focus()
@@ -85,25 +80,6 @@ def _photograph(page: Page, job_id: str) -> None:
     page.get_by_role("button", name="Judge it again").click()
     page.locator("#tests table").wait_for()
     _save(page, "trajectory", whole=True)
-    page.goto(f"{job}/prompts")
-    page.get_by_role("button", name="Measure it").click()
-    page.locator("#curve-calibration canvas").wait_for()
-    _save(page, "prompts")
-    page.locator("#prompts tbody a").first.click()
-    page.get_by_role("heading", name="Responses side by side").wait_for()
-    _save(page, "prompt")
-    for name, path in (
-        ("evaluations", f"{job}/evaluations"),
-        ("logs", f"{job}/logs"),
-        ("jobs", "/"),
-        ("submit", "/submit"),
-        ("replicas", "/replicas"),
-        ("experience", "/experience"),
-        ("keys", "/keys"),
-    ):
-        page.goto(path)
-        page.wait_for_timeout(300)
-        _save(page, name)
 
 
 def _save(page: Page, name: str, whole: bool = False) -> None:
