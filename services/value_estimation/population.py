@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, field
 
 from services.value_estimation import redis_keys as own_keys
 from services.value_estimation.counts import Counts
-from spo.algorithm.value_prior import JEFFREYS, BetaPrior, PriorModel, PromptFeatures, fit_prior
+from spo.algorithm.value_posterior import JEFFREYS, BetaPrior
+from spo.algorithm.value_prior import PriorModel, PromptFeatures, fit_prior
 from spo.messaging.redis_client import RedisClient
 from spo.spec.stored import record_of
 

@@ -22,8 +22,8 @@ from services.value_estimation.settings import Settings
 from services.value_estimation.stored_experience import StoredImport, StoredSelections
 from services.value_estimation.stream_workers import decoded, is_wanted, work_through
 from spo import redis_keys
-from spo.algorithm.value_posterior import soft_value_estimate
-from spo.algorithm.value_prior import JEFFREYS, BetaPrior, PromptFeatures
+from spo.algorithm.value_posterior import JEFFREYS, BetaPrior, soft_value_estimate
+from spo.algorithm.value_prior import PromptFeatures
 from spo.errors import NotReady
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_status import run_state

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import betaincinv
 
+from spo.algorithm.beta_quantiles import beta_quantiles
 from spo.errors import InvalidInput
 
 
@@ -74,10 +74,8 @@ def success_rate_interval(successes: int, samples: int, level: float = 0.95) -> 
     if not 0 < level < 1:
         raise InvalidInput(f"a level must be in (0, 1), not {level}")
     tail = (1 - level) / 2
-    a, b = successes + 0.5, samples - successes + 0.5
-    low = 0.0 if successes == 0 else float(betaincinv(a, b, tail))
-    high = 1.0 if successes == samples else float(betaincinv(a, b, 1 - tail))
-    return low, high
+    low, high = beta_quantiles(successes + 0.5, samples - successes + 0.5, [tail, 1 - tail])
+    return float(low) if successes else 0.0, float(high) if successes < samples else 1.0
 
 
 def estimate_from_successes(successes: int, samples: int, beta: float, level: float = 0.95) -> SoftValueEstimate:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.special import betaincinv
 
+from spo.algorithm.beta_quantiles import beta_quantiles
 from spo.algorithm.monte_carlo import (
     SoftValueEstimate,
     q_from_rewards,
@@ -22,13 +22,23 @@ from spo.algorithm.monte_carlo import (
     standard_error_from_rewards,
     success_rate_interval,
 )
-from spo.algorithm.value_prior import JEFFREYS, BetaPrior
 from spo.errors import InvalidInput
 
 BOOTSTRAP_DRAWS = 2000
 # Midpoints of equally probable slices of a posterior, over which its mean is taken.
 SLICES = (np.arange(64) + 0.5) / 64
 SMALLEST = 1e-16
+
+
+@dataclass(frozen=True)
+class BetaPrior:
+    """Pseudo successes and failures; Jeffreys' where nothing is known."""
+
+    successes: float = 0.5
+    failures: float = 0.5
+
+
+JEFFREYS = BetaPrior()
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,7 @@ def _posterior(evidence: Evidence, prior: BetaPrior, beta: float, level: float) 
     a = evidence.successes + prior.successes
     b = evidence.samples - evidence.successes + prior.failures
     tail = (1 - level) / 2
-    rates = np.clip(betaincinv(a, b, [tail, 1 - tail, *SLICES]), SMALLEST, 1 - SMALLEST)
+    rates = np.clip(beta_quantiles(a, b, [tail, 1 - tail, *SLICES]), SMALLEST, 1 - SMALLEST)
     low, high, *slices = evidence.best + beta * np.logaddexp(np.log(rates), np.log1p(-rates) - evidence.span / beta)
     low = low if evidence.successes else evidence.worst
     high = high if evidence.successes < evidence.samples else evidence.best

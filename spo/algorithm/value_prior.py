@@ -3,8 +3,8 @@
 Empirical Bayes: the successes c of n samples of a prompt follow a Beta-binomial whose mean depends on the prompt's
 features by a logistic regression, and whose strength (pseudo samples) is common to all but for a factor: a rare success
 is predicted less well in absolute terms and better in relative ones, so the strength goes with 1 / sqrt(rate). Features
-that tell nothing get little weight, prompts that have little in common get a weak prior. No torch here. Axes: P prompt,
-F feature.
+that tell nothing get little weight, prompts that have little in common get a weak prior. Only value-estimation fits
+one, and only the engines' images have scipy. Axes: P prompt, F feature.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import minimize, minimize_scalar
 from scipy.special import betaln, expit, psi
 
+from spo.algorithm.value_posterior import BetaPrior
 from spo.errors import InvalidInput
 
 Array = NDArray[np.float64]
@@ -32,17 +34,6 @@ ORDINARY_RATE = 0.05
 FOLDS = 10
 # Words are folded into so many; a collision only blurs.
 WORD_BUCKETS = 256
-
-
-@dataclass(frozen=True)
-class BetaPrior:
-    """Pseudo successes and failures; Jeffreys' where nothing is known."""
-
-    successes: float = 0.5
-    failures: float = 0.5
-
-
-JEFFREYS = BetaPrior()
 
 
 @dataclass(frozen=True)
@@ -109,9 +100,6 @@ def fit_prior(
     Cross-fitting keeps a prompt's samples from being counted in its prior and again in its posterior, and the strength,
     found on predictions of prompts that a regression has not seen, honest.
     """
-    # Imported here: 25 MiB of memory that the orchestrator, which fits no prior, does without.
-    from scipy.optimize import minimize_scalar
-
     successes_P, samples_P = np.asarray(successes, dtype=np.float64), np.asarray(samples, dtype=np.float64)
     if not len(prompt_ids) == len(successes_P) == len(samples_P) == len(features) > 0:
         raise InvalidInput("a prior is fitted to one or more prompts, each with its counts and features")
@@ -136,8 +124,6 @@ def fit_prior(
 
 def _fit(features_PF: Array, successes_P: Array, samples_P: Array) -> RateModel:
     """The most probable regression under the Beta-binomial, weights and strength together."""
-    from scipy.optimize import minimize
-
     count = features_PF.shape[1]
     if not len(features_PF):
         return RateModel(np.zeros(count), np.ones(count), np.zeros(count), 0.0)

@@ -53,7 +53,8 @@ def plot(
 
     Raises PreconditionFailed (code "package_missing") where matplotlib is not installed.
     """
-    _package("matplotlib")
+    # An image has the name alone.
+    _package("matplotlib.figure")
     from spo.client.figure import NotebookFigure
 
     shown = [name for name in names if metrics.series.get(name)]
@@ -89,5 +90,6 @@ def _package(name: str) -> ModuleType:
     try:
         return import_module(name)
     except ImportError:
-        message = f"{name} is not installed here: `pip install {name}`; spo.client.results.columns does without"
+        package = name.partition(".")[0]
+        message = f"{package} is not installed here: `pip install {package}`; spo.client.results.columns does without"
         raise PreconditionFailed(message, code="package_missing") from None

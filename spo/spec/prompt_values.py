@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from spo.algorithm.monte_carlo import SoftValueEstimate, q_from_rewards
-from spo.algorithm.value_posterior import Evidence, soft_value_estimate, unsolved_posterior
-from spo.algorithm.value_prior import BetaPrior
+from spo.algorithm.value_posterior import BetaPrior, Evidence, soft_value_estimate, unsolved_posterior
 from spo.spec.algorithm import AlgorithmSpec
 from spo.spec.job_spec import JobSpec
 from spo.v1.value_pb2 import PromptValue

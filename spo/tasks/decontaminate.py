@@ -5,6 +5,7 @@ Copies in other words share their tests; copies with other tests share their wor
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +18,6 @@ from spo.tasks.problem import Problem
 from spo.tasks.published import INSTRUCTION
 
 SHINGLE_WORDS = 3
-PERMUTATIONS = 128
 # One or two shared tests happen by chance in problems about small numbers.
 SHARED_TESTS_MINIMUM = 3
 SHARED_TESTS_SHARE = 0.5
@@ -35,21 +35,23 @@ class Copy:
 
 
 class ContaminationIndex:
-    """Held-out problems, indexed by words and tests; `similarity` is the Jaccard index of word triples."""
+    """Held-out problems, indexed by words and tests; `similarity` is the Jaccard index of word triples.
+
+    Statements that are similar enough share a triple among the rarest few of each (prefix filtering; Chaudhuri, Ganti
+    and Kaushik 2006), so only those are indexed, and none is missed.
+    """
 
     def __init__(self, held_out: Sequence[Problem], similarity: float) -> None:
-        # Imported here: it costs a second that only jobs with a held-out file need to spend.
-        from datasketch import MinHashLSH
-
         self._similarity = similarity
         self._held_out = held_out
         self._shingles = [_shingles(problem) for problem in held_out]
-        # Candidates are found below the threshold, then compared exactly: the noise of sketches decides nothing.
-        self._near = MinHashLSH(threshold=max(0.1, similarity - 0.2), num_perm=PERMUTATIONS)
+        self._frequency = Counter(shingle for shingles in self._shingles for shingle in shingles)
+        self._by_rare_shingle: dict[str, list[int]] = {}
         self._by_statement: dict[str, int] = {}
         self._by_test: dict[bytes, list[int]] = {}
         for index, problem in enumerate(held_out):
-            self._near.insert(index, _sketch(self._shingles[index]))
+            for shingle in self._rarest(self._shingles[index]):
+                self._by_rare_shingle.setdefault(shingle, []).append(index)
             self._by_statement.setdefault(_normal(problem), index)
             for test in _test_digests(problem):
                 self._by_test.setdefault(test, []).append(index)
@@ -67,13 +69,18 @@ class ContaminationIndex:
 
     def _similar_statement(self, problem: Problem) -> Copy | None:
         shingles = _shingles(problem)
-        best = max(
-            ((_jaccard(shingles, self._shingles[index]), index) for index in self._near.query(_sketch(shingles))),
-            default=(0.0, 0),
-        )
+        near = {index for shingle in self._rarest(shingles) for index in self._by_rare_shingle.get(shingle, ())}
+        best = max(((_jaccard(shingles, self._shingles[index]), index) for index in near), default=(0.0, 0))
         if best[0] < self._similarity:
             return None
         return Copy(self._held_out[best[1]].problem_id, "similar statement", best[0])
+
+    def _rarest(self, shingles: frozenset[str]) -> list[str]:
+        """One more than may be missing from a similar statement, in one order for all."""
+        # Less a little, so that rounding asks for one too many and not for one too few.
+        shared = math.ceil(self._similarity * len(shingles) - 1e-9)
+        ordered = sorted(shingles, key=lambda shingle: (self._frequency[shingle], shingle))
+        return ordered[: len(shingles) - max(1, shared) + 1]
 
     def _same_tests(self, problem: Problem) -> Copy | None:
         tests = _test_digests(problem)
@@ -93,14 +100,6 @@ def _shingles(problem: Problem) -> frozenset[str]:
     words = _normal(problem).split()
     last = max(1, len(words) - SHINGLE_WORDS + 1)
     return frozenset(" ".join(words[start : start + SHINGLE_WORDS]) for start in range(last))
-
-
-def _sketch(shingles: frozenset[str]) -> object:
-    from datasketch import MinHash
-
-    sketch = MinHash(num_perm=PERMUTATIONS)
-    sketch.update_batch([shingle.encode() for shingle in shingles])
-    return sketch
 
 
 def _jaccard(left: frozenset[str], right: frozenset[str]) -> float:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from spo.algorithm.calibration import calibration, success_probability
 from spo.algorithm.monte_carlo import q_from_success_rate
-from spo.algorithm.value_posterior import Evidence, soft_value_estimate, unsolved_posterior
-from spo.algorithm.value_prior import JEFFREYS, BetaPrior, PromptFeatures, fit_prior
+from spo.algorithm.value_posterior import JEFFREYS, BetaPrior, Evidence, soft_value_estimate, unsolved_posterior
+from spo.algorithm.value_prior import PromptFeatures, fit_prior
 from spo.errors import InvalidInput
 
 BETA = 0.2

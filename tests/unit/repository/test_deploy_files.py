@@ -142,7 +142,7 @@ def test_the_images_hold_what_pyproject_asks_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {
         "judge": ["judge", "tasks"],
-        "light": ["judge", "tasks", "orchestrator", "replay", "experience", "numbers"],
+        "light": ["judge", "tasks", "orchestrator", "replay", "experience"],
     }
     for image, chosen in extras.items():
         wanted = [

@@ -8,7 +8,7 @@ import pytest
 
 from spo.errors import InvalidInput
 from spo.spec.job_spec import TasksSpec, parse_job_spec
-from spo.tasks.decontaminate import ContaminationIndex
+from spo.tasks.decontaminate import ContaminationIndex, _jaccard, _shingles
 from spo.tasks.load import load_tasks
 from spo.tasks.problem import Problem
 from spo.tasks.published import ask_for_program
@@ -58,6 +58,26 @@ def test_a_statement_half_of_which_is_new_is_not_a_copy() -> None:
 def test_the_shared_instruction_makes_no_copies_of_short_statements() -> None:
     index = ContaminationIndex([problem("Print the sum.", range(5))], similarity=0.3)
     assert index.find_copy(problem("Find a longest path.", range(100, 105))) is None
+
+
+@pytest.mark.parametrize("similarity", [0.1, 0.5, 0.8, 1.0])
+def test_the_index_finds_what_comparing_with_every_held_out_statement_finds(similarity: float) -> None:
+    rng = random.Random(1)
+    few = WORDS[:6]
+    held_out = [problem(" ".join(rng.choices(few, k=rng.randint(1, 30))), range(0)) for _ in range(100)]
+    index = ContaminationIndex(held_out, similarity)
+    shingles = [_shingles(each) for each in held_out]
+    found = []
+    for _ in range(200):
+        # Half of one of them, so that some are as similar as each limit asks.
+        words = rng.choice(held_out).statement.split()[: rng.randint(1, 30)]
+        candidate = problem(" ".join(words + rng.choices(few, k=rng.randint(0, 4))), range(0))
+        nearest = max(_jaccard(_shingles(candidate), each) for each in shingles)
+        copy = index.find_copy(candidate)
+        assert (copy is not None) == (nearest >= similarity)
+        assert copy is None or copy.similarity == nearest
+        found.append(copy is not None)
+    assert any(found)
 
 
 def test_the_same_tests_in_other_words_are_a_copy() -> None:
