@@ -88,6 +88,20 @@ def test_a_caller_that_leaves_ends_its_sampling(counter: Counter, *, stream: boo
     wait_until(lambda: double.serving == 0, "nothing is sampled any more", 30)
 
 
+def test_a_caller_that_leaves_before_the_first_part_frees_its_place(open_counter: Callable[..., Counter]) -> None:
+    counter = open_counter(serving_streams_per_tenant=1)
+    released = threading.Event()
+    counter.peers.inference.says = lambda _: "late" if released.wait(60) else ""
+    body = {"model": counter.job_id, "messages": [{"role": "user", "content": "x"}], "stream": True}
+    key = {"Authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=counter.url, headers=key, trust_env=False) as client, pytest.raises(httpx.ReadTimeout):
+        client.post("/v1/chat/completions", json=body, timeout=httpx.Timeout(30, read=0.5))
+
+    counter.peers.inference.says = lambda _: "soon"
+    wait_until(lambda: counter.chat("x").status_code == 200, "its place is free", 20)
+    released.set()
+
+
 def test_a_request_wakes_a_pool_that_was_scaled_to_zero_and_is_answered_once_it_is_up(
     open_counter: Callable[..., Counter],
 ) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from datetime import datetime
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -29,6 +30,7 @@ from spo.v1.inference_service_pb2 import ServeRequest, ServeResponse
 router = APIRouter(prefix="/v1", tags=["serving"])
 
 EVENT_STREAM = "text/event-stream"
+Sampled = TypeVar("Sampled")
 _WHOLE: dict[int | str, dict[str, object]] = {200: {"content": {"application/json": {}, EVENT_STREAM: {}}}}
 
 
@@ -124,7 +126,11 @@ class _Completion:
         if not self.body.stream:
             return await self._whole(parts, answer)
         # What is wrong with the request is told by the status, so the first part is waited for.
-        first = await anext(parts)
+        try:
+            first = await self._while_caller_stays(_next(parts))
+        except BaseException:
+            await parts.aclose()
+            raise
         return StreamingResponse(self._events(first, parts, answer), media_type=EVENT_STREAM)
 
     def _target(self) -> tuple[Target, int]:
@@ -150,24 +156,24 @@ class _Completion:
             await run_in_threadpool(keep, self.context.captures, self.capture, answer)
 
     async def _whole(self, parts: AsyncGenerator[ServeResponse, None], answer: OpenAiAnswer) -> Response:
-        """Wait for all of it, and for the caller to go away: then nothing is sampled on."""
+        try:
+            await self._while_caller_stays(_drained(parts))
+        finally:
+            await parts.aclose()
+        return JSONResponse(answer.document())
 
-        async def drain() -> None:
-            async for _ in parts:
-                pass
-
-        sampling, leaving = asyncio.create_task(drain()), asyncio.create_task(self._caller_left())
+    async def _while_caller_stays(self, sampled: Coroutine[Any, Any, Sampled]) -> Sampled:
+        """What is waited for. Raises NotReady (code "caller_gone") once nobody waits: nothing is sampled on then."""
+        sampling, leaving = asyncio.create_task(sampled), asyncio.create_task(self._caller_left())
         try:
             await asyncio.wait((sampling, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not sampling.done():
                 raise NotReady("the caller has gone", code="caller_gone")
-            await sampling
+            return await sampling
         finally:
             for task in (sampling, leaving):
                 task.cancel()
             await asyncio.gather(sampling, leaving, return_exceptions=True)
-            await parts.aclose()
-        return JSONResponse(answer.document())
 
     async def _caller_left(self) -> None:
         while (await self.request.receive())["type"] != "http.disconnect":
@@ -185,6 +191,15 @@ class _Completion:
             yield event(error_document(error, 500))
         finally:
             await parts.aclose()
+
+
+async def _drained(parts: AsyncGenerator[ServeResponse, None]) -> None:
+    async for _ in parts:
+        pass
+
+
+async def _next(parts: AsyncGenerator[ServeResponse, None]) -> ServeResponse:
+    return await anext(parts)
 
 
 def _root(target: Target) -> str:
