@@ -176,11 +176,14 @@ async def _write(request: Request, part: File) -> str:
             file.write(chunk)
 
         waiting: list[bytes] = []
+        size = 0
         async for chunk in request.stream():
             waiting.append(chunk)
-            if sum(map(len, waiting)) >= BYTES_PER_WRITE:
+            size += len(chunk)
+            if size >= BYTES_PER_WRITE:
                 await run_in_threadpool(write, b"".join(waiting))
                 waiting.clear()
+                size = 0
         await run_in_threadpool(write, b"".join(waiting))
     return f"sha-256=:{base64.b64encode(digest.digest()).decode()}:"
 
