@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from urllib.parse import SplitResult, urlsplit
 
@@ -18,7 +20,7 @@ from services.orchestrator.container import AppContext
 from services.orchestrator.http.errors import as_page, problem
 from services.orchestrator.http.threads import at_the_door
 from services.orchestrator.settings import LOOPBACK
-from spo.errors import InvalidInput, ResourceExhausted, SpoError, Unreachable
+from spo.errors import InvalidInput, NotReady, ResourceExhausted, SpoError, Unreachable
 from spo.observability.logs import get_logger
 
 log = get_logger("middleware")
@@ -34,6 +36,7 @@ BODY_SECONDS = 120.0
 PART_SECONDS = 1800.0
 # Takes whole files in one body.
 IMPORT_PATH = "/v1/experience/import"
+IMPORTS_AT_ONCE = 4
 # Parts of datasets are written to disk as they arrive, so they are not read here.
 STREAMED_PATHS = "/v1/datasets/"
 TINKER_PATHS, TINKER_PREFIX = "/tinker/", "tml-"
@@ -76,16 +79,25 @@ class RequestMiddleware:
         self.audit = context.audit
         self.leadership = context.leadership
         self.rate = RateLimit(settings.rate_limit)
+        self._imports = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         audited = _AuditedRequest(scope, send)
+        with ExitStack() as held:
+            await self._serve(scope, receive, audited, held)
+        if audited.worth_noting:
+            await self._note(audited)
+
+    async def _serve(self, scope: Scope, receive: Receive, audited: _AuditedRequest, held: ExitStack) -> None:
         try:
             self._check_origin(scope, Headers(scope=scope))
             if scope["path"] not in OPEN_PATHS and not f"{scope['path']}/".startswith(f"{OPEN_PAGES}/"):
                 await self._admit(audited, scope)
+            if scope["path"] == IMPORT_PATH:
+                held.enter_context(self._place_for_import())
             inside = await self._body(receive, Headers(scope=scope), scope)
         except SpoError as error:
             response = as_page(scope["path"], Headers(scope=scope), problem(error))
@@ -99,8 +111,17 @@ class RequestMiddleware:
             await response(scope, receive, audited.send)
         else:
             await self.app(scope, inside, audited.send)
-        if audited.worth_noting:
-            await self._note(audited)
+
+    @contextmanager
+    def _place_for_import(self) -> Iterator[None]:
+        """Files are in memory from their first byte until they are stored. Raises NotReady (code "calls_busy")."""
+        if self._imports >= IMPORTS_AT_ONCE:
+            raise NotReady(f"{IMPORTS_AT_ONCE} files are being imported; try again", code="calls_busy")
+        self._imports += 1
+        try:
+            yield
+        finally:
+            self._imports -= 1
 
     async def _admit(self, audited: _AuditedRequest, scope: Scope) -> None:
         client = scope.get("client") or ("unknown", 0)

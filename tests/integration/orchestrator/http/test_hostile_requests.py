@@ -8,6 +8,7 @@ import json
 import re
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -15,9 +16,11 @@ import pytest
 
 from services.orchestrator.auth.principals import SCOPES
 from services.orchestrator.container import AppContext
+from services.orchestrator.http import middleware
 from services.orchestrator.http.app import create_app
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.job_state import JobState
+from spo.testing.waiting import wait_until
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 
 Document = dict[str, Any]
@@ -33,6 +36,7 @@ HOSTILE_IDS = [
     "%ff%fe",
     "x" * 5000,
 ]
+IMPORT = "/v1/experience/import"
 GHOST = "job_01ARZ3NDEKTSV4RRFFQ69G5FAV"
 HEADERS_BYTES = 4 << 20
 
@@ -138,6 +142,20 @@ def test_a_body_that_is_too_large_is_answered_before_the_connection_closes(url: 
     assert (answer.status, json.loads(answer.read())["code"]) == (413, "body_too_large")
     assert answer.headers["connection"] == "close"
     connection.close()
+
+
+def test_few_files_of_imports_are_in_memory_at_once(operator: httpx.Client, url: str) -> None:
+    head = f"POST {IMPORT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 100\r\n\r\nbegun"
+
+    def code() -> str:
+        return str(operator.post(IMPORT, content=b"").json()["code"])
+
+    with ExitStack() as opened:
+        for _ in range(middleware.IMPORTS_AT_ONCE):
+            address = (httpx.URL(url).host, httpx.URL(url).port or 0)
+            opened.enter_context(socket.create_connection(address, timeout=20)).sendall(head.encode())
+        wait_until(lambda: code() == "calls_busy", "one too many is told to come back", 10)
+    wait_until(lambda: code() != "calls_busy", "there is room once they have gone", 10)
 
 
 @pytest.mark.parametrize("shape", ["one", "many", "line"])
