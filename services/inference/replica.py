@@ -143,7 +143,7 @@ class ServingReplica:
         if assignment is None:
             raise NotReady(f"no model is loaded yet for run {run_id}: {self._problem or 'waiting for the assignment'}")
         if assignment.run_id != run_id:
-            raise PreconditionFailed(f"this replica serves run {assignment.run_id}, not {run_id}", code="other_run")
+            raise PreconditionFailed(f"this replica serves another run, not {run_id}", code="other_run")
         return assignment
 
     # --- worker ---

@@ -63,7 +63,7 @@ class ServedRuns:
             raise PreconditionFailed(f"run {run_id} has no spec", code="other_run")
         spec = spec_from_json(text)
         if not assigned.engine_spec.fits(engine_spec_of(spec, Path(spec.model.path))):
-            message = f"this replica holds the model of run {assigned.run_id}, which is not that of {run_id}"
+            message = f"this replica holds another model than that of {run_id}"
             raise PreconditionFailed(message, code="other_run")
         return replace(assigned, run_id=run_id, spec=spec)
 

@@ -172,11 +172,19 @@ class ServingPool:
         elif coming:
             reason = f"replica {coming[0]} has not loaded its model yet"
         elif busy:
-            reason = f"the replicas serve {', '.join(busy[:3])}"
+            tenant = self._tenant(run_id)
+            named = [other for other in busy if self._tenant(other) == tenant]
+            reason = f"the replicas serve {', '.join(named[:3]) or 'other jobs'}"
         else:
             reason = "no replica has loaded its model yet"
         waited = f"{self.limits.wait_seconds:g} s"
         return NotServed(f"no replica serves {run_id} after {waited}: {reason}; try again", code="policy_not_served")
+
+    def _tenant(self, run_id: str) -> str | None:
+        try:
+            return self.jobs.tenant(run_id)
+        except NotFound:
+            return None
 
     def _client(self, address: str) -> RpcClient:
         with self._lock:

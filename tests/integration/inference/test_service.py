@@ -119,7 +119,7 @@ def test_generate_refuses_another_run_and_impossible_requests(platform: Platform
     call = platform.client(platform.replicas[0])
     other = prompt_group(1)
     other.run_id = "job_other"
-    with pytest.raises(PreconditionFailed, match="serves run job_01"):
+    with pytest.raises(PreconditionFailed, match="serves another run"):
         call.call("Generate", inference.GenerateRequest(group=other))
     with pytest.raises(InvalidInput, match="more than max_prompt_tokens"):
         call.call("Generate", inference.GenerateRequest(group=prompt_group(1, text=STATEMENT * 40)))

@@ -159,3 +159,7 @@ def test_a_policy_that_no_replica_serves_is_named(open_counter: Callable[..., Co
     assert error(refused) == (503, "server_error", "policy_not_served")
     assert refused.headers["retry-after"] == "10"
     assert f"the replicas serve {counter.job_id}" in refused.json()["error"]["message"]
+    theirs = counter.context.jobs.submit(elsewhere, tenant="blue")
+    told = counter.chat("x", counter.key("blue", "models:query"), model=theirs).json()["error"]["message"]
+    assert "the replicas serve other jobs" in told
+    assert counter.job_id not in told, "another tenant's job is not named"
