@@ -1,4 +1,4 @@
-"""python -m benchmarks.studies staleness|imitation [--seeds 0 1 2]: carry out what has no result yet, then collect.
+"""python -m benchmarks.studies STUDY [--seeds 0 1 2]: carry out what has no result yet, then collect.
 
 Results lie below runs/studies, and the tables and pictures of docs/results are made of them.
 """
@@ -8,16 +8,16 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks.studies.carry_out import imitation, staleness
+from benchmarks.studies.carry_out import baselines, imitation, staleness
 
 
 def main() -> int:
     """One study."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.studies", description=__doc__)
-    parser.add_argument("study", choices=["staleness", "imitation"])
+    parser.add_argument("study", choices=["staleness", "imitation", "baselines"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     wanted = parser.parse_args()
-    {"staleness": staleness, "imitation": imitation}[wanted.study](wanted.seeds)
+    {"staleness": staleness, "imitation": imitation, "baselines": baselines}[wanted.study](wanted.seeds)
     return 0
 
 

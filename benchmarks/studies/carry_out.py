@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.studies import baselines as published
 from benchmarks.studies import imitation as beside
 from benchmarks.studies import staleness as stale
 from benchmarks.studies.contest import EVALUATION_SAMPLES, UNTEMPERED, Contest
@@ -96,6 +97,24 @@ def chosen_rates(folder: Path) -> dict[tuple[str, int], float]:
     return {
         key: max(by_rate, key=by_rate.__getitem__) for key, by_rate in found.items() if len(by_rate) == len(stale.RATES)
     }
+
+
+def baselines(seeds: Sequence[int]) -> None:
+    """The study of published baselines."""
+    found, folder = contest("standard"), FOLDER / "baselines"
+    # Of all that these losses do not read, Qhat_0 is what a row cannot be without.
+    found.qhat_0 = {problem.problem_id: 0.0 for problem in found.tasks.train}
+    while True:
+        kept_runs = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+        scores = {
+            (run["method"], run["rate"], run["seed"]): score(run["correct"][str(stale.STEPS)], 10) for run in kept_runs
+        }
+        todo = [run for run in published.planned(scores, seeds) if (run.method, run.rate, run.seed) not in scores]
+        if not todo:
+            return
+        run, began = todo[0], time.process_time()
+        result = published.carry_out(run, found)
+        kept(folder / f"{run.name}.json", result | {"cpu_seconds": time.process_time() - began})
 
 
 def imitation(seeds: Sequence[int]) -> None:

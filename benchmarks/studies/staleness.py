@@ -46,6 +46,16 @@ METHODS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "spo_group_centred": ("toy/online_group_centred", {}),
     # The same at the paper's beta, which is also the coefficient of GRPO's KL here.
     "spo_group_centred_paper_beta": ("toy/online_group_centred", {"algorithm": {"beta": 0.0868589}}),
+    # The same, each group counted by the deviation of its rewards as in GRPO.
+    "spo_group_scaled_paper_beta": (
+        "toy/online_group_centred",
+        {
+            "algorithm": {
+                "beta": 0.0868589,
+                "losses": [{"objective": "group_centred_squared", "normalise": "deviation"}],
+            }
+        },
+    ),
     # Anchor and Qhat_0 are the sampler's and its group's; beta as SPO's: the paper's .001 is for 32,000 tokens.
     "oapl": ("published/oapl_online", {"algorithm": {"beta": 0.217147}}),
     # KL to pi0 by the recipe's coefficient; weights pi / pi_sampler of each token, cut off at 2.
@@ -66,9 +76,9 @@ class StaleRun:
     def name(self) -> str:
         return f"{self.method}-lag{self.lag}-rate{self.rate:g}-seed{self.seed}"
 
-    def spec(self, pi0: Path) -> JobSpec:
+    def spec(self, pi0: Path, methods: Mapping[str, tuple[str, Mapping[str, Any]]] = METHODS) -> JobSpec:
         """The method's job, of which loss and optimiser are used. Raises InvalidInput."""
-        recipe, changes = METHODS[self.method]
+        recipe, changes = methods[self.method]
         tasks = {"tasks": {"kind": "toy", "train_problems": 160, "evaluation_problems": 80}}
         own = {"seed": self.seed, "model": {"path": str(pi0)}, "trainer": {"learning_rate": self.rate}}
         document = {**read_spec(RECIPES / f"{recipe}.yaml"), **tasks}

@@ -19,6 +19,9 @@ from spo.algorithm.q_values import advantages, cumulative_q, terminal_q
 from spo.algorithm.token_batch import TokenBatch
 from spo.errors import InvalidInput
 
+# Below it the rewards of a group are equal but for rounding; reward units squared.
+LEAST_VARIANCE = 1e-12
+
 
 def terminal_squared(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> Tensor:
     """(Q_T - r)^2 / (2 beta); (B,) (3.1.2, terminal Q-regression)."""
@@ -84,13 +87,17 @@ def monte_carlo_cross_entropy(logprobs_BL: Tensor, batch: TokenBatch, beta: floa
     return _masked_mean(error_BL, mask_BL)
 
 
-def group_centred_squared(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> Tensor:
+def group_centred_squared(
+    logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, normalise: Literal["deviation", "none"] | None = None
+) -> Tensor:
     """n / (n - 1) * (d - mean of d over the prompt's n trajectories)^2 / (2 beta) with d = Q_T - r; (B,).
 
     Not in the paper: the log-variance (trajectory-balance) form, in which Qhat_0 cancels. Its expectation is the
     variance of d, zero at pi* alone given full support. A trajectory alone in its group (n = 1) teaches nothing: 0.
     Where trajectories have their own beta the mean is weighted by 1 / beta: the gradient with respect to a log-prob is
-    then still the centred residual.
+    then still the centred residual. normalise "deviation": each group counts by 1 / the standard deviation of its
+    rewards, as in GRPO (Shao et al. 2024), and one of equal rewards by 1; at pi* every residual is centred at 0, so no
+    weight of a group moves it.
     """
     residual_B, weight_B = terminal_q(logprobs_BL, batch, beta) - batch.reward_B, 1 / batch.betas(beta)
     _, group_B, count_G = torch.unique(batch.group_B, return_inverse=True, return_counts=True)
@@ -99,6 +106,10 @@ def group_centred_squared(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -
     mean_G: Tensor = sum_G / zero_G.index_add(0, group_B, weight_B)
     # n = 1: the centred residual is 0 whatever the factor; the clamp keeps the factor finite.
     factor_G: Tensor = count_G.to(weight_B.dtype) / (count_G - 1).clamp(min=1)
+    if normalise == "deviation":
+        centred_B = batch.reward_B - (zero_G.index_add(0, group_B, batch.reward_B) / count_G)[group_B]
+        variance_G = zero_G.index_add(0, group_B, centred_B.square()) / (count_G - 1).clamp(min=1)
+        factor_G = factor_G / torch.where(variance_G > LEAST_VARIANCE, variance_G, 1.0).sqrt()
     return 0.5 * weight_B * factor_G[group_B] * (residual_B - mean_G[group_B]).square()
 
 

@@ -58,7 +58,7 @@ LOSSES: dict[str, Loss] = {
     "monte_carlo_cross_entropy": Loss(
         "objectives.monte_carlo_cross_entropy", ("epsilon",), needs=["value", "annotations"]
     ),
-    "group_centred_squared": Loss("objectives.group_centred_squared", needs=["groups"]),
+    "group_centred_squared": Loss("objectives.group_centred_squared", ("normalise",), needs=["groups"]),
     "policy_gradient": Loss("policy_gradient.soft_policy_gradient", ("clip",), needs=["value", "behaviour"]),
     "supervised": Loss("policy_gradient.supervised", ("min_reference_logprob",)),
     "ppo": Loss("policy_gradient.ppo", ("clip",), needs=["critic", "behaviour"]),
@@ -118,7 +118,11 @@ class LossTerm(BaseModel):
     baseline: Baseline | None = Field(
         default=None, description="What is taken off the reward; the default of this and what follows is the method's."
     )
-    normalise: Normalise | None = Field(default=None, description="What group-relative advantages are divided by.")
+    normalise: Normalise | None = Field(
+        default=None,
+        description="What group-relative advantages are divided by; of group_centred_squared its residuals: deviation, "
+        "or by default nothing.",
+    )
     ratio: Ratio | None = Field(
         default=None,
         description="Importance ratio: of each token, its geometric mean over a response, its product.",

@@ -139,6 +139,9 @@ def advantages_are_normalised_once(spec: JobSpec) -> Iterator[Violation]:
     ]
     for index in found[1:]:
         yield f"algorithm/losses/{index}/normalise", "only one term may normalise over the batch"
+    for index, term in enumerate(spec.algorithm.losses):
+        if term.objective == "group_centred_squared" and term.normalise == "batch":
+            yield f"algorithm/losses/{index}/normalise", "group_centred_squared compares groups: deviation or none"
 
 
 def groups_fit(spec: JobSpec) -> Iterator[Violation]:

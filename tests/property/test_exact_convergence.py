@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -67,10 +68,10 @@ class EnumerableProblem:
             group_B=torch.zeros(ROWS, dtype=torch.long),
         )
 
-    def distance_after(self, objective: str, qhat_0: float, train: Trainer) -> float:
+    def distance_after(self, term: str | LossTerm, qhat_0: float, train: Trainer) -> float:
         """KL(pi || pi*) in nats after training from pi0 on all sequences at once; it starts at about 8."""
         logits_PV = self.reference_PV.clone().requires_grad_()
-        batch, terms = self.batch(qhat_0), [LossTerm(objective=objective)]
+        batch, terms = self.batch(qhat_0), [LossTerm(objective=term) if isinstance(term, str) else term]
         train(logits_PV, lambda: spo_loss(logprobs_of(logits_PV), batch, terms, BETA)[0])
         policy_B = logprobs_of(logits_PV.detach()).sum(dim=1)
         return (policy_B.exp() * (policy_B - self.optimal_B)).sum().item()
@@ -126,6 +127,10 @@ def test_a_wrong_qhat_0_keeps_the_squared_loss_from_the_optimal_policy(error: fl
     assert problem.distance_after("terminal_squared", problem.q_0 + error, by_quasi_newton) > 0.1
 
 
-def test_the_group_centred_form_reaches_the_optimal_policy_whatever_qhat_0_it_is_told() -> None:
+@pytest.mark.parametrize("normalise", ["none", "deviation"])
+def test_the_group_centred_form_reaches_the_optimal_policy_whatever_qhat_0_it_is_told(
+    normalise: Literal["none", "deviation"],
+) -> None:
     problem = EnumerableProblem(seed=0)
-    assert problem.distance_after("group_centred_squared", problem.q_0 + 0.3, by_quasi_newton) < 1e-3
+    term = LossTerm(objective="group_centred_squared", normalise=normalise)
+    assert problem.distance_after(term, problem.q_0 + 0.3, by_quasi_newton) < 1e-3

@@ -7,6 +7,7 @@ not (inside detach, and for where the straight-through clip sits). Finite differ
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -127,7 +128,8 @@ def read_group_centred_squared(
     mean = sum(d / b for d, b in zip(residuals, betas, strict=True)) / sum(1 / b for b in betas)
     n = len(residuals)
     own = q_after(tr, live, len(live), beta) - tr.reward
-    return n / max(n - 1, 1) * squared(own, mean, beta)
+    deviation = statistics.stdev(o.reward for o in members) if n > 1 and term.normalise == "deviation" else 0.0
+    return n / max(n - 1, 1) * squared(own, mean, beta) / (deviation or 1.0)
 
 
 READINGS: dict[str, Reading] = {
@@ -243,6 +245,22 @@ def test_an_objective_equals_its_reading_of_the_paper(
     read = [READINGS[objective](t, t.logprobs, term, beta * t.share, trajectories) for t in trajectories]
     near = 1e-5 if dtype is torch.float32 else 1e-11
     torch.testing.assert_close(loss_B, torch.tensor(read, dtype=dtype), rtol=near, atol=near)
+
+
+@every_beta
+@every_kind_of_beta
+@pytest.mark.parametrize("seed", range(3))
+def test_groups_that_count_by_their_deviation_equal_their_reading(beta: float, per: str, seed: int) -> None:
+    """Shao et al. 2024 divide by the deviation of the group; one of equal rewards, such as group 9, counts once."""
+    trajectories = draw_trajectories(seed, beta, per)
+    trajectories += [replace(each, group=9, reward=-1.0) for each in draw_trajectories(seed + 50, beta, per, count=3)]
+    term = LossTerm(objective="group_centred_squared", normalise="deviation")
+    logprobs_BL, batch = to_tensors(trajectories, torch.float64)
+
+    loss_B = trajectory_losses(logprobs_BL, batch, term, beta)
+
+    read = [read_group_centred_squared(t, t.logprobs, term, beta * t.share, trajectories) for t in trajectories]
+    torch.testing.assert_close(loss_B, torch.tensor(read, dtype=torch.float64))
 
 
 @every_objective

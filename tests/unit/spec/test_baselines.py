@@ -95,6 +95,13 @@ def test_only_one_term_may_normalise_over_the_batch() -> None:
     assert "/algorithm/losses/1/normalise" in refused_fields(document)
 
 
+def test_a_form_that_compares_groups_does_not_normalise_over_the_batch() -> None:
+    losses = [{"objective": "group_centred_squared", "normalise": "batch"}]
+    document = {"algorithm": {"losses": losses}, "replay": {**ONLINE, "unit": "group"}}
+
+    assert "/algorithm/losses/0/normalise" in refused_fields(document)
+
+
 def test_dpo_on_offline_trajectories_that_do_not_come_in_pairs_is_refused() -> None:
     reference = {"source": "reference", "share": 1.0}
 
