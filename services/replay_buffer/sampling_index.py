@@ -92,12 +92,14 @@ class SamplingIndex:
         if not exists:
             raise NotFound(f"there is no run {self.run_id} any more: Redis was emptied", code="unknown_run")
         if self._newest[1] and number != self._newest[1]:
-            log.error(
-                "Redis was emptied or set back: what was acknowledged since must be made again",
-                run=self.run_id,
-                lost=f"trajectory {self._newest[0]}, number {self._newest[1]} of the ledger",
-                left=f"{int(counters.get(b'number', 0))} trajectories",
-            )
+            # The ledger lets go of old ids itself: all of them once a run has ended.
+            if int(counters.get(b"forgotten", 0)) < self._newest[1]:
+                log.error(
+                    "Redis was emptied or set back: what was acknowledged since must be made again",
+                    run=self.run_id,
+                    lost=f"trajectory {self._newest[0]}, number {self._newest[1]} of the ledger",
+                    left=f"{int(counters.get(b'number', 0))} trajectories",
+                )
             self._clear()
             return self.refresh(sources, step)
         self.counters = {name.decode(): int(count) for name, count in counters.items()}

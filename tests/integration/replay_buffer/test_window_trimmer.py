@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import redis
+import structlog
 
 from services.replay_buffer import redis_keys as own_keys
 from services.replay_buffer.archive.archived_trajectories import ArchivedTrajectories
@@ -280,6 +281,9 @@ def test_an_ended_run_keeps_its_offline_trajectories_only(start: Callable[..., B
     buffer.trimmer.trim_when_due(RUN)
 
     assert buffer.payloads() == set()
+    with structlog.testing.capture_logs() as logs:
+        buffer.service.GetReplayStatus(replay.GetReplayStatusRequest(run_id=RUN), None)
+    assert [line for line in logs if line["log_level"] == "error"] == [], "nothing was lost"
     assert len(buffer.listed()) == 208
     assert buffer.store.get(RUN, ["traj_SOURCE_HUMAN_3"]) != [None]
     assert buffer.client.zcard(redis_keys.replay_ids(RUN)) == 8
