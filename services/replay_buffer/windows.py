@@ -77,6 +77,8 @@ class LiveWindow:
         self.counts_equal = rule_of(spec, source).contrast_only
         self._equal: list[int] = []
         self._kept: deque[Candidate] = deque(maxlen=None if keeps_all else capacity)
+        # With those that are left out: what they take of Redis ends where it did, while the window fills with others.
+        self._complete: deque[Candidate] = deque(maxlen=capacity)
         self._incomplete: dict[str, list[Candidate]] = {}
 
     def add(self, candidate: Candidate, group: str, number: int) -> None:
@@ -88,12 +90,17 @@ class LiveWindow:
         members.append(candidate)
         if len(members) == self.unit_size:
             del self._incomplete[group]
-            group_of_all = _group_of(members)
-            self._kept.append(group_of_all)
-            if self.counts_equal and not group_of_all.has_contrast:
-                self._equal.append(number)
+            self._add_group(_group_of(members), number)
         elif len(self._incomplete) > INCOMPLETE_KEPT:
             del self._incomplete[next(iter(self._incomplete))]
+
+    def _add_group(self, group: Candidate, number: int) -> None:
+        if self.counts_equal:
+            self._complete.append(group)
+            if not group.has_contrast:
+                self._equal.append(number)
+                return
+        self._kept.append(group)
 
     def candidates(self, rule: SourceMix, oldest: int) -> list[Candidate]:
         """The candidates of version `oldest` or newer that a rule admits."""
@@ -107,7 +114,8 @@ class LiveWindow:
         """The first candidate that may ever be served again; one below `version` may not, where no window ends."""
         while self.keeps_all and self._kept and self._kept[0].version < version:
             self._kept.popleft()
-        return self._kept[0] if self._kept else None
+        found = self._complete if self.counts_equal and not self.keeps_all else self._kept
+        return found[0] if found else None
 
     def incomplete(self) -> int:
         """Trajectories whose group still lacks members."""

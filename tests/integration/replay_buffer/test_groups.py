@@ -165,3 +165,20 @@ def test_groups_without_contrast_stay_out_of_the_limits_after_they_left_and_a_re
     restarted = counts(BatchSampler(ReplayStore(redis_client)))
     assert restarted == counts(sampler)
     assert restarted.inserted == 10 * GROUP
+
+
+def test_a_window_of_groups_with_contrast_fills_however_rare_they_are(redis_client: redis.Redis) -> None:
+    sampler = only_online(redis_client, contrast_only=True)
+    # One group in ten has a right sample: the newest four groups never hold more than one of those.
+    for group in range(100):
+        members = [trajectory(GROUP * group + place, group_size=GROUP, right=False) for place in range(GROUP)]
+        members[0].reward = -float(bool(group % 10))
+        sampler.store.append(RUN, members)
+        trim(sampler)
+
+    for step, process in enumerate((sampler, BatchSampler(ReplayStore(redis_client)))):
+        request = SampleBatchRequest(run_id=RUN, batch_size=16, step=step)
+        drawn = {sample.trajectory.group_id for sample in process.sample(request)}
+        assert drawn == {f"group-{group}" for group in (60, 70, 80, 90)}
+    # What is left out leaves Redis as before.
+    assert redis_client.zcard(redis_keys.replay_source(RUN, "online")) <= 2 * 4 * GROUP
