@@ -177,6 +177,11 @@ def requested_evaluations(job_id: str) -> str:
     return f"spo:{job_id}:orchestrator:requested_evaluations"
 
 
+def tenant_evaluations(tenant: str) -> str:
+    """Sorted set, all scores 0: ids of the evaluations that a tenant asked for, the newest 10,000. Orchestrator."""
+    return f"spo:orchestrator:tenant:{tenant}:evaluations"
+
+
 def on_demand_evaluations() -> str:
     """Hash: evaluation id -> JSON of an evaluation that somebody asked for, with its result. Orchestrator."""
     return "spo:orchestrator:on_demand_evaluations"

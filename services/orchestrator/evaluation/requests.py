@@ -16,7 +16,7 @@ EvaluationState = Literal["queued", "running", "succeeded", "failed", "cancelled
 OPEN: tuple[EvaluationState, ...] = ("queued", "running")
 
 MAX_OPEN_PER_JOB = 100
-# Of all jobs together: those of deleted jobs outlive the list of their job.
+# Of a tenant, all jobs together: those of deleted jobs outlive the list of their job.
 MAX_KEPT = 10_000
 
 # KEYS: open evaluations, evaluations, leader.  ARGV: id, JSON, 1 when it ends, holder and epoch of the leader.  Only an
@@ -83,6 +83,7 @@ class EvaluationRequests:
             ("HSET", own_keys.on_demand_evaluations(), evaluation.id, json.dumps(asdict(evaluation))),
             ("ZADD", own_keys.open_evaluations(), 0, evaluation.id),
             ("ZADD", of_job, 0, evaluation.id),
+            ("ZADD", own_keys.tenant_evaluations(evaluation.tenant), 0, evaluation.id),
         )
 
     def get(self, evaluation_id: str) -> RequestedEvaluation:
@@ -119,7 +120,7 @@ class EvaluationRequests:
             raise fence.refusal()
         changed = bool(reply)
         if changed and ends:
-            self._drop_oldest(evaluation.job_id)
+            self._drop_oldest(evaluation)
         return changed
 
     def cancel(self, evaluation_id: str, reason: str) -> RequestedEvaluation:
@@ -136,15 +137,15 @@ class EvaluationRequests:
         """Whether it has not ended."""
         return self.client.zscore(own_keys.open_evaluations(), evaluation_id) is not None
 
-    def _drop_oldest(self, job_id: str) -> None:
-        """Forget the oldest ones that have ended: of the job, and of all jobs."""
-        of_job = own_keys.requested_evaluations(job_id)
-        everything = own_keys.on_demand_evaluations()
-        stored = self.client.hkeys(everything)
-        surplus = self._ids(of_job)[: -self.kept] + sorted(raw.decode() for raw in stored)[:-MAX_KEPT]
+    def _drop_oldest(self, evaluation: RequestedEvaluation) -> None:
+        """Forget the oldest ones that have ended: of its job, and of its tenant."""
+        of_job = own_keys.requested_evaluations(evaluation.job_id)
+        of_tenant = own_keys.tenant_evaluations(evaluation.tenant)
+        surplus = self._ids(of_job)[: -self.kept] + self._ids(of_tenant)[:-MAX_KEPT]
         ended = set(surplus) - self._open_among(surplus)
         if ended:
-            self.jobs.write(("HDEL", everything, *ended), ("ZREM", of_job, *ended))
+            lists = [("ZREM", key, *ended) for key in (of_job, of_tenant)]
+            self.jobs.write(("HDEL", own_keys.on_demand_evaluations(), *ended), *lists)
 
     def _open_among(self, ids: list[str]) -> set[str]:
         return set(ids) & set(self.open_ids()) if ids else set()

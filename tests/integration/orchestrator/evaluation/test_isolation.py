@@ -11,6 +11,7 @@ import pytest
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
+from services.orchestrator.evaluation import requests as evaluation_requests
 from services.orchestrator.evaluation.requests import RequestedEvaluation
 from services.orchestrator.evaluation.schedule import ScheduledEvaluation
 from services.orchestrator.jobs.series import evaluation_results
@@ -240,3 +241,17 @@ def test_a_job_keeps_its_newest_evaluations_and_that_of_the_reference(
     left = {requested.id for requested in context.evaluations.requests.all()}
     assert left == {requested.id for requested in requests[3:]}, "the open one and the newest that ended"
     assert context.redis.zcard(own_keys.requested_evaluations(job_id)) == 3
+
+
+def test_a_tenants_evaluations_give_way_to_its_own_alone(
+    context: AppContext, document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation_requests, "MAX_KEPT", 2)
+    spec = parse_job_spec(document)
+    red, blue, other = (context.jobs.submit(spec, tenant=tenant) for tenant in ("red", "blue", "blue"))
+    asked = [context.evaluations.request(job_id, 0, None, EvaluationSpec()) for job_id in (red, blue, blue, other)]
+
+    for requested in asked:
+        context.evaluations.requests.update(requested.failed("test", "it failed"))
+
+    assert {left.id for left in context.evaluations.requests.all()} == {asked[each].id for each in (0, 2, 3)}
