@@ -19,7 +19,9 @@ def main() -> int:
     die_with_torchrun()
     configure_logs(f"trainer-{rank}", settings.log_level, settings.log_format)
     # torchrun signals every rank; the others stop when rank 0 tells them to, after its last checkpoint.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # One that is alone has nothing in hand while it loads: a signal that it ignored then would be lost.
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     process = ServiceProcess("trainer", settings) if rank == "0" else None
     if process:
         process.answer_probes("loads its libraries")

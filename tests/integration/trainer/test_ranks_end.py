@@ -1,7 +1,9 @@
-"""Ranks end with the torchrun that started them, however it ends: left behind, they train beside the next ones."""
+"""Ranks end with the torchrun that started them, and when told to: left behind, they train beside the next ones."""
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 import time
@@ -54,3 +56,24 @@ def test_a_killed_torchrun_leaves_no_rank_behind(tmp_path: Path, source: str) ->
         while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline, "the rank outlived its torchrun"
             time.sleep(0.1)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_trainer_that_is_told_to_stop_while_its_libraries_load_ends(tmp_path: Path) -> None:
+    port = free_port()
+    settings = {"SPO_TRAINER_PORT": str(port), "SPO_STATE_PATH": str(tmp_path), "SPO_TRAINER_DRAIN_SECONDS": "1"}
+    with subprocess.Popen([sys.executable, "-m", "services.trainer"], env=os.environ | settings) as trainer:
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while not _listens(port):
+            assert trainer.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        trainer.terminate()
+        try:
+            trainer.wait(60)
+        finally:
+            trainer.kill()
