@@ -58,6 +58,14 @@ def test_every_service_is_confined_limited_and_watched(name: str) -> None:
     assert all(needed["condition"] == "service_healthy" for needed in service["depends_on"].values())
 
 
+@pytest.mark.parametrize("name", SERVICES)
+def test_docker_waits_longer_for_a_service_than_it_drains(name: str) -> None:
+    drain = settings_of(name).model_fields["drain_seconds"]
+    seconds = float(SERVICES[name]["environment"].get(str(drain.validation_alias), drain.default))
+    assert seconds >= (600 if "trainer" in name else 20)
+    assert int(SERVICES[name]["stop_grace_period"].removesuffix("s")) >= seconds + 15
+
+
 def test_only_the_orchestrator_and_the_observers_are_published_and_on_loopback() -> None:
     published = {name: service["ports"] for name, service in COMPOSE["services"].items() if "ports" in service}
     assert set(published) == {"orchestrator", "prometheus", "grafana"}
