@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import base64
 from typing import Any
@@ -12,7 +13,8 @@ import kubernetes_validate
 import pytest
 from api_server import serve
 from cluster import EXTENSIONS, Cluster
-from conftest import CHART, RELEASE, SETS, Helm
+from conftest import CHART, RELEASE, SETS, Helm, rendered
+from test_chart_policy import of_kind
 
 VERSIONS = ("1.28", "1.29", "1.30", "1.31", "1.32", "1.33", "1.34", "1.35", "1.36", "1.37")
 
@@ -37,6 +39,31 @@ def test_a_release_is_installed_upgraded_tested_and_leaves_only_what_must_be_kep
     if values == "everything":
         kept.add(("PersistentVolumeClaim", "spo-models"))
     assert left == kept
+
+
+def test_the_test_asks_for_no_replica_of_a_pool_that_may_be_empty(helm: Helm) -> None:
+    def asked_for(values: dict[str, Any]) -> set[str]:
+        helm.upgrade(values)
+        helm.test()
+        (container,) = helm.cluster.of_kind("Pod")["spo-test"]["spec"]["containers"]
+        (line,) = [line for line in container["args"][0].splitlines() if line.startswith("wanted = ")]
+        return set(ast.literal_eval(line.removeprefix("wanted = set(").removesuffix(")")))
+
+    helm.install({})
+    everyone = {"inference", "sandbox-judge", "verifier", "replay-buffer", "value-estimation", "trainer"}
+    assert asked_for({}) == everyone
+    empty = {"autoscaling": {"enabled": True, "engine": "keda", "minReplicas": 0}}
+    assert asked_for({"inference": empty, "verifier": empty}) == everyone - {"inference", "verifier"}
+    # A HorizontalPodAutoscaler keeps one.
+    assert asked_for({"verifier": {"autoscaling": {"enabled": True, "minReplicas": 0}}}) == everyone
+
+
+def test_no_version_of_the_chart_is_in_the_pod_of_redis() -> None:
+    (redis,) = [
+        each for each in of_kind(rendered("everything"), "StatefulSet") if each["metadata"]["name"] == "spo-redis"
+    ]
+    labels = redis["spec"]["template"]["metadata"]["labels"]
+    assert not {"helm.sh/chart", "app.kubernetes.io/version"} & labels.keys()
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from conftest import Helm, rendered
 from test_chart_policy import of_kind, pods
 
@@ -52,7 +53,12 @@ def test_only_downloads_reach_the_outside(helm: Helm) -> None:
         return [rule for policy in policies for rule in policy["spec"].get("egress", [])]
 
     assert egress(rendered("default")) == []
-    assert [rule["ports"][0]["port"] for rule in egress(rendered("everything"))] == [443, 53]
+    # The hub's port, the object store's, names.
+    assert [rule["ports"][0]["port"] for rule in egress(rendered("everything"))] == [443, 443, 53]
+    store = {"objectStore": {"endpoint": "http://minio.storage:9000", "port": 9000}}
+    own = {"models": {"downloads": [{"name": "own", "from": "s3://models/own"}]}}
+    assert [rule["ports"][0]["port"] for rule in egress(helm.install(store | own))] == [443, 9000, 53]
+    helm.uninstall()
     assert egress(helm.install({"models": {"toy": True}})) == []
 
 
@@ -64,3 +70,23 @@ def test_an_upgrade_that_changes_a_model_makes_another_job_and_one_that_does_not
     helm.upgrade({"models": {"toy": True, "resources": {"limits": {"memory": "8Gi"}}}})
     assert len(helm.cluster.of_kind("Job")) == 1
     assert set(helm.cluster.of_kind("Job")) != first
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"commonLabels": {"team": "models"}},
+        {"podDefaults": {"extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}]}},
+        {"podDefaults": {"hostUsers": False}},
+        {"serviceAccount": {"name": "mine"}},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_whatever_changes_the_pod_of_a_job_makes_another_job(helm: Helm, changed: Object) -> None:
+    # The API server refuses another pod template in a Job that is there, and with it the whole upgrade.
+    helm.install({"models": {"toy": True}})
+    (before,) = helm.cluster.of_kind("Job").values()
+    helm.upgrade({"models": {"toy": True}} | changed)
+    (after,) = helm.cluster.of_kind("Job").values()
+    assert before["spec"]["template"] != after["spec"]["template"]
+    assert before["metadata"]["name"] != after["metadata"]["name"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conftest import Helm, rendered
+from conftest import BUCKET, Helm, rendered
 from test_chart_policy import EDGES, edges_of, of_kind, pods, workload
 
 
@@ -28,6 +28,14 @@ def test_it_is_there_only_where_it_is_switched_on(helm: Helm) -> None:
     mounts = {each["mountPath"]: each for each in container["volumeMounts"]}
     assert mounts["/var/lib/spo"]["readOnly"]
     assert mounts["/var/lib/spo/tinker"]["subPath"] == "tinker"
+
+
+def test_it_fetches_its_model_from_the_bucket_where_nothing_else_is_shared(helm: Helm) -> None:
+    objects = helm.install(BUCKET | {"tinker": {"enabled": True, "model": "/models/qwen"}})
+    (fetcher,) = pods(objects)["tinker"]["initContainers"]
+    assert fetcher["args"] == ["spo.weights.download", "s3://spo/models/qwen", "/models/qwen"]
+    (policy,) = [each for each in of_kind(objects, "NetworkPolicy") if each["metadata"]["name"] == "spo-tinker"]
+    assert 9000 in {port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]}
 
 
 def test_it_talks_to_the_orchestrator_alone(helm: Helm) -> None:

@@ -65,6 +65,11 @@ app.kubernetes.io/component: {{ .component }}
 {{- if $models.existingClaim -}}{{ $models.existingClaim }}{{- else if and (or $models.toy $models.downloads) (not (include "spo.bucketOnly" .)) -}}{{ include "spo.fullname" . }}-models{{- end -}}
 {{- end -}}
 
+{{/* Not empty where every pod that reads models fetches them from the bucket for itself */}}
+{{- define "spo.fetchesModels" -}}
+{{- if and (include "spo.bucketOnly" .) (not .Values.models.existingClaim) .Values.models.downloads }}true{{ end -}}
+{{- end -}}
+
 {{/* Combinations that cannot work are refused here, once, in words. */}}
 {{- define "spo.refuse" -}}
 {{- $external := .Values.externalRedis -}}

@@ -22,7 +22,7 @@ What podDefaults says holds for every service; its own section goes before: maps
 {{- $_ := set . "state" "" -}}
 {{- end -}}
 {{- $experienceOnClaim := and .experience (not (include "spo.storeUrl" (dict "root" .root "store" "experience"))) -}}
-{{- $fetchesModels := and .models $bucketOnly (not .root.Values.models.existingClaim) .root.Values.models.downloads -}}
+{{- $fetchesModels := and .models (include "spo.fetchesModels" .root) -}}
 {{- $initContainers := concat $defaults.initContainers ($own.initContainers | default list) -}}
 metadata:
   labels:
