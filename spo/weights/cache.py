@@ -23,13 +23,13 @@ from spo import redis_keys
 from spo.disk_space import told_when_full
 from spo.errors import NotReady
 from spo.manifest_folder import remove_folder
+from spo.weights.lock_file import locked
 
 SHARED_MEMORY = Path("/dev/shm")
 # Room for this many copies must be free in shared memory: the one served, the next one, and some for everybody else.
 COPIES = 3
 KEPT = 2
 FETCH_SECONDS = 1800.0
-POLL_SECONDS = 0.05
 FORGOTTEN_SECONDS = 6 * 3600.0
 
 
@@ -108,16 +108,7 @@ class WeightCache:
     def _alone(self, run_id: str, name: str) -> Iterator[None]:
         folder = self._roots[0] / run_id
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        deadline = time.monotonic() + FETCH_SECONDS
-        with (folder / f".lock-{name}").open("w") as lock:
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise NotReady(f"another process has fetched {name} for {FETCH_SECONDS:g} s") from None
-                    time.sleep(POLL_SECONDS)
+        with locked(folder / f".lock-{name}", FETCH_SECONDS):
             yield
 
     def _prune(self, run_id: str) -> None:

@@ -6,12 +6,10 @@ tokenizer's, compared by digest; a folder is whole or absent.
 
 from __future__ import annotations
 
-import fcntl
 import re
 import shutil
 import tempfile
 import threading
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from spo.disk_space import remove_tree, told_when_full
 from spo.errors import IntegrityError, NotFound, NotReady
 from spo.observability.logs import get_logger
 from spo.weights.backends import WeightBackend
+from spo.weights.lock_file import locked
 from spo.weights.store import backend_at
 
 log = get_logger("models")
@@ -28,7 +27,6 @@ FOLDER = "models"
 ONLY = 1
 LOCK = ".lock-"
 FETCH_SECONDS = 1800.0
-LOOK_SECONDS = 0.2
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.(safetensors|json|model|jinja|txt)")
 
 
@@ -88,8 +86,7 @@ class MadeModels:
             raise IntegrityError(f"the model of {folder.name} in the bucket has {wrong[0]!r}, which nothing here loads")
         self.root.mkdir(parents=True, exist_ok=True)
         size_bytes = sum(int(entry["size_bytes"]) for entry in entries)
-        with told_when_full(self.root, size_bytes), self._lock_of(folder.name).open("w") as lock:
-            _wait_for(lock.fileno(), folder)
+        with told_when_full(self.root, size_bytes), locked(self._lock_of(folder.name), FETCH_SECONDS):
             if folder.exists():
                 return
             self._forget(bucket)
@@ -122,15 +119,3 @@ class MadeModels:
         remove_tree(self.root / job_id)
         if self._bucket:
             self._bucket.remove_run(job_id)
-
-
-def _wait_for(lock: int, folder: Path) -> None:
-    deadline = time.monotonic() + FETCH_SECONDS
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise NotReady(f"another process has fetched {folder} for {FETCH_SECONDS:g} s") from None
-            time.sleep(LOOK_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis
+
+from tests.support.s3_server import S3Server, serve_s3
 
 if TYPE_CHECKING:
     from services.trainer.ranks import Ranks
@@ -23,6 +26,29 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def running_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """One for all tests, since it takes seconds to start."""
+    with serve_s3(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture
+def s3_server(running_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """A server that this process knows as the AWS of its environment; use `bucket_url` for an empty bucket."""
+    for name, value in running_s3.environment().items():
+        monkeypatch.setenv(name, value)
+    return running_s3
+
+
+@pytest.fixture
+def bucket_url(s3_server: S3Server) -> str:
+    """s3://, then the name of an empty bucket that no other test has."""
+    name = f"tests-{secrets.token_hex(8)}"
+    s3_server.bucket(name)
+    return f"s3://{name}"
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,10 @@ What a machine wrote or fetched last stays on its disk: who resumes there reads 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
@@ -33,6 +32,7 @@ from spo.manifest_folder import FileEntry, Manifest, ManifestFolder, entry_of, n
 from spo.observability.logs import get_logger
 from spo.weights.assembly import digest_of
 from spo.weights.backends import CHECKPOINT_DIGITS
+from spo.weights.lock_file import locked
 from spo.weights.s3_backend import S3Backend
 
 log = get_logger("checkpoints")
@@ -133,7 +133,10 @@ class CheckpointBucket:
         """The verified file here, fetched by one process of this machine if it must be."""
         path = self._file(step, entry)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with told_when_full(self._cache, entry["size_bytes"]), _alone(path.with_name(f".lock-{path.name}")):
+        with (
+            told_when_full(self._cache, entry["size_bytes"]),
+            locked(path.with_name(f".lock-{path.name}"), FETCH_SECONDS),
+        ):
             with contextlib.suppress(IntegrityError):
                 verify(path, entry)
                 return path
@@ -229,18 +232,3 @@ class _Upload:
 
     def _unwanted(self) -> NotReady:
         return NotReady(f"the checkpoint of step {self._step} is not wanted any more")
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    deadline = time.monotonic() + FETCH_SECONDS
-    with path.open("w") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise NotReady(f"another process has held {path} for {FETCH_SECONDS:g} s") from None
-                time.sleep(LOOK_SECONDS)
-        yield

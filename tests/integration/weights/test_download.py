@@ -20,7 +20,6 @@ from safetensors.torch import save
 
 from spo.errors import InvalidInput, NotFound, Unreachable
 from spo.weights.download import download_model
-from tests.support.s3_server import serve_s3
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -184,16 +183,10 @@ def test_a_model_of_a_hub_is_asked_for_with_the_token_in_its_revision(site: Site
     assert {token for path, token in site.asked if "own/model" in path} == {"Bearer hf_own"}
 
 
-def test_a_model_of_a_bucket_arrives(model: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "s3").mkdir()
-    with serve_s3(tmp_path / "s3") as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        server.bucket("models")
-        store = obstore.store.from_url("s3://models/own", client_options={"allow_http": True})
-        for name, content in model.items():
-            obstore.put(store, name, content)
+def test_a_model_of_a_bucket_arrives(model: dict[str, bytes], tmp_path: Path, bucket_url: str) -> None:
+    store = obstore.store.from_url(f"{bucket_url}/own", client_options={"allow_http": True})
+    for name, content in model.items():
+        obstore.put(store, name, content)
 
-        assert download_model("s3://models/own", tmp_path / "own")
-
+    assert download_model(f"{bucket_url}/own", tmp_path / "own")
     assert names(tmp_path / "own") == wanted(model)

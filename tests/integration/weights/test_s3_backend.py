@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import obstore
@@ -18,24 +17,14 @@ from spo.errors import Conflict, IntegrityError, NotFound, Unreachable
 from spo.testing.model_folder import write_model_without_weights
 from spo.weights import ranged_download
 from spo.weights.store import StoredVersion, WeightStore
-from tests.support.s3_server import S3Server, serve_s3
+from tests.support.s3_server import S3Server
 
 RUN = "job_a"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with serve_s3(tmp_path_factory.mktemp("s3")) as running:
-        yield running
-
-
 @pytest.fixture
-def url(server: S3Server, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
-    name = f"weights-{abs(hash(request.node.name)):x}"
-    server.bucket(name)
-    return f"s3://{name}/policies"
+def url(bucket_url: str) -> str:
+    return f"{bucket_url}/policies"
 
 
 def weights_of(version: int) -> torch.Tensor:
@@ -105,7 +94,7 @@ def test_a_damaged_object_is_refused_and_the_old_version_keeps_serving(url: str,
     assert versions.resolve(RUN, 2, second.manifest_digest).version == 2
 
 
-def test_many_replicas_of_a_machine_download_a_version_once(server: S3Server, url: str, tmp_path: Path) -> None:
+def test_many_replicas_of_a_machine_download_a_version_once(s3_server: S3Server, url: str, tmp_path: Path) -> None:
     write(WeightStore(url, cache_path=str(tmp_path / "a")), 1)
     program = (
         "import sys; from spo.weights.store import WeightStore; "
@@ -116,7 +105,7 @@ def test_many_replicas_of_a_machine_download_a_version_once(server: S3Server, ur
 
     assert len(digests) == 1
     assert len(digests.pop()) == 64
-    assert server.requests(f"GET /{url.split('/')[2]}/", ".safetensors") == 1
+    assert s3_server.requests(f"GET /{url.split('/')[2]}/", ".safetensors") == 1
 
 
 def test_an_interrupted_download_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,13 +169,13 @@ def test_a_store_that_does_not_answer_is_unreachable(monkeypatch: pytest.MonkeyP
         WeightStore(url).versions(RUN)
 
 
-def test_pruning_at_every_push_reads_each_manifest_once(url: str, server: S3Server, tmp_path: Path) -> None:
+def test_pruning_at_every_push_reads_each_manifest_once(url: str, s3_server: S3Server, tmp_path: Path) -> None:
     writer = WeightStore(url, cache_path=str(tmp_path / "a"), anchor_interval=4)
     for number in range(1, 9):
         write(writer, number)
-        before = server.requests("GET", "/manifest.json")
+        before = s3_server.requests("GET", "/manifest.json")
         writer.prune(RUN, keep=20)
 
-        assert server.requests("GET", "/manifest.json") - before <= 1
+        assert s3_server.requests("GET", "/manifest.json") - before <= 1
 
     assert WeightStore(url).versions(RUN) == list(range(1, 9))

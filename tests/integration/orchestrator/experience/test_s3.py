@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import httpx
 import pytest
@@ -24,20 +23,9 @@ from spo.spec.job_spec import StoredExperience, TasksSpec
 from spo.tasks.load import load_tasks
 from spo.testing.replay import PROMPTS, RUN, start_run, trajectory
 from spo.v1.prompt_pb2 import Prompt
-from tests.support.s3_server import serve_s3
 
 TASKS = TasksSpec(kind="toy", train_problems=6, evaluation_problems=3)
 JSONL = {"Content-Type": "application/x-ndjson"}
-
-
-@pytest.fixture
-def endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of a server with the bucket `bucket`, known to this process as the AWS of its environment."""
-    with serve_s3(tmp_path) as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        server.bucket("bucket")
-        yield server.url
 
 
 @pytest.fixture
@@ -50,19 +38,19 @@ def buffer(redis_client: redis.Redis) -> ReplayStore:
     return ReplayStore(redis_client)
 
 
-@pytest.mark.usefixtures("endpoint")
-def test_a_run_is_stored_in_a_bucket_and_the_next_one_begins_from_it(buffer: ReplayStore) -> None:
+def test_a_run_is_stored_in_a_bucket_and_the_next_one_begins_from_it(buffer: ReplayStore, bucket_url: str) -> None:
     buffer.append(RUN, [trajectory(number, right=number % 2 == 0) for number in range(40)])
-    store = ExperienceStore("s3://bucket/some/folder")
+    store = ExperienceStore(f"{bucket_url}/some/folder")
 
     assert ExperienceArchiver(buffer, store, 16, 60).archive(RUN) == 40
 
     files = store.files()
     assert [file.rows for file in files] == [16, 16, 8]
-    assert all(file.path.startswith("bucket/some/folder/task_set=toy/reference=none/run=job_TEST/") for file in files)
+    folder = f"{bucket_url.removeprefix('s3://')}/some/folder/task_set=toy/reference=none/run=job_TEST/"
+    assert all(file.path.startswith(folder) for file in files)
     (listed,) = queries.runs(buffer.client, store, queries.Scope(None))
     assert (listed.run, listed.trajectories, listed.files, listed.complete) == (RUN, 40, 3, False)
-    selection = Selection(ExperienceStore("s3://bucket/some/folder"), (StoredExperience(run=RUN, per_prompt=6),))
+    selection = Selection(ExperienceStore(f"{bucket_url}/some/folder"), (StoredExperience(run=RUN, per_prompt=6),))
     taken = selection.of(Prompt(prompt_id=PROMPTS[1], text=f"words of {PROMPTS[1]}"))
     assert len(taken) == 6
     merge(store, files)
@@ -71,11 +59,10 @@ def test_a_run_is_stored_in_a_bucket_and_the_next_one_begins_from_it(buffer: Rep
     assert {each.trajectory.prompt_id for each in taken} == {PROMPTS[1]}
 
 
-@pytest.mark.usefixtures("endpoint")
 def test_rows_are_imported_listed_exported_and_pruned_in_a_bucket(
-    open_context: Callable[..., AppContext], serve: Callable[[AppContext], str]
+    open_context: Callable[..., AppContext], serve: Callable[[AppContext], str], bucket_url: str
 ) -> None:
-    context = open_context(experience_url="s3://bucket/folder")
+    context = open_context(experience_url=f"{bucket_url}/folder")
     problems = load_tasks(TASKS).train
     rows = [{"statement": each.statement, "response_text": f"right {each.problem_id}"} for each in problems]
     body = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
@@ -97,7 +84,7 @@ def test_rows_are_imported_listed_exported_and_pruned_in_a_bucket(
         assert [each["run"] for each in api.get("/v1/experience").json()["items"]] == ["again"]
 
 
-@pytest.mark.usefixtures("endpoint")
+@pytest.mark.usefixtures("s3_server")
 def test_a_bucket_that_is_not_there_is_unreachable_for_writers() -> None:
     with pytest.raises(Unreachable, match="experience store at s3://nosuch/folder cannot be used"):
         ExperienceStore("s3://nosuch/folder").write(Origin("theirs", "import", "toy"), "part-1", [])

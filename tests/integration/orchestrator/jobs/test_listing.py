@@ -7,7 +7,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import httpx
-import pytest
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.jobs.listing import label_writes
@@ -76,10 +75,7 @@ def test_tenants_find_only_their_own_jobs_by_label(context: AppContext, document
     assert context.jobs.page([], None, 10, "red", ["team:x"]).job_ids == [mine]
 
 
-@pytest.mark.parametrize("query", [{}, {"status": "succeeded"}, {"label": "n:7"}, {"label": "n:7", "status": "failed"}])
-def test_ten_thousand_jobs_are_listed_fast(
-    api: httpx.Client, context: AppContext, document: Document, query: dict[str, str]
-) -> None:
+def test_ten_thousand_jobs_are_listed_fast(api: httpx.Client, context: AppContext, document: Document) -> None:
     spec = parse_job_spec(document)
     with context.redis.pipeline(transaction=False) as pipe:
         for number in range(10_000):
@@ -93,14 +89,15 @@ def test_ten_thousand_jobs_are_listed_fast(
             for write in label_writes(labels, job_id, number):
                 pipe.execute_command(*write)
         pipe.execute()
-    assert len(listed(api, **query)) == 50
 
-    seconds = []
-    for _ in range(10):
-        began = time.monotonic()
-        listed(api, **query)
-        seconds.append(time.monotonic() - began)
+    for query in ({}, {"status": "succeeded"}, {"label": "n:7"}, {"label": "n:7", "status": "failed"}):
+        assert len(listed(api, **query)) == 50
+        seconds = []
+        for _ in range(10):
+            began = time.monotonic()
+            listed(api, **query)
+            seconds.append(time.monotonic() - began)
 
-    print(f"median {sorted(seconds)[5] * 1000:.1f} ms")
-    # Loose: the machine may be busy.
-    assert sorted(seconds)[5] < 0.25
+        print(f"{query}: median {sorted(seconds)[5] * 1000:.1f} ms")
+        # Loose: the machine may be busy.
+        assert sorted(seconds)[5] < 0.25, query

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,45 +21,29 @@ from spo.weights import s3_backend
 from spo.weights.assembly import digest_of
 from spo.weights.backends import CHECKPOINT_DIGITS
 from spo.weights.s3_backend import S3Backend
-from tests.support.s3_server import S3Server, serve_s3
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with serve_s3(tmp_path_factory.mktemp("s3")) as running:
-        yield running
 
 
 @pytest.fixture
-def url(server: S3Server, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
-    name = f"jobs-{abs(hash(request.node.name)):x}"
-    server.bucket(name)
-    return f"s3://{name}"
-
-
-@pytest.fixture
-def context(open_context: Callable[..., AppContext], url: str, tmp_path: Path) -> AppContext:
-    places = {"weight_store_url": f"{url}/weights", "checkpoint_store_url": f"{url}/checkpoints"}
+def context(open_context: Callable[..., AppContext], bucket_url: str, tmp_path: Path) -> AppContext:
+    places = {"weight_store_url": f"{bucket_url}/weights", "checkpoint_store_url": f"{bucket_url}/checkpoints"}
     return open_context(weight_cache_path=str(tmp_path / "cache"), shared_state=False, **places)
 
 
 @pytest.fixture
-def parent(context: AppContext, document: dict[str, Any], url: str, tmp_path: Path) -> str:
+def parent(context: AppContext, document: dict[str, Any], bucket_url: str, tmp_path: Path) -> str:
     """An ended job with version 1 of step 10 and a checkpoint of step 10, both in the bucket alone."""
     job_id = context.jobs.submit(parse_job_spec(document))
     part = tmp_path / "model-00001.safetensors"
     part.write_bytes(b"weights")
     head = {"version": 1, "parent": 0, "step": 10, "dtype": "float32", "epoch": 1}
-    digest = _put(S3Backend(f"{url}/weights"), job_id, 1, head, part)
+    digest = _put(S3Backend(f"{bucket_url}/weights"), job_id, 1, head, part)
     told: dict[str, Any] = {"version": 1, "step": 10, "uri": "u", "manifest_digest": digest}
     record = json.dumps(told | {"size_bytes": 1, "published_at": "t"})
     context.redis.hset(own_keys.job_weights(job_id), "1", record)
     part = tmp_path / "rank-00000.safetensors"
     part.write_bytes(b"state" * 100)
     head = {"step": 10, "weight_version": 1, "weight_step": 10, "world_size": 1, "zero_stage": 1, "epoch": 1}
-    digest = _put(S3Backend(f"{url}/checkpoints", CHECKPOINT_DIGITS), job_id, 10, head, part)
+    digest = _put(S3Backend(f"{bucket_url}/checkpoints", CHECKPOINT_DIGITS), job_id, 10, head, part)
     told = {"step": 10, "path": "p", "manifest_digest": digest, "weight_version": 1}
     context.redis.hset(redis_keys.job_checkpoints(job_id), "10", json.dumps(told))
     context.jobs.fail(job_id, "test", "it ended")
@@ -84,7 +68,7 @@ def test_a_fork_from_a_checkpoint_is_its_own_whatever_becomes_of_the_parent(
     context: AppContext,
     api: httpx.Client,
     parent: str,
-    url: str,
+    bucket_url: str,
     tmp_path: Path,
     largest: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -99,13 +83,13 @@ def test_a_fork_from_a_checkpoint_is_its_own_whatever_becomes_of_the_parent(
     context.deletion.sweep()
 
     assert [each["step"] for each in listed] == [10]
-    assert objects(url, parent) == []
+    assert objects(bucket_url, parent) == []
     for state in (JobState.VALIDATING, JobState.ESTIMATING, JobState.RUNNING):
         assert context.jobs.transition(fork, state, "test")
     grant = context.leases.wait_for_job("trainer", 0)
-    assert grant.checkpoint_path == f"{url}/checkpoints/{fork}"
+    assert grant.checkpoint_path == f"{bucket_url}/checkpoints/{fork}"
     (told,) = grant.checkpoints.items
-    backend = S3Backend(f"{url}/checkpoints", CHECKPOINT_DIGITS)
+    backend = S3Backend(f"{bucket_url}/checkpoints", CHECKPOINT_DIGITS)
     manifest = backend.manifest(fork, 10)
     assert (manifest["step"], manifest["weight_version"]) == (10, 1)
     assert told.manifest_digest == digest_of(manifest)
@@ -116,17 +100,17 @@ def test_a_fork_from_a_checkpoint_is_its_own_whatever_becomes_of_the_parent(
 
 
 def test_a_fork_of_a_checkpoint_whose_part_is_gone_is_refused_and_leaves_nothing(
-    context: AppContext, api: httpx.Client, parent: str, url: str
+    context: AppContext, api: httpx.Client, parent: str, bucket_url: str
 ) -> None:
-    store = obstore.store.from_url(url, client_options={"allow_http": True})
-    (part,) = (path for path in objects(url, parent) if "rank-00000" in path)
+    store = obstore.store.from_url(bucket_url, client_options={"allow_http": True})
+    (part,) = (path for path in objects(bucket_url, parent) if "rank-00000" in path)
     obstore.delete(store, part)
-    before = objects(url, "job_")
+    before = objects(bucket_url, "job_")
 
     answer = api.post(f"/v1/jobs/{parent}/fork", json={"checkpoint_step": 10})
 
     assert (answer.status_code, answer.json()["code"]) == (412, "fork_start_lost")
-    assert objects(url, "job_") == before
+    assert objects(bucket_url, "job_") == before
 
 
 def test_a_fork_whose_model_no_other_service_would_see_is_refused_by_field(api: httpx.Client, parent: str) -> None:

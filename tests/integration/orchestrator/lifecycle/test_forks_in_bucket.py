@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,30 +27,14 @@ from spo.testing.waiting import wait_until
 from spo.weights.assembly import digest_of
 from spo.weights.made_models import MadeModels
 from spo.weights.s3_backend import S3Backend
-from tests.support.s3_server import S3Server, serve_s3
 
 Open = Callable[..., AppContext]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with serve_s3(tmp_path_factory.mktemp("s3")) as running:
-        yield running
-
-
 @pytest.fixture
-def url(server: S3Server, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
-    name = f"forks-{abs(hash(request.node.name)):x}"
-    server.bucket(name)
-    return f"s3://{name}"
-
-
-@pytest.fixture
-def opened(open_context: Open, url: str, tmp_path: Path) -> Callable[[], AppContext]:
+def opened(open_context: Open, bucket_url: str, tmp_path: Path) -> Callable[[], AppContext]:
     """Orchestrators with stores in the bucket alone."""
-    places = {f"{store}_store_url": f"{url}/{store}" for store in ("state", "weight", "checkpoint")}
+    places = {f"{store}_store_url": f"{bucket_url}/{store}" for store in ("state", "weight", "checkpoint")}
     return lambda: open_context(weight_cache_path=str(tmp_path / "cache"), shared_state=False, **places)
 
 
@@ -60,13 +44,13 @@ def context(opened: Callable[[], AppContext]) -> AppContext:
 
 
 @pytest.fixture
-def parent(context: AppContext, document: dict[str, Any], url: str, tmp_path: Path) -> str:
+def parent(context: AppContext, document: dict[str, Any], bucket_url: str, tmp_path: Path) -> str:
     """An ended job whose version 1 of step 10 is in the bucket alone."""
     job_id = context.jobs.submit(parse_job_spec(document))
     part = tmp_path / "model-00001.safetensors"
     save_file({"w": np.full(4, 7, np.float32)}, part)
     manifest = {"version": 1, "parent": 0, "step": 10, "dtype": "float32", "epoch": 1, "files": [entry_of(part)]}
-    backend = S3Backend(f"{url}/weight")
+    backend = S3Backend(f"{bucket_url}/weight")
     backend.put_file(job_id, 1, entry_of(part), part)
     backend.put_manifest(job_id, 1, manifest)
     told = {"version": 1, "step": 10, "uri": "u", "manifest_digest": digest_of(manifest)}
@@ -88,14 +72,14 @@ def made_fork(context: AppContext, api: httpx.Client, parent: str) -> tuple[str,
 
 
 def test_the_model_of_a_fork_as_reference_reaches_machines_that_have_nothing(
-    context: AppContext, api: httpx.Client, parent: str, url: str, tmp_path: Path
+    context: AppContext, api: httpx.Client, parent: str, bucket_url: str, tmp_path: Path
 ) -> None:
     fork, folder = made_fork(context, api, parent)
     model_hash = inspect_model_folder(folder).model_hash
     shutil.rmtree(tmp_path / "state")
 
     # Several processes of another machine at once: ranks of a trainer, replicas.
-    machine = [MadeModels(f"{url}/state", tmp_path / "state") for _ in range(4)]
+    machine = [MadeModels(f"{bucket_url}/state", tmp_path / "state") for _ in range(4)]
     with ThreadPoolExecutor(4) as threads:
         assert set(threads.map(lambda models: models.here(str(folder)), machine)) == {folder}
 
@@ -143,13 +127,13 @@ def test_an_orchestrator_on_an_empty_disk_fetches_the_model_before_it_checks_the
 
 
 def test_a_fork_of_such_a_fork_has_its_own_model_and_deletion_leaves_nothing(
-    context: AppContext, api: httpx.Client, parent: str, url: str, tmp_path: Path
+    context: AppContext, api: httpx.Client, parent: str, bucket_url: str, tmp_path: Path
 ) -> None:
     fork, folder = made_fork(context, api, parent)
     assert context.jobs.fail(fork, "test", "it ended")
     part = tmp_path / "model-00001.safetensors"
     head = {"version": 1, "parent": 0, "step": 10, "dtype": "float32", "epoch": 1, "files": [entry_of(part)]}
-    backend = S3Backend(f"{url}/weight")
+    backend = S3Backend(f"{bucket_url}/weight")
     backend.put_file(fork, 1, entry_of(part), part)
     backend.put_manifest(fork, 1, head)
     told = {"version": 1, "step": 10, "uri": "u", "manifest_digest": digest_of(head), "size_bytes": 1}
@@ -160,7 +144,7 @@ def test_a_fork_of_such_a_fork_has_its_own_model_and_deletion_leaves_nothing(
     context.deletion.delete(fork)
     context.deletion.sweep()
 
-    assert objects(url, fork) == []
+    assert objects(bucket_url, fork) == []
     assert not folder.exists()
     its_own = Path(child.json()["spec"]["model"]["path"])
     assert its_own.name == child.json()["id"]
@@ -183,18 +167,18 @@ def test_a_round_of_a_continual_job_is_made_from_weights_in_the_bucket(
 
 
 def test_a_file_that_nothing_loads_and_a_damaged_one_are_refused(
-    context: AppContext, api: httpx.Client, parent: str, url: str, tmp_path: Path
+    context: AppContext, api: httpx.Client, parent: str, bucket_url: str, tmp_path: Path
 ) -> None:
     fork, folder = made_fork(context, api, parent)
     shutil.rmtree(folder)
-    store = obstore.store.from_url(f"{url}/state", client_options={"allow_http": True})
-    (weights,) = (path for path in objects(f"{url}/state", fork) if path.endswith("model.safetensors"))
+    store = obstore.store.from_url(f"{bucket_url}/state", client_options={"allow_http": True})
+    (weights,) = (path for path in objects(f"{bucket_url}/state", fork) if path.endswith("model.safetensors"))
     obstore.put(store, weights, b"0" * obstore.head(store, weights)["size"])
     with pytest.raises(IntegrityError):
         context.files.models.here(folder)
     assert not folder.exists()
 
-    (at,) = (path for path in objects(f"{url}/state", fork) if path.endswith("manifest.json"))
+    (at,) = (path for path in objects(f"{bucket_url}/state", fork) if path.endswith("manifest.json"))
     manifest = json.loads(bytes(obstore.get(store, at).bytes()))
     manifest["files"][0]["name"] = "../../escaped.json"
     obstore.put(store, at, json.dumps(manifest).encode())
@@ -204,10 +188,15 @@ def test_a_file_that_nothing_loads_and_a_damaged_one_are_refused(
 
 
 def test_a_model_that_a_bucket_away_holds_is_waited_for(
-    context: AppContext, api: httpx.Client, parent: str, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    context: AppContext,
+    api: httpx.Client,
+    parent: str,
+    bucket_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, folder = made_fork(context, api, parent)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(Unreachable):
-        MadeModels(f"{url}/state", tmp_path / "elsewhere").here(tmp_path / "elsewhere" / "models" / folder.name)
-    assert MadeModels(f"{url}/state", tmp_path / "elsewhere").here("/models/pi0") == Path("/models/pi0")
+        MadeModels(f"{bucket_url}/state", tmp_path / "elsewhere").here(tmp_path / "elsewhere" / "models" / folder.name)
+    assert MadeModels(f"{bucket_url}/state", tmp_path / "elsewhere").here("/models/pi0") == Path("/models/pi0")

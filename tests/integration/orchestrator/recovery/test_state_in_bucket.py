@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from spo.service.state_place import StateBucket, StateFolder, StatePlace, state_
 from spo.spec.job_spec import TasksSpec, parse_job_spec
 from spo.spec.job_state import JobState
 from spo.testing.waiting import wait_until
-from tests.support.s3_server import S3Server, serve_s3
+from tests.support.s3_server import S3Server
 
 Open = Callable[..., AppContext]
 Serve = Callable[[AppContext], str]
@@ -40,19 +40,9 @@ ROW = json.dumps({"statement": "Print 1.", "tests": [{"stdin": "", "stdout": "1\
 BODY = b"".join(ROW.replace(b"1", str(number).encode()) for number in range(10, 20))
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with serve_s3(tmp_path_factory.mktemp("s3")) as running:
-        yield running
-
-
 @pytest.fixture
-def url(server: S3Server, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
-    name = f"state-{abs(hash(request.node.name)):x}"
-    server.bucket(name)
-    return f"s3://{name}/platform"
+def url(bucket_url: str) -> str:
+    return f"{bucket_url}/platform"
 
 
 @pytest.fixture(params=["folder", "bucket"])
@@ -257,7 +247,7 @@ def test_a_deleted_job_leaves_no_events_and_no_manifest_in_the_bucket(
 def test_a_bucket_that_hangs_is_a_503_in_bounded_time_and_loses_nothing(
     open_context: Open,
     serve: Serve,
-    server: S3Server,
+    s3_server: S3Server,
     url: str,
     document: dict[str, Any],
     redis_client: redis.Redis,
@@ -269,7 +259,7 @@ def test_a_bucket_that_hangs_is_a_503_in_bounded_time_and_loses_nothing(
     with httpx.Client(base_url=serve(context), timeout=90, trust_env=False) as api:
 
         def cut() -> None:
-            os.kill(server.pid, signal.SIGSTOP)
+            os.kill(s3_server.pid, signal.SIGSTOP)
             try:
                 began = time.monotonic()
                 answer = send(api, open_upload(context), 100, BODY[100:])
@@ -286,7 +276,7 @@ def test_a_bucket_that_hangs_is_a_503_in_bounded_time_and_loses_nothing(
                 assert api.get("/v1/platform").json()["code"] == "storage_unavailable"
                 assert "does not answer" in api.get("/v1/attention").text
             finally:
-                os.kill(server.pid, signal.SIGCONT)
+                os.kill(s3_server.pid, signal.SIGCONT)
             wait_until(lambda: _answers(context.files.place), "the bucket is asked again")
 
         dataset_id = upload(context, api, half=cut)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -27,29 +27,21 @@ from spo.weights.s3_backend import S3Backend
 from spo.weights.store import WeightStore
 from tests.integration.trainer.test_process import TORCHRUN
 from tests.integration.trainer.trainer_bench import LIMIT_SECONDS, Bench, final_weights, job_spec
-from tests.support.s3_server import S3Server, serve_s3
+from tests.support.s3_server import S3Server
 
 # DeepSpeed 0.19 calls what torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*reduce_scatter_tensor.*:FutureWarning")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with serve_s3(tmp_path_factory.mktemp("s3")) as running:
-        yield running
+@pytest.fixture
+def url(s3_server: S3Server) -> str:
+    """Of a bucket of the test; it is there when `s3_server.bucket` has made it."""
+    return f"s3://states-{secrets.token_hex(8)}/checkpoints"
 
 
 @pytest.fixture
-def url(server: S3Server, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of a bucket of the test; it is there when `server.bucket` has made it."""
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
-    return f"s3://states-{abs(hash(request.node.name)):x}/checkpoints"
-
-
-@pytest.fixture
-def bucket(server: S3Server, url: str) -> S3Backend:
-    server.bucket(url.split("/")[2])
+def bucket(s3_server: S3Server, url: str) -> S3Backend:
+    s3_server.bucket(url.split("/")[2])
     return S3Backend(url, CHECKPOINT_DIGITS)
 
 
@@ -84,7 +76,7 @@ def test_a_trainer_on_another_machine_ends_with_the_weights_of_an_uninterrupted_
 
 
 def test_who_resumes_where_the_checkpoint_was_written_reads_it_from_the_disk(
-    bench: Bench, bucket: S3Backend, server: S3Server, tmp_path: Path
+    bench: Bench, bucket: S3Backend, s3_server: S3Server, tmp_path: Path
 ) -> None:
     bench.job.checkpoint_place = bucket.name
     bench.stop_at_step(7, state_path=tmp_path / "here")
@@ -92,7 +84,7 @@ def test_who_resumes_where_the_checkpoint_was_written_reads_it_from_the_disk(
     bench.train_until_finished(state_path=tmp_path / "here")
 
     assert bench.job.finished[-1].error_code == ""
-    assert server.requests(f"GET /{bucket.name.split('/')[2]}/", ".safetensors") == 0
+    assert s3_server.requests(f"GET /{bucket.name.split('/')[2]}/", ".safetensors") == 0
 
 
 def test_a_damaged_object_is_passed_over_for_the_checkpoint_before(
@@ -115,12 +107,12 @@ def test_a_damaged_object_is_passed_over_for_the_checkpoint_before(
 
 
 def test_training_goes_on_without_the_bucket_and_reports_nothing_that_is_not_there(
-    bench: Bench, server: S3Server, url: str, tmp_path: Path
+    bench: Bench, s3_server: S3Server, url: str, tmp_path: Path
 ) -> None:
     def make_the_bucket(step: int, batch: Any) -> None:
         if step == 8:
             assert bench.job.checkpoints == []
-            server.bucket(url.split("/")[2])
+            s3_server.bucket(url.split("/")[2])
 
     bench.job.checkpoint_place = url
     bench.pool.spoil = make_the_bucket
