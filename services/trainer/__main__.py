@@ -18,10 +18,9 @@ def main() -> int:
     # At once: a torchrun that is killed while the libraries load leaves ranks that find each other without it.
     die_with_torchrun()
     configure_logs(f"trainer-{rank}", settings.log_level, settings.log_format)
-    # torchrun signals every rank; the others stop when rank 0 tells them to, after its last checkpoint.
-    # One that is alone has nothing in hand while it loads: a signal that it ignored then would be lost.
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # torchrun signals every rank, and they stop when rank 0 tells them to. One that is alone ends while it loads.
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if alone else signal.SIG_IGN)
     process = ServiceProcess("trainer", settings) if rank == "0" else None
     if process:
         process.answer_probes("loads its libraries")
