@@ -1,14 +1,16 @@
 """python -m benchmarks.studies STUDY [--seeds 0 1 2]: carry out what has no result yet, then collect.
 
-Results lie below runs/studies, and the tables and pictures of docs/results are made of them.
+Results lie below runs/studies; documents and pictures of docs/results are made of them, and a table is printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
-from benchmarks.studies.carry_out import baselines, imitation, staleness
+from benchmarks.studies.carry_out import FOLDER, baselines, imitation, staleness
+from benchmarks.studies.collect import write
 
 
 def main() -> int:
@@ -18,6 +20,7 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     wanted = parser.parse_args()
     {"staleness": staleness, "imitation": imitation, "baselines": baselines}[wanted.study](wanted.seeds)
+    write(wanted.study, FOLDER / wanted.study, Path("docs/results"))
     return 0
 
 

@@ -91,9 +91,8 @@ def chosen_rates(folder: Path) -> dict[tuple[str, int], float]:
     found: dict[tuple[str, int], dict[float, float]] = {}
     for path in sorted(folder.glob("*-seed0.json")):
         run = json.loads(path.read_text())
-        if run["lag"] in (stale.LAGS[0], stale.LAGS[-1]):
-            by_rate = found.setdefault((run["method"], run["lag"]), {})
-            by_rate[run["rate"]] = score(run["correct"][str(stale.STEPS)], 10)
+        by_rate = found.setdefault((run["method"], run["lag"]), {})
+        by_rate[run["rate"]] = score(run["correct"][str(stale.STEPS)], 10)
     return {
         key: max(by_rate, key=by_rate.__getitem__) for key, by_rate in found.items() if len(by_rate) == len(stale.RATES)
     }

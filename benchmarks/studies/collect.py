@@ -21,6 +21,19 @@ def results(folder: Path) -> list[Result]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
+def write(study: str, folder: Path, documents: Path) -> None:
+    """The document and, of the ages of samples, the picture, among the results in `documents`; prints the table."""
+    found = results(folder)
+    path = documents / f"{study}.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    runs = {"samples_per_problem": EVALUATION_SAMPLES, "runs": found}
+    path.write_text(json.dumps({**before, **runs}) + "\n")
+    fields = [name for name in ("method", "lag", "rate") if name in found[0]]
+    print("\n".join(table(", ".join(fields), by(found, *fields))))
+    if study == "staleness":
+        draw(found, documents / f"{study}.png")
+
+
 def estimate(found: Sequence[Result], k: int) -> Estimate:
     """pass@k after the last step, over seeds and problems."""
     correct = [list(each["correct"].values())[-1] for each in found]
@@ -47,7 +60,7 @@ def by(found: Iterable[Result], *names: str) -> dict[str, list[Result]]:
 
 
 def draw(found: Sequence[Result], path: Path) -> None:
-    """pass@1 and pass@10 against the lag, a line for each method at the better rate, all rates as points."""
+    """pass@1 and pass@10 against the lag, a line for each method at the rate with most seeds, all rates as points."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -62,7 +75,7 @@ def draw(found: Sequence[Result], path: Path) -> None:
                 at_lag = [list(each) for each in by([run for run in runs if run["lag"] == lag], "rate").values()]
                 scores = [estimate(each, k) for each in at_lag]
                 axis.plot([place] * len(scores), [score.mean for score in scores], ".", color=f"C{number}", alpha=0.4)
-                best = max(zip(at_lag, scores, strict=True), key=lambda pair: estimate(pair[0], 10).mean, default=None)
+                best = max(zip(at_lag, scores, strict=True), key=_rank, default=None)
                 if best is not None:
                     heights.append((place, best[1]))
             places, best_scores = zip(*heights, strict=True)
@@ -84,6 +97,11 @@ def draw(found: Sequence[Result], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=90)
     pyplot.close(figure)
+
+
+def _rank(pair: tuple[Sequence[Result], Estimate]) -> tuple[int, float]:
+    """The rate that was chosen has been run with more seeds than the others."""
+    return len(pair[0]), estimate(pair[0], 10).mean
 
 
 def _said(found: Estimate) -> str:

@@ -149,23 +149,22 @@ def rows(trajectories: Sequence[Trajectory], spec: JobSpec, contest: Contest) ->
 
 
 def planned(chosen: Mapping[tuple[str, int], float], seeds: Sequence[int]) -> list[StaleRun]:
-    """The search of rates with the first seed at the smallest and the largest lag, then what is chosen there.
+    """The search of rates with the first seed, the ends of the ages before what lies between, then what is chosen.
 
-    chosen: the best rate of (method, lag), as far as it is known. Lag 10 takes that of lag 0, lag 50 that of 200.
+    chosen: the best rate of (method, lag), as far as it is known.
     """
-    ends = (LAGS[0], LAGS[-1])
+    lags = (LAGS[-1], LAGS[0], *LAGS[1:-1])
     search = [
         StaleRun(method, lag, rate, seeds[0])
+        for lag in lags
         for rate in sorted(RATES, key=lambda rate: abs(rate - RATES[1]))
-        for lag in reversed(ends)
         for method in METHODS
     ]
-    nearest = {lag: ends[0] if lag < LAGS[2] else ends[1] for lag in LAGS}
     rest = [
-        StaleRun(method, lag, chosen[method, nearest[lag]], seed)
-        for seed in seeds
-        for lag in (LAGS[2], LAGS[1], *reversed(ends))
+        StaleRun(method, lag, chosen[method, lag], seed)
+        for seed in seeds[1:]
+        for lag in lags
         for method in METHODS
-        if (method, nearest[lag]) in chosen
+        if (method, lag) in chosen
     ]
     return list(dict.fromkeys([*search, *rest]))
