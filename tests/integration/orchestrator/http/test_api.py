@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable
@@ -286,7 +287,7 @@ def test_a_draining_orchestrator_is_not_ready(context: AppContext, api: httpx.Cl
     assert api.get("/readyz").status_code == 200
     context.stop.set()
     with pytest.raises(NotReady):
-        readyz(context)
+        asyncio.run(readyz(context))
 
 
 def test_metrics_count_the_jobs_by_state(api: httpx.Client, document: Document) -> None:
