@@ -6,7 +6,7 @@ Intervals are 95 % bootstraps over seeds and held-out problems together, as in t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def estimate(found: Sequence[Result], k: int) -> Estimate:
     return mean_score(score_table(correct, [[EVALUATION_SAMPLES] * len(row) for row in correct], k))
 
 
-def table(title: str, found: dict[str, Sequence[Result]]) -> list[str]:
+def table(title: str, found: Mapping[str, Sequence[Result]]) -> list[str]:
     """A row for each name."""
     lines = [f"| {title} | seeds | pass@1 | pass@10 |", "|---|---|---|---|"]
     for name, runs in found.items():
