@@ -7,7 +7,7 @@ policy samples every `update_interval` steps as many trajectories as are served 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,23 +19,50 @@ from services.trainer.batches import TrainingSample
 from spo.algorithm.replay_sampling import draw_ranks, exact_counts
 from spo.reproduce.methods import merged
 from spo.reproduce.plan import FULL, runs
+from spo.spec.algorithm import PAPER_BETA
 from spo.spec.job_spec import JobSpec, parse_job_spec
 from spo.v1.trajectory_pb2 import Trajectory
 
 SETTING = "hard"
 # Of each problem, half of the report's: values and offline data are those of fewer samples.
 SAMPLES_OF_PI0 = 64
-METHODS = ("imitation_beside_spo", "supervised_demo_rate", "half_online_demo_rate", "supervised", "half_online_squared")
+PLANNED = ("imitation_beside_spo", "supervised_demo_rate", "half_online_demo_rate", "supervised", "half_online_squared")
+
+
+def _beside(objective: Mapping[str, Any], **algorithm: Any) -> Mapping[str, Any]:
+    """Another objective for the policy's own samples, in whole groups, where `imitation_beside_spo` has one."""
+    imitated = {"objective": "supervised", "sources": ["reference"], "coefficient": 0.5}
+    losses = [{"sources": ["online"], **objective}, imitated]
+    return {"algorithm": {"losses": losses, **algorithm}, "replay": {"unit": "group"}}
+
+
+_CENTRED = {"objective": "group_centred_squared"}
+# What might close the gap, as changes of `imitation_beside_spo`.
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "beside_group_centred": _beside(_CENTRED, beta=PAPER_BETA),
+    "beside_group_scaled": _beside({**_CENTRED, "normalise": "deviation"}, beta=PAPER_BETA),
+    "beside_group_scaled_tenth": _beside({**_CENTRED, "normalise": "deviation", "coefficient": 0.1}, beta=PAPER_BETA),
+    "beside_grpo": merged(
+        _beside({"objective": "grpo"}, beta=PAPER_BETA), {"rollout": {"temperature": 1.0, "top_p": 1.0}}
+    ),
+}
+METHODS = (*PLANNED[:3], *VARIANTS, *PLANNED[3:])
 
 
 def specs(seeds: int, pi0: Path) -> dict[tuple[str, int], JobSpec]:
     """By method and seed. Raises InvalidInput."""
-    planned = runs(replace(FULL, seeds=seeds), quick=False)
-    return {
-        (run.method, run.seed): parse_job_spec(merged(run.document, {"model": {"path": str(pi0)}}))
-        for run in planned
-        if run.setting == SETTING and run.method in METHODS
+    planned = {
+        (run.method, run.seed): run.document
+        for run in runs(replace(FULL, seeds=seeds), quick=False)
+        if run.setting == SETTING and run.method in PLANNED
     }
+    varied = {
+        (name, seed): merged(planned["imitation_beside_spo", seed], changes)
+        for name, changes in VARIANTS.items()
+        for seed in range(seeds)
+    }
+    model = {"model": {"path": str(pi0)}}
+    return {key: parse_job_spec(merged(document, model)) for key, document in {**planned, **varied}.items()}
 
 
 def offline_window(samples: Sequence[Trajectory], spec: JobSpec) -> list[Trajectory]:
@@ -61,11 +88,17 @@ def carry_out(spec: JobSpec, contest: Contest, offline: Sequence[Trajectory]) ->
     for _ in range(spec.trainer.steps):
         if counts.get("online") and policy.updates % spec.trainer.update_interval == 0:
             live = sampled(policy, contest, spec, counts["online"] * spec.trainer.update_interval // 2)
-        chosen = [offline[rank] for rank in draw_ranks(rng, len(offline), counts["reference"])]
+        chosen = [[offline[rank]] for rank in draw_ranks(rng, len(offline), counts["reference"])]
+        size = spec.rollout.samples_per_prompt if spec.replay.unit == "group" else 1
         if live:
-            chosen += [live[rank] for rank in draw_ranks(rng, len(live), counts["online"])]
+            ranks = draw_ranks(rng, len(live) // size, counts["online"] // size)
+            chosen += [live[rank * size : (rank + 1) * size] for rank in ranks]
         policy.learn(
-            [TrainingSample(each, contest.qhat_0[each.prompt_id], number) for number, each in enumerate(chosen)]
+            [
+                TrainingSample(each, contest.qhat_0[each.prompt_id], number)
+                for number, group in enumerate(chosen)
+                for each in group
+            ]
         )
     return {"correct": {str(spec.trainer.steps): contest.examined(policy.model, spec.seed)}}
 
