@@ -40,7 +40,7 @@ class OneJob(OrchestratorServiceServicer):
     weight_place: str = ""
     lease_seconds: float = 5.0
     away: bool = False
-    directive: int = wire.DIRECTIVE_CONTINUE
+    directive: wire.Directive.ValueType = wire.DIRECTIVE_CONTINUE
     reference_version: int = 0
     reference_values: dict[str, float] = field(default_factory=dict)
     epoch: int = 0
@@ -126,10 +126,7 @@ class OneJob(OrchestratorServiceServicer):
                     self.alarms[report.step] = dict(report.alarms)
                 if report.quarantine_reason:
                     self.quarantined[report.step] = report
-        return wire.RenewLeaseResponse(
-            directive=self.directive,  # type: ignore[arg-type]
-            reference_version=self.reference_version,
-        )
+        return wire.RenewLeaseResponse(directive=self.directive, reference_version=self.reference_version)
 
     def GetReferenceValues(
         self, request: wire.GetReferenceValuesRequest, context: grpc.ServicerContext

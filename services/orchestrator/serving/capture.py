@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.serving.redaction import MOST_RULES, RedactionRule, Redactor, check_rules
-from spo.errors import NotFound
+from spo.errors import NotFound, NotReady
 from spo.messaging.redis_client import RedisClient
 from spo.redis_keys import digest
 from spo.spec.stored import record_of
@@ -26,6 +26,8 @@ MOST_CAPTURED = 50_000
 READ_AT_ONCE = 200
 DAY_SECONDS = 86_400
 MOST_SOURCE_CHARACTERS = 64
+# Each but the last has lost to somebody whose feedback is stored.
+MOST_JOINS = 100
 # What may stand in the name of a curve.
 _PLAIN = re.compile(r"[^A-Za-z0-9_.:@-]")
 
@@ -169,14 +171,14 @@ class CaptureStore:
     def give_feedback(self, tenant: str, completion_id: str, index: int, feedback: Feedback) -> Captured:
         """Join feedback to a choice of a completion; the same again changes nothing.
 
-        Raises NotFound (code "not_captured"), RedactionFailed.
+        Raises NotFound (code "not_captured"), RedactionFailed, NotReady (code "calls_busy").
         """
         policy = self.policy(tenant)
         redact = Redactor(policy.redactions, policy.hook)
         said = feedback.model_dump(exclude_none=True)
         said = {name: redact(value) if name in ("edited", "comment") else value for name, value in said.items()}
         key, field = own_keys.captured(tenant, completion_id), f"feedback:{index}"
-        while True:
+        for _ in range(MOST_JOINS):
             stored = self.client.hgetall(key)
             captured = _kept(completion_id, stored)
             if index not in {choice.index for choice in captured.choices}:
@@ -186,6 +188,7 @@ class CaptureStore:
             # Of two at once the second joins what the first has said, and what was forgotten meanwhile stays so.
             if self.client.eval(_JOIN, 1, key, field, before, joined.model_dump_json(exclude_none=True)):
                 return replace(captured, feedback={**captured.feedback, index: joined})
+        raise NotReady(f"many give feedback on {completion_id} at once; try again", code="calls_busy")
 
     def get(self, tenant: str, completion_id: str) -> Captured:
         """Raises NotFound (code "not_captured")."""

@@ -8,11 +8,12 @@ from typing import cast
 import pytest
 import torch
 
+from benchmarks.studies import baselines
 from benchmarks.studies.contest import Contest
 from benchmarks.studies.grading import Grader
 from benchmarks.studies.lag import steps_sampled_by
 from benchmarks.studies.sampling import Sampler, sample
-from benchmarks.studies.staleness import GROUP, StaleRun, rows
+from benchmarks.studies.staleness import GROUP, LAGS, METHODS, RATES, StaleRun, planned, rows
 from spo.model.logprobs import response_logprobs
 from spo.tasks.toy.problems import toy_tasks
 from spo.testing.models import random_llama
@@ -25,6 +26,19 @@ def test_each_batch_is_sampled_once_by_the_policy_of_so_many_updates_before(lag:
     assert sum(len(steps_sampled_by(updates, lag, steps)) for updates in range(steps)) == steps
     ages = [step - 1 - sampled_at[step] for step in range(1, steps + 1)]
     assert ages == [min(lag, step - 1) for step in range(1, steps + 1)]
+
+
+def test_rates_are_searched_at_each_age_and_the_best_is_run_with_the_other_seeds() -> None:
+    runs = planned({("spo", 10): 5e-4}, [0, 1, 2])
+    searched = {(run.method, run.lag, run.rate) for run in runs if run.seed == 0}
+    assert searched == {(method, lag, rate) for method in METHODS for lag in LAGS for rate in RATES}
+    assert [vars(run) for run in runs if run.seed] == [vars(StaleRun("spo", 10, 5e-4, seed)) for seed in (1, 2)]
+
+
+def test_a_baseline_whose_search_is_complete_goes_on_with_its_best_rate() -> None:
+    scores = {("dapo", rate, 0): 0.5 + rate for rate in RATES} | {("grpo", RATES[0], 0): 0.9}
+    runs = baselines.planned(scores, [0, 1])
+    assert [(run.method, run.rate) for run in runs if run.seed] == [("dapo", max(RATES))]
 
 
 def test_grades_are_those_of_the_tests_and_a_program_that_does_not_end_spoils_no_other() -> None:
