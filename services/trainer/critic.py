@@ -142,7 +142,7 @@ class Critic:
 
     def _rows(self, batch: TokenBatch) -> Tensor:
         """Mask over B of the trajectories that PPO learns from."""
-        return torch.stack([batch.rows_from(term.sources) for term in self._terms]).any(dim=0)
+        return torch.stack([batch.learned_from(term.sources) for term in self._terms]).any(dim=0)
 
     def step(self, warm_up: float) -> float | None:
         """Update at warm_up (0..1) times the critic's learning rate; the gradient norm, None when nothing was done."""

@@ -24,7 +24,8 @@ def spo_loss(
 
     logprobs_BL: ln pi_theta of each token, nats, float32 or float64, aligned with the batch. Every term divides by the
     size of the whole batch, so splitting a batch into equal micro-batches or ranks and averaging changes nothing
-    (except for losses that need groups, which must stay together). Diagnostics are named `loss/<objective>` and
+    (except for losses that need groups, which must stay together). What `learned_B` leaves out is no part of any term
+    but still counts in B. Diagnostics are named `loss/<objective>` and
     sum to the loss. value_noise, reward units: terms that read Qhat_0 count by `value_weights`. Raises InvalidInput on
     non-finite numbers, beta <= 0, an empty batch, or an objective whose data is missing.
     """
@@ -36,15 +37,13 @@ def spo_loss(
     # A term without trajectories reports 0, so that averaging over micro-batches stays right.
     diagnostics = {f"loss/{term.objective}": 0.0 for term in terms}
     for term in terms:
-        rows_B = batch.rows_from(term.sources)
+        rows_B = batch.learned_from(term.sources, in_groups=term.needs("groups"))
         if not rows_B.any():
             continue
         chosen = batch.select(rows_B)
         loss_B = trajectory_losses(logprobs_BL[rows_B], chosen, term, beta)
         if value_noise is not None and term.needs("value"):
             loss_B = loss_B * value_weights(chosen, value_noise)
-        if chosen.learned_B is not None:
-            loss_B = torch.where(chosen.learned_B, loss_B, 0.0)
         part = term.coefficient * loss_B.sum() / batch.size
         diagnostics[f"loss/{term.objective}"] += part.item()
         total = total + part

@@ -34,7 +34,8 @@ class TokenBatch:
     beta_scale_B: what a job's beta is multiplied by for each trajectory; None: 1 for all. See `with_beta_per_token`.
     critic_advantage_BL, critic_return_BL: of each response token by PPO's critic: the generalised advantage, and the
     return that its value is regressed on; reward units.
-    learned_B: False where a trajectory teaches nothing and is there for its group's sake; None: all teach.
+    learned_B: False where a trajectory teaches nothing: no loss reads it, and no other trajectory's gradient depends on
+    it, except that every term still divides by B. None: all teach.
     proximal_logprobs_BL: the policy's log-probs before the first update on the batch, where a loss corrects for what
     the sampler's differ from them; None: the policy's own.
     teacher_logprobs_BL: log-prob under the model that terms of distillation imitate; None: the reference teaches.
@@ -99,6 +100,22 @@ class TokenBatch:
             return torch.ones_like(self.source_B, dtype=torch.bool)
         codes = torch.tensor([SOURCE_CODES[name] for name in sources], device=self.source_B.device)
         return torch.isin(self.source_B, codes)
+
+    def learned_from(self, sources: tuple[SourceName, ...] | None, *, in_groups: bool = False) -> Tensor:
+        """Mask over B of the trajectories of these sources that teach: `rows_from` without what `learned_B` leaves out.
+
+        in_groups: trajectories are compared within their prompt's group; one whose companions were all left out has
+        nothing to be compared with, and teaches nothing either.
+        """
+        rows_B = self.rows_from(sources)
+        if self.learned_B is None:
+            return rows_B
+        learned_B = rows_B & self.learned_B
+        if not in_groups:
+            return learned_B
+        same_BB = self.group_B[:, None] == self.group_B[None, :]
+        before_B, after_B = ((same_BB & chosen_B[None, :]).sum(dim=1) for chosen_B in (rows_B, learned_B))
+        return learned_B & ((after_B > 1) | (before_B == after_B))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> TokenBatch:
         tensors: dict[str, Tensor | None] = {field.name: getattr(self, field.name) for field in fields(self)}

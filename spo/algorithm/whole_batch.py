@@ -14,7 +14,10 @@ from spo.algorithm.token_batch import TokenBatch
 
 @dataclass(frozen=True)
 class BatchTotals:
-    """Sums over some trajectories; moments are number, sum and sum of squares of the advantages of their tokens."""
+    """Sums over the trajectories that terms learn from which need them.
+
+    moments: number, sum and sum of squares of the advantages of their tokens.
+    """
 
     trajectories: int
     tokens: int
@@ -24,15 +27,18 @@ class BatchTotals:
     def of(cls, batch: TokenBatch, terms: Sequence[LossTerm], beta: float) -> BatchTotals:
         """Of a part of a batch. The advantages are those of the one term that divides by them, on its sources."""
         found = torch.zeros(3, dtype=torch.float64)
+        learned_B = torch.zeros_like(batch.reward_B, dtype=torch.bool)
         for term in terms:
-            if term.surrogate.normalise == "batch" and term.needs("batch"):
-                rows_B = batch.rows_from(term.sources)
+            if not term.needs("batch"):
+                continue
+            rows_B = batch.learned_from(term.sources, in_groups=term.needs("groups"))
+            learned_B |= rows_B
+            if term.surrogate.normalise == "batch" and rows_B.any():
                 part = batch.select(rows_B)
-                if part.size:
-                    advantage_BL = raw_advantages(part, term.surrogate, beta)
-                    found += advantage_moments(advantage_BL, part.response_mask_BL).cpu()
+                advantage_BL = raw_advantages(part, term.surrogate, beta)
+                found += advantage_moments(advantage_BL, part.response_mask_BL).cpu()
         count, total, squares = found.tolist()
-        return cls(batch.size, int(batch.response_mask_BL.sum()), (count, total, squares))
+        return cls(int(learned_B.sum()), int(batch.response_lengths[learned_B].sum()), (count, total, squares))
 
     @classmethod
     def added(cls, parts: Sequence[BatchTotals]) -> BatchTotals:

@@ -14,7 +14,7 @@ class OverlongSpec(BaseModel):
 
     kind: Literal["filter", "shape"] = Field(
         default="filter",
-        description="filter: responses that were cut off teach nothing, and still count in their group's mean. shape: "
+        description="filter: responses that were cut off teach nothing and do not count in their group's mean. shape: "
         "the reward falls over the last buffer_tokens before the limit, by its scale at the limit.",
     )
     buffer_tokens: int = Field(default=256, ge=1, le=2**31 - 1, description="shape: the length of the slope.")
