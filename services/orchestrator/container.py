@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from services.orchestrator.auth.audit import AuditLog
@@ -58,6 +59,7 @@ from services.orchestrator.serving.served_models import ServedModels
 from services.orchestrator.settings import Settings
 from services.orchestrator.values.progress import ValueProgress
 from services.orchestrator.values.refresh import ReferenceRefresh
+from spo.errors import InvalidInput, NotFound
 from spo.experience.store import ExperienceStore
 from spo.messaging.redis_client import RedisClient
 from spo.rpc.address_rules import AddressRules
@@ -65,6 +67,7 @@ from spo.rpc.client import RpcClient
 from spo.rpc.inference_client import InferenceClient
 from spo.rpc.judge_pools import JudgePools
 from spo.spec.job_spec import TasksSpec
+from spo.spec.job_state import ACTIVE
 from spo.spec.verifier import verifiers_in
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
 from spo.v1.tinker_service_pb2_grpc import TinkerServiceStub
@@ -104,6 +107,7 @@ class AppContext:
         self.jobs = JobStore(self.redis, self.leadership, EventFiles(place), durable=durable)
         self.datasets = Datasets(self.jobs, DatasetFiles(place, settings.state_path), settings.max_dataset_bytes)
         self.library.resolve = self.datasets.resolve
+        self.library.in_use = self._tasks_in_use
         self.experience = ExperienceStore(settings.experience_place)
         self.weight_store = self.files.weights
         self.authenticator = Authenticator(settings, self.redis)
@@ -184,6 +188,13 @@ class AppContext:
                 for at, one in verifiers_in(tasks.verifier):
                     named |= {f"/tasks/{at}/path": one.path} if one.kind == "python" else {}
             require_within(self.settings.tenant_folders, named)
+
+    def _tasks_in_use(self) -> Iterator[TasksSpec]:
+        """The tasks of active jobs, as files."""
+        for job_id in self.jobs.in_states(ACTIVE):
+            # Of a job that ends meanwhile, or whose dataset is gone, nothing is used.
+            with suppress(NotFound, InvalidInput):
+                yield self.datasets.resolve(self.jobs.spec(job_id).tasks)
 
     def close(self) -> None:
         """End the connections to the other services, so that no wait for them outlives the process."""

@@ -9,7 +9,7 @@ from starlette.concurrency import run_in_threadpool
 
 from services.orchestrator.auth.principals import Principal
 from services.orchestrator.container import AppContext
-from services.orchestrator.http.threads import BoundedThreads
+from services.orchestrator.http.threads import SharedThreads
 from spo.errors import NotFound
 
 
@@ -23,9 +23,9 @@ async def _principal(request: Request) -> Principal:
     return principal
 
 
-def checks_of(request: Request) -> BoundedThreads:
+def checks_of(request: Request) -> SharedThreads:
     """The threads for checks of specs."""
-    checks: BoundedThreads = request.app.state.checks
+    checks: SharedThreads = request.app.state.checks
     return checks
 
 

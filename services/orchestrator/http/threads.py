@@ -6,6 +6,7 @@ a health check nor who asks could be looked up.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
@@ -16,8 +17,8 @@ from anyio.lowlevel import RunVar
 
 from spo.errors import NotReady
 
-# Checks of specs read files and start processes.
-CHECKS, CHECKS_WAITING = 2, 16
+# Checks of specs read files and start processes; one tenant takes at most half of the places.
+CHECKS, CHECKS_WAITING = 4, 32
 # Calls that last wait for a model, a judge or the store, up to minutes.
 LASTING, LASTING_WAITING = 32, 32
 DOOR = 8
@@ -47,9 +48,34 @@ class BoundedThreads:
             self._under_way -= 1
 
 
-def threads_for_checks() -> BoundedThreads:
+class SharedThreads:
+    """Bounded threads of which one tenant takes at most half, so that its slow calls leave room for others'."""
+
+    def __init__(self, threads: int, most_waiting: int, refusal: NotReady) -> None:
+        self._all = BoundedThreads(threads, most_waiting, refusal)
+        self._refusal = refusal
+        self._threads_of_one = max(1, threads // 2)
+        self._most_of_one = (threads + most_waiting) // 2
+        self._gates: dict[str, CapacityLimiter] = {}
+        self._under_way: Counter[str] = Counter()
+
+    async def run(self, call: Callable[[], Answer], tenant: str) -> Answer:
+        """What the call returns. Raises NotReady, the refusal, when too many, or too many of the tenant's, wait."""
+        if self._under_way[tenant] >= self._most_of_one:
+            raise NotReady(self._refusal.message, code=self._refusal.code)
+        self._under_way[tenant] += 1
+        try:
+            async with self._gates.setdefault(tenant, CapacityLimiter(self._threads_of_one)):
+                return await self._all.run(call)
+        finally:
+            self._under_way[tenant] -= 1
+            if not self._under_way[tenant]:
+                del self._under_way[tenant], self._gates[tenant]
+
+
+def threads_for_checks() -> SharedThreads:
     """For checks of specs."""
-    return BoundedThreads(
+    return SharedThreads(
         CHECKS, CHECKS_WAITING, NotReady("too many specs are being checked; try again", code="checks_busy")
     )
 

@@ -118,7 +118,7 @@ async def submit(
         job_id = submit_job(context, principal, spec, idempotency_key)
         return _with_etag(request, views.job(context, job_id), 202, f"/v1/jobs/{job_id}")
 
-    return await checks_of(request).run(answer)
+    return await checks_of(request).run(answer, principal.tenant)
 
 
 @router.get("")
@@ -215,7 +215,7 @@ async def fork(
         forked = context.forks.fork(job_id, options, check, idempotency_key, principal.name, principal.tenant)
         return _with_etag(request, views.job(context, forked), 202, f"/v1/jobs/{forked}")
 
-    return await checks_of(request).run(answer)
+    return await checks_of(request).run(answer, principal.tenant)
 
 
 @router.post("/{job_id}/weights/push", status_code=202)

@@ -114,7 +114,7 @@ async def take_form(request: Request, context: ContextDep, principal: PrincipalD
         response.headers["HX-Redirect"] = f"/jobs/{job_id}/prompts" if only_probe else f"/jobs/{job_id}"
         return response
 
-    return await checks_of(request).run(answer)
+    return await checks_of(request).run(answer, principal.tenant)
 
 
 def warnings_of(context: AppContext, spec: JobSpec, typed: str) -> list[Fault]:

@@ -196,7 +196,7 @@ def test_beyond_the_limit_connections_are_told_to_come_back(url: str, connect: C
 def test_checks_that_take_long_hold_up_nobody_else(
     api: httpx.Client, context: AppContext, document: Document, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sixty at once: few run, few wait, the others are told to come back; health checks and lists answer beside."""
+    """Sixty of one tenant at once: few run, few wait, the others are told to come back; health checks and lists answer beside."""
     under_way = threading.Semaphore(0)
     released = threading.Event()
     accept = context.spec_check.require_possible
@@ -214,7 +214,7 @@ def test_checks_that_take_long_hold_up_nobody_else(
     with ThreadPoolExecutor(60) as clients:
         answers = [clients.submit(submit, number) for number in range(60)]
         assert under_way.acquire(timeout=20)
-        refused = 60 - threads.CHECKS - threads.CHECKS_WAITING
+        refused = 60 - (threads.CHECKS + threads.CHECKS_WAITING) // 2
         wait_until(lambda: sum(each.done() for each in answers) == refused, "the rest is refused", 30)
         took = []
         for path in ("/healthz", "/v1/jobs", "/readyz") * 5:
