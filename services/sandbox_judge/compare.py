@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from decimal import Decimal
 
-from spo.tasks.answer import is_close
+from spo.tasks.scoring.numbers import Number, is_close
 from spo.v1.verdict_pb2 import Checker, TestSet
 
 DEFAULT_TOLERANCE = 1e-6
@@ -57,14 +57,14 @@ def _floats_differ(test_set: TestSet, expected: list[bytes], actual: list[bytes]
     if absolute == 0 and relative == 0:
         absolute = relative = DEFAULT_TOLERANCE
     for position, (right, found) in enumerate(zip(expected, actual, strict=False)):
-        if right != found and not _close(right, found, Decimal(absolute), Decimal(relative)):
+        if right != found and not _close(right, found, absolute, relative):
             return f"token {position + 1}: expected {_shown(right)}, found {_shown(found)}"
     if len(expected) != len(actual):
         return _counts_differ("tokens", len(expected), len(actual))
     return None
 
 
-def _close(right: bytes, found: bytes, absolute: Decimal, relative: Decimal) -> bool:
+def _close(right: bytes, found: bytes, absolute: float, relative: float) -> bool:
     if not (_NUMBER.fullmatch(right) and _NUMBER.fullmatch(found)):
         return False
     wanted, got = Decimal(right.decode()), Decimal(found.decode())
@@ -72,7 +72,7 @@ def _close(right: bytes, found: bytes, absolute: Decimal, relative: Decimal) -> 
         return wanted.is_nan() and got.is_nan()
     if wanted.is_infinite() or got.is_infinite():
         return wanted == got
-    return is_close(wanted, got, absolute, relative)
+    return is_close(Number(wanted), Number(got), absolute, relative)
 
 
 def _normalised_lines(text: bytes) -> list[bytes]:

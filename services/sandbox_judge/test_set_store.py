@@ -11,8 +11,9 @@ from services.sandbox_judge.languages import languages
 from services.sandbox_judge.scoring.rules import Rules, is_mathematics, rules_of_mathematics, rules_of_scoring
 from spo.errors import FieldViolation, InvalidInput
 from spo.service.stored_test_sets import StoredTestSets
-from spo.tasks.answer import LONGEST_ANSWER, MAX_MARKER, XML_TAG, number_of
+from spo.tasks.answer import MAX_MARKER, XML_TAG
 from spo.tasks.scoring.comparisons import CHOICE, JSON_SCHEMA, REGULAR_EXPRESSION, expectation_fault
+from spo.tasks.scoring.numbers import LONGEST_ANSWER, number_of
 from spo.tasks.scoring.rules import require_composable
 from spo.v1.verdict_pb2 import AnswerComparison, AnswerExtraction, Checker, TestSet
 

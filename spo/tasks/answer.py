@@ -7,27 +7,20 @@ comparisons by regular expressions and schemas apart (spo.tasks.scoring.comparis
 from __future__ import annotations
 
 import re
-from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, InvalidOperation
 
 from spo.tasks.scoring.comparisons import UNBOUNDED, is_match, label_of, schema_fault
+from spo.tasks.scoring.numbers import LONGEST_ANSWER, is_close, last_number, number_of
 from spo.v1.verdict_pb2 import AnswerComparison, AnswerExtraction, AnswerRule
 
 # In the place of a programming language, where responses are answers.
 ANSWER_LANGUAGE = "text"
-# What is longer is no answer; it also bounds the time that arithmetic takes.
-LONGEST_ANSWER = 10_000
 # Where a process that can be ended compares.
 LONGEST_TEXT = 200_000
 MAX_MARKER = 200
 XML_TAG = r"[A-Za-z_][A-Za-z0-9_-]{0,63}"
 _SHOWN_CHARACTERS = 80
-_BOXED = "\\boxed{"
-
-# Commas count where they part thousands; "1,2" is two numbers.
-_NUMBER = re.compile(r"[+-]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,9})?", re.ASCII)
-_MINUS_SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-"})
-# Wide enough that the difference of two doubles, or of integers of any size, is judged by its leading digits.
-_ARITHMETIC = Context(prec=60, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[InvalidOperation])
+# `\boxed{57}`, or as TeX reads it without braces: `\boxed 5`.
+_BOXED = re.compile(r"\\(?:boxed|fbox)[ \t]{0,3}(?:\{|(?<=[ \t])([^\s{}$\\.,;]+))")
 
 
 def fault_of(rule: AnswerRule, response: str) -> str | None:
@@ -62,7 +55,7 @@ def answer_in(rule: AnswerRule, response: str) -> str:
         case AnswerExtraction.ANSWER_EXTRACTION_FIRST_LINE:
             found = response.lstrip().partition("\n")[0]
         case AnswerExtraction.ANSWER_EXTRACTION_LAST_NUMBER:
-            found = _last_number(response)
+            found = last_number(response)
         case AnswerExtraction.ANSWER_EXTRACTION_AFTER_MARKER:
             found = response.rpartition(rule.marker)[2].partition("\n")[0] if rule.marker in response else ""
         case AnswerExtraction.ANSWER_EXTRACTION_BOXED:
@@ -76,25 +69,11 @@ def answer_in(rule: AnswerRule, response: str) -> str:
     return found.strip()
 
 
-def number_of(text: str) -> Decimal | None:
-    """The decimal number that a text is, apart from dollar signs, a full stop and white space around it; else None."""
-    bare = text.translate(_MINUS_SIGNS).strip().removesuffix(".").strip("$ ")
-    if len(bare) > LONGEST_ANSWER or not _NUMBER.fullmatch(bare):
-        return None
-    return Decimal(bare.replace(",", ""))
-
-
-def is_close(wanted: Decimal, found: Decimal, absolute: Decimal, relative: Decimal) -> bool:
-    """Whether two numbers differ by at most absolute + relative * |wanted|; finite ones only."""
-    tolerance = _ARITHMETIC.add(absolute, _ARITHMETIC.multiply(relative, wanted.copy_abs()))
-    return _ARITHMETIC.subtract(wanted, found).copy_abs() <= tolerance
-
-
 def _numeric_fault(rule: AnswerRule, answer: str) -> str | None:
     if (found := number_of(answer)) is None:
-        return f"{_shown(answer)} is no number"
+        return f"{_shown(answer)} is no number, or more than one"
     wanted = (number_of(expected) for expected in rule.expected)
-    tolerances = Decimal(rule.absolute_tolerance), Decimal(rule.relative_tolerance)
+    tolerances = rule.absolute_tolerance, rule.relative_tolerance
     right = any(is_close(number, found, *tolerances) for number in wanted if number is not None)
     return None if right else _difference(rule, answer)
 
@@ -110,21 +89,13 @@ def _difference(rule: AnswerRule, answer: str) -> str:
     return f"expected {_shown(rule.expected[0])}, found {_shown(answer)}"
 
 
-def _last_number(response: str) -> str:
-    last = ""
-    for match in _NUMBER.finditer(response.translate(_MINUS_SIGNS)):
-        # The minus of "12-5" is no sign.
-        is_operator = match.start() > 0 and response[match.start() - 1].isalnum()
-        last = match[0].lstrip("+-") if is_operator else match[0]
-    return last
-
-
 def _last_boxed(response: str) -> str:
-    start = response.rfind(_BOXED)
-    if start < 0:
+    last = max(_BOXED.finditer(response), key=re.Match.start, default=None)
+    if last is None:
         return ""
-    start += len(_BOXED)
-    depth = 1
+    if last[1]:
+        return last[1]
+    start, depth = last.end(), 1
     for brace in re.finditer(r"\\.|[{}]", response[start:], re.DOTALL):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:

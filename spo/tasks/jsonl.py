@@ -17,11 +17,12 @@ from typing import Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from spo.spec.task_sources import ComparisonName, ExtractionName, StyleName
-from spo.tasks.answer import ANSWER_LANGUAGE, LONGEST_ANSWER, MAX_MARKER, XML_TAG, number_of
+from spo.tasks.answer import ANSWER_LANGUAGE, MAX_MARKER, XML_TAG
 from spo.tasks.problem import DEFAULT_LIMITS, Problem, ResponseFormat
 from spo.tasks.published import STATEMENT_BYTES_MAXIMUM
 from spo.tasks.records import Record, parse_record, read_problems
 from spo.tasks.scoring.comparisons import expectation_fault
+from spo.tasks.scoring.numbers import LONGEST_ANSWER, number_of
 from spo.v1.verdict_pb2 import (
     AnswerComparison,
     AnswerExtraction,

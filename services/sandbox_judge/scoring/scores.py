@@ -17,7 +17,8 @@ from services.sandbox_judge.program_judge import DETAIL_CHARACTERS, Cancelled, J
 from services.sandbox_judge.sandbox_worker import PreparedProgram, Role, SandboxWorker
 from services.sandbox_judge.scoring.packages import REASONING_GYM, role_of
 from spo.spec.reward import reaches
-from spo.tasks.answer import LONGEST_ANSWER, answer_in
+from spo.tasks.answer import answer_in
+from spo.tasks.scoring.numbers import LONGEST_ANSWER
 from spo.v1.verdict_pb2 import AnswerExtraction, Outcome, PartScore, TestResult, TestSet, Verdict
 
 # Responses that share a fork: what starting it costs is a small part of what they cost.

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from pydantic import Field
 
-from spo.tasks.answer import ANSWER_LANGUAGE, number_of
+from spo.tasks.answer import ANSWER_LANGUAGE
 from spo.tasks.faults import malformed
 from spo.tasks.problem import Problem
 from spo.tasks.published import STATEMENT_BYTES_MAXIMUM, Columns
 from spo.tasks.records import Record, parse_record, read_problems
+from spo.tasks.scoring.numbers import number_of
 from spo.v1.verdict_pb2 import AnswerComparison, AnswerExtraction, AnswerRule, TestSet
 
 MARKER = "####"
