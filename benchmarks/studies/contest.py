@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -94,10 +94,12 @@ class Contest:
 
 
 class Policy:
-    """A copy of pi0 that learns, by a job's losses and optimiser."""
+    """A copy of pi0 that learns, by a job's losses and optimiser, or by a loss of its own in place of the job's."""
 
-    def __init__(self, contest: Contest, spec: JobSpec) -> None:
-        self.model, self._spec = contest.policy(), spec
+    def __init__(
+        self, contest: Contest, spec: JobSpec, loss: Callable[[Tensor, TokenBatch], Tensor] | None = None
+    ) -> None:
+        self.model, self._spec, self._loss = contest.policy(), spec, loss
         betas, decay = spec.trainer.adam_betas, spec.trainer.weight_decay
         self._optimizer = torch.optim.AdamW(self.model.parameters(), betas=betas, weight_decay=decay, fused=True)
         self.updates = 0
@@ -107,7 +109,10 @@ class Policy:
         algorithm, trainer = self._spec.algorithm, self._spec.trainer
         batch = token_batch(rows, algorithm.temperature_of_values, self._spec.tasks.reward)
         logprobs_BL = self._logprobs(batch)
-        loss, _ = spo_loss(logprobs_BL, batch, algorithm.losses, algorithm.beta)
+        if self._loss:
+            loss = self._loss(logprobs_BL, batch)
+        else:
+            loss, _ = spo_loss(logprobs_BL, batch, algorithm.losses, algorithm.beta)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), trainer.max_grad_norm)
         self.updates += 1
@@ -117,6 +122,13 @@ class Policy:
         self._optimizer.zero_grad()
         apart_BL = torch.where(batch.response_mask_BL, logprobs_BL.detach() - batch.sampling_logprobs_BL, 0.0)
         return {"reward": batch.reward_B.mean().item(), "kl_to_sampler": (apart_BL.sum(1) ** 2 / 2).mean().item()}
+
+    @torch.no_grad()
+    def mean_logprob(self, trajectory: Trajectory) -> float:
+        """Mean ln pi of the response's tokens; nats."""
+        given = [list(trajectory.prompt_token_ids)], [list(trajectory.response_token_ids)]
+        (found,) = response_logprobs(self.model, *given, FORWARD_TOKENS)
+        return sum(found) / len(found)
 
     def _logprobs(self, batch: TokenBatch) -> Tensor:
         """ln pi of each response token; (B, L), nats. Forwards of rows of similar length: padding would be half."""

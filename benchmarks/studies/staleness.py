@@ -25,7 +25,7 @@ LAGS = (0, 10, 50, 200)
 RATES = (2e-4, 5e-4, 1e-3)
 
 # The toy contest's sizes and optimiser, for recipes of models of other sizes too.
-_TOY: Mapping[str, Any] = {
+TOY: Mapping[str, Any] = {
     "model": {"dtype": "float32", "max_prompt_tokens": 20, "max_response_tokens": 44},
     "rollout": {"samples_per_prompt": GROUP, "temperature": 1.0, "top_p": 1.0},
     "trainer": {
@@ -82,7 +82,7 @@ class StaleRun:
         tasks = {"tasks": {"kind": "toy", "train_problems": 160, "evaluation_problems": 80}}
         own = {"seed": self.seed, "model": {"path": str(pi0)}, "trainer": {"learning_rate": self.rate}}
         document = {**read_spec(RECIPES / f"{recipe}.yaml"), **tasks}
-        return parse_job_spec(merged(document, _TOY, changes, own))
+        return parse_job_spec(merged(document, TOY, changes, own))
 
 
 class Samples:

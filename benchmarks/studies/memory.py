@@ -1,0 +1,281 @@
+"""A run that remembers, and what it is compared with: held-out pass@k at equal rollouts, everything else alike.
+
+Each step samples 64 fresh rollouts in groups of 8. A contestant may also learn again from what the run has found
+(`own`: right answers by their NLL, prompt by prompt), spend a share of its prompts where memory is empty (`need`), or
+replay as its paper has it (`replay`). Relatives are reduced to what this world has: one update a step, rewards 0 and 1,
+no clip range to search. Their papers' other parts are named where they are left out.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from benchmarks.studies.baselines import METHODS as PUBLISHED
+from benchmarks.studies.contest import EVALUATION, EVALUATION_SAMPLES, UNTEMPERED, Contest, Policy, step_problems
+from benchmarks.studies.staleness import GROUP, METHODS, PROMPTS_PER_STEP, STEPS, TOY, rows
+from services.trainer.batches import TrainingSample
+from spo.algorithm.baselines.surrogate import group_advantages
+from spo.algorithm.token_batch import TokenBatch
+from spo.reproduce.methods import RECIPES, merged
+from spo.spec.job_spec import JobSpec, parse_job_spec
+from spo.spec.spec_file import read_spec
+from spo.tasks.problem import Problem
+from spo.v1.prompt_pb2 import SOURCE_REFERENCE
+from spo.v1.trajectory_pb2 import Trajectory
+
+EXAMINED = (50, 100, 150)
+SAMPLES_AT_ONE = 5
+# Groups with both right and wrong answers that are kept for `replay: contrast`.
+KEPT_GROUPS = 512
+# AsymRE (Arnal et al. 2025): the baseline lies this much below the mean reward.
+ASYMMETRY = 0.1
+# ExGRPO (Zhan et al. 2025): w / (w + this) in place of a clip, on what is replayed.
+SHAPING = 0.1
+
+Loss = Callable[[Tensor, TokenBatch], Tensor]
+Replay = Literal["", "any", "contrast", "experience"]
+
+
+@dataclass(frozen=True)
+class MemoryRun:
+    """A contestant with one seed. own: coefficient of the NLL. need: share of a step's prompts.
+
+    draw: whose answers are learned again: of each prompt in turn, or more often where the latest rollouts were wrong.
+    wanted: prompts that need rollouts: never solved, or also those whose latest rollouts were all wrong.
+    """
+
+    method: str
+    setting: str = "p160"
+    seed: int = 0
+    rate: float = 5e-4
+    own: float = 0.0
+    own_rows: int = 32
+    draw: Literal["turn", "weak"] = "turn"
+    need: float = 0.0
+    wanted: Literal["unsolved", "lost"] = "unsolved"
+    need_group: int = GROUP
+    need_temperature: float = 1.0
+    replay: Replay = ""
+    replay_rows: int = 32
+
+    @property
+    def name(self) -> str:
+        """A file's name: the settings that are not the default."""
+        default = asdict(MemoryRun(self.method))
+        changed = [f"{key}{value}" for key, value in asdict(self).items() if key != "method" and value != default[key]]
+        return "-".join([self.method, *changed])
+
+    def spec(self, pi0: Path) -> JobSpec:
+        """The job whose losses and optimiser are used."""
+        recipe, changes = {**METHODS, **PUBLISHED}.get(self.method, PUBLISHED["grpo"])
+        own = {"seed": self.seed, "model": {"path": str(pi0)}, "trainer": {"learning_rate": self.rate}}
+        document = merged(read_spec(RECIPES / f"{recipe}.yaml"), TOY, changes, own)
+        terms = [{**term, "sources": ["online"]} for term in document["algorithm"]["losses"]]
+        if self.own:
+            terms.append({"objective": "supervised", "sources": ["reference"], "coefficient": self.own})
+        document["algorithm"]["losses"] = terms
+        return parse_job_spec(document)
+
+
+@dataclass
+class Memory:
+    """Right answers of each prompt, distinct ones once, and what the latest rollouts of each prompt came to."""
+
+    right: dict[str, dict[tuple[int, ...], Trajectory]] = field(default_factory=dict)
+    latest: dict[str, float] = field(default_factory=dict)
+    groups: list[list[Trajectory]] = field(default_factory=list)
+    all: list[Trajectory] = field(default_factory=list)
+
+    def add(self, group: Sequence[Trajectory]) -> None:
+        """Remember a group of rollouts of one prompt."""
+        prompt_id = group[0].prompt_id
+        answers = self.right.setdefault(prompt_id, {})
+        for each in group:
+            if each.reward == 0:
+                answers[tuple(each.response_token_ids)] = each
+        self.latest[prompt_id] = sum(each.reward == 0 for each in group) / len(group)
+        if 0 < self.latest[prompt_id] < 1:
+            self.groups = [*self.groups, list(group)][-KEPT_GROUPS:]
+        self.all += group
+
+    @property
+    def solved(self) -> list[str]:
+        """Prompts with a right answer."""
+        return [prompt_id for prompt_id, answers in self.right.items() if answers]
+
+    def answers(self, count: int, draw: str, rng: random.Random) -> list[Trajectory]:
+        """Right answers to learn again: prompts without repetition as far as they reach, then any of its answers."""
+        known = self.solved
+        if not known:
+            return []
+        chosen: list[str] = []
+        if draw == "weak":
+            chosen = rng.choices(known, [1.1 - self.latest[prompt_id] for prompt_id in known], k=count)
+        while len(chosen) < count:
+            chosen += rng.sample(known, len(known))
+        return [_as_reference(rng.choice(list(self.right[prompt_id].values()))) for prompt_id in chosen[:count]]
+
+    def lacking(self, wanted: str) -> list[str]:
+        """Prompts that were tried, and are not known to be solvable; with "lost" also those that no longer are."""
+        never = [prompt_id for prompt_id, answers in self.right.items() if not answers]
+        lost = [prompt_id for prompt_id in self.solved if not self.latest[prompt_id]]
+        return never + lost if wanted == "lost" else never
+
+
+def carry_out(run: MemoryRun, contest: Contest) -> dict[str, Any]:
+    """Train and examine; what is kept of a run."""
+    spec, rng = run.spec(contest.pi0), random.Random(run.seed + 77)
+    policy, memory = Policy(contest, spec, LOSSES.get(run.method)), Memory()
+    by_id = {problem.problem_id: problem for problem in contest.tasks.train}
+    found: dict[str, Any] = {"correct": {}, "at_one": {}, "solved": {}, "distinct": {}}
+    learned = rollouts = 0
+    for step in range(1, STEPS + 1):
+        fresh = _sampled(contest, policy, _prompts(run, step, memory, by_id, rng), run.seed * 1_000_003 + rollouts)
+        rollouts += sum(map(len, fresh))
+        batch = _batch(run, fresh, memory, policy, rng, spec, contest)
+        for group in fresh:
+            memory.add(group)
+        if run.own:
+            answers = memory.answers(run.own_rows, run.draw, rng)
+            batch += [TrainingSample(each, 0.0, len(batch) + number) for number, each in enumerate(answers)]
+        if batch:
+            policy.learn(batch)
+        learned += len(batch)
+        if step in EXAMINED:
+            at = str(step)
+            found["correct"][at], found["distinct"][at] = _examined(contest, policy, run.seed + 1000)
+            asked = [problem for problem in contest.tasks.evaluation for _ in range(SAMPLES_AT_ONE)]
+            plain = contest.sampled(policy.model, asked, run.seed + 2000, UNTEMPERED)
+            found["at_one"][at] = sum(each.reward == 0 for each in plain) / len(plain)
+            found["solved"][at] = len(memory.solved)
+    return {**asdict(run), "steps": STEPS, "rollouts": rollouts, "rows_learned": learned, **found}
+
+
+def _prompts(
+    run: MemoryRun, step: int, memory: Memory, by_id: Mapping[str, Problem], rng: random.Random
+) -> list[tuple[Problem, int, float]]:
+    """The prompts of a step with their numbers of rollouts and temperatures; 64 rollouts in all."""
+    picked = step_problems(list(by_id.values()), step, run.seed, PROMPTS_PER_STEP)
+    if not run.need:
+        return [(problem, GROUP, 1.0) for problem in picked]
+    places = int(PROMPTS_PER_STEP * run.need + rng.random()) * GROUP // run.need_group
+    lacking = memory.lacking(run.wanted)
+    chosen = rng.sample(lacking, min(places, len(lacking)))
+    rest = [problem for problem in picked if problem.problem_id not in chosen]
+    wanted = [(by_id[prompt_id], run.need_group, run.need_temperature) for prompt_id in chosen]
+    left = PROMPTS_PER_STEP - len(chosen) * run.need_group // GROUP
+    return wanted + [(problem, GROUP, 1.0) for problem in rest[:left]]
+
+
+def _sampled(
+    contest: Contest, policy: Policy, prompts: Sequence[tuple[Problem, int, float]], seed: int
+) -> list[list[Trajectory]]:
+    """A group of rollouts of each prompt, with pi0's log-probs; one call of the sampler for each temperature."""
+    groups: list[list[Trajectory]] = []
+    for temperature in sorted({temperature for _, _, temperature in prompts}):
+        sizes = [(problem, size) for problem, size, own in prompts if own == temperature]
+        repeated = [problem for problem, size in sizes for _ in range(size)]
+        found = iter(contest.sampled(policy.model, repeated, seed + len(groups), (temperature, 1.0)))
+        groups += [list(islice(found, size)) for _, size in sizes]
+    contest.add_reference([each for group in groups for each in group])
+    return groups
+
+
+def _batch(
+    run: MemoryRun,
+    fresh: Sequence[list[Trajectory]],
+    memory: Memory,
+    policy: Policy,
+    rng: random.Random,
+    spec: JobSpec,
+    contest: Contest,
+) -> list[TrainingSample]:
+    """What a step learns from beside its own successes."""
+    if run.method == "none":
+        return []
+    groups = [list(group) for group in fresh]
+    if run.method == "dapo":
+        # At equal rollouts: what has no contrast is left out and not sampled again.
+        groups = [group for group in groups if len({each.reward for each in group}) > 1]
+    if run.replay == "contrast" and memory.groups:
+        # TRL's experimental trainer: groups without contrast give way to earlier ones with it.
+        groups = [group if len({each.reward for each in group}) > 1 else rng.choice(memory.groups) for group in groups]
+    if run.replay == "any" and memory.all:
+        groups += [[each] for each in rng.sample(memory.all, min(run.replay_rows, len(memory.all)))]
+    if run.replay == "experience":
+        groups = [_with_experience(group, memory, policy, rng) for group in groups]
+    if spec.algorithm.anchors_by_rollouts:
+        return rows([each for group in groups for each in group], spec, contest)
+    return [TrainingSample(each, 0.0, number) for number, group in enumerate(groups) for each in group]
+
+
+def _with_experience(group: list[Trajectory], memory: Memory, policy: Policy, rng: random.Random) -> list[Trajectory]:
+    """ExGRPO in a group: one rollout gives way to the right answer that the policy is surest of, in half of the groups.
+
+    Left out: buckets of prompts by their success rate (prompts come in turn here), retirement of solved prompts.
+    """
+    answers = list(memory.right.get(group[0].prompt_id, {}).values())
+    if not answers or rng.random() < 0.5:
+        return group
+    tried = rng.sample(answers, min(4, len(answers)))
+    return [*group[:-1], _as_reference(max(tried, key=policy.mean_logprob))]
+
+
+def _examined(contest: Contest, policy: Policy, seed: int) -> tuple[list[int], float]:
+    """Right samples of each held-out problem, and how many distinct ones a solved problem has on average."""
+    problems = [problem for problem in contest.tasks.evaluation for _ in range(EVALUATION_SAMPLES)]
+    drawn = contest.sampled(policy.model, problems, seed, EVALUATION)
+    counts, distinct = [], []
+    for start in range(0, len(drawn), EVALUATION_SAMPLES):
+        right = [each for each in drawn[start : start + EVALUATION_SAMPLES] if each.reward == 0]
+        counts.append(len(right))
+        if right:
+            distinct.append(len({tuple(each.response_token_ids) for each in right}))
+    return counts, sum(distinct) / max(len(distinct), 1)
+
+
+def _as_reference(trajectory: Trajectory) -> Trajectory:
+    """A copy that terms on the policy's fresh samples do not read."""
+    copied = Trajectory()
+    copied.CopyFrom(trajectory)
+    copied.source = SOURCE_REFERENCE
+    return copied
+
+
+def asymre(logprobs_BL: Tensor, batch: TokenBatch) -> Tensor:
+    """AsymRE (Arnal et al. 2025, 2506.20520): -(r - V) ln pi without weights, V below the mean reward of the batch."""
+    advantage_B = batch.reward_B - batch.reward_B.mean() + ASYMMETRY
+    return -(advantage_B * _summed(logprobs_BL, batch)).mean()
+
+
+def topr(logprobs_BL: Tensor, batch: TokenBatch) -> Tensor:
+    """TOPR (Le Roux et al. 2025, 2503.14286): right answers at weight 1, wrong ones at pi / mu cut off at 1."""
+    logprob_B, sampled_B = _summed(logprobs_BL, batch), _summed(batch.sampling_logprobs_BL, batch)
+    ratio_B = (logprob_B.detach() - sampled_B).clamp(max=0.0).exp()
+    return -torch.where(batch.reward_B == 0, logprob_B, -ratio_B * logprob_B).mean()
+
+
+def exgrpo(logprobs_BL: Tensor, batch: TokenBatch) -> Tensor:
+    """ExGRPO (Zhan et al. 2025, 2510.02245): GRPO on mixed groups, what is replayed by w / (w + .1)."""
+    mask_BL = batch.response_mask_BL
+    advantage_B1 = group_advantages(batch.reward_B, batch.group_B, "group", "deviation")[:, None]
+    difference_BL = torch.where(mask_BL, logprobs_BL - batch.sampling_logprobs_BL, 0.0)
+    ratio_BL = difference_BL.clamp(-20, 20).exp()
+    replayed_B1 = batch.rows_from(("reference",))[:, None]
+    shaped_BL = torch.where(replayed_B1, ratio_BL / (ratio_BL + SHAPING), ratio_BL)
+    return -(torch.where(mask_BL, shaped_BL * advantage_B1, 0.0).sum(1) / batch.response_lengths.clamp(min=1)).mean()
+
+
+def _summed(logprobs_BL: Tensor, batch: TokenBatch) -> Tensor:
+    return torch.where(batch.response_mask_BL, logprobs_BL, 0.0).sum(dim=1)
+
+
+LOSSES: Mapping[str, Loss] = {"asymre": asymre, "topr": topr, "exgrpo": exgrpo}
