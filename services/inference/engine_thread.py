@@ -180,7 +180,7 @@ class EngineThread:
         work = f"loading version {weights.version} of run {weights.run_id} ({weights.digest[:16]}) on {gethostname()}"
         started = time.monotonic()
         try:
-            with self._deaths.during(work):
+            with self._deaths.during(work, ends_process=True):
                 size_bytes = self._receive(weights) if weights.paths is None else self._read(weights, weights.paths)
         except InvalidInput as refusal:
             self._refuse(weights, refusal)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import grpc
 
@@ -33,13 +34,15 @@ class InferenceService(InferenceServiceServicer):
         self._deaths = deaths
         self._replica_id = replica_id
         self._slots = threading.BoundedSemaphore(MAX_GENERATE_CALLS)
+        self._lock = threading.Lock()
+        self._asked: dict[str, tuple[int, bool]] = {}
 
     def Generate(self, request: inference.GenerateRequest, context: grpc.ServicerContext) -> inference.GenerateResponse:
         if not self._slots.acquire(blocking=False):
             raise ResourceExhausted(f"{MAX_GENERATE_CALLS} Generate calls are already being served")
         group = request.group
         try:
-            with self._deaths.during(sampling_of(group)) as alone:
+            with self._noted(sampling_of(group)) as alone:
                 started = start_group(self._replica, group, alone=alone)
                 # A caller that gave up frees its sequences.
                 context.add_callback(started.cancel)
@@ -49,6 +52,26 @@ class InferenceService(InferenceServiceServicer):
                 )
         finally:
             self._slots.release()
+
+    @contextmanager
+    def _noted(self, work: str) -> Iterator[bool]:
+        """Note work once for all who ask for it at the same time; yields whether it has to be done alone."""
+        with self._lock:
+            asked, alone = self._asked.get(work, (0, False))
+            self._asked[work] = asked + 1, alone
+        try:
+            if asked:
+                yield alone
+                return
+            with self._deaths.during(work) as alone:
+                with self._lock:
+                    self._asked[work] = self._asked[work][0], alone
+                yield alone
+        finally:
+            with self._lock:
+                asked, alone = self._asked.pop(work)
+                if asked > 1:
+                    self._asked[work] = asked - 1, alone
 
     def Serve(
         self, request: inference.ServeRequest, context: grpc.ServicerContext

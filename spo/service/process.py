@@ -18,6 +18,7 @@ from ulid import ULID
 
 from spo.errors import SpoError
 from spo.messaging.streams.holder import THIS_PROCESS
+from spo.messaging.work_deaths import asked_to_stop
 from spo.observability import metrics, tracing
 from spo.observability.logs import MAX_WAITING, Line, configure_logs, get_logger, waiting
 from spo.rpc.client import RpcClient
@@ -31,6 +32,7 @@ from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 log = get_logger("service")
 
 LINES_PER_BEAT = 200
+LAST_WORDS_SECONDS = 2.0
 
 Worker = Callable[[threading.Event], None]
 Beat = Callable[[orchestrator.HeartbeatResponse], None]
@@ -114,14 +116,19 @@ class ServiceProcess:
         # One for the whole process: whoever sent SIGTERM counts no threads.
         self._drained_by = time.monotonic() + self.settings.drain_seconds
         self.server.set_serving(False)
+        if not self.failed:
+            # Of what it has in hand nobody dies, however this end comes about.
+            _briefly(asked_to_stop)
         self.on_drain()
         for thread in threads:
             thread.join(self.drain_seconds_left)
         unfinished = [thread.name for thread in threads if thread.is_alive()]
+        if unfinished and not self.failed:
+            _briefly(THIS_PROCESS.give_back)
         self.server.stop(min(5.0, self.settings.drain_seconds))
         tracing.finish_traces()
         if unfinished:
-            log.error("stopped with workers still busy; their entries will be reclaimed", workers=unfinished)
+            log.error("stopped with workers still busy; others take over their entries", workers=unfinished)
         return 1 if self.failed else 0
 
     def _thread(self, worker: Worker) -> threading.Thread:
@@ -176,6 +183,13 @@ class ServiceProcess:
         """Put lines back before those that came meanwhile; where room is short the oldest give way."""
         room = max(0, MAX_WAITING - len(waiting))
         waiting.extendleft(reversed(lines[max(0, len(lines) - room) :]))
+
+
+def _briefly(write: Callable[[], None]) -> None:
+    """Write to Redis before the process ends; one that is away holds up no end."""
+    thread = threading.Thread(target=write, name="last-words", daemon=True)
+    thread.start()
+    thread.join(LAST_WORDS_SECONDS)
 
 
 def _say_why_it_cannot_start(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -38,7 +38,7 @@ MAX_REMEMBERED_FAILURES = 10_000
 RawDelivery = tuple[bytes, list[bytes], int]
 
 
-@dataclass
+@dataclass(eq=False)
 class Consumer:
     """One member of a consumer group.
 
@@ -70,6 +70,7 @@ class Consumer:
         self._notes = TroubleNotes(self.client)
         self._reading = self.holder.reading(self.stream)
         self._handling = self.holder.handling(self.stream)
+        self.holder.joined_by(self)
         self._next_tidy = time.monotonic() + self.tidy_seconds / 2
 
     # --- reading ---
@@ -219,8 +220,17 @@ class Consumer:
         """Give entries back unfinished: any member may have them after so many seconds, as if for the first time."""
         if entries:
             idle_ms = max(0, int((self.reclaim_after_seconds - after_seconds) * 1000))
-            self._put_back(entries, idle_ms, deliveries=0, forgive=True)
+            self._put_back([entry.entry_id for entry in entries], idle_ms, deliveries=0, forgive=True)
             self._next_reclaim = min(self._next_reclaim, time.monotonic() + after_seconds)
+
+    def give_back(self) -> None:
+        """Release all that is in hand, of a process that is asked to stop; without Redis others reclaim it later."""
+        held = list(self._held)
+        try:
+            if held:
+                self._put_back(held, int(self.reclaim_after_seconds * 1000), deliveries=0, forgive=True)
+        except redis.RedisError as error:
+            log.warning("entries were not given back", stream=self.stream, reason=str(error))
 
     def take_back(self, entry_ids: Sequence[str]) -> list[Entry]:
         """Entries that were given back and that nobody has taken since, as if they had been read now."""
@@ -264,9 +274,8 @@ class Consumer:
             self._failures.pop(entry.entry_id, None)
         self._handling.over(time.monotonic() - SAY_SECONDS)
 
-    def _put_back(self, entries: Sequence[Entry], idle_ms: int, deliveries: int, *, forgive: bool) -> None:
+    def _put_back(self, ids: Sequence[str], idle_ms: int, deliveries: int, *, forgive: bool) -> None:
         keys = self.stream, redis_keys.lone_deliveries(self.stream)
-        ids = [entry.entry_id for entry in entries]
         arguments: tuple[str | int, ...] = (self.group, self.name, idle_ms, deliveries, int(forgive), *ids)
         try:
             self.client.eval(scripts.RELEASE, len(keys), *keys, *arguments)
@@ -327,7 +336,7 @@ class Consumer:
         for entry in entries:
             if entry.deliveries > ALONE_AFTER_DEATHS:
                 # As it was found: idle for long enough, and this look at it is no delivery.
-                self._put_back([entry], idle_ms, entry.deliveries - 1, forgive=False)
+                self._put_back([entry.entry_id], idle_ms, entry.deliveries - 1, forgive=False)
         return together or self._one_alone(idle_ms)
 
     def _one_alone(self, idle_ms: int) -> list[Entry]:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from spo.messaging.streams.failures import Outage
 
 WAIT_SECONDS = 1.0
+
+
+class HoldsEntries(Protocol):
+    """A consumer, as its process knows it."""
+
+    def give_back(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -26,6 +34,19 @@ class StreamHolder:
     _lone: bool = field(default=False, init=False)
     _reading: dict[str, Outage] = field(default_factory=dict, init=False)
     _handling: dict[str, Outage] = field(default_factory=dict, init=False)
+    _consumers: weakref.WeakSet[HoldsEntries] = field(default_factory=weakref.WeakSet, init=False)
+
+    def joined_by(self, consumer: HoldsEntries) -> None:
+        """A consumer of this process."""
+        with self._changed:
+            self._consumers.add(consumer)
+
+    def give_back(self) -> None:
+        """The process was asked to stop, and ends with entries in hand: that is no death of theirs."""
+        with self._changed:
+            consumers = list(self._consumers)
+        for consumer in consumers:
+            consumer.give_back()
 
     @contextmanager
     def among_others(self) -> Iterator[None]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ from typing import Any
 import pytest
 import redis
 
-from services.inference.deaths import EngineDeaths
+from services.inference import redis_keys as own_keys
+from services.inference.deaths import EngineDeaths, engine_failed
 from services.inference.engine import Sample, SampleRequest
 from services.inference.engine_thread import EngineThread, SampleGroup
 from services.inference.rollout_worker import RolloutWorker
@@ -22,9 +24,9 @@ from services.inference.serving.completions import ServedRuns
 from services.inference.settings import Settings
 from services.inference.weights import Weights
 from spo import redis_keys
-from spo.errors import InvalidInput, NotReady
+from spo.errors import InvalidInput, NotReady, Unreachable
 from spo.messaging.streams import publish
-from spo.messaging.work_deaths import MOST_DEATHS_ALONE
+from spo.messaging.work_deaths import MOST_DEATHS_ALONE, asked_to_stop
 from spo.model.tokenizer import load_tokenizer
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
@@ -251,3 +253,100 @@ def test_what_was_killed_with_its_process_is_done_alone_the_next_time(redis_clie
         assert alone
     with deaths.during("group g1 of run job_01") as alone:
         assert not alone, "what has ended well is forgotten"
+
+
+class PatientEngine(FragileEngine):
+    """Works for as long as nobody dies; a group never finishes."""
+
+    def step(self) -> list[tuple[str, Sample]]:
+        threading.Event().wait(0.01)
+        return []
+
+
+def test_callers_that_go_away_are_no_deaths_and_free_the_engine(
+    redis_client: redis.Redis, inference: tuple[RpcClient, Replica]
+) -> None:
+    client, replica = inference
+    engine = PatientEngine(lambda request: False)
+    replica._thread = EngineThread(lambda: engine, REFERENCE, Settings(), EngineDeaths(redis_client))  # type: ignore[arg-type, return-value]
+    replica._thread.start()
+    assert replica._thread.ready.wait(WAIT_SECONDS)
+    gone = threading.Event()
+    gone.set()
+    for patience, stop in [(0.3, None)] * 3 + [(WAIT_SECONDS, gone)] * 3:
+        with pytest.raises((Unreachable, NotReady)):
+            client.call("Generate", group(1), patience, stop=stop)
+        wait_until(lambda: not engine.running, "the abandoned group leaves the engine", WAIT_SECONDS)
+        wait_until(lambda: not noted(redis_client), "nothing is held against it", WAIT_SECONDS)
+    replica._thread.stop()
+
+
+def test_one_group_that_many_ask_for_at_once_is_in_hand_once(
+    redis_client: redis.Redis, inference: tuple[RpcClient, Replica]
+) -> None:
+    client, _ = inference
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: client.call("Generate", group(1), WAIT_SECONDS), range(8)))
+    assert [len(answer.group.trajectories) for answer in answers] == [2] * 8
+    assert not noted(redis_client)
+
+
+def noted(client: redis.Redis) -> dict[bytes, dict[bytes, bytes]]:
+    """What is held against work, without reasons."""
+    found = {key: client.hgetall(key) for key in client.scan_iter(match="spo:inference:engine_deaths:*")}
+    return {key: fields for key, fields in found.items() if fields}
+
+
+@pytest.mark.parametrize(
+    ("error", "ends_process", "deaths"),
+    [
+        pytest.param(None, False, 0, id="it ends well"),
+        pytest.param(CancelledError(), False, 0, id="the caller has gone"),
+        pytest.param(TimeoutError(), False, 0, id="a deadline has passed"),
+        pytest.param(Unreachable("the engine did not finish"), False, 0, id="a deadline, by name"),
+        pytest.param(NotReady("the replica is stopping"), True, 0, id="the engine stops"),
+        pytest.param(InvalidInput("a bad prompt"), True, 0, id="it is refused"),
+        pytest.param(GeneratorExit(), False, 0, id="a stream that nobody reads any more"),
+        pytest.param(SystemExit(0), True, 0, id="the process is asked to stop"),
+        pytest.param(KeyboardInterrupt(), True, 0, id="the process is interrupted"),
+        pytest.param(OSError("no such file"), False, 0, id="a fault that ends no process"),
+        pytest.param(RuntimeError("illegal memory access"), True, 1, id="a fault that ends the process"),
+        pytest.param(engine_failed(RuntimeError("illegal memory access")), False, 1, id="the engine died"),
+    ],
+)
+def test_only_what_ended_a_process_is_a_death(
+    redis_client: redis.Redis, error: BaseException | None, ends_process: bool, deaths: int
+) -> None:
+    notes = EngineDeaths(redis_client)
+    for _ in range(2):
+        with suppress(BaseException), notes.during("loading", ends_process=ends_process):
+            if error:
+                raise error
+    counts = redis_client.hgetall(own_keys.engine_deaths("loading"))
+    assert (int(counts.get(b"in_company", 0)), int(counts.get(b"alone", 0))) == (deaths, deaths)
+
+
+def test_what_was_suspected_stays_suspected_when_a_caller_gives_up_and_is_forgotten_when_it_ends_well(
+    redis_client: redis.Redis,
+) -> None:
+    killed = EngineDeaths(redis_client).during("work")
+    killed.__enter__()
+    with suppress(CancelledError), EngineDeaths(redis_client).during("work") as alone:
+        assert alone
+        raise CancelledError
+    assert EngineDeaths(redis_client).suspected("work")
+    with EngineDeaths(redis_client).during("work") as alone:
+        assert alone
+    assert not EngineDeaths(redis_client).suspected("work")
+
+
+def test_a_process_that_is_asked_to_stop_dies_of_nothing_that_it_has_in_hand(redis_client: redis.Redis) -> None:
+    for _ in range(2 * MOST_DEATHS_ALONE):
+        stopped = EngineDeaths(redis_client)
+        in_hand = stopped.during("group g1 of run job_01")
+        in_hand.__enter__()
+        asked_to_stop()
+        late = stopped.during("what comes in while it drains")
+        late.__enter__()
+        stopped.died("a group in the engine", engine_failed(RuntimeError("its workers were interrupted")), alone=True)
+    assert not noted(redis_client)

@@ -222,3 +222,17 @@ def test_names_of_dead_replicas_leave_the_group_once_they_hold_nothing(redis_cli
         return {facts["name"].decode() for facts in redis_client.xinfo_consumers(STREAM, GROUP)}
 
     wait_until(lambda: members() == {"holds", "lives"}, "only the dead replica's name gone", 5)
+
+
+def test_holders_that_are_asked_to_stop_with_an_entry_in_hand_bury_nothing(redis_client: redis.Redis) -> None:
+    publish(redis_client, STREAM, [b"slow"])
+    for number in range(2 * MAX_LONE_DEATHS):
+        replica = Replica(redis_client, {b"any"}, proven=True)
+        assert not replica.work_once(), "it has the entry in hand, and is stopped"
+        (pending,) = redis_client.xpending_range(STREAM, GROUP, "-", "+", 1)
+        assert pending["times_delivered"] == 1, f"{number} holders that were stopped are no deaths"
+        replica.consumer.holder.give_back()
+    assert not redis_client.exists(redis_keys.lone_deliveries(STREAM))
+
+    assert Replica(redis_client, set(), proven=True).work_once()
+    assert payloads(redis_client, NEXT) == [b"slow"]
