@@ -196,7 +196,7 @@ def test_beyond_the_limit_connections_are_told_to_come_back(url: str, connect: C
 def test_checks_that_take_long_hold_up_nobody_else(
     api: httpx.Client, context: AppContext, document: Document, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sixty of one tenant at once: few run, few wait, the others are told to come back; health checks and lists answer beside."""
+    """Of sixty of one tenant at once few run, few wait, the others are told to come back; health checks answer."""
     under_way = threading.Semaphore(0)
     released = threading.Event()
     accept = context.spec_check.require_possible
