@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.sandbox_judge.jail.program import RESULT, SETUP_FAILED
+from services.sandbox_judge.jail.program import RESULT
 from services.sandbox_judge.jail.supervisor import CPU_LIMIT, STARVATION, WALL_LIMIT
 from spo.v1 import verdict_pb2
 
@@ -87,8 +87,6 @@ class ProgramRun:
 class _Exchange:
     """The judge's ends of one run's pipes and what has come through them."""
 
-    stdin_left: memoryview
-    writer: int
     readers: dict[int, bytearray]
     poller: select.poll = field(default_factory=select.poll)
     overflow: bool = False
@@ -100,9 +98,10 @@ def run_test(channel: socket.socket, stdin: bytes, limits: RunLimits, files: Seq
 
     Raises JudgeFault when its jail fails.
     """
-    exchange, theirs = _open_pipes(stdin)
+    exchange, theirs = _open_pipes()
     try:
         try:
+            theirs.insert(0, _input_file(stdin))
             theirs += [memory_file("file", content) for content in files]
             socket.send_fds(channel, [b"test"], theirs)
         finally:
@@ -113,32 +112,35 @@ def run_test(channel: socket.socket, stdin: bytes, limits: RunLimits, files: Seq
     except OSError as error:
         raise JudgeFault(f"jail gone: {error}") from error
     finally:
-        for descriptor in (exchange.writer, *exchange.readers):
-            if descriptor >= 0:
-                os.close(descriptor)
+        for reader in exchange.readers:
+            os.close(reader)
     return _classify(exchange, limits, bytes(stdout), bytes(stderr[-STDERR_KEPT_BYTES:]))
 
 
-def _open_pipes(stdin: bytes) -> tuple[_Exchange, list[int]]:
-    stdin_reader, writer = os.pipe()
+def _open_pipes() -> tuple[_Exchange, list[int]]:
     stdout, stdout_writer = os.pipe()
     stderr, stderr_writer = os.pipe()
-    exchange = _Exchange(memoryview(stdin), writer, {stdout: bytearray(), stderr: bytearray()})
-    os.set_blocking(writer, False)
-    theirs = [stdin_reader, stdout_writer, stderr_writer]
+    theirs = [stdout_writer, stderr_writer]
     for descriptor in theirs:
-        os.fchmod(descriptor, 0o666)  # the program, another user, may open /dev/stdin
-    return exchange, theirs
+        os.fchmod(descriptor, 0o666)  # the program, another user, may open /dev/stdout
+    return _Exchange({stdout: bytearray(), stderr: bytearray()}), theirs
+
+
+def _input_file(content: bytes) -> int:
+    """A descriptor of a file to read from, as `< file` gives it: of known size, mappable, with a place of its own."""
+    writable = memory_file("stdin", content)
+    try:
+        os.fchmod(writable, 0o444)
+        return os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(writable)
 
 
 def _converse(exchange: _Exchange, channel: socket.socket, limits: RunLimits) -> None:
-    """Feed stdin and collect outputs until the jail has reported; then nobody is left who could print more."""
+    """Collect outputs until the jail has reported; then nobody is left who could print more."""
     poller = exchange.poller
     poller.register(channel, select.POLLIN)
-    _feed(exchange)
-    if exchange.writer >= 0:
-        poller.register(exchange.writer, select.POLLOUT)
-    elif poller.poll(_SHORT_MILLISECONDS):
+    if poller.poll(_SHORT_MILLISECONDS):
         _take_result(exchange, channel)
     for reader in exchange.readers:
         poller.register(reader, select.POLLIN)
@@ -147,7 +149,7 @@ def _converse(exchange: _Exchange, channel: socket.socket, limits: RunLimits) ->
         _wait_on(exchange, channel, limits, deadline)
     while ready := poller.poll(0):
         for descriptor, _ in ready:
-            if descriptor == exchange.writer or _collect(exchange, descriptor, limits, channel) < _CHUNK_BYTES:
+            if _collect(exchange, descriptor, limits, channel) < _CHUNK_BYTES:
                 poller.unregister(descriptor)
 
 
@@ -157,9 +159,7 @@ def _wait_on(exchange: _Exchange, channel: socket.socket, limits: RunLimits, dea
     if not ready:
         raise JudgeFault("the jail did not report in time")
     for descriptor, _ in ready:
-        if descriptor == exchange.writer:
-            _feed_on(exchange, descriptor)
-        elif descriptor == channel.fileno():
+        if descriptor == channel.fileno():
             _take_result(exchange, channel)
         elif not _collect(exchange, descriptor, limits, channel):
             exchange.poller.unregister(descriptor)
@@ -170,24 +170,6 @@ def _take_result(exchange: _Exchange, channel: socket.socket) -> None:
     if not exchange.result.startswith(b"="):
         raise JudgeFault(f"the jail failed: {exchange.result[1:].decode(errors='replace') or 'it died'}")
     exchange.poller.unregister(channel)
-
-
-def _feed(exchange: _Exchange) -> None:
-    try:
-        while exchange.stdin_left:
-            exchange.stdin_left = exchange.stdin_left[os.write(exchange.writer, exchange.stdin_left[:_CHUNK_BYTES]) :]
-    except BlockingIOError:
-        return
-    except BrokenPipeError:
-        pass  # a program need not read its input
-    os.close(exchange.writer)
-    exchange.writer = -1
-
-
-def _feed_on(exchange: _Exchange, descriptor: int) -> None:
-    _feed(exchange)
-    if exchange.writer < 0:
-        exchange.poller.unregister(descriptor)
 
 
 def _collect(exchange: _Exchange, reader: int, limits: RunLimits, channel: socket.socket) -> int:
@@ -206,8 +188,6 @@ def _collect(exchange: _Exchange, reader: int, limits: RunLimits, channel: socke
 def _classify(exchange: _Exchange, limits: RunLimits, stdout: bytes, stderr: bytes) -> ProgramRun:
     how, status, cpu_seconds, wall_seconds, memory_bytes = RESULT.unpack(exchange.result[1:])
     code = os.waitstatus_to_exitcode(status)
-    if code == SETUP_FAILED and stderr.startswith(b"jail failed"):
-        raise JudgeFault(stderr.decode(errors="replace"))
     if exchange.overflow:
         ending = RunEnding.OUTPUT_LIMIT
     elif how == CPU_LIMIT or cpu_seconds > limits.cpu_seconds or code == -_SIGXCPU:

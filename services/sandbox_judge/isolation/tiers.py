@@ -150,8 +150,8 @@ def _bubblewrap(readable: tuple[str, ...], *, root: bool) -> tuple[str, ...]:
     for name in ("/etc/ld.so.cache", "/etc/alternatives"):
         arguments += ["--ro-bind-try", name, name]
     arguments += ["--ro-bind", str(jail_sources()), f"{_JUDGE_SIDE}/{_JAIL}"]
-    arguments += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--chdir", "/", "--"]
-    return tuple(arguments)
+    arguments += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
+    return (*arguments, "--chdir", "/", "--")
 
 
 def _interpreter() -> str:

@@ -15,8 +15,13 @@ JAIL_NAMESPACES = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC
 
 
 _SIGCHLD = 17
+_MS_RDONLY = 1
 _MS_NOSUID = 2
 _MS_NODEV = 4
+_MS_REMOUNT = 32
+_MS_BIND = 4096
+# What statvfs says of a mount by other bits than mount takes.
+_ST_RELATIME, _MS_RELATIME = 4096, 1 << 21
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_KEEPCAPS = 8
@@ -109,10 +114,19 @@ def own_mounts() -> None:
         os.close(descriptor)
 
 
-def mount_tmpfs(path: str, size_bytes: int, inodes: int) -> None:
+def mount_tmpfs(path: str, size_bytes: int, inodes: int, *, writable: bool = True) -> None:
     options = f"size={size_bytes},nr_inodes={inodes},mode=0700".encode()
-    flags = ctypes.c_ulong(_MS_NOSUID | _MS_NODEV)
+    flags = ctypes.c_ulong(_MS_NOSUID | _MS_NODEV | (0 if writable else _MS_RDONLY))
     _check(_libc.mount(b"tmpfs", path.encode(), b"tmpfs", flags, options), "mount tmpfs")
+
+
+def remount_read_only(path: str) -> None:
+    """Let nobody change what is on a mount, its owner neither: modes, times, names. Devices on it stay writable."""
+    before = os.statvfs(path).f_flag
+    # None of the others may be taken away from a mount that came from outside.
+    kept = before & ~_ST_RELATIME | (_MS_RELATIME if before & _ST_RELATIME else 0)
+    flags = ctypes.c_ulong(kept | _MS_REMOUNT | _MS_BIND | _MS_RDONLY)
+    _check(_libc.mount(None, path.encode(), None, flags, None), f"remount {path}")
 
 
 def set_dumpable(*, dumpable: bool) -> None:

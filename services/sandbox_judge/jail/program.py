@@ -17,6 +17,7 @@ import gc
 import os
 import resource
 import signal
+import stat
 import struct
 import sys
 import time
@@ -31,10 +32,11 @@ ADDRESS_SPACE_FACTOR = 2
 ADDRESS_SPACE_ALLOWANCE = 128 << 20
 # How it ended, wait status, CPU seconds, wall seconds, peak memory in bytes.
 RESULT = struct.Struct("=iiddq")
-SETUP_FAILED = 111
 # The jail keeps to the highest descriptors that programs may have, so what it receives is put on 0, 1, 2 and so on.
 CHANNEL, BINARY = 62, 63
 _ORDER_BYTES = 16
+# What the scratch says of its last change: always the same.
+_LONG_AGO = (0, 0)
 _ANCILLARY_BYTES = socket.CMSG_SPACE(4 * 8)
 
 
@@ -150,11 +152,12 @@ def _run_tests(
         if not pid:
             try:
                 setpgid(0, 0)
-                closerange(above, BINARY)
                 guard()
             except BaseException as error:
-                os.write(2, f"jail failed: {error!r}".encode())
-                os._exit(SETUP_FAILED)
+                # On the jail's channel, which no program has: what is on its streams, and its status, are its own.
+                send(b"!" + repr(error).encode(errors="replace")[:2000])
+                os._exit(1)
+            closerange(above, BINARY)
             program()
         closerange(0, above)
         ending = supervise(pid, started)
@@ -165,9 +168,10 @@ def _run_tests(
 
 def cleaner(setting: Setting, *, processes: bool) -> Callable[[int], None]:
     """What removes the traces of a child, given its pid: files and, where it may have made some, processes."""
-    scratch, statvfs, chmod = setting.scratch, os.statvfs, os.chmod
+    scratch, statvfs, chmod, utime = setting.scratch, os.statvfs, os.chmod, os.utime
     # In a file system of its own every file takes an inode; counting them costs less than looking.
     inodes = statvfs(scratch).f_ffree if scratch and setting.namespaces else None
+    owned = scratch is not None and os.stat(scratch).st_uid == os.getuid()  # a container's is its engine's
 
     def clean_up(pid: int) -> None:
         if processes:
@@ -175,10 +179,12 @@ def cleaner(setting: Setting, *, processes: bool) -> Callable[[int], None]:
             reap_descendants()
         if scratch is None:
             return
-        if inodes is not None:
-            chmod(scratch, 0o700)  # the program owns it and may have closed it
+        if owned:
+            chmod(scratch, 0o700)  # the program owns it too and may have closed it
         if inodes is None or statvfs(scratch).f_ffree != inodes:
             empty_folder(scratch)
+        if owned:
+            utime(scratch, _LONG_AGO)
 
     return clean_up
 
@@ -206,24 +212,33 @@ def _kill_group(pid: int) -> None:
 
 
 def empty_folder(folder: str) -> None:
-    """Remove everything below a folder, however deep: what lies deeper is moved up first."""
-    moved = 0
-    while names := os.listdir(folder):
-        for name in names:
-            path = os.path.join(folder, name)
-            if not _open_folder(path):
-                os.unlink(path)
-                continue
-            for inner in os.listdir(path):
-                moved += 1
-                _open_folder(os.path.join(path, inner))
-                os.rename(os.path.join(path, inner), os.path.join(folder, f"moved {moved}"))
-            os.rmdir(path)
+    """Remove everything below a folder, however deep and whatever its names are; it becomes the working folder.
+
+    Nobody may be left who could move what is in it.
+    """
+    os.chdir(folder)
+    # For each folder on the way down, those in it that are still to be removed.
+    left, way = [_folders_left()], list[str]()
+    while True:
+        if left[-1]:
+            way.append(left[-1].pop())
+            os.chmod(way[-1], 0o700)
+            os.chdir(way[-1])
+            left.append(_folders_left())
+        elif way:
+            os.chdir("..")
+            os.rmdir(way.pop())
+            left.pop()
+        else:
+            return
 
 
-def _open_folder(path: str) -> bool:
-    """Whether path is a folder; if so it can be emptied and moved afterwards."""
-    if os.path.islink(path) or not os.path.isdir(path):
-        return False
-    os.chmod(path, 0o700)
-    return True
+def _folders_left() -> list[str]:
+    """The folders in the working folder, once everything else in it is removed."""
+    folders = []
+    for name in os.listdir():
+        if stat.S_ISDIR(os.lstat(name).st_mode):
+            folders.append(name)
+        else:
+            os.unlink(name)
+    return folders

@@ -6,6 +6,7 @@ import _thread
 import atexit
 import builtins
 import gc
+import io
 import os
 import sys
 import threading
@@ -65,8 +66,25 @@ def prepare() -> dict[str, Any]:
     return main.__dict__
 
 
+def input_as_file() -> None:
+    """Give this process, and all that fork from it, a standard input that is a file, the rehearsal's: as programs'
+    will be, since Python decides about streams when it makes them. For the time before system calls are limited."""
+    rehearsal = os.memfd_create("stdin")
+    os.pwrite(rehearsal, b"1 2 3 4 5\nto be or not to be\n6\n7\n", 0)
+    os.dup2(rehearsal, 0)
+    os.close(rehearsal)
+    before = sys.stdin
+    # As the interpreter makes it: no line ends are translated.
+    stream = io.TextIOWrapper(
+        open(0, "rb", closefd=False), encoding=before.encoding, errors=before.errors, newline="\n"
+    )
+    stream.buffer.raw.name = "<stdin>"  # type: ignore[attr-defined]
+    stream.mode = "r"  # type: ignore[misc]
+    sys.stdin = sys.__stdin__ = stream  # type: ignore[misc]
+
+
 def rehearse() -> None:
-    """Run an ordinary program until nothing in the interpreter that it uses changes any more.
+    """Run an ordinary program until nothing in the interpreter that it uses changes any more; after `input_as_file`.
 
     Method caches, specialised bytecode and versions are filled in where they lie, and would be by every single child:
     each such page is a copy. Must not be called with a program's namespace, nor after one has run.
@@ -74,10 +92,8 @@ def rehearse() -> None:
     streams = sys.stdin, sys.stdout
     code = compile_program(_REHEARSAL)
     for _ in range(REHEARSALS):
-        reader, writer = os.pipe()
-        os.write(writer, b"1 2 3 4 5\nto be or not to be\n6\n7\n")
-        os.close(writer)
-        with open(reader) as sys.stdin, open(os.devnull, "w") as sys.stdout:
+        os.lseek(0, 0, os.SEEK_SET)
+        with open(os.dup(0)) as sys.stdin, open(os.devnull, "w") as sys.stdout:
             namespace = {"__name__": "__main__", "__builtins__": builtins}
             if _execute(code, namespace) or _shut_down(0, namespace):
                 raise RuntimeError("the rehearsal failed")

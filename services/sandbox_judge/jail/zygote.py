@@ -29,6 +29,7 @@ STACK_BYTES = 64 << 20
 SCRATCH_BYTES = 64 << 20
 SCRATCH_INODES = 4096
 MOST_DESCRIPTORS = 8
+MOUNTED_DEVICES = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "console", "pts")]
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 # What contest programs import most. More would make every fork dearer (0.02-0.1 ms each); the rest is imported by those
 # programs that need it.
@@ -43,6 +44,7 @@ def main() -> None:
     control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, int(sys.argv[-1]))
     setting = marshal.loads(control.recv(1 << 20))
     try:
+        python_child.input_as_file()
         harness = _harness(setting)
         landlock_abi = _settle(setting)
     except Exception as error:
@@ -84,10 +86,13 @@ def _settle(setting: dict[str, Any]) -> int:
     landlock_abi = kernel.landlock_abi() if setting["landlock"] else 0
     if setting["namespaces"]:
         kernel.own_mounts()
+        # Programs may be the owner of what bubblewrap has made, and the devices are the host's.
+        for path in filter(os.path.ismount, ("/", "/dev", *MOUNTED_DEVICES)):
+            kernel.remount_read_only(path)
         kernel.mount_tmpfs(setting["scratch"], SCRATCH_BYTES, SCRATCH_INODES)
     _import_libraries(setting)
     if setting["namespaces"] and not landlock_abi:
-        kernel.mount_tmpfs("/proc", 4096, 1)  # nothing else would keep programs from opening what is in it
+        kernel.mount_tmpfs("/proc", 4096, 1, writable=False)  # nothing else would keep programs from what is in it
     if landlock_abi:
         kernel.landlock(landlock_abi, _allowed_paths(setting))
     if setting["scratch"]:
