@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import textwrap
 import time
 import zlib
 from collections import Counter
@@ -54,12 +55,33 @@ print(left, hasattr(builtins, "seen"), "SEEN" in os.environ, str.__name__, sys.g
 CLEAN = "[] False False str True"
 
 
+# At its first test a program leaves something, at its second it looks for it.
+TWICE = [{"stdin": "1\n", "stdout": "A"}, {"stdin": "2\n", "stdout": "LEAK"}]
+LEAVES = """
+import contextlib, os, sys, time
+try:
+    import fcntl
+    if input() == "1":
+        with contextlib.suppress(Exception):
+{leave}
+        print("A")
+    else:
+        print("LEAK" if {look} else "clean")
+except (ImportError, OSError) as error:
+    print("clean:", error)
+"""
+
+
 def load(path: Path) -> list[Any]:
     return [
         pytest.param(case, id=f"{path.stem}: {case['name']}")
-        for case in yaml.safe_load(path.read_text())
+        for case in map(completed, yaml.safe_load(path.read_text()))
         if case.get("machine", platform.machine()) == platform.machine()
     ]
+
+
+def completed(case: dict[str, Any]) -> dict[str, Any]:
+    return {"tests": TWICE, "outcome": "wrong_answer", **case} if "leave" in case else case
 
 
 HOSTILE = [case for path in sorted(FOLDER.glob("*.yaml")) if path.stem != "honest" for case in load(path)]
@@ -67,6 +89,8 @@ HONEST = load(FOLDER / "honest.yaml")
 
 
 def source_of(case: dict[str, Any]) -> str:
+    if "leave" in case:
+        return LEAVES.format(leave=textwrap.indent(case["leave"], 12 * " "), look=case["look"])
     if "repeat" in case:
         text, times, end = case["repeat"]
         return str(text * times + end)
@@ -203,8 +227,8 @@ def test_an_honest_program_is_accepted(worker: SandboxWorker, tier: str, case: d
     assert_nothing_is_left(worker, before)
 
 
-def test_there_are_at_least_sixty_hostile_programs_and_thirty_honest_ones() -> None:
-    assert len(HOSTILE) >= 60
+def test_there_are_at_least_two_hundred_hostile_programs_and_thirty_honest_ones() -> None:
+    assert len(HOSTILE) >= 200
     assert len(HONEST) >= 30
 
 

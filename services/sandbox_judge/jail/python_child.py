@@ -75,9 +75,8 @@ def input_as_file() -> None:
     os.close(rehearsal)
     before = sys.stdin
     # As the interpreter makes it: no line ends are translated.
-    stream = io.TextIOWrapper(
-        open(0, "rb", closefd=False), encoding=before.encoding, errors=before.errors, newline="\n"
-    )
+    raw = io.BufferedReader(io.FileIO(0, closefd=False))
+    stream = io.TextIOWrapper(raw, encoding=before.encoding, errors=before.errors, newline="\n")
     stream.buffer.raw.name = "<stdin>"  # type: ignore[attr-defined]
     stream.mode = "r"  # type: ignore[misc]
     sys.stdin = sys.__stdin__ = stream  # type: ignore[misc]
