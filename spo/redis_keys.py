@@ -210,6 +210,18 @@ def replay_prompts(run_id: str) -> str:
     return f"spo:{run_id}:replay-buffer:prompts"
 
 
+def replay_outcomes(run_id: str) -> str:
+    """Hash: prompt id -> `rollouts:right answers:wrong rollouts since the last right one`, of runs that remember or
+    choose prompts by need; memory's offline answers count as right. Replay.
+    """
+    return f"spo:{run_id}:replay-buffer:outcomes"
+
+
+def replay_unsolved(run_id: str) -> str:
+    """Set: ids of prompts that were tried and have no right answer, never or lately (rollout.unsolved). Replay."""
+    return f"spo:{run_id}:replay-buffer:unsolved"
+
+
 def replay_duplicates(run_id: str) -> str:
     """Hash: id of a duplicate that was accepted -> id of the stored trajectory with the same content. Replay."""
     return f"spo:{run_id}:replay-buffer:duplicates"
@@ -228,8 +240,8 @@ def replay_content(run_id: str) -> str:
 def replay_counters(run_id: str) -> str:
     """Hash: number (last insertion), drawn (last draw), policy_version (newest named), inserted, correct, sampled by
     source; followed (position in the ledger of the run it follows), left_out; forgotten (the ledger has left out the
-    ids up to this insertion number that are not in Redis); equal (trajectories of groups without contrast, up to the
-    insertion number equal_to). Replay."""
+    ids up to this insertion number that are not in Redis); unsolved (changes of the set of unsolved prompts);
+    equal (trajectories of groups without contrast, up to the insertion number equal_to). Replay."""
     return f"spo:{run_id}:replay-buffer:counters"
 
 

@@ -18,13 +18,14 @@ from spo.model.segments import segment_faults, trained_mask
 from spo.rpc.message_sizes import MAX_TRAJECTORY_BYTES
 from spo.spec.job_spec import JobSpec
 from spo.tasks.problem import extract_program
-from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_SHARED, SOURCE_UNSPECIFIED, Source
+from spo.v1.prompt_pb2 import SOURCE_MEMORY, SOURCE_ONLINE, SOURCE_SHARED, SOURCE_UNSPECIFIED, Source
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_INTERNAL_ERROR, OUTCOME_UNSPECIFIED
 
 # Longer texts are compared as they stand: deep nesting costs the parser more than the comparison is worth.
 MAX_PARSED_CHARACTERS = 20_000
-_SOURCES = frozenset(Source.values()) - {SOURCE_UNSPECIFIED}
+# Memory is drawn from what was inserted under another name.
+_SOURCES = frozenset(Source.values()) - {SOURCE_UNSPECIFIED, SOURCE_MEMORY}
 # Sampled by a policy under training: they carry its log-probs, and equal ones are not duplicates.
 _LIVE = frozenset({SOURCE_ONLINE, SOURCE_SHARED})
 # Ids are parts of Redis keys and of members joined by colons.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 from services.replay_buffer import redis_keys as own_keys
 from services.replay_buffer.admission import content_digest
@@ -12,6 +13,8 @@ from spo import redis_keys
 from spo.errors import NotFound
 from spo.messaging.redis_client import RedisClient, RedisScript
 from spo.spec.job_spec import JobSpec
+from spo.spec.reward import has_succeeded
+from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.trajectory_pb2 import Trajectory
 
 # A script holds up every other client while it runs.
@@ -20,7 +23,7 @@ CHUNK_BYTES = 2 << 20
 # What the script returns for a trajectory that it inserted; anything else is a duplicate.
 INSERTED = 1
 # Place among the script's keys, from 1, of the first source's set.
-FIRST_SOURCE_KEY = 11
+FIRST_SOURCE_KEY = 13
 
 
 class InsertScript:
@@ -41,7 +44,7 @@ class InsertScript:
         results: list[int] = []
         for chunk in chunks(payloads):
             arguments = _arguments(spec, trajectories[chunk], payloads[chunk])
-            inserted = self._script(keys=_keys(run_id), args=[run_id, *arguments])
+            inserted = self._script(keys=_keys(run_id), args=[run_id, _lately(spec), *arguments])
             if not inserted:
                 raise NotFound(f"there is no run {run_id}", code="unknown_run")
             results += inserted
@@ -72,6 +75,8 @@ def _keys(run_id: str) -> list[str]:
         redis_keys.replay_trajectory(run_id, ""),
         own_keys.replay_unstored(),
         own_keys.replay_untrimmed(),
+        redis_keys.replay_outcomes(run_id),
+        redis_keys.replay_unsolved(run_id),
         *(redis_keys.replay_source(run_id, source) for source in map(source_name, SOURCES)),
         redis_keys.run_spec(run_id),
     ]
@@ -86,5 +91,21 @@ def _arguments(spec: JobSpec, trajectories: Sequence[Trajectory], payloads: Sequ
             content_digest(trajectory),
             fact_of(spec, trajectory),
             payload,
+            _outcome(spec, trajectory),
         ]
     return arguments
+
+
+def _lately(spec: JobSpec) -> int:
+    """Wrong rollouts in a row after which a prompt that was solved counts as unsolved; 0: it never does again."""
+    return spec.rollout.samples_per_prompt if spec.rollout.unsolved == "lately" else 0
+
+
+def _outcome(spec: JobSpec, trajectory: Trajectory) -> Literal["", "right", "wrong", "known"]:
+    """What a trajectory says of its prompt, in runs that want to know."""
+    if not spec.counts_outcomes:
+        return ""
+    right = has_succeeded(trajectory, spec.tasks.reward)
+    if trajectory.source == SOURCE_ONLINE:
+        return "right" if right else "wrong"
+    return "known" if right and source_name(trajectory.source) in spec.replay.memory.also else ""

@@ -60,7 +60,9 @@ class Limiter:
         replicas: those that sample for the run.
         """
         counts = exact_counts([part.share for part in spec.replay.mix], spec.trainer.batch_size)
-        per_batch = sum(count for part, count in zip(spec.replay.mix, counts, strict=True) if part.source == source)
+        # As long as nothing is remembered, fresh samples take memory's places.
+        taken = {source, "memory"} if source == "online" else {source}
+        per_batch = sum(count for part, count in zip(spec.replay.mix, counts, strict=True) if part.source in taken)
         # Prompts are dispatched in whole groups; shared rollouts are copied one by one.
         group = spec.rollout.samples_per_prompt if source == "online" else 1
         capacity = spec.replay.online_capacity

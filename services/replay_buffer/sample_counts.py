@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from services.replay_buffer.memory import is_marked
 from spo import redis_keys
 from spo.messaging.redis_client import RedisClient
 from spo.observability.logs import get_logger
@@ -47,6 +48,9 @@ class SampleCounts:
             for (step, _), ids in zip(steps, batches, strict=True):
                 # One that is gone was forgotten since the log was read: nothing of it is served any more.
                 for trajectory_id in ids.decode().split() if ids else ():
+                    # What is learned again from memory is no turn of the window's.
+                    if is_marked(trajectory_id):
+                        continue
                     self._steps.setdefault(trajectory_id, array("L")).append(int(step))
             self.batches_read = int(steps[-1][1])
 

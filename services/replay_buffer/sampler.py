@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.replay_buffer.limiter import Limiter
+from services.replay_buffer.memory import as_memory, is_marked, marked, without_mark
 from services.replay_buffer.payloads import SampledPayload
 from services.replay_buffer.run_changes import RunChanges
 from services.replay_buffer.sampling_index import FOLLOWED_POSITION, SamplingIndex
@@ -37,7 +38,7 @@ class SourceQuota:
     count: int
 
 
-# A sampled trajectory and its prompt; plain, since every batch has many.
+# A sampled trajectory as a batch's record names it, and its prompt; plain, since every batch has many.
 SampledId = tuple[str, str]
 
 
@@ -112,6 +113,7 @@ class BatchSampler:
             if index.counters.get("policy_version", 0) != request.policy_version:
                 self.store.note_policy_version(request.run_id, request.policy_version)
                 index.counters["policy_version"] = request.policy_version
+            quotas = _without_empty_memory(quotas, index)
             for quota in quotas:
                 rule, count = quota.rule, quota.count
                 self._check(index, rule, count)
@@ -120,8 +122,9 @@ class BatchSampler:
                     newest = index.newest_version(rule.source)
                     ages = sum(newest - candidate.version for candidate in chosen if candidate.version < newest)
                     metrics.REPLAY_SAMPLE_AGE.observe(ages / len(chosen))
+                name = marked if rule.source == "memory" else str
                 sampled += [
-                    (trajectory_id, candidate.prompt_id)
+                    (name(trajectory_id), candidate.prompt_id)
                     for candidate in chosen
                     for trajectory_id in candidate.trajectory_ids
                 ]
@@ -132,8 +135,9 @@ class BatchSampler:
         counts = {quota.rule.source: quota.count for quota in quotas}
         recorded = self.store.record_batch(request.run_id, request.step, ids, counts, last_batch)
         if not recorded:
+            drawn = list(map(without_mark, ids))
             with index.lock:
-                index.drop(set(ids) - self.store.in_redis(request.run_id, ids))
+                index.drop(set(drawn) - self.store.in_redis(request.run_id, drawn))
             raise NotReady("another request drew at the same time, or what was drawn has left the window: drawn again")
         if recorded == ids:
             return sampled
@@ -154,6 +158,10 @@ class BatchSampler:
                 raise NotReady(f"{reason}; {live.available} fresh enough, {live.sampled} served; {limiter}")
             # Nothing will ever come in again, so nothing is gained by holding back what there is.
             reason = f"{reason}; {index.spec.rollout.follow} has ended"
+        if rule.source == "memory":
+            if not index.remembers():
+                raise NotReady(f"{reason}; the run has found no right answer yet")
+            return
         if not index.servable(rule):
             if self.store.is_estimated(index.run_id):
                 raise PreconditionFailed(f"{reason}; nothing more will come", code="source_empty")
@@ -161,19 +169,21 @@ class BatchSampler:
 
     def _with_values(self, index: SamplingIndex, trajectory_ids: Sequence[str]) -> list[SampledId]:
         """What was recorded, maybe by another process; the values that it was drawn by are read where they lack."""
-        prompt_ids = self.store.prompts_of(index.run_id, trajectory_ids)
+        prompt_ids = self.store.prompts_of(index.run_id, list(map(without_mark, trajectory_ids)))
         index.require_values(prompt_ids)
         return list(zip(trajectory_ids, prompt_ids, strict=True))
 
     def _with_payloads(
         self, request: SampleBatchRequest, index: SamplingIndex, sampled: Sequence[SampledId]
     ) -> list[SampledPayload]:
-        payloads = self.store.payloads(request.run_id, [trajectory_id for trajectory_id, _ in sampled])
+        payloads = self.store.payloads(request.run_id, [without_mark(trajectory_id) for trajectory_id, _ in sampled])
         values = {prompt_id: index.value(prompt_id) for prompt_id in {prompt_id for _, prompt_id in sampled}}
         batch = []
         for (trajectory_id, prompt_id), payload in zip(sampled, payloads, strict=True):
             if payload is None:
                 raise IntegrityError(f"step {request.step}: trajectory {trajectory_id} is gone from the buffer")
+            if is_marked(trajectory_id):
+                payload = as_memory(payload)
             qhat_0, error, _ = values[prompt_id]
             batch.append(SampledPayload(payload, qhat_0, error))
         return batch
@@ -193,6 +203,18 @@ def _quotas_of(request: SampleBatchRequest, index: SamplingIndex) -> list[Source
             fault = f"gives {count} {rule.source} trajectories, no whole number of groups of {unit}"
             raise _refused("a batch holds whole groups", "/batch_size", fault)
     return [SourceQuota(rule, count) for rule, count in zip(rules, counts, strict=True) if count]
+
+
+def _without_empty_memory(quotas: Sequence[SourceQuota], index: SamplingIndex) -> Sequence[SourceQuota]:
+    """The quotas; as long as nothing is remembered, fresh samples take memory's places."""
+    memory = next((quota for quota in quotas if quota.rule.source == "memory"), None)
+    if memory is None or index.remembers() or not any(quota.rule.source == "online" for quota in quotas):
+        return quotas
+    return [
+        SourceQuota(quota.rule, quota.count + (memory.count if quota.rule.source == "online" else 0))
+        for quota in quotas
+        if quota is not memory
+    ]
 
 
 def _rules_of(request: SampleBatchRequest, index: SamplingIndex) -> list[SourceMix]:

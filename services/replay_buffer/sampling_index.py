@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from services.replay_buffer.limiter import LiveCounts
+from services.replay_buffer.memory import Memory
 from services.replay_buffer.sample_counts import SampleCounts
 from services.replay_buffer.windows import Candidate, LiveWindow, OfflineWindow, in_pairs, read_fact, rule_of
 from spo import redis_keys
@@ -86,7 +87,8 @@ class SamplingIndex:
             pipe.hget(redis_keys.replay_counters(followed), "policy_version")
             # No step has the number -1.
             pipe.get(redis_keys.replay_batch(self.run_id, -1 if step is None else step))
-            for source in sources:
+            read = self._read_for(sources)
+            for source in read:
                 self._ask_new(pipe, source)
             exists, number, counters, values, provisional, followed_version, recorded, *news = pipe.execute()
         if not exists:
@@ -107,7 +109,7 @@ class SamplingIndex:
             self._followed_version = int(followed_version)
         if (values != self._values_read or provisional) and time.monotonic() >= self._read_values_at:
             self._read_values()
-        for source, entries in zip(sources, news, strict=True):
+        for source, entries in zip(read, news, strict=True):
             self._add(source, entries)
         if self.spec.replay.max_times_sampled is not None:
             self.sample_counts.refresh()
@@ -126,6 +128,8 @@ class SamplingIndex:
 
     def draw(self, rng: np.random.Generator, rule: SourceMix, count: int) -> list[Candidate]:
         """Draw `count` trajectories by a source's rule, in whole units; the generator's state decides."""
+        if rule.source == "memory":
+            return self.memory.draw(rng, count, self._remembered_with_value())
         candidates = self.servable(rule)
         units = count // self.unit_size(rule.source)
         if rule.sampler == "prioritised":
@@ -144,6 +148,17 @@ class SamplingIndex:
         else:
             ranks = draw_ranks(rng, len(candidates), units)
         return [candidates[rank] for rank in ranks]
+
+    def remembers(self) -> bool:
+        """Whether memory holds an answer that may be drawn now."""
+        prompts = self._remembered_with_value()
+        return bool(self.memory.prompts() if prompts is None else prompts)
+
+    def _remembered_with_value(self) -> list[str] | None:
+        """The prompts of memory that have a value, where terms on memory read it; None for all."""
+        if not self.spec.reads_values_of("memory"):
+            return None
+        return [prompt_id for prompt_id in self.memory.prompts() if prompt_id in self._values]
 
     def rule(self, source: str) -> SourceMix:
         """How the spec draws from a source."""
@@ -173,6 +188,8 @@ class SamplingIndex:
 
     def available(self, rule: SourceMix) -> int:
         """Trajectories of a source that may be drawn now."""
+        if rule.source == "memory":
+            return len(self.memory)
         return len(self.servable(rule)) * self.unit_size(rule.source)
 
     def window_start(self, source: str, resumed_version: int) -> int:
@@ -204,6 +221,7 @@ class SamplingIndex:
         """Draw no more what has left Redis."""
         for window in self._live.values():
             window.drop(gone)
+        self.memory.drop(gone)
         self._filtered.clear()
 
     def unit_size(self, source: str) -> int:
@@ -281,15 +299,27 @@ class SamplingIndex:
         self.sample_counts = SampleCounts(self.client, self.run_id)
         self._filtered: dict[SourceMix, tuple[tuple[int, ...], list[Candidate]]] = {}
         self._live: dict[str, LiveWindow] = {source: LiveWindow(self.spec, source) for source in LIVE_SOURCES}
+        self.memory = Memory(self.spec)
         self._followed_version = 0
         self._offline: dict[str, OfflineWindow] = {}
         # Per live source: the insertion number up to which others had counted, and the trajectories so far.
         self._without_contrast: dict[str, tuple[int, int]] = {}
 
+    def _read_for(self, sources: Sequence[str]) -> list[str]:
+        """The sources to read, each once. Memory is made of others; it is read after them, since members move to it."""
+        read = list(dict.fromkeys(sources))
+        if not self.spec.replay.remembers or not {"online", "memory"} & set(read):
+            return read
+        others = ("online", *self.spec.replay.memory.also)
+        return [*dict.fromkeys([*(source for source in read if source != "memory"), *others]), "memory"]
+
     def _ask_new(self, pipe: RedisPipeline, source: str) -> None:
         key = redis_keys.replay_source(self.run_id, source)
         live = self._live.get(source)
-        if live and source not in self._read_to and not live.needs_all:
+        if source == "memory":
+            # What moved there before this mirror met it in the set of its source.
+            pipe.zrangebyscore(key, f"({self._read_to.get('online', 0)}", "+inf", withscores=True)
+        elif live and source not in self._read_to and not live.needs_all and not self.spec.replay.remembers:
             pipe.zrange(key, -self.spec.replay.online_capacity, -1, withscores=True)
         else:
             pipe.zrangebyscore(key, f"({self._read_to.get(source, 0)}", "+inf", withscores=True)
@@ -307,17 +337,21 @@ class SamplingIndex:
                     continue
                 if fact is None:
                     raise IntegrityError(f"run {self.run_id}: trajectory {trajectory_id.decode()} has no facts")
-                candidate, group = read_fact(trajectory_id.decode(), fact.decode())
-                if source in LIVE_SOURCES:
-                    self._live[source].add(candidate, group, number)
-                else:
-                    self._offline.setdefault(source, OfflineWindow(self.spec, source)).add(candidate)
-        if entries:
+                self._mirror(source, *read_fact(trajectory_id.decode(), fact.decode()), number)
+        if entries and source != "memory":
             self._read_to[source] = int(entries[-1][1])
             if self._read_to[source] > self._newest[1]:
                 self._newest = (entries[-1][0].decode(), self._read_to[source])
         if source in LIVE_SOURCES and self._live[source].counts_equal:
             self._count_equal(source)
+
+    def _mirror(self, source: str, candidate: Candidate, group: str, number: int) -> None:
+        if self.spec.replay.remembers and source in ("memory", "online", *self.spec.replay.memory.also):
+            self.memory.add(candidate, number)
+        if source in LIVE_SOURCES:
+            self._live[source].add(candidate, group, number)
+        elif source != "memory":
+            self._offline.setdefault(source, OfflineWindow(self.spec, source)).add(candidate)
 
     def _count_equal(self, source: str) -> None:
         """Count the groups without contrast that were read now, beside what had left Redis before."""

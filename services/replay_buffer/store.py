@@ -11,6 +11,7 @@ from pathlib import Path
 
 from services.replay_buffer.admission import check_judged, check_scored
 from services.replay_buffer.insert_script import INSERTED, InsertScript
+from services.replay_buffer.memory import ids_of, without_mark
 from services.replay_buffer.payloads import PayloadCache
 from services.replay_buffer.windows import SOURCES, read_fact, source_name
 from spo import redis_keys
@@ -75,8 +76,7 @@ class ReplayStore:
 
     def batch(self, run_id: str, step: int) -> list[str]:
         """The trajectory ids recorded for a step, [] when there are none yet."""
-        known = self.client.get(redis_keys.replay_batch(run_id, step))
-        return known.decode().split() if known else []
+        return ids_of(self.client.get(redis_keys.replay_batch(run_id, step)))
 
     def record_batch(
         self,
@@ -88,6 +88,8 @@ class ReplayStore:
     ) -> list[str]:
         """Record a step's batch unless another request did so before; returns the ids that are recorded.
 
+        Ids drawn from memory carry its mark.
+
         A batch is leased to its step, not to the process that asked for it: whoever asks again gets the same batch, and
         it counts as sampled once. Returns [], and records nothing, when `last_batch` is no longer the number of the
         last recorded batch, or when a trajectory has left Redis since it was drawn.
@@ -98,7 +100,7 @@ class ReplayStore:
                 redis_keys.replay_batch(run_id, step),
                 redis_keys.replay_counters(run_id),
                 redis_keys.replay_batch_log(run_id),
-                *[redis_keys.replay_trajectory(run_id, trajectory_id) for trajectory_id in trajectory_ids],
+                *[redis_keys.replay_trajectory(run_id, without_mark(name)) for name in trajectory_ids],
             ],
             args=[" ".join(trajectory_ids), step, "" if last_batch is None else last_batch, *pairs],
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import NamedTuple
 
 from services.replay_buffer.limiter import groups_kept
@@ -24,6 +26,8 @@ class Candidate(NamedTuple):
     version: int
     correct: bool
     rewards: tuple[float, ...]
+    # Of the response, where the run remembers answers.
+    digest: str = ""
 
     @property
     def has_contrast(self) -> bool:
@@ -36,11 +40,22 @@ def source_name(source: Source.ValueType) -> str:
     return wire_name(Source, source)
 
 
+def digest_of_response(trajectory: Trajectory) -> str:
+    """What tells apart the answers to one prompt: 16 hex digits of the response's tokens."""
+    tokens = array("i", trajectory.response_token_ids)
+    return blake2b(tokens.tobytes(), digest_size=8).hexdigest()
+
+
 def fact_of(spec: JobSpec, trajectory: Trajectory) -> str:
-    """What sampling must know of a trajectory, in one line; the group only where whole groups are drawn."""
+    """What sampling must know of a trajectory, in one line.
+
+    The group only where whole groups are drawn, behind it `#` and the response's digest where the run remembers.
+    """
     grouped = spec.replay.unit == "group" and trajectory.source == SOURCE_ONLINE
     # A group that is dispatched again on purpose is another group.
     group = f"{trajectory.group_id}.{trajectory.attempt}" if grouped else ""
+    if spec.replay.remembers:
+        group += f"#{digest_of_response(trajectory)}"
     version, reward = trajectory.policy_version_first, trajectory.reward
     correct = has_succeeded(trajectory, spec.tasks.reward)
     return f"{int(correct)}:{version}:{reward!r}:{group}:{trajectory.prompt_id}"
@@ -48,8 +63,9 @@ def fact_of(spec: JobSpec, trajectory: Trajectory) -> str:
 
 def read_fact(trajectory_id: str, fact: str) -> tuple[Candidate, str]:
     """The candidate and the group it belongs to, '' for none."""
-    correct, version, reward, group, prompt_id = fact.split(":", 4)
-    return Candidate((trajectory_id,), prompt_id, int(version), correct == "1", (float(reward),)), group
+    correct, version, reward, member, prompt_id = fact.split(":", 4)
+    group, _, digest = member.partition("#")
+    return Candidate((trajectory_id,), prompt_id, int(version), correct == "1", (float(reward),), digest), group
 
 
 def rule_of(spec: JobSpec, source: SourceName | str) -> SourceMix:

@@ -30,7 +30,7 @@ from spo.messaging.run_status import run_state
 from spo.spec.job_spec import JobSpec, RewardSpec, SequentialSpec, ValueSpec
 from spo.spec.job_state import JobState
 from spo.spec.prompt_values import evidence_of
-from spo.spec.section import LIVE_SOURCES
+from spo.spec.section import SAMPLED_SOURCES
 from spo.v1.value_pb2 import EstimateRequest, PromptValue
 
 NO_PRIOR = BetaPrior(0.0, 0.0)
@@ -219,7 +219,7 @@ def _learns_without_values(spec: JobSpec) -> bool:
     """
     if spec.value is None or spec.value.sequential is None:
         return False
-    offline = {part.source for part in spec.replay.mix if part.share > 0} - LIVE_SOURCES
+    offline = {part.source for part in spec.replay.mix if part.share > 0} - SAMPLED_SOURCES
     return not all(map(spec.reads_values_of, offline))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-SourceName = Literal["online", "reference", "human", "other_run", "annotated", "shared"]
+SourceName = Literal["online", "reference", "human", "other_run", "annotated", "shared", "memory"]
 # The values of spo.v1.Source; a unit test holds them together.
 SOURCE_CODES: dict[SourceName, int] = {
     "online": 1,
@@ -13,4 +13,5 @@ SOURCE_CODES: dict[SourceName, int] = {
     "other_run": 4,
     "annotated": 5,
     "shared": 6,
+    "memory": 7,
 }

@@ -17,6 +17,16 @@ class RolloutSpec(Section):
     samples_per_prompt: int = Field(default=4, ge=1, le=4096)
     temperature: Temperature | tuple[Temperature, Temperature] = 1.0
     top_p: TopP = 1.0
+    unsolved_share: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of prompts that are chosen among those without a right answer so far; the rest take turns.",
+    )
+    unsolved: Literal["never", "lately"] = Field(
+        default="never",
+        description="never: prompts that were tried and never solved. lately: also those whose latest group was wrong.",
+    )
     follow: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9_.-]{1,200}$",
@@ -44,7 +54,8 @@ class SourceMix(Section):
         default="uniform_fifo",
         description="uniform_fifo: uniform in the window (online_capacity, offline_per_prompt). uniform: over all "
         "there is, nothing leaves. The others draw in the window: by priority, every prompt as often, right as often "
-        "as wrong (as far as each lasts), a right and a wrong one of the same prompt (offline).",
+        "as wrong (as far as each lasts), a right and a wrong one of the same prompt (offline). Of memory, prompts "
+        "take turns.",
     )
     priority: Literal["advantage", "value_spread"] = Field(
         default="advantage", description="Of prioritised: |reward - Qhat_0|, or sqrt(p(1-p)) of the prompt."
@@ -73,6 +84,23 @@ class SourceMix(Section):
     )
 
 
+class MemorySpec(Section):
+    """What the source `memory` holds: answers of the run to its prompts, found once, to be learned again and again."""
+
+    per_prompt: int = Field(
+        default=8, ge=1, le=10_000, description="Distinct answers kept of each prompt, those that were found last."
+    )
+    min_reward: float | None = Field(
+        default=None,
+        le=0,
+        ge=-1e6,
+        description="Instead of right answers alone: the best so far of each prompt, from this reward on.",
+    )
+    also: tuple[Literal["reference", "human", "other_run"], ...] = Field(
+        default=(), max_length=3, description="Offline sources of the job whose answers count as found, too."
+    )
+
+
 class ReplaySpec(Section):
     """What the buffer keeps and serves; live sources are online and shared, the limiter is in Reverb's terms."""
 
@@ -98,9 +126,15 @@ class ReplaySpec(Section):
     max_times_sampled: int | None = Field(
         default=None, ge=1, le=MOST_COUNT, description="A live trajectory is served at most so often."
     )
+    memory: MemorySpec = MemorySpec()
     max_staleness: int = Field(
         default=50, ge=0, le=MOST_COUNT, description="Oldest policy version served, in versions behind its run."
     )
+
+    @property
+    def remembers(self) -> bool:
+        """Whether batches hold answers that the run found earlier."""
+        return any(part.source == "memory" and part.share > 0 for part in self.mix)
 
     @property
     def online_share(self) -> float:

@@ -90,6 +90,11 @@ class JobSpec(Section):
         """
         return self._values_choose or any(self.reads_values_of(part.source) for part in self.replay.mix)
 
+    @property
+    def counts_outcomes(self) -> bool:
+        """Whether it is counted, prompt by prompt, how often rollouts were right: for memory, and prompts by need."""
+        return self.replay.remembers or self.rollout.unsolved_share > 0
+
     def reads_values_of(self, source: SourceName) -> bool:
         """Whether a source's trajectories are only of use once their prompt has a value.
 

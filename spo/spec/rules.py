@@ -319,6 +319,59 @@ def offload_has_parts(spec: JobSpec) -> Iterator[Violation]:
         yield "trainer/offload", "offloading parameters needs trainer.zero_stage 3"
 
 
+def memory_can_be_learned_from(spec: JobSpec) -> Iterator[Violation]:
+    """Answers from memory come one by one, from the run's own rollouts, and somebody learns from them."""
+    memory, fresh = spec.replay.memory, spec.replay.online_share
+    if not spec.replay.remembers:
+        if memory.model_fields_set:
+            yield "replay/memory", "replay.mix has no share of `memory`: nothing would be remembered"
+    else:
+        yield from _faults_of_remembering(spec)
+    if spec.rollout.unsolved_share and not fresh:
+        yield "rollout/unsolved_share", "replay.mix has no share of `online`: no prompts are chosen"
+    if spec.rollout.unsolved != "never" and not spec.rollout.unsolved_share:
+        yield "rollout/unsolved", "unsolved_share is 0: no prompts are chosen by it"
+
+
+def _faults_of_remembering(spec: JobSpec) -> Iterator[Violation]:
+    if not spec.replay.online_share:
+        yield "replay/mix", "memory is what fresh rollouts found: a share of `online` beside it"
+    readers = [
+        (index, term)
+        for index, term in enumerate(spec.algorithm.losses)
+        if term.sources is None or "memory" in term.sources
+    ]
+    if not readers:
+        yield "algorithm/losses", "no term learns from `memory`: supervised, with sources [memory]"
+    for index, term in readers:
+        if term.needs("groups") or term.needs("annotations") or term.needs("critic"):
+            yield f"algorithm/losses/{index}/sources", f"{term.objective} cannot learn from single answers of memory"
+    counts = exact_counts([part.share for part in spec.replay.mix], spec.trainer.batch_size)
+    for index, (part, count) in enumerate(zip(spec.replay.mix, counts, strict=True)):
+        if part.source != "memory":
+            continue
+        if part.sampler not in ("uniform_fifo", "per_prompt") or part.min_value_spread:
+            yield f"replay/mix/{index}/sampler", "of memory prompts take turns, and their answers are alike"
+        if spec.replay.unit == "group" and count % spec.rollout.samples_per_prompt:
+            yield (
+                f"replay/mix/{index}/share",
+                f"until an answer is found, fresh groups of {spec.rollout.samples_per_prompt} take the place of its "
+                f"{count} trajectories: a whole number of them",
+            )
+    yield from _faults_of_known_answers(spec)
+
+
+def _faults_of_known_answers(spec: JobSpec) -> Iterator[Violation]:
+    there = {
+        "reference": spec.value is not None and spec.offline.keep_reference_samples,
+        "human": bool(spec.offline.human_solutions),
+        "other_run": bool(spec.offline.experience),
+    }
+    for index, source in enumerate(spec.replay.memory.also):
+        if not there[source]:
+            yield f"replay/memory/also/{index}", f"the job has no trajectories of {source}: see `offline` and `value`"
+
+
 RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
     values_are_there,
     something_is_done,
@@ -331,6 +384,7 @@ RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
     pivotal_search_can_work,
     annotations_are_of_verdicts,
     samplers_can_draw,
+    memory_can_be_learned_from,
     pairs_are_whole,
     turns_suffice,
     critic_belongs_to_ppo,

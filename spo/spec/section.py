@@ -20,6 +20,8 @@ from spo.spec.stored import STORED
 # Sampled while the job trains, with the sampler's log-probs: the newest count, and they age in the versions of the run
 # that samples them.
 LIVE_SOURCES: frozenset[SourceName] = frozenset({"online", "shared"})
+# What exists only once a job samples: its rollouts, and what it remembers of them.
+SAMPLED_SOURCES: frozenset[SourceName] = LIVE_SOURCES | {"memory"}
 Share = Annotated[float, Field(ge=0, le=1)]
 # What the sampling engine takes (vLLM's SamplingParams): it refuses what is hotter, and samples at its lowest
 # temperature, without saying so, what is cooler.

@@ -33,6 +33,8 @@ class _SourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Source.ValueTy
     SOURCE_ANNOTATED: _Source.ValueType  # 5
     SOURCE_SHARED: _Source.ValueType  # 6
     """Sampled online by another run, which the job follows."""
+    SOURCE_MEMORY: _Source.ValueType  # 7
+    """A right answer that the run itself found earlier, served once more. Never inserted under this name."""
 
 class Source(_Source, metaclass=_SourceEnumTypeWrapper):
     """Where a trajectory came from; the replay buffer mixes by it."""
@@ -45,6 +47,8 @@ SOURCE_OTHER_RUN: Source.ValueType  # 4
 SOURCE_ANNOTATED: Source.ValueType  # 5
 SOURCE_SHARED: Source.ValueType  # 6
 """Sampled online by another run, which the job follows."""
+SOURCE_MEMORY: Source.ValueType  # 7
+"""A right answer that the run itself found earlier, served once more. Never inserted under this name."""
 Global___Source: _TypeAlias = Source  # noqa: Y015
 
 @_typing.final

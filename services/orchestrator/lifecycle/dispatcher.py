@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import redis
 
@@ -38,8 +38,8 @@ log = get_logger("dispatcher")
 POLL_SECONDS = 0.2
 IDLE_SECONDS = 1.0
 MAX_GROUPS_AT_ONCE = 256
-# Groups dispatched, and prompts of the schedule that had no value when their turn came.
-_POSITION, _PASSED_OVER = "position", "passed_over"
+# Groups dispatched, prompts of the schedule that had no value when their turn came, groups of unsolved prompts.
+_POSITION, _PASSED_OVER, _BY_NEED = "position", "passed_over", "by_need"
 
 
 def passes(error: SpoError) -> bool:
@@ -61,6 +61,11 @@ class PromptSchedule:
 
     problems: Sequence[Problem]
     seed: int
+
+    @cached_property
+    def by_id(self) -> dict[str, Problem]:
+        """The problems by their ids."""
+        return {problem.problem_id: problem for problem in self.problems}
 
     def at(self, position: int) -> Problem:
         """The problem at a position; every epoch holds each problem once."""
@@ -97,6 +102,8 @@ class PromptDispatcher:
         self.replay = replay
         self._schedules: dict[str, PromptSchedule] = {}
         self._eligible = EligiblePrompts(jobs)
+        # Of each run: changes of the set of unsolved prompts that were read, and the set in order.
+        self._unsolved: dict[str, tuple[int, list[str]]] = {}
         # A run whose replay buffer does not answer holds up no other.
         self._steps = JobSteps(self._dispatch_or_fail, "dispatch")
         self._outages: dict[str, Outage] = {}
@@ -120,7 +127,7 @@ class PromptDispatcher:
 
     def _forget(self, running: Sequence[str]) -> None:
         self._eligible.forget(running)
-        for remembered in (self._schedules, self._outages):
+        for remembered in (self._schedules, self._outages, self._unsolved):
             # Copied in one step: the threads of other jobs add to it and take from it meanwhile.
             for ended in frozenset(tuple(remembered)) - set(running):
                 remembered.pop(ended, None)
@@ -184,11 +191,15 @@ class PromptDispatcher:
 
     def _publish(self, job_id: str, spec: JobSpec, groups: int) -> int:
         cursor = redis_keys.dispatch_cursor(job_id)
-        stored = self.jobs.client.hmget(cursor, [_POSITION, _PASSED_OVER])
-        position, passed_over = (int(number or 0) for number in stored)
-        problems, passing = self._next_problems(job_id, spec, position + passed_over, groups)
-        if not problems:
+        stored = self.jobs.client.hmget(cursor, [_POSITION, _PASSED_OVER, _BY_NEED])
+        position, passed_over, by_need = (int(number or 0) for number in stored)
+        chosen = self._by_need(job_id, spec, position, groups)
+        # The prompts that are chosen do not move the schedule on.
+        turns, passing = self._next_problems(job_id, spec, position + passed_over - by_need, groups - len(chosen))
+        if len(turns) + len(chosen) < groups:
             return 0
+        in_turn = iter(turns)
+        problems = [chosen[index] if index in chosen else next(in_turn) for index in range(groups)]
         dispatched = [_group(job_id, spec, problem, position + index) for index, problem in enumerate(problems)]
         spans = [_span(group) for group in dispatched]
         writes: list[Write] = [
@@ -200,7 +211,11 @@ class PromptDispatcher:
                 job_id,
                 (JobState.RUNNING,),
                 guard=Precondition(cursor, _POSITION, str(position) if position else ""),
-                writes=[*writes, ("HSET", cursor, _POSITION, position + groups, _PASSED_OVER, passed_over + passing)],
+                writes=[
+                    *writes,
+                    ("HSET", cursor, _POSITION, position + groups, _PASSED_OVER, passed_over + passing),
+                    ("HSET", cursor, _BY_NEED, by_need + len(chosen)),
+                ],
                 needs_room=True,
             ),
             durable=False,
@@ -211,14 +226,46 @@ class PromptDispatcher:
             span.end()
         return groups
 
+    def _schedule(self, job_id: str, spec: JobSpec) -> PromptSchedule:
+        if job_id not in self._schedules:
+            self._schedules[job_id] = PromptSchedule(self.library.load(spec.tasks).train, spec.seed)
+        return self._schedules[job_id]
+
+    def _by_need(self, job_id: str, spec: JobSpec, position: int, groups: int) -> dict[int, Problem]:
+        """Which of the next places go to unsolved prompts, and to which; by the seed and the ledger.
+
+        A prompt is chosen at most once at a time: what its group finds may end its need.
+        """
+        if not spec.rollout.unsolved_share:
+            return {}
+        by_id = self._schedule(job_id, spec).by_id
+        left = self._unsolved_prompts(job_id, by_id)
+        chosen: dict[int, Problem] = {}
+        for index in range(groups):
+            draw = random.Random(seed_of(spec.seed, "unsolved", position + index))
+            if left and draw.random() < spec.rollout.unsolved_share:
+                chosen[index] = by_id[left.pop(draw.randrange(len(left)))]
+        return chosen
+
+    def _unsolved_prompts(self, job_id: str, training: Container[str]) -> list[str]:
+        """Training prompts that were tried and are unsolved, sorted; read again when one came or went."""
+        counters = redis_keys.replay_counters(job_id)
+        changes = int(self.jobs.client.hget(counters, "unsolved") or 0)
+        known, prompts = self._unsolved.get(job_id, (-1, []))
+        if known != changes:
+            members = map(bytes.decode, self.jobs.client.smembers(redis_keys.replay_unsolved(job_id)))
+            prompts = sorted(prompt_id for prompt_id in members if prompt_id in training)
+            self._unsolved[job_id] = changes, prompts
+        return list(prompts)
+
     def _next_problems(self, job_id: str, spec: JobSpec, place: int, count: int) -> tuple[list[Problem], int]:
         """The next problems with a value that the mix takes; prompts without one are passed over until the next epoch.
 
         None while more values are on their way. Raises PreconditionFailed (code "no_prompts").
         """
-        if job_id not in self._schedules:
-            self._schedules[job_id] = PromptSchedule(self.library.load(spec.tasks).train, spec.seed)
-        schedule = self._schedules[job_id]
+        if not count:
+            return [], 0
+        schedule = self._schedule(job_id, spec)
         # Asked first: a value that comes in between is seen, or the estimates are not yet over.
         pending = self.jobs.record(job_id).estimates_pending
         eligible = self._eligible.of(job_id, spec, schedule.problems)

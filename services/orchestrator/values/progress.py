@@ -10,7 +10,7 @@ from spo import redis_keys
 from spo.messaging.redis_client import RedisClient
 from spo.spec.job_spec import JobSpec
 from spo.spec.prompt_values import qhat_0
-from spo.spec.section import LIVE_SOURCES
+from spo.spec.section import SAMPLED_SOURCES
 from spo.v1.value_pb2 import PromptValue
 
 REMEMBERED = 64
@@ -33,10 +33,10 @@ def prompts_before_training(spec: JobSpec, total: int) -> int:
     if value.pivotal is not None and value.pivotal.when == "before_training":
         return total
     sources = {part.source for part in spec.replay.mix if part.share > 0}
-    if not spec.reads_values and sources <= LIVE_SOURCES:
+    if not spec.reads_values and sources <= SAMPLED_SOURCES:
         return 0
     # Rounds reach every prompt soon, and rollouts set the pace. Elsewhere training would mostly see the first prompts.
-    if value.start is None and (value.sequential is None or not sources & LIVE_SOURCES):
+    if value.start is None and (value.sequential is None or not sources & SAMPLED_SOURCES):
         return total
     groups = math.ceil(spec.trainer.batch_size / spec.rollout.samples_per_prompt)
     return min(total, max(groups, math.ceil(value.start_share * total)))

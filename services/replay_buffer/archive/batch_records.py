@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from services.replay_buffer.memory import ids_of
 from spo import redis_keys
 from spo.messaging.redis_client import RedisClient
 
@@ -72,5 +73,5 @@ class BatchRecords:
         found: list[list[str]] = []
         for start in range(0, len(steps), BATCHES_PER_READ):
             keys = [redis_keys.replay_batch(self.run_id, step) for step in steps[start : start + BATCHES_PER_READ]]
-            found += [ids.decode().split() if ids else [] for ids in self.client.mget(keys)]
+            found += map(ids_of, self.client.mget(keys))
         return found

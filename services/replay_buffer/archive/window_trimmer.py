@@ -67,6 +67,7 @@ class WindowTrimmer:
         self._ended: dict[str, float] = {}
         here = Path(__file__).parent.parent / "lua"
         self._trim: RedisScript[int] = self.client.register_script((here / "trim.lua").read_text())
+        self._remember: RedisScript[int] = self.client.register_script((here / "remember.lua").read_text())
         self._forget: RedisScript[int] = self.client.register_script((here / "forget.lua").read_text())
         self._note_equal: RedisScript[int] = self.client.register_script((here / "note_equal.lua").read_text())
 
@@ -99,7 +100,7 @@ class WindowTrimmer:
             return 0
         self._looked[run_id] = time.monotonic(), facts.number
         trimmed = self.trim(run_id, facts)
-        left = (chunk for source in LIVE_SOURCES for chunk in self._below(run_id, source, facts))
+        left = (chunk for source in (*LIVE_SOURCES, "memory") for chunk in self._below(run_id, source, facts))
         if self._is_over(run_id, facts) and not any(left):
             self._let_go(run_id)
         return trimmed
@@ -110,9 +111,13 @@ class WindowTrimmer:
         batches = BatchRecords(self.client, run_id)
         followers = runs_following(self.store, run_id)
         trimmed = 0
-        for source in LIVE_SOURCES:
+        members = self._members(run_id, facts)
+        for source in (*sorted(LIVE_SOURCES), "memory"):
             for chunk in self._below(run_id, source, facts):
-                trimmed += self._take_out(run_id, source, chunk, facts, batches, followers)
+                leaving = [pair for pair in chunk if pair[0] not in members]
+                if len(leaving) < len(chunk) and source != "memory":
+                    self._move_to_memory(run_id, source, [pair for pair in chunk if pair[0] in members])
+                trimmed += self._take_out(run_id, source, leaving, facts, batches, followers)
         times_count = self.store.spec(run_id).replay.max_times_sampled is not None
         batches.forget(facts.resumed_step, keep_named=times_count)
         self._forget_ids(run_id, facts)
@@ -124,7 +129,8 @@ class WindowTrimmer:
         """Chunks of (id, insertion number) below the window of a source and in the experience store."""
         index = self.sampler.index(run_id)
         kept: set[str] = set()
-        if self._is_over(run_id, facts):
+        if self._is_over(run_id, facts) or source == "memory":
+            # What is in memory's set has left its window already.
             start = facts.number + 1
         else:
             with index.lock:
@@ -148,6 +154,21 @@ class WindowTrimmer:
             if leaving:
                 yield leaving
             after = numbered[-1][1]
+
+    def _members(self, run_id: str, facts: RunFacts) -> set[str]:
+        """Ids of what memory holds. What is no member now never becomes one: only newer answers do."""
+        spec = self.store.spec(run_id)
+        if not spec.replay.remembers or self._is_over(run_id, facts):
+            return set()
+        index = self.sampler.index(run_id)
+        with index.lock:
+            index.refresh(["memory"])
+            return index.memory.members()
+
+    def _move_to_memory(self, run_id: str, source: str, chunk: Sequence[tuple[str, int]]) -> None:
+        keys = [redis_keys.replay_facts(run_id), *(redis_keys.replay_source(run_id, s) for s in (source, "memory"))]
+        for start in range(0, len(chunk), IDS_PER_CALL):
+            self._remember(keys=keys, args=[word for pair in chunk[start : start + IDS_PER_CALL] for word in pair])
 
     def _take_out(
         self,

@@ -10,21 +10,25 @@
 -- KEYS[8] payload     the key of a trajectory's payload, without the id at its end
 -- KEYS[9] unstored    set: ids of runs with trajectories that are not in the experience store
 -- KEYS[10] untrimmed  set: ids of runs with trajectories that may leave Redis
--- KEYS[11..]          per source, its name last, a sorted set: trajectory id by insertion number
+-- KEYS[11] outcomes   hash: prompt id -> `rollouts:right:wrong since the last right one`
+-- KEYS[12] unsolved   set: prompts that were tried and have no right answer, ever or lately
+-- KEYS[13..]          per source, its name last, a sorted set: trajectory id by insertion number
 -- KEYS[#KEYS]         the run's spec: a deleted run gets no key again
--- ARGV[1] run id, then per trajectory 5 values: id, index of its source's key, content digest ('' for live sources),
---   facts, payload. At most some hundred trajectories: each index is written by one command.
+-- ARGV[1] run id; ARGV[2] after so many wrong rollouts a prompt that was solved counts as unsolved again, 0 for never;
+--   then per trajectory 6 values: id, index of its source's key, content digest ('' for live sources), facts, payload,
+--   what it says of its prompt ('right' or 'wrong' rollout, 'known' answer, '' nothing). At most some hundred trajectories: each index is written by one command.
 -- Returns nothing where the run is deleted, else one number per trajectory: 1 inserted, 0 the id is already there, -1 another id with the same content is.
 if redis.call('EXISTS', KEYS[#KEYS]) == 0 then return {} end
 local ids = {}
-for at = 2, #ARGV, 5 do ids[#ids + 1] = ARGV[at] end
+for at = 3, #ARGV, 6 do ids[#ids + 1] = ARGV[at] end
 local known = redis.call('ZMSCORE', KEYS[1], unpack(ids))
 local before = tonumber(redis.call('HGET', KEYS[6], 'number') or 0)
 local number = before
 local results, counts, inserted, by_source = {}, {}, {}, {}
 local payloads, ledger, facts, prompts = {}, {}, {}, {}
+local outcomes = {}
 for place, id in ipairs(ids) do
-  local at = 5 * place - 3
+  local at = 6 * place - 3
   local key, content, fact = tonumber(ARGV[at + 1]), ARGV[at + 2], ARGV[at + 3]
   local result = 1
   if known[place] or inserted[id] then
@@ -49,6 +53,7 @@ for place, id in ipairs(ids) do
     local source = string.match(KEYS[key], '[^:]*$')
     counts['inserted:' .. source] = (counts['inserted:' .. source] or 0) + 1
     counts['correct:' .. source] = (counts['correct:' .. source] or 0) + tonumber(string.sub(fact, 1, 1))
+    if ARGV[at + 5] ~= '' then outcomes[#outcomes + 1] = {prompt, ARGV[at + 5]} end
   end
   results[place] = result
 end
@@ -62,5 +67,19 @@ if number > before then
   redis.call('SADD', KEYS[9], ARGV[1])
   redis.call('SADD', KEYS[10], ARGV[1])
   for name, count in pairs(counts) do redis.call('HINCRBY', KEYS[6], name, count) end
+  local changes = 0
+  for _, outcome in ipairs(outcomes) do
+    local prompt, kind = outcome[1], outcome[2]
+    local known = redis.call('HGET', KEYS[11], prompt) or '0:0:0'
+    local tried, right, wrong = string.match(known, '(%d+):(%d+):(%d+)')
+    tried, right, wrong = tonumber(tried), tonumber(right), tonumber(wrong)
+    if kind ~= 'known' then tried = tried + 1 end
+    if kind == 'wrong' then wrong = wrong + 1 else right, wrong = right + 1, 0 end
+    redis.call('HSET', KEYS[11], prompt, string.format('%d:%d:%d', tried, right, wrong))
+    local lately = tonumber(ARGV[2])
+    local unsolved = tried > 0 and (right == 0 or (lately > 0 and wrong >= lately))
+    changes = changes + redis.call(unsolved and 'SADD' or 'SREM', KEYS[12], prompt)
+  end
+  if changes > 0 then redis.call('HINCRBY', KEYS[6], 'unsolved', changes) end
 end
 return results

@@ -8,7 +8,7 @@ from typing import Literal, TypedDict
 from spo.spec.job_state import JobState
 
 LogLevel = Literal["debug", "info", "warning", "error"]
-Source = Literal["online", "reference", "human", "other_run", "annotated", "shared"]
+Source = Literal["online", "reference", "human", "other_run", "annotated", "shared", "memory"]
 
 
 class JobFilters(TypedDict, total=False):
