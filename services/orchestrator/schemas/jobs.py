@@ -7,6 +7,18 @@ from pydantic import BaseModel
 from spo.spec.job_state import JobState
 
 
+class SolvedPrompts(BaseModel):
+    """What rollouts found, of a job that remembers or chooses prompts by need: numbers of its training prompts.
+
+    never of those tried have no right answer; once: exactly one; lately: the latest rollout but at most one group ago.
+    """
+
+    tried: int
+    never: int
+    once: int
+    lately: int
+
+
 class Progress(BaseModel):
     """How far the job is; totals are null until the tasks are loaded.
 
@@ -21,6 +33,7 @@ class Progress(BaseModel):
     value_interval_width: float | None = None
     values_provisional: int = 0
     values_pending: bool = False
+    solved: SolvedPrompts | None = None
     step: int
     steps: int
     weight_version: int

@@ -9,6 +9,18 @@ from spo.client.models.training import StepEvaluation
 from spo.spec.job_state import TERMINAL, JobState
 
 
+class SolvedPrompts(Document):
+    """What rollouts found, of a job that remembers or chooses prompts by need: numbers of its training prompts.
+
+    never of those tried have no right answer; once: exactly one; lately: the latest rollout but at most one group ago.
+    """
+
+    tried: int
+    never: int
+    once: int
+    lately: int
+
+
 class Progress(Document):
     """How far a job is; totals are None until its tasks are loaded.
 
@@ -23,6 +35,7 @@ class Progress(Document):
     value_interval_width: float | None = None
     values_provisional: int = 0
     values_pending: bool = False
+    solved: SolvedPrompts | None = None
     step: int
     steps: int
     weight_version: int

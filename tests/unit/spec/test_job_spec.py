@@ -165,6 +165,58 @@ def test_template_arguments_keep_their_types() -> None:
     assert repr(spec_from_json(spec_to_json(spec)).model.chat.template_arguments) == repr(arguments)
 
 
+FRESH_AND_MEMORY = [{"source": "online", "share": 0.5}, {"source": "memory", "share": 0.5}]
+AGAIN = {"objective": "supervised", "sources": ["memory"]}
+
+
+def remembering(*terms: Any, rollout: Any = None, offline: Any = None, **fields: Any) -> Any:
+    """A spec half of whose batches are remembered answers; its terms besides one on the fresh half."""
+    fresh = {"objective": "terminal_squared", "sources": ["online"]}
+    return {
+        **MODEL,
+        "algorithm": {"losses": [fresh, *terms]},
+        "replay": {"mix": FRESH_AND_MEMORY, **fields},
+        "rollout": rollout or {},
+        "offline": offline or {},
+    }
+
+
+def test_remembered_answers_may_be_learned_by_imitation_and_by_value() -> None:
+    spec = parse_job_spec(remembering(AGAIN, {"objective": "terminal_squared", "sources": ["memory"]}))
+    assert spec.replay.remembers
+    assert spec.counts_outcomes
+    assert not parse_job_spec(MODEL).counts_outcomes
+    assert parse_job_spec({**MODEL, "rollout": {"unsolved_share": 0.5}}).counts_outcomes
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        (remembering(), ["/algorithm/losses"]),
+        (remembering({**AGAIN, "objective": "group_centred_squared"}), ["/algorithm/losses/1/sources"]),
+        (remembering({**AGAIN, "objective": "grpo"}), ["/algorithm/losses/1/sources"] * 2),
+        (remembering(AGAIN, mix=[{"source": "memory", "share": 1}]), ["/replay/mix"]),
+        (
+            remembering(AGAIN, mix=[FRESH_AND_MEMORY[0], {**FRESH_AND_MEMORY[1], "sampler": "pairs"}]),
+            ["/replay/mix/1/sampler"],
+        ),
+        (
+            remembering(AGAIN, unit="group", rollout={"samples_per_prompt": 3}),
+            ["/trainer/batch_size", "/replay/mix/1/share"],
+        ),
+        (
+            remembering(AGAIN, memory={"also": ["other_run", "human"]}, offline={"human_solutions": 0}),
+            ["/replay/memory/also/0", "/replay/memory/also/1"],
+        ),
+        ({**MODEL, "replay": {"memory": {"per_prompt": 3}}}, ["/replay/memory"]),
+        ({**MODEL, "rollout": {"unsolved": "lately"}}, ["/rollout/unsolved"]),
+        (replay() | {"rollout": {"unsolved_share": 0.5}}, ["/rollout/unsolved_share"]),
+    ],
+)
+def test_memory_that_could_not_be_learned_from_is_refused(document: Any, expected: list[str]) -> None:
+    assert sorted(pointers(document)) == sorted(expected)
+
+
 @pytest.mark.parametrize("objective", ["grpo", "group_centred_squared"])
 def test_a_loss_that_compares_samples_takes_whole_groups(objective: str) -> None:
     assert parse_job_spec(groups(objective)).algorithm.needs_groups

@@ -72,6 +72,7 @@ def job(context: AppContext, job_id: str) -> schemas.Job:
             values_total=record.prompts_total,
             values_provisional=provisional,
             values_pending=record.estimates_pending,
+            solved=_solved(context, job_id, spec),
             step=summary.step,
             steps=spec.trainer.steps,
             weight_version=announcement_of(announced[0]).version if announced else 0,
@@ -83,6 +84,21 @@ def job(context: AppContext, job_id: str) -> schemas.Job:
         spec=spec.model_dump(mode="json"),
         lineage=schemas.Lineage(**asdict(record.lineage)) if record.lineage else None,
         warnings=[] if summary.state in TERMINAL else spec_warnings(context, spec, _mean_tokens(newest)),
+    )
+
+
+def _solved(context: AppContext, job_id: str, spec: JobSpec) -> schemas.SolvedPrompts | None:
+    """Of how many prompts rollouts found a right answer; None for a job that does not count them."""
+    if not spec.counts_outcomes:
+        return None
+    found = context.redis.hvals(redis_keys.replay_outcomes(job_id))
+    outcomes = [tuple(map(int, outcome.split(b":"))) for outcome in found]
+    tried = [(right, wrong_since) for rollouts, right, wrong_since in outcomes if rollouts]
+    return schemas.SolvedPrompts(
+        tried=len(tried),
+        never=sum(not right for right, _ in tried),
+        once=sum(right == 1 for right, _ in tried),
+        lately=sum(right > 0 and wrong_since < spec.rollout.samples_per_prompt for right, wrong_since in tried),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -158,6 +159,37 @@ def test_every_epoch_holds_each_prompt_once_in_another_order(
     assert len(set(first)) == PROMPTS
     assert sorted(first) == sorted(second)
     assert first != second
+
+
+def test_a_share_of_the_prompts_goes_to_those_that_were_never_solved_and_the_rest_take_their_turns(
+    open_context: Callable[..., AppContext], peers: ServiceDoubles, document: dict[str, Any]
+) -> None:
+    document["rollout"]["unsolved_share"] = 0.5
+    context = open_context()
+    job_id = running(context, document)
+    in_turn = [problem.problem_id for problem in context.library.load(context.jobs.spec(job_id).tasks).train]
+    unsolved = sorted(in_turn)[:2]
+    context.redis.sadd(redis_keys.replay_unsolved(job_id), *unsolved, "not a training prompt")
+    context.redis.hincrby(redis_keys.replay_counters(job_id), "unsolved", 3)
+    fed: list[PromptGroup] = []
+    for _ in range(24):
+        # Each time another process, one group at a time: which prompts are chosen is decided by seed and place alone.
+        context = open_context()
+        peers.replay.admissible = 1 * SAMPLES
+        assert context.dispatcher.dispatch(job_id) == 1
+        fed += groups(context, job_id)
+        drain(context, job_id)
+
+    counts = Counter(group.prompt.prompt_id for group in fed)
+    assert sum(counts[prompt_id] for prompt_id in unsolved) > 24 / 2 > sum(counts.values()) / PROMPTS * len(unsolved)
+    # The others had the same number of turns, give or take the epoch under way.
+    others = [counts[prompt_id] for prompt_id in in_turn if prompt_id not in unsolved]
+    assert max(others) - min(others) <= 1
+
+    context.redis.srem(redis_keys.replay_unsolved(job_id), *unsolved)
+    context.redis.hincrby(redis_keys.replay_counters(job_id), "unsolved", 2)
+    peers.replay.admissible = PROMPTS * SAMPLES
+    assert context.dispatcher.dispatch(job_id) == PROMPTS
 
 
 def test_a_restarted_dispatcher_neither_repeats_nor_skips(
