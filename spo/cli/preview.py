@@ -16,7 +16,7 @@ from spo.spec.tasks import ModelSpec, TasksSpec
 from spo.spec.violations import violations_of
 from spo.spec.wire_enums import wire_name
 from spo.tasks.load import load_tasks
-from spo.tasks.problem import Problem, extract_program
+from spo.tasks.problem import Problem, TaskSets, extract_program
 from spo.tasks.verifier_pool import pool_of
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, AnswerComparison, AnswerExtraction, AnswerRule, Outcome, TestSet
 
@@ -72,10 +72,10 @@ def tasks_and_model(file: Path, kind: str, read: Callable[[Path], dict[str, obje
         raise InvalidInput(message, code="invalid_job_spec", violations=violations_of(error)) from None
 
 
-def chosen_problems(tasks: TasksSpec, count: int) -> tuple[Problem, ...]:
-    """The first `count` training problems. Raises InvalidInput as loading does."""
+def chosen_problems(tasks: TasksSpec, count: int) -> TaskSets:
+    """The first `count` training problems, and what was left out on the way. Raises InvalidInput as loading does."""
     fewer = tasks.model_copy(update={"train_problems": min(count, tasks.most_train_problems)})
-    return load_tasks(fewer).train
+    return load_tasks(fewer)
 
 
 def rendering(folder: Path | None, chat: ChatFormat) -> Callable[[str], str]:

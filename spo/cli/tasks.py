@@ -52,10 +52,12 @@ def preview(
     """
     found, spec = tasks_and_model(source, kind, read_spec)
     chosen = chosen_problems(found, problems)
+    for note in chosen.notes:
+        error_console.print(note, highlight=False)
     render = rendering(model, spec.chat_format)
     runs = Path(os.environ.get("SPO_LAUNCHER_RUNS_PATH", "runs"))
     shown: list[Preview] = []
-    for place, one in enumerate(previews(chosen, render, where, runs), start=1):
+    for place, one in enumerate(previews(chosen.train, render, where, runs), start=1):
         shown.append(one)
         if output is Output.TABLE:
             _print_preview(place, one)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from spo import redis_keys
 from spo.experience.columns import SCHEMA, StoredTrajectory, content_digest, segments_of, statement_digest
@@ -27,10 +27,12 @@ TOKENS_MAXIMUM = 1_000_000
 LOWEST_REWARD = -1000.0
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
-Logprob = Annotated[float, Field(le=0)]
+# What rounding adds to a log-prob or a reward of 0 is taken off.
+ROUNDING = 1e-6
+Logprob = Annotated[float, Field(le=ROUNDING), AfterValidator(lambda logprob: min(0.0, logprob))]
 Word = Annotated[str, Field(max_length=200)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
-Share = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(ge=-ROUNDING, le=1 + ROUNDING), AfterValidator(lambda share: min(1.0, max(0.0, share)))]
 
 
 class ImportRow(BaseModel):
@@ -103,12 +105,21 @@ class ProblemIndex:
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self._by_id = {problem.problem_id: problem for problem in problems}
-        self._by_statement = {statement_digest(problem.statement): problem for problem in problems}
+        self._by_statement: dict[str, Problem | None] = {}
+        for problem in self._by_id.values():
+            # A statement of several problems names none of them.
+            digest = statement_digest(problem.statement)
+            self._by_statement[digest] = None if digest in self._by_statement else problem
 
     def find(self, prompt_id: str, statement: str) -> Problem | None:
-        """The problem with this id, else the one with this statement."""
+        """The problem with this id, else the only one with this statement."""
         found = self._by_id.get(prompt_id)
         return found or (self._by_statement.get(statement_digest(statement)) if statement else None)
+
+    def is_ambiguous(self, statement: str) -> bool:
+        """Whether several problems have this statement."""
+        digest = statement_digest(statement)
+        return digest in self._by_statement and self._by_statement[digest] is None
 
 
 def stored_row(row: UploadedRow, problems: ProblemIndex, terms: ImportTerms) -> StoredTrajectory:
@@ -169,6 +180,9 @@ def _problem_of(row: ImportRow, problems: ProblemIndex) -> Problem:
     problem = problems.find(row.prompt_id, row.statement)
     if problem is None:
         pointer = "/prompt_id" if row.prompt_id else "/statement"
+        if row.statement and problems.is_ambiguous(row.statement):
+            message = "several problems of the task set have this statement; name one by its prompt_id"
+            raise RowRefusal("unknown_problem", pointer, message)
         raise RowRefusal("unknown_problem", pointer, "the task set has no such problem")
     return problem
 
@@ -232,10 +246,10 @@ def _reward(row: ImportRow, terms: ImportTerms) -> float | None:
             raise RowRefusal("missing_field", "/reward", "is missing, and nothing is to be judged")
         return None
     reward = terms.reward_scale * row.reward + terms.reward_shift
-    if not (math.isfinite(reward) and LOWEST_REWARD <= reward <= 0):
+    if not (math.isfinite(reward) and LOWEST_REWARD - ROUNDING <= reward <= ROUNDING):
         message = f"{terms.reward_scale:g} * {row.reward:g} + {terms.reward_shift:g} = {reward:g} is not in [-1000, 0]"
         raise RowRefusal("reward_out_of_range", "/reward", message)
-    return reward
+    return min(0.0, max(LOWEST_REWARD, reward))
 
 
 def _id(terms: ImportTerms, problem: Problem, row: ImportRow) -> str:

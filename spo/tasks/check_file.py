@@ -14,8 +14,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
-
 from spo.errors import InvalidInput
 from spo.tasks.load import PARSERS
 from spo.tasks.records import read_records
@@ -33,7 +31,7 @@ def check_file(file: Path, task_format: str) -> dict[str, Any]:
     counts: Counter[str] = Counter()
     difficulties: Counter[str] = Counter()
     faults: list[dict[str, str]] = []
-    seen: set[bytes] = set()
+    seen: set[str] = set()
 
     def note(error: InvalidInput) -> None:
         for violation in error.violations:
@@ -53,9 +51,8 @@ def check_file(file: Path, task_format: str) -> dict[str, Any]:
             if problem is None:
                 counts["left_out"] += 1
                 continue
-            statement = blake3(problem.statement.encode()).digest()
-            counts["duplicates"] += statement in seen
-            seen.add(statement)
+            counts["duplicates"] += problem.row_digest in seen
+            seen.add(problem.row_digest)
             counts["tests"] += len(problem.tests.tests)
             counts["answers"] += problem.tests.HasField("answer")
             counts["with_solutions"] += bool(problem.human_solutions)

@@ -48,7 +48,18 @@ def load_tasks(spec: TasksSpec) -> TaskSets:
         train=decided_by(chosen.train, spec.verifier),
         evaluation=decided_by(chosen.evaluation, spec.verifier),
     )
-    return _with_environment(tasks, spec.environment) if spec.environment else tasks
+    return _distinct_when_decided(_with_environment(tasks, spec.environment) if spec.environment else tasks)
+
+
+def _distinct_when_decided(tasks: TaskSets) -> TaskSets:
+    """Without problems that the verifier makes the same: what differs in their rows decides nothing."""
+    evaluation = {problem.problem_id: problem for problem in reversed(tasks.evaluation)}
+    train = {problem.problem_id: problem for problem in reversed(tasks.train) if problem.problem_id not in evaluation}
+    left_out = len(tasks.evaluation) + len(tasks.train) - len(evaluation) - len(train)
+    if not left_out:
+        return tasks
+    told = f"{left_out} problems that differ from another in nothing that the verifier is told are left out"
+    return TaskSets(tuple(reversed(train.values())), tuple(reversed(evaluation.values())), notes=(*tasks.notes, told))
 
 
 def _read(spec: TasksSpec) -> TaskSets:

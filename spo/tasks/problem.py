@@ -1,5 +1,6 @@
 """What a task set is made of: statements, what decides the reward, responses known to be right or wrong."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -11,6 +12,8 @@ from spo.v1.trajectory_pb2 import SEGMENT_KIND_ACTION, Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_UNSPECIFIED, Limits, TestSet
 
 ResponseFormat = Literal["raw", "fenced"]
+# What is told a row's arguments, so that its tests hold them.
+_TOLD: tuple[Literal["scoring_function", "http", "composition"], ...] = ("scoring_function", "http", "composition")
 
 DEFAULT_LIMITS = Limits(cpu_seconds=2.0, wall_seconds=10.0, memory_bytes=256 << 20, output_bytes=1 << 20, processes=16)
 
@@ -49,11 +52,15 @@ class Problem:
         parts = [self.statement, self.language, self.response_format, self.tests_digest]
         if self.environment:
             parts += [self.environment, self.environment_json]
-        digest = blake3()
-        for part in parts:
-            encoded = part.encode()
-            digest.update(len(encoded).to_bytes(8, "big") + encoded)
-        return digest.hexdigest()
+        elif self.arguments_json and not any(self.tests.HasField(told) for told in _TOLD):
+            parts.append(self.arguments_json)
+        return _digest_of(parts)
+
+    @cached_property
+    def row_digest(self) -> str:
+        """Return the digest of all that makes its row another problem than others, before a verifier has been applied:
+        what decides, and what of it a verifier or an environment is told."""
+        return _digest_of([self.problem_id, self.arguments_json, self.verifier])
 
     @property
     def public_tests(self) -> TestSet:
@@ -81,7 +88,15 @@ class TaskSets:
 
     train: tuple[Problem, ...]
     evaluation: tuple[Problem, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+
+def _digest_of(parts: Iterable[str]) -> str:
+    digest = blake3()
+    for part in parts:
+        encoded = part.encode()
+        digest.update(len(encoded).to_bytes(8, "big") + encoded)
+    return digest.hexdigest()
 
 
 def tests_digest(test_set: TestSet) -> str:

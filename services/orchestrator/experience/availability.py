@@ -83,7 +83,9 @@ class Decontamination:
     def _index(self) -> ContaminationIndex | None:
         if not (self.spec.offline.decontaminate and self.tasks.evaluation):
             return None
-        return ContaminationIndex(self.tasks.evaluation, self.spec.tasks.near_duplicate_similarity)
+        tasks = self.spec.tasks
+        instruction = tasks.huggingface.instruction if tasks.huggingface else ""
+        return ContaminationIndex(self.tasks.evaluation, tasks.near_duplicate_similarity, instruction)
 
 
 def _is_there(client: RedisClient, store: ExperienceStore, run: str, tenant: str) -> bool:

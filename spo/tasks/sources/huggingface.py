@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from spo.errors import FieldViolation, InvalidInput
@@ -52,10 +52,28 @@ def _files_of(path: Path, split: str | None) -> list[Path] | None:
         by_split.setdefault(_split_of(file.relative_to(path)), []).append(file)
     wanted = split or ("train" if "train" in by_split else next(iter(by_split)) if len(by_split) == 1 else "")
     if wanted in by_split:
+        _require_one_configuration(path, by_split[wanted])
         return by_split[wanted]
     message = f"{path} has the splits {', '.join(sorted(by_split))}" + (f", not {split}" if split else "; name one")
     violation = FieldViolation("/tasks/huggingface/split", message)
     raise InvalidInput(message, code="unknown_split", violations=(violation,))
+
+
+def _require_one_configuration(path: Path, files: Sequence[Path]) -> None:
+    """Raises InvalidInput where a split is of several configurations, each a data set of its own."""
+    by_configuration = dict[str, Path]()
+    for file in files:
+        within = file.relative_to(path)
+        folders = within.parts[:-1]
+        # `save_to_disk` and some clones have a folder for each split.
+        folders = folders[:-1] if folders and _split_of(within) == folders[-1] else folders
+        by_configuration.setdefault("/".join(folder for folder in folders if folder != "data"), file.parent)
+    if len(by_configuration) > 1:
+        names = ", ".join(name or "the top folder's own" for name in sorted(by_configuration))
+        folder = by_configuration[max(by_configuration)]
+        message = f"{path} holds several configurations: {names}; name the folder of one, such as {folder}"
+        violation = FieldViolation("/tasks/path", message)
+        raise InvalidInput(message, code="several_configurations", violations=(violation,))
 
 
 def _split_of(file: Path) -> str:

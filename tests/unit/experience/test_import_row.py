@@ -102,3 +102,32 @@ def test_turns_that_do_not_fit_are_refused_by_their_field(fields: dict[str, Any]
     with pytest.raises(RowRefusal) as refused:
         imported(**fields)
     assert (refused.value.code, refused.value.pointer) == refusal
+
+
+@pytest.mark.parametrize("by", [1e-9, 1e-7, 5e-324])
+def test_what_rounding_adds_to_a_row_is_taken_off(by: float) -> None:
+    found = imported(reward=by, sampling_logprobs=[by, 0.0, -0.1, -by, -0.3]).trajectory
+    assert found.reward == 0
+    assert list(found.sampling_logprobs) == pytest.approx([0, 0, -0.1, -by, -0.3])
+    assert max(found.sampling_logprobs) == 0
+    scored = imported(**SEGMENTS, segment_scores=[1 + by, None, -by]).trajectory
+    assert [segment.score for segment in scored.segments] == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "pointer"),
+    [({"reward": 1e-3}, "/reward"), ({"sampling_logprobs": [1e-3, 0, 0, 0, 0]}, "/sampling_logprobs/0")],
+)
+def test_what_is_more_than_rounding_is_refused(fields: dict[str, Any], pointer: str) -> None:
+    with pytest.raises(RowRefusal) as refused:
+        imported(**fields)
+    assert refused.value.pointer == pointer
+
+
+def test_a_statement_of_several_problems_names_none_of_them() -> None:
+    other = Problem(PROBLEM.statement, verdict_pb2.TestSet(pass_score=0.5))
+    problems = ProblemIndex([PROBLEM, other, PROBLEM])
+    with pytest.raises(RowRefusal, match="name one by its prompt_id"):
+        stored_row(UploadedRow(1, ROW), problems, TERMS)
+    named = stored_row(UploadedRow(1, {**ROW, "prompt_id": other.problem_id}), problems, TERMS)
+    assert named.trajectory.prompt_id == other.problem_id

@@ -162,3 +162,35 @@ def test_a_folder_or_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_only_so_many_rows_are_read(tmp_path: Path) -> None:
     file = as_jsonl(tmp_path / "a.jsonl", [*questions(1, 2), {"question": 3}])
     assert statements(loaded(file, limit=2)) == ["Say 1.", "Say 2."]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"main": "main/train-00000-of-00001.jsonl", "socratic": "socratic/train-00000-of-00001.jsonl"},
+        {"easy": "data/easy/train.jsonl", "hard": "data/hard/train.jsonl"},
+        {"easy": "easy/train/0000.jsonl", "hard": "hard/train/0000.jsonl"},
+        {"en": "en/train.jsonl", "de": "de/train_more.jsonl"},
+        {"that of the top": "train.jsonl", "extra": "extra/train.jsonl"},
+    ],
+)
+def test_configurations_of_a_clone_are_not_mixed(tmp_path: Path, files: dict[str, str]) -> None:
+    for number, file in enumerate(files.values()):
+        as_jsonl(tmp_path / file, questions(number))
+
+    with pytest.raises(InvalidInput, match="several configurations") as caught:
+        loaded(tmp_path)
+    named = list(files)[1]
+    assert (caught.value.code, caught.value.violations[0].pointer) == ("several_configurations", "/tasks/path")
+    assert named in caught.value.message
+    assert statements(loaded((tmp_path / files[named]).parent)) == ["Say 1."]
+
+
+def test_folders_of_a_split_and_of_its_shards_are_one_configuration(tmp_path: Path) -> None:
+    as_jsonl(tmp_path / "data" / "train-00000-of-00002.jsonl", questions(1))
+    as_jsonl(tmp_path / "data" / "train-00001-of-00002.jsonl", questions(2))
+    as_arrow(tmp_path / "saved" / "train" / "data-00000-of-00001.arrow", questions(3))
+    as_arrow(tmp_path / "saved" / "test" / "data-00000-of-00001.arrow", questions(4))
+
+    assert statements(loaded(tmp_path / "data")) == ["Say 1.", "Say 2."]
+    assert statements(loaded(tmp_path / "saved")) == ["Say 3."]

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,87 @@ def test_filters_that_could_not_work_are_refused_at_submit(tasks: dict[str, obje
     with pytest.raises(InvalidInput) as caught:
         parse_job_spec({"model": {"path": "m"}, "tasks": tasks})
     assert pointer in {violation.pointer for violation in caught.value.violations}
+
+
+LONG = (
+    "Solve this step by step and show all of your work. The very last line of what you write must be of the form "
+    "Answer: X, where X is the answer and nothing else. Do not write anything after that line, and use no calculator."
+)
+EXAMPLES = "Here is how it is done. Question: What is 1 + 1? Answer: 2. Now answer this one in the same way. Question: "
+
+
+def sums(count: int, seed: int) -> list[str]:
+    rng = random.Random(seed)
+    return [f"What is {rng.randint(100, 999)} + {rng.randint(100, 999)}?" for _ in range(count)]
+
+
+@pytest.mark.parametrize(("before", "after"), [("", ""), ("", LONG), (EXAMPLES, ""), (EXAMPLES, LONG)])
+@pytest.mark.parametrize("held", [2, 5, 60])
+def test_what_all_statements_share_makes_none_a_copy_and_hides_none(before: str, after: str, held: int) -> None:
+    training, held_out = sums(100, 1), sums(held, 2)
+    index = ContaminationIndex([problem(f"{before}{each} {after}", range(0)) for each in held_out], similarity=0.8)
+    copies: Counter[str] = Counter()
+    told = [problem(f"{before}{each} {after}", range(0)) for each in [*training, *held_out]]
+    left = list(index.without_copies(told, copies))
+
+    assert left == told[:100]
+    assert copies == {"same statement": held}
+
+
+def test_a_near_copy_is_found_behind_a_shared_instruction() -> None:
+    held_out = [problem(f"{story(seed, 60)} {LONG}", range(0)) for seed in range(5)]
+    index = ContaminationIndex(held_out, similarity=0.8)
+    changed = " ".join("changed" if place == 30 else word for place, word in enumerate(story(3, 60).split()))
+    assert index.find_copy(problem(f"{changed} {LONG}", range(0))) is not None
+    assert index.find_copy(problem(f"{story(9, 60)} {LONG}", range(0))) is None
+
+
+def test_an_instruction_that_is_known_is_no_part_of_a_statement() -> None:
+    index = ContaminationIndex([problem_of(f"What is 2 + 2? {LONG}", "4")], 0.8, LONG)
+    assert index.find_copy(problem_of(f"What is 2 + 3? {LONG}", "5")) is None
+    assert index.find_copy(problem_of(f"what is 2 + 2 ? {LONG}", "4")) is not None
+
+
+def problem_of(statement: str, answer: str) -> Problem:
+    return Problem(statement=statement, tests=verdict.TestSet(answer=verdict.AnswerRule(expected=[answer])))
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ("What is 5 + 3?", "What is 5 - 3?"),
+        ("5 * 3", "5 / 3"),
+        ("Is 5 < 3?", "Is 5 > 3?"),
+        ("2^3", "2 * 3"),
+        ("-5", "5"),
+    ],
+)
+def test_arithmetic_signs_tell_statements_apart(left: str, right: str) -> None:
+    index = ContaminationIndex([problem_of(left, "1")], 0.8)
+    assert index.find_copy(problem_of(right, "2")) is None
+    assert index.find_copy(problem_of(f" {left.upper()} ", "1")) is not None
+
+
+def test_a_statement_of_several_problems_is_a_copy_by_its_content_alone() -> None:
+    held_out = [problem_of("Guess.", str(number)) for number in range(3)]
+    index = ContaminationIndex(held_out, 0.8)
+    left = list(index.without_copies([problem_of("Guess.", str(number)) for number in range(1, 9)]))
+    assert [each.tests.answer.expected[0] for each in left] == [str(number) for number in range(3, 9)]
+
+    one = ContaminationIndex([problem_of("What is the capital of France?", "Paris")], 0.8)
+    assert list(one.without_copies([problem_of("what is the capital of France", "paris")])) == []
+
+
+def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
+    held_out = [(story(seed), "") for seed in range(4)]
+    similar = [(story(0) + " changed", "")]
+    spec = TasksSpec(
+        kind="jsonl",
+        path=write(tmp_path / "train.jsonl", [*held_out, *similar, (story(7), ""), (story(7), "")]),
+        evaluation_path=write(tmp_path / "test.jsonl", held_out),
+        evaluation_problems=2,
+    )
+    assert load_tasks(spec).notes == (
+        "1 rows that say what another says are left out",
+        "5 training problems are left out as copies of held-out ones (same statement: 4, similar statement: 1)",
+    )

@@ -201,3 +201,46 @@ def test_public_tests_that_nothing_has_are_refused_at_their_field(
         load_tasks(spec)
 
     assert [fault.pointer for fault in caught.value.violations] == ["/tasks/reward/tests"]
+
+
+ONE = {"statement": "Guess the word.", "answer": {"expected": ["x"]}}
+PROGRAM = {"statement": "Play the game."}
+OTHER_ROWS: dict[str, list[dict[str, Any]]] = {
+    "arguments": [{**ONE, "arguments": {"task": number}} for number in range(20)],
+    "arguments alone": [{"statement": "Guess.", "arguments": {"task": number}} for number in range(20)],
+    "answers": [{"statement": "Guess.", "answer": {"expected": [str(number)]}} for number in range(20)],
+    "comparisons": [{"statement": "Guess.", "answer": {"expected": ["1"], "absolute_tolerance": n}} for n in range(20)],
+    "tests": [{**PROGRAM, "tests": [{"stdin": f"{number}\n", "stdout": "1\n"}]} for number in range(20)],
+    "code": [{**PROGRAM, "code_tests": {"code": f"assert f({number})"}} for number in range(20)],
+    "languages": [
+        {**PROGRAM, "language": name, "tests": [{"stdin": "", "stdout": ""}]} for name in ("python", "cpp", "c")
+    ],
+}
+
+
+@pytest.mark.parametrize("differ", OTHER_ROWS)
+def test_rows_of_one_statement_that_differ_in_what_decides_are_problems_of_their_own(
+    tmp_path: Path, differ: str
+) -> None:
+    rows = OTHER_ROWS[differ]
+    file = written(tmp_path, *rows, rows[0])
+    verifier = {"kind": "http", "url": "https://a.example/score"} if differ == "arguments alone" else {}
+    spec = {"kind": "jsonl", "path": str(file), **({"verifier": verifier} if verifier else {})}
+    whole = load_tasks(TasksSpec.model_validate({**spec, "evaluation_problems": 0}))
+    assert len({problem.problem_id for problem in whole.train}) == len(whole.train) == len(rows)
+    assert whole.notes == ("1 rows that say what another says are left out",)
+
+    parted = load_tasks(TasksSpec.model_validate({**spec, "evaluation_problems": 2}))
+    assert (len(parted.train), len(parted.evaluation)) == (len(rows) - 2, 2)
+    report = check_file(file, "jsonl")
+    assert (report["problems"], report["duplicates"]) == (len(rows), 1)
+
+
+def test_rows_that_differ_in_nothing_that_the_verifier_is_told_are_one_problem_and_counted(tmp_path: Path) -> None:
+    file = written(tmp_path, *({**ONE, "answer": {"expected": [word]}} for word in "abc"))
+    spec = {"kind": "jsonl", "path": str(file), "evaluation_problems": 0}
+    expression = {"kind": "composition", "parts": [{"name": "a", "verifier": {"kind": "format", "expression": "x"}}]}
+    tasks = load_tasks(TasksSpec.model_validate({**spec, "verifier": expression}))
+
+    assert len(tasks.train) == 1
+    assert tasks.notes == ("2 problems that differ from another in nothing that the verifier is told are left out",)
