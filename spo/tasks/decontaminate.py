@@ -165,9 +165,9 @@ class _SharedWords:
 
     def own_part(self, statement: str) -> _OwnPart:
         words = statement.split()
-        begins = _common(words, self._beginnings.get(tuple(words[:SHARED_WORDS]), []))
+        begins = _alike_words(words, self._beginnings.get(tuple(words[:SHARED_WORDS]), []))
         rest = words[begins:][::-1]
-        ends = _common(rest, self._ends.get(tuple(rest[:SHARED_WORDS]), []))
+        ends = _alike_words(rest, self._ends.get(tuple(rest[:SHARED_WORDS]), []))
         return _OwnPart(words, begins, ends, _shingles_of(" ".join(words[begins : len(words) - ends])))
 
 
@@ -175,13 +175,13 @@ def _beginnings(ordered: Sequence[list[str]], least: int) -> dict[tuple[str, ...
     """By its first words, the longest beginning that `least` of the statements share."""
     found: dict[tuple[str, ...], list[str]] = {}
     for first, last in zip(ordered, ordered[least - 1 :], strict=False):
-        length = _common(first, last)
+        length = _alike_words(first, last)
         if length >= max(SHARED_WORDS, len(found.get(tuple(first[:SHARED_WORDS]), [])) + 1):
             found[tuple(first[:SHARED_WORDS])] = first[:length]
     return found
 
 
-def _common(left: Sequence[str], right: Sequence[str]) -> int:
+def _alike_words(left: Sequence[str], right: Sequence[str]) -> int:
     """How many words two statements have in common from their beginning on."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((place for place, (one, other) in pairs if one != other), min(len(left), len(right)))
