@@ -22,6 +22,7 @@ def main() -> int:
     from services.inference.serving.completions import ServedRuns
 
     client = join_platform(settings)
+    process.hold_state(client)
     replica = ServingReplica(settings, client, process.server.set_serving, process.stop.set)
     worker = RolloutWorker(client, replica, process.replica_id, settings)
     runs = ServedRuns(client)

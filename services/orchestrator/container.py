@@ -83,6 +83,7 @@ class AppContext:
     stop: threading.Event
     leadership: Leadership
     library: TaskLibrary = field(default_factory=TaskLibrary)
+    platform_id: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
         self._connect_services()

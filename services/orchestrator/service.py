@@ -17,6 +17,8 @@ class OrchestratorService(OrchestratorServiceServicer):
 
     def __init__(self, context: AppContext) -> None:
         self.context = context
+        # Messages one after the other are one message: what does not change is written once.
+        self._platform = wire.HeartbeatResponse(platform_id=context.platform_id).SerializeToString()
         self.long_polls = LongPolls(context.settings.long_polls)
 
     def _leads(self) -> None:
@@ -26,12 +28,15 @@ class OrchestratorService(OrchestratorServiceServicer):
     def Heartbeat(self, request: wire.HeartbeatRequest, context: grpc.ServicerContext) -> bytes:  # type: ignore[override]
         self._leads()
         self.context.replicas.beat(request)
-        return self.context.heartbeats.answer(request)
+        return self.context.heartbeats.answer(request) + self._platform
 
     def LeaseJob(self, request: wire.LeaseJobRequest, context: grpc.ServicerContext) -> wire.LeaseJobResponse:
         self._leads()
         with self.long_polls.place():
-            return self.context.leases.wait_for_job(request.trainer_id, request.wait_seconds, wanted=context.is_active)
+            seconds, wanted = request.wait_seconds, context.is_active
+            grant = self.context.leases.wait_for_job(request.trainer_id, seconds, wanted=wanted)
+        grant.platform_id = self.context.platform_id
+        return grant
 
     def RenewLease(self, request: wire.RenewLeaseRequest, context: grpc.ServicerContext) -> wire.RenewLeaseResponse:
         self._leads()

@@ -23,6 +23,7 @@ def main() -> int:
     settings = Settings()
     process = ServiceProcess("replay-buffer", settings, long_polls=settings.long_polls)
     client = join_platform(settings)
+    process.hold_state(client)
     store = ReplayStore(client)
     service = ReplayService(BatchSampler(store, settings.long_polls), settings.stop_memory_share)
     service.archived = archive_reader(settings)

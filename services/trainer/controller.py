@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -54,6 +54,7 @@ class TrainerContext:
     problem: str = ""
     broadcaster: Broadcaster | None = None
     attempt: Attempt | None = None
+    belongs_to: Callable[[str], bool] = lambda platform_id: True
 
 
 @dataclass(frozen=True)

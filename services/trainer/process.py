@@ -76,7 +76,9 @@ def lead(process: ServiceProcess, ranks: Ranks, settings: Settings) -> int:
         process.replica_id,
         process.stop,
         broadcaster=_broadcaster(settings),
+        belongs_to=process.belongs_to,
     )
+    process.hold_state()
 
     devices = [rank_memory_bytes(ranks.device)] * ranks.world_size
 

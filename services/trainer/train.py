@@ -37,6 +37,8 @@ def lead_jobs(ranks: Ranks, settings: Settings, context: TrainerContext) -> None
     """Rank 0: lease one job after the other and work on it with all ranks, until stopped."""
     while not context.stop.is_set():
         grant = take_lease(context.orchestrator, context.trainer_id, settings.lease_wait_seconds, context.stop)
+        if grant and not context.belongs_to(grant.platform_id):
+            break
         if grant and not _tell_earlier_death(context, grant, settings):
             grant = None
         # Shared also when there is no job yet, which one without run_id says: no rank waits long for another.

@@ -25,6 +25,7 @@ def main() -> int:
     from services.value_estimation.value_worker import ValueWorker
 
     client = join_platform(settings)
+    process.hold_state(client)
     references = References.as_told(client, settings)
     clients = connect_clients(settings, process.stop, client)
     weights = WeightStore(settings.weight_place, cache_path=settings.weight_cache_path)

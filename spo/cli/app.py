@@ -5,6 +5,7 @@ Exit codes are stable: `spo.console.EXIT_CODES` says what each means.
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -111,13 +112,24 @@ def options(
 
 
 @app.command()
-def up(name: Annotated[str, typer.Option("--name", help="Folder below runs/ for state and logs.")] = "local") -> None:
+def up(
+    name: Annotated[str, typer.Option("--name", help="Folder below runs/ for state and logs.")] = "local",
+    state: Annotated[
+        Path | None, typer.Option("--state", help="Folder of its Redis, weights and checkpoints; SPO_STATE_PATH.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", min=0, max=65535, help="Of the API and the web page; 0: any.")
+    ] = None,
+) -> None:
     """Start every service on this machine and stay until Ctrl-C or `spo down`."""
     from spo.demo.toy_model import toy_model_in_background
     from spo.local.commands import run_platform
 
+    if state is not None:
+        # All that this process starts, the toy model's build too, reads it there.
+        os.environ["SPO_STATE_PATH"] = str(state.absolute())
     with toy_model_in_background():
-        run_platform(name)
+        run_platform(name, port)
 
 
 @app.command()

@@ -41,11 +41,12 @@ def signals_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def run_platform(name: str) -> None:
+def run_platform(name: str, port: int | None = None) -> None:
     """Run the platform in the foreground. Raises NotReady, Conflict."""
     configure_logs("launcher", log_format="console")
     try:
-        with signals_interrupt(), LocalPlatform(name, PlatformSettings().state_path) as platform:
+        settings = LauncherSettings() if port is None else LauncherSettings(http_port=port)
+        with signals_interrupt(), LocalPlatform(name, PlatformSettings().state_path, settings) as platform:
             wait_with_table(platform)
             console.print(f"API and web page at [bold]{platform.http_url}[/]; logs in {platform.folder}/logs")
             console.print("Ctrl-C or `spo down` stops everything.")

@@ -36,6 +36,7 @@ from spo.observability.logs import get_logger
 from spo.rpc.client import is_healthy
 from spo.rpc.token import show_token
 from spo.service.settings import PlatformSettings
+from spo.service.state_folder import HeldFolders, launcher_of
 
 log = get_logger("launcher")
 
@@ -86,6 +87,7 @@ class LocalPlatform:
     _thread: threading.Thread | None = field(default=None, init=False)
     _ready: bool = field(default=False, init=False)
     _replicas: LocalReplicas = field(init=False)
+    _held: ExitStack = field(default_factory=ExitStack, init=False)
 
     @property
     def folder(self) -> Path:
@@ -107,7 +109,12 @@ class LocalPlatform:
                 f"the platform {self.name!r} is already running (pid {running['pid']}, {running['http_url']})",
                 code="already_running",
             )
-        self.children = self._plan()
+        with ExitStack() as held:
+            url = f"http://127.0.0.1:{self.settings.http_port}"
+            for folder in (self.folder, self.state_path):
+                held.enter_context(launcher_of(folder, self.name, url))
+            self.children = self._plan()
+            self._held = held.pop_all()
         # The children have it from their environment.
         show_token(PlatformSettings().rpc_token.get_secret_value())
         self._thread = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
@@ -118,16 +125,19 @@ class LocalPlatform:
         self._stopping.set()
         if self._thread:
             self._thread.join()
+        self._held.close()
 
     def wait_until_ready(self, on_change: Callable[[dict[str, bool]], None] = lambda _: None) -> None:
         """Return when every child answers its health check; on_change is told who does.
 
         Raises NotReady naming each child that does not, with the end of its log, after settings.start_seconds or when
-        one keeps dying.
+        one keeps dying; Conflict (code "state_folder_in_use") where another platform has the state folder.
         """
         deadline = time.monotonic() + self.settings.start_seconds
         ready = {child.name: False for child in self.children}
+        held = False
         while not all(ready.values()):
+            held = held or self._hold_state(ready)
             for child in self.children:
                 ready[child.name] = ready[child.name] or child.is_ready()
             on_change(ready)
@@ -169,6 +179,17 @@ class LocalPlatform:
     def services(self) -> list[ChildStatus]:
         """Name, pid, restarts and address of every child."""
         return [child.status for child in self.children]
+
+    def _hold_state(self, ready: dict[str, bool]) -> bool:
+        """Share the state folder with the services, once Redis answers which platform this is."""
+        if not ready.get(REDIS, True):
+            return False
+        settings = PlatformSettings(redis_url=self.redis_url, state_path=self.state_path)
+        with connect(self.redis_url, settings.redis_wait_seconds) as client:
+            self._held.callback(
+                HeldFolders.of(settings, "spo up", self.http_url).hold_for(client, self.redis_url).close
+            )
+        return True
 
     def _why_not_ready(self, late: list[Child]) -> str:
         lines = [f"not ready: {', '.join(child.name for child in late)}"]

@@ -17,6 +17,7 @@ from types import FrameType, TracebackType
 from ulid import ULID
 
 from spo.errors import SpoError
+from spo.messaging.redis_client import RedisClient
 from spo.messaging.streams.holder import THIS_PROCESS
 from spo.messaging.work_deaths import asked_to_stop
 from spo.observability import metrics, tracing
@@ -26,6 +27,7 @@ from spo.rpc.long_polls import ANSWERING_THREADS
 from spo.rpc.server import RpcServer
 from spo.rpc.token import show_token
 from spo.service.settings import ServiceSettings
+from spo.service.state_folder import HeldFolders
 from spo.v1 import orchestrator_service_pb2 as orchestrator
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 
@@ -55,6 +57,7 @@ class ServiceProcess:
     on_heartbeat: Beat = lambda response: None
     on_drain: Callable[[], None] = lambda: None
     long_polls: int = 0
+    folders: HeldFolders | None = field(default=None, init=False)
     stop: threading.Event = field(default_factory=threading.Event)
     failed: bool = field(default=False, init=False)
     # The signal that ended it; None while it runs, and where a worker ended it.
@@ -76,6 +79,27 @@ class ServiceProcess:
         if self.settings.host in ("0.0.0.0", "::") and not self.settings.advertise_address:
             return f"{socket.gethostname()}:{self.server.port}"
         return self.settings.advertise_address or self.server.address
+
+    def hold_state(self, client: RedisClient | None = None) -> HeldFolders:
+        """Share the state folder with the processes of this platform alone, for as long as this one lives.
+
+        Without a Redis it is held from the orchestrator's first answer on. Raises Conflict (code
+        "state_folder_in_use"), redis.RedisError.
+        """
+        self.folders = HeldFolders.of(self.settings, self.pool, self.address)
+        return self.folders.hold_for(client, self.settings.redis_url) if client else self.folders
+
+    def belongs_to(self, platform_id: str) -> bool:
+        """Whether the orchestrator that says so is of this process' platform; one of another ends the process."""
+        try:
+            if self.folders:
+                self.folders.confirm(platform_id)
+        except SpoError as error:
+            log.error("the process ends", reason=error.message, code=error.code)
+            self.failed = True
+            self.stop.set()
+            return False
+        return True
 
     def answer_probes(self, loading: str) -> None:
         """Answer probes from now on, before the libraries of the role are imported: not ready, and why."""
@@ -168,6 +192,7 @@ class ServiceProcess:
             self._give_back(lines)
             log.warning("orchestrator did not take the heartbeat; trying again", reason=error.message)
             return min(5.0, max(1.0, otherwise))
+        self.belongs_to(response.platform_id)
         return response.next_heartbeat_seconds or 1.0
 
     @staticmethod

@@ -159,12 +159,15 @@ class HeartbeatResponse(_message.Message):
     MODEL_PATH_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     GROUPS_IN_HAND_FIELD_NUMBER: _builtins.int
+    PLATFORM_ID_FIELD_NUMBER: _builtins.int
     next_heartbeat_seconds: _builtins.float
     run_id: _builtins.str
     """Inference only: the run to serve and the version to be at. Empty run_id: stay idle."""
     model_path: _builtins.str
     groups_in_hand: _builtins.int
     """Inference only: prompt groups to have in hand at once; 0: as many as its own settings say."""
+    platform_id: _builtins.str
+    """Whose state folder this is; empty from an orchestrator from before it was sent."""
     @_builtins.property
     def weights(self) -> _weights_pb2.WeightAnnouncement: ...
     def __init__(
@@ -175,10 +178,11 @@ class HeartbeatResponse(_message.Message):
         model_path: _builtins.str = ...,
         weights: _weights_pb2.WeightAnnouncement | None = ...,
         groups_in_hand: _builtins.int = ...,
+        platform_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups_in_hand", b"groups_in_hand", "model_path", b"model_path", "next_heartbeat_seconds", b"next_heartbeat_seconds", "run_id", b"run_id", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups_in_hand", b"groups_in_hand", "model_path", b"model_path", "next_heartbeat_seconds", b"next_heartbeat_seconds", "platform_id", b"platform_id", "run_id", b"run_id", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -222,6 +226,7 @@ class LeaseJobResponse(_message.Message):
     WEIGHT_STORE_PATH_FIELD_NUMBER: _builtins.int
     START_VERSION_FIELD_NUMBER: _builtins.int
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    PLATFORM_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     spec_json: _builtins.str
     epoch: _builtins.int
@@ -235,6 +240,8 @@ class LeaseJobResponse(_message.Message):
     """Root of the weight store for this run."""
     start_version: _builtins.int
     """The published version whose weights training starts from, in a forked job; 0: the model folder."""
+    platform_id: _builtins.str
+    """As in HeartbeatResponse: nothing is written for a platform that does not have this machine's state folder."""
     @_builtins.property
     def checkpoints(self) -> Global___RecordedCheckpoints:
         """What training may resume from; unset by an orchestrator from before it was sent."""
@@ -251,10 +258,11 @@ class LeaseJobResponse(_message.Message):
         weight_store_path: _builtins.str = ...,
         start_version: _builtins.int = ...,
         checkpoints: Global___RecordedCheckpoints | None = ...,
+        platform_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoints", b"checkpoints"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_path", b"checkpoint_path", "checkpoints", b"checkpoints", "epoch", b"epoch", "lease_seconds", b"lease_seconds", "next_weight_version", b"next_weight_version", "run_id", b"run_id", "spec_json", b"spec_json", "start_version", b"start_version", "weight_store_path", b"weight_store_path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_path", b"checkpoint_path", "checkpoints", b"checkpoints", "epoch", b"epoch", "lease_seconds", b"lease_seconds", "next_weight_version", b"next_weight_version", "platform_id", b"platform_id", "run_id", b"run_id", "spec_json", b"spec_json", "start_version", b"start_version", "weight_store_path", b"weight_store_path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,198 @@
+"""A state folder belongs to one platform: what two processes may open is held, and a second platform is refused."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from spo.errors import Conflict
+from spo.local.launcher import LauncherSettings, LocalPlatform
+from spo.local.redis_server import server_command
+from spo.messaging.connection import connect
+from spo.service.settings import PlatformSettings
+from spo.service.state_folder import FOREIGN_SECONDS, LOCK_FILE, FolderLock, FolderOwner, HeldFolders
+from spo.testing.waiting import wait_until
+
+ROOT = Path(__file__).parents[3]
+HOLDER = """
+import sys, time
+from pathlib import Path
+from spo.messaging.connection import connect
+from spo.service.settings import PlatformSettings
+from spo.service.state_folder import HeldFolders
+settings = PlatformSettings(
+    redis_url=sys.argv[1], state_path=Path(sys.argv[2]), **dict(place.split("=") for place in sys.argv[3:])
+)
+held = HeldFolders.of(settings, "holder", "127.0.0.1:1").hold_for(connect(settings.redis_url, 5), settings.redis_url)
+print(held.platform, flush=True)
+time.sleep(600)
+"""
+
+
+def held(url: str, state: Path, **places: str) -> HeldFolders:
+    settings = PlatformSettings.model_validate({"redis_url": url, "state_path": state, **places})
+    with connect(url, 5) as client:
+        return HeldFolders.of(settings, "second", "127.0.0.1:2").hold_for(client, url)
+
+
+@contextmanager
+def holder(url: str, state: Path, *places: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the folder for the platform of a Redis."""
+    command = [sys.executable, "-c", HOLDER, url, str(state), *places]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout
+            assert process.stdout.readline().strip(), "the holder could not hold the folder"
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def other_redis(redis_server: str) -> Iterator[str]:
+    """Another platform's Redis: another database of the same server."""
+    url = redis_server.removesuffix("/0") + "/9"
+    with connect(url, 5) as client:
+        client.delete("spo:platform")
+        yield url
+        client.delete("spo:platform")
+
+
+@pytest.mark.usefixtures("redis_client")
+def test_processes_of_one_platform_share_and_another_platform_is_refused_by_name(
+    redis_server: str, other_redis: str, tmp_path: Path
+) -> None:
+    with holder(redis_server, tmp_path) as process:
+        held(redis_server, tmp_path).close()
+        with pytest.raises(Conflict, match=rf"pid {process.pid}.*Stop it, or give") as refused:
+            held(other_redis, tmp_path)
+        assert refused.value.code == "state_folder_in_use"
+
+
+@pytest.mark.parametrize("place", ["weight_store_url", "checkpoint_store_url", "state_store_url", "experience_url"])
+@pytest.mark.usefixtures("redis_client")
+def test_folders_elsewhere_are_held_too(place: str, redis_server: str, other_redis: str, tmp_path: Path) -> None:
+    shared = str(tmp_path / "shared")
+    with holder(redis_server, tmp_path / "a", f"{place}={shared}"), pytest.raises(Conflict, match="shared is another"):
+        held(other_redis, tmp_path / "b", **{place: shared})
+
+
+@pytest.mark.usefixtures("redis_client")
+def test_a_folder_whose_platform_is_gone_is_taken_over(redis_server: str, other_redis: str, tmp_path: Path) -> None:
+    with holder(redis_server, tmp_path):
+        pass
+
+    taken = held(other_redis, tmp_path)
+
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["platform"] == taken.platform
+    taken.close()
+
+
+@pytest.mark.usefixtures("redis_client")
+def test_an_emptied_redis_is_still_the_platform_of_its_folder(redis_server: str, tmp_path: Path) -> None:
+    with holder(redis_server, tmp_path), connect(redis_server, 5) as client:
+        before = held(redis_server, tmp_path)
+        client.delete("spo:platform")
+        after = held(redis_server, tmp_path)
+    for each in (before, after):
+        each.close()
+    assert after.platform == before.platform
+
+
+@pytest.mark.parametrize(("age", "refused"), [(0.0, True), (FOREIGN_SECONDS / 2, True), (FOREIGN_SECONDS + 5, False)])
+def test_a_platform_on_another_machine_is_alive_while_it_renews_its_name(
+    age: float, refused: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / LOCK_FILE
+    path.write_text(json.dumps({"platform": "theirs", "host": "far", "boot": "another", "pid": 7}))
+    os.utime(path, (path.stat().st_atime, path.stat().st_mtime - age))
+    lock = FolderLock(tmp_path)
+    with ExitStack() as expected:
+        if refused:
+            expected.enter_context(pytest.raises(Conflict, match="pid 7 on far"))
+        lock.claim(FolderOwner("ours", boot="here"))
+    assert lock.owner().platform == ("theirs" if refused else "ours")
+    lock.close()
+
+
+def test_a_file_system_without_locks_refuses_by_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    FolderLock(tmp_path).claim(FolderOwner("ours", boot="here"))
+    FolderLock(tmp_path).claim(FolderOwner("ours", boot="there"))
+    with pytest.raises(Conflict, match="counts as gone after"):
+        FolderLock(tmp_path).claim(FolderOwner("theirs", boot="here"))
+
+
+def test_a_damaged_lock_file_names_nobody_and_is_written_anew(tmp_path: Path) -> None:
+    (tmp_path / LOCK_FILE).write_bytes(b"\xff\x00{" * 100)
+    lock = FolderLock(tmp_path)
+    lock.claim(FolderOwner("ours"))
+    assert lock.owner().platform == "ours"
+    lock.close()
+
+
+@pytest.mark.parametrize("service", ["orchestrator", "replay_buffer"])
+@pytest.mark.usefixtures("redis_client")
+def test_a_service_that_is_started_by_itself_is_refused(
+    service: str, redis_server: str, other_redis: str, tmp_path: Path
+) -> None:
+    environment = os.environ | {"SPO_REDIS_URL": other_redis, "SPO_STATE_PATH": str(tmp_path)}
+    with holder(redis_server, tmp_path):
+        ran = subprocess.run(
+            [sys.executable, "-m", f"services.{service}"],
+            cwd=ROOT,
+            env=environment | {"SPO_ORCHESTRATOR_HTTP_PORT": "0"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert ran.returncode != 0
+    assert "state_folder_in_use" in ran.stdout + ran.stderr
+    assert "Traceback" not in ran.stdout + ran.stderr
+
+
+def test_a_second_launcher_is_refused_whatever_its_name(tmp_path: Path) -> None:
+    """Before it starts anything, through another path to the folder too, and at once: the first one lives."""
+    (tmp_path / "link").symlink_to(tmp_path / "state")
+    script = (
+        "import sys, time\nfrom pathlib import Path\nfrom spo.service.state_folder import launcher_of\n"
+        "with launcher_of(Path(sys.argv[1]), 'first', 'http://127.0.0.1:1'): print('up', flush=True); time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "state")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as first:
+        try:
+            assert first.stdout
+            assert first.stdout.readline() == "up\n"
+            for state in ("state", "link"):
+                second = LocalPlatform("other", tmp_path / state, LauncherSettings(runs_path=tmp_path / "runs"))
+                with pytest.raises(Conflict, match=rf"--name first.*pid {first.pid}") as refused, second:
+                    pass
+                assert refused.value.code == "state_folder_in_use"
+                assert second.children == []
+        finally:
+            first.kill()
+
+
+def test_a_second_redis_is_refused_its_folder(free_port: int, tmp_path: Path) -> None:
+    first = subprocess.Popen(server_command(free_port, tmp_path), stdout=subprocess.DEVNULL)
+    try:
+        wait_until((tmp_path / "redis.pid").exists, "the server's pid file")
+        with pytest.raises(Conflict, match=f"Redis with pid {first.pid}"):
+            server_command(1, tmp_path)
+    finally:
+        first.kill()
+        first.wait(20)
+    assert server_command(1, tmp_path)
