@@ -21,8 +21,7 @@ def main() -> int:
     from services.inference.service import InferenceService
     from services.inference.serving.completions import ServedRuns
 
-    client = join_platform(settings)
-    process.hold_state(client)
+    client = process.hold_state(join_platform(settings))
     replica = ServingReplica(settings, client, process.server.set_serving, process.stop.set)
     worker = RolloutWorker(client, replica, process.replica_id, settings)
     runs = ServedRuns(client)
@@ -30,7 +29,7 @@ def main() -> int:
     add_InferenceServiceServicer_to_server(service, process.server.server)
     process.report = replica.report
     process.on_heartbeat = replica.on_heartbeat
-    process.workers = [replica.follow, worker.read, worker.forward]
+    process.workers += [replica.follow, worker.read, worker.forward]
     status = process.run()
     replica.close()
     return status

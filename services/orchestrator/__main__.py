@@ -19,22 +19,15 @@ from spo.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServicer
 def main() -> int:
     settings = Settings()
     process = ServiceProcess("orchestrator", settings, long_polls=settings.long_polls)
-    client = join_platform(settings)
-    folders = process.hold_state(client)
+    client = process.hold_state(join_platform(settings))
     require_append_only_file(client, public_address(settings.redis_url), accept_none=not settings.durable_writes)
     leadership = Leadership(client, process.replica_id, process.address)
-    context = AppContext(settings, client, process.stop, leadership, platform_id=folders.platform)
+    context = AppContext(settings, client, process.stop, leadership)
     add_OrchestratorServiceServicer_to_server(OrchestratorService(context), process.server.server)
     http = HttpServer(context)
     jobs = (context.runner, context.dispatcher, context.evaluations, context.deletion)
     loops = (*jobs, context.datasets, context.watch, context.continual_loop, context.autoscaling)
-    process.workers += [
-        leadership.run,
-        *(leadership.while_leading(loop.run) for loop in loops),
-        http.run,
-        freeze_gc,
-        folders.renew_until,
-    ]
+    process.workers += [leadership.run, *(leadership.while_leading(loop.run) for loop in loops), http.run, freeze_gc]
     process.on_drain = context.close
     status = process.run()
     # Only now: until its last worker has ended this process still writes.

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from services.orchestrator.auth.audit import AuditLog
 from services.orchestrator.auth.authenticator import Authenticator
@@ -59,6 +60,7 @@ from services.orchestrator.serving.served_models import ServedModels
 from services.orchestrator.settings import Settings
 from services.orchestrator.values.progress import ValueProgress
 from services.orchestrator.values.refresh import ReferenceRefresh
+from spo import redis_keys
 from spo.errors import InvalidInput, NotFound
 from spo.experience.store import ExperienceStore
 from spo.messaging.redis_client import RedisClient
@@ -83,7 +85,6 @@ class AppContext:
     stop: threading.Event
     leadership: Leadership
     library: TaskLibrary = field(default_factory=TaskLibrary)
-    platform_id: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
         self._connect_services()
@@ -91,6 +92,11 @@ class AppContext:
         self._follow_replicas()
         self._run_jobs()
         self._go_on_learning()
+
+    @cached_property
+    def platform_id(self) -> str:
+        """The platform's, by which processes tell whose a state folder is; "" where none has held one."""
+        return (self.redis.hget(redis_keys.platform(), "id") or b"").decode()
 
     def _connect_services(self) -> None:
         settings = self.settings

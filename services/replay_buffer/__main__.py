@@ -22,8 +22,7 @@ from spo.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
 def main() -> int:
     settings = Settings()
     process = ServiceProcess("replay-buffer", settings, long_polls=settings.long_polls)
-    client = join_platform(settings)
-    process.hold_state(client)
+    client = process.hold_state(join_platform(settings))
     store = ReplayStore(client)
     service = ReplayService(BatchSampler(store, settings.long_polls), settings.stop_memory_share)
     service.archived = archive_reader(settings)

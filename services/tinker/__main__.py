@@ -12,7 +12,7 @@ from spo.v1.tinker_service_pb2_grpc import add_TinkerServiceServicer_to_server
 def main() -> int:
     settings = Settings()
     process = ServiceProcess("tinker", settings)
-    process.hold_state()
+    process.hold_state_when_known()
     process.answer_probes("loads its libraries and the base model")
     # Imported late: probes are answered while these take their time.
     from services.tinker.assembly import assemble

@@ -78,7 +78,6 @@ def lead(process: ServiceProcess, ranks: Ranks, settings: Settings) -> int:
         broadcaster=_broadcaster(settings),
         belongs_to=process.belongs_to,
     )
-    process.hold_state()
 
     devices = [rank_memory_bytes(ranks.device)] * ranks.world_size
 
@@ -95,6 +94,7 @@ def lead(process: ServiceProcess, ranks: Ranks, settings: Settings) -> int:
     group = GroupStop(ranks)
     process.report = report
     process.workers = [train, group.look]
+    process.hold_state_when_known()
     status = process.run()
     if context.attempt and not process.failed:
         context.attempt.stopped()

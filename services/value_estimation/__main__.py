@@ -24,8 +24,7 @@ def main() -> int:
     from services.value_estimation.token_values import TokenValuer
     from services.value_estimation.value_worker import ValueWorker
 
-    client = join_platform(settings)
-    process.hold_state(client)
+    client = process.hold_state(join_platform(settings))
     references = References.as_told(client, settings)
     clients = connect_clients(settings, process.stop, client)
     weights = WeightStore(settings.weight_place, cache_path=settings.weight_cache_path)

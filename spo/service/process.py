@@ -80,14 +80,19 @@ class ServiceProcess:
             return f"{socket.gethostname()}:{self.server.port}"
         return self.settings.advertise_address or self.server.address
 
-    def hold_state(self, client: RedisClient | None = None) -> HeldFolders:
+    def hold_state(self, client: RedisClient) -> RedisClient:
         """Share the state folder with the processes of this platform alone, for as long as this one lives.
 
-        Without a Redis it is held from the orchestrator's first answer on. Raises Conflict (code
-        "state_folder_in_use"), redis.RedisError.
+        Raises Conflict (code "state_folder_in_use"), redis.RedisError.
         """
+        self.hold_state_when_known().hold_for(client, self.settings.redis_url)
+        return client
+
+    def hold_state_when_known(self) -> HeldFolders:
+        """The same for a process without a Redis: from the orchestrator's first answer on, which says the platform."""
         self.folders = HeldFolders.of(self.settings, self.pool, self.address)
-        return self.folders.hold_for(client, self.settings.redis_url) if client else self.folders
+        self.workers.append(self.folders.renew_until)
+        return self.folders
 
     def belongs_to(self, platform_id: str) -> bool:
         """Whether the orchestrator that says so is of this process' platform; one of another ends the process."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -97,6 +99,24 @@ def test_redis_is_started_alike_everywhere(tmp_path: Path) -> None:
     chart = (ROOT / "helm" / "spo" / "templates" / "redis.yaml").read_text()
     for command in (" ".join(COMPOSE["services"]["redis"]["command"]), chart):
         assert {name: found[1] for name in options if (found := re.search(rf"{name} (\S+)", command))} == options
+
+
+def test_a_second_redis_on_one_volume_is_refused(tmp_path: Path) -> None:
+    script = " ".join(COMPOSE["services"]["redis"]["command"]).replace("$$", "$")
+    for here in ("/data", "/run/secrets", "/tmp/password.conf"):
+        script = script.replace(here, str(tmp_path / here.rpartition("/")[2]))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "valkey-server").write_text("#!/bin/sh\necho up; exec sleep 600\n")
+    (tmp_path / "valkey-server").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with subprocess.Popen(["sh", "-c", script], env=environment, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout
+        assert first.stdout.readline() == "up\n"
+        second = subprocess.run(
+            ["sh", "-c", script], env=environment, capture_output=True, text=True, timeout=20, check=False
+        )
+        first.kill()
+    assert (second.returncode, second.stderr.split()[0]) == (1, "state_folder_in_use:")
 
 
 def test_a_secret_file_is_read_and_a_variable_goes_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
