@@ -145,7 +145,7 @@ def scale() -> str:
 
 
 def platform() -> str:
-    """Hash: schema_version (MAJOR.MINOR of the newest release that joined), epoch (this Redis' data), id. Every service.
+    """Hash: schema_version (MAJOR.MINOR of the newest joined), epoch (this Redis' data), id. Every service.
 
     The id is what lock files in state folders name.
     """
