@@ -85,6 +85,11 @@ def lone_deliveries(stream: str) -> str:
     return f"{stream}:lone"
 
 
+def stream_clock(stream: str) -> str:
+    """Redis' time in ms when a member last looked for entries of silent members; shows steps of that clock. A day."""
+    return f"{stream}:clock"
+
+
 def dead_letter_counts(run_id: str) -> str:
     """Hash: stream -> entries of the run given up on and not redriven, `stream:reason` -> why the last one was.
 

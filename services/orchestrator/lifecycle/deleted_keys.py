@@ -32,6 +32,7 @@ def keys_of(client: RedisClient, run_id: str) -> Iterator[list[str]]:
         redis_keys.dead_letter_payloads,
         redis_keys.dead_letter_totals,
         redis_keys.lone_deliveries,
+        redis_keys.stream_clock,
     )
     yield [key(redis_keys.prompts(run_id)) for key in of_prompts]
     yield [key(run_id) for key in single_keys(redis_keys, own_keys)]

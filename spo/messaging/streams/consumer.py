@@ -33,6 +33,8 @@ TIDY_SECONDS = 60.0
 # A member that holds nothing and has not read for so long is gone; should it come back, it is a member again.
 SILENT_SECONDS = 600.0
 MAX_REMEMBERED_FAILURES = 10_000
+# Redis' clock is not followed more closely; it must be more than an answer of Redis takes.
+LEAST_STEP_MS = 1000
 
 # An entry's id, its fields one after the other, and which delivery this is.
 RawDelivery = tuple[bytes, list[bytes], int]
@@ -61,6 +63,9 @@ class Consumer:
     _next_reclaim: float = field(default=0.0, init=False)
     _next_tidy: float = field(default=0.0, init=False)
     _cursor: str = field(default="0-0", init=False)
+    # Redis' time in ms at the last look, and when that was.
+    _clock: tuple[int, float] = field(default=(0, 0.0), init=False)
+    _unsure: bool = field(default=False, init=False)
     _held: set[str] = field(default_factory=set, init=False)
     # Entries whose handling failed alone -> how often: they go alone again, and each time later.
     _failures: dict[str, int] = field(default_factory=dict, init=False)
@@ -107,13 +112,16 @@ class Consumer:
         self._release_left()
         self._ensure_group()
         self._remove_silent()
-        claimed = self._reclaim(count) if self.holder.proven else []
-        if claimed:
-            return claimed
         # A holder that has yet to show that it works begins with what nobody died of.
-        if not self.holder.proven:
-            return self._new(count, min(block_seconds, 0.1)) or self._reclaim(count) or self._new(count, block_seconds)
-        return self._new(count, block_seconds)
+        first = [] if self.holder.proven else self._new(count, min(block_seconds, 0.1))
+        return first or self._reclaim(count) or self._wait(count, block_seconds)
+
+    def _wait(self, count: int, block_seconds: float) -> list[Entry]:
+        """New entries; after a look that was not sure of the clock, those of silent consumers once it can be."""
+        if not self._unsure:
+            return self._new(count, block_seconds)
+        pause = min(block_seconds, max(0.0, self._next_reclaim - time.monotonic()))
+        return self._new(count, pause) or self._reclaim(count) or self._new(count, block_seconds - pause)
 
     def _release_left(self) -> None:
         # Taken out first: other threads add to the list meanwhile.
@@ -313,17 +321,27 @@ class Consumer:
             entries = self._scan(count)
             if entries:
                 return self._lone_or_all(entries)
-            if self._cursor == "0-0":
+            if self._cursor == "0-0" or self._unsure:
                 self._next_reclaim = time.monotonic() + min(5.0, self.reclaim_after_seconds / 4)
                 break
         return []
 
     def _scan(self, count: int) -> list[Entry]:
         idle_ms = int(self.reclaim_after_seconds * 1000)
-        arguments = (self.group, self.name, idle_ms, self._cursor, count)
-        reply = self.client.eval(scripts.RECLAIM, 1, self.stream, *arguments)
-        cursor, found = cast("tuple[bytes, list[RawDelivery]]", reply)
+        keys = self.stream, redis_keys.stream_clock(self.stream)
+        began = time.monotonic()
+        redis_ms, then = self._clock
+        expected = redis_ms + int((began - then) * 1000) if redis_ms else 0
+        tolerance = max(LEAST_STEP_MS, idle_ms // 4)
+        arguments = (self.group, self.name, idle_ms, self._cursor, count, expected, tolerance)
+        reply = self.client.eval(scripts.RECLAIM, len(keys), *keys, *arguments)
+        cursor, found, at, clock = cast("tuple[bytes, list[RawDelivery], int, bytes]", reply)
         self._cursor = cursor.decode()
+        # The later of two times here: an answer that took long looks like no step.
+        self._clock = at, time.monotonic()
+        self._unsure = clock == b"unsure"
+        if clock == b"stepped":
+            log.warning("the clock of Redis stepped; silent members keep entries from now on", stream=self.stream)
         return [_reclaimed(raw) for raw in found if raw[1]]
 
     def _lone_or_all(self, entries: list[Entry]) -> list[Entry]:

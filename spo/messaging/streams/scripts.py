@@ -1,8 +1,9 @@
 """The atomic steps of the streams, in Lua.
 
-Those that only acknowledge, count or move an entry aside also run when the memory of the server is full; what appends
-to the next stream is refused then, and tried again. Bookkeeping of a run is written only while the run's spec exists: a
-deleted run gets no key again.
+Those that only acknowledge, count or move an entry aside say `allow-oom` and also run when the memory of the server is
+full. What appends to the next stream says `#!lua` without it, so that the server refuses it as a whole then, and it is
+tried again; without that first line an append after an acknowledgement would pass. Bookkeeping of a run is written only
+while the run's spec exists: a deleted run gets no key again.
 """
 
 # One entry less of a run on a stream. Never below none: the counts go with a deleted run, its entries may outlast it.
@@ -38,7 +39,7 @@ return 1
 # ARGV: group, entry id, payload for the next stream, its trace, run that the next entry counts for or '', run that the
 #       source entry counted for or ''.
 # Returns 1 when this call finished the entry, 0 when another delivery had finished it before.
-FORWARD = f"""
+FORWARD = f"""#!lua
 {_UNCOUNT}
 if redis.call('XACK', KEYS[1], ARGV[1], ARGV[2]) == 0 then return 0 end
 local fields = {{'payload', ARGV[3]}}
@@ -65,17 +66,42 @@ if ARGV[3] ~= '' then uncount(KEYS[2], KEYS[1]) end
 return 1
 """
 
-# KEYS: stream.  ARGV: group, consumer, idle ms, cursor, count.
-# Returns the next cursor ('0-0' at the end) and entries as {id, fields, deliveries}; one that was deleted meanwhile
-# has no fields.
-RECLAIM = """
+# KEYS: stream, its clock.
+# ARGV: group, consumer, idle ms, cursor, count, what Redis' time should be by the consumer's own clock or 0, ms that a
+#       step has at least.
+# Returns the next cursor ('0-0' at the end), entries as {id, fields, deliveries}, Redis' time, and what its clock did;
+# an entry that was deleted meanwhile has no fields.
+#
+# How long an entry is idle goes by Redis' clock. One that stepped back would keep a dead member's entries for the whole
+# step, one that stepped forward takes the entries of the living: after a step ('stepped') all are as if they had been
+# delivered now, so the dead keep theirs for one idle time and the living go on keeping theirs alive. A consumer that
+# looks for the first time, long after anybody did, cannot tell a step forward from an outage: it looks again
+# ('unsure') when the living had time to say so.
+RECLAIM = f"""#!lua flags=allow-oom
+{_NOW}
+local at, idle = now(), tonumber(ARGV[3])
+local before = tonumber(redis.call('GET', KEYS[2]) or at)
+local expected = tonumber(ARGV[6])
+if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('SET', KEYS[2], at, 'PX', 86400000) end
+if at + tonumber(ARGV[7]) < before or (expected > 0 and at > expected + tonumber(ARGV[7])) then
+  local from = '-'
+  while from do
+    local page = redis.call('XPENDING', KEYS[1], ARGV[1], from, '+', 1000)
+    for _, pending in ipairs(page) do
+      redis.call('XCLAIM', KEYS[1], ARGV[1], pending[2], 0, pending[1], 'IDLE', 0, 'RETRYCOUNT', pending[4], 'JUSTID')
+    end
+    from = #page == 1000 and '(' .. page[1000][1] or nil
+  end
+  return {{'0-0', {{}}, at, 'stepped'}}
+end
+if expected == 0 and at - before > idle + tonumber(ARGV[7]) then return {{ARGV[4], {{}}, at, 'unsure'}} end
 local reply = redis.call('XAUTOCLAIM', KEYS[1], ARGV[1], ARGV[2], ARGV[3], ARGV[4], 'COUNT', ARGV[5])
-local entries = {}
+local entries = {{}}
 for _, entry in ipairs(reply[2]) do
   local pending = redis.call('XPENDING', KEYS[1], ARGV[1], entry[1], entry[1], 1)
-  entries[#entries + 1] = {entry[1], entry[2] or {}, pending[1] and pending[1][4] or 1}
+  entries[#entries + 1] = {{entry[1], entry[2] or {{}}, pending[1] and pending[1][4] or 1}}
 end
-return {reply[1], entries}
+return {{reply[1], entries, at, ''}}
 """
 
 # KEYS: stream, lone deliveries.  ARGV: group, consumer, idle ms, deliveries after which an entry is handled alone.
@@ -212,7 +238,7 @@ return dropped
 #       spec of the run.
 # ARGV: letter id.
 # Returns 1 when the entry is on its stream again, 0 when the letter is not there, -1 when its run is deleted.
-REDRIVE = f"""
+REDRIVE = f"""#!lua
 {_UNCOUNT}
 local letter = redis.call('XRANGE', KEYS[2], ARGV[1], ARGV[1])[1]
 if not letter then return 0 end
