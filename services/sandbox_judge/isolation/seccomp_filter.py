@@ -24,8 +24,8 @@ poll ppoll epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwa
 nanosleep clock_nanosleep getitimer setitimer alarm timer_create timer_settime timer_gettime timer_delete
 timer_getoverrun timerfd_create timerfd_settime timerfd_gettime
 getpid getppid gettid getuid geteuid getgid getegid getpgrp getpgid getsid getgroups getresuid getresgid getrlimit
-setrlimit getrusage sysinfo times uname getcpu futex futex_waitv sched_yield getpriority sched_getaffinity sched_getparam
-sched_getattr sched_rr_get_interval
+setrlimit getrusage sysinfo times uname getcpu futex futex_waitv sched_yield getpriority sched_getaffinity
+sched_getparam sched_getattr sched_rr_get_interval
 sched_getscheduler sched_get_priority_max sched_get_priority_min set_tid_address set_robust_list get_robust_list rseq
 membarrier clock_gettime clock_getres gettimeofday time exit exit_group getrandom arch_prctl getcwd chdir fchdir
 readlink readlinkat getdents getdents64 mkdir mkdirat rmdir unlink unlinkat rename renameat renameat2 ftruncate

@@ -14,6 +14,7 @@ from spo.messaging.connection import connect
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.streams import Consumer, publish
 from spo.messaging.streams.holder import StreamHolder
+from spo.testing.waiting import wait_until
 from tests.chaos.clocks import Clocks
 from tests.conftest import free_port as any_port
 
@@ -44,8 +45,15 @@ def member(client: RedisClient, name: str) -> Consumer:
     return Consumer(client, STREAM, GROUP, name, RECLAIM_SECONDS, holder=StreamHolder(proven=True))
 
 
+def step_to(client: RedisClient, clocks: Clocks, seconds: float) -> None:
+    """Step, and wait until the server goes by it: it may still think in the time of its last tick."""
+    clocks.set("redis", seconds)
+    for _ in range(2):
+        wait_until(lambda: abs(client.time()[0] - time.time() - seconds) < 2, "the step")  # type: ignore[attr-defined]
+
+
 def begin(client: RedisClient, clocks: Clocks, entries: int) -> None:
-    clocks.set("redis", 0)
+    step_to(client, clocks, 0.0)
     client.delete(STREAM, f"{STREAM}:clock")
     publish(client, STREAM, [str(number).encode() for number in range(entries)])
 
@@ -57,7 +65,7 @@ def test_after_a_step_a_dead_members_entries_go_to_another_within_two_reclaim_ti
     client, clocks = stepped
     begin(client, clocks, 3)
     assert len(member(client, "dead").read(5, 0.1)) == 3
-    clocks.set("redis", step)
+    step_to(client, clocks, step)
 
     lives, found, began = member(client, "lives"), 0, time.monotonic()
     while found < 3 and time.monotonic() - began < 20:
@@ -79,7 +87,7 @@ def test_a_step_takes_nothing_from_a_member_that_keeps_its_entries_alive(
     held = holder.read(5, 0.1)
     if known:
         assert other.read(5, 0.01) == []
-    clocks.set("redis", step)
+    step_to(client, clocks, step)
 
     began = time.monotonic()
     while time.monotonic() - began < 2.5 * RECLAIM_SECONDS:
