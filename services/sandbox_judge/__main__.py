@@ -20,7 +20,7 @@ def main() -> int:
     settings = Settings()
     process = ServiceProcess("sandbox-judge", settings)
     try:
-        client = join_platform(settings)
+        client = process.watch_redis(join_platform(settings))
         tier = choose_tier(settings)
     except SpoError as error:
         get_logger("start").error("the judge will not serve", reason=error.message, code=error.code)

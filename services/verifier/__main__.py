@@ -20,7 +20,7 @@ def main() -> int:
     settings = Settings()
     process = ServiceProcess("verifier", settings)
     try:
-        client = join_platform(settings)
+        client = process.watch_redis(join_platform(settings))
     except SpoError as error:
         get_logger("start").error("the verifier will not serve", reason=error.message, code=error.code)
         return 1

@@ -22,14 +22,13 @@ from spo.doctor.versions import version_findings
 from spo.errors import SpoError
 from spo.local.launcher import LauncherSettings
 from spo.local.state import PlatformState, running_platforms
-from spo.messaging.connection import connect, public_address
+from spo.messaging.connection import NO_EVICTION, OLDEST_REDIS, connect, public_address, version_number
 from spo.messaging.redis_client import RedisClient
 from spo.service.settings import PlatformSettings
 
 DEMO_MEMORY_BYTES = 8 << 30
 DEMO_DISK_BYTES = 2 << 30
 PROBE_SECONDS = 20
-OLDEST_REDIS = (7, 2)
 
 
 def examine(*, deep: bool = False, output: Output = Output.TABLE) -> bool:
@@ -124,13 +123,15 @@ def _redis_settings(client: RedisClient) -> list[DoctorCheck]:
         # INFO, since managed servers refuse CONFIG.
         told = client.info("server", "persistence", "memory")
         version = told.get("valkey_version") or told["redis_version"]
-        number = tuple(int(part) for part in version.split(".")[:2])
-    except (redis.RedisError, ValueError, KeyError) as error:
+    except (redis.RedisError, KeyError) as error:
         step = f"allow INFO to see them ({error})"
         return [DoctorCheck("Redis' settings", False, "durability rests on them", step, needed=False)]
     return [
         DoctorCheck(
-            f"Redis {version}", number >= OLDEST_REDIS, "WAITAOF came with 7.2", "use Redis 7.2 or newer, or Valkey"
+            f"Redis {version}",
+            version_number(version) >= OLDEST_REDIS,
+            "WAITAOF came with 7.2",
+            "use Redis 7.2 or newer, or Valkey",
         ),
         DoctorCheck(
             "Redis keeps an append-only file",
@@ -140,7 +141,7 @@ def _redis_settings(client: RedisClient) -> list[DoctorCheck]:
         ),
         DoctorCheck(
             "Redis evicts nothing",
-            told.get("maxmemory_policy") == "noeviction",
+            told.get("maxmemory_policy") == NO_EVICTION,
             "an evicted key is lost experience",
             "CONFIG SET maxmemory-policy noeviction, and in its configuration",
         ),

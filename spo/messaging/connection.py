@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import cast
 
@@ -17,6 +18,8 @@ log = get_logger("redis")
 
 OPERATION_TIMEOUT_SECONDS = 30.0
 TELL_SECONDS = 5.0
+OLDEST_REDIS = (7, 2)
+NO_EVICTION = "noeviction"
 
 
 def connect(url: str, wait_seconds: float = 30.0) -> RedisClient:
@@ -62,6 +65,33 @@ def open_client(url: str, operation_seconds: float, connect_seconds: float) -> R
             url, socket_timeout=operation_seconds, socket_connect_timeout=connect_seconds, health_check_interval=15
         ),
     )
+
+
+def unfit(client: RedisClient) -> str:
+    """Why what the platform keeps is not safe in this server, and what to do; "" where it is, or does not say more.
+
+    INFO says it, which managed servers answer where they refuse CONFIG. Raises redis.RedisError where it is away.
+    """
+    try:
+        told = client.info()
+    except redis.ResponseError as error:
+        return f"it does not answer INFO, which says whether it evicts ({error}): allow it, ACL SETUSER NAME +info"
+    version = told.get("valkey_version") or told.get("redis_version", "")
+    if (number := version_number(version)) and number < OLDEST_REDIS:
+        return f"it is version {version}, and WAITAOF came with 7.2: take Redis 7.2 or newer, or Valkey"
+    policy = told.get("maxmemory_policy", NO_EVICTION)
+    if policy != NO_EVICTION:
+        return (
+            f"it evicts keys when its memory is full (maxmemory-policy {policy}), jobs and experience among them: "
+            "CONFIG SET maxmemory-policy noeviction, and in its configuration"
+        )
+    return ""
+
+
+def version_number(version: str) -> tuple[int, ...]:
+    """MAJOR.MINOR; () where it cannot be read."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, found.groups())) if found else ()
 
 
 def refuses_writes(error: redis.RedisError) -> bool:

@@ -12,7 +12,7 @@ from typing import cast
 
 from spo import redis_keys
 from spo.errors import PreconditionFailed, Unreachable
-from spo.messaging.connection import connect, public_address
+from spo.messaging.connection import connect, public_address, unfit
 from spo.messaging.redis_client import RedisClient
 from spo.observability.logs import get_logger
 from spo.service.settings import PlatformSettings
@@ -39,14 +39,21 @@ return found
 def join_platform(settings: PlatformSettings, schema: tuple[int, int] = SCHEMA) -> RedisClient:
     """Connect once Redis answers, has loaded its data and takes writes; check that this release may work on them.
 
-    Raises Unreachable when Redis was not ready within redis_wait_seconds, and PreconditionFailed (code "newer_schema")
-    when a later release has changed what is stored there.
+    Raises Unreachable when Redis was not ready within redis_wait_seconds, and PreconditionFailed: "redis_unfit" when it
+    evicts, is too old or hides which, "newer_schema" when a later release has changed what is stored there.
     """
     deadline = time.monotonic() + settings.redis_wait_seconds
     client = connect(settings.redis_url, settings.redis_wait_seconds)
+    require_fit(client, public_address(settings.redis_url))
     _await_primary(client, settings, deadline)
     require_schema(client, public_address(settings.redis_url), schema)
     return client
+
+
+def require_fit(client: RedisClient, address: str) -> None:
+    """Raises PreconditionFailed (code "redis_unfit") where this server would lose what it is given."""
+    if reason := unfit(client):
+        raise PreconditionFailed(f"Redis at {address} is not fit for the platform: {reason}", code="redis_unfit")
 
 
 def require_schema(client: RedisClient, address: str, schema: tuple[int, int] = SCHEMA) -> None:

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 
+import redis
 from ulid import ULID
 
 from spo.errors import SpoError
+from spo.messaging.connection import unfit
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.streams.holder import THIS_PROCESS
 from spo.messaging.work_deaths import asked_to_stop
@@ -34,6 +36,7 @@ from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 log = get_logger("service")
 
 LINES_PER_BEAT = 200
+REDIS_LOOK_SECONDS = 10.0
 LAST_WORDS_SECONDS = 2.0
 
 Worker = Callable[[threading.Event], None]
@@ -57,6 +60,8 @@ class ServiceProcess:
     on_heartbeat: Beat = lambda response: None
     on_drain: Callable[[], None] = lambda: None
     long_polls: int = 0
+    # Why Redis is not fit to hold the platform's data any more; "" while it is.
+    redis_problem: str = field(default="", init=False)
     folders: HeldFolders | None = field(default=None, init=False)
     stop: threading.Event = field(default_factory=threading.Event)
     failed: bool = field(default=False, init=False)
@@ -86,6 +91,22 @@ class ServiceProcess:
         Raises Conflict (code "state_folder_in_use"), redis.RedisError.
         """
         self.hold_state_when_known().hold_for(client, self.settings.redis_url)
+        return self.watch_redis(client)
+
+    def watch_redis(self, client: RedisClient) -> RedisClient:
+        """Not be ready, and say why, while Redis is not fit for the platform: its settings may change while it runs."""
+
+        def redis_watch(stop: threading.Event) -> None:
+            while not stop.wait(REDIS_LOOK_SECONDS):
+                with contextlib.suppress(redis.RedisError):
+                    found, before = unfit(client), self.redis_problem
+                    self.redis_problem = f"Redis is not fit for the platform: {found}" if found else ""
+                    if found and self.redis_problem != before:
+                        log.error(self.redis_problem, code="redis_unfit")
+                    elif before and not found:
+                        log.info("Redis is fit for the platform again")
+
+        self.workers.append(redis_watch)
         return client
 
     def hold_state_when_known(self) -> HeldFolders:
@@ -128,7 +149,7 @@ class ServiceProcess:
         log.info("serving", address=self.address, pid=os.getpid(), replica=self.replica_id)
         # With a limit: the kernel may give SIGTERM to another thread, and its handler runs only when this one wakes.
         while not self.stop.wait(1.0):
-            self.server.set_obstacle(THIS_PROCESS.obstacle())
+            self.server.set_obstacle(self.redis_problem or THIS_PROCESS.obstacle())
         return self._drain(threads)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -190,6 +211,7 @@ class ServiceProcess:
         lines: list[Line] = []
         try:
             self.report(request)
+            request.problem = request.problem or self.redis_problem
             lines = self._take_lines(request)
             response: orchestrator.HeartbeatResponse = client.call("Heartbeat", request, deadline_seconds=3)
             self.on_heartbeat(response)

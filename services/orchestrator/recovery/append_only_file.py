@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import time
 
+import redis
+
 from services.orchestrator.jobs.commit import without_append_only_file
+from spo.errors import PreconditionFailed
 from spo.messaging.redis_client import RedisClient, ServerFacts
 from spo.observability.logs import get_logger
 
@@ -21,15 +24,32 @@ AGAIN_SECONDS = 30.0
 def require_append_only_file(client: RedisClient, address: str, *, accept_none: bool) -> None:
     """Raises PreconditionFailed (code "no_append_only_file") where Redis keeps none, unless that is accepted.
 
-    INFO says it, which managed servers answer where they refuse CONFIG.
+    INFO says it, which managed servers answer where they refuse CONFIG. PreconditionFailed (code "redis_unfit") where
+    WAITAOF, which says that a write is in the file, is not allowed.
     """
     if client.info("persistence").get("aof_enabled"):
+        if not accept_none:
+            _require_waitaof(client, address)
         return
     if not accept_none:
         raise without_append_only_file(address)
     log.warning(
         "Redis keeps no append-only file, as was accepted: a crash of it loses what was acknowledged", at=address
     )
+
+
+def _require_waitaof(client: RedisClient, address: str) -> None:
+    try:
+        with client.pipeline(transaction=False) as pipe:
+            pipe.execute_command("WAITAOF", 0, 0, 0)
+            pipe.execute()
+    except redis.ResponseError as error:
+        raise PreconditionFailed(
+            f"Redis at {address} is not fit for the platform: it does not answer WAITAOF, by which an accepted job is "
+            f"known to outlive a crash ({error}): allow it, ACL SETUSER NAME +waitaof, or accept the loss with "
+            "SPO_ORCHESTRATOR_DURABLE_WRITES=false",
+            code="redis_unfit",
+        ) from error
 
 
 class AppendOnlyFile:

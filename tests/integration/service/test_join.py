@@ -5,18 +5,25 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import redis
 
+from services.orchestrator.recovery.append_only_file import require_append_only_file
 from spo import redis_keys
 from spo.errors import PreconditionFailed, Unreachable
 from spo.local.redis_server import server_command
-from spo.messaging.connection import connect
+from spo.messaging.connection import connect, unfit
+from spo.messaging.redis_client import RedisClient
 from spo.service.join import SCHEMA, join_platform
-from spo.service.settings import PlatformSettings
+from spo.service.process import ServiceProcess
+from spo.service.settings import PlatformSettings, ServiceSettings
+from spo.testing.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 OWN = f"{SCHEMA[0]}.{SCHEMA[1]}"
@@ -107,3 +114,85 @@ def test_a_replica_is_waited_for_until_it_is_promoted(redis_server: str, free_po
     finally:
         process.terminate()
         process.wait(20)
+
+
+class OldServer:
+    """What INFO of another server would say."""
+
+    def __init__(self, **told: str) -> None:
+        self.info = lambda: told
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ({"redis_version": "7.0.15"}, "version 7.0.15"),
+        ({"redis_version": "6.2.14", "maxmemory_policy": "noeviction"}, "version 6.2.14"),
+        ({"redis_version": "7.2.4", "valkey_version": "7.1.0"}, "version 7.1.0"),
+        ({"redis_version": "7.2.4", "maxmemory_policy": "volatile-ttl"}, "maxmemory-policy volatile-ttl"),
+        ({"redis_version": "7.2.4", "maxmemory_policy": "noeviction"}, ""),
+        ({"redis_version": "255.255.255", "maxmemory_policy": "noeviction"}, ""),
+        ({"redis_version": "10.0.0"}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_server_that_would_lose_data_is_unfit(told: dict[str, str], reason: str) -> None:
+    found = unfit(cast(RedisClient, OldServer(**told)))
+    assert reason in found
+    assert bool(found) is bool(reason)
+
+
+@pytest.fixture
+def unusual_redis(redis_server: str, redis_client: redis.Redis, request: pytest.FixtureRequest) -> Iterator[str]:
+    """The server with a policy, or as a user without a command."""
+    policy, forbidden = request.param
+    redis_client.config_set("maxmemory-policy", policy)
+    redis_client.acl_setuser("weak", enabled=True, reset=True, passwords=["+p"], keys=["*"], channels=["*"],
+                             commands=["+@all", *(f"-{name}" for name in forbidden)])  # fmt: skip
+    yield redis_server.replace("redis://", "redis://weak:p@")
+    redis_client.config_set("maxmemory-policy", "noeviction")
+    redis_client.acl_deluser("weak")
+
+
+UNFIT = [
+    (("allkeys-lru", []), "evicts keys.*allkeys-lru.*noeviction"),
+    (("volatile-lru", []), "evicts keys.*volatile-lru"),
+    (("noeviction", ["info"]), "does not answer INFO.*info"),
+]
+
+
+@pytest.mark.parametrize(("unusual_redis", "reason"), UNFIT, indirect=["unusual_redis"])
+def test_no_service_joins_a_redis_that_would_lose_data(unusual_redis: str, reason: str) -> None:
+    with pytest.raises(PreconditionFailed, match=reason) as refused:
+        join(unusual_redis)
+    assert refused.value.code == "redis_unfit"
+
+
+@pytest.mark.parametrize("unusual_redis", [("noeviction", ["waitaof"])], indirect=True)
+def test_the_orchestrator_needs_waitaof_where_writes_are_durable(unusual_redis: str) -> None:
+    with connect(unusual_redis, 5) as client:
+        with pytest.raises(PreconditionFailed, match="does not answer WAITAOF") as refused:
+            require_append_only_file(client, "here", accept_none=False)
+        assert refused.value.code == "redis_unfit"
+        require_append_only_file(client, "here", accept_none=True)
+
+
+def test_a_service_says_when_its_redis_begins_to_evict_and_when_it_ends(
+    redis_server: str, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spo.service.process.REDIS_LOOK_SECONDS", 0.02)
+    process = ServiceProcess("replay-buffer", ServiceSettings())
+    with connect(redis_server, 5) as client:
+        process.watch_redis(client)
+        watch = threading.Thread(target=process.workers[-1], args=(process.stop,))
+        watch.start()
+        try:
+            redis_client.config_set("maxmemory-policy", "allkeys-lfu")
+            wait_until(lambda: "allkeys-lfu" in process.redis_problem, "the problem")
+            redis_client.config_set("maxmemory-policy", "noeviction")
+            wait_until(lambda: not process.redis_problem, "its end")
+        finally:
+            redis_client.config_set("maxmemory-policy", "noeviction")
+            process.stop.set()
+            watch.join(10)
+            process.server.stop(0)
