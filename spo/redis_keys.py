@@ -183,6 +183,11 @@ def value_progress(run_id: str, prompt_id: str) -> str:
     return f"spo:{run_id}:value-estimation:progress:{prompt_id}"
 
 
+def prompts_in_progress(run_id: str) -> str:
+    """Set: prompt ids with a `value_progress`, so that it is found when the run is deleted. Value-estimation."""
+    return f"spo:{run_id}:value-estimation:in-progress"
+
+
 def run_pivotal(run_id: str) -> str:
     """Hash: prompt id -> trajectories annotated, once its search is over. Value-estimation; read by orchestrator."""
     return f"spo:{run_id}:value-estimation:pivotal"

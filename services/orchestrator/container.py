@@ -37,6 +37,7 @@ from services.orchestrator.lifecycle.submission import SpecCheck
 from services.orchestrator.lifecycle.trainer_deaths import TrainerDeaths
 from services.orchestrator.lifecycle.training import JobTraining
 from services.orchestrator.recovery.identity import PlatformIdentity
+from services.orchestrator.recovery.leftovers import Leftovers
 from services.orchestrator.recovery.manifests import JobManifests
 from services.orchestrator.recovery.rebuild import JobRebuild
 from services.orchestrator.recovery.watch import RecoveryWatch
@@ -151,7 +152,8 @@ class AppContext:
         self.trainer_deaths = TrainerDeaths(jobs, settings.most_trainer_deaths)
         self.queue = JobQueue(jobs, self.replicas, settings.max_running_jobs)
         self.actions = JobActions(jobs, self.queue)
-        self.deletion = JobDeletion(jobs, self.files, self.watch.manifests.forget)
+        self.leftovers = Leftovers(jobs, self.files, self.watch)
+        self.deletion = JobDeletion(jobs, self.files, self.watch.manifests.forget, self.leftovers.look)
         windows = settings.most_fruitless_windows
         self.dispatcher = PromptDispatcher(jobs, self.library, self.replay, windows, self.in_hand)
         self.value_progress = ValueProgress(self.redis)

@@ -38,9 +38,11 @@ POLL_SECONDS = 0.5
 ROLLOUTS_PER_READ = 256
 SCORE_PATIENCE_SECONDS = 10.0
 
-# KEYS: counters of the follower.  ARGV: position as read, position now, how many of those between were left out.
+# KEYS: counters and spec of the follower; without its spec it is deleted.
+# ARGV: position as read, position now, how many of those between were left out.
 # When two services read the same rollouts, only the first moves the position.
 _MOVE = """
+if redis.call('EXISTS', KEYS[2]) == 0 then return 0 end
 if (redis.call('HGET', KEYS[1], 'followed') or '0') ~= ARGV[1] then return 0 end
 redis.call('HSET', KEYS[1], 'followed', ARGV[2])
 redis.call('HINCRBY', KEYS[1], 'left_out', ARGV[3])
@@ -104,7 +106,8 @@ class SharedRolloutIngest:
             kept = self._insert(run_id, sampled, stop)
             inserted += kept
             arguments = (position, found.position, found.read - kept)
-            self.store.client.eval(_MOVE, 1, redis_keys.replay_counters(run_id), *arguments)
+            keys = redis_keys.replay_counters(run_id), redis_keys.run_spec(run_id)
+            self.store.client.eval(_MOVE, len(keys), *keys, *arguments)
         return inserted
 
     def _after(self, followed: str, position: int, oldest: int, room: int) -> NextRollouts:

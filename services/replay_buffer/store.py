@@ -18,7 +18,7 @@ from spo import redis_keys
 from spo.errors import IntegrityError, NotFound
 from spo.messaging.redis_client import RedisClient, RedisScript
 from spo.messaging.run_specs import RunSpecs
-from spo.messaging.run_status import estimates_are_pending, run_state
+from spo.messaging.run_status import estimates_are_pending, run_state, write_of_run
 from spo.observability import metrics
 from spo.spec.job_spec import JobSpec, SourceName
 from spo.spec.job_state import ESTIMATED, TERMINAL, decode_state
@@ -164,8 +164,13 @@ class ReplayStore:
         return [trajectory for trajectory in found if trajectory is not None], cursor
 
     def note_policy_version(self, run_id: str, policy_version: int) -> None:
-        """Store the newest version a trainer has named: the limiter does not count what is too stale for it."""
-        self.client.hset(redis_keys.replay_counters(run_id), "policy_version", policy_version)
+        """Store the newest version a trainer has named: the limiter does not count what is too stale for it.
+
+        Raises NotFound (code "unknown_run") where the run is deleted.
+        """
+        write_of_run(
+            self.client, run_id, ("HSET", redis_keys.replay_counters(run_id), "policy_version", policy_version)
+        )
 
     def is_estimated(self, run_id: str) -> bool:
         """Whether every training prompt has its value and its offline trajectories: offline sources are complete."""

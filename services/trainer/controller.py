@@ -39,6 +39,8 @@ LOG_SECONDS = 10.0
 WAIT_SECONDS = 0.5
 MIN_CHECKPOINT_SECONDS = 10.0
 ROOM_SECONDS = 5.0
+# Commands that write files of the run.
+WRITING = ("publish", "checkpoint")
 
 
 @dataclass
@@ -124,6 +126,8 @@ class Controller:
         self._rows = ()
         self._report_saved(progress)
         command = self._interruption(progress) or self._due(progress) or self._next_batch(progress)
+        if command.kind in WRITING and not self._still_owns():
+            command = Command("end")
         if self._saving and command.kind in ("checkpoint", "end") and not self._lease.lost:
             # One at a time, and none is left behind by a trainer that goes.
             command = self._await_saving()
@@ -136,6 +140,11 @@ class Controller:
             whole_groups=self._spec.algorithm.needs_groups,
         )
         return self._ranks.scatter([replace(command, minibatches=share) for share in shares])
+
+    def _still_owns(self) -> bool:
+        with self.owning():
+            self._lease.confirm()
+        return self._outcome is None
 
     def _interruption(self, progress: TrainingProgress) -> Command | None:
         if self._lease.lost:

@@ -113,6 +113,8 @@ class JobLease:
         self._stop = stop
         self._reports: deque[wire.StepReport] = deque()
         self._renewing = threading.Lock()
+        # When the last call began that the orchestrator took as the owner's; time that the process is stopped counts.
+        self._owned_at = time.monotonic()
         self._lost = threading.Event()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
@@ -121,6 +123,15 @@ class JobLease:
     @property
     def lost(self) -> bool:
         return self._lost.is_set()
+
+    def confirm(self) -> None:
+        """Before files of the run are written: ask, where a whole lease has passed since the last answer.
+
+        A process that was stopped for so long may wake up to a job that is another's or deleted. Raises LeaseLost, and
+        what the orchestrator's silence raises.
+        """
+        if self.lost or time.monotonic() - self._owned_at > self.grant.lease_seconds:
+            self._until_answered("RenewLease", self._renew)
 
     @property
     def has_reported_all(self) -> bool:
@@ -258,8 +269,10 @@ class JobLease:
         """Around a call of the job's owner: the first refusal is the last call."""
         if self.lost:
             raise LeaseLost(f"the lease of {self.grant.run_id} was lost")
+        began = time.monotonic()
         try:
             yield
+            self._owned_at = began
         except LeaseLost:
             self._lost.set()
             log.warning("the lease was lost; this trainer stops working on the job", run=self.grant.run_id)

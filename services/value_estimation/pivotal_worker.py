@@ -25,6 +25,7 @@ from spo import redis_keys
 from spo.algorithm.pivotal_tokens import next_positions
 from spo.errors import InvalidInput, NotReady
 from spo.messaging.redis_client import RedisClient
+from spo.messaging.run_status import write_of_run
 from spo.messaging.streams import depth
 from spo.observability import metrics
 from spo.spec.job_spec import JobSpec, PivotalSpec, ValueSpec
@@ -111,7 +112,7 @@ class PivotalWorker:
             raise InvalidInput(f"run {run_id} asks for no pivotal tokens", code="not_asked_for")
         if prompt.environment:
             # Nobody waits for it: the other prompts' searches count.
-            self.client.hset(redis_keys.run_pivotal(run_id), prompt.prompt_id, 0)
+            write_of_run(self.client, run_id, ("HSET", redis_keys.run_pivotal(run_id), prompt.prompt_id, 0))
             raise InvalidInput(
                 f"prompt {prompt.prompt_id} is answered in the environment {prompt.environment!r}, which cannot go on "
                 "from a prefix: there is no search for pivotal tokens",
@@ -127,7 +128,7 @@ class PivotalWorker:
             if is_wanted(self.client, run_id):
                 raise
             return
-        self.client.hset(redis_keys.run_pivotal(run_id), prompt.prompt_id, sum(done))
+        write_of_run(self.client, run_id, ("HSET", redis_keys.run_pivotal(run_id), prompt.prompt_id, sum(done)))
 
     def _search(
         self, run_id: str, prompt: Prompt, spec: JobSpec, value: ValueSpec, pivotal: PivotalSpec, reference: Reference
@@ -185,8 +186,9 @@ class PivotalWorker:
 
     def _reserve(self, search: Search, labels: str, position: int) -> bool:
         """Whether the budget allows rollouts from this prefix; a prefix counts once, however often it is asked for."""
-        key, member = redis_keys.pivotal_visits(search.maker.run_id), f"{labels}:{position}"
-        if self.client.sadd(key, member) and (
+        run_id = search.maker.run_id
+        key, member = redis_keys.pivotal_visits(run_id), f"{labels}:{position}"
+        if write_of_run(self.client, run_id, ("SADD", key, member)) and (
             self.client.scard(key) * search.pivotal.rollouts > search.pivotal.budget_rollouts
         ):
             self.client.srem(key, member)

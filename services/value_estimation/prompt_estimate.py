@@ -21,6 +21,7 @@ from services.value_estimation.samples import SampleMaker
 from spo import redis_keys
 from spo.algorithm.value_prior import PromptFeatures
 from spo.messaging.redis_client import RedisClient
+from spo.messaging.run_status import write_of_run
 from spo.model.chat import ChatFormat
 from spo.observability import metrics
 from spo.rpc.message_sizes import samples_per_message
@@ -63,7 +64,7 @@ class PromptEstimate:
 
     def note_imports(self, features: PromptFeatures) -> None:
         """Store that human solutions and stored experience are in the buffer, and the prompt's features."""
-        self.client.hset(self._progress, IMPORTED, json.dumps(asdict(features)))
+        self._note(IMPORTED, json.dumps(asdict(features)))
 
     @property
     def imports_are_noted(self) -> bool:
@@ -87,7 +88,7 @@ class PromptEstimate:
                 # The counts are known, but their samples are gone or were others: both are made again.
                 return
             self.maker.clients.append(self.request.run_id, found)
-        self.client.hset(self._progress, RECALLED, counts.encode())
+        self._note(RECALLED, counts.encode())
 
     def sample_until(self, wanted: int) -> None:
         """Sample pi0 until `wanted` samples are counted, chunk by chunk."""
@@ -138,8 +139,13 @@ class PromptEstimate:
     def _store(self, name: str, found: Sequence[Trajectory]) -> None:
         if self.keeps_samples:
             self.maker.clients.append(self.request.run_id, found)
-        self.client.hset(self._progress, name, count(found, self.spec.tasks.reward).encode())
+        self._note(name, count(found, self.spec.tasks.reward).encode())
         metrics.VALUE_SAMPLES.inc(len(found))
+
+    def _note(self, name: str, value: str) -> None:
+        run_id = self.request.run_id
+        index = ("SADD", redis_keys.prompts_in_progress(run_id), self.request.prompt.prompt_id)
+        write_of_run(self.client, run_id, index, ("HSET", self._progress, name, value))
 
     def _samples_of(self, kind: str) -> int:
         parts = (Counts.decode(text) for name, text in self._done().items() if name.startswith(f"{kind}-"))

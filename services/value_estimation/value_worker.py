@@ -26,7 +26,7 @@ from spo.algorithm.value_posterior import JEFFREYS, BetaPrior, soft_value_estima
 from spo.algorithm.value_prior import PromptFeatures
 from spo.errors import NotReady
 from spo.messaging.redis_client import RedisClient
-from spo.messaging.run_status import run_state
+from spo.messaging.run_status import run_state, write_of_run
 from spo.spec.job_spec import JobSpec, RewardSpec, SequentialSpec, ValueSpec
 from spo.spec.job_state import JobState
 from spo.spec.prompt_values import evidence_of
@@ -63,7 +63,8 @@ class ValueWorker:
     def estimate(self, request: EstimateRequest) -> bool:
         """Make the prompt's offline trajectories and write its value; nothing when that is done or no longer wanted.
 
-        False when the prompt needs another round after the others'. Raises NotReady when a service was away too long.
+        False when the prompt needs another round after the others'. Raises NotReady when a service was away too long,
+        NotFound (code "unknown_run") when the job was deleted meanwhile: no key of it comes back.
         """
         version = request.reference_version
         key = redis_keys.run_values_under(request.run_id, version) if version else redis_keys.run_values(request.run_id)
@@ -85,7 +86,7 @@ class ValueWorker:
         spec = self.references.spec(request.run_id)
         clients = replace(self.clients, wanted=lambda: is_wanted(self.client, request.run_id))
         value = value_under(request, clients, spec, self.settings.chunk_samples)
-        self.client.hset(key, request.prompt.prompt_id, value.SerializeToString())
+        write_of_run(self.client, request.run_id, ("HSET", key, request.prompt.prompt_id, value.SerializeToString()))
         return True
 
     def _estimate(self, request: EstimateRequest) -> bool:
@@ -112,10 +113,12 @@ class ValueWorker:
 
     def _finish(self, run_id: str, value: PromptValue) -> None:
         """Write the final value in place of the provisional one."""
-        with self.client.pipeline(transaction=True) as pipe:
-            pipe.hset(redis_keys.run_values(run_id), value.prompt_id, value.SerializeToString())
-            pipe.hdel(redis_keys.provisional_values(run_id), value.prompt_id)
-            pipe.execute()
+        write_of_run(
+            self.client,
+            run_id,
+            ("HSET", redis_keys.run_values(run_id), value.prompt_id, value.SerializeToString()),
+            ("HDEL", redis_keys.provisional_values(run_id), value.prompt_id),
+        )
 
     def _open(self, request: EstimateRequest, spec: JobSpec, maker: SampleMaker) -> PromptEstimate:
         prompt, reward = request.prompt, spec.tasks.reward
@@ -179,8 +182,9 @@ class ValueWorker:
         """Write what is known after a round, so that a job may train by it. The posterior mean holds at any stop."""
         value = _value(estimate, self._prior(estimate, sequential))
         value.provisional = True
-        key = redis_keys.provisional_values(estimate.request.run_id)
-        self.client.hset(key, value.prompt_id, value.SerializeToString())
+        run_id = estimate.request.run_id
+        key = redis_keys.provisional_values(run_id)
+        write_of_run(self.client, run_id, ("HSET", key, value.prompt_id, value.SerializeToString()))
 
     def _is_narrow(self, estimate: PromptEstimate, prior: BetaPrior, sequential: SequentialSpec) -> bool:
         evidence = evidence_of(_value(estimate, prior), estimate.spec)

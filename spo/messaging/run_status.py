@@ -1,8 +1,12 @@
-"""What services other than the orchestrator read of a run besides its spec: its state and its tenant."""
+"""What services other than the orchestrator read of a run besides its spec, and how they write to its keys."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 from spo import redis_keys
+from spo.errors import NotFound
 from spo.messaging.redis_client import RedisClient
 from spo.spec.job_state import JobState, decode_state
 
@@ -22,3 +26,28 @@ def run_tenant(client: RedisClient, run_id: str) -> str | None:
     """The tenant whose run it is, "" for the operator's own; None where no record names one."""
     stored = client.hget(redis_keys.job_record(run_id), "tenant")
     return stored.decode() if isinstance(stored, bytes) else None
+
+
+# KEYS[1]: the run's spec, which goes first when a job is deleted. ARGV: per command the number of its words, the words.
+_WRITE = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return {0, 0} end
+local at, reply = 1, 0
+while at <= #ARGV do
+  local words = tonumber(ARGV[at])
+  reply = redis.call(unpack(ARGV, at + 1, at + words))
+  at = at + words + 1
+end
+return {1, reply}
+"""
+
+
+def write_of_run(client: RedisClient, run_id: str, *commands: Sequence[str | bytes | int]) -> int:
+    """Run commands that write keys of a run, in one atomic step; returns the last one's reply, a number.
+
+    Raises NotFound (code "unknown_run") where the run is deleted, with nothing written: no key of it comes back.
+    """
+    words = (word for command in commands for word in (len(command), *command))
+    is_there, reply = cast("tuple[int, int]", client.eval(_WRITE, 1, redis_keys.run_spec(run_id), *words))
+    if not is_there:
+        raise NotFound(f"there is no run {run_id}", code="unknown_run")
+    return int(reply)

@@ -40,6 +40,7 @@ JOBS = Gauge("spo_jobs", "Jobs by state", ["state"])
 CAPTURED = Counter("spo_captured_completions_total", "Completions whose capture was asked for", ["result"])
 REPLICAS = Gauge("spo_replicas", "Live registered replicas", ["pool"])
 DELETIONS_FAILING = Gauge("spo_deletions_failing", "Deleted jobs whose files could not be removed so far")
+LEFTOVERS = Counter("spo_leftovers_total", "Jobs that were not there, and of which keys or files were, now removed")
 WANTED_REPLICAS = Gauge("spo_wanted_replicas", "Replicas that the jobs need; 0: the pool is not needed", ["pool"])
 
 

@@ -62,6 +62,9 @@ class WeightBackend(Protocol):
     def uri(self, run_id: str, version: int) -> str:
         """Where the version lies, for people."""
 
+    def runs(self) -> list[str]:
+        """Names of what may be a run's; empty where a place is not listed."""
+
     def versions(self, run_id: str) -> list[int]:
         """Ascending; not verified."""
 
@@ -115,6 +118,9 @@ class FolderBackend:
 
     def uri(self, run_id: str, version: int) -> str:
         return str(self._path(run_id, version).absolute())
+
+    def runs(self) -> list[str]:
+        return sorted(path.name for path in self.root.iterdir()) if self.root.is_dir() else []
 
     def versions(self, run_id: str) -> list[int]:
         return [number for number, _ in numbered_folders(self.root / run_id)]

@@ -158,6 +158,10 @@ class S3Backend:
     def uri(self, run_id: str, version: int) -> str:
         return f"{self.name}/{self._folder(run_id, version)}"
 
+    def runs(self) -> list[str]:
+        # Others may keep theirs in the same bucket.
+        return []
+
     def versions(self, run_id: str) -> list[int]:
         return sorted({int(path.split("/")[1]) for path, _ in self._objects(run_id) if path.endswith(f"/{MANIFEST}")})
 

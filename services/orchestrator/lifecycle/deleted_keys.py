@@ -23,6 +23,7 @@ def keys_of(client: RedisClient, run_id: str) -> Iterator[list[str]]:
     for chunk in _ids(client, redis_keys.replay_batch_log(run_id)):
         yield [redis_keys.replay_batch(run_id, int(step)) for step in chunk]
     prompts = {*_fields(client, redis_keys.run_prompts(run_id)), *_fields(client, redis_keys.run_values(run_id))}
+    prompts |= {raw.decode() for raw in client.smembers(redis_keys.prompts_in_progress(run_id))}
     yield [redis_keys.value_progress(run_id, prompt_id) for prompt_id in sorted(prompts)]
     versions = _fields(client, own_keys.job_weights(run_id))
     yield [redis_keys.run_values_under(run_id, int(version)) for version in versions]

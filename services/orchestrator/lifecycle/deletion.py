@@ -40,12 +40,22 @@ LONGEST_PAUSE_SECONDS = 300.0
 
 
 class JobDeletion:
-    """Removes jobs; a crash at any point leaves the id in a set that the next sweep reads."""
+    """Removes jobs; a crash at any point leaves the id in a set that the next sweep reads.
 
-    def __init__(self, jobs: JobStore, files: JobFiles, forget: Callable[[str], None] = lambda _: None) -> None:
+    find_leftovers: adds to that set the jobs that are not there, and of which somebody wrote something later.
+    """
+
+    def __init__(
+        self,
+        jobs: JobStore,
+        files: JobFiles,
+        forget: Callable[[str], None] = lambda _: None,
+        find_leftovers: Callable[[], object] = lambda: None,
+    ) -> None:
         self.jobs = jobs
         self.files = files
         self.forget = forget
+        self.find_leftovers = find_leftovers
         self._attempts: dict[str, tuple[int, float]] = {}
 
     def delete(self, job_id: str) -> None:
@@ -88,7 +98,8 @@ class JobDeletion:
                     self._adopt()
                     adopted = True
                 self.sweep()
-            except (redis.RedisError, NotReady) as error:
+                self.find_leftovers()
+            except (redis.RedisError, OSError, SpoError) as error:
                 log.warning("deleted jobs are removed later", reason=str(error))
             stop.wait(SWEEP_SECONDS)
 

@@ -86,6 +86,13 @@ class PlatformIdentity:
         """The epoch as the state folder has it; "" before the first check."""
         return self._known().epoch
 
+    @property
+    def begun_unix_ms(self) -> int:
+        """When the first epoch that the state folder knows of began; after all jobs before the first check."""
+        known = self._known()
+        epochs = [each for each in (*known.earlier, known.epoch) if each]
+        return min((ULID.from_str(each).milliseconds for each in epochs), default=1 << 48)
+
     def losses(self) -> list[RecordedLoss]:
         """What was ever found, newest first."""
         return [record_of(RecordedLoss, each) for each in reversed(self._known().losses)]

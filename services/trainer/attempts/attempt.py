@@ -54,7 +54,7 @@ class Attempt:
         self._alone = ranks.world_size == 1
         name = LEADER if ranks.leads else OTHERS.replace("*", str(ranks.rank))
         self._file = notes / name
-        self._is_over = False
+        self._is_over = self._has_begun = False
         # Where training begins; as far as it is known before anything is loaded.
         self._begun_after = max((saved.step for saved in grant.checkpoints.items), default=0)
         self._note = AttemptNote(
@@ -103,7 +103,10 @@ class Attempt:
         self._note = self._note.model_copy(update=changes)
         beside = self._file.with_suffix(f".{os.getpid()}.tmp")
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
+            # Once: where the folder is gone since, the job is deleted, and stays so.
+            if not self._has_begun:
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                self._has_begun = True
             beside.write_text(self._note.model_dump_json())
             beside.replace(self._file)
         except OSError as error:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ from spo.rpc.client import is_healthy
 from spo.spec.job_spec import JobSpec
 from spo.testing.toy_spec import toy_spec
 from spo.testing.trainer import OneJob, TrajectoryPool, served
+from spo.testing.waiting import wait_until
+from spo.v1 import orchestrator_service_pb2 as wire
 from spo.weights.store import WeightStore
 
 pytestmark = pytest.mark.slow
@@ -213,6 +217,39 @@ def test_a_trainer_that_sleeps_past_its_lease_and_wakes_changes_nothing_of_its_s
     published = {each.version: each.manifest_digest for each in job.published}
     assert all(store.open(job.run_id, version).manifest_digest == digest for version, digest in published.items())
     assert sorted(job.metrics) == list(range(1, 13))
+
+
+@pytest.mark.timeout(600)
+def test_a_trainer_that_sleeps_while_its_job_is_deleted_and_wakes_writes_no_folder_of_it_again(
+    surroundings: Surroundings, tiny_model_path: Path
+) -> None:
+    job, pool = surroundings.job, surroundings.pool
+    job.spec = job_spec(tiny_model_path, steps=12, checkpoint_interval=1, update_interval=1)
+    job.lease_seconds = 0.5
+    trainer = surroundings.start()
+    slept = threading.Event()
+
+    def sleep(step: int, batch: Any) -> None:
+        if step == 6 and not slept.is_set():
+            trainer.send_signal(signal.SIGSTOP)
+            slept.set()
+
+    pool.spoil = sleep
+    assert slept.wait(LIMIT_SECONDS)
+    job.lapse()
+    # Nobody is leased a deleted job.
+    job.finished.append(wire.FinishRunRequest())
+    folders = [job.state_path / kind / job.run_id for kind in ("weights", "checkpoints")]
+    for folder in folders:
+        shutil.rmtree(folder)
+    stopped_until = time.monotonic() + 3 * job.lease_seconds
+    wait_until(lambda: time.monotonic() > stopped_until, "its lease is over", LIMIT_SECONDS)
+    trainer.send_signal(signal.SIGCONT)
+    job.wait_until(lambda: job.refused > 0, LIMIT_SECONDS, "it hears that its lease is over")
+    trainer.terminate()
+    assert trainer.wait(LIMIT_SECONDS) == 0
+
+    assert not any(map(Path.exists, folders))
 
 
 @pytest.mark.timeout(600)

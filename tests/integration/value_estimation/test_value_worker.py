@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import redis
 
+from services.orchestrator.lifecycle.deleted_keys import keys_of
 from services.replay_buffer.ingest_worker import IngestWorker
 from services.replay_buffer.reference_scores import ReferenceScores
 from services.replay_buffer.store import ReplayStore
 from services.value_estimation import redis_keys as own_keys
 from services.value_estimation.value_worker import ValueWorker
 from spo import redis_keys
-from spo.errors import InvalidInput
+from spo.errors import InvalidInput, NotFound
 from spo.messaging.streams import Consumer, depth, publish
 from spo.rpc.client import RpcClient
 from spo.testing.value import RIGHT, WRONG, EngineDouble, JudgeDouble, Surroundings
@@ -341,3 +342,50 @@ def test_values_hold_only_for_prompts_and_ends_as_they_were_counted(stage: Stage
 
     assert len(stage.engine.calls) == 2 * calls
     assert stage.value("job_SECOND").value_key != stage.value().value_key
+
+
+# --- deleted meanwhile ---
+
+
+def delete_as_the_orchestrator_does(client: redis.Redis) -> None:
+    client.delete(redis_keys.run_state(RUN), redis_keys.job_record(RUN), redis_keys.run_spec(RUN))
+    for keys in filter(None, keys_of(client, RUN)):
+        client.unlink(*keys)
+
+
+IN_ROUNDS = {"first_samples": 40, "round_samples": 8}
+
+
+@pytest.mark.parametrize(
+    ("keeps_samples", "at_call", "sequential", "version"),
+    [
+        (True, 1, None, 0),
+        (False, 3, None, 0),
+        (True, 3, IN_ROUNDS, 0),
+        (False, 1, IN_ROUNDS, 0),
+        (False, 3, IN_ROUNDS, 0),
+        (True, 3, None, 3),
+    ],
+)
+def test_no_key_of_a_job_that_is_deleted_while_it_is_sampled_comes_back(
+    stage: Stage, keeps_samples: bool, at_call: int, sequential: dict[str, int] | None, version: int
+) -> None:
+    stage.around.start(
+        RUN,
+        offline={"keep_reference_samples": keeps_samples},
+        replay={"mix": [{"source": "online", "share": 1.0}]},
+        value={"samples": 128, "sequential": sequential},
+    )
+    sample = stage.engine._sample
+
+    def last_sample(group: PromptGroup, index: int) -> Trajectory:
+        if len(stage.engine.calls) == at_call and index == group.sampling.samples - 1:
+            delete_as_the_orchestrator_does(stage.client)
+        return sample(group, index)
+
+    stage.engine._sample = last_sample  # type: ignore[method-assign]
+
+    with pytest.raises(NotFound, match="there is no run"):
+        stage.worker.estimate(stage.request(reference_version=version))
+
+    assert list(stage.client.scan_iter(match=f"spo:{RUN}*")) == []
