@@ -7,7 +7,7 @@ import math
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -26,6 +26,14 @@ from spo.v1.verdict_pb2 import OUTCOME_INTERNAL_ERROR, OUTCOME_UNSPECIFIED
 MAX_PARSED_CHARACTERS = 20_000
 # Memory is drawn from what was inserted under another name.
 _SOURCES = frozenset(Source.values()) - {SOURCE_UNSPECIFIED, SOURCE_MEMORY}
+# Log-probs in nats: rounding may lift one a little above 0; below, no softmax in single precision gives a token that is
+# sampled, or that a text holds, so little.
+MOST_LOGPROB = 1e-3
+LEAST_LOGPROB = -1e4
+# Rewards are scores below 0 of a few units; a sum of exponentials knows nothing of so small ones.
+LEAST_REWARD = -1e6
+# Versions beyond one a step: those of leases that ended before they published.
+SPARE_VERSIONS = 10_000
 # Sampled by a policy under training: they carry its log-probs, and equal ones are not duplicates.
 _LIVE = frozenset({SOURCE_ONLINE, SOURCE_SHARED})
 # Ids are parts of Redis keys and of members joined by colons.
@@ -56,7 +64,10 @@ def check_judged(run_id: str, spec: JobSpec, trajectory: Trajectory) -> None:
         ("/reward", "must be finite and at most 0", not (math.isfinite(reward) and reward <= 0)),
         ("/sampling_logprobs", "do not match the tokens", sampled not in (0, tokens)),
         ("/sampling_logprobs", "are missing", trajectory.source in _LIVE and sampled == 0),
-        ("/sampling_logprobs", "must be finite", not _finite(trajectory.sampling_logprobs)),
+        ("/reward", f"must not be below {LEAST_REWARD:g}", reward < LEAST_REWARD),
+        *_logprob_faults("/sampling_logprobs", trajectory.sampling_logprobs),
+        ("/prompt_token_ids", "must not be negative", min(trajectory.prompt_token_ids, default=0) < 0),
+        ("/response_token_ids", "must not be negative", min(trajectory.response_token_ids, default=0) < 0),
         ("/group_id", "is not an id", grouped and not _ID.fullmatch(trajectory.group_id)),
     ]
     _refuse(trajectory, [*faults, *_conversation_faults(trajectory)])
@@ -69,13 +80,31 @@ def check_judged(run_id: str, spec: JobSpec, trajectory: Trajectory) -> None:
         )
 
 
+def check_live(spec: JobSpec, prompts: Container[str] | None, trajectory: Trajectory) -> None:
+    """Raise InvalidInput where a trajectory of the live stream cannot be this run's policy's own.
+
+    prompts: ids of the run's problems; None where they are not known.
+    """
+    first, last = trajectory.policy_version_first, trajectory.policy_version_last
+    unknown = prompts is not None and trajectory.prompt_id not in prompts
+    most = spec.trainer.steps + SPARE_VERSIONS
+    faults = [
+        ("/source", "is not that of a live sample", trajectory.source != SOURCE_ONLINE),
+        ("/prompt_id", "is no problem of the run", unknown),
+        ("/policy_version_first", "is not a version", not 0 <= first <= most),
+        ("/policy_version_last", "is not a version", not 0 <= last <= most),
+        ("/policy_version_last", "is before the first", last < first),
+    ]
+    _refuse(trajectory, faults)
+
+
 def check_scored(spec: JobSpec, trajectory: Trajectory) -> None:
     """Raise InvalidInput when the reference log-probs are wrong; a trainer with its own reference needs none."""
     scored = len(trajectory.reference_logprobs)
     lengths = {len(trajectory.response_token_ids)} | ({0} if spec.trainer.reference == "in_trainer" else set())
     faults = [
         ("/reference_logprobs", "do not match the tokens", scored not in lengths),
-        ("/reference_logprobs", "must be finite", not _finite(trajectory.reference_logprobs)),
+        *_logprob_faults("/reference_logprobs", trajectory.reference_logprobs),
         ("/reference_logprobs", "must be 0 at observations", _speaks_of_observations(trajectory, "reference_logprobs")),
     ]
     _refuse(trajectory, faults)
@@ -158,6 +187,16 @@ def _refuse(trajectory: Trajectory, faults: Iterable[tuple[str, str, bool]]) -> 
             code="unusable_trajectory",
             violations=violations,
         )
+
+
+def _logprob_faults(pointer: str, logprobs: Sequence[float]) -> list[tuple[str, str, bool]]:
+    if not _finite(logprobs):
+        return [(pointer, "must be finite", True)]
+    logprobs_T = np.asarray(logprobs, dtype=np.float64)
+    return [
+        (pointer, "must be at most 0, as logarithms of probabilities", bool((logprobs_T > MOST_LOGPROB).any())),
+        (pointer, f"must not be below {LEAST_LOGPROB:g} nats", bool((logprobs_T < LEAST_LOGPROB).any())),
+    ]
 
 
 def _finite(numbers: Sequence[float]) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import redis
 from google.protobuf.message import DecodeError
 
-from services.replay_buffer.admission import check_judged, check_scored, split_by
+from services.replay_buffer.admission import check_judged, check_live, check_scored, split_by
 from services.replay_buffer.anchors import brings_logprobs, note_anchors
 from services.replay_buffer.reference_scores import ReferenceScores, note_hop
 from services.replay_buffer.store import ReplayStore
@@ -88,7 +88,13 @@ class IngestWorker:
     ) -> list[InvalidInput]:
         """Score and insert the valid trajectories; returns why the others are refused."""
         spec = self.store.spec(run_id)
-        judged, refusals = split_by(lambda trajectory: check_judged(run_id, spec, trajectory), trajectories)
+        prompts = self.store.known_prompts(run_id, [trajectory.prompt_id for trajectory in trajectories])
+
+        def check(trajectory: Trajectory) -> None:
+            check_judged(run_id, spec, trajectory)
+            check_live(spec, prompts, trajectory)
+
+        judged, refusals = split_by(check, trajectories)
         note_anchors(spec, judged)
         unscored = [trajectory for trajectory in judged if not brings_logprobs(trajectory)]
         if spec.trainer.reference == "cached" and unscored:

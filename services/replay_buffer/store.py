@@ -41,6 +41,20 @@ class ReplayStore:
         """The run's spec. Raises NotFound for a run nobody started."""
         return self._specs.of(run_id)
 
+    def known_prompts(self, run_id: str, prompt_ids: Sequence[str]) -> set[str] | None:
+        """Those of the prompts that are problems of the run; None where its problems are not written down."""
+        asked = list(dict.fromkeys(prompt_ids))
+        if not asked:
+            return set()
+        with self.client.pipeline(transaction=False) as pipe:
+            for key in (redis_keys.run_prompts(run_id), redis_keys.run_values(run_id)):
+                pipe.exists(key)
+                pipe.hmget(key, asked)
+            stored, problems, valued, values = pipe.execute()
+        if not stored and not valued:
+            return None
+        return {prompt for prompt, *found in zip(asked, problems, values, strict=True) if any(found)}
+
     def append(self, run_id: str, trajectories: Sequence[Trajectory]) -> tuple[int, int]:
         """Check and insert trajectories; returns (inserted, duplicates).
 

@@ -25,7 +25,10 @@ from spo.v1 import orchestrator_service_pb2 as wire
 
 log = get_logger("replicas")
 
-POOLS = ("inference", "sandbox-judge", "verifier", "replay-buffer", "value-estimation", "trainer", "orchestrator")
+POOLS = (
+    *("inference", "sandbox-judge", "verifier", "replay-buffer", "value-estimation", "trainer", "orchestrator"),
+    "tinker",
+)
 HEARTBEAT_SECONDS = 2.0
 COUNT_SECONDS = 0.5
 WRITE_SECONDS = 0.2

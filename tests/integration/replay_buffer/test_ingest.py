@@ -34,7 +34,8 @@ from spo.testing.replay import (
     start_run,
 )
 from spo.testing.waiting import wait_until
-from spo.v1.trajectory_pb2 import RolloutGroup
+from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_REFERENCE, SOURCE_SHARED
+from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
 from spo.v1.value_service_pb2 import ComputeReferenceLogprobsRequest
 from spo.v1.value_service_pb2_grpc import ValueServiceStub
 
@@ -279,4 +280,63 @@ def test_a_run_whose_reference_fails_backs_off_alone(
     run_until(worker, all_is_in, "an empty stream", 60)
 
     assert redis_client.zcard(redis_keys.replay_ids("job_BROKEN")) == 20
+    assert dead(redis_client) == []
+
+
+def vary(**fields: Any) -> Callable[[Trajectory], None]:
+    """Set fields of a trajectory; of repeated ones the first element."""
+
+    def change(trajectory: Trajectory) -> None:
+        for name, value in fields.items():
+            if name.endswith(("logprobs", "token_ids")):
+                getattr(trajectory, name)[0] = value
+            else:
+                setattr(trajectory, name, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("pointer", "change"),
+    [
+        ("/sampling_logprobs", vary(sampling_logprobs=50.0)),
+        ("/sampling_logprobs", vary(sampling_logprobs=0.01)),
+        ("/sampling_logprobs", vary(sampling_logprobs=-1e30)),
+        ("/sampling_logprobs", vary(sampling_logprobs=-20_000.0)),
+        ("/sampling_logprobs", vary(sampling_logprobs=math.inf)),
+        ("/policy_version_last", vary(policy_version_last=10**12)),
+        ("/policy_version_first", vary(policy_version_first=-1)),
+        ("/policy_version_last", vary(policy_version_first=3, policy_version_last=2)),
+        ("/prompt_id", vary(prompt_id="unheard_of")),
+        ("/source", vary(source=SOURCE_HUMAN)),
+        ("/source", vary(source=SOURCE_REFERENCE)),
+        ("/source", vary(source=SOURCE_SHARED)),
+        ("/reward", vary(reward=-1e30)),
+        ("/response_token_ids", vary(response_token_ids=-7)),
+    ],
+)
+def test_what_no_policy_of_the_run_can_have_sampled_is_refused_by_name_and_harms_no_group_mate(
+    pointer: str, change: Callable[[Trajectory], None], worker: IngestWorker, redis_client: redis.Redis
+) -> None:
+    group = judged_group([0, 1, 2])
+    change(group.trajectories[1])
+    publish(redis_client, group)
+
+    run_until(worker, lambda: dead(redis_client), "the dead letter")
+
+    ((_, reason),) = dead(redis_client)
+    assert "unusable_trajectory" in reason
+    assert pointer in reason
+    assert ledger(redis_client) == ["traj_SOURCE_ONLINE_0", "traj_SOURCE_ONLINE_2"]
+
+
+def test_log_probs_that_rounding_lifted_above_0_and_those_of_rare_tokens_are_taken(
+    worker: IngestWorker, redis_client: redis.Redis
+) -> None:
+    group = judged_group([0])
+    group.trajectories[0].sampling_logprobs[:2] = [1e-6, -300.0]
+    publish(redis_client, group)
+
+    run_until(worker, lambda: ledger(redis_client), "the trajectory")
+
     assert dead(redis_client) == []
