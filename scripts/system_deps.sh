@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install the sandbox's programs, and the browser that tests the pages, where apt-get is there and allowed; say loudly what is missing otherwise.
+# Install the sandbox's programs, the browser that tests the pages and promtool, where apt-get is there and allowed; say loudly what is missing otherwise.
 set -uo pipefail
 missing=()
 command -v bwrap >/dev/null || missing+=(bubblewrap)
@@ -7,6 +7,7 @@ ldconfig -p 2>/dev/null | grep -q 'libseccomp\.so\.2' || missing+=(libseccomp2)
 { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null || missing+=(chromium)
 command -v cc >/dev/null || missing+=(gcc libc6-dev)
 command -v ip >/dev/null || missing+=(iproute2)
+command -v promtool >/dev/null || missing+=(prometheus)
 [ ${#missing[@]} -eq 0 ] && exit 0
 
 if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
@@ -18,6 +19,7 @@ fi
 echo "******************************************************************************" >&2
 echo "Could not install: ${missing[*]}. Please install them (as root: apt-get install ${missing[*]})." >&2
 echo "Without chromium the tests of the pages are skipped (they fail where CI=true)." >&2
+echo "Without promtool (prometheus) the alert rules are not tried (that fails where CI=true)." >&2
 echo "Without ip (iproute2) nothing is tried on two networks (that fails where CI=true)." >&2
 echo "Without a C compiler the campaign steps no clocks." >&2
 echo "Without bubblewrap the judge falls back to seccomp + Landlock; without either it refuses to run programs." >&2

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from statistics import fmean
 
-from spo.algorithm.collapse_guard import CollapseLimits, StepHealth, collapse_alarms
+from spo.algorithm.collapse_guard import ALARMS, CollapseLimits, StepHealth, collapse_alarms
 from spo.observability.logs import get_logger
 from spo.observability.metrics import TRAINER_COLLAPSE_ALARMS
 from spo.spec.job_spec import CollapseGuardSpec
@@ -30,6 +30,9 @@ class CollapseMonitor:
         self._history: deque[StepHealth] = deque(maxlen=2 * spec.window)
         self._first_lengths: list[float] = []
         self._sounding: frozenset[str] = frozenset()
+        # From 0 on: of a count that appears with the first alarm nobody sees an increase.
+        for name in ALARMS:
+            TRAINER_COLLAPSE_ALARMS.labels(alarm=name)
 
     def check(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
         """Alarms that began to sound with this step, by name with the reason in words."""

@@ -11,6 +11,7 @@ from statistics import fmean
 
 # Told like an alarm, once, of a job's first batch; nothing collapses by it, so that no job pauses.
 SAMPLER_MISMATCH = "sampler_mismatch"
+ALARMS = ("log_ratio", "response_length", "grad_norm", "truncation", "reward")
 
 
 @dataclass(frozen=True)

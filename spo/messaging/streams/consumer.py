@@ -73,6 +73,7 @@ class Consumer:
 
     def __post_init__(self) -> None:
         self._notes = TroubleNotes(self.client)
+        dead_letters.show_none(self.stream)
         self._reading = self.holder.reading(self.stream)
         self._handling = self.holder.handling(self.stream)
         self.holder.joined_by(self)
