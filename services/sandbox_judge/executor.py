@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import fcntl
+import math
 import os
 import select
 import socket
@@ -91,6 +92,10 @@ class _Exchange:
     poller: select.poll = field(default_factory=select.poll)
     overflow: bool = False
     result: bytes = b""
+    # The channel of a run that this one needs, how long it may outlive it, and until when that is.
+    needed: int = -1
+    outlives_seconds: float = 0.0
+    stop_at: float = math.inf
 
 
 def run_test(channel: socket.socket, stdin: bytes, limits: RunLimits, files: Sequence[bytes] = ()) -> ProgramRun:
@@ -98,23 +103,58 @@ def run_test(channel: socket.socket, stdin: bytes, limits: RunLimits, files: Seq
 
     Raises JudgeFault when its jail fails.
     """
-    exchange, theirs = _open_pipes()
-    try:
+    return StartedTest(channel, limits, stdin, files).ended()
+
+
+class StartedTest:
+    """A run that has begun; a link is an end of a socket that the program finds after its files."""
+
+    def __init__(
+        self,
+        channel: socket.socket,
+        limits: RunLimits,
+        stdin: bytes,
+        files: Sequence[bytes] = (),
+        link: socket.socket | None = None,
+    ) -> None:
+        self._channel, self._limits = channel, limits
+        self._exchange, theirs = _open_pipes()
         try:
-            theirs.insert(0, _input_file(stdin))
-            theirs += [memory_file("file", content) for content in files]
-            socket.send_fds(channel, [b"test"], theirs)
-        finally:
-            for descriptor in theirs:
-                os.close(descriptor)
+            try:
+                theirs.insert(0, _input_file(stdin))
+                theirs += [memory_file("file", content) for content in files]
+                socket.send_fds(channel, [b"test"], [*theirs, *([link.fileno()] if link else [])])
+            finally:
+                for descriptor in theirs:
+                    os.close(descriptor)
+        except OSError as error:
+            self._close()
+            raise JudgeFault(f"jail gone: {error}") from error
+
+    def stop(self) -> None:
+        """Have the jail end the program, if it has not ended."""
+        with contextlib.suppress(OSError):
+            self._channel.send(b"stop")
+
+    def need(self, other: StartedTest, outlives_seconds: float) -> None:
+        """Stop this run so long after another one has ended."""
+        self._exchange.needed, self._exchange.outlives_seconds = other._channel.fileno(), outlives_seconds
+
+    def ended(self) -> ProgramRun:
+        """What it did, when it has ended. Raises JudgeFault when its jail fails."""
+        exchange = self._exchange
         stdout, stderr = exchange.readers.values()
-        _converse(exchange, channel, limits)
-    except OSError as error:
-        raise JudgeFault(f"jail gone: {error}") from error
-    finally:
-        for reader in exchange.readers:
+        try:
+            _converse(exchange, self._channel, self._limits)
+        except OSError as error:
+            raise JudgeFault(f"jail gone: {error}") from error
+        finally:
+            self._close()
+        return _classify(exchange, self._limits, bytes(stdout), bytes(stderr[-STDERR_KEPT_BYTES:]))
+
+    def _close(self) -> None:
+        for reader in self._exchange.readers:
             os.close(reader)
-    return _classify(exchange, limits, bytes(stdout), bytes(stderr[-STDERR_KEPT_BYTES:]))
 
 
 def _open_pipes() -> tuple[_Exchange, list[int]]:
@@ -142,11 +182,13 @@ def _converse(exchange: _Exchange, channel: socket.socket, limits: RunLimits) ->
     poller.register(channel, select.POLLIN)
     if poller.poll(_SHORT_MILLISECONDS):
         _take_result(exchange, channel)
-    for reader in exchange.readers:
+    for reader in (*exchange.readers, *([exchange.needed] if exchange.needed >= 0 else [])):
         poller.register(reader, select.POLLIN)
     deadline = time.monotonic() + limits.wall_seconds + limits.cpu_seconds * STARVATION + _PATIENCE_SECONDS
     while not exchange.result:
         _wait_on(exchange, channel, limits, deadline)
+    if exchange.needed >= 0 and exchange.stop_at == math.inf:
+        poller.unregister(exchange.needed)
     while ready := poller.poll(0):
         for descriptor, _ in ready:
             if _collect(exchange, descriptor, limits, channel) < _CHUNK_BYTES:
@@ -155,11 +197,17 @@ def _converse(exchange: _Exchange, channel: socket.socket, limits: RunLimits) ->
 
 def _wait_on(exchange: _Exchange, channel: socket.socket, limits: RunLimits, deadline: float) -> None:
     """Do what can be done next on any of the pipes or the channel."""
-    ready = exchange.poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
-    if not ready:
+    ready = exchange.poller.poll(max(0.0, min(deadline, exchange.stop_at) - time.monotonic()) * 1000)
+    if not ready and exchange.stop_at < deadline:
+        exchange.stop_at = deadline
+        channel.send(b"stop")
+    elif not ready:
         raise JudgeFault("the jail did not report in time")
     for descriptor, _ in ready:
-        if descriptor == channel.fileno():
+        if descriptor == exchange.needed:
+            exchange.poller.unregister(descriptor)
+            exchange.stop_at = time.monotonic() + exchange.outlives_seconds
+        elif descriptor == channel.fileno():
             _take_result(exchange, channel)
         elif not _collect(exchange, descriptor, limits, channel):
             exchange.poller.unregister(descriptor)

@@ -8,13 +8,14 @@ import enum
 import os
 import shutil
 import signal
+import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.sandbox_judge.backends.zygote import Executable, OpenProgram, Zygote
-from services.sandbox_judge.executor import JudgeFault, ProgramRun, RunEnding, RunLimits
+from services.sandbox_judge.executor import JudgeFault, ProgramRun, RunEnding, RunLimits, StartedTest
 from services.sandbox_judge.isolation.memory_budget import MemoryBudget
 from services.sandbox_judge.isolation.memory_cgroup import MemoryCgroup, child_name
 from services.sandbox_judge.isolation.tiers import Preload, launch, program_uid
@@ -30,6 +31,8 @@ class Role(enum.Enum):
     # Responses with the tests that people wrote for them, the second with pytest.
     TESTS = "tests"
     PYTEST = "pytest"
+    # Those responses themselves, apart from their tests.
+    RESPONSE = "response"
     # Functions that score responses: people's own, and those of libraries.
     FUNCTION = "function"
     MATHEMATICS = "mathematics"
@@ -38,6 +41,7 @@ class Role(enum.Enum):
 
 PRELOADS = {
     Role.TESTS: Preload("tests_child"),
+    Role.RESPONSE: Preload("response_child"),
     Role.PYTEST: Preload("tests_child", ("pytest", "_pytest.assertion.rewrite")),
     Role.FUNCTION: Preload("scores_child", ("numpy", "difflib", "statistics")),
     Role.MATHEMATICS: Preload("scores_child", ("math_verify",)),
@@ -63,7 +67,17 @@ class PreparedProgram:
 
     def run(self, stdin: bytes, files: Sequence[bytes] = ()) -> ProgramRun:
         """One run from the program's pristine state. Raises JudgeFault."""
-        run = self.program.run(stdin, (*self.files, *files))
+        return self._classed(self.program.run(stdin, (*self.files, *files)))
+
+    def start(self, files: Sequence[bytes], link: socket.socket) -> StartedTest:
+        """Begin a run with an end of a socket; `ended` waits for it. Raises JudgeFault."""
+        return self.program.start((*self.files, *files), link)
+
+    def ended(self, started: StartedTest) -> ProgramRun:
+        """What a run did that was begun here. Raises JudgeFault."""
+        return self._classed(started.ended())
+
+    def _classed(self, run: ProgramRun) -> ProgramRun:
         killed = run.code != 0 and self.cgroup is not None and self.cgroup.has_killed()
         return dataclasses.replace(run, ending=RunEnding.MEMORY_LIMIT) if killed else run
 

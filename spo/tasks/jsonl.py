@@ -23,6 +23,7 @@ from spo.tasks.published import STATEMENT_BYTES_MAXIMUM
 from spo.tasks.records import Record, parse_record, read_problems
 from spo.tasks.scoring.comparisons import expectation_fault
 from spo.tasks.scoring.numbers import LONGEST_ANSWER, number_of
+from spo.tasks.scoring.separate_tests import reasons_to_share
 from spo.v1.verdict_pb2 import (
     AnswerComparison,
     AnswerExtraction,
@@ -32,6 +33,7 @@ from spo.v1.verdict_pb2 import (
     CodeTestStyle,
     Limits,
     TestCase,
+    TestIsolation,
     TestSet,
 )
 
@@ -104,6 +106,9 @@ class CodeTestsRow(RowSection):
     before: str = Field(default="", max_length=LARGEST_CODE)
     code: str = Field(min_length=1, max_length=LARGEST_CODE)
     entry_point: str = Field(default="", max_length=200)
+    isolation: Literal["", "separate", "shared"] = Field(
+        default="", description="`separate`: refused where the tests need the very objects of the response."
+    )
 
     @model_validator(mode="after")
     def can_be_run(self) -> Self:
@@ -113,12 +118,17 @@ class CodeTestsRow(RowSection):
             raise ValueError(f"entry_point {self.entry_point[:80]!r} is no name of a function")
         if self.style == "completion" and not self.entry_point:
             raise ValueError("the style completion needs the entry_point, the function that is completed")
+        if self.isolation == "separate" and (reasons := reasons_to_share(self.tests())):
+            raise ValueError(f"the tests cannot be separate from a response: {'; '.join(reasons)}")
         return self
 
     def tests(self) -> CodeTests:
         """The tests as the judge knows them."""
         style = CodeTestStyle.Value(f"CODE_TEST_STYLE_{self.style.upper()}")
-        return CodeTests(style=style, before=self.before, code=self.code, entry_point=self.entry_point)
+        isolation = TestIsolation.Value(f"TEST_ISOLATION_{self.isolation.upper() or 'UNSPECIFIED'}")
+        return CodeTests(
+            style=style, before=self.before, code=self.code, entry_point=self.entry_point, isolation=isolation
+        )
 
 
 class ProblemRow(RowSection):

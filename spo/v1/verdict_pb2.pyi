@@ -181,6 +181,30 @@ CODE_TEST_STYLE_PYTEST: CodeTestStyle.ValueType  # 3
 """`code` is a file of pytest's that imports the response as `solution`."""
 Global___CodeTestStyle: _TypeAlias = CodeTestStyle  # noqa: Y015
 
+class _TestIsolation:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TestIsolationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TestIsolation.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TEST_ISOLATION_UNSPECIFIED: _TestIsolation.ValueType  # 0
+    """Of tests: separate, unless they need the very objects of the response. Of a verdict: no such code decided."""
+    TEST_ISOLATION_SEPARATE: _TestIsolation.ValueType  # 1
+    """The response is in a process of its own; plain values and proxies come to the tests."""
+    TEST_ISOLATION_SHARED: _TestIsolation.ValueType  # 2
+    """One interpreter: a response that knows this judge can reach the tests."""
+
+class TestIsolation(_TestIsolation, metaclass=_TestIsolationEnumTypeWrapper):
+    """Whether a response shares an interpreter with the code that decides about it."""
+
+TEST_ISOLATION_UNSPECIFIED: TestIsolation.ValueType  # 0
+"""Of tests: separate, unless they need the very objects of the response. Of a verdict: no such code decided."""
+TEST_ISOLATION_SEPARATE: TestIsolation.ValueType  # 1
+"""The response is in a process of its own; plain values and proxies come to the tests."""
+TEST_ISOLATION_SHARED: TestIsolation.ValueType  # 2
+"""One interpreter: a response that knows this judge can reach the tests."""
+Global___TestIsolation: _TypeAlias = TestIsolation  # noqa: Y015
+
 @_typing.final
 class TestCase(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -289,11 +313,14 @@ class CodeTests(_message.Message):
     BEFORE_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
     ENTRY_POINT_FIELD_NUMBER: _builtins.int
+    ISOLATION_FIELD_NUMBER: _builtins.int
     style: Global___CodeTestStyle.ValueType
     before: _builtins.str
     code: _builtins.str
     entry_point: _builtins.str
     """The function that the tests call; a response that does not define it is told so."""
+    isolation: Global___TestIsolation.ValueType
+    """SEPARATE: refused where the tests cannot be; SHARED: they are known to need it."""
     def __init__(
         self,
         *,
@@ -301,10 +328,11 @@ class CodeTests(_message.Message):
         before: _builtins.str = ...,
         code: _builtins.str = ...,
         entry_point: _builtins.str = ...,
+        isolation: Global___TestIsolation.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "code", b"code", "entry_point", b"entry_point", "style", b"style"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "code", b"code", "entry_point", b"entry_point", "isolation", b"isolation", "style", b"style"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -681,6 +709,7 @@ class Verdict(_message.Message):
     SUSPECTED_HARD_CODED_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    TEST_ISOLATION_FIELD_NUMBER: _builtins.int
     outcome: Global___Outcome.ValueType
     tests_passed: _builtins.int
     tests_total: _builtins.int
@@ -703,6 +732,8 @@ class Verdict(_message.Message):
     """Right on the public tests, wrong on hidden ones, and seemingly for the reason that it prints remembered answers."""
     score: _builtins.float
     """Between 0 and 1, of verifiers that know more than right and wrong; it decides the reward in place of the outcome."""
+    test_isolation: Global___TestIsolation.ValueType
+    """Of code tests: how apart the response was from them."""
     @_builtins.property
     def tests(self) -> _containers.RepeatedCompositeFieldContainer[Global___TestResult]:
         """Only when details were asked for."""
@@ -730,10 +761,11 @@ class Verdict(_message.Message):
         suspected_hard_coded: _builtins.bool = ...,
         score: _builtins.float | None = ...,
         parts: _abc.Iterable[Global___PartScore] | None = ...,
+        test_isolation: Global___TestIsolation.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "cached", b"cached", "cpu_seconds", b"cpu_seconds", "detail", b"detail", "differing_runs", b"differing_runs", "isolation", b"isolation", "judge_version", b"judge_version", "memory_bytes", b"memory_bytes", "outcome", b"outcome", "parts", b"parts", "public_tests_passed", b"public_tests_passed", "public_tests_total", b"public_tests_total", "runs", b"runs", "score", b"score", "suspected_hard_coded", b"suspected_hard_coded", "tests", b"tests", "tests_passed", b"tests_passed", "tests_total", b"tests_total", "wall_seconds", b"wall_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "cached", b"cached", "cpu_seconds", b"cpu_seconds", "detail", b"detail", "differing_runs", b"differing_runs", "isolation", b"isolation", "judge_version", b"judge_version", "memory_bytes", b"memory_bytes", "outcome", b"outcome", "parts", b"parts", "public_tests_passed", b"public_tests_passed", "public_tests_total", b"public_tests_total", "runs", b"runs", "score", b"score", "suspected_hard_coded", b"suspected_hard_coded", "test_isolation", b"test_isolation", "tests", b"tests", "tests_passed", b"tests_passed", "tests_total", b"tests_total", "wall_seconds", b"wall_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
     _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015

@@ -18,6 +18,7 @@ from services.sandbox_judge.executor import (
     JudgeFault,
     ProgramRun,
     RunLimits,
+    StartedTest,
     memory_file,
     run_test,
 )
@@ -55,6 +56,10 @@ class OpenProgram:
     def run(self, stdin: bytes, files: Sequence[bytes] = ()) -> ProgramRun:
         """One run from the program's pristine state. Raises JudgeFault."""
         return run_test(self.channel, stdin, self.limits, files)
+
+    def start(self, files: Sequence[bytes], link: socket.socket) -> StartedTest:
+        """Begin a run with an end of a socket. Raises JudgeFault."""
+        return StartedTest(self.channel, self.limits, b"", files, link)
 
 
 class Zygote:

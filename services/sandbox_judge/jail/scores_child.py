@@ -22,7 +22,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn, SupportsFloat
 
-from services.sandbox_judge.jail.tests_child import Sent, received
+from services.sandbox_judge.jail.loading import Sent, received
 
 MOST_PARTS = 32
 _REHEARSALS = 16

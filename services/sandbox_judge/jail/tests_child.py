@@ -1,6 +1,7 @@
-"""Runs a response and then the tests that people wrote for it, inside a fork: only tests that ran through can sign.
+"""Runs the tests of a response in a process of their own: only tests that ran through can sign.
 
-What the judge sends is read and closed before the response's first line. When the tests are through, the proof is
+The response is in another process (`response_child.py`), and its names stand for it here (`proxies.py`). Tests that
+need its very objects run in one interpreter with it (`shared_child.py`). When the tests are through, the proof is
 written to standard output and the process ends at once: an exit before that, of whatever status, signs nothing.
 """
 
@@ -8,301 +9,186 @@ from __future__ import annotations
 
 import ast
 import builtins
-import linecache
-import marshal
 import os
 import sys
-import textwrap
-from collections.abc import Callable
-from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import NoReturn
 
-if TYPE_CHECKING:
-    from importlib.machinery import ModuleSpec
+from services.sandbox_judge.jail import loading, running, shared_child
+from services.sandbox_judge.jail.loading import COMPLETION, PYTEST, UNCOMPILABLE, Names, Sent
+from services.sandbox_judge.jail.proxies import Remote, forget
+from services.sandbox_judge.jail.wire import Codec, Foreign, Link
 
-    import pytest
-
-MODULE, COMPLETION, PYTEST = 1, 2, 3
-# Exit statuses beside the proof: hints for people, nothing depends on them.
-NOT_A_PROGRAM, FAILED, WRONG, ENDED = 12, 1, 10, 0
-RESPONSE_FILE, TESTS_FILE, PYTEST_FILE = "solution.py", "tests.py", "test_solution.py"
-PAYLOAD = 3
+LINK = 4
+# Proxies, and calls within calls, take more frames than a program's own.
+_RECURSION = 5000
 _REHEARSALS = 16
-_PROTECTED = [
-    "math",
-    "cmath",
-    "operator",
-    "copy",
-    "random",
-    "re",
-    "itertools",
-    "functools",
-    "collections",
-    "string",
-    "statistics",
-    "json",
-    "os",
-]
-# What the judge sends, and what a module holds.
-Sent = dict[str, Any]
-Names = dict[str, object]
-# Taken now: the response may have replaced them by the time they are needed.
-_exit, _write, _compile, _exec = os._exit, os.write, compile, exec
-
-
-def received() -> Sent:
-    """What the judge has sent at descriptor 3, a sealed file that is closed again."""
-    chunks, place = [], 0
-    while chunk := os.pread(PAYLOAD, 1 << 20, place):
-        chunks.append(chunk)
-        place += len(chunk)
-    os.close(PAYLOAD)
-    payload: Sent = marshal.loads(b"".join(chunks))
-    return payload
-
-
-def proof_of(nonce: bytes) -> bytes:
-    """What stands for a nonce in a report; the nonce itself, found somewhere and printed, is no proof."""
-    return bytes(255 - byte for byte in nonce)
+# A function that only returns None is no longer in bytecode.
+_STUB_BYTES = 8
+# Tests that use these may look for any name.
+_REACHING = frozenset({"globals", "eval", "exec", "vars", "locals"})
+_exit, _exec = os._exit, exec
 
 
 def run() -> NoReturn:
-    """Load the response, run the tests, say how it went; the process ends here."""
-    status = FAILED
+    """Run the tests, say how it went; the process ends here."""
+    status = running.FAILED
     try:
-        status = _judge(received())
+        sent = loading.received()
+        status = shared_child.judge(sent) if sent["shared"] else _judge(sent, Link(LINK))
     finally:
         _exit(status)
 
 
 def rehearse() -> None:
     """Do in the zygote what every fork would do for the first time: the parser's own types above all."""
+    before = "from typing import List\n\ndef f(x: List[int]):\n    pass\n"
     for _ in range(_REHEARSALS):
-        parts = _sources(COMPLETION, "def f(x):\n    pass\n", "def f(x):\n    return x\n", "f")
-        module = ModuleType("solution")
-        trusted = dict(builtins.__dict__)
-        kept = {name: dict(vars(sys.modules[name])) for name in _PROTECTED if name in sys.modules}
-        for part in [*parts, _continued("def g(x):\n", "    return [x]")]:
-            _exec(part, module.__dict__)
-        _restore(trusted, kept)
-        code = _compile("assert f(1) == 1 and g(2) == [2]\n", TESTS_FILE, "exec", dont_inherit=True, optimize=0)
-        _asserts(code)(_scope(module, trusted, "f"))
+        remote = Remote(Link(-1))
+        tests = _Tests(COMPLETION, before, "def check(c):\n    assert c(1) == [2]\ncheck(f)\n", "f")
+        answer = Codec().dumps(("return", ("loaded", (("f", None),)), (), "noise"))
+        assert remote.loads(answer)
+        remote.dumps(("load", tests.wanted, "f"))
+        remote.dumps(("call", 1, ([2, "a"],), {}))
+        sys.setrecursionlimit(_RECURSION)
+        loading.sources(COMPLETION, before, "    return [x]\n", "f")
+    forget()
 
 
-def _judge(sent: Sent) -> int:
+def _judge(sent: Sent, link: Link) -> int:
+    sys.setrecursionlimit(_RECURSION)
     nonce, entry_point = sent["nonce"], sent["entry_point"]
-
-    def report(text: str) -> None:
-        _flush()
-        _write(1, b"\n" + proof_of(nonce) + text.encode(errors="replace")[:1000])
-
-    trusted = dict(builtins.__dict__)
-    kept = {name: dict(vars(sys.modules[name])) for name in _PROTECTED if name in sys.modules}
-    tests: Callable[[Names], str]
-    if sent["style"] == PYTEST:
-        tests = _pytest(sent["code"], trusted)
-    else:
-        try:
-            tests = _asserts(_compile(sent["code"], TESTS_FILE, "exec", dont_inherit=True, optimize=0))
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            report(f"broken {type(error).__name__}: {error}")
-            return FAILED
-        linecache.cache[TESTS_FILE] = (len(sent["code"]), None, sent["code"].splitlines(keepends=True), TESTS_FILE)
-    module = ModuleType("solution")
-    module.__file__ = RESPONSE_FILE
-    sys.modules["solution"] = module
     try:
-        parts = _sources(sent["style"], sent["before"], sent["response"], entry_point)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        _say(f"{type(error).__name__}: {error}")
-        return NOT_A_PROGRAM
+        tests = _Tests(sent["style"], sent["before"], sent["code"], entry_point)
+    except UNCOMPILABLE as error:
+        running.report(nonce, f"broken {type(error).__name__}: {error}")
+        return running.FAILED
+    remote = Remote(link)
+    remote.kept, remote.named = tests.bound, tests.named()
     try:
-        for part in parts:
-            _exec(part, module.__dict__)
-        if entry_point and entry_point not in module.__dict__:
-            _say(f"the response does not define {entry_point}")
-            return WRONG
-        _restore(trusted, kept)
-        outcome = tests(_scope(module, trusted, entry_point))
+        found, *rest = remote.request("load", tests.wanted, entry_point)
+        if found == "no program":
+            running.say(str(rest[0]))
+            return running.NOT_A_PROGRAM
+        if found == "missing":
+            running.say(f"the response does not define {entry_point}")
+            return running.WRONG
+        outcome = tests.run(dict(rest[0]), remote)
     except BaseException as error:
-        return _explained(error)
-    report(outcome)
+        return running.explained(error)
+    running.report(nonce, outcome)
     return 0
 
 
-def _sources(style: int, before: str, response: str, entry_point: str) -> list[CodeType]:
-    """What is executed, in order. Raises SyntaxError where it is no program."""
-    if style == PYTEST:
-        return [_compiled(response)]
-    if style == COMPLETION and not _defines(response, entry_point):
-        return [_continued(before, response)]
-    if style == COMPLETION:
-        # The function anew: what stands before it still brings the imports and helpers.
-        return [*_begun(before), _compiled(response)]
-    return [_compiled(f"{before}\n{response}" if before else response)]
+class _Tests:
+    """Tests and what they have themselves: the names that they bind, and those that stand before the response."""
+
+    def __init__(self, style: int, before: str, code: str, entry_point: str) -> None:
+        self._style, self._source, self._entry_point = style, code, entry_point
+        self._trusted = dict(builtins.__dict__)
+        self._code = running.compiled(code, running.TESTS_FILE)
+        self._scope: Names = {"__builtins__": dict(self._trusted), "__name__": "tests"}
+        self._classes: set[str] = set()
+        names = set() if style == PYTEST else _names_in(self._code)
+        # Most tests know all that they need but the function.
+        if style != PYTEST and before and (_REACHING & names or set(self._lacking(names)) - _bound(ast.parse(code))):
+            names |= self._begin(before)
+        names |= {entry_point} if entry_point else set()
+        self.wanted = None if names & _REACHING else self._lacking(names)
+        self.bound = frozenset[str]()
+        if style == PYTEST:
+            self.bound = frozenset(_bound(ast.parse(code)) | self._trusted.keys()) - {entry_point}
+
+    def _begin(self, before: str) -> set[str]:
+        """Execute what stands before the response; of that, what the response does not have to define."""
+        code = loading.begun(before)
+        for part in code:
+            try:
+                _exec(part, self._scope)
+            except Exception:
+                break
+        for name, value in list(self._scope.items()):
+            mine = getattr(value, "__module__", None) == "tests"
+            if mine and isinstance(value, type):
+                self._classes.add(name)
+            if name == self._entry_point or (mine and (isinstance(value, type) or _is_stub(value))):
+                del self._scope[name]
+        return set().union(*map(_names_in, code))
+
+    def _lacking(self, names: set[str]) -> tuple[str, ...]:
+        own = self._scope.keys() | (self._trusted.keys() - {self._entry_point})
+        return tuple(sorted(name for name in names if name not in own and not name.startswith("__")))
+
+    def named(self) -> frozenset[str]:
+        """Classes of the response that are tested themselves: their names are words of the tests.
+
+        A name counts that the tests take from the response, and that begins as the names of classes do.
+        """
+        if self._style != PYTEST and not (self.wanted is None or any(name[:1].isupper() for name in self.wanted)):
+            return frozenset(self._classes)
+        tree = ast.parse(self._source)
+        if self._style == PYTEST:
+            names = set(_taken(tree))
+        else:
+            names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - _bound(tree)
+        return frozenset(name for name in names if name[:1].isupper()) - self._trusted.keys() | self._classes
+
+    def run(self, names: Names, remote: Remote) -> str:
+        """Run them with what the response defines; what to say of them."""
+        sys.modules["solution"] = remote.module
+        if self._style == PYTEST:
+            return running.pytest_file(self._source, self._trusted)(names)
+        own = self._scope.keys() | (self._trusted.keys() - {self._entry_point})
+        self._scope.update((name, value) for name, value in names.items() if name not in own)
+        return running.asserts(self._code)(self._scope)
 
 
-def _compiled(source: str) -> CodeType:
-    code: CodeType = _compile(source, RESPONSE_FILE, "exec", dont_inherit=True, optimize=0)
-    return code
+def _names_in(code: CodeType) -> set[str]:
+    """All names that some code may look for."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _names_in(constant)
+    return names
 
 
-def _defines(response: str, entry_point: str) -> bool:
-    try:
-        body = ast.parse(response).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+def _bound(tree: ast.Module) -> set[str]:
+    """Names that the tests define, import or set themselves."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            names.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.Import | ast.ImportFrom) and getattr(node, "module", "") != "solution":
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return names
+
+
+def _taken(tree: ast.Module) -> Iterator[str]:
+    """What a file takes from the module `solution`."""
+    aliases = {"solution"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "solution":
+            yield from (alias.name for alias in node.names)
+            if any(alias.name == "*" for alias in node.names):
+                loaded = {each.id for each in ast.walk(tree) if isinstance(each, ast.Name)}
+                yield from loaded - _bound(tree)
+        elif isinstance(node, ast.Import):
+            aliases |= {alias.asname for alias in node.names if alias.name == "solution" and alias.asname}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+            yield node.attr
+
+
+def _is_stub(value: Foreign) -> bool:
+    """Whether a function that stands before the response is left for it to write: it does nothing yet."""
+    if not isinstance(value, FunctionType):
         return False
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    names = {node.name for node in body if isinstance(node, kinds)}
-    return entry_point in names if entry_point else bool(names)
-
-
-def _begun(before: str) -> list[CodeType]:
-    """The beginning by itself, a function without its body; nothing where that is no program."""
-    for body in ("", f"\n{_indentation(before)}pass\n", "\n    pass\n"):
-        try:
-            return [_compiled(before + body)]
-        except SyntaxError:
-            continue
-    return []
-
-
-def _continued(before: str, response: str) -> CodeType:
-    """The response goes on where `before` ends; models often leave out the first line's indentation, or all of it."""
-    indentation = _indentation(before)
-    indented = textwrap.indent(response, indentation)
-    fault: SyntaxError | None = None
-    for text in (response, indentation + response.lstrip(" \t"), indented, f"\n{response}", f"\n{indented}"):
-        try:
-            return _compiled(before + text)
-        except SyntaxError as error:
-            fault = fault or error
-    raise fault or SyntaxError("no program")
-
-
-def _indentation(before: str) -> str:
-    """That of the last line which has any, else four spaces."""
-    for line in reversed(before.splitlines()):
-        if line.strip() and line[0] in " \t":
-            return line[: len(line) - len(line.lstrip())]
-    return "    "
-
-
-def _scope(module: ModuleType, trusted: Names, entry_point: str) -> Names:
-    """The names that tests see: those of the response, and the builtins as they were before it."""
-    names = {name: value for name, value in module.__dict__.items() if name not in trusted or name == entry_point}
-    return {**names, "__builtins__": dict(trusted), "__name__": "tests"}
-
-
-def _restore(trusted: Names, kept: dict[str, Names]) -> None:
-    """Undo what the response has replaced in modules that tests and this one use."""
-    sys.settrace(None)
-    sys.setprofile(None)
-    for namespace, before in [(builtins.__dict__, trusted), *((vars(sys.modules[name]), kept[name]) for name in kept)]:
-        # Name by name: to write the whole of it would cost a copy of every page that it lies in.
-        for name in [name for name in namespace if name not in before]:
-            del namespace[name]
-        for name, value in before.items():
-            if namespace.get(name) is not value:
-                namespace[name] = value
-
-
-def _asserts(code: CodeType) -> Callable[[Names], str]:
-    def tests(scope: Names) -> str:
-        _exec(code, scope)
-        return "passed 1 1"
-
-    return tests
-
-
-def _pytest(code: str, trusted: Names) -> Callable[[Names], str]:
-    import pytest
-    from _pytest.assertion.rewrite import AssertionRewritingHook
-
-    def module_of(_: object, spec: ModuleSpec) -> ModuleType:
-        module = ModuleType(spec.name)
-        module.__dict__["__builtins__"] = dict(trusted)
-        return module
-
-    AssertionRewritingHook.create_module = module_of  # type: ignore[assignment, method-assign]
-
-    main = pytest.main
-
-    class Count:
-        """Every collected test has to pass; a skip counts only where a mark of the test says so."""
-
-        def __init__(self) -> None:
-            self.passed = self.total = 0
-            self.fault = ""
-            self.marked: set[str] = set()
-
-        def pytest_collection_finish(self, session: pytest.Session) -> None:
-            # From here on the file would only serve a response that looks for it.
-            os.unlink(PYTEST_FILE)
-            marks = ("skip", "skipif")
-            self.marked = {item.nodeid for item in session.items if any(map(item.get_closest_marker, marks))}
-
-        def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-            if report.failed:
-                self.total += 1
-                self.fault = self.fault or report.longreprtext[-600:]
-
-        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-            if report.when == "call" or report.failed or report.skipped:
-                if report.skipped and report.when == "setup" and report.nodeid in self.marked:
-                    return
-                self.total += 1
-                self.passed += report.passed
-                self.fault = self.fault or ("" if report.passed else f"{report.nodeid}: {report.longreprtext[-600:]}")
-
-    def tests(_: Names) -> str:
-        with open(PYTEST_FILE, "w", encoding="utf-8") as file:
-            file.write(code)
-        count, here = Count(), os.getcwd()
-        options = [
-            "-q",
-            "-c",
-            os.devnull,
-            f"--rootdir={here}",
-            f"--confcutdir={here}",
-            "--import-mode=importlib",
-            "-p",
-            "no:cacheprovider",
-        ]
-        main([*options, "-p", "no:faulthandler", PYTEST_FILE], plugins=[count])
-        _say(count.fault)
-        return f"passed {count.passed} {max(count.total, 1)}"
-
-    return tests
-
-
-def _explained(error: BaseException) -> int:
-    """Say on standard error what went wrong and in which line of the tests; the exit status for it."""
-    place, innermost, trace = "", False, error.__traceback__
-    while trace is not None:
-        innermost = trace.tb_frame.f_code.co_filename == TESTS_FILE
-        if innermost:
-            place = f"tests, line {trace.tb_lineno}: {linecache.getline(TESTS_FILE, trace.tb_lineno).strip()[:200]}: "
-        trace = trace.tb_next
-    if isinstance(error, SystemExit):
-        _say(f"{place}the response ended the process")
-        return ENDED
-    try:
-        text = str(error)
-    except BaseException:
-        text = ""
-    _say(f"{place}{type(error).__name__}: {text[:200]}".removesuffix(": "))
-    return WRONG if innermost and isinstance(error, AssertionError) else FAILED
-
-
-def _say(text: str) -> None:
-    _flush()
-    if text:
-        _write(2, text.encode(errors="replace"))
-
-
-def _flush() -> None:
-    try:
-        sys.stdout.flush()
-    except BaseException:
-        return
+    code = value.__code__
+    if code.co_names:
+        return code.co_names == ("NotImplementedError",)
+    return len(code.co_code) <= _STUB_BYTES and code.co_consts in ((None,), (value.__doc__, None))

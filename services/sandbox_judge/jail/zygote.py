@@ -145,6 +145,10 @@ def _import_libraries(setting: dict[str, Any]) -> None:
         from services.sandbox_judge.jail import tests_child
 
         tests_child.rehearse()
+    elif setting["harness"] == "response_child":
+        from services.sandbox_judge.jail import response_child
+
+        response_child.rehearse()
     if setting["imports"] and setting["scratch"]:
         program.empty_folder(setting["scratch"])
 

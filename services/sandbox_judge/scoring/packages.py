@@ -22,6 +22,7 @@ SCORING_ROLES = (Role.FUNCTION, Role.MATHEMATICS, Role.REASONING_GYM)
 # installed, since people's functions may import any.
 _NEEDED: Mapping[Role, tuple[str, tuple[str, ...]]] = {
     Role.TESTS: ("", ()),
+    Role.RESPONSE: ("", ()),
     Role.PYTEST: ("pytest", ()),
     Role.FUNCTION: ("numpy", ()),
     Role.MATHEMATICS: (

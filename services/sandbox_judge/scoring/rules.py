@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 from services.sandbox_judge.scoring.packages import MATH, REASONING_GYM, missing_module, role_of
-from spo.v1.verdict_pb2 import AnswerRule, CodeTestStyle, Limits, TestSet
+from spo.tasks.scoring.separate_tests import reasons_to_share
+from spo.v1.verdict_pb2 import AnswerRule, CodeTestStyle, Limits, TestIsolation, TestSet
 
 MOST_SOURCE_BYTES = 256 << 10
 MOST_ARGUMENT_BYTES = 1 << 20
@@ -40,6 +41,9 @@ def is_mathematics(rule: AnswerRule) -> bool:
 def _rules_of_code_tests(test_set: TestSet) -> Rules:
     tests = test_set.code_tests
     completion = tests.style == CodeTestStyle.CODE_TEST_STYLE_COMPLETION
+    demanded = tests.isolation == TestIsolation.TEST_ISOLATION_SEPARATE
+    reasons = reasons_to_share(tests) if demanded else ()
+    wanted = f"shared: {'; '.join(reasons)}" if reasons else "one that this judge knows"
     return {
         "/code_tests/style": (0 < tests.style < len(CodeTestStyle.values()), "a style that this judge knows"),
         "/code_tests/code": (bool(tests.code.strip()) and _fits(tests.code), _bytes(MOST_SOURCE_BYTES)),
@@ -51,6 +55,7 @@ def _rules_of_code_tests(test_set: TestSet) -> Rules:
             tests.entry_point.isidentifier() if tests.entry_point else not completion,
             "the name of a function, which a completion needs",
         ),
+        "/code_tests/isolation": (tests.isolation in TestIsolation.values() and not reasons, wanted),
     }
 
 

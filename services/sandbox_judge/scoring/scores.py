@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from services.sandbox_judge.backends.zygote import Executable
 from services.sandbox_judge.executor import ProgramRun, RunEnding, RunLimits, limits_of
-from services.sandbox_judge.jail.tests_child import Sent
+from services.sandbox_judge.jail.loading import Sent
 from services.sandbox_judge.program_judge import DETAIL_CHARACTERS, Cancelled, JudgeOptions
 from services.sandbox_judge.sandbox_worker import PreparedProgram, Role, SandboxWorker
 from services.sandbox_judge.scoring.packages import REASONING_GYM, role_of

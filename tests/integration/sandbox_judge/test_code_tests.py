@@ -213,7 +213,7 @@ def test_odd():
         ("def half(n):\n    return n / 2 if n < 5 else 0", "wrong_answer", 3, 4, "test_even[6]"),
         ("import pytest\ndef half(n):\n    pytest.skip('no')", "wrong_answer", 0, 4, "Skipped"),
         ("import pytest\ndef half(n):\n    pytest.xfail('no')", "wrong_answer", 0, 4, ""),
-        ("import pytest\ndef half(n):\n    pytest.exit('no', returncode=0)", "wrong_answer", 0, 1, ""),
+        ("import pytest\ndef half(n):\n    pytest.exit('no', returncode=0)", "wrong_answer", 0, 4, ""),
         ("def third(n):\n    return 1", "wrong_answer", 0, 1, "cannot import name 'half'"),
         ("import os\nos.remove('test_solution.py')", "runtime_error", 0, 1, "FileNotFoundError"),
     ],

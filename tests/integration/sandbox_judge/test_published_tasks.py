@@ -24,7 +24,7 @@ from spo.tasks.sources.generate import names
 from spo.tasks.sources.reasoning_gym import gym_problem
 from spo.v1 import verdict_pb2
 from spo.v1.judge_service_pb2 import Priority
-from spo.v1.verdict_pb2 import AnswerComparison, AnswerExtraction, AnswerRule, Outcome, Verdict
+from spo.v1.verdict_pb2 import AnswerComparison, AnswerExtraction, AnswerRule, Outcome, TestIsolation, Verdict
 from tests.support.mutants import mutants
 
 ACCEPTED = Outcome.OUTCOME_ACCEPTED
@@ -69,6 +69,7 @@ def assert_right_passes_and_wrong_fails(judge: JudgeScheduler, problems: Sequenc
         solution = problem.human_solutions[0]
         (right,) = verdicts_of(judge, problem.tests, [solution])
         assert (right.outcome, right.detail) == (ACCEPTED, ""), problem.place
+        assert right.test_isolation == TestIsolation.TEST_ISOLATION_SEPARATE, problem.place
         # A mutant may loop, it may be as right as the solution, and asserts may be too few to tell.
         problem.tests.limits.cpu_seconds = 0.5
         found = (next(verdicts_of(judge, problem.tests, [mutant])) for mutant in mutants(solution, MUTANTS))

@@ -1,0 +1,672 @@
+"""What stands for a response in the process of its tests: calls go over a channel, plain values come back.
+
+No code of the response runs here. An object that is no plain value is a proxy. Comparisons and arithmetic between a
+proxy and a value of the tests would let the response see what is expected and say what it likes, so they are asked only
+of classes that the tests name; elsewhere such a proxy equals nothing but itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import sys
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Coroutine, Generator
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import NoReturn, cast
+
+from services.sandbox_judge.jail.wire import (
+    BINARY,
+    FIXED,
+    NAMED,
+    SPECIAL,
+    Codec,
+    Foreign,
+    Link,
+    Malformed,
+    Uncarriable,
+    end,
+)
+
+# How this process ends where the response is gone, or has written to the channel what no response writes.
+LOST, BROKEN = 14, 15
+# Calls within calls, of the response by the tests and the other way round.
+MOST_NESTED = 200
+MOST_DRAWN = 1_000_000
+_NAME_CHARACTERS = 200
+# Attributes with such names that a proxy asks for; all others it has itself, or not at all.
+_ASKED = ("__name__", "__qualname__", "__doc__", "__annotations__", "__members__", "__wrapped__", "__notes__")
+# Classes of the library whose bound methods the response may call when the tests hand them in.
+_CONTAINERS = (list, dict, set, deque, defaultdict, str, bytes, int, float, tuple, frozenset, io.StringIO, io.BytesIO)
+# Exceptions of these are the test runner's own.
+_RUNNERS = ("pytest", "_pytest", "unittest", "pluggy")
+_FORWARDED_BY_VALUES = ("__call__", "__enter__", "__exit__", "__get__", "__await__")
+
+
+class RemoteClass(type):
+    """The class of classes that stand for the response's."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, object], **_: object) -> NoReturn:
+        """Refuse a class of the tests that is derived from one of the response's."""
+        raise TypeError("tests that derive from a class of the response need isolation: shared")
+
+    def __call__(cls, *positional: object, **named: object) -> Foreign:
+        """An instance, made by the response."""
+        return remote().request("call", cls, positional, named)
+
+    def __getattr__(cls, name: str) -> Foreign:
+        """An attribute of the response's class."""
+        _require_asked(name)
+        return remote().request("getattr", cls, name)
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        """Set it there."""
+        remote().request("setattr", cls, name, value)
+
+    def __delattr__(cls, name: str) -> None:
+        """Delete it there."""
+        remote().request("delattr", cls, name)
+
+    def __iter__(cls) -> Foreign:
+        """What the class gives, as enumerations do."""
+        return remote().request("type", "__iter__", cls)
+
+    def __len__(cls) -> int:
+        """As many as it says."""
+        return int(remote().request("type", "__len__", cls))
+
+    def __bool__(cls) -> bool:
+        """A class is true."""
+        return True
+
+    def __getitem__(cls, key: object) -> Foreign:
+        """A member of an enumeration, or the class itself with parameters."""
+        return remote().request("subscript", cls, key)
+
+    def __contains__(cls, member: object) -> bool:
+        """Whether it is a member of an enumeration."""
+        return bool(remote().request("type", "__contains__", cls, member))
+
+
+class _Proxy:
+    """Stands for an object of the response."""
+
+    def __getattr__(self, name: str) -> Foreign:
+        _require_asked(name)
+        return remote().request("getattr", self, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name.startswith("__"):  # what the interpreter and test runners set on exceptions
+            object.__setattr__(self, name, value)
+        else:
+            remote().request("setattr", self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        remote().request("delattr", self, name)
+
+    def __dir__(self) -> Foreign:
+        return remote().request("dir", self)
+
+    def __copy__(self) -> Foreign:
+        return remote().request("copy", self)
+
+    def __deepcopy__(self, _: object) -> Foreign:
+        return remote().request("deepcopy", self)
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise TypeError("an object of the response cannot be pickled; that needs isolation: shared")
+
+
+class _Solution(ModuleType):
+    """The response's module."""
+
+    def __getattribute__(self, name: str) -> Foreign:
+        if name == "__all__":
+            return [each for each in remote().request("names") if each not in remote().kept]
+        if name.startswith("__"):
+            return super().__getattribute__(name)
+        return remote().request("getattr", self, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name.startswith("__"):
+            super().__setattr__(name, value)
+        else:
+            remote().request("setattr", self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        remote().request("delattr", self, name)
+
+
+class Remote(Codec):
+    """The tests' side of the channel; one for each process."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__()
+        self.link = link
+        # Classes of the response that the tests name: what they say of other values is what is tested.
+        self.named: frozenset[str] = frozenset()
+        # Names that the tests have themselves: the response's stay away from them.
+        self.kept: frozenset[str] = frozenset()
+        self.module = _Solution("solution")
+        self._proxies: dict[int, object] = {0: self.module}
+        self._classes: dict[int, type] = {}
+        self._numbers: dict[int, int] = {id(self.module): 0}
+        self._handed: list[tuple[str, Foreign]] = []
+        self._handed_numbers: dict[tuple[str, int], int] = {}
+        self._arguments: list[object] = []
+        self._nested = self._drawn = 0
+        _THE.append(self)
+
+    def request(self, operation: str, *arguments: object) -> Foreign:
+        """Have the response do something; what it gives, or raises, is given or raised here."""
+        if self._nested >= MOST_NESTED:
+            raise RecursionError("calls between tests and response are nested too deeply")
+        frame = self.dumps((operation, *arguments))
+        kept, sent = self._arguments, self.mutables
+        self._nested += 1
+        try:
+            while True:
+                answer = self._exchange(frame, sent)
+                if answer[0] != "ask":
+                    return self._given(operation, answer, sent)
+                frame = self._served(*answer[1:])
+        finally:
+            self._arguments = kept
+            self._nested -= 1
+
+    def _exchange(self, frame: bytes, sent: list[object]) -> tuple[Foreign, ...]:
+        """Send a frame and read the next; where there is none, this process ends."""
+        try:
+            self.link.send(frame)
+            received = self.link.receive()
+            self._arguments = sent
+            answer = self.loads(received)
+        except EOFError:
+            end(LOST)
+        except (Malformed, MemoryError) as error:
+            end(BROKEN, f"the response has broken its channel: {error}")
+        if type(answer) is not tuple or not answer or type(answer[0]) is not str:
+            end(BROKEN, "the response has broken its channel")
+        return answer
+
+    def _given(self, operation: str, answer: tuple[Foreign, ...], sent: list[object]) -> Foreign:
+        if len(answer) != 4 or answer[0] not in ("return", "raise"):
+            end(BROKEN, "the response has broken its channel")
+        outcome, result, changes, printed = answer
+        for place, value in changes:
+            _refresh(sent[place], value)
+        if printed:
+            sys.stdout.write(printed)
+        if outcome == "return":
+            return result
+        if not isinstance(result, BaseException):
+            end(BROKEN, "the response has broken its channel")
+        if isinstance(result, StopIteration | StopAsyncIteration) and operation != "dunder":
+            # It would end a loop of the tests early.
+            raise RuntimeError("the response raised StopIteration") from result
+        raise result
+
+    def _served(self, operation: str, *arguments: Foreign) -> bytes:
+        """Do what the response asks of an object that was handed to it; the frame that says what came of it."""
+        try:
+            result = _SERVED[operation](self, *arguments)
+            return self.dumps(("return", result))
+        except BaseException as error:
+            return self.dumps(("raise", error))
+
+    # What stands for values of the tests.
+
+    def reference(self, value: Foreign) -> tuple[object, ...]:
+        """What stands for a value of the tests. Raises Uncarriable."""
+        kind = type(value)
+        if kind is _Number:
+            return ("remote", value.number)
+        if id(value) in self._numbers:
+            return ("remote", self._numbers[id(value)])
+        if isinstance(value, ModuleType):
+            return ("global", value.__name__, "")
+        if isinstance(value, type | FunctionType | BuiltinFunctionType) and (named := _global(value)):
+            return named
+        return self._by_hand(value)
+
+    def _by_hand(self, value: Foreign) -> tuple[object, ...]:
+        """What stands for an object of the tests themselves. Raises Uncarriable."""
+        kind = type(value)
+        if isinstance(value, type):
+            base = next(each.__name__ for each in value.__mro__ if NAMED.get(each.__name__) is each)
+            return ("class", self._hand("call", value), value.__name__, base)
+        if _is_function(value):
+            name = getattr(value, "__name__", kind.__name__)
+            return ("function", self._hand("call", value), name, getattr(value, "__doc__", None))
+        if isinstance(value, BaseException):
+            return ("error", self._hand("error", value), kind, tuple(map(_plain, value.args)))
+        if isinstance(value, tuple) and hasattr(kind, "_fields"):
+            return ("namedtuple", kind.__name__, tuple(kind._fields), tuple(value))
+        if _is_visitor(value):
+            special = tuple(name for name in SPECIAL if _differs(kind, name))
+            return ("visitor", self._hand("visit", value), kind.__name__, special)
+        if hasattr(kind, "__next__"):
+            return ("iterator", self._hand("next", value))
+        raise Uncarriable(f"the tests hand in {kind.__name__}, which cannot be carried; that needs isolation: shared")
+
+    def _put_reference(self, value: object) -> None:
+        """A value of a subclass is carried as that of its builtin class, unless the response gave it."""
+        if id(value) not in self._numbers and not hasattr(type(value), "_fields") and not _is_visitor(value):
+            for base in (*FIXED, list, dict, set):
+                if isinstance(value, base):
+                    return self._put(cast("Foreign", base)(value))
+        return super()._put_reference(value)
+
+    def _hand(self, use: str, value: object) -> int:
+        """The number under which the response may use an object, in this way and no other."""
+        key = use, id(value)
+        if key not in self._handed_numbers:
+            self._handed_numbers[key] = len(self._handed)
+            self._handed.append((use, value))
+        return self._handed_numbers[key]
+
+    def handed(self, use: str, number: object) -> Foreign:
+        """An object that was handed to the response for this use."""
+        if type(number) is int and 0 <= number < len(self._handed) and self._handed[number][0] == use:
+            return self._handed[number][1]
+        raise TypeError("no such object was handed in")
+
+    def given_back(self, number: object) -> object:
+        """An object that was handed to the response and comes back. Raises Malformed."""
+        if type(number) is not int or not 0 <= number < len(self._handed):
+            raise Malformed("no such object was handed in")
+        return self._handed[number][1]
+
+    # What stands for objects of the response.
+
+    def resolve(self, reference: tuple[Foreign, ...]) -> object:
+        """The proxy for an object of the response. Raises Malformed."""
+        kind, *parts = reference
+        resolver = _RESOLVERS.get(kind) if type(kind) is str else None
+        if resolver is None:
+            raise Malformed("unknown reference")
+        return resolver(self, *parts)
+
+    def remote_class(self, reference: object) -> type:
+        """The class that stands for one of the response's. Raises Malformed."""
+        if type(reference) is str and reference in NAMED:
+            return NAMED[reference]
+        if type(reference) is int and reference in self._classes:
+            return self._classes[reference]
+        if type(reference) is not tuple or len(reference) != 7 or type(reference[0]) is not int:
+            raise Malformed("no class")
+        number, name, path, module, bases, special, unhashable = reference
+        texts = (name, path, module, *special)
+        if any(type(text) is not str or len(text) > _NAME_CHARACTERS or "\0" in text for text in texts):
+            raise Malformed("no class")
+        found = _library_error(module, path)
+        if found is None:
+            found = self._made((name, path, module), tuple(map(self.remote_class, bases)), special)
+            if unhashable is True:
+                type.__setattr__(found, "__hash__", None)
+            self._numbers[id(found)] = number
+        self._classes[number] = found
+        return found
+
+    def _made(self, names: tuple[str, str, str], bases: tuple[type, ...], special: tuple[str, ...]) -> type:
+        """A class derived from those that stand for its bases; of the builtin ones only what cannot change, and errors.
+
+        A mutable one's content stays with the response.
+        """
+        mutable = next((base for base in bases if base in (list, dict, set, bytearray)), None)
+        kept = tuple(base for base in bases if base is not object and base is not mutable)
+        is_value = any(issubclass(base, FIXED) for base in kept)
+        inherited = any(getattr(base, "_remote_named", False) for base in kept)
+        body: dict[str, Foreign] = {"__module__": names[2], "__qualname__": names[1], "_remote_named": inherited}
+        body["_remote_named"] = inherited or names[0] in self.named
+        forwarded = _FORWARDED_BY_VALUES if is_value and not body["_remote_named"] else SPECIAL
+        body |= {name: _FORWARDS[name] for name in special if name in forwarded}
+        if mutable is not None:
+            body |= {"__class__": property(lambda self: mutable), "__eq__": _equals_content, "__hash__": None}
+        if not any(issubclass(base, _Proxy) for base in kept):
+            kept = (_Proxy, *kept)
+        made: type = type.__new__(RemoteClass, names[0], kept, body)  # type: ignore[arg-type]
+        return made
+
+    def instance(self, number: object, reference: object, content: tuple[object, ...] = ()) -> object:
+        """The one proxy for an object. Raises Malformed."""
+        if type(number) is not int:
+            raise Malformed("no object")
+        if number not in self._proxies:
+            kind = self.remote_class(reference)
+            if not isinstance(kind, RemoteClass) and not issubclass(kind, BaseException):
+                raise Malformed("no class of the response")
+            base = next(each for each in kind.__mro__ if not isinstance(each, RemoteClass) and each is not _Proxy)
+            self._proxies[number] = made = base.__new__(kind, *content)
+            if isinstance(kind, RemoteClass):
+                self._numbers[id(made)] = number
+        return self._proxies[number]
+
+    def once(self, target: _Number, make: Callable[[], Foreign]) -> Foreign:
+        """What stands for an object of the response that is no proxy, made at its first mention."""
+        if target.number not in self._proxies:
+            self._proxies[target.number] = made = make()
+            self._numbers[id(made)] = target.number
+        return self._proxies[target.number]
+
+    def error(self, number: object, reference: object, arguments: object) -> object:
+        """An exception of the response. Raises Malformed."""
+        if type(arguments) is not tuple:
+            raise Malformed("no exception")
+        kind = self.remote_class(reference)
+        if not issubclass(kind, BaseException):
+            raise Malformed("no exception")
+        if isinstance(kind, RemoteClass):
+            return self.instance(number, reference if type(reference) is not tuple else reference[0], arguments)
+        try:
+            return kind(*arguments)
+        except Exception:
+            return kind.__new__(kind, *arguments)
+
+    def argument(self, place: object) -> object:
+        """The mutable argument that the response has given back. Raises Malformed."""
+        if type(place) is not int or not 0 <= place < len(self._arguments):
+            raise Malformed("no argument")
+        return self._arguments[place]
+
+    def count_draw(self) -> None:
+        """Raises RuntimeError after so many that no test means to draw."""
+        self._drawn += 1
+        if self._drawn > MOST_DRAWN:
+            raise RuntimeError(f"more than {MOST_DRAWN} values were drawn from iterators of the response")
+
+
+class _Number:
+    """An object of the response, by its number."""
+
+    def __init__(self, number: object) -> None:
+        if type(number) is not int:
+            raise Malformed("no object")
+        self.number = number
+
+
+# The one of this process.
+_THE: list[Remote] = []
+
+
+def forget() -> None:
+    """Begin as a process without a channel."""
+    _THE.clear()
+
+
+def remote() -> Remote:
+    """This process's end of the channel."""
+    return _THE[-1]
+
+
+def _require_asked(name: str) -> None:
+    if (name.startswith("__") and name.endswith("__") and name not in _ASKED) or name.startswith("_remote_"):
+        raise AttributeError(name)
+
+
+def _differs(kind: type, name: str) -> bool:
+    found = getattr(kind, name, None)
+    return found is not None and found is not getattr(object, name, None)
+
+
+def _plain(value: object) -> object:
+    try:
+        Codec().dumps(value)
+    except Uncarriable:
+        return str(value)
+    return value
+
+
+def _library_error(module: str, path: str) -> type | None:
+    """An exception class of a library that the tests have imported, and can therefore mean."""
+    if module == "solution" or module.split(".")[0] in _RUNNERS or not path.isidentifier():
+        return None
+    found = vars(sys.modules[module]).get(path) if module in sys.modules else None
+    return found if isinstance(found, type) and issubclass(found, Exception) else None
+
+
+def _global(value: Foreign) -> tuple[object, ...] | None:
+    """A class or function of a library by its name, so that each side uses its own."""
+    module, path = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    if type(module) is not str or module in ("tests", "solution", "test_solution") or "<" in path:
+        return None
+    found: Foreign = sys.modules.get(module)
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return ("global", module, path) if found is value else None
+
+
+def _is_function(value: Foreign) -> bool:
+    if isinstance(value, MethodType):
+        return isinstance(value.__func__, FunctionType) and not isinstance(value.__self__, ModuleType)
+    if isinstance(value, BuiltinFunctionType):
+        return type(value.__self__) in _CONTAINERS
+    if isinstance(value, partial):
+        return _is_function(value.func) or _global(value.func) is not None or id(value.func) in remote()._numbers
+    return isinstance(value, FunctionType) or type(value).__name__ == "_lru_cache_wrapper"
+
+
+def _is_mock(value: object) -> bool:
+    return type(value).__module__ == "unittest.mock"
+
+
+def _is_visitor(value: object) -> bool:
+    kind = type(value)
+    return kind.__module__ in ("tests", "test_solution") or kind in (SimpleNamespace, io.StringIO) or _is_mock(value)
+
+
+def _refresh(old: Foreign, new: Foreign) -> None:
+    """Give a container of the tests the content that the response has given it; what it holds stays the same object."""
+    if type(old) is not type(new):
+        raise TypeError("an argument that the response has changed cannot be carried")
+    if type(old) is list:
+        old[:] = [_kept(before, after) for before, after in zip(old, new, strict=False)] + new[len(old) :]
+    elif isinstance(old, dict):
+        kept = {key: _kept(old.get(key), after) for key, after in new.items()}
+        old.clear()
+        (dict.update if type(old) is Counter else type(old).update)(old, kept)
+    elif isinstance(old, set):
+        old.clear()
+        old.update(new)
+    elif isinstance(old, deque):
+        old.clear()
+        old.extend(new)
+    else:
+        old[slice(None) if type(old) is bytearray else ...] = new
+
+
+def _kept(before: Foreign, after: Foreign) -> Foreign:
+    if type(before) is type(after) and type(before) in (list, dict, set):
+        _refresh(before, after)
+        return before
+    return after
+
+
+def _word_of(self: Foreign, other: object) -> bool:
+    """Whether the response may see the other value of a comparison, and say what comes of it."""
+    return bool(type(self)._remote_named) or isinstance(type(other), RemoteClass)
+
+
+def _binary(name: str) -> Callable[..., Foreign]:
+    def forward(self: Foreign, other: object, *more: object) -> Foreign:
+        if not _word_of(self, other):
+            return NotImplemented
+        return remote().request("dunder", name, self, (other, *more))
+
+    return forward
+
+
+def _unary(name: str) -> Callable[..., Foreign]:
+    def forward(self: Foreign, *arguments: object) -> Foreign:
+        return remote().request("dunder", name, self, arguments)
+
+    return forward
+
+
+def _called(self: Foreign, *positional: object, **named: object) -> Foreign:
+    return remote().request("call", self, positional, named)
+
+
+def _contains(self: Foreign, member: object) -> bool:
+    if _word_of(self, member):
+        return bool(remote().request("dunder", "__contains__", self, (member,)))
+    return any(each is member or each == member for each in iter(self))
+
+
+def _left(self: Foreign, kind: object, error: object, _: object) -> Foreign:
+    return remote().request("dunder", "__exit__", self, (kind, error, None))
+
+
+def _bound(self: Foreign, instance: object, owner: object = None) -> Foreign:
+    return self if instance is None else MethodType(self, instance)
+
+
+def _next(self: Foreign) -> Foreign:
+    remote().count_draw()
+    return remote().request("dunder", "__next__", self, ())
+
+
+def _equals_content(self: Foreign, other: object) -> Foreign:
+    """Of a list, say, that the response has derived a class from: its content decides."""
+    if isinstance(type(other), RemoteClass):
+        other = remote().request("plain", other)
+    return remote().request("plain", self) == other
+
+
+_FORWARDS: dict[str, Callable[..., Foreign]] = {
+    **{name: _unary(name) for name in SPECIAL},
+    **{name: _binary(name) for name in BINARY},
+    "__call__": _called,
+    "__contains__": _contains,
+    "__exit__": _left,
+    "__get__": _bound,
+    "__next__": _next,
+}
+
+
+def _generator(sender: Remote, number: object) -> Generator[Foreign, Foreign, Foreign]:
+    """A generator of the response, drawn one by one."""
+    target = _Number(number)
+
+    def draw() -> Generator[Foreign, Foreign, Foreign]:
+        step: tuple[object, ...] = ("draw", target, None)
+        while True:
+            sender.count_draw()
+            found = sender.request(*step)  # type: ignore[arg-type]
+            if type(found) is not tuple or len(found) != 2 or type(found[0]) is not bool:
+                end(BROKEN, "the response has broken its channel")
+            if not found[0]:
+                return found[1]
+            try:
+                step = ("draw", target, (yield found[1]))
+            except GeneratorExit:
+                sender.request("close", target)
+                raise
+            except BaseException as error:
+                step = ("throw", target, error)
+
+    made: Generator[Foreign, Foreign, Foreign] = sender.once(target, draw)
+    return made
+
+
+def _coroutine(sender: Remote, number: object) -> Coroutine[Foreign, Foreign, Foreign]:
+    """A coroutine of the response, run to its end when it is awaited."""
+    target = _Number(number)
+
+    async def awaited() -> Foreign:
+        return sender.request("await", target)
+
+    made: Coroutine[Foreign, Foreign, Foreign] = sender.once(target, awaited)
+    return made
+
+
+def _serve_call(sender: Remote, number: object, positional: Foreign, named: Foreign) -> object:
+    return sender.handed("call", number)(*positional, **named)
+
+
+def _serve_special(sender: Remote, number: object, name: object, positional: Foreign, named: Foreign) -> object:
+    target = sender.handed("visit", number)
+    if name not in SPECIAL:
+        raise TypeError("no such method was handed in")
+    return getattr(type(target), name)(target, *positional, **named)
+
+
+def _serve_get(sender: Remote, number: object, name: object) -> object:
+    target = sender.handed("visit", number)
+    if type(name) is not str or name.startswith("_") or (_is_mock(target) and name in dir(type(target)())):
+        raise AttributeError(name)
+    return getattr(target, name)
+
+
+def _serve_set(sender: Remote, number: object, name: object, value: object) -> None:
+    target = sender.handed("visit", number)
+    methods = (FunctionType, staticmethod, classmethod)
+    if type(name) is not str or name.startswith("_") or isinstance(vars_of(type(target)).get(name), methods):
+        raise AttributeError(name)
+    if _is_mock(target) or isinstance(target, io.StringIO):
+        raise AttributeError(name)
+    setattr(target, name, value)
+
+
+def vars_of(kind: type) -> dict[str, object]:
+    """What instances of a class find in it and its bases."""
+    return {name: value for each in reversed(kind.__mro__) for name, value in vars(each).items()}
+
+
+def _serve_next(sender: Remote, number: object) -> tuple[bool, object]:
+    try:
+        return True, next(sender.handed("next", number))
+    except StopIteration:
+        return False, None
+
+
+def _serve_input(sender: Remote, prompt: object) -> str:
+    import builtins
+
+    return builtins.input(prompt)
+
+
+def _serve_stdin(sender: Remote, method: object, size: object) -> str:
+    if method not in ("read", "readline") or type(size) is not int:
+        raise TypeError("no such method")
+    return str(getattr(sys.stdin, method)(size))
+
+
+def _serve_output(sender: Remote, text: object) -> None:
+    if type(text) is str:
+        with contextlib.suppress(ValueError):
+            sys.stdout.write(text)
+
+
+_SERVED: dict[object, Callable[..., object]] = {
+    "call": _serve_call,
+    "dunder": _serve_special,
+    "get": _serve_get,
+    "set": _serve_set,
+    "next": _serve_next,
+    "input": _serve_input,
+    "stdin": _serve_stdin,
+    "output": _serve_output,
+}
+
+
+def _module(sender: Remote, name: object) -> object:
+    """A module that the response has imported, from this side's own packages."""
+    if type(name) is not str or name in ("tests", "test_solution", "__main__"):
+        raise Malformed("no module")
+    return importlib.import_module(name)
+
+
+_RESOLVERS: dict[str, Callable[..., object]] = {
+    "class": Remote.remote_class,
+    "object": Remote.instance,
+    "value": lambda sender, number, kind, content: sender.instance(number, kind, (content,)),
+    "error": Remote.error,
+    "argument": Remote.argument,
+    "generator": _generator,
+    "coroutine": _coroutine,
+    "module": _module,
+    "guest": lambda sender, number: sender.given_back(number),
+}

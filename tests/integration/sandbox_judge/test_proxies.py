@@ -1,0 +1,399 @@
+"""What honest responses and their tests do with each other across two processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from services.sandbox_judge.embedded import MemoryStore
+from services.sandbox_judge.probe import choose_tier
+from services.sandbox_judge.scheduler import JudgeScheduler
+from services.sandbox_judge.settings import Settings
+from spo.errors import InvalidInput
+from spo.tasks.scoring.separate_tests import reasons_to_share
+from spo.v1 import verdict_pb2
+from spo.v1.judge_service_pb2 import Priority
+from spo.v1.verdict_pb2 import CodeTests, CodeTestStyle, Limits, Outcome, TestIsolation, Verdict
+
+MODULE, PYTEST = CodeTestStyle.CODE_TEST_STYLE_MODULE, CodeTestStyle.CODE_TEST_STYLE_PYTEST
+SEPARATE, SHARED = TestIsolation.TEST_ISOLATION_SEPARATE, TestIsolation.TEST_ISOLATION_SHARED
+NODE = "class ListNode:\n    def __init__(self, val=0, next=None):\n        self.val = val\n        self.next = next\n"
+
+# Name of a table's row -> style, `before`, the tests, a right response.
+HONEST: dict[str, tuple[CodeTestStyle.ValueType, str, str, str]] = {
+    "a class": (
+        MODULE,
+        "",
+        """
+s = Stack([1])
+s.push(2).push("x")
+assert len(s) == 3 and list(s) == [1, 2, "x"] and s.pop() == "x" and 2 in s and s == [1, 2]
+assert Stack.of(1, 2) == s and s + s == Stack([1, 2, 1, 2]) and repr(s) == "Stack([1, 2])" and s.top == 2
+assert s[0] == 1 and isinstance(s, Stack)
+try:
+    Stack().pop()
+    assert False
+except IndexError as error:
+    assert str(error) == "empty"
+s.xs = [5]
+assert s.pop() == 5 and not s and Stack.count >= 4
+""",
+        """
+class Stack:
+    count = 0
+    def __init__(self, xs=()):
+        self.xs = list(xs)
+        Stack.count += 1
+    def push(self, x):
+        self.xs.append(x)
+        return self
+    def pop(self):
+        if not self.xs:
+            raise IndexError("empty")
+        return self.xs.pop()
+    def __len__(self): return len(self.xs)
+    def __iter__(self): return iter(self.xs)
+    def __contains__(self, x): return x in self.xs
+    def __eq__(self, other): return self.xs == (other.xs if isinstance(other, Stack) else other)
+    def __add__(self, other): return Stack(self.xs + other.xs)
+    def __repr__(self): return f"Stack({self.xs})"
+    def __getitem__(self, i): return self.xs[i]
+    @property
+    def top(self): return self.xs[-1]
+    @classmethod
+    def of(cls, *a): return cls(a)
+""",
+    ),
+    "arguments changed in place": (
+        MODULE,
+        "",
+        """
+a, b, d = [3, 1, 2], [[2], [1]], {"x": {1}}
+inner = b[0]
+order(a); grow(b); add(d)
+assert a == [1, 2, 3] and same(a) is a and inner == [2, 9] and b[0] is inner and d == {"x": {1, 2}, "y": 0}
+""",
+        """
+def order(a): a.sort()
+def same(a): return a
+def grow(b):
+    for row in b: row.append(9)
+def add(d): d["x"].add(2); d["y"] = 0
+""",
+    ),
+    "functions handed in": (
+        MODULE,
+        "",
+        """
+out, calls = [], []
+each([1, 2, 3], out.append)
+assert out == [1, 2, 3] and apply(lambda x: x * 2, 4) == 8 and apply(len, [1, 2]) == 2
+class Own(Exception): pass
+@retry(3, (Own,))
+def flaky():
+    calls.append(1)
+    if len(calls) < 3: raise Own("x")
+    return "ok"
+assert flaky() == "ok" and len(calls) == 3 and flaky.__name__ == "flaky"
+def bad(x): raise Own("no")
+try: apply(bad, 1)
+except Own as error: assert str(error) == "no"
+else: assert False
+""",
+        """
+import functools
+def each(xs, f):
+    for x in xs: f(x)
+def apply(f, x): return f(x)
+def retry(times, errors):
+    def decorate(f):
+        @functools.wraps(f)
+        def wrapped(*a, **k):
+            for _ in range(times):
+                try: return f(*a, **k)
+                except errors as error: last = error
+            raise last
+        return wrapped
+    return decorate
+""",
+    ),
+    "generators": (
+        MODULE,
+        "",
+        """
+import itertools, types
+g = fibonacci()
+assert list(itertools.islice(g, 6)) == [0, 1, 1, 2, 3, 5] and next(g) == 8 and isinstance(g, types.GeneratorType)
+g.close()
+assert list(evens(iter(range(5)))) == [0, 2, 4] and sum(evens(x for x in [2, 3])) == 2 and list(more([1, 2])) == [2, 3]
+""",
+        """
+def fibonacci():
+    a, b = 0, 1
+    while True:
+        yield a
+        a, b = b, a + b
+def evens(xs): return (x for x in xs if x % 2 == 0)
+def more(xs): return map(lambda x: x + 1, xs)
+""",
+    ),
+    "objects of the tests": (
+        MODULE,
+        "",
+        """
+class Node:
+    def __init__(self, val, next=None): self.val, self.next = val, next
+node, found = turned(Node(1, Node(2, Node(3)))), []
+while node: found.append(node.val); node = node.next
+assert found == [3, 2, 1]
+""",
+        "def turned(n):\n    p = None\n    while n: n.next, p, n = p, n, n.next\n    return p\n",
+    ),
+    "classes that stand before": (
+        MODULE,
+        NODE,
+        """
+def build(xs):
+    head = None
+    for x in reversed(xs): head = ListNode(x, head)
+    return head
+node, found = turned(build([1, 2, 3])), []
+while node: found.append(node.val); node = node.next
+assert found == [3, 2, 1]
+""",
+        "def turned(n):\n    p = None\n    while n:\n        p, n = ListNode(n.val, p), n.next\n    return p\n",
+    ),
+    "plain values": (
+        MODULE,
+        "",
+        """
+from collections import *
+from decimal import Decimal
+from fractions import Fraction
+import datetime as dt
+for value in [None, True, 1, -5, 1 << 20000, 1.5, float("inf"), 1j, "\\u00e4\\ud800", b"x", bytearray(b"q"),
+              (1, (2,)), {1: 2}, {3}, frozenset({4}), deque([1], 3), Counter("aab"), OrderedDict(a=1),
+              Decimal("1.20"), Fraction(1, 3), dt.date(2020, 1, 2), dt.datetime(2020, 1, 2, 3, 4), dt.timedelta(1), range(3),
+              slice(1, 2), ..., [1] * 50]:
+    same = identity(value)
+    assert same == value and type(same) is type(value), value
+found = identity(defaultdict(list))
+found["x"].append(1)
+x = []
+for _ in range(600): x = [x]
+assert depth(x) == 600 and identity(ValueError) is ValueError and identity(-0.0).hex() == "-0x0.0p+0"
+""",
+        "def identity(x): return x\ndef depth(x):\n    n = 0\n    while x: x = x[0]; n += 1\n    return n\n",
+    ),
+    "exceptions": (
+        MODULE,
+        "",
+        """
+import json
+try: own()
+except Own as error: assert error.code == 5 and str(error) == "bad" and isinstance(error, ValueError)
+else: assert 0
+try: key()
+except KeyError as error: assert error.args == ("k",)
+try: library()
+except json.JSONDecodeError: pass
+""",
+        """
+import json
+class Own(ValueError):
+    def __init__(self, text, code): super().__init__(text); self.code = code
+def own(): raise Own("bad", 5)
+def key(): raise KeyError("k")
+def library(): json.loads("{")
+""",
+    ),
+    "enumerations and records": (
+        MODULE,
+        "",
+        """
+assert Color.RED.value == 1 and Color(1) is Color.RED and [c.name for c in Color] == ["RED", "BLUE"]
+assert Color["BLUE"] is pick() and len({Point(1, 2), Point(1, 2)}) == 1 and Point(1, 2) != Point(2, 2)
+assert Pair(1, 2) == (1, 2) and Pair(1, 2).a == 1 and sorted([Point(2, 1), Point(1, 1)])[0].x == 1
+""",
+        """
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+def pick(): return Color.BLUE
+@dataclass(frozen=True, order=True)
+class Point:
+    x: int
+    y: int
+class Pair(NamedTuple):
+    a: int
+    b: int
+""",
+    ),
+    "contexts and coroutines": (
+        MODULE,
+        "",
+        """
+import asyncio
+with Switch() as switch: assert switch.on
+assert not switch.on and asyncio.run(more(2)) == 3
+async def main(): return await asyncio.gather(more(1), more(2))
+assert asyncio.run(main()) == [2, 3]
+""",
+        """
+class Switch:
+    def __enter__(self): self.on = True; return self
+    def __exit__(self, *a): self.on = False
+async def more(x): return x + 1
+""",
+    ),
+    "printing and input": (
+        PYTEST,
+        "",
+        """
+from solution import ask, greet
+def test_greet(capsys):
+    greet("x")
+    assert capsys.readouterr().out == "hi x\\n"
+def test_ask(monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda prompt="": "7")
+    assert ask() == 8
+""",
+        "def greet(n): print('hi', n)\ndef ask(): return int(input('n? ')) + 1\n",
+    ),
+    "parts replaced": (
+        PYTEST,
+        "",
+        """
+from unittest import mock
+import solution
+def test_function():
+    with mock.patch("solution.part", return_value=5) as part:
+        assert solution.whole(1) == 6
+    part.assert_called_once_with(1)
+    assert solution.whole(1) == 3
+def test_object():
+    db = mock.Mock()
+    db.get.return_value = 3
+    assert solution.ask(db) == 4
+    db.get.assert_called_once_with("k")
+def test_constant(monkeypatch):
+    monkeypatch.setattr(solution, "LIMIT", 10)
+    assert solution.limit() == 10
+""",
+        """
+LIMIT = 3
+def part(x): return x + 1
+def whole(x): return part(x) + 1
+def ask(db): return db.get("k") + 1
+def limit(): return LIMIT
+""",
+    ),
+    "classes derived from builtin ones": (
+        MODULE,
+        "",
+        """
+s = Sorted([3, 1])
+s.add(2)
+assert len(s) == 3 and s == [1, 2, 3] and isinstance(s, list) and s[0] == 1
+assert Celsius(3.5) + 1 == 4.5 and Celsius(1).fahrenheit() == 33.8
+""",
+        """
+class Sorted(list):
+    def __init__(self, xs): super().__init__(sorted(xs))
+    def add(self, x): self.append(x); self.sort()
+class Celsius(float):
+    def fahrenheit(self): return self * 9 / 5 + 32
+""",
+    ),
+    "recursion as deep as a program's own": (
+        MODULE,
+        "",
+        "assert count(980) == 980\n",
+        "def count(n): return n and 1 + count(n - 1)\n",
+    ),
+    "a function that stands before and is not written yet": (
+        MODULE,
+        "def oracle(n):\n    return n + 1\ndef todo(n):\n    '''Write it.'''\n    raise NotImplementedError\n",
+        "assert todo(1) == oracle(1)\n",
+        "def todo(n): return oracle(n)\n",
+    ),
+}
+
+WRONG = "class Base:\n    def f(self): return 2\n"
+# Why tests share an interpreter with the response, and tests that do.
+SHARING = {
+    "derives a class from Base": "class Own(Base):\n    pass\nassert Own().f() == 1\n",
+    "imports pickle": "import pickle\nassert pickle.loads(pickle.dumps(Base())).f() == 1\n",
+    "imports inspect": "import inspect\nassert inspect.isfunction(Base.f)\n",
+    "opens a file": "open('x', 'w').write('1')\nassert Base().f() == 1\n",
+    "uses dataclasses.asdict": "import dataclasses\nassert dataclasses.asdict or Base().f()\n",
+    "replaces time.time": "from unittest import mock\nwith mock.patch('time.time'):\n    assert Base().f() == 1\n",
+}
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[JudgeScheduler]:
+    settings = Settings().model_copy(update={"recheck_rate": 0.0})
+    scheduler = JudgeScheduler(MemoryStore(), settings, choose_tier(settings), workers=1)
+    yield scheduler
+    scheduler.close(20)
+
+
+def judged(judge: JudgeScheduler, tests: CodeTests, response: str) -> Verdict:
+    test_set = verdict_pb2.TestSet(code_tests=tests, limits=Limits(cpu_seconds=2, wall_seconds=5))
+    digest = judge.test_sets.upload(test_set)
+    return judge.submit([response], "python", digest, Priority.PRIORITY_TRAINING).verdicts(60)[0]
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_a_right_response_passes_apart_from_its_tests(judge: JudgeScheduler, name: str) -> None:
+    style, before, code, response = HONEST[name]
+
+    verdict = judged(judge, CodeTests(style=style, before=before, code=code), response)
+
+    assert (verdict.outcome, verdict.detail) == (Outcome.OUTCOME_ACCEPTED, "")
+    assert verdict.test_isolation == SEPARATE
+
+
+@pytest.mark.parametrize("reason", SHARING)
+def test_tests_that_need_the_very_objects_share_and_are_refused_where_that_is_forbidden(
+    judge: JudgeScheduler, reason: str
+) -> None:
+    tests = CodeTests(style=MODULE, code=SHARING[reason])
+    response = "class Base:\n    def f(self): return 1\n"
+
+    verdict = judged(judge, tests, response)
+    assert (verdict.outcome, verdict.detail) == (Outcome.OUTCOME_ACCEPTED, "")
+    assert verdict.test_isolation == SHARED
+    assert reason in "; ".join(reasons_to_share(tests))
+
+    tests.isolation = SEPARATE
+    with pytest.raises(InvalidInput) as refused:
+        judge.test_sets.upload(verdict_pb2.TestSet(code_tests=tests))
+    assert [violation.pointer for violation in refused.value.violations] == ["/code_tests/isolation"]
+    assert reason in refused.value.violations[0].message
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "import ctypes\nclass Base:\n    def f(self): return 1\n",
+        WRONG + "open('conftest.py', 'w').write('def pytest_pyfunc_call(pyfuncitem): return True')\n",
+        WRONG + "import os\nos.environ['PYTEST_ADDOPTS'] = '-k other'\n",
+        WRONG + "import _pytest.python\n_pytest.python.Function.runtest = lambda s: None\n",
+        WRONG + "import pickle\npickle.loads = lambda *a: Base()\n",
+        WRONG + "import _pytest.runner as r\nr.CallInfo.from_call = classmethod(lambda *a, **k: None)\n",
+    ],
+)
+def test_where_they_share_the_known_ways_are_closed(judge: JudgeScheduler, response: str) -> None:
+    code = "import pickle\nfrom solution import Base\ndef test_it():\n    assert pickle.loads(pickle.dumps(1)) == 1\n"
+    code += "def test_base():\n    class Own(Base): pass\n    assert Own().f() == 1\ndef test_other(): pass\n"
+
+    verdict = judged(judge, CodeTests(style=PYTEST, code=code), response)
+
+    assert verdict.outcome not in (Outcome.OUTCOME_ACCEPTED, Outcome.OUTCOME_INTERNAL_ERROR)
+    assert verdict.test_isolation == SHARED
