@@ -174,7 +174,8 @@ from fractions import Fraction
 import datetime as dt
 for value in [None, True, 1, -5, 1 << 20000, 1.5, float("inf"), 1j, "\\u00e4\\ud800", b"x", bytearray(b"q"),
               (1, (2,)), {1: 2}, {3}, frozenset({4}), deque([1], 3), Counter("aab"), OrderedDict(a=1),
-              Decimal("1.20"), Fraction(1, 3), dt.date(2020, 1, 2), dt.datetime(2020, 1, 2, 3, 4), dt.timedelta(1), range(3),
+              Decimal("1.20"), Fraction(1, 3), dt.date(2020, 1, 2), dt.datetime(2020, 1, 2, 3, 4), dt.timedelta(1),
+              range(3),
               slice(1, 2), ..., [1] * 50]:
     same = identity(value)
     assert same == value and type(same) is type(value), value
