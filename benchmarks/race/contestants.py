@@ -61,7 +61,7 @@ def contestants() -> dict[str, Contestant]:
     return {
         "spo": Jobs({FIRST: _recipe("thrifty"), SECOND: _recipe("thrifty_second")}),
         "spo-demo": Jobs({"SPO, the demo's recipe": read_spec(RECIPE)}),
-        "spo-online": Jobs({"SPO online alone": _online(_recipe("online_group_centred"))}),
+        "spo-online": Jobs({"a run that remembers, rollouts alone": _recipe("online_memory")}),
         "sft": Trainers("TRL SFT", (SFT,)),
         "sft-grpo": Trainers("TRL SFT, then GRPO", (SHORT_SFT, _grpo(**ONE_STEP))),
         "grpo": Trainers("TRL GRPO", (_grpo(),)),
@@ -90,10 +90,3 @@ def _grpo(**changes: Any) -> Stage:
 
 def _recipe(name: str) -> dict[str, Any]:
     return read_spec(RECIPE.with_name(f"{name}.yaml"))
-
-
-def _online(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe with what GRPO gets here: untempered samples in groups of 8, its rate, and as many steps."""
-    rollout = {"samples_per_prompt": 8, "temperature": 1.0, "top_p": 1.0}
-    trainer = {**document["trainer"], "steps": 300, "learning_rate": 5e-4}
-    return {**document, "name": "race_online", "rollout": rollout, "trainer": trainer}
