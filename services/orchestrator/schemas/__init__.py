@@ -14,6 +14,7 @@ from services.orchestrator.schemas.jobs import (
     Lineage,
     NotDeleted,
     Progress,
+    SolvedPrompts,
     SpecWarning,
 )
 from services.orchestrator.schemas.platform import (
@@ -92,6 +93,7 @@ __all__ = [
     "Replicas",
     "ResponseSegment",
     "ScaleView",
+    "SolvedPrompts",
     "SpecWarning",
     "TokenValues",
     "Trajectory",

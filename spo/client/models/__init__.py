@@ -51,6 +51,7 @@ from spo.client.models.jobs import (
     LogPage,
     NotDeleted,
     Progress,
+    SolvedPrompts,
     SpecWarning,
 )
 from spo.client.models.platform import (
@@ -234,6 +235,7 @@ __all__ = [
     "ServedModelList",
     "ServedModelView",
     "ServedTarget",
+    "SolvedPrompts",
     "Source",
     "SpecWarning",
     "StepEvaluation",

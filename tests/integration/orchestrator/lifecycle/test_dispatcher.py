@@ -186,6 +186,12 @@ def test_a_share_of_the_prompts_goes_to_those_that_were_never_solved_and_the_res
     others = [counts[prompt_id] for prompt_id in in_turn if prompt_id not in unsolved]
     assert max(others) - min(others) <= 1
 
+    outcomes = dict(zip(in_turn, ("4:0:4", "8:1:7", "8:2:0", "0:1:0"), strict=False))
+    context.redis.hset(redis_keys.replay_outcomes(job_id), mapping=outcomes)
+    solved = views.job(context, job_id).progress.solved
+    assert solved is not None
+    assert (solved.tried, solved.never, solved.once, solved.lately) == (3, 1, 1, 1)
+
     context.redis.srem(redis_keys.replay_unsolved(job_id), *unsolved)
     context.redis.hincrby(redis_keys.replay_counters(job_id), "unsolved", 2)
     peers.replay.admissible = PROMPTS * SAMPLES
