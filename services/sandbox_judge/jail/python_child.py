@@ -77,7 +77,7 @@ def input_as_file() -> None:
     # As the interpreter makes it: no line ends are translated.
     raw = io.BufferedReader(io.FileIO(0, closefd=False))
     stream = io.TextIOWrapper(raw, encoding=before.encoding, errors=before.errors, newline="\n")
-    stream.buffer.raw.name = "<stdin>"  # type: ignore[attr-defined]
+    stream.buffer.raw.name = "<stdin>"
     stream.mode = "r"  # type: ignore[misc]
     sys.stdin = sys.__stdin__ = stream  # type: ignore[misc]
 
