@@ -155,7 +155,7 @@ def _interpreter(name: str, path: Path, readable: tuple[str, ...]) -> Language:
         run=(*interpreter, "-c", _RUN_PYTHON),
         version=(interpreter[0], "--version"),
         readable=readable,
-        environment={**_UTF8, "PYTHONHASHSEED": "0"},
+        environment={**_UTF8, "PYTHONHASHSEED": "0", "PYTHONINTMAXSTRDIGITS": "0"},
         # PyPy's own start takes more than CPython's.
         allowance_bytes=64 << 20 if name == "pypy" else 0,
     )

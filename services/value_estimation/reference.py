@@ -23,7 +23,15 @@ from spo.model.chat import USUAL, ChatFormat
 from spo.model.folder import inspect_model_folder
 from spo.model.logprobs import load_policy, response_logprobs
 from spo.model.segments import action_mask, segment_faults
-from spo.model.tokenizer import decode_response, encode_prompt, encode_response, load_tokenizer, opens_reasoning
+from spo.model.tokenizer import (
+    decode_response,
+    decode_text,
+    encode_prompt,
+    encode_response,
+    load_tokenizer,
+    opens_reasoning,
+    without_end,
+)
 from spo.observability.logs import get_logger
 from spo.service.memory import is_out_of_memory, memory_limit_bytes
 from spo.spec.job_spec import JobSpec
@@ -117,12 +125,16 @@ class Reference:
     def reads(self, response: Sequence[int], text: str) -> bool:
         """Whether the response's tokens read as the text. Raises InvalidInput on a token outside the vocabulary."""
         self.check((0,), response)
-        return decode_response(self.tokenizer, response, self.chat) == text
+        return decode_response(self.tokenizer, response, self.chat) == self.without_end(text)
+
+    def without_end(self, text: str) -> str:
+        """A response's text without the name of a token that ends it."""
+        return without_end(self.tokenizer, text, self.chat)
 
     def read(self, tokens: Sequence[int]) -> str:
         """The text of a conversation's tokens, without special ones. Raises InvalidInput on an unknown token."""
         self.check((0,), tokens)
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return decode_text(self.tokenizer, tokens, self.chat)
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """The text of each token, special ones by name."""

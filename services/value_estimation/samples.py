@@ -172,4 +172,4 @@ class SampleMaker:
 
 def write_solution(program: str, prompt: Prompt) -> str:
     """A person's program in the format of a response to the prompt."""
-    return write_response(program, "fenced" if prompt.response_format == "fenced" else "raw", prompt.language)
+    return write_response(program, "raw" if prompt.response_format == "raw" else "fenced", prompt.language)

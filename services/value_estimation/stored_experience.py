@@ -97,6 +97,9 @@ class StoredImport:
         was, run_id = row.trajectory, self.maker.run_id
         adopted = Trajectory()
         adopted.CopyFrom(was)
+        if not was.segments:
+            # Its end is a token and no text, whatever a file says.
+            adopted.response_text = self.maker.reference.without_end(was.response_text)
         if was.segments or prompt.environment:
             self._place(adopted)
         elif adopted.prompt_token_ids != asked or not self._tokens_are_ours(row):

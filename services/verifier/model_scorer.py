@@ -26,7 +26,13 @@ from spo.v1.verdict_pb2 import ModelScore, TestSet, Verdict
 
 MOST_POINTS = 10
 _NAMES = re.compile(r"\{(statement|response|reference)\}")
-_SCORE = re.compile(r"score:\s*([0-9]{1,2}(?:\.[0-9]{1,6})?)\s*/\s*10\.?", re.ASCII | re.IGNORECASE)
+# "Final Score: 8/10", "- Score: 8.5 / 10.", "> **Overall score** = 8 out of 10", "### Score: 8/10", "Score: [8/10]".
+_SCORE = re.compile(
+    r"(?:[-+\u2022>#]{1,6}\s*|\d{1,2}[.)]\s+)?(?:(?:my|the|final|overall|total)\s+){0,3}(?:score|rating|grade|vote)"
+    r"\s*(?:[:=\uff1a]|is:?)\s*[\[(<]?\s*([0-9]{1,2}(?:\.[0-9]{1,6})?)\s*(?:/|out of)\s*10(?:\.0)?\s*[\])>]?\s*[.!]?",
+    re.ASCII | re.IGNORECASE,
+)
+_BOXED = re.compile(r"\$?\\boxed\{(?:\\text\{)?([^{}]*)\}?\}\$?")
 _EMPHASIS = str.maketrans("", "", "*_`")
 _SHOWN_CHARACTERS = 120
 
@@ -48,9 +54,10 @@ def question_of(asked: ModelScore, response: str, mark: str) -> str:
 
 
 def points_in(text: str) -> float:
-    """The points of a vote: its last line that is not blank is `Score: X/10`. Raises BadAnswer."""
+    """The points of a vote: its last line that is not blank is `Score: X/10`, in one of its usual forms. Raises
+    BadAnswer."""
     lines = [line for line in text.splitlines() if line.strip()]
-    last = lines[-1].translate(_EMPHASIS).strip() if lines else ""
+    last = _BOXED.sub(r"\1", lines[-1]).translate(_EMPHASIS).strip() if lines else ""
     found = _SCORE.fullmatch(last)
     if not found or float(found[1]) > MOST_POINTS:
         raise BadAnswer(f"the judge's last line is no 'Score: X/{MOST_POINTS}' but {last[:_SHOWN_CHARACTERS]!r}")

@@ -30,8 +30,8 @@ MODEL = "/model/path"
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
     """What is wrong: `faults`, and `too_long`: pairs of the id of a prompt that is over the limit and its tokens."""
-    from spo.model.chat import ChatFormat
-    from spo.model.tokenizer import encode_prompt
+    from spo.model.chat import USUAL, ChatFormat
+    from spo.model.tokenizer import encode_prompt, reasoning_fault
 
     tell("the tokenizer is loaded")
     tokenizer, faults = _load(request["folder"])
@@ -39,6 +39,8 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
         return {"faults": faults, "too_long": []}
     faults += _tokenizer_faults(tokenizer, request["vocabulary"])
     chat = ChatFormat(**request["chat"])
+    if tuple(chat.reasoning or ()) != USUAL.reasoning and (reason := reasoning_fault(tokenizer, chat)):
+        faults.append(["/model/chat/reasoning", reason])
     too_long: list[tuple[str, int]] = []
     for prompt_id, text in request["prompts"]:
         tell(f"prompt {prompt_id[:LONGEST_ID]} is rendered")

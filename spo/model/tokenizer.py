@@ -6,6 +6,7 @@ a limit of time: one that loops ends with InvalidInput in place of holding the p
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,12 +59,23 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, chat: ChatForma
     if not _has_turns(tokenizer, chat):
         if chat.system is not None:
             raise InvalidInput("the model has no chat template that takes a system prompt", code="template_refused")
-        return list(tokenizer.encode(text))
+        return encode_text(tokenizer, text)
     rendered = _rendered(tokenizer, _turns(text, chat), chat, asks=True)
     if chat.system is not None and chat.system.strip() not in rendered:
         raise InvalidInput("the chat template leaves the system prompt out", code="template_refused")
     # Templates write the special tokens themselves.
     return list(tokenizer.encode(rendered, add_special_tokens=False))
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the tokens of a plain prompt with what the tokenizer begins a text with, without what it ends one with."""
+    tokens = list(tokenizer.encode(text))
+    bare = list(tokenizer.encode(text, add_special_tokens=False))
+    for start in range(len(tokens) - len(bare) + 1):
+        if bare and tokens[start : start + len(bare)] == bare:
+            # The model is to go on with the text: nothing has ended.
+            return tokens[: start + len(bare)]
+    return tokens
 
 
 def encode_chat(
@@ -90,14 +102,44 @@ def encode_response(
     """Return the tokens of a response written by someone else, with what ends it where it has ended.
 
     That is the token with which the chat template ends a turn of the model's, or else the tokenizer's end-of-sequence
-    token; where responses are no turns of a chat, it is the first stop string.
+    token; where responses are no turns of a chat, it is the first stop string. An end that the text itself names at its
+    end is not written twice; other names of special tokens are text, but for the marks of reasoning.
     """
+    text = without_end(tokenizer, text, chat)
+    if ended and chat.stop and not _has_turns(tokenizer, chat):
+        return _encode_plain(tokenizer, text + chat.stop[0], chat)
+    tokens = _encode_plain(tokenizer, text, chat)
     if not ended:
-        return list(tokenizer.encode(text, add_special_tokens=False))
-    if chat.stop and not _has_turns(tokenizer, chat):
-        return list(tokenizer.encode(text + chat.stop[0], add_special_tokens=False))
+        return tokens
     end = _end_of_turn(tokenizer, chat)
-    return [*tokenizer.encode(text, add_special_tokens=False), int(tokenizer.eos_token_id) if end is None else end]
+    return [*tokens, int(tokenizer.eos_token_id) if end is None else end]
+
+
+def without_end(tokenizer: PreTrainedTokenizerBase, text: str, chat: ChatFormat = USUAL) -> str:
+    """The text of a response without the names of tokens that end one at its end, and white space around them."""
+    names = [str(tokenizer.convert_ids_to_tokens(token)) for token in end_tokens(tokenizer, (), chat)]
+    special = [name for name in names if name in _special_names(tokenizer)]
+    while (bare := text.rstrip()).endswith(tuple(special)):
+        text = bare[: -max(len(name) for name in special if bare.endswith(name))]
+    return text
+
+
+def _encode_plain(tokenizer: PreTrainedTokenizerBase, text: str, chat: ChatFormat) -> list[int]:
+    """The tokens of a text in which names of special tokens are text; those of reasoning marks stay what they are."""
+    marks = chat.reasoning or ()
+    names = [name for name in _special_names(tokenizer) if name in text and not any(name in mark for mark in marks)]
+    if not names:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    tokens: list[int] = []
+    for piece in re.split(f"({'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})", text):
+        # Half a name is no token of that name.
+        halves = (piece[: len(piece) // 2], piece[len(piece) // 2 :]) if piece in names else (piece,)
+        tokens += (token for half in halves for token in tokenizer.encode(half, add_special_tokens=False))
+    return tokens
+
+
+def _special_names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    return [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
 
 
 def encode_observation(
@@ -118,12 +160,15 @@ def encode_observation(
     between = _rendered(tokenizer, turns, chat, asks=True).partition(_SAID)[2]
     if shown.strip() not in between:
         raise InvalidInput("the chat template leaves out what an environment says", code="template_refused")
-    tokens = list(tokenizer.encode(between, add_special_tokens=False))
-    return tokens[1:] if said and tokens[:1] == list(said[-1:]) else tokens
+    # Some templates write white space before the end, which the model has not sampled.
+    tokens = list(tokenizer.encode(between.lstrip(), add_special_tokens=False))
+    if said and tokens[:1] == list(said[-1:]):
+        return tokens[1:]
+    return list(tokenizer.encode(between, add_special_tokens=False))
 
 
 def _without_special(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    names = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    names = _special_names(tokenizer)
     while any(name in text for name in names):
         for name in names:
             text = text.replace(name, "")
@@ -161,8 +206,9 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> int | 
 
 
 def decode_response(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], chat: ChatFormat = USUAL) -> str:
-    """Return the text that is judged: without special tokens, and before the stop string that ended it."""
-    return chat.cut(_decode(tokenizer, token_ids))
+    """Return the text that is judged, before the stop string that ended it: without special tokens, but for those that
+    mark reasoning, which is cut off by them."""
+    return chat.cut(decode_text(tokenizer, token_ids, chat))
 
 
 def opens_reasoning(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], chat: ChatFormat) -> bool:
@@ -175,7 +221,7 @@ def tokens_to_stop(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int],
     """Return how many tokens it takes until a stop string is complete; None: there is none in them."""
 
     def holds_stop(length: int) -> bool:
-        text = _decode(tokenizer, token_ids[:length])
+        text = decode_text(tokenizer, token_ids[:length], chat)
         return chat.cut(text) != text
 
     low, high = 1, len(token_ids)
@@ -187,9 +233,38 @@ def tokens_to_stop(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int],
     return low
 
 
-def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+def decode_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], chat: ChatFormat = USUAL) -> str:
+    """Return the text of tokens without special ones, but for those that mark reasoning."""
+    ids = list(token_ids)
+    if kept := _marks_at(tokenizer, ids, chat):
+        special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        ids = [number for place, number in enumerate(ids) if place in kept or number not in special]
     # Cleaning up would change the spaces of programs.
-    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    return str(tokenizer.decode(ids, skip_special_tokens=not kept, clean_up_tokenization_spaces=False))
+
+
+def _marks_at(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], chat: ChatFormat) -> set[int]:
+    """The places of the tokens of reasoning marks that hold a special token."""
+    special = set(_special_names(tokenizer))
+    found: set[int] = set()
+    for mark in chat.reasoning or ():
+        if not any(name in mark for name in special):
+            continue
+        wanted = list(tokenizer.encode(mark, add_special_tokens=False))
+        starts = (start for start, number in enumerate(token_ids) if number == wanted[0])
+        for start in starts:
+            if list(token_ids[start : start + len(wanted)]) == wanted:
+                found.update(range(start, start + len(wanted)))
+    return found
+
+
+def reasoning_fault(tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> str | None:
+    """Why a mark of reasoning would never be found in a response: its tokens read as something else; else None."""
+    for mark in chat.reasoning or ():
+        read = decode_text(tokenizer, tokenizer.encode(mark, add_special_tokens=False), chat)
+        if mark.strip() not in read:
+            return f"the tokens of {mark!r} read as {read!r}: no response would hold this mark"
+    return None
 
 
 def _turns(text: str, chat: ChatFormat) -> list[dict[str, str]]:

@@ -61,6 +61,10 @@ _LANGUAGES = frozenset(
         ),
     }
 )
+# Those whose strings may hold lines that look like fences; "": a block that names no language.
+_TRIPLE = frozenset({"python", ""})
+_OUTSIDE = re.compile(r"""#.*|\"{3}|'{3}|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'""")
+_IN_STRING = {'"""': re.compile(r'\\.|"{3}'), "'''": re.compile(r"\\.|'{3}")}
 # What every program of these languages holds.
 _BRACED = frozenset({"c", "cpp", "java"})
 # `warnings.catch_warnings` changes the whole process.
@@ -80,9 +84,10 @@ class FencedBlock:
         return language_tag(self.label)
 
 
-def fenced_program(response_text: str, language: str = "") -> str | None:
+def fenced_program(response_text: str, language: str = "", *, last: bool = False) -> str | None:
     """The program in a response: of its best blocks the first that compiles, or else the first; None where none may be.
 
+    last: the last in place of the first, for policies that correct themselves.
     language: as a task names it, such as "python3.12" or "cpp"; "": any. Blocks that name it go before those that name
     none that is known, and these before those that name another.
     """
@@ -93,24 +98,55 @@ def fenced_program(response_text: str, language: str = "") -> str | None:
             by_rank.setdefault(_rank(block.tag, wanted), []).append(block)
     if not by_rank:
         return None
-    best = by_rank[min(by_rank)]
+    best = by_rank[min(by_rank)][:: -1 if last else 1]
     return _first_that_compiles(best, wanted) if len(best) > 1 else best[0].body
 
 
 def fenced_blocks(text: str) -> Iterator[FencedBlock]:
-    """The blocks between fences of three or more backticks or tildes, in order; the last one need not be closed."""
-    fence, label, body = "", "", list[str]()
-    for line in text.split("\n"):
-        line = line.removesuffix("\r")
+    """The blocks between fences of three or more backticks or tildes, in order; the last one need not be closed.
+
+    A fence within a string of several lines, such as a docstring, ends no block of Python.
+    """
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    place, minds_strings = 0, True
+    while place < len(lines):
+        fence, label = _opening(lines[place])
+        place += 1
         if not fence:
-            fence, label = _opening(line)
-        elif (before := _before_closing(line, fence)) is None:
-            body.append(f"{line}\n")
-        else:
-            yield FencedBlock(label, _without_indentation("".join(body) + before))
-            fence, body = "", []
-    if fence:
-        yield FencedBlock(label, _without_indentation("".join(body).removesuffix("\n")))
+            continue
+        end, before = _closing(lines, place, fence, minds_strings=minds_strings and language_tag(label) in _TRIPLE)
+        if end is None and minds_strings:
+            # A string that never ends: then fences are fences, here and in all that follows.
+            minds_strings = False
+            end, before = _closing(lines, place, fence, minds_strings=False)
+        if end is None:
+            yield FencedBlock(label, _without_indentation("\n".join(lines[place:])))
+            return
+        yield FencedBlock(label, _without_indentation("".join(f"{line}\n" for line in lines[place:end]) + before))
+        place = end + 1
+
+
+def _closing(lines: Sequence[str], start: int, fence: str, *, minds_strings: bool) -> tuple[int | None, str]:
+    """The line that closes a block, and what stands there before the fence; None where none does."""
+    quotes = ""
+    for place in range(start, len(lines)):
+        if not quotes and (before := _before_closing(lines[place], fence)) is not None:
+            return place, before
+        if minds_strings:
+            quotes = _open_quotes(lines[place], quotes)
+    return None, ""
+
+
+def _open_quotes(line: str, quotes: str) -> str:
+    """The three quotation marks of a string that goes on behind a line, "" for none; quotes: before it."""
+    place = 0
+    while found := (_IN_STRING[quotes] if quotes else _OUTSIDE).search(line, place):
+        place = found.end()
+        if found[0] == quotes:
+            quotes = ""
+        elif not quotes and found[0] in _IN_STRING:
+            quotes = found[0]
+    return quotes
 
 
 def language_tag(label: str) -> str:

@@ -13,6 +13,7 @@ from spo.tasks.code_contests import CodeContestsRecord, code_contests_problem, r
 from spo.tasks.jsonl import ProblemRow, jsonl_problem, read_jsonl
 from spo.tasks.problem import Problem, TaskSets
 from spo.tasks.records import Record
+from spo.tasks.scoring.mathematics import require_readable
 from spo.tasks.sources.functions import read_functions
 from spo.tasks.sources.gsm8k import read_gsm8k
 from spo.tasks.sources.huggingface import read_huggingface
@@ -48,6 +49,7 @@ def load_tasks(spec: TasksSpec) -> TaskSets:
         train=decided_by(chosen.train, spec.verifier),
         evaluation=decided_by(chosen.evaluation, spec.verifier),
     )
+    require_readable((*tasks.train, *tasks.evaluation))
     return _distinct_when_decided(_with_environment(tasks, spec.environment) if spec.environment else tasks)
 
 

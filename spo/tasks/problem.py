@@ -11,7 +11,7 @@ from spo.tasks.extraction import fenced_program, language_tag
 from spo.v1.trajectory_pb2 import SEGMENT_KIND_ACTION, Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_UNSPECIFIED, Limits, TestSet
 
-ResponseFormat = Literal["raw", "fenced"]
+ResponseFormat = Literal["raw", "fenced", "fenced_last"]
 # What is told a row's arguments, so that its tests hold them.
 _TOLD: tuple[Literal["scoring_function", "http", "composition"], ...] = ("scoring_function", "http", "composition")
 
@@ -137,8 +137,9 @@ def _last_action(trajectory: Trajectory) -> tuple[int, int]:
 def extract_program(response_text: str, response_format: str, language: str = "") -> str:
     """Cut the program out of an answer: `raw` is the text itself, `fenced` a block of code or else the text.
 
-    language: as the task names it; "": not known. docs/extraction.md says which block. Time linear in the text,
-    whatever it holds.
+    `fenced_last` takes the last good block where `fenced` takes the first; docs/extraction.md says which are good.
+    language: as the task names it; "": not known. Time linear in the text, whatever it holds.
     """
-    found = None if response_format == "raw" else fenced_program(response_text, language)
+    last = response_format == "fenced_last"
+    found = None if response_format == "raw" else fenced_program(response_text, language, last=last)
     return response_text if found is None else found

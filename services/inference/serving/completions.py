@@ -22,7 +22,7 @@ from services.inference.sampling import TOKENIZER, end_token_ids
 from spo import redis_keys
 from spo.errors import InvalidInput, NotReady, PreconditionFailed, SpoError, Unreachable
 from spo.messaging.redis_client import RedisClient
-from spo.model.tokenizer import encode_chat
+from spo.model.tokenizer import encode_chat, encode_text
 from spo.rpc.client import DEFAULT_DEADLINE_SECONDS
 from spo.spec.job_spec import spec_from_json
 from spo.v1 import inference_service_pb2 as wire
@@ -168,7 +168,7 @@ def _prompt_tokens(assignment: Assignment, request: wire.ServeRequest) -> list[i
             return encode_chat(
                 assignment.tokenizer, json.loads(request.messages_json), assignment.spec.model.chat_format
             )
-        return list(assignment.tokenizer.encode(request.text))
+        return encode_text(assignment.tokenizer, request.text)
 
 
 def _requests(assignment: Assignment, request: wire.ServeRequest, prompt: Sequence[int]) -> list[SampleRequest]:

@@ -63,6 +63,7 @@ def prepare() -> dict[str, Any]:
     sys.argv[:] = [FILE_NAME]
     # The frames below the program must not shorten the recursion it may count on.
     sys.setrecursionlimit(1000 + 7)
+    sys.set_int_max_str_digits(0)
     return main.__dict__
 
 

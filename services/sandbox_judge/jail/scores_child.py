@@ -32,6 +32,14 @@ _SHOWN = 300
 _ROUNDING = 1e-9
 # Environments of LaTeX's that are mathematics by themselves; others, such as pmatrix, stand within mathematics.
 _EQUATION = re.compile(r"\s*\\begin\{(align|displaymath|eqnarray|equation|flalign|gather|math|multline)\*?\}")
+_DOLLAR = re.compile(r"(?<!\\)\$")
+_CURRENCY = re.compile(r"(?<!\\)\$ ?-?[\d.]+(?![\d.]*\$)")
+_ENCLOSED = re.compile(r"(?<!\\)\$\$([^$]+)\$\$|(?<!\\)\$((?:\\\$|[^$])+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+# What the package would leave out with all text: the comma of "2\text{, }3", the currency of "\text{\$}36".
+_TEXT_OF_SIGNS = re.compile(r"\\(?:text|mbox|mathrm)\{\s*([,;]|\\\$|)\s*\}")
+_PARTED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,;: ]|~|[ \u00a0\u2009\u202f])\d{3})+(?![\d,])")
+# Rows and columns outside a matrix, and cases: more than one result.
+_SEVERAL = re.compile(r"\\\\(?=.*\S)|(?<!\\)&|\d\s*\?\s*\d|\\text\{[^{}]*\b(?:if|otherwise|unless|else)\b")
 # Generators whose scorers compare tuples, which JSON does not know.
 _OF_TUPLES = ("arc_agi", "rearc")
 
@@ -222,10 +230,32 @@ def mathematical(text: str, *, whole: bool) -> list[object]:
     """What math-verify reads in a text: in a whole response where it finds it, in an answer all of it."""
     from math_verify import parse
 
-    if not whole and not any(mark in text for mark in ("$", "\\(", "\\[", "\\boxed")) and not _EQUATION.match(text):
-        text = f"${text}$"
+    if not whole:
+        text = _as_mathematics(text)
     found: list[object] = parse(text, parsing_timeout=None)
     return found
+
+
+def _as_mathematics(answer: str) -> str:
+    """An answer as one piece of mathematics: dollars before numbers are a currency, other marks enclose it.
+
+    Raises Refused on several results, of which the package would take one.
+    """
+    if _EQUATION.match(answer):
+        return answer
+    answer = answer.strip().strip("*")
+    if "\\begin" not in answer:
+        answer = _TEXT_OF_SIGNS.sub(r"\1", answer).replace("\n", " ")
+        answer = _PARTED.sub(lambda found: re.sub(r"\D", "", found[0]), answer)
+        if _SEVERAL.search(answer):
+            raise Refused("the answer holds several results")
+    if (dollars := _DOLLAR.findall(answer)) and len(dollars) == len(_CURRENCY.findall(answer)):
+        answer = _DOLLAR.sub(r"\\$", answer)
+    pieces = [next(filter(None, found), "").strip() for found in _ENCLOSED.findall(answer)]
+    distinct = list(dict.fromkeys(piece for piece in pieces if piece and piece[0] not in "^_"))
+    if len(distinct) > 1:
+        return f"${', '.join(distinct)}$"
+    return answer if pieces or "\\boxed" in answer or _DOLLAR.search(answer) else f"${answer}$"
 
 
 _SCORERS: dict[str, Callable[[Sent], Score]] = {

@@ -15,7 +15,7 @@ from spo.v1.verdict_pb2 import AnswerComparison, CodeTestStyle, TestSet
 MATH = AnswerComparison.ANSWER_COMPARISON_MATH
 REASONING_GYM = "reasoning_gym"
 # Raise it when a change of `jail/scores_child.py` or `scores.py` could change a verdict by this role.
-_REVISIONS: Mapping[Role, str] = {Role.FUNCTION: "2", Role.MATHEMATICS: "2", Role.REASONING_GYM: "2"}
+_REVISIONS: Mapping[Role, str] = {Role.FUNCTION: "2", Role.MATHEMATICS: "3", Role.REASONING_GYM: "2"}
 # Those whose responses are scored several at a time.
 SCORING_ROLES = (Role.FUNCTION, Role.MATHEMATICS, Role.REASONING_GYM)
 # By role: the module without which it cannot serve, and the distributions whose versions decide; empty: all that are

@@ -209,3 +209,10 @@ def test_a_broken_special_judge_is_a_fault_and_never_a_verdict(
 ) -> None:
     with pytest.raises(JudgeFault, match="special judge"):
         program_judge.judge(worker, "print(7)", "python", divisor_tests(checker))
+
+
+def test_integers_of_any_length_are_read_and_printed(program_judge: ProgramJudge, worker: SandboxWorker) -> None:
+    case = verdict_pb2.TestCase(stdin=b"5000\n", stdout=b"1" + b"0" * 5000 + b"\n")
+    tests = verdict_pb2.TestSet(tests=[case], limits=DOUBLES.limits)
+    for program in ("print(10 ** int(input()))", "print(int('1' + '0' * int(input())))"):
+        assert outcome(program_judge, worker, program, "python", tests) == "accepted"

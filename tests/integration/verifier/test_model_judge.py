@@ -114,3 +114,24 @@ def test_a_model_that_cannot_be_asked_is_refused_at_its_field(schedulers: Schedu
     with pytest.raises(InvalidInput) as refused:
         schedulers().test_sets.upload(wire.TestSet(model=wire.ModelScore(**whole)))
     assert [fault.pointer for fault in refused.value.violations] == [f"/model/{fault}"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("Final Score: 8/10", "- Score: 8/10", "* Score: 8/10", "**Final Score:** 8/10", "> Score: 8/10"),
+        *("Score: 8 out of 10", "1. Score: 8/10", "Score = 8/10", "My final score is 8/10.", "### Score: 8/10"),
+        *(r"\boxed{Score: 8/10}", r"Score: \boxed{8/10}", "Score: [8/10]", "Rating: 8/10", "\u2022 Score : 8.0/10"),
+    ],
+)  # fmt: skip
+def test_a_vote_is_read_in_its_usual_forms(line: str) -> None:
+    assert points_in(f"Good, though 3/10 at first.\n{line}\n\n") == 8
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["Score: 8/10 or 9/10", "Score: 80/100", "not Score: 8/10", "Score: 8/10 and more", "8 of 10", "Score: 8/105"],
+)  # fmt: skip
+def test_another_line_is_no_vote(line: str) -> None:
+    with pytest.raises(BadAnswer, match="last line"):
+        points_in(line)

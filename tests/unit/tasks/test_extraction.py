@@ -86,3 +86,44 @@ def test_many_blocks_take_linear_time(piece: str) -> None:
     response = piece * (200_000 // len(piece))
 
     assert extract_program(response, "fenced", "python")
+
+
+DOCSTRING = 'def f(x):\n    """Twice x.\n\n    ```\n    >>> f(2)\n    4\n    ```\n    """\n    return 2 * x\n'
+WITH_FENCES = [
+    DOCSTRING,
+    DOCSTRING.replace('"""', "'''"),
+    DOCSTRING.replace("    ```\n    >>>", "    ```python\n    >>>"),
+    "def f(x):\n    '''\n```\nf(1)\n```\n    '''\n    return 1\n",
+    'TEXT = """\n```\n"""\nprint(TEXT)\n',
+    'A = "#"  # it\'s """ in a comment\nB = \'"""\'\nT = """\n```\n"""\nprint(T)\n',
+    'T = """\\"""\n```\n"""\nprint(T)\n',
+]
+
+
+@pytest.mark.parametrize("label", ["python", "", "py"])
+@pytest.mark.parametrize("program", WITH_FENCES)
+def test_a_fence_within_a_string_ends_no_program(program: str, label: str) -> None:
+    response = f"Sure:\n```{label}\n{program}```\nIt prints:\n```text\n4\n```\n"
+    assert extract_program(response, "fenced", "python") == program
+
+
+def test_a_string_that_never_ends_hides_no_fence() -> None:
+    response = 'First:\n```python\nx = """\n```\nNo, so:\n```python\nprint(1)\n```\nDone.'
+    assert extract_program(response, "fenced", "python") == "print(1)\n"
+    assert extract_program(response.replace("python", "cpp"), "fenced", "cpp") == 'x = """\n'
+
+
+CORRECTED = [
+    ("```python\nprint(1)\n```\nWait, no:\n```python\nprint(2)\n```", "print(2)\n"),
+    ("```python\nprint(1)\n```\nIt prints:\n```\n1\n```", "print(1)\n"),
+    ("```python\nprint(1)\n```\nNo:\n```python\nprint(2\n```", "print(1)\n"),
+    ("```python\nprint(1)\n```\nOr:\n```cpp\nint main() {}\n```", "print(1)\n"),
+    ("```\nprint(1)\n```\nso\n```python\nprint(2)\n```\nso\n```\nprint(3)\n```", "print(2)\n"),
+    ("```python\nprint(1\n```\n```python\nprint(2\n```", "print(2\n"),
+    ("print(1)", "print(1)"),
+]
+
+
+@pytest.mark.parametrize(("response", "program"), CORRECTED)
+def test_of_a_policy_that_corrects_itself_the_last_good_block_may_be_asked_for(response: str, program: str) -> None:
+    assert extract_program(response, "fenced_last", "python") == program
