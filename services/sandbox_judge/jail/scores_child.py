@@ -39,7 +39,7 @@ _ENCLOSED = re.compile(r"(?<!\\)\$\$([^$]+)\$\$|(?<!\\)\$((?:\\\$|[^$])+)\$|\\\(
 _TEXT_OF_SIGNS = re.compile(r"\\(?:text|mbox|mathrm)\{\s*([,;]|\\\$|)\s*\}")
 _PARTED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,;: ]|~|[ \u00a0\u2009\u202f])\d{3})+(?![\d,])")
 # Rows and columns outside a matrix, and cases: more than one result.
-_SEVERAL = re.compile(r"\\\\(?=.*\S)|(?<!\\)&|\d\s*\?\s*\d|\\text\{[^{}]*\b(?:if|otherwise|unless|else)\b")
+_SEVERAL = re.compile(r"\\\\(?![A-Za-z])(?=.*\S)|(?<!\\)&|\d\s*\?\s*\d|\\text\{[^{}]*\b(?:if|otherwise|unless|else)\b")
 # Generators whose scorers compare tuples, which JSON does not know.
 _OF_TUPLES = ("arc_agi", "rearc")
 
@@ -207,12 +207,14 @@ def _mathematics(sent: Sent) -> Score:
 
     logging.disable()  # its warning that time limits are left to the caller: they are set here
     wanted = [_expected(text) for text in sent["expected"]]
+    # Where it is rows or cases that are expected, they are one result.
+    several = any(map(_SEVERAL.search, sent["expected"]))
     unread = [text for text, found in zip(sent["expected"], wanted, strict=True) if not found]
     if unread:
         raise ValueError(f"math-verify cannot read the expected answer {unread[0][:80]!r}")
 
     def scored(answer: str) -> float:
-        found = mathematical(answer, whole=sent["whole"])
+        found = mathematical(answer, whole=sent["whole"], several=several)
         if not found:
             raise Refused("math-verify finds no mathematics in the answer")
         return float(any(verify(gold, found, timeout_seconds=None) for gold in wanted))
@@ -222,24 +224,27 @@ def _mathematics(sent: Sent) -> Score:
 
 def _expected(text: str) -> list[object]:
     """What an expected answer may mean: a bare "1,22" is a decimal number, or two numbers."""
-    found = mathematical(text, whole=False)
+    found = mathematical(text, whole=False, several=True)
     return found if set(text) - set("0123456789.,- ") else [*found, *mathematical(text, whole=True)]
 
 
-def mathematical(text: str, *, whole: bool) -> list[object]:
-    """What math-verify reads in a text: in a whole response where it finds it, in an answer all of it."""
+def mathematical(text: str, *, whole: bool, several: bool = False) -> list[object]:
+    """What math-verify reads in a text: in a whole response where it finds it, in an answer all of it.
+
+    Raises Refused on an answer of several results, unless several may be there.
+    """
     from math_verify import parse
 
     if not whole:
-        text = _as_mathematics(text)
+        text = _as_mathematics(text, several=several)
     found: list[object] = parse(text, parsing_timeout=None)
     return found
 
 
-def _as_mathematics(answer: str) -> str:
+def _as_mathematics(answer: str, *, several: bool) -> str:
     """An answer as one piece of mathematics: dollars before numbers are a currency, other marks enclose it.
 
-    Raises Refused on several results, of which the package would take one.
+    Raises Refused on several results, of which the package would take one, unless several may be there.
     """
     if _EQUATION.match(answer):
         return answer
@@ -247,7 +252,7 @@ def _as_mathematics(answer: str) -> str:
     if "\\begin" not in answer:
         answer = _TEXT_OF_SIGNS.sub(r"\1", answer).replace("\n", " ")
         answer = _PARTED.sub(lambda found: re.sub(r"\D", "", found[0]), answer)
-        if _SEVERAL.search(answer):
+        if not several and _SEVERAL.search(answer):
             raise Refused("the answer holds several results")
     if (dollars := _DOLLAR.findall(answer)) and len(dollars) == len(_CURRENCY.findall(answer)):
         answer = _DOLLAR.sub(r"\\$", answer)

@@ -30,6 +30,8 @@ SAME: dict[str, list[str]] = {
     r"\begin{pmatrix}1\\2\end{pmatrix}": [r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"],
     r"(-\infty,3)\cup(5,\infty)": [r"(-\infty, 3) \cup (5, \infty)"],
     r"11,\! 111,\! 111,\! 100": ["11111111100"],
+    r"x=1 \\ y=2": [r"x=1 \\ y=2"],
+    r"\frac{1}{2}": [r"\\frac{1}{2}", r"\\boxed{\\frac{1}{2}}"],
     "2, 3": ["3, 2", r"2 \text{ or } 3", "$2$ and $3$", r"x=2 \text{ or } x=3"],
 }
 # Two results, of which 2 would be right.
