@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import opcode
 import os
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ _RECURSION = 5000
 _REHEARSALS = 16
 # A function that only returns None is no longer in bytecode.
 _STUB_BYTES = 8
+# More of them take more than a byte in bytecode.
+_MOST_SHORT_NAMES = 256
 # Tests that use these may look for any name.
 _REACHING = frozenset({"globals", "eval", "exec", "vars", "locals"})
 _exit, _exec = os._exit, exec
@@ -92,7 +95,7 @@ class _Tests:
         self._classes: set[str] = set()
         names = set() if style == PYTEST else _names_in(self._code)
         # Most tests know all that they need but the function.
-        if style != PYTEST and before and (_REACHING & names or set(self._lacking(names)) - _bound(ast.parse(code))):
+        if style != PYTEST and before and (_REACHING & names or set(self._lacking(names)) - _stored(self._code)):
             names |= self._begin(before)
         names |= {entry_point} if entry_point else set()
         self.wanted = None if names & _REACHING else self._lacking(names)
@@ -151,6 +154,14 @@ def _names_in(code: CodeType) -> set[str]:
         if isinstance(constant, CodeType):
             names |= _names_in(constant)
     return names
+
+
+def _stored(code: CodeType) -> set[str]:
+    """Names that the tests bind at their outermost level, without parsing them once more; none where they have many."""
+    if len(code.co_names) > _MOST_SHORT_NAMES:
+        return set()
+    steps = zip(code.co_code[::2], code.co_code[1::2], strict=True)
+    return {code.co_names[name] for step, name in steps if step == opcode.opmap["STORE_NAME"]}
 
 
 def _bound(tree: ast.Module) -> set[str]:

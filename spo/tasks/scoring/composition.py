@@ -117,6 +117,8 @@ class _Sum:
         whole.cached &= verdict.cached
         whole.judge_version = whole.judge_version or verdict.judge_version
         whole.isolation = whole.isolation or verdict.isolation
+        # The least apart of all parts.
+        whole.test_isolation = max(whole.test_isolation, verdict.test_isolation)
         whole.tests.extend(verdict.tests)
 
 
