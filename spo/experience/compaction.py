@@ -30,7 +30,10 @@ def plan(files: Sequence[StoredFile]) -> list[list[StoredFile]]:
 
 
 def merge(store: ExperienceStore, files: Sequence[StoredFile]) -> str:
-    """Make one file of several of one origin and remove them; returns its path. Raises IntegrityError, Unreachable."""
+    """Make one file of several of one origin and remove them; returns its path. Raises IntegrityError, Unreachable.
+
+    While somebody reads them as they were listed they stay, superseded: the next compaction removes them.
+    """
     tables = [store.table(file, SCHEMA.names) for file in files]
     table = pyarrow.concat_tables([table.replace_schema_metadata() for table in tables])
     names = {file.name for file in files}
@@ -42,8 +45,10 @@ def merge(store: ExperienceStore, files: Sequence[StoredFile]) -> str:
         # By age they are pruned with the youngest.
         written_unix_ms=max(file.written_unix_ms for file in files),
     )
-    for file in files:
-        store.remove(file)
+    # After the merged file is there: who begins to read from now on does not find them.
+    if not store.is_read():
+        for file in files:
+            store.remove(file)
     return path
 
 

@@ -38,6 +38,9 @@ ROW_GROUP_ROWS = 256
 UNPACKED_BYTES_MAXIMUM = 8 << 30
 FILE_ROWS_MAXIMUM = 4_000_000
 UNKNOWN_REFERENCE = "none"
+# Names of what reads: the unix ms at which it ends by itself.
+LEASES = ".reading"
+LEASE_SECONDS = 600.0
 RUN_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,199}", re.ASCII)
 _PATH = re.compile(r"task_set=(?P<task_set>[^/]+)/reference=(?P<reference>[^/]+)/run=(?P<run>[^/]+)/[^/]+\.parquet")
 
@@ -153,6 +156,50 @@ class ExperienceStore:
         """All rows of a file, ROW_GROUP_ROWS at a time. Raises IntegrityError, Unreachable."""
         for start in range(0, file.rows, ROW_GROUP_ROWS):
             yield self.rows(file, range(start, min(start + ROW_GROUP_ROWS, file.rows)))
+
+    @contextlib.contextmanager
+    def snapshot(self) -> Iterator[Callable[[], None]]:
+        """Files listed in this block can be read in it, though they are merged meanwhile; pruned ones are gone.
+
+        Call what it yields while reading goes on: a snapshot ends by itself LEASE_SECONDS after its last sign of life.
+        A place that cannot be written to gives none.
+        """
+        held: list[tuple[str, float]] = []
+
+        def renew() -> None:
+            now = time.time()
+            if held and held[-1][1] > now + LEASE_SECONDS / 2:
+                return
+            path = f"{self._root}/{LEASES}/{int((now + LEASE_SECONDS) * 1000)}-{ULID()}"
+            with contextlib.suppress(Unreachable, OSError), self._reaching():
+                self._write_whole(path, b"read")
+                held.append((path, now + LEASE_SECONDS))
+            for old in held[:-1]:
+                self._forget_lease(old[0])
+            del held[:-1]
+
+        renew()
+        try:
+            yield renew
+        finally:
+            for path, _ in held:
+                self._forget_lease(path)
+
+    def is_read(self) -> bool:
+        """Whether somebody reads files as they were listed; ends what ended by itself. Raises Unreachable."""
+        place = f"{self._root}/{LEASES}"
+        with self._reaching():
+            self._fs.invalidate_cache()
+            names = [PurePosixPath(path).name for path in self._fs.find(place)] if self._fs.exists(place) else []
+        until = {name: int(name.partition("-")[0]) for name in names if name.partition("-")[0].isdecimal()}
+        now_ms = time.time() * 1000
+        for name in (name for name, end_ms in until.items() if end_ms <= now_ms):
+            self._forget_lease(f"{place}/{name}")
+        return any(now_ms < end_ms for end_ms in until.values())
+
+    def _forget_lease(self, path: str) -> None:
+        with contextlib.suppress(Unreachable, OSError), self._reaching():
+            self._fs.rm_file(path)
 
     def remove(self, file: StoredFile) -> None:
         """Take a file away; one that is gone already is no fault. Raises Unreachable."""

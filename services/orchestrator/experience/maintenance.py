@@ -51,7 +51,7 @@ def compact(client: RedisClient, store: ExperienceStore, scope: Scope, *, dry_ru
         left_over = scope.superseded(store)
         quotas = plan(found)
         if not dry_run:
-            for file in left_over:
+            for file in left_over if not store.is_read() else []:
                 store.remove(file)
             for files in quotas:
                 lock.reacquire()

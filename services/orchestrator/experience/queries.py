@@ -79,8 +79,8 @@ def statistics(store: ExperienceStore, scope: Scope) -> schemas.ExperienceStatis
     solved: set[str] = set()
     distinct: set[tuple[str, str]] = set()
     tokens = 0
-    for file in scope.files(store):
-        for row in store.table(file, COUNTED).to_pylist():
+    for file, rows_of_file in _counted(store, scope):
+        for row in rows_of_file:
             if row["trajectory_id"] in seen:
                 continue
             seen.add(row["trajectory_id"])
@@ -105,6 +105,13 @@ def statistics(store: ExperienceStore, scope: Scope) -> schemas.ExperienceStatis
         response_tokens=tokens,
         **{name: dict(counts[name].most_common()) for name in shown},
     )
+
+
+def _counted(store: ExperienceStore, scope: Scope) -> Iterator[tuple[StoredFile, list[dict[str, Any]]]]:
+    with store.snapshot() as go_on:
+        for file in scope.files(store):
+            go_on()
+            yield file, store.table(file, COUNTED).to_pylist()
 
 
 def rows(store: ExperienceStore, scope: Scope, wanted: RowFilter, limit: int, cursor: str) -> schemas.StoredRowPage:
@@ -135,8 +142,9 @@ def row(store: ExperienceStore, scope: Scope, trajectory_id: str) -> schemas.Sto
 def every_row(store: ExperienceStore, scope: Scope, wanted: RowFilter) -> Iterator[StoredTrajectory]:
     """All rows that pass the filter, one per trajectory."""
     seen: set[str] = set()
-    for file in scope.files(store):
-        for batch in store.batches(file):
+    with store.snapshot() as go_on:
+        for batch in (batch for file in scope.files(store) for batch in store.batches(file)):
+            go_on()
             for stored in batch:
                 fields = {name: value for name, value in fields_of(stored).items() if name in FILTERED}
                 if wanted.takes(fields) and stored.trajectory.trajectory_id not in seen:

@@ -49,13 +49,14 @@ class Rejudging:
 
         Raises NotFound, NotReady, Unreachable.
         """
-        files = [file for file in scope.files(self.store) if file.origin.run != self.name]
         pools = pools_of(self.problems)
-        with self.judges.needed_for(pools):
+        with self.judges.needed_for(pools), self.store.snapshot() as go_on:
+            files = [file for file in scope.files(self.store) if file.origin.run != self.name]
             index = ProblemIndex(self.problems)
             versions = judge_versions(self.judges, pools, WAKING_SECONDS)
             judge = RowJudge(self.judges, index)
             for file in files:
+                go_on()
                 self._file(file, index, versions, judge)
         return schemas.RejudgeReport(
             run=self.name if self.writes and self.judged else None,

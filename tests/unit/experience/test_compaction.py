@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
+from services.orchestrator.experience.queries import RowFilter, Scope, every_row
 from spo.experience.columns import StoredTrajectory
 from spo.experience.compaction import MERGED_ROWS, merge, plan
-from spo.experience.store import ExperienceStore, Origin, StoredFile
+from spo.experience.store import LEASE_SECONDS, ExperienceStore, Origin, StoredFile
 from spo.testing.replay import trajectory
 from spo.v1.prompt_pb2 import Prompt
 
@@ -111,3 +113,57 @@ def test_only_files_of_one_origin_are_merged_and_no_file_grows_beyond_the_limit(
     ]
     large = [StoredFile(f"run/part-{number}.parquet", ORIGIN, MERGED_ROWS // 2, 1000, 0) for number in range(5)]
     assert [len(quota) for quota in plan(large)] == [2, 2]
+
+
+def test_what_was_listed_before_a_merge_is_read_to_its_end_and_removed_by_the_next(tmp_path: Path) -> None:
+    store = ExperienceStore(str(tmp_path))
+    fill(store, 4)
+    before = ids(store)
+    with store.snapshot() as go_on:
+        listed = store.files()
+        merge(ExperienceStore(str(tmp_path)), listed)
+        go_on()
+        read = sorted(row.trajectory.trajectory_id for file in listed for found in store.batches(file) for row in found)
+        assert read == before
+        assert ids(store) == before, "and who lists now reads each row once"
+        assert len(store.superseded()) == 4
+    assert not store.is_read()
+    assert ids(store) == before
+
+
+@pytest.mark.parametrize("silent_seconds", [LEASE_SECONDS + 1, LEASE_SECONDS * 10])
+def test_a_snapshot_of_a_reader_that_died_ends_by_itself(
+    silent_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ExperienceStore(str(tmp_path))
+    fill(store, 2)
+    reader = store.snapshot()
+    reader.__enter__()
+    assert store.is_read()
+    later = time.time() + silent_seconds
+    monkeypatch.setattr("spo.experience.store.time.time", lambda: later)
+    merge(store, store.files())
+    assert store.superseded() == []
+    assert list((tmp_path / ".reading").iterdir()) == []
+
+
+def test_a_snapshot_lasts_while_its_reader_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ExperienceStore(str(tmp_path))
+    fill(store, 2)
+    began = time.time()
+    with store.snapshot() as go_on:
+        for number in range(1, 5):
+            monkeypatch.setattr("spo.experience.store.time.time", lambda at=began + number * LEASE_SECONDS * 0.6: at)
+            go_on()
+            assert store.is_read()
+    assert not store.is_read()
+
+
+def test_an_export_survives_a_compaction_in_its_middle(tmp_path: Path) -> None:
+    store = ExperienceStore(str(tmp_path))
+    fill(store, 4)
+    everything = every_row(store, Scope(None, None, None), RowFilter())
+    found = [next(everything).trajectory.trajectory_id]
+    merge(store, store.files())
+    found += [row.trajectory.trajectory_id for row in everything]
+    assert sorted(found) == ids(store)
