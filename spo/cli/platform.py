@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -49,6 +50,31 @@ def rebuild(
     with api() as client:
         found = client.platform.rebuild(job_id or None, resume=resume)
     print_rows(found, ("id", "state", "note"), output)
+
+
+@platform.command("repair-redis")
+def repair_redis(
+    folder: Annotated[
+        Path | None, typer.Option("--folder", help="Of the Redis; default: redis/ in SPO_STATE_PATH.")
+    ] = None,
+    *,
+    cut: Annotated[
+        bool, typer.Option("--cut", help="Cut the file at its first damage: what was written after it is lost.")
+    ] = False,
+) -> None:
+    """Check the append-only file of the Redis that `spo up` starts, and with --cut make it loadable, after a backup."""
+    # Like the launcher: needs the extra `embedded`.
+    from spo.local.redis_server import check_append_only_file
+    from spo.service.settings import PlatformSettings
+
+    found = check_append_only_file(folder or PlatformSettings().state_path / "redis", repair=cut)
+    console.print(found.words, markup=False)
+    if found.backup:
+        console.print(f"cut; the file as it was is in {found.backup}. `spo up`, then `spo platform show`", markup=False)
+    elif not found.whole:
+        console.print("it is damaged and Redis cannot load it: --cut keeps what is before the damage")
+    if not found.whole:
+        raise typer.Exit(ExitCode.FAILURE)
 
 
 def scale(

@@ -194,6 +194,8 @@ class LocalPlatform:
     def _why_not_ready(self, late: list[Child]) -> str:
         lines = [f"not ready: {', '.join(child.name for child in late)}"]
         for child in late:
+            if child.name == REDIS and "append only file" in child.last_log_lines():
+                lines.append("the append-only file of Redis is damaged: `spo platform repair-redis` says more")
             status = f"exit status {child.exit_status}" if child.exit_status is not None else "still starting"
             lines.append(f"--- {child.name} at {child.address} ({status}), {child.log_path}:\n{child.last_log_lines()}")
         return "\n".join(lines)
