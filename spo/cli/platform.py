@@ -61,6 +61,7 @@ def repair_redis(
     cut: Annotated[
         bool, typer.Option("--cut", help="Cut the file at its first damage: what was written after it is lost.")
     ] = False,
+    output: OutputOption = Output.TABLE,
 ) -> None:
     """Check the append-only file of the Redis that `spo up` starts, and with --cut make it loadable, after a backup."""
     # Like the launcher: needs the extra `embedded`.
@@ -68,6 +69,9 @@ def repair_redis(
     from spo.service.settings import PlatformSettings
 
     found = check_append_only_file(folder or PlatformSettings().state_path / "redis", repair=cut)
+    if output is not Output.TABLE:
+        print_document({"whole": found.whole, "words": found.words, "backup": str(found.backup or "")}, output)
+        raise typer.Exit(0 if found.whole else ExitCode.FAILURE)
     console.print(found.words, markup=False)
     if found.backup:
         console.print(f"cut; the file as it was is in {found.backup}. `spo up`, then `spo platform show`", markup=False)
