@@ -42,6 +42,7 @@ from spo.weights.made_models import MadeModels
 from spo.weights.store import WeightStore
 
 log = get_logger("replica")
+CLOSE_SECONDS = 3.0
 FOLLOW_SECONDS = 1.0
 RETRY_SECONDS = 5.0
 # How often it is asked whether a model that killed engines may be tried again.
@@ -169,7 +170,8 @@ class ServingReplica:
         self.environments.close()
         served = self._assignment or self._warm
         if served:
-            served.engine.stop()
+            # Its groups are given up on already; whoever sent SIGTERM waits no longer than for the rest of the process.
+            served.engine.stop(CLOSE_SECONDS)
 
     def _serving_run(self) -> str:
         return self._assignment.run_id if self._assignment else ""

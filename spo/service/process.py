@@ -38,6 +38,8 @@ log = get_logger("service")
 LINES_PER_BEAT = 200
 REDIS_LOOK_SECONDS = 10.0
 LAST_WORDS_SECONDS = 2.0
+# With the last words and what closes after `run`, within the 10 s that the launcher gives beyond the drain.
+SERVER_STOP_SECONDS = 3.0
 
 Worker = Callable[[threading.Event], None]
 Beat = Callable[[orchestrator.HeartbeatResponse], None]
@@ -175,7 +177,7 @@ class ServiceProcess:
         unfinished = [thread.name for thread in threads if thread.is_alive()]
         if unfinished and not self.failed:
             _briefly(THIS_PROCESS.give_back)
-        self.server.stop(min(5.0, self.settings.drain_seconds))
+        self.server.stop(min(SERVER_STOP_SECONDS, self.settings.drain_seconds))
         tracing.finish_traces()
         if unfinished:
             log.error("stopped with workers still busy; others take over their entries", workers=unfinished)
