@@ -73,7 +73,7 @@ def check_append_only_file(folder: Path, *, repair: bool) -> AppendOnlyFileRepor
         if whole:
             continue
         if not repair:
-            return AppendOnlyFileReport(False, words)
+            return AppendOnlyFileReport(whole=False, words=words)
         backup = folder / f"appendonlydir.before-repair-{time.strftime('%Y%m%d-%H%M%S')}"
         shutil.copytree(files, backup)
         _checked(part, repair=True)
@@ -82,7 +82,7 @@ def check_append_only_file(folder: Path, *, repair: bool) -> AppendOnlyFileRepor
         manifest.write_text("".join(f"{line}\n" for line in lines if line.split()[1] not in later))
         whole, words = _checked(part, repair=False)
         return AppendOnlyFileReport(whole, words, backup)
-    return AppendOnlyFileReport(True, f"{len(parts)} files that are appended to are whole")
+    return AppendOnlyFileReport(whole=True, words=f"{len(parts)} files that are appended to are whole")
 
 
 def _checked(part: Path, *, repair: bool) -> tuple[bool, str]:
