@@ -125,6 +125,7 @@ class AppContext:
         self.watch = RecoveryWatch(self.jobs, identity, JobManifests(self.jobs, place))
         self.jobs.absent = self.watch.absent
         self.job_rebuild = JobRebuild(self.jobs, self.files)
+        self.watch.mend = self.job_rebuild.mend
 
     def _follow_replicas(self) -> None:
         settings = self.settings
@@ -148,6 +149,7 @@ class AppContext:
     def _run_jobs(self) -> None:
         settings, jobs = self.settings, self.jobs
         self.leases = Leases(jobs, settings.checkpoint_place, settings.weight_place, settings.lease_seconds, self.stop)
+        self.leases.before_grant = self.watch.before_lease
         self.alarms = Alarms(jobs, self.weights)
         self.trainer_deaths = TrainerDeaths(jobs, settings.most_trainer_deaths)
         self.queue = JobQueue(jobs, self.replicas, settings.max_running_jobs)

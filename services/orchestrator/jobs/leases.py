@@ -46,6 +46,8 @@ class Leases:
         self.weight_place = weight_place
         self.lease_seconds = lease_seconds
         self.stop = stop
+        # Called with a job before a trainer is leased it; raises where it must not be yet.
+        self.before_grant: Callable[[str], None] = lambda job_id: None
         self._vacancies = Vacancies(jobs, self._lease_ms)
         self._progress_at: dict[str, float] = {}
 
@@ -78,6 +80,8 @@ class Leases:
         held, record = self.lease(job_id), self.jobs.record(job_id)
         if record.is_trained or (held.live and held.trainer_id != trainer_id):
             return None
+        self.before_grant(job_id)
+        held = self.lease(job_id)
         key = own_keys.job_lease(job_id)
         epoch = held.epoch + 1
         outcome = self.jobs.commit(

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
 from services.orchestrator import redis_keys as own_keys
+from services.orchestrator.jobs.checkpoints import CheckpointRecord
 from services.orchestrator.jobs.commit import timestamp
 from services.orchestrator.jobs.store import JobStore
 from services.orchestrator.recovery.files import read_json, write_json
@@ -50,6 +51,24 @@ class JobManifest:
     def is_as(self, other: JobManifest) -> bool:
         """Whether writing this one would tell nothing new."""
         return self._lasting() == other._lasting() and self.events - other.events < STALE_EVENTS
+
+    def is_behind(self, before: JobManifest) -> bool:
+        """Whether Redis was set back since the other was written: epochs, checkpoints and versions only grow.
+
+        After a loss of all records a job made again has other events, but no smaller lease.
+        """
+        if self.lease_epoch < before.lease_epoch:
+            return True
+        return self.epoch == before.epoch and (
+            self.events < before.events
+            or any(now < then for now, then in zip(self._newest(), before._newest(), strict=True))
+        )
+
+    def _newest(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(lease epoch, step) of the newest checkpoint, and (0, version) of the newest weights."""
+        saved = map(CheckpointRecord.model_validate_json, self.checkpoints.values())
+        newest = max(((each.epoch, each.step) for each in saved), default=(0, 0))
+        return newest, (0, max(map(int, self.weights), default=0))
 
     def _lasting(self) -> tuple[object, ...]:
         record = {name: value for name, value in self.record.items() if name != "updated_at"}
@@ -97,18 +116,26 @@ class JobManifests:
         return self.save([raw.decode() for raw in indexed], epoch)
 
     def save(self, job_ids: Sequence[str], epoch: str) -> list[JobManifest]:
-        """As save_all, for these."""
+        """As save_all, for these. What Redis is behind of is kept until `replace`."""
         behind = []
         for found in self._as_stored(job_ids, epoch):
             before = self._saved.get(found.id) or self.read(found.id)
-            if before and before.epoch == epoch and found.events < before.events:
+            if before and found.is_behind(before):
                 behind.append(before)
             elif before and found.is_as(before):
                 self._saved[found.id] = before
-                continue
-            write_json(self.place, _name(found.id), asdict(found))
-            self._saved[found.id] = found
+            else:
+                self._write(found)
         return behind
+
+    def replace(self, job_id: str, epoch: str) -> None:
+        """Write a job's manifest as Redis has it now: what it was behind of is made good."""
+        for found in self._as_stored([job_id], epoch):
+            self._write(found)
+
+    def _write(self, found: JobManifest) -> None:
+        write_json(self.place, _name(found.id), asdict(found))
+        self._saved[found.id] = found
 
     def forget(self, job_id: str) -> None:
         """Remove the manifest of a job that somebody deletes."""

@@ -8,13 +8,14 @@ again: values are estimated anew, and training goes on from the newest checkpoin
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from services.orchestrator import redis_keys as own_keys
-from services.orchestrator.jobs.checkpoints import CheckpointRecord
-from services.orchestrator.jobs.commit import Commit, Write
+from services.orchestrator.jobs.checkpoints import CheckpointRecord, recorded_checkpoints
+from services.orchestrator.jobs.commit import Commit, Precondition, Write, timestamp
 from services.orchestrator.jobs.files import JobFiles
 from services.orchestrator.jobs.leases import now_ms
 from services.orchestrator.jobs.listing import label_writes
@@ -27,7 +28,7 @@ from spo.messaging.streams import append_words
 from spo.observability.logs import get_logger
 from spo.spec.job_state import TERMINAL, JobState
 from spo.v1.weights_pb2 import WeightAnnouncement
-from spo.weights.assembly import digest_of
+from spo.weights.assembly import digest_of, whole_entries
 
 log = get_logger("rebuild")
 
@@ -90,6 +91,77 @@ class JobRebuild:
         if outcome.done:
             log.warning("a lost job has records again", job=manifest.id, state=state.value, note=note)
         return Rebuild(manifest.id, state.value if outcome.done else outcome.state, note)
+
+    def mend(self, job_id: str, before: JobManifest | None) -> bool:
+        """Bring a job that Redis holds an older state of up to what the disk proves; whether anything was.
+
+        before: the manifest that Redis is behind of. What trainers reported and is intact is recorded again, what a
+        later lease than any that is known wrote is recorded, and no lease or version is given twice. Raises
+        Unreachable.
+        """
+        held = int(self.jobs.client.hget(own_keys.job_lease(job_id), "epoch") or 0)
+        known = max(held, before.lease_epoch if before else 0)
+        recorded = recorded_checkpoints(self.jobs.client, job_id)
+        newest = max(((each.epoch, each.step) for each in recorded), default=(-1, -1))
+        reported = self._checkpoints(before) if before else []
+        found = {each.step: each for each in [*reported, *self._unknown_checkpoints(job_id, known)]}
+        checkpoints = [each for each in found.values() if (each.epoch, each.step) > newest]
+        numbers = {int(raw) for raw in self.jobs.client.hkeys(own_keys.job_weights(job_id))}
+        offered = [*(self._weights(before) if before else []), *self._unknown_weights(job_id, known)]
+        versions = [each for each in offered if each["version"] > max(numbers, default=0)]
+        epoch = max([known, *(each.epoch for each in checkpoints), *(each.get("epoch", 0) for each in versions)])
+        if before is None and not checkpoints and not versions:
+            return False
+        writes: list[Write] = [
+            *(("HSET", redis_keys.job_checkpoints(job_id), each.step, each.model_dump_json()) for each in checkpoints),
+            *(("HSET", own_keys.job_weights(job_id), each["version"], json.dumps(each)) for each in versions),
+            *_announcement(job_id, versions),
+        ]
+        if epoch > held:
+            # Whoever holds an older lease, or one that Redis knows nothing of, is fenced: the next is above all.
+            writes.append(("HSET", own_keys.job_lease(job_id), "trainer_id", "", "epoch", epoch + UNSEEN_LEASES))
+        best = max([*recorded, *checkpoints], key=lambda each: (each.epoch, each.step), default=None)
+        body = {
+            "events_known": before.events if before else 0,
+            "at": before.saved_at if before else "",
+            "goes_on_from_step": best.step if best else 0,
+            "checkpoints": sorted(each.step for each in checkpoints),
+            "versions": sorted(each["version"] for each in versions),
+            "lease_epoch": epoch + UNSEEN_LEASES if epoch > held else held,
+        }
+        guard = Precondition(own_keys.job_lease(job_id), "epoch", str(held) if held else "")
+        commit = Commit(job_id, guard=guard, writes=writes, kind="records_behind", body=json.dumps(body))
+        log.error("Redis held an older state of a job; it goes on from what is on disk", job=job_id, **body)
+        return self.jobs.commit(commit).done
+
+    def _unknown_checkpoints(self, job_id: str, known_epoch: int) -> Iterator[CheckpointRecord]:
+        """Intact ones that a later lease than is known of wrote: nobody else could."""
+        for step in self.checkpoints.versions(job_id):
+            with suppress(IntegrityError, NotFound):
+                manifest = self.checkpoints.manifest(job_id, step)
+                if int(manifest["epoch"]) > known_epoch:
+                    yield CheckpointRecord(
+                        step=step,
+                        path=self.checkpoints.uri(job_id, step),
+                        manifest_digest=digest_of(manifest),
+                        weight_version=int(manifest.get("weight_version", 0)),
+                        epoch=int(manifest["epoch"]),
+                    )
+
+    def _unknown_weights(self, job_id: str, known_epoch: int) -> Iterator[dict[str, Any]]:
+        for version in self.weights.versions(job_id):
+            with suppress(IntegrityError, NotFound):
+                manifest = self.weights.backend.manifest(job_id, version)
+                if int(manifest["epoch"]) > known_epoch:
+                    yield {
+                        "version": version,
+                        "step": int(manifest["step"]),
+                        "uri": self.weights.backend.uri(job_id, version),
+                        "manifest_digest": digest_of(manifest),
+                        "size_bytes": sum(int(entry["size_bytes"]) for entry in whole_entries(manifest)),
+                        "published_at": timestamp(),
+                        "epoch": int(manifest["epoch"]),
+                    }
 
     def _end(self, manifest: JobManifest, *, resume: bool) -> tuple[JobState, str]:
         """The state that is true of the job now, and why."""

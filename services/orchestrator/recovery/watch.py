@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Sequence
 
 import redis
 
@@ -28,6 +29,9 @@ class RecoveryWatch:
         self.identity = identity
         self.manifests = manifests
         self.append_only_file = AppendOnlyFile(jobs.client)
+        # Brings a job that Redis is behind of up to what is on disk.
+        self.mend: Callable[[str, JobManifest | None], bool] = lambda job_id, before: False
+        self._mending = threading.Lock()
         self._notice: tuple[float, str] = (float("-inf"), "")
         # Why the files could not be read when `notice` looked last.
         self.away = ""
@@ -46,11 +50,26 @@ class RecoveryWatch:
         """One round: the epochs first, so that a loss is written down before new manifests are."""
         if self.identity.check():
             self._notice = (float("-inf"), "")
-        behind = self.manifests.save_all(self.identity.epoch)
-        if behind:
-            self.identity.tell("redis_behind", f"{len(behind)} jobs, such as {behind[0].id}")
-        for manifest in behind:
-            self.jobs.append(manifest.id, "records_behind", {"events_known": manifest.events, "at": manifest.saved_at})
+        with self._mending:
+            self._make_good(self.manifests.save_all(self.identity.epoch))
+
+    def before_lease(self, job_id: str) -> None:
+        """Look at one job before a trainer is given it: nobody begins anew what is on disk."""
+        try:
+            with self._mending:
+                self._make_good(self.manifests.save([job_id], self.identity.epoch))
+                if self.mend(job_id, None):
+                    self.identity.tell("redis_behind", f"files of job {job_id} are newer than its records")
+                    self.manifests.replace(job_id, self.identity.epoch)
+        except (OSError, Unreachable) as error:
+            log.warning("whether a job's files are newer than its records is not known", job=job_id, reason=str(error))
+
+    def _make_good(self, behind: Sequence[JobManifest]) -> None:
+        mended = [manifest for manifest in behind if self.mend(manifest.id, manifest)]
+        if mended:
+            self.identity.tell("redis_behind", f"{len(mended)} jobs, such as {mended[0].id}")
+        for manifest in mended:
+            self.manifests.replace(manifest.id, self.identity.epoch)
 
     def keep(self, job_id: str) -> None:
         """Write the manifest of a new job at once; where that fails, the next look tries again."""

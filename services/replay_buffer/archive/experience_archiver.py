@@ -2,14 +2,17 @@
 
 Which insertion numbers a file holds is stored in Redis before the file is written, and is part of its name. So after a
 crash, or beside a second replica, the same file is written again instead of another one: nothing is lost or doubled.
+A Redis that was set back numbers anew: what the store has of a run beyond what Redis knows is not stored again.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import redis
@@ -34,6 +37,18 @@ POLL_SECONDS = 2.0
 RUNS_PER_READ = 1000
 
 
+@dataclass(frozen=True)
+class Beyond:
+    """Trajectory ids and names of files."""
+
+    ids: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()
+
+
+_NOTHING = Beyond()
+_PART = re.compile(r"part-\d+-(?P<last>\d+)")
+
+
 class ExperienceArchiver:
     """Writes a file of a run when it is full, when every_seconds have passed, or when the run has ended."""
 
@@ -46,6 +61,9 @@ class ExperienceArchiver:
         self.rows_per_file = rows_per_file
         self.every_seconds = every_seconds
         self._archived_at: dict[str, float] = {}
+        # By run: how far it was stored when it was looked at last, and what the store has of it beyond that.
+        self._written: dict[str, int] = {}
+        self._beyond: dict[str, Beyond] = {}
         here = Path(__file__).parent.parent / "lua"
         self._plan: RedisScript[list[bytes]] = self.client.register_script((here / "archive_plan.lua").read_text())
         self._done: RedisScript[int] = self.client.register_script((here / "archive_done.lua").read_text())
@@ -103,7 +121,8 @@ class ExperienceArchiver:
             self._archived_at[run_id] = time.monotonic()
             waiting = 0
         if waiting <= 0 and self._settle(keys=_settled_keys(run_id), args=[run_id]):
-            self._archived_at.pop(run_id, None)
+            for known in (self._archived_at, self._written, self._beyond):
+                known.pop(run_id, None)
 
     def archive(self, run_id: str) -> int:
         """Write all that a run's ledger holds by now; returns how many trajectories this call wrote.
@@ -134,7 +153,9 @@ class ExperienceArchiver:
     def _write(self, run_id: str, written: int, planned: int) -> int:
         ids = self.client.zrangebyscore(redis_keys.replay_ids(run_id), f"({written}", planned)
         found = self.store.get(run_id, [trajectory_id.decode() for trajectory_id in ids])
-        kept = [trajectory for trajectory in found if trajectory is not None and not trajectory.origin_run_id]
+        beyond = self._stored_beyond(run_id, written)
+        own = [trajectory for trajectory in found if trajectory is not None and not trajectory.origin_run_id]
+        kept = [trajectory for trajectory in own if trajectory.trajectory_id not in beyond.ids]
         if None in found:
             log.error("trajectories are gone from the buffer", run=run_id, missing=found.count(None))
         spec = self.store.spec(run_id)
@@ -144,9 +165,29 @@ class ExperienceArchiver:
         tenant = run_tenant(self.client, run_id) or ""
         for reference_hash, rows in by_reference.items():
             origin = Origin(run_id, "run", spec.tasks.kind, reference_hash, tenant=tenant)
-            self.experience.write(origin, f"part-{written + 1:012d}-{planned:012d}", rows)
+            name = f"part-{written + 1:012d}-{planned:012d}"
+            if name in beyond.names:
+                # Of the rows that Redis lost; they stay, and these come beside them.
+                name += f"-{redis_keys.digest(*(row.trajectory.trajectory_id for row in rows))[:16]}"
+            self.experience.write(origin, name, rows)
+        self._written[run_id] = planned
         metrics.REPLAY_STORED.inc(len(kept))
         return len(kept)
+
+    def _stored_beyond(self, run_id: str, written: int) -> Beyond:
+        """What the store has of a run beyond what Redis knows: an earlier try's, or of a Redis that was set back."""
+        if run_id not in self._written or written < self._written[run_id]:
+            ids: set[str] = set()
+            names: set[str] = set()
+            for file in self.experience.files(run_id):
+                part = _PART.match(file.name)
+                if file.origin.kind == "run" and (part is None or int(part["last"]) > written):
+                    # A file by the name of one that was merged would not count.
+                    names.update(name.removesuffix(".parquet") for name in (file.name, *file.merged))
+                    ids.update(self.experience.table(file, ["trajectory_id"])["trajectory_id"].to_pylist())
+            self._beyond[run_id] = Beyond(frozenset(ids), frozenset(names))
+            self._written[run_id] = written
+        return self._beyond.get(run_id, _NOTHING)
 
     def _rows(self, run_id: str, spec: JobSpec, found: Sequence[Trajectory]) -> list[StoredTrajectory]:
         prompts = self._prompts(run_id, spec, sorted({trajectory.prompt_id for trajectory in found}))

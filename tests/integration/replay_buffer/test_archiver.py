@@ -19,6 +19,7 @@ from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.errors import SpoError
 from spo.experience.columns import StoredTrajectory
+from spo.experience.compaction import merge, plan
 from spo.experience.store import ExperienceStore
 from spo.testing.replay import PROMPTS, RUN, start_run, trajectory
 from spo.testing.waiting import wait_until
@@ -199,3 +200,47 @@ def test_a_deleted_run_leaves_the_list(store: ReplayStore, tmp_path: Path) -> No
     spiller_of(store, tmp_path).archive_when_due(RUN)
 
     assert store.client.scard(own_keys.replay_unstored()) == 0
+
+
+# --- Redis set back ---
+
+
+@pytest.mark.parametrize(
+    ("backup_at", "stored_at_backup", "same_process", "merged"),
+    [
+        (0, False, True, False),
+        (16, True, True, False),
+        (20, True, False, False),
+        (20, False, False, True),
+        (40, True, True, True),
+    ],
+)
+def test_a_redis_that_was_set_back_doubles_no_row_and_replaces_none(
+    store: ReplayStore, tmp_path: Path, backup_at: int, stored_at_backup: bool, same_process: bool, merged: bool
+) -> None:
+    spiller = spiller_of(store, tmp_path)
+    samples = [trajectory(number, SOURCE_REFERENCE) for number in range(60)]
+    store.append(RUN, samples[:backup_at])
+    if stored_at_backup:
+        spiller.archive(RUN)
+    backup = {key: store.client.dump(key) for key in store.client.scan_iter(f"spo:{RUN}:*")}
+    store.append(RUN, samples[backup_at:50])
+    spiller.archive(RUN)
+    if merged:
+        experience = ExperienceStore(str(tmp_path))
+        for files in plan(experience.files()):
+            merge(experience, files)
+    store.client.delete(*store.client.scan_iter(f"spo:{RUN}:*"))
+    for key, dumped in backup.items():
+        store.client.restore(key, 0, dumped)
+
+    # Other work comes first now, then the same work again under the same ids.
+    again = [*samples[50:], *samples[backup_at:50]]
+    later = spiller if same_process else spiller_of(store, tmp_path)
+    for start in range(0, len(again), 13):
+        store.append(RUN, again[start : start + 13])
+        later.archive(RUN)
+
+    assert Counter(row.trajectory.trajectory_id for row in stored(tmp_path)) == Counter(
+        sample.trajectory_id for sample in samples
+    )

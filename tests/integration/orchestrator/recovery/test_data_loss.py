@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
+from services.orchestrator.lifecycle.deleted_keys import keys_of
 from services.orchestrator.recovery.identity import PlatformIdentity
 from spo import redis_keys
 from spo.errors import NotFound
@@ -230,6 +231,116 @@ def test_events_that_a_failover_lost_are_told(context: AppContext, document: Doc
     assert [loss["kind"] for loss in api.get("/v1/platform").json()["losses"]] == ["redis_behind"]
     told = [event.body["events_known"] for event in context.jobs.events(job_id) if event.kind == "records_behind"]
     assert told == [2]
+
+
+# --- Redis set back ---
+
+
+def _keys_of_job(context: AppContext, job_id: str) -> dict[str, bytes]:
+    found = (key for keys in keys_of(context.redis, job_id) for key in keys)
+    return {key: stored for key in found if (stored := context.redis.dump(key)) is not None}
+
+
+def set_back(context: AppContext, job_id: str, backup: dict[str, bytes]) -> None:
+    for key in _keys_of_job(context, job_id):
+        context.redis.delete(key)
+    for key, stored in backup.items():
+        context.redis.restore(key, 0, stored, replace=True)
+
+
+@pytest.fixture
+def behind(context: AppContext, document: Document, state_path: Path) -> tuple[str, dict[str, bytes]]:
+    """A job that trained, as `trained_job`, and Redis' keys of it from when its trainer had the lease epoch 2."""
+    context.watch.look()
+    job_id = trained_job(context, document, state_path)
+    folder = state_path / "checkpoints" / job_id / f"{5:010d}"
+    digest = sealed(folder, {"step": 5, "weight_version": 0, "epoch": 3})
+    told = {"step": 5, "path": str(folder), "manifest_digest": digest, "weight_version": 0, "epoch": 3}
+    context.redis.hset(redis_keys.job_checkpoints(job_id), "5", json.dumps(told))
+    after = _keys_of_job(context, job_id)
+    context.redis.delete(own_keys.job_weights(job_id), redis_keys.job_checkpoints(job_id))
+    context.redis.hset(own_keys.job_lease(job_id), "epoch", "2")
+    backup = _keys_of_job(context, job_id)
+    set_back(context, job_id, after)
+    context.watch.look()
+    return job_id, backup
+
+
+def nothing_else(state_path: Path, job_id: str) -> None:
+    """Only Redis was set back."""
+
+
+def no_manifest(state_path: Path, job_id: str) -> None:
+    (state_path / "jobs" / f"{job_id}.json").unlink()
+
+
+def older_checkpoint_only(state_path: Path, job_id: str) -> None:
+    (state_path / "checkpoints" / job_id / f"{10:010d}" / "manifest.json").write_bytes(b"{")
+
+
+def no_file(state_path: Path, job_id: str) -> None:
+    shutil.rmtree(state_path / "checkpoints" / job_id)
+    shutil.rmtree(state_path / "weights" / job_id)
+
+
+def stale_checkpoint(state_path: Path, job_id: str) -> None:
+    """Of a trainer that had lost its lease, and that nobody was told of."""
+    sealed(state_path / "checkpoints" / job_id / f"{12:010d}", {"step": 12, "weight_version": 1, "epoch": 2})
+
+
+@pytest.mark.parametrize("looked", [True, False])
+@pytest.mark.parametrize(
+    ("also", "goes_on_from", "next_version"),
+    [
+        (nothing_else, [10, 5], 2),
+        (no_manifest, [10, 5], 2),
+        (older_checkpoint_only, [5], 2),
+        (no_file, [], 1),
+        (stale_checkpoint, [10, 5], 2),
+    ],
+)
+def test_a_job_that_redis_is_behind_of_goes_on_from_the_newest_intact_checkpoint_under_a_greater_epoch(
+    open_context: Callable[..., AppContext],
+    context: AppContext,
+    behind: tuple[str, dict[str, bytes]],
+    state_path: Path,
+    looked: bool,
+    also: Callable[[Path, str], None],
+    goes_on_from: list[int],
+    next_version: int,
+) -> None:
+    job_id, backup = behind
+    set_back(context, job_id, backup)
+    also(state_path, job_id)
+    # As another process finds it, which has seen nothing of before.
+    context.watch.manifests._saved.clear()
+    if looked:
+        context.watch.look()
+
+    grant = context.leases.wait_for_job("trainer-2", 0)
+
+    assert grant.run_id == job_id
+    assert grant.epoch > 4
+    assert [each.step for each in grant.checkpoints.items] == goes_on_from
+    assert grant.next_weight_version == next_version
+    told = [event.body for event in context.jobs.events(job_id) if event.kind == "records_behind"]
+    assert [each["goes_on_from_step"] for each in told][:1] == [*goes_on_from, 0][:1]
+    assert grant.epoch > max(each["lease_epoch"] for each in told) - 1
+    losses = [loss.kind for loss in context.watch.identity.losses()]
+    assert set(losses) == {"redis_behind"}
+    context.watch.look()
+    assert len(context.watch.identity.losses()) == len(losses), "it is told once"
+
+
+def test_a_trainer_whose_lease_is_in_the_backup_keeps_it(
+    context: AppContext, behind: tuple[str, dict[str, bytes]]
+) -> None:
+    job_id, _ = behind
+    context.redis.delete(redis_keys.job_checkpoints(job_id))
+    context.watch.look()
+
+    assert int(context.redis.hget(own_keys.job_lease(job_id), "epoch") or 0) == 4
+    assert context.redis.hkeys(redis_keys.job_checkpoints(job_id)) == [b"10", b"5"]
 
 
 @pytest.fixture
