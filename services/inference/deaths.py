@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from services.inference import redis_keys as own_keys
 from spo.errors import NotReady
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.work_deaths import WorkDeaths, last_line
 from spo.v1.prompt_pb2 import PromptGroup
+
+# What the library raises of what a folder is made of; an engine that dies of its device raises others.
+HOPELESS_ERRORS = (ValueError, KeyError, TypeError, AttributeError, NotImplementedError, AssertionError)
 
 
 class EngineDeaths(WorkDeaths):
@@ -14,6 +20,18 @@ class EngineDeaths(WorkDeaths):
 
     def __init__(self, client: RedisClient) -> None:
         super().__init__(client, own_keys.engine_deaths, "the engine", code="kills_engine")
+
+    @contextmanager
+    def building(self, work: str) -> Iterator[None]:
+        """As `during`; a model that vLLM does not know, or whose tensors do not fit, is refused from then on."""
+        with self.during(work, ends_process=True):
+            try:
+                yield
+            except HOPELESS_ERRORS as error:
+                # For want of memory it may go better the next time.
+                if "memory" not in str(error).lower():
+                    self.give_up(work, error)
+                raise
 
 
 def engine_failed(error: Exception) -> NotReady:

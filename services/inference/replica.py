@@ -273,7 +273,7 @@ class ServingReplica:
         # Of this replica: others of the machine that build theirs at the same time have died of nothing.
         place = f"{gethostname()}:{self._settings.port}"
         work = f"building the engine of model {spec.model_hash[:16]} for {spec.max_tokens} tokens on {place}"
-        with deaths.during(work, ends_process=True):
+        with deaths.building(work):
             return Engine(spec, self._settings)
 
     def _follow_weights(self, assignment: Assignment, position: str, stop: threading.Event) -> str:

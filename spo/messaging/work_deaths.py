@@ -24,6 +24,8 @@ from spo.observability.logs import get_logger
 log = get_logger("deaths")
 
 MOST_DEATHS_ALONE = 3
+# In place of a count of deaths: it fails in the same way each time.
+HOPELESS = 1000
 # After this long it is tried again: what killed may have been repaired.
 REMEMBERED_SECONDS = 3600
 MOST_REASON_CHARACTERS = 500
@@ -109,6 +111,17 @@ class WorkDeaths:
             pipe.expire(key, REMEMBERED_SECONDS)
             pipe.execute()
 
+    def give_up(self, work: str, error: Exception) -> None:
+        """Note that work failed of what it is made of, not of its process: it is refused from now on, at once."""
+        try:
+            with self._client.pipeline(transaction=True) as pipe:
+                pipe.hset(self._key(work), "alone", HOPELESS)
+                pipe.hset(self._key(work), "reason", last_line(error))
+                pipe.expire(self._key(work), REMEMBERED_SECONDS)
+                pipe.execute()
+        except redis.RedisError as failure:
+            log.warning("what cannot be done is not noted: Redis does not answer", reason=str(failure))
+
     def cleared(self, work: str) -> None:
         """Forget what was suspected and has ended well."""
         with _unless_away():
@@ -171,6 +184,8 @@ class WorkDeaths:
     def _refuse_after(self, work: str, deaths: int, reason: bytes) -> None:
         if deaths >= MOST_DEATHS_ALONE:
             why = reason.decode() or "the process was killed"
+            if deaths >= HOPELESS:
+                raise InvalidInput(f"{work} is given up on: {why}", code=self._code)
             raise InvalidInput(
                 f"{work} is given up on: {self._who} died of it {deaths} times with nothing else to do; last: {why}",
                 code=self._code,

@@ -13,9 +13,11 @@ import resource
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spo.errors import InvalidInput, SpoError
+from spo.model.loadable import weight_faults
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,6 +35,10 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
     from spo.model.chat import USUAL, ChatFormat
     from spo.model.tokenizer import encode_prompt, reasoning_fault
 
+    tell("the weights are looked at")
+    found = weight_faults(Path(request["folder"]))
+    if found:
+        return {"faults": [[MODEL, fault] for fault in found], "too_long": []}
     tell("the tokenizer is loaded")
     tokenizer, faults = _load(request["folder"])
     if tokenizer is None:

@@ -42,6 +42,10 @@ LARGE_FILES = frozenset({"tokenizer.json", "vocab.json"})
 JSON_BYTES_MAXIMUM = 16 << 20
 TOKENIZER_BYTES_MAXIMUM = 64 << 20
 HEADER_BYTES_MAXIMUM = 16 << 20
+FLOATS = ("BF16", "F16", "F32", "F64")
+INTEGERS = frozenset({"BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
+EIGHT_BITS = frozenset({"I8", "U8"})
+DTYPES = ("bfloat16", "float16", "float32", "float64", "auto")
 ENTRIES_MAXIMUM = 2000
 DEPTH_MAXIMUM = 2
 
@@ -100,6 +104,7 @@ def _inspect(given: Path) -> ModelFolder:
     _refuse_what_runs(folder, files)
     config = _read_json(config_file)
     _refuse_auto_map(config, config_file)
+    _refuse_dtype(config, config_file)
     tokenizer_files = [folder / name for name in TOKENIZER_FILES if folder / name in files]
     for file in tokenizer_files:
         if file.stat().st_size > TOKENIZER_BYTES_MAXIMUM:
@@ -229,6 +234,13 @@ def _refuse_auto_map(content: dict[str, Any], file: Path) -> None:
         raise _refused(f"{file.name} asks for custom code (auto_map)")
 
 
+def _refuse_dtype(config: dict[str, Any], file: Path) -> None:
+    for name in ("dtype", "torch_dtype"):
+        dtype = config.get(name)
+        if dtype is not None and (not isinstance(dtype, str) or dtype.removeprefix("torch.") not in DTYPES):
+            raise _refused(f"{file.name} has the {name} {str(dtype)[:40]!r}; known are {', '.join(DTYPES)}")
+
+
 def _architecture(config: dict[str, Any], config_file: Path) -> str:
     match config.get("architectures"):
         case [str(architecture), *_]:
@@ -246,10 +258,15 @@ def _check_safetensors(file: Path) -> None:
             raise _refused(f"{file.name} is truncated or is no safetensors file")
         try:
             header = json.loads(stream.read(header_bytes))
-            ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
-            promised = max(ends, default=0)
+            tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+            promised = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+            dtypes = {name: str(tensor["dtype"]) for name, tensor in tensors.items()}
         except (ValueError, AttributeError, KeyError, IndexError, TypeError, RecursionError) as error:
             raise _refused(f"{file.name} has an unreadable safetensors header") from error
+    for name, dtype in sorted(dtypes.items()):
+        # Integers are buffers, such as masks and positions; quantised weights say so in config.json.
+        if dtype not in FLOATS and (dtype not in INTEGERS or (dtype in EIGHT_BITS and name.endswith(".weight"))):
+            raise _refused(f"{file.name} holds {name} as {dtype}, which is not trained; {', '.join(FLOATS)} are")
     if promised != size - 8 - header_bytes:
         raise _refused(f"{file.name} holds {size - 8 - header_bytes} bytes of weights but its header says {promised}")
 

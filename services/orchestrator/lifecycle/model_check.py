@@ -181,6 +181,9 @@ def _content(folder: ModelFolder, model: ModelSpec, prompt_ids: Sequence[str]) -
     digest = blake3(json.dumps([model.max_prompt_tokens, model.chat_format.address, *prompt_ids]).encode())
     for file in (folder.path / "config.json", *folder.tokenizer_files):
         digest.update(file.name.encode() + b"\0" + blake3(file.read_bytes()).digest())
+    # Too large to be read each time: a copy keeps their times, another file has others.
+    weights = set(folder.safetensors_files)
+    digest.update(repr([stamp[1:] for file, stamp in folder.content if file in weights]).encode())
     return digest.hexdigest()
 
 

@@ -350,3 +350,31 @@ def test_a_process_that_is_asked_to_stop_dies_of_nothing_that_it_has_in_hand(red
         late.__enter__()
         stopped.died("a group in the engine", engine_failed(RuntimeError("its workers were interrupted")), alone=True)
     assert not noted(redis_client)
+
+
+@pytest.mark.parametrize(
+    ("error", "refused"),
+    [
+        (ValueError("Model architectures ['FooForCausalLM'] are not supported for now."), True),
+        (KeyError("model.layers.0.mlp.gate.weight"), True),
+        (AssertionError("Attempted to load weight (torch.Size([4])) into parameter (torch.Size([8]))"), True),
+        (NotImplementedError("no attention backend for it"), True),
+        (ValueError("No available memory for the cache blocks."), False),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (OSError("Stale file handle"), False),
+    ],
+)
+def test_a_model_that_an_engine_cannot_be_built_of_is_refused_at_once_and_another_failure_is_tried_again(
+    redis_client: redis.Redis, error: Exception, refused: bool
+) -> None:
+    deaths = EngineDeaths(redis_client)
+    with pytest.raises(type(error)), deaths.building("building"):
+        raise error
+
+    if refused:
+        with pytest.raises(InvalidInput, match="is given up on: ") as caught, deaths.building("building"):
+            pass
+        assert (caught.value.code, str(error.args[0])[:40] in caught.value.message) == ("kills_engine", True)
+    else:
+        with deaths.building("building"):
+            pass
