@@ -61,8 +61,6 @@ OutputOption = Annotated[Output, typer.Option("--output", "-o", help="How to pri
 WaitOption = Annotated[bool, typer.Option("--wait", help="Return when the job has ended.")]
 TimeoutOption = Annotated[float, typer.Option("--timeout", help="Longest wait, seconds.")]
 LimitOption = Annotated[int, typer.Option("--limit", min=1, help="At most so many.")]
-# The model's tokenizer is loaded and every problem read before a submission is answered.
-CHECK_SECONDS = 120.0
 
 
 @jobs.command()
@@ -84,7 +82,7 @@ def submit(
 ) -> None:
     """Submit a job."""
     document = _with_model(read_spec(spec_file), model)
-    with api(timeout_seconds=CHECK_SECONDS) as client:
+    with api() as client:
         if validate_only:
             resolved = client.validate(document)
             _warn(resolved.pop("warnings", []))

@@ -53,6 +53,9 @@ from spo.spec.job_spec import JobSpec
 HEARTBEAT_SECONDS = 15.0
 DEFAULT_URL = "http://127.0.0.1:8080"
 
+# Tasks and models of a job are looked at before it is taken: so long may that take while the API is there.
+CHECK_SECONDS = 600.0
+
 
 class AsyncClient(AsyncTrainingCalls):
     """A connection to the orchestrator's API; close it or use it as a context manager."""
@@ -84,12 +87,16 @@ class AsyncClient(AsyncTrainingCalls):
         """Submit a job; the same key and spec give the same job. Raises InvalidInput with a pointer per fault."""
         key = idempotency_key or str(ULID())
         headers = {"Idempotency-Key": key}
-        return await self._connection.ask(Job, "POST", "/v1/jobs", json=_document(spec), headers=headers)
+        return await self._connection.ask(
+            Job, "POST", "/v1/jobs", json=_document(spec), headers=headers, work_seconds=CHECK_SECONDS
+        )
 
     async def validate(self, spec: JobSpec | Mapping[str, object]) -> JsonObject:
         """The spec with all defaults and `warnings`, not submitted. Raises InvalidInput with a pointer per fault."""
         asked = {"validate_only": True}
-        resolved = await self._connection.ask(ResolvedSpec, "POST", "/v1/jobs", json=_document(spec), params=asked)
+        resolved = await self._connection.ask(
+            ResolvedSpec, "POST", "/v1/jobs", json=_document(spec), params=asked, work_seconds=CHECK_SECONDS
+        )
         return resolved.root
 
     async def get(self, job_id: str) -> Job:
@@ -107,7 +114,14 @@ class AsyncClient(AsyncTrainingCalls):
         pointer per fault.
         """
         headers = {"Idempotency-Key": idempotency_key or str(ULID())}
-        return await self._connection.ask(Job, "POST", f"/v1/jobs/{job_id}/fork", json=requested, headers=headers)
+        return await self._connection.ask(
+            Job,
+            "POST",
+            f"/v1/jobs/{job_id}/fork",
+            json=requested,
+            headers=headers,
+            work_seconds=CHECK_SECONDS,
+        )
 
     async def cancel(self, job_id: str) -> JobSummary:
         """Ask a job to stop for good. Raises NotFound, Conflict naming what is legal."""

@@ -50,10 +50,13 @@ class AsyncConnection:
         path: str,
         *,
         repeatable: bool = True,
+        work_seconds: float = 0.0,
         **request: Unpack[RequestOptions],
     ) -> Answer:
         """The API's answer as a model. Raises what `content` raises, InternalError for an answer of another form."""
-        return parsed(answer, await self.content(method, path, repeatable=repeatable, **request))
+        return parsed(
+            answer, await self.content(method, path, repeatable=repeatable, work_seconds=work_seconds, **request)
+        )
 
     async def pages(
         self, page: type[Page[Entry]], path: str, parameters: Mapping[str, object], limit: int
@@ -77,15 +80,21 @@ class AsyncConnection:
         *,
         repeatable: bool = True,
         patience_seconds: float | None = None,
+        work_seconds: float = 0.0,
         **request: Unpack[RequestOptions],
     ) -> object:
         """What the API answered: decoded JSON, else text, None when empty; patience_seconds replaces retry_seconds.
 
+        work_seconds: so long may it work on the answer, or be too busy for it, as long as it is there.
         Raises the SpoError of a problem, and Unreachable.
         """
         if "params" in request:
             request["params"] = {name: value for name, value in request["params"].items() if value is not None}
-        deadline = time.monotonic() + (self.retry_seconds if patience_seconds is None else patience_seconds)
+        patience = self.retry_seconds if patience_seconds is None else patience_seconds
+        begun = time.monotonic()
+        away_since: float | None = None
+        if work_seconds:
+            request.setdefault("timeout", httpx.Timeout(self.timeout_seconds, read=work_seconds))
         pause = 0.2
         while True:
             wanted = 0.0
@@ -93,13 +102,16 @@ class AsyncConnection:
                 response = await self.http.request(method, path, **request)  # type: ignore[arg-type]
                 if response.is_success:
                     return content_of(response)
-                error = error_of(response)
+                error, away_since = error_of(response), None
                 again, wanted = error.retryable, pause_asked(response)
             except httpx.TransportError as failure:
                 error = self.unreachable(failure)
-                again = repeatable or isinstance(failure, httpx.ConnectError | httpx.ConnectTimeout)
+                is_away = isinstance(failure, httpx.ConnectError | httpx.ConnectTimeout)
+                again = repeatable or is_away
+                away_since = (away_since or time.monotonic()) if is_away else None
             pause = max(pause, wanted)
-            if not again or time.monotonic() + pause > deadline:
+            until = begun + max(patience, work_seconds) if away_since is None else away_since + patience
+            if not again or time.monotonic() + pause > until:
                 raise error
             await asyncio.sleep(pause)
             pause = min(2.0, pause * 2)

@@ -53,6 +53,9 @@ from spo.spec.job_spec import JobSpec
 HEARTBEAT_SECONDS = 15.0
 DEFAULT_URL = "http://127.0.0.1:8080"
 
+# Tasks and models of a job are looked at before it is taken: so long may that take while the API is there.
+CHECK_SECONDS = 600.0
+
 
 class Client(TrainingCalls):
     """A connection to the orchestrator's API; close it or use it as a context manager."""
@@ -84,12 +87,16 @@ class Client(TrainingCalls):
         """Submit a job; the same key and spec give the same job. Raises InvalidInput with a pointer per fault."""
         key = idempotency_key or str(ULID())
         headers = {"Idempotency-Key": key}
-        return self._connection.ask(Job, "POST", "/v1/jobs", json=_document(spec), headers=headers)
+        return self._connection.ask(
+            Job, "POST", "/v1/jobs", json=_document(spec), headers=headers, work_seconds=CHECK_SECONDS
+        )
 
     def validate(self, spec: JobSpec | Mapping[str, object]) -> JsonObject:
         """The spec with all defaults and `warnings`, not submitted. Raises InvalidInput with a pointer per fault."""
         asked = {"validate_only": True}
-        resolved = self._connection.ask(ResolvedSpec, "POST", "/v1/jobs", json=_document(spec), params=asked)
+        resolved = self._connection.ask(
+            ResolvedSpec, "POST", "/v1/jobs", json=_document(spec), params=asked, work_seconds=CHECK_SECONDS
+        )
         return resolved.root
 
     def get(self, job_id: str) -> Job:
@@ -107,7 +114,14 @@ class Client(TrainingCalls):
         pointer per fault.
         """
         headers = {"Idempotency-Key": idempotency_key or str(ULID())}
-        return self._connection.ask(Job, "POST", f"/v1/jobs/{job_id}/fork", json=requested, headers=headers)
+        return self._connection.ask(
+            Job,
+            "POST",
+            f"/v1/jobs/{job_id}/fork",
+            json=requested,
+            headers=headers,
+            work_seconds=CHECK_SECONDS,
+        )
 
     def cancel(self, job_id: str) -> JobSummary:
         """Ask a job to stop for good. Raises NotFound, Conflict naming what is legal."""

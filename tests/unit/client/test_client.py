@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -95,6 +96,33 @@ def test_a_submit_carries_the_key_and_survives_a_restart_of_the_api(server: Scri
     assert first.headers["idempotency-key"] == second.headers["idempotency-key"]
     assert first.headers["authorization"] == "Bearer key"
     assert json.loads(second.body)["model"]["path"] == "/models/pi0"
+
+
+@pytest.mark.parametrize("asked", ["submit", "validate", "fork"])
+def test_what_takes_long_to_check_is_waited_for_while_the_api_is_there(server: ScriptedServer, asked: str) -> None:
+    begun = time.monotonic()
+    checked = threading.Event()
+
+    def slow(request: Request) -> Answer:
+        # Busy for longer than an API that is away is waited for, then slower than other calls may be.
+        if time.monotonic() - begun < 0.6:
+            return 503, {"code": "checks_busy", "detail": "too many specs are being checked; try again"}
+        checked.wait(0.6)
+        return 202, JOB
+
+    server.script = slow
+    with Client(server.url, timeout_seconds=0.3, retry_seconds=0.3) as client:
+        arguments: tuple[object, ...] = ("job_1",) if asked == "fork" else ({},)
+        assert getattr(client, asked)(*arguments)
+    assert len({request.headers.get("idempotency-key") for request in server.requests}) == 1
+
+
+def test_an_api_that_is_away_is_not_waited_for_as_long_as_its_checks(server: ScriptedServer) -> None:
+    server.close()
+    began = time.monotonic()
+    with Client(server.url, retry_seconds=0.3) as client, pytest.raises(errors.Unreachable):
+        client.submit({})
+    assert time.monotonic() - began < 10
 
 
 def test_two_submits_are_two_jobs_unless_the_caller_names_a_key(server: ScriptedServer, client: Client) -> None:
