@@ -42,6 +42,8 @@ class SampleGroup:
     weights: Weights | None
     alone: bool = False
     on_part: Callable[[int, SampledPart], None] | None = None
+    # Called with each finished sequence's place, in the engine's thread.
+    on_sample: Callable[[int, Sample], None] | None = None
     future: Future[list[Sample]] = field(default_factory=Future)
     request_ids: list[str] = field(default_factory=list)
     samples: dict[str, Sample] = field(default_factory=dict)
@@ -67,6 +69,9 @@ class EngineThread:
         self._running: dict[str, SampleGroup] = {}
         self._turn_ends = 0.0
         self._numbered = 0
+        # Signs of life: steps so far, and what is being loaded.
+        self.steps = 0
+        self.loading: Weights | None = None
         self.loaded = reference
         self._without_files: Weights | None = None
         self.ready = threading.Event()
@@ -112,6 +117,17 @@ class EngineThread:
                 place = next((i for i, other in enumerate(self._waiting) if other.on_part is None), place)
             self._waiting.insert(place, group)
             self._wake.notify()
+
+    def waits_for(self, group: SampleGroup) -> str:
+        """What a group that is not sampled yet waits for, in words; "" once it is sampled."""
+        with self._wake:
+            place = self._waiting.index(group) if group in self._waiting else -1
+        loading = self.loading
+        if loading is not None:
+            return f"weights that are loaded (version {loading.version})"
+        if place < 0:
+            return ""
+        return f"its turn in the engine, behind {place} groups" if place else "room in the engine, or its weights"
 
     @property
     def running_sequences(self) -> int:
@@ -179,12 +195,15 @@ class EngineThread:
         # A machine's own trouble is no reason to refuse a version elsewhere.
         work = f"loading version {weights.version} of run {weights.run_id} ({weights.digest[:16]}) on {gethostname()}"
         started = time.monotonic()
+        self.loading = weights
         try:
             with self._deaths.during(work, ends_process=True):
                 size_bytes = self._receive(weights) if weights.paths is None else self._read(weights, weights.paths)
         except InvalidInput as refusal:
             self._refuse(weights, refusal)
             return
+        finally:
+            self.loading = None
         if not size_bytes:
             self._ask_for_files(weights)
             return
@@ -282,7 +301,9 @@ class EngineThread:
     def _step(self) -> None:
         if not self._running:
             return
-        for request_id, found in self._engine.step():
+        stepped = self._engine.step()
+        self.steps += 1
+        for request_id, found in stepped:
             metrics.INFERENCE_TOKENS.inc(len(found.token_ids))
             group = self._running[request_id]
             if isinstance(found, SampledPart):
@@ -295,6 +316,8 @@ class EngineThread:
                 found = Sample((), (), stopped, found.version_first, found.version_last)
             del self._running[request_id]
             group.samples[request_id] = found
+            if group.on_sample:
+                group.on_sample(group.request_ids.index(request_id), found)
             if len(group.samples) == len(group.requests):
                 _settle(group, None)
         metrics.INFERENCE_RUNNING.set(len(self._running))

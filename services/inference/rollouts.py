@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from itertools import count
 
 from transformers import PreTrainedTokenizerBase
 
-from services.inference.engine import Sample, SampleRequest
+from services.inference.engine import Sample
 from services.inference.engine_thread import SampleGroup
 from services.inference.episodes.group import StartedEpisodes, start_episodes
 from services.inference.replica import ServingReplica
 from services.inference.sampling import TOKENIZER, end_token_ids, prompt_tokens, sample_requests
 from spo import redis_keys
-from spo.errors import Unreachable
+from spo.errors import InvalidInput, Unreachable
 from spo.model.chat import ChatFormat
 from spo.model.tokenizer import decode_response, opens_reasoning, tokens_to_stop
 from spo.v1.prompt_pb2 import PromptGroup
@@ -32,6 +34,8 @@ class StartedGroup:
     chat: ChatFormat
     # Whether the prompt has begun reasoning.
     opened: bool
+    # Of the group's samples, those that are sampled here.
+    indexes: Sequence[int]
 
     @property
     def alone(self) -> bool:
@@ -53,17 +57,12 @@ class StartedGroup:
         except TimeoutError:
             self.cancel()
             raise Unreachable(f"the engine did not finish the group in {timeout_seconds:.1f} s") from None
-        now = int(time.time() * 1000)
-        return RolloutGroup(
-            request=self.request,
-            trajectories=[
-                self._trajectory(index, sample_request, sample, now)
-                for index, (sample_request, sample) in enumerate(zip(self.samples.requests, finished, strict=True))
-            ],
-        )
+        return RolloutGroup(request=self.request, trajectories=list(map(self.trajectory, count(), finished)))
 
-    def _trajectory(self, index: int, sample_request: SampleRequest, sample: Sample, now: int) -> Trajectory:
-        group = self.request
+    def trajectory(self, place: int, sample: Sample) -> Trajectory:
+        """A finished sample. place: of its request among those that are sampled here."""
+        group, index, sample_request = self.request, self.indexes[place], self.samples.requests[place]
+        now = int(time.time() * 1000)
         prefix = group.response_prefix_token_ids
         token_ids, text, stopped = self._response(sample)
         return Trajectory(
@@ -105,10 +104,18 @@ class StartedGroup:
             return token_ids, decode_response(self.tokenizer, token_ids, self.chat), stopped
 
 
-def start_group(replica: ServingReplica, group: PromptGroup, *, alone: bool = False) -> StartedGroup | StartedEpisodes:
+def start_group(
+    replica: ServingReplica,
+    group: PromptGroup,
+    *,
+    alone: bool = False,
+    indexes: Sequence[int] = (),
+    on_sample: Callable[[int, Sample], None] | None = None,
+) -> StartedGroup | StartedEpisodes:
     """Submit a group to the engine, or begin its conversations where the prompt names an environment.
 
-    alone: so that nothing else is in the engine when it is sampled.
+    alone: so that nothing else is in the engine when it is sampled. indexes: only these samples of it, except of
+    conversations; on_sample: gets each with its place among them, in the engine's thread.
 
     Raises InvalidInput on a prompt or sampling that can never be served, NotFound or IntegrityError when the policy
     version it names is not available, NotReady or PreconditionFailed when this replica does not serve its run.
@@ -127,8 +134,12 @@ def start_group(replica: ServingReplica, group: PromptGroup, *, alone: bool = Fa
         replace(request, stop=chat.stop, end_token_ids=ends)
         for request in sample_requests(prompt_token_ids, group.sampling, prefix)
     ]
-    samples = SampleGroup(group.run_id, requests, weights, alone)
+    if not set(indexes) <= set(range(len(requests))):
+        raise InvalidInput(f"a group of {len(requests)} samples has none of {max(indexes)}", code="bad_samples")
+    indexes = indexes or range(len(requests))
+    requests = [requests[index] for index in indexes]
+    samples = SampleGroup(group.run_id, requests, weights, alone, on_sample=on_sample)
     assignment.engine.submit(samples)
     with TOKENIZER:
         opened = opens_reasoning(assignment.tokenizer, prompt_token_ids, chat)
-    return StartedGroup(group, assignment.sampler, samples, assignment.tokenizer, chat, opened)
+    return StartedGroup(group, assignment.sampler, samples, assignment.tokenizer, chat, opened, indexes)

@@ -9,11 +9,14 @@ from contextlib import contextmanager
 import grpc
 
 from services.inference.deaths import EngineDeaths, sampling_of
+from services.inference.engine import Sample
+from services.inference.episodes.group import StartedEpisodes
 from services.inference.replica import ServingReplica
-from services.inference.rollouts import start_group
+from services.inference.rollouts import StartedGroup, start_group
 from services.inference.serving.completions import ServedRuns, responses
-from spo.errors import ResourceExhausted
+from spo.errors import NotReady, ResourceExhausted
 from spo.rpc.client import DEFAULT_DEADLINE_SECONDS
+from spo.rpc.long_calls import Parts
 from spo.rpc.long_polls import ANSWERING_THREADS
 from spo.v1 import inference_service_pb2 as inference
 from spo.v1.inference_service_pb2_grpc import InferenceServiceServicer
@@ -52,6 +55,60 @@ class InferenceService(InferenceServiceServicer):
                 )
         finally:
             self._slots.release()
+
+    def GenerateParts(
+        self, request: inference.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference.GeneratePart]:
+        """Samples as they finish, of a group of any length; what is in the engine ends with its caller."""
+        if not self._slots.acquire(blocking=False):
+            raise ResourceExhausted(f"{MAX_GENERATE_CALLS} Generate calls are already being served")
+        try:
+            with self._noted(sampling_of(request.group)) as alone:
+                yield from self._parts(request, context, alone=alone)
+        finally:
+            self._slots.release()
+
+    def _parts(
+        self, request: inference.GenerateRequest, context: grpc.ServicerContext, *, alone: bool
+    ) -> Iterator[inference.GeneratePart]:
+        group, indexes = request.group, list(request.sample_indexes)
+        finished: Parts[tuple[int, Sample] | inference.GeneratePart] = Parts(context)
+
+        def put(place: int, sample: Sample) -> None:
+            finished.put((place, sample))
+
+        engine = self._replica.serving(group.run_id).engine
+        started = start_group(self._replica, group, alone=alone, indexes=indexes, on_sample=put)
+        context.add_callback(started.cancel)
+        started.future.add_done_callback(
+            lambda future: finished.end(None if future.cancelled() else future.exception())
+        )
+        seen = -1
+
+        def beat() -> inference.GeneratePart | None:
+            nonlocal seen
+            asleep = engine.steps == seen and engine.loading is None
+            if asleep and not (isinstance(started, StartedEpisodes) and started.awaits_environment):
+                return None
+            seen = engine.steps
+            waits_for = engine.waits_for(started.samples) if isinstance(started, StartedGroup) else ""
+            return inference.GeneratePart(steps=seen, waits_for=waits_for)
+
+        try:
+            for part in finished.sent(beat):
+                if isinstance(part, inference.GeneratePart):
+                    yield part
+                elif isinstance(started, StartedGroup):
+                    yield inference.GeneratePart(finished=[started.trajectory(*part)], steps=engine.steps)
+            if started.future.cancelled() or not context.is_active():
+                raise NotReady("the caller has gone", code="caller_gone")
+            if isinstance(started, StartedEpisodes):
+                whole = started.result(0).trajectories
+                yield inference.GeneratePart(
+                    finished=[each for each in whole if not indexes or each.sample_index in indexes], steps=engine.steps
+                )
+        finally:
+            started.cancel()
 
     @contextmanager
     def _noted(self, work: str) -> Iterator[bool]:

@@ -160,7 +160,13 @@ class AppContext:
         self.dispatcher = PromptDispatcher(jobs, self.library, self.replay, windows, self.in_hand)
         self.value_progress = ValueProgress(self.redis)
         self.references = ReferenceRefresh(jobs, self.library, self.weights)
-        scorer = Scorer(self.inference, self.judges, settings.evaluation_requests, settings.evaluation_patience_seconds)
+        scorer = Scorer(
+            self.inference,
+            self.judges,
+            settings.evaluation_requests,
+            settings.evaluation_patience_seconds,
+            settings.evaluation_attempts,
+        )
         limits = EvaluationLimits(settings.evaluation_attempts, settings.evaluations_kept)
         self.evaluations = EvaluationQueue(jobs, self.library, self.weights, scorer, self.assigner, limits)
         self.model_check = ModelCheck(self.replicas, settings.max_dead_letter_share, self.files.models.expected)

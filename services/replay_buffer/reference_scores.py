@@ -7,12 +7,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spo.rpc.client import RpcClient
+from spo.errors import NotReady
+from spo.rpc.client import RpcClient, UnknownMethod
 from spo.rpc.message_sizes import chunks_by_bytes
 from spo.v1.trajectory_pb2 import Hop, Trajectory
 from spo.v1.value_service_pb2 import (
     ComputeReferenceLogprobsRequest,
     ComputeReferenceLogprobsResponse,
+    ReferenceLogprobsPart,
     TokenSequence,
 )
 from spo.v1.value_service_pb2_grpc import ValueServiceStub
@@ -20,7 +22,7 @@ from spo.v1.value_service_pb2_grpc import ValueServiceStub
 
 @dataclass(frozen=True)
 class ReferenceScores:
-    """Asks value-estimation for log-probs; deadline_seconds is that of one call."""
+    """Asks value-estimation for log-probs; deadline_seconds: how long a call lives without a sign of life."""
 
     values: RpcClient
     deadline_seconds: float
@@ -35,33 +37,79 @@ class ReferenceScores:
     ) -> None:
         """Write reference log-probs (nats) and the reference's hash into the trajectories, in calls cut by bytes.
 
-        Raises SpoError when value-estimation refuses them, or stays away for longer than patience_seconds.
+        What one call has found stays when it breaks off: the next asks for the rest. Raises SpoError when
+        value-estimation refuses them, or gives no sign of life for longer than patience_seconds.
         """
         # Tokens go there and log-probs come back: four bytes or fewer each.
         sizes = [4 * (len(each.prompt_token_ids) + 2 * len(each.response_token_ids)) for each in trajectories]
         for chunk in chunks_by_bytes(sizes):
-            self._add(run_id, trajectories[chunk], patience_seconds, stop)
+            asked = _AskedLogprobs(self, run_id, trajectories[chunk], stop)
+            self.values.patiently(
+                asked.attempt,
+                "ReferenceLogprobsParts",
+                patience_seconds=patience_seconds,
+                stop=stop,
+                signs=lambda asked=asked: asked.signs,  # type: ignore[misc]
+            )
 
-    def _add(
-        self, run_id: str, trajectories: Sequence[Trajectory], patience_seconds: float, stop: threading.Event
+
+class _AskedLogprobs:
+    """The log-probs of some trajectories, over several attempts."""
+
+    def __init__(
+        self, scores: ReferenceScores, run_id: str, trajectories: Sequence[Trajectory], stop: threading.Event
     ) -> None:
+        self.signs = 0
+        self._scores = scores
+        self._run_id = run_id
+        self._left = list(trajectories)
+        self._stop = stop
+
+    def attempt(self) -> None:
+        """Ask for what is left. Raises what `RpcClient.parts` raises."""
         request = ComputeReferenceLogprobsRequest(
-            run_id=run_id,
+            run_id=self._run_id,
             sequences=[
                 TokenSequence(
-                    prompt_token_ids=trajectory.prompt_token_ids,
-                    response_token_ids=trajectory.response_token_ids,
-                    segments=trajectory.segments,
+                    prompt_token_ids=each.prompt_token_ids,
+                    response_token_ids=each.response_token_ids,
+                    segments=each.segments,
                 )
-                for trajectory in trajectories
+                for each in self._left
             ],
         )
-        response: ComputeReferenceLogprobsResponse = self.values.call_patiently(
-            "ComputeReferenceLogprobs", request, self.deadline_seconds, patience_seconds=patience_seconds, stop=stop
-        )
-        for trajectory, scored in zip(trajectories, response.sequences, strict=True):
-            trajectory.reference_logprobs[:] = scored.logprobs
-            trajectory.reference_hash = response.reference_hash
+        asked, done = self._left, set[int]()
+        try:
+            self._note(asked, done, request)
+        finally:
+            self._left = [each for place, each in enumerate(asked) if place not in done]
+        if self._left:
+            raise NotReady("value-estimation did not answer with every sequence", code="values_incomplete")
+
+    def _note(self, asked: Sequence[Trajectory], done: set[int], request: ComputeReferenceLogprobsRequest) -> None:
+        values, silent = self._scores.values, self._scores.deadline_seconds
+        try:
+            part: ReferenceLogprobsPart
+            for part in values.parts("ReferenceLogprobsParts", request, self._is_wanted, silent):
+                self.signs += 1
+                for scored in part.scored:
+                    _write(asked[scored.index], scored.logprobs, part.reference_hash)
+                    done.add(scored.index)
+        except UnknownMethod:
+            whole: ComputeReferenceLogprobsResponse = values.call_while(
+                "ComputeReferenceLogprobs", request, self._is_wanted
+            )
+            for place, (trajectory, found) in enumerate(zip(asked, whole.sequences, strict=True)):
+                _write(trajectory, found.logprobs, whole.reference_hash)
+                done.add(place)
+
+    def _is_wanted(self) -> bool:
+        return not self._stop.is_set()
+
+
+def _write(trajectory: Trajectory, logprobs: Sequence[float], reference_hash: str) -> None:
+    trajectory.reference_logprobs[:] = logprobs
+    trajectory.reference_hash = reference_hash
 
 
 def note_hop(trajectories: Sequence[Trajectory]) -> None:

@@ -16,7 +16,9 @@ class Settings(ServiceSettings, service="replay_buffer"):
     long_polls: int = Field(default=448, ge=1, le=4096, description="Trainers that may wait for a batch at once.")
     groups_per_read: int = Field(default=64, ge=1, le=1024, description="Judged groups inserted at once.")
     reclaim_seconds: float = Field(default=30, gt=0, description="After this a silent ingest's entries are taken over.")
-    logprobs_deadline_seconds: float = Field(default=60, gt=0, description="Wait for reference log-probs of one read.")
+    logprobs_deadline_seconds: float = Field(
+        default=30, gt=0, description="A call for reference log-probs ends so long after the last sign of life."
+    )
     store_experience: bool = Field(default=True, description="Write trajectories to the experience store.")
     stored_rows_per_file: int = Field(default=2048, ge=1, le=1_000_000, description="Most trajectories of one file.")
     ledger_trajectories: int = Field(

@@ -33,6 +33,10 @@ class Batch:
             for program in self.programs
         ]
 
+    def pending(self) -> list[Future[Verdict]]:
+        """What is waited for."""
+        return list(self.futures.values())
+
     def future_of(self, program: str) -> Future[Verdict]:
         """The future of a program's verdict, one that has ended where the verdict was there at once."""
         if program in self.futures:

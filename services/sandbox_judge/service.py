@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 
 import grpc
 
+from services.sandbox_judge.batch import Batch
 from services.sandbox_judge.languages import languages, version_of
 from services.sandbox_judge.program_judge import OUTPUT_BYTES, Cancelled, JudgeOptions
 from services.sandbox_judge.scheduler import JudgeScheduler
 from services.sandbox_judge.test_set_store import tests_in
 from spo.errors import FieldViolation, InvalidInput, NotReady
 from spo.rpc.client import DEFAULT_DEADLINE_SECONDS
+from spo.rpc.long_calls import judged_parts
 from spo.v1 import judge_service_pb2 as judge
 from spo.v1.judge_service_pb2_grpc import JudgeServiceServicer
 
@@ -35,6 +38,25 @@ class JudgeService(JudgeServiceServicer):
 
     def Judge(self, request: judge.JudgeRequest, context: grpc.ServicerContext) -> judge.JudgeResponse:
         """One verdict per program; a caller that hangs up cancels its waiting programs."""
+        batch = self._submit(request)
+        if not context.add_callback(batch.cancel):
+            batch.cancel()
+        try:
+            verdicts = batch.verdicts(context.time_remaining() or DEFAULT_DEADLINE_SECONDS)
+        except (Cancelled, CancelledError, TimeoutError):
+            batch.cancel()
+            raise NotReady("the caller's deadline passed before all programs were judged") from None
+        return judge.JudgeResponse(verdicts=verdicts)
+
+    def JudgeParts(self, request: judge.JudgeRequest, context: grpc.ServicerContext) -> Iterator[judge.JudgePart]:
+        """As Judge, however long it takes."""
+        batch = self._submit(request)
+        try:
+            yield from judged_parts(batch, len(batch.programs), context)
+        except (Cancelled, CancelledError, TimeoutError):
+            raise NotReady("the call ended before all programs were judged") from None
+
+    def _submit(self, request: judge.JudgeRequest) -> Batch:
         raw = [program.decode("utf-8", "surrogateescape") for program in request.raw_programs]
         programs = [*request.programs, *raw]
         if request.want_details:
@@ -45,15 +67,7 @@ class JudgeService(JudgeServiceServicer):
             output_bytes=request.output_bytes or OUTPUT_BYTES,
             run_id=request.run_id,
         )
-        batch = self.scheduler.submit_with(asked, programs, request.language, request.tests_digest, request.priority)
-        if not context.add_callback(batch.cancel):
-            batch.cancel()
-        try:
-            verdicts = batch.verdicts(context.time_remaining() or DEFAULT_DEADLINE_SECONDS)
-        except (Cancelled, CancelledError, TimeoutError):
-            batch.cancel()
-            raise NotReady("the caller's deadline passed before all programs were judged") from None
-        return judge.JudgeResponse(verdicts=verdicts)
+        return self.scheduler.submit_with(asked, programs, request.language, request.tests_digest, request.priority)
 
     def _require_few_details(self, programs: int, request: judge.JudgeRequest) -> None:
         if not 0 <= request.output_bytes <= MOST_OUTPUT_BYTES:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import gethostname
@@ -21,7 +22,8 @@ from spo.messaging.run_specs import RunSpecs
 from spo.messaging.work_deaths import WorkDeaths
 from spo.model.chat import USUAL, ChatFormat
 from spo.model.folder import inspect_model_folder
-from spo.model.logprobs import load_policy, response_logprobs
+from spo.model.logprobs import length_buckets, load_policy, response_logprobs
+from spo.model.packing import is_packed
 from spo.model.segments import action_mask, segment_faults
 from spo.model.tokenizer import (
     decode_response,
@@ -49,6 +51,8 @@ TURN_PER_LOAD_SECONDS = 5.0
 MAX_TURN_SECONDS = 30.0
 IDLE_SECONDS = 1.0
 OUT_OF_MEMORY_SECONDS = 5.0
+# Who waits for the model looks this often whether the caller is still there.
+TURN_LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -87,40 +91,75 @@ class Reference:
         Raises InvalidInput on an empty response or prompt, a token outside the vocabulary, or segments that are not
         the response's.
         """
-        turns = segments if segments is not None else [()] * len(responses)
-        keys = [_key(*sequence) for sequence in zip(prompts, responses, turns, strict=True)]
-        unique = list(dict.fromkeys(keys))
-        for key in unique:
-            self.check(key.prompt, key.response)
-        with self.lock:
-            found = self._scored(unique)
-        by_key = dict(zip(unique, found, strict=True))
-        return [by_key[key] for key in keys]
+        found: list[list[float]] = [[] for _ in responses]
+        for by_place in self.scored(prompts, responses, segments):
+            for place, logprobs in by_place.items():
+                found[place] = logprobs
+        return found
 
-    def _scored(self, keys: Sequence[SequenceKey]) -> list[list[float]]:
+    def scored(
+        self,
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        segments: Sequence[Sequence[Segment]] | None = None,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> Iterator[dict[int, list[float]]]:
+        """As `logprobs`, a forward at a time: what is known after it, by the responses' places.
+
+        Other callers have their forwards in between. Nothing more is computed once `wanted` says no: NotReady (code
+        "caller_gone").
+        """
+        turns = segments if segments is not None else [()] * len(responses)
+        places = defaultdict(list)
+        for place, sequence in enumerate(zip(prompts, responses, turns, strict=True)):
+            places[_key(*sequence)].append(place)
+        for key in places:
+            self.check(key.prompt, key.response)
+        for by_key in self._forwards(list(places), wanted):
+            yield {place: logprobs for key, logprobs in by_key.items() for place in places[key]}
+
+    def _forwards(
+        self, keys: Sequence[SequenceKey], wanted: Callable[[], bool]
+    ) -> Iterator[dict[SequenceKey, list[float]]]:
         """With fewer tokens at a time where memory runs out. Raises InvalidInput (code "value_out_of_memory")."""
-        tokens = self.tokens_per_forward
-        longest = max((len(key.prompt) + len(key.response) for key in keys), default=0)
-        while True:
+        tokens, left = self.tokens_per_forward, list(keys)
+        while left:
+            lengths = [len(key.prompt) + len(key.response) for key in left]
             try:
-                return response_logprobs(
-                    self.model,
-                    [key.prompt for key in keys],
-                    [key.response for key in keys],
-                    tokens,
-                    [key.trained for key in keys],
-                )
+                rows = next(length_buckets(lengths, tokens, packed=is_packed(self.model)))
+                batch = [left[row] for row in rows]
+                found = self._forward(batch, tokens, wanted)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                if tokens <= longest:
+                if tokens <= max(lengths):
                     raise InvalidInput(
-                        f"a sequence of {longest} tokens does not fit in memory beside the reference: {error}",
+                        f"a sequence of {max(lengths)} tokens does not fit in memory beside the reference: {error}",
                         code="value_out_of_memory",
                     ) from error
                 log.warning("a forward ran out of memory; it is tried with half the tokens", tokens=tokens)
-            tokens //= 2
-            torch.cuda.empty_cache()
+                tokens //= 2
+                torch.cuda.empty_cache()
+                continue
+            yield dict(zip(batch, found, strict=True))
+            done = set(rows)
+            left = [key for row, key in enumerate(left) if row not in done]
+
+    def _forward(self, keys: Sequence[SequenceKey], tokens: int, wanted: Callable[[], bool]) -> list[list[float]]:
+        """One forward, in its turn among those of other callers. Raises NotReady (code "caller_gone")."""
+        while not self.lock.acquire(timeout=TURN_LOOK_SECONDS):
+            _require(wanted)
+        try:
+            _require(wanted)
+            return response_logprobs(
+                self.model,
+                [key.prompt for key in keys],
+                [key.response for key in keys],
+                tokens,
+                [key.trained for key in keys],
+            )
+        finally:
+            self.lock.release()
 
     def reads(self, response: Sequence[int], text: str) -> bool:
         """Whether the response's tokens read as the text. Raises InvalidInput on a token outside the vocabulary."""
@@ -158,6 +197,11 @@ class SequenceKey(NamedTuple):
     prompt: Tokens
     response: Tokens
     trained: tuple[bool, ...] | None
+
+
+def _require(wanted: Callable[[], bool]) -> None:
+    if not wanted():
+        raise NotReady("the caller has gone", code="caller_gone")
 
 
 def _key(prompt: Sequence[int], response: Sequence[int], segments: Sequence[Segment]) -> SequenceKey:
@@ -253,7 +297,7 @@ class References:
 
     def _load(self, model: ModelKey) -> Reference:
         """Raises InvalidInput (code "kills_value_estimation") once it has killed this replica too often."""
-        with self._deaths.during(f"loading {model} on {self.place}"):
+        with self._deaths.during(f"loading {model} on {self.place}", ends_process=True):
             try:
                 return self._read(model)
             except SpoError:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+
 import grpc
 
 from services.value_estimation.reference import References
@@ -9,6 +12,7 @@ from services.value_estimation.token_values import CalibrationDesign, Calibratio
 from spo import redis_keys
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_status import run_state
+from spo.rpc.long_calls import Parts
 from spo.spec.job_state import ESTIMATED, JobState
 from spo.spec.prompt_values import qhat_0
 from spo.v1 import value_service_pb2 as value
@@ -40,6 +44,33 @@ class ValueService(ValueServiceServicer):
             sequences=[value.TokenLogprobs(logprobs=logprobs) for logprobs in scored],
             reference_hash=reference.model_hash,
         )
+
+    def ReferenceLogprobsParts(
+        self, request: value.ComputeReferenceLogprobsRequest, context: grpc.ServicerContext
+    ) -> Iterator[value.ReferenceLogprobsPart]:
+        """What each forward has found, of sequences of any number and length; the next is begun for a caller alone."""
+        parts: Parts[value.ReferenceLogprobsPart] = Parts(context)
+
+        def work() -> None:
+            try:
+                reference = self.references.of(request.run_id)
+                for by_place in reference.scored(
+                    [sequence.prompt_token_ids for sequence in request.sequences],
+                    [sequence.response_token_ids for sequence in request.sequences],
+                    [sequence.segments for sequence in request.sequences],
+                    lambda: parts.is_wanted,
+                ):
+                    scored = [value.ScoredSequence(index=place, logprobs=found) for place, found in by_place.items()]
+                    parts.put(value.ReferenceLogprobsPart(scored=scored, reference_hash=reference.model_hash))
+                parts.end()
+            except BaseException as error:
+                parts.end(error)
+
+        def beat() -> value.ReferenceLogprobsPart:
+            return value.ReferenceLogprobsPart(waits_for="a forward, or the model's turn")
+
+        threading.Thread(target=work, name="logprobs", daemon=True).start()
+        return parts.sent(beat)
 
     def GetPromptValues(
         self, request: value.GetPromptValuesRequest, context: grpc.ServicerContext

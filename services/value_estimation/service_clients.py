@@ -12,12 +12,12 @@ from google.protobuf.message import Message
 from services.value_estimation.settings import Settings
 from spo.errors import NotFound, NotReady
 from spo.messaging.redis_client import RedisClient
-from spo.rpc.client import RpcClient
+from spo.rpc.client import Answer, RpcClient
 from spo.rpc.inference_client import InferenceClient
 from spo.rpc.judge_pools import JudgePools
+from spo.rpc.long_calls import generate, judge
 from spo.rpc.message_sizes import chunks_by_bytes
 from spo.spec.reward import require_decided
-from spo.v1.inference_service_pb2 import GenerateRequest, GenerateResponse
 from spo.v1.judge_service_pb2 import (
     PRIORITY_TRAINING,
     DescribeJudgeRequest,
@@ -43,6 +43,17 @@ PAGE = 500
 PASSING_CODES = frozenset({"other_run"})
 
 
+@dataclass
+class Signs:
+    """Signs of life of a call, over all its attempts."""
+
+    count: int = 0
+
+    def note(self) -> None:
+        """One more."""
+        self.count += 1
+
+
 @dataclass(frozen=True)
 class ServiceClients:
     """Inference, judge and replay buffer; calls give up once `wanted` is false."""
@@ -56,10 +67,14 @@ class ServiceClients:
 
     def generate(self, group: PromptGroup) -> list[Trajectory]:
         """Sample a group. Raises NotReady when inference stays away for patience_seconds."""
-        response: GenerateResponse = self._ask(
-            self.inference, "Generate", GenerateRequest(group=group), self.settings.generate_deadline_seconds
+        kept: dict[int, Trajectory] = {}
+        signs = Signs()
+        return self._insist(
+            self.inference,
+            "Generate",
+            lambda: generate(self.inference, group, kept=kept, wanted=self._is_wanted, alive=signs.note),
+            signs,
         )
-        return list(response.group.trajectories)
 
     def judge_programs(self, prompt: Prompt, programs: Sequence[str], *, all_tests: bool, run_id: str) -> list[Verdict]:
         """A verdict per program; equal programs are sent once. all_tests: go on after a failed test."""
@@ -74,8 +89,9 @@ class ServiceClients:
             want_details=all_tests,
             run_id=run_id,
         )
-        response: JudgeResponse = self._ask(
-            self.judge.of(prompt.verifier_pool), "Judge", request, self.settings.judge_deadline_seconds
+        judges, signs = self.judge.of(prompt.verifier_pool), Signs()
+        response: JudgeResponse = self._insist(
+            judges, "Judge", lambda: judge(judges, request, wanted=self._is_wanted, alive=signs.note), signs
         )
         by_program = dict(zip(unique, response.verdicts, strict=True))
         require_decided(response.verdicts)
@@ -126,6 +142,20 @@ class ServiceClients:
         request = GetTrajectoryRequest(run_id=run_id, trajectory_id=trajectory_id)
         found: GetTrajectoryResponse = self._ask(self.replay, "GetTrajectory", request, SHORT_DEADLINE_SECONDS)
         return found.trajectory
+
+    def _is_wanted(self) -> bool:
+        return not self.stop.is_set() and self.wanted()
+
+    def _insist(self, client: RpcClient, method: str, attempt: Callable[[], Answer], signs: Signs) -> Answer:
+        return client.patiently(
+            attempt,
+            method,
+            patience_seconds=self.settings.patience_seconds,
+            stop=self.stop,
+            wanted=self.wanted,
+            passing=PASSING_CODES,
+            signs=lambda: signs.count,
+        )
 
     def _ask(self, client: RpcClient, method: str, request: Message, deadline_seconds: float) -> Any:
         return client.call_patiently(

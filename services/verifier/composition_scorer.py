@@ -8,22 +8,22 @@ from collections.abc import Mapping, Sequence
 from services.verifier.test_set_rules import KINDS, ResponseScorer
 from spo.errors import NotFound
 from spo.rpc.client import RpcClient
+from spo.rpc.long_calls import judge
 from spo.tasks.problem import tests_digest
 from spo.tasks.scoring.composition import composed, gate_has_failed, text_for
 from spo.tasks.verifier_pool import kind_of
-from spo.v1.judge_service_pb2 import PRIORITY_TRAINING, JudgeRequest, JudgeResponse, UploadTestsRequest
+from spo.v1.judge_service_pb2 import PRIORITY_TRAINING, JudgeRequest, UploadTestsRequest
 from spo.v1.verdict_pb2 import Part, TestSet, Verdict
 
-JUDGE_SECONDS = 300.0
 _GATE, _QUICK, _ASKING = range(3)
 
 
 class CompositionScorer:
     """Puts verdicts together; gates come first, then what takes the sandbox, then what asks outside."""
 
-    def __init__(self, scorers: Mapping[str, ResponseScorer], judge: RpcClient) -> None:
+    def __init__(self, scorers: Mapping[str, ResponseScorer], judges: RpcClient) -> None:
         self._scorers = dict(scorers)
-        self._judge = judge
+        self._judge = judges
 
     async def verdicts(
         self, responses: Sequence[str], test_set: TestSet, language: str = "", look: int = 0
@@ -52,10 +52,10 @@ class CompositionScorer:
             programs=texts, language=language, tests_digest=tests_digest(verifier), priority=PRIORITY_TRAINING
         )
         try:
-            reply: JudgeResponse = self._judge.call("Judge", request, JUDGE_SECONDS)
+            reply = judge(self._judge, request)
         except NotFound:
             self._judge.call("UploadTests", UploadTestsRequest(test_sets=[verifier]))
-            reply = self._judge.call("Judge", request, JUDGE_SECONDS)
+            reply = judge(self._judge, request)
         return list(reply.verdicts)
 
 

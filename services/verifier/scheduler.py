@@ -33,6 +33,10 @@ class VerdictBatch:
         found = self.future.result(timeout_seconds)
         return [found[self.unique[program]] for program in self.programs]
 
+    def pending(self) -> list[Future[list[Verdict]]]:
+        """What is waited for."""
+        return [self.future]
+
     def cancel(self) -> None:
         """Score nothing more for it."""
         self.future.cancel()

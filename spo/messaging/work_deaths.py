@@ -82,7 +82,7 @@ class WorkDeaths:
         number, alone = self._begin(work)
         try:
             yield alone
-        except BaseException as error:
+        except (Exception, GeneratorExit, KeyboardInterrupt, SystemExit) as error:
             died = isinstance(error, SpoError) and error.code == "engine_failed"
             if died or (ends_process and isinstance(error, Exception) and not isinstance(error, SpoError)):
                 self._note(number, error)

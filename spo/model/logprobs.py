@@ -91,7 +91,7 @@ def response_logprobs(
     device = next(model.parameters()).device
     found: list[list[float]] = [[] for _ in sequences]
     lengths = [len(sequence) for sequence in sequences]
-    for rows in _length_buckets(lengths, max_tokens_per_batch, packed=is_packed(model)):
+    for rows in length_buckets(lengths, max_tokens_per_batch, packed=is_packed(model)):
         longest = max(len(sequences[row]) for row in rows)
         input_ids_BL = torch.zeros((len(rows), longest), dtype=torch.long)
         mask_BL = torch.zeros((len(rows), longest), dtype=torch.long)
@@ -139,7 +139,7 @@ def _gather_minus_logsumexp(logits: Tensor, tokens: Tensor) -> Tensor:
     return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(dim=-1)
 
 
-def _length_buckets(lengths: Sequence[int], max_tokens_per_batch: int, *, packed: bool) -> Iterator[list[int]]:
+def length_buckets(lengths: Sequence[int], max_tokens_per_batch: int, *, packed: bool) -> Iterator[list[int]]:
     """Yield rows in order of length, as many at once as fit; unless packed, padded to the longest of them."""
     rows: list[int] = []
     tokens = 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -19,6 +21,8 @@ from spo.rpc.token import with_token
 
 log = get_logger("rpc")
 
+Answer = TypeVar("Answer")
+
 DEFAULT_DEADLINE_SECONDS = 30.0
 MAX_MESSAGE_BYTES = 64 << 20
 KEEPALIVE_SECONDS = 30
@@ -28,6 +32,12 @@ OPTIONS = [
 ]
 PAUSE_SECONDS = 0.5
 SAY_SECONDS = 10.0
+# A call whose length the job decides ends when its server has given no sign of life for so long.
+SILENT_SECONDS = 30.0
+
+
+class UnknownMethod(Exception):
+    """The server is of a release that does not have the method: it is asked in the way of that release."""
 
 
 def channel(address: str, *, is_ours: bool = True) -> grpc.Channel:
@@ -113,31 +123,109 @@ class RpcClient:
         stop: threading.Event | None,
         metadata: tuple[tuple[str, str], ...],
     ) -> Any:
+        if stop is not None:
+            return self._while_wanted(method, request, lambda: not stop.is_set(), deadline_seconds, metadata)
         try:
-            if stop is None:
-                return getattr(self._stub, method)(request, timeout=deadline_seconds, metadata=metadata)
-            reply = getattr(self._stub, method).future(request, timeout=deadline_seconds, metadata=metadata)
-            arrived = threading.Event()
-            reply.add_done_callback(lambda _: arrived.set())
-            while not arrived.wait(PAUSE_SECONDS):
-                if stop.is_set():
-                    reply.cancel()
-                    raise errors.Unreachable(f"gave up on {self.service}: the process is stopping")
-            return reply.result()
+            return getattr(self._stub, method)(request, timeout=deadline_seconds, metadata=metadata)
         except grpc.RpcError as failure:
             raise error_of(failure, self.service, self.address) from None
         except ValueError:
             # gRPC's way of refusing calls after close; anything else is a fault of ours.
             if not self._closed:
                 raise
-            raise errors.Unreachable(f"the connection to {self.service} is closed: the process is stopping") from None
+            raise self._is_closed() from None
+
+    def call_while(self, method: str, request: Message, wanted: Callable[[], bool]) -> Any:
+        """As `call` without a deadline, of a server that cannot show progress: pings watch over the connection.
+
+        Raises Unreachable soon after `wanted` says no.
+        """
+        return self._while_wanted(method, request, wanted, None, _trace())
+
+    def _while_wanted(
+        self,
+        method: str,
+        request: Message,
+        wanted: Callable[[], bool],
+        deadline_seconds: float | None,
+        metadata: tuple[tuple[str, str], ...],
+    ) -> Any:
+        try:
+            reply = getattr(self._stub, method).future(request, timeout=deadline_seconds, metadata=metadata)
+        except ValueError:
+            raise self._is_closed() from None
+        arrived = threading.Event()
+        reply.add_done_callback(lambda _: arrived.set())
+        try:
+            while not arrived.wait(PAUSE_SECONDS):
+                if not wanted():
+                    raise self._is_given_up()
+            return reply.result()
+        except grpc.RpcError as failure:
+            raise error_of(failure, self.service, self.address) from None
+        except grpc.FutureCancelledError:
+            raise self._is_closed() from None
+        finally:
+            reply.cancel()
+
+    def parts(
+        self,
+        method: str,
+        request: Message,
+        wanted: Callable[[], bool] = lambda: True,
+        silent_seconds: float = SILENT_SECONDS,
+    ) -> Iterator[Any]:
+        """The parts of an answer that may take any time, as they come; each is a sign of life.
+
+        Raises the SpoError the server raised, Unreachable silent_seconds after the last part or soon after `wanted`
+        says no, UnknownMethod. The server is told when the iterator ends early.
+        """
+        try:
+            reply = getattr(self._stub, method)(request, metadata=_trace())
+        except ValueError:
+            raise self._is_closed() from None
+        inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=_read_into, args=(reply, inbox), name="parts", daemon=True).start()
+        heard = asked = time.monotonic()
+        try:
+            while True:
+                with suppress(queue.Empty):
+                    part = inbox.get(timeout=PAUSE_SECONDS)
+                    heard = time.monotonic()
+                    if part is None:
+                        return
+                    if isinstance(part, grpc.RpcError):
+                        raise self._raised(method, part)
+                    yield part
+                now = time.monotonic()
+                if now - heard > silent_seconds:
+                    message = f"{self.service} at {self.address} showed no progress for {silent_seconds:g} s"
+                    raise errors.Unreachable(message)
+                if now - asked > PAUSE_SECONDS:
+                    asked = now
+                    if not wanted():
+                        raise self._is_given_up()
+        finally:
+            reply.cancel()
+
+    def _raised(self, method: str, failure: grpc.RpcError) -> Exception:
+        if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return UnknownMethod(method)
+        return error_of(failure, self.service, self.address)
+
+    def _is_closed(self) -> errors.Unreachable:
+        return errors.Unreachable(f"the connection to {self.service} is closed: the process is stopping")
+
+    def _is_given_up(self) -> errors.Unreachable:
+        message = f"gave up on {self.service}: the process is stopping, or nobody waits for the answer any more"
+        return errors.Unreachable(message)
 
     def stream(self, method: str, request: Message, deadline_seconds: float) -> ResponseStream:
         """Begin a call whose answer comes in parts. Raises Unreachable when the client is closed."""
         try:
             reply = getattr(self._stub, method)(request, timeout=deadline_seconds)
         except ValueError:
-            raise errors.Unreachable(f"the connection to {self.service} is closed: the process is stopping") from None
+            raise self._is_closed() from None
         return ResponseStream(reply, self.service, self.address)
 
     def call_patiently(
@@ -151,17 +239,42 @@ class RpcClient:
         wanted: Callable[[], bool] = lambda: True,
         passing: frozenset[str] = frozenset(),
     ) -> Any:
-        """Like `call`, repeated while the error is retryable or its code is one of `passing`, for callers with time.
+        """Like `call`, each try with the deadline, repeated as `patiently` does."""
+        return self.patiently(
+            lambda: self.call(method, request, deadline_seconds),
+            method,
+            patience_seconds=patience_seconds,
+            stop=stop,
+            wanted=wanted,
+            passing=passing,
+        )
 
-        Each try has the deadline. The last error is raised after patience_seconds or when the result is no longer
-        wanted, NotReady once stop is set. What is waited for is logged every SAY_SECONDS.
+    def patiently(
+        self,
+        attempt: Callable[[], Answer],
+        method: str,
+        *,
+        patience_seconds: float,
+        stop: threading.Event,
+        wanted: Callable[[], bool] = lambda: True,
+        passing: frozenset[str] = frozenset(),
+        signs: Callable[[], int] = lambda: 0,
+    ) -> Answer:
+        """An attempt, repeated while its error is retryable or its code is one of `passing`, for callers with time.
+
+        The last error is raised after patience_seconds or when the result is no longer wanted, NotReady once stop is
+        set. What is waited for is logged every SAY_SECONDS. signs: how many signs of life there have been; patience
+        begins anew after each.
         """
         began = said = time.monotonic()
+        seen = signs()
         while True:
             try:
-                return self.call(method, request, deadline_seconds)
+                return attempt()
             except errors.SpoError as error:
                 now = time.monotonic()
+                if signs() != seen:
+                    began, seen = now, signs()
                 passes = error.retryable or error.code in passing
                 if not passes or now - began > patience_seconds or not wanted():
                     raise
@@ -175,6 +288,22 @@ class RpcClient:
         """End the connection; calls under way fail with Unreachable."""
         self._closed = True
         self._channel.close()
+
+
+def _trace() -> tuple[tuple[str, str], ...]:
+    """What continues the trace of the span that the call is made in."""
+    current = tracing.current()
+    return ((tracing.HEADER, current),) if current else ()
+
+
+def _read_into(reply: _StreamedReply, inbox: queue.SimpleQueue[Any]) -> None:
+    """Parts as they come, then None, or the error instead."""
+    try:
+        for part in reply:
+            inbox.put(part)
+        inbox.put(None)
+    except grpc.RpcError as failure:
+        inbox.put(failure)
 
 
 def is_healthy(address: str, deadline_seconds: float = 1.0) -> bool:

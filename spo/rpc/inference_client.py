@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import redis
@@ -13,7 +14,7 @@ from google.protobuf.message import Message
 from spo import redis_keys
 from spo.messaging.redis_client import RedisClient
 from spo.observability.logs import get_logger
-from spo.rpc.client import DEFAULT_DEADLINE_SECONDS, RpcClient
+from spo.rpc.client import DEFAULT_DEADLINE_SECONDS, SILENT_SECONDS, RpcClient
 from spo.v1.inference_service_pb2 import GenerateRequest
 from spo.v1.inference_service_pb2_grpc import InferenceServiceStub
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
@@ -51,6 +52,26 @@ class InferenceClient(RpcClient):
         if replica is None:
             return super().call(method, request, deadline_seconds, stop=stop)
         return replica.call(method, request, deadline_seconds, stop=stop)
+
+    def call_while(self, method: str, request: Message, wanted: Callable[[], bool]) -> Any:
+        """As RpcClient.call_while."""
+        replica = self._replica(request.group.run_id) if isinstance(request, GenerateRequest) else None
+        if replica is None:
+            return super().call_while(method, request, wanted)
+        return replica.call_while(method, request, wanted)
+
+    def parts(
+        self,
+        method: str,
+        request: Message,
+        wanted: Callable[[], bool] = lambda: True,
+        silent_seconds: float = SILENT_SECONDS,
+    ) -> Iterator[Any]:
+        """As RpcClient.parts."""
+        replica = self._replica(request.group.run_id) if isinstance(request, GenerateRequest) else None
+        if replica is None:
+            return super().parts(method, request, wanted, silent_seconds)
+        return replica.parts(method, request, wanted, silent_seconds)
 
     def close(self) -> None:
         super().close()

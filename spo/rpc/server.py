@@ -36,6 +36,8 @@ def _as_statuses(context: grpc.ServicerContext, method: str) -> Iterator[None]:
     except redis.RedisError as error:
         log.warning("rpc handler failed on Redis", method=method, reason=str(error)[:500])
         context.abort_with_status(status_of(as_spo_error(error)))
+    except NotImplementedError as error:
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method}: {error}")
     except Exception as error:
         log.exception("rpc handler failed", method=method)
         context.abort_with_status(status_of(errors.InternalError(f"{type(error).__name__}: {error}")))
@@ -75,7 +77,11 @@ class _TypedErrors(grpc.ServerInterceptor):
 
         def stream(request: object, context: grpc.ServicerContext) -> Iterator[object]:
             with _as_statuses(context, method):
-                yield from handler.unary_stream(request, context)
+                if not trace:
+                    yield from handler.unary_stream(request, context)
+                    return
+                with tracing.span(method.rsplit("/", 1)[-1], parent=trace, kind="SERVER"):
+                    yield from handler.unary_stream(request, context)
 
         if handler.unary_stream is not None:
             return grpc.unary_stream_rpc_method_handler(
@@ -121,6 +127,8 @@ class RpcServer:
                 *OPTIONS,
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_connection_age_ms", CONNECTION_AGE_SECONDS * 1000),
+                # A caller whose machine went away without a word is one that has hung up.
+                ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
                 # By default a server hangs up on clients that ping so often during a long call ("too many pings").
                 ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_SECONDS * 1000 // 2),
             ],

@@ -166,7 +166,7 @@ class ServiceDoubles:
 
     def __init__(self, port: int = 0) -> None:
         # Calls that no test of the orchestrator makes stay unimplemented, and say so when made.
-        self.judge = JudgeServiceDouble()
+        self.judge = JudgeServiceDouble()  # type: ignore[abstract]
         self.inference = InferenceDouble()  # type: ignore[abstract]
         self.replay = ReplayDouble()  # type: ignore[abstract]
         self._server = RpcServer("127.0.0.1", port)

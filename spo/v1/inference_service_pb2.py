@@ -26,7 +26,7 @@ from spo.v1 import prompt_pb2 as spo_dot_v1_dot_prompt__pb2
 from spo.v1 import trajectory_pb2 as spo_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1espo/v1/inference_service.proto\x12\x06spo.v1\x1a\x13spo/v1/prompt.proto\x1a\x17spo/v1/trajectory.proto\"5\n\x0fGenerateRequest\x12\"\n\x05group\x18\x01 \x01(\x0b\x32\x13.spo.v1.PromptGroup\"7\n\x10GenerateResponse\x12#\n\x05group\x18\x01 \x01(\x0b\x32\x14.spo.v1.RolloutGroup\"\x18\n\x16\x44\x65scribeReplicaRequest\"\x94\x01\n\x17\x44\x65scribeReplicaResponse\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x12\n\nmodel_hash\x18\x03 \x01(\t\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x0e\n\x06\x65ngine\x18\x05 \x01(\t\x12\x19\n\x11running_sequences\x18\x06 \x01(\x05\"\xd4\x02\n\x0cServeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\x05\x12\x15\n\rmessages_json\x18\x06 \x01(\t\x12\x0f\n\x07samples\x18\x07 \x01(\x05\x12\x13\n\x0btemperature\x18\x08 \x01(\x02\x12\r\n\x05top_p\x18\t \x01(\x02\x12\x12\n\nmax_tokens\x18\n \x01(\x05\x12\x0c\n\x04seed\x18\x0b \x01(\x04\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x10\n\x08logprobs\x18\r \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x0e \x01(\x05\x12\x0e\n\x06stream\x18\x0f \x01(\x08\x12\x19\n\x11\x66requency_penalty\x18\x10 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x11 \x01(\x02\"`\n\x0bServedToken\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12 \n\x03top\x18\x04 \x03(\x0b\x32\x13.spo.v1.ServedToken\"\xba\x01\n\nServedPart\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12#\n\x06tokens\x18\x04 \x03(\x0b\x32\x13.spo.v1.ServedToken\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x13\n\x0bstop_reason\x18\x06 \x01(\t\x12\x15\n\rversion_first\x18\x07 \x01(\x03\x12\x14\n\x0cversion_last\x18\x08 \x01(\x03\"q\n\rServeResponse\x12!\n\x05parts\x18\x01 \x03(\x0b\x32\x12.spo.v1.ServedPart\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\x05\x12\x12\n\nmodel_hash\x18\x03 \x01(\t\x12\x0f\n\x07sampler\x18\x04 \x01(\t2\xdd\x01\n\x10InferenceService\x12=\n\x08Generate\x12\x17.spo.v1.GenerateRequest\x1a\x18.spo.v1.GenerateResponse\x12\x36\n\x05Serve\x12\x14.spo.v1.ServeRequest\x1a\x15.spo.v1.ServeResponse0\x01\x12R\n\x0f\x44\x65scribeReplica\x12\x1e.spo.v1.DescribeReplicaRequest\x1a\x1f.spo.v1.DescribeReplicaResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1espo/v1/inference_service.proto\x12\x06spo.v1\x1a\x13spo/v1/prompt.proto\x1a\x17spo/v1/trajectory.proto\"M\n\x0fGenerateRequest\x12\"\n\x05group\x18\x01 \x01(\x0b\x32\x13.spo.v1.PromptGroup\x12\x16\n\x0esample_indexes\x18\x02 \x03(\x05\"7\n\x10GenerateResponse\x12#\n\x05group\x18\x01 \x01(\x0b\x32\x14.spo.v1.RolloutGroup\"V\n\x0cGeneratePart\x12$\n\x08\x66inished\x18\x01 \x03(\x0b\x32\x12.spo.v1.Trajectory\x12\r\n\x05steps\x18\x02 \x01(\x03\x12\x11\n\twaits_for\x18\x03 \x01(\t\"\x18\n\x16\x44\x65scribeReplicaRequest\"\x94\x01\n\x17\x44\x65scribeReplicaResponse\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x12\n\nmodel_hash\x18\x03 \x01(\t\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x0e\n\x06\x65ngine\x18\x05 \x01(\t\x12\x19\n\x11running_sequences\x18\x06 \x01(\x05\"\xd4\x02\n\x0cServeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\x05\x12\x15\n\rmessages_json\x18\x06 \x01(\t\x12\x0f\n\x07samples\x18\x07 \x01(\x05\x12\x13\n\x0btemperature\x18\x08 \x01(\x02\x12\r\n\x05top_p\x18\t \x01(\x02\x12\x12\n\nmax_tokens\x18\n \x01(\x05\x12\x0c\n\x04seed\x18\x0b \x01(\x04\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x10\n\x08logprobs\x18\r \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x0e \x01(\x05\x12\x0e\n\x06stream\x18\x0f \x01(\x08\x12\x19\n\x11\x66requency_penalty\x18\x10 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x11 \x01(\x02\"`\n\x0bServedToken\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12 \n\x03top\x18\x04 \x03(\x0b\x32\x13.spo.v1.ServedToken\"\xba\x01\n\nServedPart\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12#\n\x06tokens\x18\x04 \x03(\x0b\x32\x13.spo.v1.ServedToken\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x13\n\x0bstop_reason\x18\x06 \x01(\t\x12\x15\n\rversion_first\x18\x07 \x01(\x03\x12\x14\n\x0cversion_last\x18\x08 \x01(\x03\"q\n\rServeResponse\x12!\n\x05parts\x18\x01 \x03(\x0b\x32\x12.spo.v1.ServedPart\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\x05\x12\x12\n\nmodel_hash\x18\x03 \x01(\t\x12\x0f\n\x07sampler\x18\x04 \x01(\t2\x9f\x02\n\x10InferenceService\x12=\n\x08Generate\x12\x17.spo.v1.GenerateRequest\x1a\x18.spo.v1.GenerateResponse\x12@\n\rGenerateParts\x12\x17.spo.v1.GenerateRequest\x1a\x14.spo.v1.GeneratePart0\x01\x12\x36\n\x05Serve\x12\x14.spo.v1.ServeRequest\x1a\x15.spo.v1.ServeResponse0\x01\x12R\n\x0f\x44\x65scribeReplica\x12\x1e.spo.v1.DescribeReplicaRequest\x1a\x1f.spo.v1.DescribeReplicaResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,21 +34,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'spo.v1.inference_service_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=88
-  _globals['_GENERATEREQUEST']._serialized_end=141
-  _globals['_GENERATERESPONSE']._serialized_start=143
-  _globals['_GENERATERESPONSE']._serialized_end=198
-  _globals['_DESCRIBEREPLICAREQUEST']._serialized_start=200
-  _globals['_DESCRIBEREPLICAREQUEST']._serialized_end=224
-  _globals['_DESCRIBEREPLICARESPONSE']._serialized_start=227
-  _globals['_DESCRIBEREPLICARESPONSE']._serialized_end=375
-  _globals['_SERVEREQUEST']._serialized_start=378
-  _globals['_SERVEREQUEST']._serialized_end=718
-  _globals['_SERVEDTOKEN']._serialized_start=720
-  _globals['_SERVEDTOKEN']._serialized_end=816
-  _globals['_SERVEDPART']._serialized_start=819
-  _globals['_SERVEDPART']._serialized_end=1005
-  _globals['_SERVERESPONSE']._serialized_start=1007
-  _globals['_SERVERESPONSE']._serialized_end=1120
-  _globals['_INFERENCESERVICE']._serialized_start=1123
-  _globals['_INFERENCESERVICE']._serialized_end=1344
+  _globals['_GENERATEREQUEST']._serialized_end=165
+  _globals['_GENERATERESPONSE']._serialized_start=167
+  _globals['_GENERATERESPONSE']._serialized_end=222
+  _globals['_GENERATEPART']._serialized_start=224
+  _globals['_GENERATEPART']._serialized_end=310
+  _globals['_DESCRIBEREPLICAREQUEST']._serialized_start=312
+  _globals['_DESCRIBEREPLICAREQUEST']._serialized_end=336
+  _globals['_DESCRIBEREPLICARESPONSE']._serialized_start=339
+  _globals['_DESCRIBEREPLICARESPONSE']._serialized_end=487
+  _globals['_SERVEREQUEST']._serialized_start=490
+  _globals['_SERVEREQUEST']._serialized_end=830
+  _globals['_SERVEDTOKEN']._serialized_start=832
+  _globals['_SERVEDTOKEN']._serialized_end=928
+  _globals['_SERVEDPART']._serialized_start=931
+  _globals['_SERVEDPART']._serialized_end=1117
+  _globals['_SERVERESPONSE']._serialized_start=1119
+  _globals['_SERVERESPONSE']._serialized_end=1232
+  _globals['_INFERENCESERVICE']._serialized_start=1235
+  _globals['_INFERENCESERVICE']._serialized_end=1522
 # @@protoc_insertion_point(module_scope)

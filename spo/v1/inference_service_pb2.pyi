@@ -25,18 +25,24 @@ class GenerateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUP_FIELD_NUMBER: _builtins.int
+    SAMPLE_INDEXES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def group(self) -> _prompt_pb2.PromptGroup:
         """Same meaning as an entry of the stream `prompts`; the answer comes back instead of going to `rollouts`."""
+
+    @_builtins.property
+    def sample_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Only these samples of the group, by index, for who has the others; empty: all. GenerateParts alone looks at it."""
 
     def __init__(
         self,
         *,
         group: _prompt_pb2.PromptGroup | None = ...,
+        sample_indexes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "sample_indexes", b"sample_indexes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -61,6 +67,40 @@ class GenerateResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class GeneratePart(_message.Message):
+    """Sent when samples have finished, and every few seconds for as long as the engine shows signs of life: a caller waits
+    while parts come, however long the group takes.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINISHED_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
+    steps: _builtins.int
+    """Of the engine, for all its groups."""
+    waits_for: _builtins.str
+    """What the group waits for, in words; empty while it is sampled."""
+    @_builtins.property
+    def finished(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Trajectory]:
+        """Samples that have finished since the last part."""
+
+    def __init__(
+        self,
+        *,
+        finished: _abc.Iterable[_trajectory_pb2.Trajectory] | None = ...,
+        steps: _builtins.int = ...,
+        waits_for: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "steps", b"steps", "waits_for", b"waits_for"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GeneratePart: _TypeAlias = GeneratePart  # noqa: Y015
 
 @_typing.final
 class DescribeReplicaRequest(_message.Message):

@@ -39,6 +39,11 @@ class InferenceServiceStub:
                 request_serializer=spo_dot_v1_dot_inference__service__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=spo_dot_v1_dot_inference__service__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateParts = channel.unary_stream(
+                '/spo.v1.InferenceService/GenerateParts',
+                request_serializer=spo_dot_v1_dot_inference__service__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=spo_dot_v1_dot_inference__service__pb2.GeneratePart.FromString,
+                _registered_method=True)
         self.Serve = channel.unary_stream(
                 '/spo.v1.InferenceService/Serve',
                 request_serializer=spo_dot_v1_dot_inference__service__pb2.ServeRequest.SerializeToString,
@@ -56,6 +61,13 @@ class InferenceServiceServicer:
 
     def Generate(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateParts(self, request, context):
+        """As Generate, for groups of any length.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -79,6 +91,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=spo_dot_v1_dot_inference__service__pb2.GenerateRequest.FromString,
                     response_serializer=spo_dot_v1_dot_inference__service__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateParts': grpc.unary_stream_rpc_method_handler(
+                    servicer.GenerateParts,
+                    request_deserializer=spo_dot_v1_dot_inference__service__pb2.GenerateRequest.FromString,
+                    response_serializer=spo_dot_v1_dot_inference__service__pb2.GeneratePart.SerializeToString,
             ),
             'Serve': grpc.unary_stream_rpc_method_handler(
                     servicer.Serve,
@@ -118,6 +135,33 @@ class InferenceService:
             '/spo.v1.InferenceService/Generate',
             spo_dot_v1_dot_inference__service__pb2.GenerateRequest.SerializeToString,
             spo_dot_v1_dot_inference__service__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateParts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/spo.v1.InferenceService/GenerateParts',
+            spo_dot_v1_dot_inference__service__pb2.GenerateRequest.SerializeToString,
+            spo_dot_v1_dot_inference__service__pb2.GeneratePart.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,6 +32,8 @@ class InferenceServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceServiceAsyncStub: ...
     Generate: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.GenerateRequest, _inference_service_pb2.GenerateResponse]
+    GenerateParts: _grpc.UnaryStreamMultiCallable[_inference_service_pb2.GenerateRequest, _inference_service_pb2.GeneratePart]
+    """As Generate, for groups of any length."""
     Serve: _grpc.UnaryStreamMultiCallable[_inference_service_pb2.ServeRequest, _inference_service_pb2.ServeResponse]
     DescribeReplica: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.DescribeReplicaRequest, _inference_service_pb2.DescribeReplicaResponse]
 
@@ -39,6 +41,8 @@ class InferenceServiceStub:
 class InferenceServiceAsyncStub(InferenceServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.GenerateRequest, _inference_service_pb2.GenerateResponse]  # type: ignore[assignment]
+    GenerateParts: _aio.UnaryStreamMultiCallable[_inference_service_pb2.GenerateRequest, _inference_service_pb2.GeneratePart]  # type: ignore[assignment]
+    """As Generate, for groups of any length."""
     Serve: _aio.UnaryStreamMultiCallable[_inference_service_pb2.ServeRequest, _inference_service_pb2.ServeResponse]  # type: ignore[assignment]
     DescribeReplica: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.DescribeReplicaRequest, _inference_service_pb2.DescribeReplicaResponse]  # type: ignore[assignment]
 
@@ -49,6 +53,14 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_service_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_service_pb2.GenerateResponse, _abc.Awaitable[_inference_service_pb2.GenerateResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def GenerateParts(
+        self,
+        request: _inference_service_pb2.GenerateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_service_pb2.GeneratePart], _abc.AsyncIterator[_inference_service_pb2.GeneratePart]]:
+        """As Generate, for groups of any length."""
 
     @_abc_1.abstractmethod
     def Serve(

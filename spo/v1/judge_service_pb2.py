@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from spo.v1 import verdict_pb2 as spo_dot_v1_dot_verdict__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aspo/v1/judge_service.proto\x12\x06spo.v1\x1a\x14spo/v1/verdict.proto\"8\n\x12UploadTestsRequest\x12\"\n\ttest_sets\x18\x01 \x03(\x0b\x32\x0f.spo.v1.TestSet\"&\n\x13UploadTestsResponse\x12\x0f\n\x07\x64igests\x18\x01 \x03(\t\"\xd2\x01\n\x0cJudgeRequest\x12\x10\n\x08programs\x18\x01 \x03(\t\x12\x10\n\x08language\x18\x02 \x01(\t\x12\x14\n\x0ctests_digest\x18\x03 \x01(\t\x12\"\n\x08priority\x18\x04 \x01(\x0e\x32\x10.spo.v1.Priority\x12\x14\n\x0cwant_details\x18\x05 \x01(\x08\x12\x12\n\nstop_early\x18\x06 \x01(\x08\x12\x14\n\x0craw_programs\x18\x07 \x03(\x0c\x12\x14\n\x0coutput_bytes\x18\x08 \x01(\x05\x12\x0e\n\x06run_id\x18\t \x01(\t\"2\n\rJudgeResponse\x12!\n\x08verdicts\x18\x01 \x03(\x0b\x32\x0f.spo.v1.Verdict\"\x16\n\x14\x44\x65scribeJudgeRequest\"\xef\x01\n\x15\x44\x65scribeJudgeResponse\x12\x15\n\rjudge_version\x18\x01 \x01(\t\x12\x11\n\tisolation\x18\x02 \x01(\t\x12\x11\n\tlanguages\x18\x03 \x03(\t\x12N\n\x11language_versions\x18\x04 \x03(\x0b\x32\x33.spo.v1.DescribeJudgeResponse.LanguageVersionsEntry\x12\x10\n\x08\x66\x65\x61tures\x18\x05 \x03(\t\x1a\x37\n\x15LanguageVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*T\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x15\n\x11PRIORITY_TRAINING\x10\x01\x12\x17\n\x13PRIORITY_EVALUATION\x10\x02\x32\xda\x01\n\x0cJudgeService\x12\x46\n\x0bUploadTests\x12\x1a.spo.v1.UploadTestsRequest\x1a\x1b.spo.v1.UploadTestsResponse\x12\x34\n\x05Judge\x12\x14.spo.v1.JudgeRequest\x1a\x15.spo.v1.JudgeResponse\x12L\n\rDescribeJudge\x12\x1c.spo.v1.DescribeJudgeRequest\x1a\x1d.spo.v1.DescribeJudgeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aspo/v1/judge_service.proto\x12\x06spo.v1\x1a\x14spo/v1/verdict.proto\"8\n\x12UploadTestsRequest\x12\"\n\ttest_sets\x18\x01 \x03(\x0b\x32\x0f.spo.v1.TestSet\"&\n\x13UploadTestsResponse\x12\x0f\n\x07\x64igests\x18\x01 \x03(\t\"\xd2\x01\n\x0cJudgeRequest\x12\x10\n\x08programs\x18\x01 \x03(\t\x12\x10\n\x08language\x18\x02 \x01(\t\x12\x14\n\x0ctests_digest\x18\x03 \x01(\t\x12\"\n\x08priority\x18\x04 \x01(\x0e\x32\x10.spo.v1.Priority\x12\x14\n\x0cwant_details\x18\x05 \x01(\x08\x12\x12\n\nstop_early\x18\x06 \x01(\x08\x12\x14\n\x0craw_programs\x18\x07 \x03(\x0c\x12\x14\n\x0coutput_bytes\x18\x08 \x01(\x05\x12\x0e\n\x06run_id\x18\t \x01(\t\"2\n\rJudgeResponse\x12!\n\x08verdicts\x18\x01 \x03(\x0b\x32\x0f.spo.v1.Verdict\"V\n\tJudgePart\x12\x0e\n\x06judged\x18\x01 \x01(\x05\x12\x10\n\x08programs\x18\x02 \x01(\x05\x12\'\n\x08response\x18\x03 \x01(\x0b\x32\x15.spo.v1.JudgeResponse\"\x16\n\x14\x44\x65scribeJudgeRequest\"\xef\x01\n\x15\x44\x65scribeJudgeResponse\x12\x15\n\rjudge_version\x18\x01 \x01(\t\x12\x11\n\tisolation\x18\x02 \x01(\t\x12\x11\n\tlanguages\x18\x03 \x03(\t\x12N\n\x11language_versions\x18\x04 \x03(\x0b\x32\x33.spo.v1.DescribeJudgeResponse.LanguageVersionsEntry\x12\x10\n\x08\x66\x65\x61tures\x18\x05 \x03(\t\x1a\x37\n\x15LanguageVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*T\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x15\n\x11PRIORITY_TRAINING\x10\x01\x12\x17\n\x13PRIORITY_EVALUATION\x10\x02\x32\x93\x02\n\x0cJudgeService\x12\x46\n\x0bUploadTests\x12\x1a.spo.v1.UploadTestsRequest\x1a\x1b.spo.v1.UploadTestsResponse\x12\x34\n\x05Judge\x12\x14.spo.v1.JudgeRequest\x1a\x15.spo.v1.JudgeResponse\x12\x37\n\nJudgeParts\x12\x14.spo.v1.JudgeRequest\x1a\x11.spo.v1.JudgePart0\x01\x12L\n\rDescribeJudge\x12\x1c.spo.v1.DescribeJudgeRequest\x1a\x1d.spo.v1.DescribeJudgeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DESCRIBEJUDGERESPONSE_LANGUAGEVERSIONSENTRY']._loaded_options = None
   _globals['_DESCRIBEJUDGERESPONSE_LANGUAGEVERSIONSENTRY']._serialized_options = b'8\001'
-  _globals['_PRIORITY']._serialized_start=689
-  _globals['_PRIORITY']._serialized_end=773
+  _globals['_PRIORITY']._serialized_start=777
+  _globals['_PRIORITY']._serialized_end=861
   _globals['_UPLOADTESTSREQUEST']._serialized_start=60
   _globals['_UPLOADTESTSREQUEST']._serialized_end=116
   _globals['_UPLOADTESTSRESPONSE']._serialized_start=118
@@ -44,12 +44,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JUDGEREQUEST']._serialized_end=369
   _globals['_JUDGERESPONSE']._serialized_start=371
   _globals['_JUDGERESPONSE']._serialized_end=421
-  _globals['_DESCRIBEJUDGEREQUEST']._serialized_start=423
-  _globals['_DESCRIBEJUDGEREQUEST']._serialized_end=445
-  _globals['_DESCRIBEJUDGERESPONSE']._serialized_start=448
-  _globals['_DESCRIBEJUDGERESPONSE']._serialized_end=687
-  _globals['_DESCRIBEJUDGERESPONSE_LANGUAGEVERSIONSENTRY']._serialized_start=632
-  _globals['_DESCRIBEJUDGERESPONSE_LANGUAGEVERSIONSENTRY']._serialized_end=687
-  _globals['_JUDGESERVICE']._serialized_start=776
-  _globals['_JUDGESERVICE']._serialized_end=994
+  _globals['_JUDGEPART']._serialized_start=423
+  _globals['_JUDGEPART']._serialized_end=509
+  _globals['_DESCRIBEJUDGEREQUEST']._serialized_start=511
+  _globals['_DESCRIBEJUDGEREQUEST']._serialized_end=533
+  _globals['_DESCRIBEJUDGERESPONSE']._serialized_start=536
+  _globals['_DESCRIBEJUDGERESPONSE']._serialized_end=775
+  _globals['_DESCRIBEJUDGERESPONSE_LANGUAGEVERSIONSENTRY']._serialized_start=720
+  _globals['_DESCRIBEJUDGERESPONSE_LANGUAGEVERSIONSENTRY']._serialized_end=775
+  _globals['_JUDGESERVICE']._serialized_start=864
+  _globals['_JUDGESERVICE']._serialized_end=1139
 # @@protoc_insertion_point(module_scope)

@@ -149,6 +149,34 @@ class JudgeResponse(_message.Message):
 Global___JudgeResponse: _TypeAlias = JudgeResponse  # noqa: Y015
 
 @_typing.final
+class JudgePart(_message.Message):
+    """Sent every few seconds while programs are judged or wait for it; the last part has the verdicts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JUDGED_FIELD_NUMBER: _builtins.int
+    PROGRAMS_FIELD_NUMBER: _builtins.int
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    judged: _builtins.int
+    programs: _builtins.int
+    @_builtins.property
+    def response(self) -> Global___JudgeResponse: ...
+    def __init__(
+        self,
+        *,
+        judged: _builtins.int = ...,
+        programs: _builtins.int = ...,
+        response: Global___JudgeResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["judged", b"judged", "programs", b"programs", "response", b"response"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JudgePart: _TypeAlias = JudgePart  # noqa: Y015
+
+@_typing.final
 class DescribeJudgeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -44,6 +44,11 @@ class JudgeServiceStub:
                 request_serializer=spo_dot_v1_dot_judge__service__pb2.JudgeRequest.SerializeToString,
                 response_deserializer=spo_dot_v1_dot_judge__service__pb2.JudgeResponse.FromString,
                 _registered_method=True)
+        self.JudgeParts = channel.unary_stream(
+                '/spo.v1.JudgeService/JudgeParts',
+                request_serializer=spo_dot_v1_dot_judge__service__pb2.JudgeRequest.SerializeToString,
+                response_deserializer=spo_dot_v1_dot_judge__service__pb2.JudgePart.FromString,
+                _registered_method=True)
         self.DescribeJudge = channel.unary_unary(
                 '/spo.v1.JudgeService/DescribeJudge',
                 request_serializer=spo_dot_v1_dot_judge__service__pb2.DescribeJudgeRequest.SerializeToString,
@@ -66,6 +71,13 @@ class JudgeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def JudgeParts(self, request, context):
+        """As Judge, for programs of any number and tests of any length.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DescribeJudge(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -84,6 +96,11 @@ def add_JudgeServiceServicer_to_server(servicer, server):
                     servicer.Judge,
                     request_deserializer=spo_dot_v1_dot_judge__service__pb2.JudgeRequest.FromString,
                     response_serializer=spo_dot_v1_dot_judge__service__pb2.JudgeResponse.SerializeToString,
+            ),
+            'JudgeParts': grpc.unary_stream_rpc_method_handler(
+                    servicer.JudgeParts,
+                    request_deserializer=spo_dot_v1_dot_judge__service__pb2.JudgeRequest.FromString,
+                    response_serializer=spo_dot_v1_dot_judge__service__pb2.JudgePart.SerializeToString,
             ),
             'DescribeJudge': grpc.unary_unary_rpc_method_handler(
                     servicer.DescribeJudge,
@@ -145,6 +162,33 @@ class JudgeService:
             '/spo.v1.JudgeService/Judge',
             spo_dot_v1_dot_judge__service__pb2.JudgeRequest.SerializeToString,
             spo_dot_v1_dot_judge__service__pb2.JudgeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def JudgeParts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/spo.v1.JudgeService/JudgeParts',
+            spo_dot_v1_dot_judge__service__pb2.JudgeRequest.SerializeToString,
+            spo_dot_v1_dot_judge__service__pb2.JudgePart.FromString,
             options,
             channel_credentials,
             insecure,

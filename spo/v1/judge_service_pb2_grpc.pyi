@@ -33,6 +33,8 @@ class JudgeServiceStub:
     def __new__(cls, channel: _aio.Channel) -> JudgeServiceAsyncStub: ...
     UploadTests: _grpc.UnaryUnaryMultiCallable[_judge_service_pb2.UploadTestsRequest, _judge_service_pb2.UploadTestsResponse]
     Judge: _grpc.UnaryUnaryMultiCallable[_judge_service_pb2.JudgeRequest, _judge_service_pb2.JudgeResponse]
+    JudgeParts: _grpc.UnaryStreamMultiCallable[_judge_service_pb2.JudgeRequest, _judge_service_pb2.JudgePart]
+    """As Judge, for programs of any number and tests of any length."""
     DescribeJudge: _grpc.UnaryUnaryMultiCallable[_judge_service_pb2.DescribeJudgeRequest, _judge_service_pb2.DescribeJudgeResponse]
 
 @_typing.type_check_only
@@ -40,6 +42,8 @@ class JudgeServiceAsyncStub(JudgeServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     UploadTests: _aio.UnaryUnaryMultiCallable[_judge_service_pb2.UploadTestsRequest, _judge_service_pb2.UploadTestsResponse]  # type: ignore[assignment]
     Judge: _aio.UnaryUnaryMultiCallable[_judge_service_pb2.JudgeRequest, _judge_service_pb2.JudgeResponse]  # type: ignore[assignment]
+    JudgeParts: _aio.UnaryStreamMultiCallable[_judge_service_pb2.JudgeRequest, _judge_service_pb2.JudgePart]  # type: ignore[assignment]
+    """As Judge, for programs of any number and tests of any length."""
     DescribeJudge: _aio.UnaryUnaryMultiCallable[_judge_service_pb2.DescribeJudgeRequest, _judge_service_pb2.DescribeJudgeResponse]  # type: ignore[assignment]
 
 class JudgeServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -56,6 +60,14 @@ class JudgeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _judge_service_pb2.JudgeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_judge_service_pb2.JudgeResponse, _abc.Awaitable[_judge_service_pb2.JudgeResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def JudgeParts(
+        self,
+        request: _judge_service_pb2.JudgeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_judge_service_pb2.JudgePart], _abc.AsyncIterator[_judge_service_pb2.JudgePart]]:
+        """As Judge, for programs of any number and tests of any length."""
 
     @_abc_1.abstractmethod
     def DescribeJudge(

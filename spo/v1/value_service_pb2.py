@@ -27,7 +27,7 @@ from spo.v1 import trajectory_pb2 as spo_dot_v1_dot_trajectory__pb2
 from spo.v1 import value_pb2 as spo_dot_v1_dot_value__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aspo/v1/value_service.proto\x12\x06spo.v1\x1a\x13spo/v1/prompt.proto\x1a\x17spo/v1/trajectory.proto\x1a\x12spo/v1/value.proto\"h\n\rTokenSequence\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\x05\x12\x1a\n\x12response_token_ids\x18\x02 \x03(\x05\x12!\n\x08segments\x18\x03 \x03(\x0b\x32\x0f.spo.v1.Segment\"[\n\x1f\x43omputeReferenceLogprobsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12(\n\tsequences\x18\x02 \x03(\x0b\x32\x15.spo.v1.TokenSequence\"!\n\rTokenLogprobs\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\"d\n ComputeReferenceLogprobsResponse\x12(\n\tsequences\x18\x01 \x03(\x0b\x32\x15.spo.v1.TokenLogprobs\x12\x16\n\x0ereference_hash\x18\x02 \x01(\t\"X\n\x16GetPromptValuesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\t\x12\x11\n\x04\x62\x65ta\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x07\n\x05_beta\"I\n\x0ePromptEstimate\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\t\n\x01q\x18\x02 \x01(\x01\x12\x0b\n\x03low\x18\x03 \x01(\x01\x12\x0c\n\x04high\x18\x04 \x01(\x01\"i\n\x17GetPromptValuesResponse\x12#\n\x06values\x18\x01 \x03(\x0b\x32\x13.spo.v1.PromptValue\x12)\n\testimates\x18\x02 \x03(\x0b\x32\x16.spo.v1.PromptEstimate\"o\n\x15GetTokenValuesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0etrajectory_ids\x18\x02 \x03(\t\x12\x1b\n\x0epolicy_version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\x11\n\x0f_policy_version\"c\n\x0bTokenValues\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0e\n\x06qhat_0\x18\x02 \x01(\x01\x12\t\n\x01q\x18\x03 \x03(\x02\x12\x12\n\nadvantages\x18\x04 \x03(\x02\x12\x0e\n\x06tokens\x18\x05 \x03(\t\"[\n\x16GetTokenValuesResponse\x12)\n\x0ctrajectories\x18\x01 \x03(\x0b\x32\x13.spo.v1.TokenValues\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"\xc6\x01\n\x15GetCalibrationRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x1b\n\x0epolicy_version\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x14\n\x0ctrajectories\x18\x03 \x01(\x05\x12\x11\n\tpositions\x18\x04 \x01(\x05\x12\x15\n\rcontinuations\x18\x05 \x01(\x05\x12\x0c\n\x04\x62ins\x18\x06 \x01(\x05\x12\x1f\n\x07prompts\x18\x07 \x03(\x0b\x32\x0e.spo.v1.PromptB\x11\n\x0f_policy_version\"b\n\x0e\x43\x61librationBin\x12\x11\n\tpredicted\x18\x01 \x01(\x01\x12\x10\n\x08observed\x18\x02 \x01(\x01\x12\x10\n\x08outcomes\x18\x03 \x01(\x03\x12\x0b\n\x03low\x18\x04 \x01(\x01\x12\x0c\n\x04high\x18\x05 \x01(\x01\"\xc0\x01\n\x16GetCalibrationResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12$\n\x04\x62ins\x18\x02 \x03(\x0b\x32\x16.spo.v1.CalibrationBin\x12\"\n\x1a\x65xpected_calibration_error\x18\x03 \x01(\x01\x12\x13\n\x0b\x62rier_score\x18\x04 \x01(\x01\x12\x1d\n\x15\x62rier_score_of_qhat_0\x18\x05 \x01(\x01\x12\x10\n\x08prefixes\x18\x06 \x01(\x03\x32\xf3\x02\n\x0cValueService\x12m\n\x18\x43omputeReferenceLogprobs\x12\'.spo.v1.ComputeReferenceLogprobsRequest\x1a(.spo.v1.ComputeReferenceLogprobsResponse\x12R\n\x0fGetPromptValues\x12\x1e.spo.v1.GetPromptValuesRequest\x1a\x1f.spo.v1.GetPromptValuesResponse\x12O\n\x0eGetTokenValues\x12\x1d.spo.v1.GetTokenValuesRequest\x1a\x1e.spo.v1.GetTokenValuesResponse\x12O\n\x0eGetCalibration\x12\x1d.spo.v1.GetCalibrationRequest\x1a\x1e.spo.v1.GetCalibrationResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aspo/v1/value_service.proto\x12\x06spo.v1\x1a\x13spo/v1/prompt.proto\x1a\x17spo/v1/trajectory.proto\x1a\x12spo/v1/value.proto\"h\n\rTokenSequence\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\x05\x12\x1a\n\x12response_token_ids\x18\x02 \x03(\x05\x12!\n\x08segments\x18\x03 \x03(\x0b\x32\x0f.spo.v1.Segment\"[\n\x1f\x43omputeReferenceLogprobsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12(\n\tsequences\x18\x02 \x03(\x0b\x32\x15.spo.v1.TokenSequence\"!\n\rTokenLogprobs\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\"d\n ComputeReferenceLogprobsResponse\x12(\n\tsequences\x18\x01 \x03(\x0b\x32\x15.spo.v1.TokenLogprobs\x12\x16\n\x0ereference_hash\x18\x02 \x01(\t\"1\n\x0eScoredSequence\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"j\n\x15ReferenceLogprobsPart\x12&\n\x06scored\x18\x01 \x03(\x0b\x32\x16.spo.v1.ScoredSequence\x12\x16\n\x0ereference_hash\x18\x02 \x01(\t\x12\x11\n\twaits_for\x18\x03 \x01(\t\"X\n\x16GetPromptValuesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\t\x12\x11\n\x04\x62\x65ta\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x07\n\x05_beta\"I\n\x0ePromptEstimate\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\t\n\x01q\x18\x02 \x01(\x01\x12\x0b\n\x03low\x18\x03 \x01(\x01\x12\x0c\n\x04high\x18\x04 \x01(\x01\"i\n\x17GetPromptValuesResponse\x12#\n\x06values\x18\x01 \x03(\x0b\x32\x13.spo.v1.PromptValue\x12)\n\testimates\x18\x02 \x03(\x0b\x32\x16.spo.v1.PromptEstimate\"o\n\x15GetTokenValuesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0etrajectory_ids\x18\x02 \x03(\t\x12\x1b\n\x0epolicy_version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\x11\n\x0f_policy_version\"c\n\x0bTokenValues\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0e\n\x06qhat_0\x18\x02 \x01(\x01\x12\t\n\x01q\x18\x03 \x03(\x02\x12\x12\n\nadvantages\x18\x04 \x03(\x02\x12\x0e\n\x06tokens\x18\x05 \x03(\t\"[\n\x16GetTokenValuesResponse\x12)\n\x0ctrajectories\x18\x01 \x03(\x0b\x32\x13.spo.v1.TokenValues\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"\xc6\x01\n\x15GetCalibrationRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x1b\n\x0epolicy_version\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x14\n\x0ctrajectories\x18\x03 \x01(\x05\x12\x11\n\tpositions\x18\x04 \x01(\x05\x12\x15\n\rcontinuations\x18\x05 \x01(\x05\x12\x0c\n\x04\x62ins\x18\x06 \x01(\x05\x12\x1f\n\x07prompts\x18\x07 \x03(\x0b\x32\x0e.spo.v1.PromptB\x11\n\x0f_policy_version\"b\n\x0e\x43\x61librationBin\x12\x11\n\tpredicted\x18\x01 \x01(\x01\x12\x10\n\x08observed\x18\x02 \x01(\x01\x12\x10\n\x08outcomes\x18\x03 \x01(\x03\x12\x0b\n\x03low\x18\x04 \x01(\x01\x12\x0c\n\x04high\x18\x05 \x01(\x01\"\xc0\x01\n\x16GetCalibrationResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12$\n\x04\x62ins\x18\x02 \x03(\x0b\x32\x16.spo.v1.CalibrationBin\x12\"\n\x1a\x65xpected_calibration_error\x18\x03 \x01(\x01\x12\x13\n\x0b\x62rier_score\x18\x04 \x01(\x01\x12\x1d\n\x15\x62rier_score_of_qhat_0\x18\x05 \x01(\x01\x12\x10\n\x08prefixes\x18\x06 \x01(\x03\x32\xd7\x03\n\x0cValueService\x12m\n\x18\x43omputeReferenceLogprobs\x12\'.spo.v1.ComputeReferenceLogprobsRequest\x1a(.spo.v1.ComputeReferenceLogprobsResponse\x12\x62\n\x16ReferenceLogprobsParts\x12\'.spo.v1.ComputeReferenceLogprobsRequest\x1a\x1d.spo.v1.ReferenceLogprobsPart0\x01\x12R\n\x0fGetPromptValues\x12\x1e.spo.v1.GetPromptValuesRequest\x1a\x1f.spo.v1.GetPromptValuesResponse\x12O\n\x0eGetTokenValues\x12\x1d.spo.v1.GetTokenValuesRequest\x1a\x1e.spo.v1.GetTokenValuesResponse\x12O\n\x0eGetCalibration\x12\x1d.spo.v1.GetCalibrationRequest\x1a\x1e.spo.v1.GetCalibrationResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,24 +42,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENLOGPROBS']._serialized_end=336
   _globals['_COMPUTEREFERENCELOGPROBSRESPONSE']._serialized_start=338
   _globals['_COMPUTEREFERENCELOGPROBSRESPONSE']._serialized_end=438
-  _globals['_GETPROMPTVALUESREQUEST']._serialized_start=440
-  _globals['_GETPROMPTVALUESREQUEST']._serialized_end=528
-  _globals['_PROMPTESTIMATE']._serialized_start=530
-  _globals['_PROMPTESTIMATE']._serialized_end=603
-  _globals['_GETPROMPTVALUESRESPONSE']._serialized_start=605
-  _globals['_GETPROMPTVALUESRESPONSE']._serialized_end=710
-  _globals['_GETTOKENVALUESREQUEST']._serialized_start=712
-  _globals['_GETTOKENVALUESREQUEST']._serialized_end=823
-  _globals['_TOKENVALUES']._serialized_start=825
-  _globals['_TOKENVALUES']._serialized_end=924
-  _globals['_GETTOKENVALUESRESPONSE']._serialized_start=926
-  _globals['_GETTOKENVALUESRESPONSE']._serialized_end=1017
-  _globals['_GETCALIBRATIONREQUEST']._serialized_start=1020
-  _globals['_GETCALIBRATIONREQUEST']._serialized_end=1218
-  _globals['_CALIBRATIONBIN']._serialized_start=1220
-  _globals['_CALIBRATIONBIN']._serialized_end=1318
-  _globals['_GETCALIBRATIONRESPONSE']._serialized_start=1321
-  _globals['_GETCALIBRATIONRESPONSE']._serialized_end=1513
-  _globals['_VALUESERVICE']._serialized_start=1516
-  _globals['_VALUESERVICE']._serialized_end=1887
+  _globals['_SCOREDSEQUENCE']._serialized_start=440
+  _globals['_SCOREDSEQUENCE']._serialized_end=489
+  _globals['_REFERENCELOGPROBSPART']._serialized_start=491
+  _globals['_REFERENCELOGPROBSPART']._serialized_end=597
+  _globals['_GETPROMPTVALUESREQUEST']._serialized_start=599
+  _globals['_GETPROMPTVALUESREQUEST']._serialized_end=687
+  _globals['_PROMPTESTIMATE']._serialized_start=689
+  _globals['_PROMPTESTIMATE']._serialized_end=762
+  _globals['_GETPROMPTVALUESRESPONSE']._serialized_start=764
+  _globals['_GETPROMPTVALUESRESPONSE']._serialized_end=869
+  _globals['_GETTOKENVALUESREQUEST']._serialized_start=871
+  _globals['_GETTOKENVALUESREQUEST']._serialized_end=982
+  _globals['_TOKENVALUES']._serialized_start=984
+  _globals['_TOKENVALUES']._serialized_end=1083
+  _globals['_GETTOKENVALUESRESPONSE']._serialized_start=1085
+  _globals['_GETTOKENVALUESRESPONSE']._serialized_end=1176
+  _globals['_GETCALIBRATIONREQUEST']._serialized_start=1179
+  _globals['_GETCALIBRATIONREQUEST']._serialized_end=1377
+  _globals['_CALIBRATIONBIN']._serialized_start=1379
+  _globals['_CALIBRATIONBIN']._serialized_end=1477
+  _globals['_GETCALIBRATIONRESPONSE']._serialized_start=1480
+  _globals['_GETCALIBRATIONRESPONSE']._serialized_end=1672
+  _globals['_VALUESERVICE']._serialized_start=1675
+  _globals['_VALUESERVICE']._serialized_end=2146
 # @@protoc_insertion_point(module_scope)

@@ -121,6 +121,61 @@ class ComputeReferenceLogprobsResponse(_message.Message):
 Global___ComputeReferenceLogprobsResponse: _TypeAlias = ComputeReferenceLogprobsResponse  # noqa: Y015
 
 @_typing.final
+class ScoredSequence(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Of the request's sequences."""
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """log pi0 of each response token, nats."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "logprobs", b"logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoredSequence: _TypeAlias = ScoredSequence  # noqa: Y015
+
+@_typing.final
+class ReferenceLogprobsPart(_message.Message):
+    """Sent after each forward, and every few seconds while one goes on or is waited for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCORED_FIELD_NUMBER: _builtins.int
+    REFERENCE_HASH_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
+    reference_hash: _builtins.str
+    waits_for: _builtins.str
+    """What the sequences wait for, in words; empty while they are computed."""
+    @_builtins.property
+    def scored(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoredSequence]: ...
+    def __init__(
+        self,
+        *,
+        scored: _abc.Iterable[Global___ScoredSequence] | None = ...,
+        reference_hash: _builtins.str = ...,
+        waits_for: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reference_hash", b"reference_hash", "scored", b"scored", "waits_for", b"waits_for"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReferenceLogprobsPart: _TypeAlias = ReferenceLogprobsPart  # noqa: Y015
+
+@_typing.final
 class GetPromptValuesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

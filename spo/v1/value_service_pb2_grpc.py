@@ -39,6 +39,11 @@ class ValueServiceStub:
                 request_serializer=spo_dot_v1_dot_value__service__pb2.ComputeReferenceLogprobsRequest.SerializeToString,
                 response_deserializer=spo_dot_v1_dot_value__service__pb2.ComputeReferenceLogprobsResponse.FromString,
                 _registered_method=True)
+        self.ReferenceLogprobsParts = channel.unary_stream(
+                '/spo.v1.ValueService/ReferenceLogprobsParts',
+                request_serializer=spo_dot_v1_dot_value__service__pb2.ComputeReferenceLogprobsRequest.SerializeToString,
+                response_deserializer=spo_dot_v1_dot_value__service__pb2.ReferenceLogprobsPart.FromString,
+                _registered_method=True)
         self.GetPromptValues = channel.unary_unary(
                 '/spo.v1.ValueService/GetPromptValues',
                 request_serializer=spo_dot_v1_dot_value__service__pb2.GetPromptValuesRequest.SerializeToString,
@@ -61,6 +66,13 @@ class ValueServiceServicer:
 
     def ComputeReferenceLogprobs(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReferenceLogprobsParts(self, request, context):
+        """As ComputeReferenceLogprobs, for sequences of any number and length.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -90,6 +102,11 @@ def add_ValueServiceServicer_to_server(servicer, server):
                     servicer.ComputeReferenceLogprobs,
                     request_deserializer=spo_dot_v1_dot_value__service__pb2.ComputeReferenceLogprobsRequest.FromString,
                     response_serializer=spo_dot_v1_dot_value__service__pb2.ComputeReferenceLogprobsResponse.SerializeToString,
+            ),
+            'ReferenceLogprobsParts': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReferenceLogprobsParts,
+                    request_deserializer=spo_dot_v1_dot_value__service__pb2.ComputeReferenceLogprobsRequest.FromString,
+                    response_serializer=spo_dot_v1_dot_value__service__pb2.ReferenceLogprobsPart.SerializeToString,
             ),
             'GetPromptValues': grpc.unary_unary_rpc_method_handler(
                     servicer.GetPromptValues,
@@ -134,6 +151,33 @@ class ValueService:
             '/spo.v1.ValueService/ComputeReferenceLogprobs',
             spo_dot_v1_dot_value__service__pb2.ComputeReferenceLogprobsRequest.SerializeToString,
             spo_dot_v1_dot_value__service__pb2.ComputeReferenceLogprobsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReferenceLogprobsParts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/spo.v1.ValueService/ReferenceLogprobsParts',
+            spo_dot_v1_dot_value__service__pb2.ComputeReferenceLogprobsRequest.SerializeToString,
+            spo_dot_v1_dot_value__service__pb2.ReferenceLogprobsPart.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,6 +32,8 @@ class ValueServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ValueServiceAsyncStub: ...
     ComputeReferenceLogprobs: _grpc.UnaryUnaryMultiCallable[_value_service_pb2.ComputeReferenceLogprobsRequest, _value_service_pb2.ComputeReferenceLogprobsResponse]
+    ReferenceLogprobsParts: _grpc.UnaryStreamMultiCallable[_value_service_pb2.ComputeReferenceLogprobsRequest, _value_service_pb2.ReferenceLogprobsPart]
+    """As ComputeReferenceLogprobs, for sequences of any number and length."""
     GetPromptValues: _grpc.UnaryUnaryMultiCallable[_value_service_pb2.GetPromptValuesRequest, _value_service_pb2.GetPromptValuesResponse]
     GetTokenValues: _grpc.UnaryUnaryMultiCallable[_value_service_pb2.GetTokenValuesRequest, _value_service_pb2.GetTokenValuesResponse]
     GetCalibration: _grpc.UnaryUnaryMultiCallable[_value_service_pb2.GetCalibrationRequest, _value_service_pb2.GetCalibrationResponse]
@@ -40,6 +42,8 @@ class ValueServiceStub:
 class ValueServiceAsyncStub(ValueServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     ComputeReferenceLogprobs: _aio.UnaryUnaryMultiCallable[_value_service_pb2.ComputeReferenceLogprobsRequest, _value_service_pb2.ComputeReferenceLogprobsResponse]  # type: ignore[assignment]
+    ReferenceLogprobsParts: _aio.UnaryStreamMultiCallable[_value_service_pb2.ComputeReferenceLogprobsRequest, _value_service_pb2.ReferenceLogprobsPart]  # type: ignore[assignment]
+    """As ComputeReferenceLogprobs, for sequences of any number and length."""
     GetPromptValues: _aio.UnaryUnaryMultiCallable[_value_service_pb2.GetPromptValuesRequest, _value_service_pb2.GetPromptValuesResponse]  # type: ignore[assignment]
     GetTokenValues: _aio.UnaryUnaryMultiCallable[_value_service_pb2.GetTokenValuesRequest, _value_service_pb2.GetTokenValuesResponse]  # type: ignore[assignment]
     GetCalibration: _aio.UnaryUnaryMultiCallable[_value_service_pb2.GetCalibrationRequest, _value_service_pb2.GetCalibrationResponse]  # type: ignore[assignment]
@@ -51,6 +55,14 @@ class ValueServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _value_service_pb2.ComputeReferenceLogprobsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_value_service_pb2.ComputeReferenceLogprobsResponse, _abc.Awaitable[_value_service_pb2.ComputeReferenceLogprobsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ReferenceLogprobsParts(
+        self,
+        request: _value_service_pb2.ComputeReferenceLogprobsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_value_service_pb2.ReferenceLogprobsPart], _abc.AsyncIterator[_value_service_pb2.ReferenceLogprobsPart]]:
+        """As ComputeReferenceLogprobs, for sequences of any number and length."""
 
     @_abc_1.abstractmethod
     def GetPromptValues(

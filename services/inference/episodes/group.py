@@ -42,6 +42,11 @@ class StartedEpisodes:
     _running: dict[Episode, SampleGroup] = field(default_factory=dict)
     _settling: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def awaits_environment(self) -> bool:
+        """Whether some conversation is at its environment's turn, which has deadlines of its own."""
+        return len(self._running) < sum(not episode.finished for episode in self._episodes) or not self._episodes
+
     def cancel(self) -> None:
         """Abort the group's sequences and ask for no further turn, unless it is finished."""
         self.future.cancel()

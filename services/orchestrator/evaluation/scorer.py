@@ -11,18 +11,18 @@ from dataclasses import asdict, dataclass, field
 from services.orchestrator.datasets.library import prompt_of
 from services.orchestrator.jobs.seeds import seed_of
 from spo.algorithm.pass_at_k import ProblemCounts, distinct_correct, mean_pass_at_k
-from spo.errors import NotReady, PreconditionFailed, SpoError
+from spo.errors import InternalError, InvalidInput, NotReady, PreconditionFailed, SpoError
 from spo.model.segments import trained_tokens
 from spo.observability.logs import get_logger
 from spo.rpc.client import RpcClient
 from spo.rpc.judge_pools import JudgePools
+from spo.rpc.long_calls import generate, judge
 from spo.rpc.message_sizes import samples_per_message
 from spo.spec.job_spec import EvaluationSpec, JobSpec
 from spo.spec.reward import require_decided
 from spo.tasks.problem import Problem, has_verdict, program_of
 from spo.tasks.verifier_pool import pool_of
-from spo.v1.inference_service_pb2 import GenerateRequest, GenerateResponse
-from spo.v1.judge_service_pb2 import PRIORITY_EVALUATION, JudgeRequest, JudgeResponse, UploadTestsRequest
+from spo.v1.judge_service_pb2 import PRIORITY_EVALUATION, JudgeRequest, UploadTestsRequest
 from spo.v1.prompt_pb2 import PromptGroup, Sampling
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_INTERNAL_ERROR, TestSet, Verdict
@@ -30,8 +30,10 @@ from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_INTERNAL_ERROR, TestSet
 log = get_logger("scoring")
 
 RETRY_SECONDS = 1.0
-CALL_SECONDS = 120.0
 UPLOAD_CHUNK = 64
+# A problem on which the judge or inference fails by itself so often, with doubled pauses, stays undecided.
+MOST_FAULTS = 5
+_FAULTS = frozenset({"judge_fault", "judge_incomplete"})
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,15 @@ class ProblemScore:
     scores: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Undecided:
+    """A problem without a score, and why: by code and in words."""
+
+    prompt_id: str
+    code: str
+    reason: str
+
+
 def is_passing(error: SpoError) -> bool:
     """Whether what failed may work later without anybody's help."""
     return error.retryable or error.code == "other_run"
@@ -77,90 +88,195 @@ class Stopped(Exception):
 
 @dataclass
 class Patience:
-    """When the services have last answered any problem of an evaluation."""
+    """When the services last gave a sign of life about any problem of an evaluation, and with what they failed."""
 
     seconds: float
     answered_at: float = field(default_factory=time.monotonic)
+    failure: str = ""
+
+    def answered(self) -> None:
+        """A sign of life."""
+        self.answered_at = time.monotonic()
+        self.failure = ""
 
     def is_over(self) -> bool:
-        """Whether the last answer is too long ago."""
+        """Whether the last one is too long ago."""
         return time.monotonic() - self.answered_at > self.seconds
+
+
+@dataclass
+class ScoringProgress:
+    """What is known of an evaluation under way; a second try goes on from it.
+
+    scores: by the problem's place. turns: tries that ended without any answer. patience: of the try under way.
+    """
+
+    scores: dict[int, ProblemScore | Undecided] = field(default_factory=dict)
+    problems: dict[int, ProblemProgress] = field(default_factory=lambda: defaultdict(ProblemProgress))
+    turns: int = 0
+    tries: int = 0
+    began_unix: float = field(default_factory=time.time)
+    patience: Patience = field(default_factory=lambda: Patience(0.0))
+
+
+@dataclass
+class ProblemProgress:
+    """What is known of a problem: judged groups, and of the group in hand the finished samples by index."""
+
+    groups_done: int = 0
+    samples: list[JudgedSample] = field(default_factory=list)
+    kept: dict[int, Trajectory] = field(default_factory=dict)
+    faults: int = 0
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Asks `width` problems at once, and gives up when none has been answered for patience_seconds."""
+    """Asks `width` problems at once, and gives up when none has been answered for patience_seconds.
+
+    most_turns: after so many tries in vain what others of the evaluation have is reported without the rest.
+    """
 
     inference: RpcClient
     judges: JudgePools
     width: int
     patience_seconds: float
+    most_turns: int = 3
+    under_way: dict[tuple[str, str], ScoringProgress] = field(default_factory=dict)
 
-    def score(self, task: EvaluationTask, is_wanted: Callable[[], bool]) -> list[ProblemScore]:
-        """The scores in the order of the task's problems. Raises Stopped once `is_wanted` says no, and SpoErrors."""
-        patience = Patience(self.patience_seconds)
+    def score(self, task: EvaluationTask, is_wanted: Callable[[], bool]) -> list[ProblemScore | Undecided]:
+        """The scores in the order of the task's problems; of those that nobody can decide, why.
+
+        Raises Stopped once `is_wanted` says no, and SpoErrors: those of the whole, and that of the first problem where
+        none could be decided. What is known by then is kept for the next call.
+        """
+        key = (task.run_id, task.name)
+        progress = self.under_way.setdefault(key, ScoringProgress())
+        progress.tries += 1
+        progress.patience = Patience(self.patience_seconds)
+        try:
+            self._score_all(task, is_wanted, progress)
+        except SpoError as error:
+            progress.turns += progress.patience.is_over()
+            progress.patience.failure = error.message
+            if not is_passing(error) or not progress.scores or progress.turns < self.most_turns:
+                raise
+            # The others have been answered: what is left waits for something of its own.
+            for place, problem in enumerate(task.problems):
+                progress.scores.setdefault(place, Undecided(problem.problem_id, error.code, error.message[:500]))
+        except Stopped:
+            self.under_way.pop(key, None)
+            raise
+        found = [progress.scores[place] for place in range(len(task.problems))]
+        self.under_way.pop(key, None)
+        if not any(isinstance(each, ProblemScore) for each in found) and isinstance(first := found[0], Undecided):
+            raise _error_of(first)
+        return found
+
+    def _score_all(self, task: EvaluationTask, is_wanted: Callable[[], bool], progress: ScoringProgress) -> None:
+        left = [place for place in range(len(task.problems)) if place not in progress.scores]
         with ThreadPoolExecutor(self.width, thread_name_prefix="scoring") as pool:
-            futures = [pool.submit(self._patiently, task, problem, is_wanted, patience) for problem in task.problems]
+            futures = [pool.submit(self._patiently, task, place, is_wanted, progress) for place in left]
             try:
-                return [future.result() for future in futures]
+                for future in futures:
+                    future.result()
             except BaseException:
                 for future in futures:
                     future.cancel()
                 raise
 
     def _patiently(
-        self, task: EvaluationTask, problem: Problem, is_wanted: Callable[[], bool], patience: Patience
-    ) -> ProblemScore:
-        groups = list(_groups(task, problem))
-        samples: list[JudgedSample] = []
-        while True:
+        self, task: EvaluationTask, place: int, is_wanted: Callable[[], bool], progress: ScoringProgress
+    ) -> None:
+        """Note the score of a problem, or why there is none. Raises Stopped, and SpoErrors that are not its own."""
+        problem, mine, patience = task.problems[place], progress.problems[place], progress.patience
+        while place not in progress.scores:
             if not is_wanted():
                 raise Stopped
             try:
-                while groups:
-                    samples += self._sampled(problem, groups[0])
-                    del groups[0]
-                    patience.answered_at = time.monotonic()
-                return _score(problem, samples)
+                progress.scores[place] = self._scored(task, problem, mine, is_wanted, patience)
             except SpoError as error:
+                patience.failure = error.message
+                mine.faults += _is_fault(error)
+                if _is_of_the_problem(error) or mine.faults >= MOST_FAULTS:
+                    log.warning(
+                        "a problem is undecided", run=task.run_id, problem=problem.problem_id, reason=str(error)
+                    )
+                    progress.scores[place] = Undecided(problem.problem_id, error.code, error.message[:500])
+                    continue
                 # A replica still loads, is full or on its way to this run, or the judge restarts: the call is repeated.
-                if not is_passing(error) or patience.is_over():
+                if not (is_passing(error) or _is_fault(error)) or patience.is_over():
                     raise
                 log.debug("scoring waits", run=task.run_id, reason=error.message)
-                time.sleep(RETRY_SECONDS)
+                time.sleep(RETRY_SECONDS * 2.0 ** min(3, max(0, mine.faults - 1)))
+        progress.problems.pop(place, None)
 
-    def _sampled(self, problem: Problem, group: PromptGroup) -> list[JudgedSample]:
-        generated: GenerateResponse = self.inference.call("Generate", GenerateRequest(group=group), CALL_SECONDS)
-        trajectories = generated.group.trajectories
-        if len(trajectories) != group.sampling.samples:
-            raise NotReady("inference did not answer with every sample", code="judge_incomplete")
+    def _scored(
+        self,
+        task: EvaluationTask,
+        problem: Problem,
+        mine: ProblemProgress,
+        is_wanted: Callable[[], bool],
+        patience: Patience,
+    ) -> ProblemScore:
+        groups = list(_groups(task, problem))
+        while mine.groups_done < len(groups):
+            mine.samples += self._sampled(problem, groups[mine.groups_done], mine.kept, is_wanted, patience)
+            mine.groups_done += 1
+            mine.kept.clear()
+            patience.answered()
+        return _score(problem, mine.samples)
+
+    def _sampled(
+        self,
+        problem: Problem,
+        group: PromptGroup,
+        kept: dict[int, Trajectory],
+        is_wanted: Callable[[], bool],
+        patience: Patience,
+    ) -> list[JudgedSample]:
+        trajectories = generate(self.inference, group, kept=kept, wanted=is_wanted, alive=patience.answered)
         programs = [program_of(each, problem.response_format, problem.language) for each in trajectories]
         undecided = [index for index, each in enumerate(trajectories) if not has_verdict(each)]
         verdicts = [each.verdict for each in trajectories]
-        judged = self._judged(problem, [programs[index] for index in undecided], group.run_id)
-        for index, verdict in zip(undecided, judged, strict=True):
+        request = JudgeRequest(
+            programs=[programs[index] for index in undecided],
+            language=problem.language,
+            tests_digest=problem.tests_digest,
+            priority=PRIORITY_EVALUATION,
+            run_id=group.run_id,
+        )
+        for index, verdict in zip(undecided, self._judged(problem, request, is_wanted, patience), strict=True):
             verdicts[index] = verdict
         return list(map(JudgedSample.of, trajectories, programs, verdicts))
 
-    def _judged(self, problem: Problem, programs: Sequence[str], run_id: str) -> list[Verdict]:
-        if not programs:
+    def _judged(
+        self, problem: Problem, request: JudgeRequest, is_wanted: Callable[[], bool], patience: Patience
+    ) -> list[Verdict]:
+        if not request.programs:
             return []
-        judged: JudgeResponse = self.judges.of(pool_of(problem.tests)).call(
-            "Judge",
-            JudgeRequest(
-                programs=programs,
-                language=problem.language,
-                tests_digest=problem.tests_digest,
-                priority=PRIORITY_EVALUATION,
-                run_id=run_id,
-            ),
-            CALL_SECONDS,
-        )
-        require_decided(judged.verdicts)
-        outcomes = [verdict.outcome for verdict in judged.verdicts]
-        if len(outcomes) != len(programs) or OUTCOME_INTERNAL_ERROR in outcomes:
-            raise NotReady("the judge could not judge every sample", code="judge_incomplete")
-        return list(judged.verdicts)
+        judges = self.judges.of(pool_of(problem.tests))
+        verdicts = list(judge(judges, request, wanted=is_wanted, alive=patience.answered).verdicts)
+        require_decided(verdicts)
+        outcomes = [verdict.outcome for verdict in verdicts]
+        if len(outcomes) != len(request.programs) or OUTCOME_INTERNAL_ERROR in outcomes:
+            reason = next((verdict.detail for verdict in verdicts if verdict.outcome == OUTCOME_INTERNAL_ERROR), "")
+            raise NotReady(f"the judge could not judge every sample: {reason}"[:500], code="judge_incomplete")
+        return verdicts
+
+
+def _is_fault(error: SpoError) -> bool:
+    """Whether somebody answered, and failed by itself."""
+    return error.code in _FAULTS or isinstance(error, InternalError)
+
+
+def _is_of_the_problem(error: SpoError) -> bool:
+    """Whether it says of the problem that it cannot be decided, and nothing of others."""
+    return isinstance(error, InvalidInput)
+
+
+def _error_of(undecided: Undecided) -> SpoError:
+    kind = NotReady if undecided.code in _FAULTS else InvalidInput
+    return kind(undecided.reason, code=undecided.code)
 
 
 @dataclass(frozen=True)
@@ -209,11 +325,13 @@ def _means(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in sorted(found.items())}
 
 
-def summary(task: EvaluationTask, scores: Sequence[ProblemScore]) -> dict[str, object]:
+def summary(task: EvaluationTask, found: Sequence[ProblemScore | Undecided]) -> dict[str, object]:
     """The result document: pass@k with intervals over problems, diversity, hacks, and each problem's counts.
 
+    All of it is of the `decided` problems of all `problems`; `undecided` names the others and why.
     pass@k for other k, up to the samples per problem, follows from the counts in `per_problem`.
     """
+    scores = [each for each in found if isinstance(each, ProblemScore)]
     counts = [ProblemCounts(samples=score.samples, correct=score.correct) for score in scores]
     estimates = {k: mean_pass_at_k(counts, k, seed=task.spec.seed) for k in task.protocol.ks}
     samples = sum(score.samples for score in scores)
@@ -229,7 +347,9 @@ def summary(task: EvaluationTask, scores: Sequence[ProblemScore]) -> dict[str, o
         "public_only_rate": sum(score.public_only for score in scores) / samples,
         "hard_coded_rate": sum(score.hard_coded for score in scores) / samples,
         "scores": _means(score.scores for score in scores),
-        "problems": len(scores),
+        "problems": len(found),
+        "decided": len(scores),
+        "undecided": [asdict(each) for each in found if isinstance(each, Undecided)],
         "samples": task.protocol.samples,
         "per_problem": [asdict(score) for score in scores],
     }

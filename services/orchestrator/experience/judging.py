@@ -13,6 +13,7 @@ from spo.errors import NotReady
 from spo.experience.columns import StoredTrajectory
 from spo.experience.import_row import ProblemIndex
 from spo.rpc.judge_pools import JudgePools
+from spo.rpc.long_calls import judge
 from spo.spec.reward import require_decided, reward_of
 from spo.spec.tasks import RewardSpec
 from spo.tasks.problem import Problem, program_of
@@ -22,12 +23,10 @@ from spo.v1.judge_service_pb2 import (
     DescribeJudgeRequest,
     DescribeJudgeResponse,
     JudgeRequest,
-    JudgeResponse,
 )
 from spo.v1.verdict_pb2 import OUTCOME_INTERNAL_ERROR, Verdict
 
 PROGRAMS_PER_CALL = 64
-JUDGE_SECONDS = 300.0
 # A judge must not run dry between the calls; its queue takes many more.
 CALLS_AT_ONCE = 8
 # Of programs, a few hundred bytes each: a model says the same in one file of a run and in the next.
@@ -99,11 +98,14 @@ class RowJudge:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
+    def _is_wanted(self) -> bool:
+        return not self._judges.closed.is_set()
+
     def _ask(self, problem: Problem, programs: Sequence[str]) -> dict[Key, Verdict]:
         request = JudgeRequest(
             programs=programs, language=problem.language, tests_digest=problem.tests_digest, priority=PRIORITY_TRAINING
         )
-        reply: JudgeResponse = self._judges.of(pool_of(problem.tests)).call("Judge", request, JUDGE_SECONDS)
+        reply = judge(self._judges.of(pool_of(problem.tests)), request, wanted=self._is_wanted)
         require_decided(reply.verdicts)
         if any(verdict.outcome == OUTCOME_INTERNAL_ERROR for verdict in reply.verdicts):
             raise NotReady("the judge could not decide on a program", code="judge_fault")

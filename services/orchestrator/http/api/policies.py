@@ -14,16 +14,15 @@ from services.orchestrator.http import views
 from services.orchestrator.http.dependencies import ContextDep, JobId
 from services.orchestrator.http.threads import lasting
 from spo.errors import NotReady, PreconditionFailed
+from spo.rpc.long_calls import generate
 from spo.spec.job_state import TERMINAL
 from spo.spec.section import Temperature, TopP
 from spo.spec.wire_enums import wire_name
-from spo.v1.inference_service_pb2 import GenerateRequest, GenerateResponse
 from spo.v1.prompt_pb2 import Prompt, PromptGroup, Sampling
 from spo.v1.trajectory_pb2 import FinishReason
 
 router = APIRouter(prefix="/v1/policies", tags=["policies"])
 
-COMPLETION_SECONDS = 120.0
 MAX_TOKENS_IN_ALL = 262_144
 
 
@@ -83,7 +82,7 @@ def complete(context: ContextDep, job_id: JobId, body: CompletionRequest) -> Com
         dispatched_unix_ms=int(time.time() * 1000),
     )
     try:
-        reply: GenerateResponse = context.inference.call("Generate", GenerateRequest(group=group), COMPLETION_SECONDS)
+        trajectories = generate(context.inference, group, kept={})
     except (NotReady, PreconditionFailed):
         if context.jobs.state(job_id) not in TERMINAL:
             raise
@@ -98,7 +97,7 @@ def complete(context: ContextDep, job_id: JobId, body: CompletionRequest) -> Com
                 version=trajectory.policy_version_first,
                 mean_logprob=sum(trajectory.sampling_logprobs) / max(1, len(trajectory.sampling_logprobs)),
             )
-            for trajectory in reply.group.trajectories
+            for trajectory in trajectories
         ],
         seed=seed,
     )

@@ -12,14 +12,15 @@ import pytest
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
 from services.orchestrator.evaluation import requests as evaluation_requests
+from services.orchestrator.evaluation import scorer
 from services.orchestrator.evaluation.requests import RequestedEvaluation
 from services.orchestrator.evaluation.schedule import ScheduledEvaluation
 from services.orchestrator.jobs.series import evaluation_results
 from services.orchestrator.jobs.states import CANCEL
-from spo.errors import IntegrityError, NotReady
+from spo.errors import IntegrityError, InternalError, InvalidInput, NotReady, SpoError
 from spo.spec.job_spec import EvaluationSpec, parse_job_spec
 from spo.spec.job_state import JobState
-from spo.testing.peers import RIGHT, ServiceDoubles
+from spo.testing.peers import BREAKS, RIGHT, ServiceDoubles
 from spo.testing.waiting import wait_until
 from spo.v1.prompt_pb2 import PromptGroup
 
@@ -99,6 +100,51 @@ def test_a_job_ends_although_its_last_evaluation_cannot_and_says_so(
     assert context.jobs.state(job_id) is JobState.SUCCEEDED
     reason = context.jobs.events(job_id)[-1].body["reason"]
     assert reason == "20 steps trained; the evaluation of step 0 failed: the weights are damaged"
+
+
+@pytest.mark.usefixtures("working_off")
+@pytest.mark.parametrize(
+    ("says", "code"),
+    [
+        pytest.param(
+            InvalidInput("the prompt has 9999 tokens", code="prompt_too_long"), "prompt_too_long", id="refused"
+        ),
+        pytest.param(InvalidInput("it killed engines", code="kills_engine"), "kills_engine", id="kills engines"),
+        pytest.param(InternalError("the environment is broken"), "internal", id="a fault of inference"),
+        pytest.param(BREAKS, "verifier_failed", id="a fault of its verifier"),
+        pytest.param(NotReady("its reward service is away"), "not_ready", id="nobody answers for it"),
+    ],
+)
+def test_one_problem_that_cannot_be_decided_is_named_and_the_others_are_evaluated(
+    context: AppContext,
+    peers: ServiceDoubles,
+    document: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    says: str | SpoError,
+    code: str,
+) -> None:
+    monkeypatch.setattr(scorer, "RETRY_SECONDS", 0.01)
+    first: list[str] = []
+
+    def respond(group: PromptGroup, index: int) -> str:
+        first.append(group.prompt.prompt_id)
+        if group.prompt.prompt_id != first[0]:
+            return RIGHT
+        if isinstance(says, SpoError):
+            raise says
+        return says
+
+    peers.inference.respond = respond
+    job_id = running_job(context, document)
+
+    (found,) = wait_until(lambda: evaluated(context, job_id), "the job is evaluated", 30)
+
+    (undecided,) = found["undecided"]
+    assert (undecided["prompt_id"], undecided["code"]) == (first[0], code)
+    assert undecided["reason"]
+    assert (found["decided"], len(found["per_problem"])) == (found["problems"] - 1, found["problems"] - 1)
+    assert found["pass_at_k"]["1"]["value"] == 1, "over those that are decided"
+    assert not context.evaluations.schedule.given_up(job_id)
 
 
 @pytest.mark.usefixtures("working_off")
