@@ -59,7 +59,7 @@ EXIT_CODES = (
     (ExitCode.NOT_FOUND, "not found"),
     (ExitCode.CONFLICT, "conflict: not possible in the present state"),
     (ExitCode.UNREACHABLE, "unreachable or not ready; may be tried again"),
-    (ExitCode.JOB_DID_NOT_SUCCEED, "the job did not succeed"),
+    (ExitCode.JOB_DID_NOT_SUCCEED, "the job did not succeed, or evaluations of it never came"),
     (ExitCode.INTERRUPTED, "interrupted"),
 )
 _NEXT_STEP = {

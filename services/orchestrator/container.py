@@ -174,6 +174,7 @@ class AppContext:
         self.forks = Forks(jobs, self.spec_check, self.weights, self.references, self.files)
         self.plan_warnings = PlanWarnings(self.replicas)
         self.monitor = JobMonitor(jobs, self.leases, self.assigner, settings.stall_seconds)
+        self.monitor.evaluations = self.evaluations.standing
         preparation = JobPreparation(jobs, self.library, self.model_check, self.judges)
         training = JobTraining(jobs, self.leases, self.evaluations, self.references, settings)
         self.runner = JobRunner(jobs, self.queue, preparation, training, self.monitor, self.assigner)

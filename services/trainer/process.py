@@ -83,7 +83,7 @@ def lead(process: ServiceProcess, ranks: Ranks, settings: Settings) -> int:
 
     def report(request: HeartbeatRequest) -> None:
         request.run_id, request.policy_version = context.run_id, context.weight_version
-        request.problem = context.problem
+        request.problem = context.problem or (context.attempt.long_stage if context.attempt else "")
         request.load = 1.0 if context.run_id else 0.0
         request.device_memory_bytes.extend(devices)
         request.accelerated = ranks.device.type == "cuda"

@@ -64,6 +64,10 @@ def evaluate(
     console.print(counts + rates, highlight=False)
     if result.scores:
         console.print("mean " + ", ".join(f"{name} {value:.3f}" for name, value in result.scores.items()), markup=False)
+    if result.undecided:
+        console.print(f"decided {result.decided} of {result.problems} problems", highlight=False)
+    for each in result.undecided:
+        console.print(f"undecided {each.prompt_id}: {each.reason} ({each.code})", markup=False, soft_wrap=True)
     if problems:
         print_rows(result.per_problem, COLUMNS, output)
 

@@ -279,7 +279,9 @@ def _with_model(document: JsonObject, model: Path | None) -> JsonObject:
 def _exit_as(job: Job) -> None:
     if job.failure:
         print_failure(job.failure.code, job.failure.message)
-    if job.state != "succeeded":
+    for missing in job.missing_evaluations:
+        print_failure(missing.code, f"the evaluation of step {missing.step} never came: {missing.message}")
+    if job.state != "succeeded" or job.missing_evaluations:
         raise typer.Exit(ExitCode.JOB_DID_NOT_SUCCEED)
 
 

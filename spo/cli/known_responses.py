@@ -18,31 +18,34 @@ _NO_PROGRAM = "print('this is not the answer')\n"
 
 @dataclass(frozen=True)
 class Known:
-    """None: the task set does not say."""
+    """None: the task set does not say. invented: what is made up here, of `right` and `wrong`."""
 
     right: str | None
     wrong: str | None
+    invented: frozenset[str] = frozenset()
 
 
 def known_responses(problem: Problem) -> Known:
     """A solution that people wrote, or the expected answer where the rule looks for it; and one that is wrong."""
     right = next(iter(problem.human_solutions), None)
     wrong = next(iter(problem.wrong_solutions), None)
+    invented = frozenset(name for name, known in (("right", right), ("wrong", wrong)) if known is None)
     kind = problem.tests
     if kind.HasField("answer"):
         if right is None and kind.answer.comparison not in _DESCRIBED:
             right = written_answer(kind.answer, kind.answer.expected[0])
-        return Known(right, wrong or written_answer(kind.answer, _other(kind.answer.expected[0])))
+        return Known(right, wrong or written_answer(kind.answer, _other(kind.answer.expected[0])), invented)
     if kind.HasField("scoring_function"):
         arguments = json.loads(kind.scoring_function.arguments_json or "{}")
         tag = arguments.get("tag", "")
-        return Known(right, wrong or (f"<{tag}>not it</{tag}>" if tag else "not it"))
+        return Known(right, wrong or (f"<{tag}>not it</{tag}>" if tag else "not it"), invented)
     if kind.HasField("code_tests"):
         wrong = wrong or _other_function(kind.code_tests.entry_point)
     wrong = wrong or _NO_PROGRAM
     return Known(
         None if right is None else write_response(right, problem.response_format, problem.language),
         write_response(wrong, problem.response_format, problem.language),
+        invented,
     )
 
 

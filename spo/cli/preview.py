@@ -18,7 +18,16 @@ from spo.spec.wire_enums import wire_name
 from spo.tasks.load import load_tasks
 from spo.tasks.problem import Problem, TaskSets, extract_program
 from spo.tasks.verifier_pool import pool_of
-from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, AnswerComparison, AnswerExtraction, AnswerRule, Outcome, TestSet
+from spo.v1.verdict_pb2 import (
+    OUTCOME_ACCEPTED,
+    OUTCOME_INTERNAL_ERROR,
+    OUTCOME_WRONG_ANSWER,
+    AnswerComparison,
+    AnswerExtraction,
+    AnswerRule,
+    Outcome,
+    TestSet,
+)
 
 JUDGING_SECONDS = 120.0
 # To begin with, before the first problem's own tests.
@@ -36,12 +45,16 @@ SUFFIXES_OF_SPECS = (".yaml", ".yml", ".json")
 
 @dataclass(frozen=True)
 class Decision:
-    """What the judge said of a response; `as_expected` None: it was not asked."""
+    """What the judge said of a response; `as_expected` None: it was not asked, or nothing was expected of it.
+
+    invented: the response is made up here, since the task set has none.
+    """
 
     response: str
     outcome: str
     detail: str
     as_expected: bool | None
+    invented: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,7 +118,7 @@ def previews(problems: Sequence[Problem], render: Callable[[str], str], where: s
         for problem in problems:
             known = known_responses(problem)
             if pool_of(problem.tests):
-                yield _shown(problem, render, _unasked(known.right), _unasked(known.wrong))
+                yield _shown(problem, render, _unasked(known, "right"), _unasked(known, "wrong"))
                 continue
             fault = _use(judge, problem)
             yield _shown(
@@ -129,24 +142,48 @@ def _use(judge: JudgeClient, problem: Problem) -> str:
     return ""
 
 
-def _unasked(response: str | None) -> Decision | None:
+def _unasked(known: Known, which: str) -> Decision | None:
+    response: str | None = getattr(known, which)
     if response is None:
         return None
-    return Decision(response, "not asked", "a service or model decides, which jobs ask through the verifiers", None)
+    detail = "a service or model decides, which jobs ask through the verifiers"
+    return Decision(response, "not asked", detail, None, which in known.invented)
 
 
 def _decided(judge: JudgeClient, problem: Problem, known: Known, fault: str, *, is_right: bool) -> Decision | None:
     response = known.right if is_right else known.wrong
+    invented = ("right" if is_right else "wrong") in known.invented
     if response is None:
         return None
     if fault:
-        return Decision(response, "refused", fault, as_expected=False)
+        return Decision(response, "refused", fault, as_expected=False, invented=invented)
     program = extract_program(response, problem.response_format, problem.language)
     try:
         verdict = judge.judge(program.encode(), problem.language, stop_early=True, deadline_seconds=JUDGING_SECONDS)
     except SpoError as error:
-        return Decision(response, "internal_error", error.message, as_expected=False)
+        return Decision(response, "internal_error", error.message, as_expected=False, invented=invented)
     failed = next((test.detail for test in verdict.tests if test.outcome != OUTCOME_ACCEPTED and test.detail), "")
     score = f"score {verdict.score:g}" if verdict.HasField("score") else ""
-    as_expected = (verdict.outcome == OUTCOME_ACCEPTED) == is_right
-    return Decision(response, wire_name(Outcome, verdict.outcome), verdict.detail or failed or score, as_expected)
+    return Decision(
+        response,
+        wire_name(Outcome, verdict.outcome),
+        verdict.detail or failed or score,
+        _is_as_expected(problem, verdict.outcome, is_right=is_right, invented=invented),
+        invented,
+    )
+
+
+def _is_as_expected(problem: Problem, outcome: Outcome.ValueType, *, is_right: bool, invented: bool) -> bool | None:
+    """Whether a verdict is the one that the response should get; None where nobody can know.
+
+    A verifier that fails decides about nothing, so that is never expected. What people's own function should make of a
+    response that is made up here, only they know.
+    """
+    if outcome == OUTCOME_INTERNAL_ERROR:
+        return False
+    if problem.tests.HasField("scoring_function"):
+        if outcome not in (OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER):
+            return False
+        if invented:
+            return None
+    return (outcome == OUTCOME_ACCEPTED) == is_right

@@ -141,7 +141,8 @@ def _print_preview(place: int, one: Preview) -> None:
 
 
 def _print_decision(name: str, decision: Decision) -> None:
-    console.print(f"[bold]{name} response[/]")
+    made_up = " (made up here: the task set has none)" if decision.invented else ""
+    console.print(f"[bold]{name} response[/]{made_up}", highlight=False)
     console.print(_short(decision.response), markup=False, highlight=False, soft_wrap=True)
     colour = {True: "green", False: "red", None: "dim"}[decision.as_expected]
     detail = f": {' '.join(decision.detail.split())}" if decision.detail else ""

@@ -33,6 +33,7 @@ from services.orchestrator.replicas.assignment import SERVED, ReplicaAssigner
 from services.orchestrator.replicas.weights import WeightAnnouncements
 from spo.errors import FieldViolation, InvalidInput, NotFound, SpoError
 from spo.observability.logs import get_logger
+from spo.rpc.client import SILENT_SECONDS
 from spo.spec.job_spec import EvaluationSpec, TasksSpec
 from spo.spec.job_state import TERMINAL, JobState
 from spo.spec.stored import read_stored
@@ -81,6 +82,21 @@ class EvaluationQueue:
         self.requests = EvaluationRequests(jobs, limits.kept)
         self._backoff = Backoff()
         self._model = ("", 0.0)
+
+    def standing(self, job_id: str) -> list[str]:
+        """How the evaluations of a job that are under way stand, in words."""
+        found = []
+        is_trained = self.jobs.record(job_id).is_trained
+        for (run_id, name), progress in list(self.scorer.under_way.items()):
+            silent = time.monotonic() - progress.patience.answered_at > SILENT_SECONDS
+            failure = progress.patience.failure or ("nothing was heard of it lately" if silent else "")
+            if run_id == job_id and (failure or is_trained):
+                done = f"{len(progress.scores)} of {progress.total} problems done"
+                again = f", try {progress.tries}" if progress.tries > 1 else ""
+                found.append(
+                    f"an evaluation ({name}) is under way, {done}{again}" + (f": {failure}" if failure else "")
+                )
+        return found
 
     def request(
         self, job_id: str, version: int, tasks: TasksSpec | None, protocol: EvaluationSpec, key: str = ""

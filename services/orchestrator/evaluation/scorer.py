@@ -115,7 +115,7 @@ class ScoringProgress:
     problems: dict[int, ProblemProgress] = field(default_factory=lambda: defaultdict(ProblemProgress))
     turns: int = 0
     tries: int = 0
-    began_unix: float = field(default_factory=time.time)
+    total: int = 0
     patience: Patience = field(default_factory=lambda: Patience(0.0))
 
 
@@ -152,6 +152,7 @@ class Scorer:
         key = (task.run_id, task.name)
         progress = self.under_way.setdefault(key, ScoringProgress())
         progress.tries += 1
+        progress.total = len(task.problems)
         progress.patience = Patience(self.patience_seconds)
         try:
             self._score_all(task, is_wanted, progress)

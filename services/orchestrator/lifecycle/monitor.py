@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from statistics import fmean
 
 from services.orchestrator import redis_keys as own_keys
@@ -35,6 +38,65 @@ STAGES = (
 )
 
 
+# A reason that has stood for so long says since when, what is tried, and what ends it.
+NAMED_SECONDS = 60.0
+MOST_REASONS = 10_000
+# A job that has not moved for so long is asked for its reasons, whether anybody looks at it or not.
+STANDS_SECONDS = 10.0
+_NUMBER = re.compile(r"\d+(\.\d+)?")
+# The first that is found in a reason: what is tried meanwhile, and what ends the wait.
+_TRIED_AND_ENDS = tuple(
+    (re.compile(pattern), tried, ends)
+    for pattern, tried, ends in (
+        (r"for a slot", "it is looked for every second", "a job that ends or is paused gives its slot back"),
+        (r"no live replica of", "heartbeats are looked for", "one starts: `spo doctor` and its log say why none does"),
+        (
+            r"no inference replica is assigned",
+            "replicas are shared anew every second",
+            "a job ends, or a replica joins",
+        ),
+        (r"for a trainer to lease", "every free trainer is offered it", "a trainer starts, or another job ends"),
+        (
+            r"the evaluation of step|an evaluation",
+            "what is missing is asked for again, with pauses up to 60 s",
+            "inference and judge answer, or it is reported with what is decided",
+        ),
+        (
+            r"(prompts at value-estimation|prompts are estimated)",
+            "every prompt is tried again, with pauses up to 30 s",
+            "inference and judge answer, or a prompt becomes a dead letter",
+        ),
+        (
+            r"groups wait at",
+            "each is tried again, with pauses up to 30 s",
+            "its service takes them; cancel the job to drop them",
+        ),
+        (
+            r"died",
+            "a trainer begins again from the last checkpoint",
+            "a step is completed, or the most deaths fail the job",
+        ),
+        (r"checkpoint", "the trainer goes on saving", "it is saved, or the grace is over"),
+        (r"shared rollouts", "the other job is looked at every second", "it goes on or ends"),
+        (
+            r"(full|disk|space|writ|read-only|EROFS|EIO)",
+            "the write is tried again",
+            "there is room, or the storage is mended",
+        ),
+    )
+)
+_OTHERWISE = "it is tried again, with pauses up to 30 s", "it passes, or the job is cancelled"
+# Of a state in which nothing else says why.
+_STANDS = {
+    JobState.QUEUED: "the job waits for the orchestrator to look at it",
+    JobState.VALIDATING: "the job waits for its model, tasks and tests to be checked and uploaded",
+    JobState.ESTIMATING: "the job waits for the values of its prompts",
+    JobState.RUNNING: "the job waits for its trainer's next step",
+    JobState.PAUSING: "the job waits for its trainer to write a checkpoint",
+    JobState.CANCELLING: "the job waits for its trainer to let go",
+}
+
+
 class JobMonitor:
     """Samples the pipeline of active jobs and reports a standstill once."""
 
@@ -48,6 +110,13 @@ class JobMonitor:
         self._progress: dict[str, tuple[object, float]] = {}
         self._noted: dict[str, str] = {}
         self._pool_facts: tuple[float, dict[str, float]] = (float("-inf"), {})
+        # How the evaluations of a job that are under way stand, in words.
+        self.evaluations: Callable[[str], list[str]] = lambda job_id: []
+        self.clock: Callable[[], float] = time.time
+        self._lock = threading.Lock()
+        # When each reason was first seen, and last; numbers in it may change meanwhile.
+        self._seen: dict[tuple[str, str], tuple[float, float]] = {}
+        self._stands_since: dict[tuple[str, JobState], float] = {}
 
     def observe(self, job_id: str) -> None:
         """Take a sample when one is due, and add an event when nothing moved for stall_seconds."""
@@ -56,13 +125,17 @@ class JobMonitor:
             return
         self._sampled_at[job_id] = now
         self._sample(job_id)
-        progress = self._progress_of(job_id)
+        state, progress = self.jobs.state(job_id), self._progress_of(job_id)
         before, since = self._progress.get(job_id, (None, now))
+        if now - since > STANDS_SECONDS:
+            # Also while nobody asks: so that it is known since when.
+            self.named(job_id, state, self.waits(job_id, state))
         if progress != before:
             self._progress[job_id] = (progress, now)
+            self._stands_since[job_id, state] = self.clock()
         elif now - since > self.stall_seconds:
             self._progress[job_id] = (progress, float("inf"))
-            reasons = self.waits(job_id, self.jobs.state(job_id))
+            reasons = self.named(job_id, state, self.waits(job_id, state))
             self.jobs.append(job_id, "stalled", {"seconds": self.stall_seconds, "waits": reasons})
 
     def forget(self, active: Sequence[str]) -> None:
@@ -72,6 +145,8 @@ class JobMonitor:
             self._progress.pop(ended, None)
         for ended in self._noted.keys() - set(active):
             del self._noted[ended]
+        for key in [key for key in list(self._stands_since) if key[0] not in active]:
+            self._stands_since.pop(key, None)
 
     def note_wait(self, job_id: str, reason: str) -> None:
         """Remember what the orchestrator's own step of a job waits for; "" for nothing."""
@@ -79,6 +154,28 @@ class JobMonitor:
             self._noted[job_id] = reason
         else:
             self._noted.pop(job_id, None)
+
+    def named(self, job_id: str, state: JobState, reasons: Sequence[str]) -> list[str]:
+        """Why a job waits; what has stood for NAMED_SECONDS says since when, what is tried, and what ends it.
+
+        A job that has stood still for so long waits for something, whether anybody says for what or not.
+        """
+        now = self.clock()
+        stands_since = self._stands_since.setdefault((job_id, state), now)
+        told = [self._told(job_id, reason, now) for reason in reasons]
+        if not told and state in _STANDS and now - stands_since >= NAMED_SECONDS:
+            told = [f"{_STANDS[state]} ({_since(_STANDS[state], stands_since)})"]
+        return told
+
+    def _told(self, job_id: str, reason: str, now: float) -> str:
+        key = job_id, _NUMBER.sub("#", reason)[:200]
+        with self._lock:
+            since, last = self._seen.get(key, (now, now))
+            since = now if now - last > 2 * NAMED_SECONDS else since
+            if len(self._seen) >= MOST_REASONS:
+                self._seen.clear()
+            self._seen[key] = since, now
+        return f"{reason} ({_since(reason, since)})" if now - since >= NAMED_SECONDS else reason
 
     def waits(self, job_id: str, state: JobState) -> list[str]:
         """Who waits for whom right now, in words; the first is the likeliest reason of a standstill."""
@@ -90,6 +187,7 @@ class JobMonitor:
         found = noted + [f"{place}: {trouble.reason}" for place, trouble in troubles.items()]
         failures = failures_of(self.jobs.client, job_id)
         found += [f"the evaluation of step {failure.step}: {failure.message}" for failure in failures]
+        found += self.evaluations(job_id)
         if self.assigner.left_out(job_id):
             found.append("no inference replica is assigned to the job: there are fewer than jobs that run")
         if state is JobState.ESTIMATING:
@@ -180,3 +278,11 @@ class JobMonitor:
             client.hlen(own_keys.evaluations(job_id)),
             client.hget(redis_keys.replay_counters(job_id), "number"),
         )
+
+
+def _since(reason: str, since: float) -> str:
+    """Since when a reason stands, what is tried meanwhile, and what ends it."""
+    matching = ((tried, ends) for pattern, tried, ends in _TRIED_AND_ENDS if pattern.search(reason))
+    tried, ends = next(matching, _OTHERWISE)
+    at = datetime.fromtimestamp(since, UTC).strftime("%H:%M:%S")
+    return f"since {at} UTC; tried: {tried}; ends when: {ends}"

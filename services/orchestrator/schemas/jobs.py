@@ -75,13 +75,25 @@ class SpecWarning(BaseModel):
     message: str
 
 
+class MissingEvaluation(BaseModel):
+    """A step of the schedule whose evaluation was given up on, and why."""
+
+    step: int
+    version: int
+    code: str
+    message: str
+
+
 class Job(JobSummary):
+    """missing_evaluations: those of its schedule that never came, also of a job that has succeeded."""
+
     progress: Progress
     latest_evaluation: dict[str, object] | None
     failure: Failure | None
     waits: list[str]
     spec: dict[str, object]
     lineage: Lineage | None = None
+    missing_evaluations: list[MissingEvaluation] = []
     warnings: list[SpecWarning] = []
 
 

@@ -7,6 +7,7 @@ word, as one does that the kernel kills. Rank 0 notes what all ranks do; another
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +26,16 @@ LEADER = "attempt.json"
 OTHERS = "attempt-rank-*.json"
 # Nothing is in hand then; whoever ends a process that waits ends no work.
 WAITING = "wait"
+# What takes so long is told with the heartbeats: a job that waits for it says so.
+LONG_STAGE_SECONDS = 30.0
+IN_WORDS = {
+    "load": "to load the model",
+    "resume": "to load the checkpoint",
+    "train": "a training step",
+    "publish": "to publish weights",
+    "checkpoint": "to write a checkpoint",
+    "update_reference": "to load the reference",
+}
 MOST_CAUSE_CHARACTERS = 500
 KILLED = "the kernel killed a process of its cgroup for want of memory"
 
@@ -55,6 +66,7 @@ class Attempt:
         name = LEADER if ranks.leads else OTHERS.replace("*", str(ranks.rank))
         self._file = notes / name
         self._is_over = self._has_begun = False
+        self._began_at = time.monotonic()
         # Where training begins; as far as it is known before anything is loaded.
         self._begun_after = max((saved.step for saved in grant.checkpoints.items), default=0)
         self._note = AttemptNote(
@@ -82,7 +94,16 @@ class Attempt:
     def begins(self, stage: str, done: int) -> None:
         """Note what is in hand from now on, after so many steps of the job."""
         if self._leads and (stage, done + 1) != (self._note.stage, self._note.step):
+            self._began_at = time.monotonic()
             self._write(stage=stage, step=done + 1, steps_done=done - self._begun_after)
+
+    @property
+    def long_stage(self) -> str:
+        """What has been in hand for LONG_STAGE_SECONDS, in words; "" when nothing has."""
+        note, seconds = self._note, time.monotonic() - self._began_at
+        if self._is_over or note.stage == WAITING or seconds < LONG_STAGE_SECONDS:
+            return ""
+        return f"{IN_WORDS.get(note.stage, note.stage)} (step {note.step}) has taken {seconds:.0f} s so far"
 
     def stopped(self) -> None:
         """The process was asked to stop, and ends in the middle of its work: no death.

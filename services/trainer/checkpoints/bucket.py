@@ -39,7 +39,8 @@ log = get_logger("checkpoints")
 
 Answer = TypeVar("Answer")
 
-# A checkpoint that is not whole after this long is given up on; a bucket that is away for less only delays it.
+# A checkpoint is given up on when no further part of it has arrived for so long; a bucket that is away for less only
+# delays it.
 UPLOAD_SECONDS = 1800.0
 RETRY_SECONDS = 5.0
 LOOK_SECONDS = 0.2
@@ -199,6 +200,7 @@ class _Upload:
     def put_part(self, entry: FileEntry, file: Path) -> None:
         """Raises Unreachable, OSError."""
         self._insist(lambda: self._backend.put_file(self._run_id, self._step, entry, file))
+        self._deadline = time.monotonic() + UPLOAD_SECONDS
 
     def seal(self, manifest: Manifest) -> None:
         """Put the manifest once the parts of all ranks are there.
@@ -207,6 +209,7 @@ class _Upload:
         """
         for entry in manifest["files"]:
             self._wait_for(entry)
+            self._deadline = time.monotonic() + UPLOAD_SECONDS
         if self._abandoned.is_set():
             raise self._unwanted()
         self._insist(lambda: self._backend.put_manifest(self._run_id, self._step, manifest))

@@ -87,8 +87,20 @@ class JobSummary(Document):
         return self.state in TERMINAL
 
 
+class MissingEvaluation(Document):
+    """A step whose evaluation was given up on, and why."""
+
+    step: int
+    version: int
+    code: str
+    message: str
+
+
 class Job(JobSummary):
-    """A job in full: its JobSpec with every default filled in, and where it stands; waits says what for."""
+    """A job in full: its JobSpec with every default filled in, and where it stands; waits says what for.
+
+    missing_evaluations: those of its schedule that never came, also of a job that has succeeded.
+    """
 
     progress: Progress
     latest_evaluation: StepEvaluation | None
@@ -96,6 +108,7 @@ class Job(JobSummary):
     waits: list[str]
     spec: JsonObject
     lineage: Lineage | None = None
+    missing_evaluations: tuple[MissingEvaluation, ...] = ()
     warnings: tuple[SpecWarning, ...] = ()
 
 

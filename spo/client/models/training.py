@@ -48,8 +48,19 @@ class ProblemScore(Document):
     scores: dict[str, float] = Field(default_factory=dict)
 
 
+class UndecidedProblem(Document):
+    """A held-out problem without a score, and why."""
+
+    prompt_id: str
+    code: str
+    reason: str
+
+
 class EvaluationResult(Document):
-    """Scores of a weight version on held-out problems; `per_problem` is empty where the API leaves it out."""
+    """Scores of a weight version on held-out problems; `per_problem` is empty where the API leaves it out.
+
+    They are of the `decided` problems of all `problems`; `undecided` names the others. decided None: all.
+    """
 
     version: int
     pass_at_k: dict[str, PassAtK]
@@ -60,6 +71,8 @@ class EvaluationResult(Document):
     hard_coded_rate: float
     scores: dict[str, float] = Field(default_factory=dict)
     problems: int
+    decided: int | None = None
+    undecided: list[UndecidedProblem] = Field(default_factory=list)
     samples: int
     per_problem: list[ProblemScore] = Field(default_factory=list)
 

@@ -75,3 +75,48 @@ def test_a_file_of_tasks_that_cannot_be_used_is_refused_with_its_rows(tmp_path: 
 
 def test_the_generators_are_listed() -> None:
     assert len(json.loads(spo("generators", "-o", "json").stdout)) > 100
+
+
+FUNCTIONS = {
+    "throws": "raise ValueError('boom')",
+    "hangs": "while True: pass",
+    "nan": "return float('nan')",
+    "text": "return 'good'",
+    "ends": "import os; os._exit(0)",
+    "lenient": "return 1.0",
+    "strict": "return 1.0 if response.strip() == 'yes' else 0.0",
+    "reversed": "return 0.0 if response.strip() == 'yes' else 1.0",
+}
+
+
+def test_a_preview_ends_with_1_for_a_reward_function_that_fails_and_with_0_for_a_lenient_one(tmp_path: Path) -> None:
+    """Every function on a row without responses, whose wrong one is made up, and on one with both."""
+    for name, body in FUNCTIONS.items():
+        (tmp_path / f"{name}.py").write_text(f"def score(response, **_):\n    {body}\n")
+    verifiers = {
+        name: {"kind": "python", "path": str(tmp_path / f"{name}.py"), "function": "score"} for name in FUNCTIONS
+    }
+    bare = [{"statement": f"{name}, bare", "verifier": name} for name in FUNCTIONS]
+    known = {"human_solutions": ["yes"], "wrong_solutions": ["no"]}
+    full = [{"statement": f"{name}, full", "verifier": name, **known} for name in ("strict", "reversed", "lenient")]
+    file = written(tmp_path / "tasks.jsonl", *bare, *full)
+    spec = tmp_path / "job.yaml"
+    verifier = {"kind": "per_problem", "verifiers": verifiers}
+    tasks = {"kind": "jsonl", "path": str(file), "evaluation_problems": 0, "verifier": verifier}
+    spec.write_text(json.dumps({"tasks": tasks}))
+
+    shown = spo("preview", spec, "--judge", "embedded", "--problems", "20", "-o", "json", seconds=120)
+
+    assert shown.stdout, shown.stderr
+    found = {one["prompt"]: one for one in json.loads(shown.stdout)}
+    failed = {name: found[f"{name}, bare"]["wrong"] for name in ("throws", "hangs", "nan", "text", "ends")}
+    assert {name: one["as_expected"] for name, one in failed.items()} == dict.fromkeys(failed, False)
+    for name in ("lenient", "strict", "reversed"):
+        made_up = found[f"{name}, bare"]["wrong"]
+        assert (made_up["invented"], made_up["as_expected"]) == (True, None), name
+    judged = {
+        name: (found[f"{name}, full"]["right"]["as_expected"], found[f"{name}, full"]["wrong"]["as_expected"])
+        for name in ("strict", "reversed", "lenient")
+    }
+    assert judged == {"strict": (True, True), "reversed": (False, False), "lenient": (True, False)}
+    assert shown.returncode == 1

@@ -240,3 +240,49 @@ def test_readmes_tree_is_what_the_packages_say() -> None:
     command = [sys.executable, "-c", program]
     written = subprocess.run(command, cwd=ROOT / "scripts", capture_output=True, text=True, timeout=60, check=True)
     assert (ROOT / "README.md").read_text() == written.stdout, "run: make tree"
+
+
+def _constants_of_seconds() -> dict[tuple[str, str], str]:
+    """File and name -> value as written, of every module's constants that end in _SECONDS."""
+    found = {}
+    for path in _python_files("spo", "services"):
+        for node in _tree(path).body:
+            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            value = getattr(node, "value", None)
+            if isinstance(target, ast.Name) and target.id.endswith("_SECONDS") and not isinstance(value, ast.Call):
+                found[_name(path), target.id] = ast.unparse(value) if value else ""
+    return found
+
+
+def test_every_constant_of_seconds_stands_in_docs_defaults_with_why_no_job_can_need_more() -> None:
+    document = (ROOT / "docs" / "defaults.md").read_text()
+    section = document[document.index("## Limits of time") :]
+    rows = re.findall(r"^\| `([\w/]+\.py)` `(\w+)` \| ([\d., e+]+) \| (.+) \|$", section, re.MULTILINE)
+    kinds = section[: section.index("| Constant |")]
+    harmless = set(re.findall(r"\b[A-Z]{2,}\b", kinds))
+    listed = {(file, name): value for file, name, value, _ in rows}
+    constants = _constants_of_seconds()
+    unlisted = [
+        f"{file} {name} = {value}"
+        for (file, name), value in constants.items()
+        if (file, name) not in listed and name.removesuffix("_SECONDS").rsplit("_", 1)[-1] not in harmless
+    ]
+    assert not unlisted, "say in docs/defaults.md what it bounds, and why no job can need more"
+    assert not listed.keys() - constants.keys(), "docs/defaults.md lists what is not there"
+    wrong = {
+        f"{file} {name}: {listed[file, name]}, in the code {constants[file, name]}"
+        for file, name in listed
+        if _numbers(listed[file, name]) != _numbers(constants[file, name])
+    }
+    assert not wrong
+
+
+def _numbers(text: str) -> list[float]:
+    """The factors of a product, multiplied, of each element of a tuple."""
+    found = []
+    for part in text.strip("()").split(","):
+        product = 1.0
+        for factor in part.split("*"):
+            product *= float(factor.replace("_", ""))
+        found.append(product)
+    return found

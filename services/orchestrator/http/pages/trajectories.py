@@ -17,12 +17,13 @@ from services.orchestrator.http.pages.rendering import is_part, show
 from services.orchestrator.http.pages.tokens import coloured
 from services.orchestrator.http.threads import lasting
 from spo.errors import NotFound, SpoError
+from spo.rpc.long_calls import judge
 from spo.spec.job_spec import SourceName
 from spo.spec.wire_enums import wire_name
 from spo.tasks.answer import answer_in
 from spo.tasks.problem import Problem, program_of
 from spo.tasks.verifier_pool import deciders, pool_of
-from spo.v1.judge_service_pb2 import PRIORITY_EVALUATION, JudgeRequest, JudgeResponse
+from spo.v1.judge_service_pb2 import PRIORITY_EVALUATION, JudgeRequest
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.verdict_pb2 import Outcome
 
@@ -32,7 +33,6 @@ PAGE_LENGTH = 25
 CHUNK = 200
 # A filter that matches next to nothing reads so many chunks before the page offers to go on.
 MAX_CHUNKS = 10
-JUDGE_SECONDS = 60.0
 OUTCOMES = [name.removeprefix("OUTCOME_").lower() for name in Outcome.keys()[1:]]
 
 
@@ -143,8 +143,7 @@ def show_tests(request: Request, context: ContextDep, job_id: JobId, trajectory_
         want_details=True,
         run_id=job_id,
     )
-    reply: JudgeResponse = context.judges.of(pool_of(problem.tests)).call("Judge", judge_request, JUDGE_SECONDS)
-    verdict = reply.verdicts[0]
+    verdict = judge(context.judges.of(pool_of(problem.tests)), judge_request).verdicts[0]
     answer = answer_in(problem.tests.answer, judge_request.programs[0]) if problem.tests.HasField("answer") else None
     rows: list[dict[str, object]] = [
         {

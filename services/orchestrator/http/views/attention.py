@@ -26,7 +26,7 @@ CRASHES, CRASH_MINUTES = 3, 15
 MOST_JOBS = 100
 FAILED_HOURS = 24
 # Work on its way is no fault.
-_BUSY = re.compile(r"\d+ groups wait at |training waits for \d+ prompts")
+_BUSY = re.compile(r"\d+ groups wait at |training waits for \d+ prompts|an evaluation \([^)]*\) is under way, [^:]*$")
 _LOGS = "its log says why: runs/<name>/logs with `spo up`, `kubectl logs --previous` in a cluster; then `spo doctor`"
 
 Entry = schemas.AttentionEntry

@@ -82,6 +82,12 @@ def job(context: AppContext, job_id: str) -> schemas.Job:
         failure=failure,
         waits=[] if summary.state in TERMINAL else waits(context, job_id, summary.state),
         spec=spec.model_dump(mode="json"),
+        missing_evaluations=[
+            schemas.MissingEvaluation(
+                step=failed.step, version=failed.version, code=failed.code, message=failed.message
+            )
+            for failed in context.evaluations.schedule.given_up(job_id)
+        ],
         lineage=schemas.Lineage(**asdict(record.lineage)) if record.lineage else None,
         warnings=[] if summary.state in TERMINAL else spec_warnings(context, spec, _mean_tokens(newest)),
     )
@@ -140,7 +146,8 @@ def _metrics(record: JobRecord, newest: list[tuple[bytes, float]]) -> dict[str, 
 
 def waits(context: AppContext, job_id: str, state: JobState) -> list[str]:
     """What a job that has not ended waits for, in words."""
-    return [*context.queue.reasons(job_id, state), *context.monitor.waits(job_id, state)]
+    reasons = [*context.queue.reasons(job_id, state), *context.monitor.waits(job_id, state)]
+    return context.monitor.named(job_id, state, reasons)
 
 
 def _newest_evaluation(context: AppContext, job_id: str, steps: list[bytes]) -> dict[str, object] | None:
