@@ -118,7 +118,6 @@ from spo.client.models.training import (
     PassAtK,
     ProblemScore,
     StepEvaluation,
-    UndecidedProblem,
     WeightVersion,
     WeightVersions,
 )
@@ -254,7 +253,6 @@ __all__ = [
     "TrajectoryDetail",
     "TrajectoryFilters",
     "TrajectoryPage",
-    "UndecidedProblem",
     "Verdict",
     "Version",
     "WeightVersion",
