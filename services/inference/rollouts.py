@@ -135,7 +135,7 @@ def start_group(
         for request in sample_requests(prompt_token_ids, group.sampling, prefix)
     ]
     if not set(indexes) <= set(range(len(requests))):
-        raise InvalidInput(f"a group of {len(requests)} samples has none of {max(indexes)}", code="bad_samples")
+        raise InvalidInput(f"a group of {len(requests)} samples has none of {max(indexes)}")
     indexes = indexes or range(len(requests))
     requests = [requests[index] for index in indexes]
     samples = SampleGroup(group.run_id, requests, weights, alone, on_sample=on_sample)

@@ -46,7 +46,6 @@ class ReferenceScores:
             asked = _AskedLogprobs(self, run_id, trajectories[chunk], stop)
             self.values.patiently(
                 asked.attempt,
-                "ReferenceLogprobsParts",
                 patience_seconds=patience_seconds,
                 stop=stop,
                 signs=lambda asked=asked: asked.signs,  # type: ignore[misc]
@@ -84,7 +83,7 @@ class _AskedLogprobs:
         finally:
             self._left = [each for place, each in enumerate(asked) if place not in done]
         if self._left:
-            raise NotReady("value-estimation did not answer with every sequence", code="values_incomplete")
+            raise NotReady("value-estimation did not answer with every sequence")
 
     def _note(self, asked: Sequence[Trajectory], done: set[int], request: ComputeReferenceLogprobsRequest) -> None:
         values, silent = self._scores.values, self._scores.deadline_seconds
@@ -96,8 +95,8 @@ class _AskedLogprobs:
                     _write(asked[scored.index], scored.logprobs, part.reference_hash)
                     done.add(scored.index)
         except UnknownMethod:
-            whole: ComputeReferenceLogprobsResponse = values.call_while(
-                "ComputeReferenceLogprobs", request, self._is_wanted
+            whole = values.call_while(
+                "ComputeReferenceLogprobs", request, self._is_wanted, ComputeReferenceLogprobsResponse
             )
             for place, (trajectory, found) in enumerate(zip(asked, whole.sequences, strict=True)):
                 _write(trajectory, found.logprobs, whole.reference_hash)

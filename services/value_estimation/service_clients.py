@@ -71,7 +71,6 @@ class ServiceClients:
         signs = Signs()
         return self._insist(
             self.inference,
-            "Generate",
             lambda: generate(self.inference, group, kept=kept, wanted=self._is_wanted, alive=signs.note),
             signs,
         )
@@ -91,7 +90,7 @@ class ServiceClients:
         )
         judges, signs = self.judge.of(prompt.verifier_pool), Signs()
         response: JudgeResponse = self._insist(
-            judges, "Judge", lambda: judge(judges, request, wanted=self._is_wanted, alive=signs.note), signs
+            judges, lambda: judge(judges, request, wanted=self._is_wanted, alive=signs.note), signs
         )
         by_program = dict(zip(unique, response.verdicts, strict=True))
         require_decided(response.verdicts)
@@ -146,10 +145,9 @@ class ServiceClients:
     def _is_wanted(self) -> bool:
         return not self.stop.is_set() and self.wanted()
 
-    def _insist(self, client: RpcClient, method: str, attempt: Callable[[], Answer], signs: Signs) -> Answer:
+    def _insist(self, client: RpcClient, attempt: Callable[[], Answer], signs: Signs) -> Answer:
         return client.patiently(
             attempt,
-            method,
             patience_seconds=self.settings.patience_seconds,
             stop=self.stop,
             wanted=self.wanted,

@@ -22,6 +22,7 @@ from spo.rpc.token import with_token
 log = get_logger("rpc")
 
 Answer = TypeVar("Answer")
+Reply = TypeVar("Reply", bound=Message)
 
 DEFAULT_DEADLINE_SECONDS = 30.0
 MAX_MESSAGE_BYTES = 64 << 20
@@ -135,12 +136,14 @@ class RpcClient:
                 raise
             raise self._is_closed() from None
 
-    def call_while(self, method: str, request: Message, wanted: Callable[[], bool]) -> Any:
+    def call_while(self, method: str, request: Message, wanted: Callable[[], bool], kind: type[Reply]) -> Reply:
         """As `call` without a deadline, of a server that cannot show progress: pings watch over the connection.
 
-        Raises Unreachable soon after `wanted` says no.
+        kind: of the response. Raises Unreachable soon after `wanted` says no.
         """
-        return self._while_wanted(method, request, wanted, None, _trace())
+        reply = self._while_wanted(method, request, wanted, None, _trace())
+        assert isinstance(reply, kind)
+        return reply
 
     def _while_wanted(
         self,
@@ -149,7 +152,7 @@ class RpcClient:
         wanted: Callable[[], bool],
         deadline_seconds: float | None,
         metadata: tuple[tuple[str, str], ...],
-    ) -> Any:
+    ) -> object:
         try:
             reply = getattr(self._stub, method).future(request, timeout=deadline_seconds, metadata=metadata)
         except ValueError:
@@ -160,7 +163,8 @@ class RpcClient:
             while not arrived.wait(PAUSE_SECONDS):
                 if not wanted():
                     raise self._is_given_up()
-            return reply.result()
+            answer: object = reply.result()
+            return answer
         except grpc.RpcError as failure:
             raise error_of(failure, self.service, self.address) from None
         except grpc.FutureCancelledError:
@@ -242,7 +246,6 @@ class RpcClient:
         """Like `call`, each try with the deadline, repeated as `patiently` does."""
         return self.patiently(
             lambda: self.call(method, request, deadline_seconds),
-            method,
             patience_seconds=patience_seconds,
             stop=stop,
             wanted=wanted,
@@ -252,7 +255,6 @@ class RpcClient:
     def patiently(
         self,
         attempt: Callable[[], Answer],
-        method: str,
         *,
         patience_seconds: float,
         stop: threading.Event,
@@ -280,7 +282,7 @@ class RpcClient:
                     raise
                 if now - said > SAY_SECONDS:
                     said = now
-                    log.warning("waiting for a service", waits_for=self.service, method=method, reason=error.message)
+                    log.warning("waiting for a service", waits_for=self.service, reason=error.message)
                 if stop.wait(PAUSE_SECONDS):
                     raise errors.NotReady(f"stopped while waiting for {self.service}: {error.message}") from None
 

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from spo import redis_keys
 from spo.messaging.redis_client import RedisClient
 from spo.observability.logs import get_logger
-from spo.rpc.client import DEFAULT_DEADLINE_SECONDS, SILENT_SECONDS, RpcClient
+from spo.rpc.client import DEFAULT_DEADLINE_SECONDS, SILENT_SECONDS, Reply, RpcClient
 from spo.v1.inference_service_pb2 import GenerateRequest
 from spo.v1.inference_service_pb2_grpc import InferenceServiceStub
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
@@ -53,12 +53,12 @@ class InferenceClient(RpcClient):
             return super().call(method, request, deadline_seconds, stop=stop)
         return replica.call(method, request, deadline_seconds, stop=stop)
 
-    def call_while(self, method: str, request: Message, wanted: Callable[[], bool]) -> Any:
+    def call_while(self, method: str, request: Message, wanted: Callable[[], bool], kind: type[Reply]) -> Reply:
         """As RpcClient.call_while."""
         replica = self._replica(request.group.run_id) if isinstance(request, GenerateRequest) else None
         if replica is None:
-            return super().call_while(method, request, wanted)
-        return replica.call_while(method, request, wanted)
+            return super().call_while(method, request, wanted, kind)
+        return replica.call_while(method, request, wanted, kind)
 
     def parts(
         self,

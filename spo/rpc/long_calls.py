@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
+from google.protobuf.message import Message
+
 from spo.errors import NotReady
 from spo.observability import tracing
 from spo.rpc.client import RpcClient, UnknownMethod
@@ -60,7 +62,7 @@ def generate(
             alive()
             kept.update({trajectory.sample_index: trajectory for trajectory in part.finished})
     except UnknownMethod:
-        whole: GenerateResponse = inference.call_while("Generate", GenerateRequest(group=group), wanted)
+        whole = inference.call_while("Generate", GenerateRequest(group=group), wanted, GenerateResponse)
         alive()
         kept.update(enumerate(whole.group.trajectories))
     if not kept.keys() >= set(missing):
@@ -83,12 +85,11 @@ def judge(
                 found: JudgeResponse = part.response
                 return found
     except UnknownMethod:
-        answer: JudgeResponse = judges.call_while("Judge", request, wanted)
-        return answer
+        return judges.call_while("Judge", request, wanted, JudgeResponse)
     raise NotReady("the judge ended the call without verdicts", code="judge_incomplete")
 
 
-def _parts(client: RpcClient, method: str, request: Any, wanted: Callable[[], bool]) -> Iterator[Any]:
+def _parts(client: RpcClient, method: str, request: Message, wanted: Callable[[], bool]) -> Iterator[Any]:
     if not tracing.current():
         yield from client.parts(method, request, wanted)
         return
@@ -99,7 +100,7 @@ def _parts(client: RpcClient, method: str, request: Any, wanted: Callable[[], bo
 # --- servers ---
 
 
-class AwaitedVerdicts(Protocol):
+class ComingVerdicts(Protocol):
     """Verdicts that come in."""
 
     def pending(self) -> Sequence[Future[Any]]: ...
@@ -107,7 +108,7 @@ class AwaitedVerdicts(Protocol):
     def cancel(self) -> None: ...
 
 
-def judged_parts(batch: AwaitedVerdicts, programs: int, context: CallContext) -> Iterator[JudgePart]:
+def judged_parts(batch: ComingVerdicts, programs: int, context: CallContext) -> Iterator[JudgePart]:
     """The parts of a judge's answer; a caller that hangs up cancels the rest. Raises what judging raised, NotReady."""
     pending = batch.pending()
     parts: Parts[JudgePart] = Parts(context)
