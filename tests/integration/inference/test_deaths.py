@@ -29,6 +29,7 @@ from spo.messaging.streams import publish
 from spo.messaging.work_deaths import MOST_DEATHS_ALONE, asked_to_stop
 from spo.model.tokenizer import load_tokenizer
 from spo.rpc.client import RpcClient
+from spo.rpc.long_calls import generate
 from spo.rpc.server import RpcServer
 from spo.spec.tasks import ModelSpec
 from spo.testing.models import write_random_llama
@@ -279,6 +280,35 @@ def test_callers_that_go_away_are_no_deaths_and_free_the_engine(
         wait_until(lambda: not engine.running, "the abandoned group leaves the engine", WAIT_SECONDS)
         wait_until(lambda: not noted(redis_client), "nothing is held against it", WAIT_SECONDS)
     replica._thread.stop()
+
+
+def test_parts_come_of_what_finishes_and_their_caller_kills_nothing_by_going_away(
+    redis_client: redis.Redis, inference: tuple[RpcClient, Replica]
+) -> None:
+    client, replica = inference
+    whole = generate(client, group(1).group, kept={})
+    kept = {0: whole[0]}
+    rest = generate(client, group(1).group, kept=kept)
+    assert [each.sample_index for each in rest] == [0, 1]
+    assert rest[1].trajectory_id == whole[1].trajectory_id
+    assert (rest[1].seed, rest[1].temperature) == (whole[1].seed, whole[1].temperature), "drawn as in the whole group"
+    with pytest.raises(InvalidInput):
+        list(client.parts("GenerateParts", GenerateRequest(group=group(1).group, sample_indexes=[7])))
+
+    engine = PatientEngine(lambda request: False)
+    replica._thread = EngineThread(lambda: engine, REFERENCE, Settings(), EngineDeaths(redis_client))  # type: ignore[arg-type, return-value]
+    replica._thread.start()
+    assert replica._thread.ready.wait(WAIT_SECONDS)
+    for _ in range(2 + MOST_DEATHS_ALONE):
+        with pytest.raises(Unreachable):
+            generate(client, group(1).group, kept={}, wanted=lambda: not engine.running)
+        wait_until(lambda: not engine.running and not noted(redis_client), "it leaves nothing", WAIT_SECONDS)
+    replica._thread.stop()
+
+    replica._thread = replica._start()
+    with pytest.raises(NotReady, match="illegal memory access"):
+        generate(client, group(POISON_SEED, top_p=0.5).group, kept={})
+    assert noted(redis_client), "an engine that dies of it is a death"
 
 
 def test_one_group_that_many_ask_for_at_once_is_in_hand_once(

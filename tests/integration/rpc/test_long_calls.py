@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from services.replay_buffer.reference_scores import ReferenceScores
+from services.sandbox_judge.batch import Batch
 from spo.errors import InvalidInput, NotReady, SpoError, Unreachable
 from spo.rpc import long_calls
 from spo.rpc.client import RpcClient, UnknownMethod
-from spo.rpc.long_calls import Parts, generate, judge
+from spo.rpc.long_calls import Parts, generate, judge, judged_parts
 from spo.rpc.server import RpcServer
 from spo.testing.waiting import wait_until
 from spo.v1 import inference_service_pb2 as inference
@@ -273,3 +275,30 @@ def test_a_server_beats_while_it_works_and_stops_with_the_call(monkeypatch: pyte
     assert parts.is_wanted is (ending != "caller")
     assert sent[-1] == "sample" or ending == "caller"
     assert bool(error) is (ending == "error")
+
+
+@pytest.mark.parametrize("ending", ["verdicts", "a fault", "the caller"])
+def test_a_judge_beats_until_all_verdicts_are_there_and_cancels_what_nobody_waits_for(
+    monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    monkeypatch.setattr(long_calls, "BEAT_SECONDS", 0.01)
+    context, futures = Context(), {"a": Future[Verdict](), "b": Future[Verdict]()}
+    batch = Batch(["a", "b", "a"], futures, threading.Event())
+    parts = judged_parts(batch, 3, context)
+
+    first = next(parts)
+    futures["a"].set_result(Verdict(outcome=OUTCOME_ACCEPTED))
+    assert (first.judged, first.programs) == (1, 3)
+    if ending == "verdicts":
+        futures["b"].set_result(Verdict())
+        last = list(parts)[-1]
+        assert [each.outcome for each in last.response.verdicts] == [OUTCOME_ACCEPTED, 0, OUTCOME_ACCEPTED]
+    elif ending == "a fault":
+        futures["b"].set_exception(NotReady("three faults"))
+        with pytest.raises(NotReady, match="three faults"):
+            list(parts)
+    else:
+        context.hang_up()
+        with pytest.raises(NotReady, match="gone"):
+            list(parts)
+        assert futures["b"].cancelled()
