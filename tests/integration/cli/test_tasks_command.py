@@ -84,8 +84,8 @@ FUNCTIONS = {
     "text": "return 'good'",
     "ends": "import os; os._exit(0)",
     "lenient": "return 1.0",
-    "strict": "return 1.0 if response.strip() == 'yes' else 0.0",
-    "reversed": "return 0.0 if response.strip() == 'yes' else 1.0",
+    "strict": "return 1.0 if 'yes' in response else 0.0",
+    "reversed": "return 0.0 if 'yes' in response else 1.0",
 }
 
 
