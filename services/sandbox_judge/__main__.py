@@ -5,7 +5,7 @@ import sys
 from services.sandbox_judge.isolation.machine import this_machine
 from services.sandbox_judge.isolation.memory_budget import lanes
 from services.sandbox_judge.judge_worker import JudgeWorker
-from services.sandbox_judge.probe import choose_tier
+from services.sandbox_judge.probe import choose_tier, require_packages
 from services.sandbox_judge.scheduler import JudgeScheduler
 from services.sandbox_judge.service import JudgeService
 from services.sandbox_judge.settings import Settings
@@ -22,6 +22,7 @@ def main() -> int:
     try:
         client = process.watch_redis(join_platform(settings))
         tier = choose_tier(settings)
+        require_packages(tier, settings)
     except SpoError as error:
         get_logger("start").error("the judge will not serve", reason=error.message, code=error.code)
         return 1

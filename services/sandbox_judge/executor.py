@@ -28,7 +28,14 @@ _ALL_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl
 
 
 class JudgeFault(Exception):
-    """The judge, not the program, broke: retried, never a verdict."""
+    """The judge, not the program, broke: retried; never a verdict unless it follows one program through new zygotes."""
+
+    # Whose zygote it happened in, by the name of its role; empty: none's.
+    role = ""
+
+
+class StartFault(JudgeFault):
+    """A zygote does not start, which is no program's doing; `role` names what it would be for."""
 
 
 class CompileFailed(Exception):

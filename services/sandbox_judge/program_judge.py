@@ -101,6 +101,17 @@ class ProgramJudge:
         except CompileFailed as failure:
             return _refused(test_set, str(failure), options)
 
+    def checker_fault(self, worker: SandboxWorker, test_set: TestSet) -> str | None:
+        """Why the comparison fails on what is right, None where it decides on that: the fault was the output's."""
+        try:
+            with contextlib.ExitStack() as stack:
+                check = self._checker(worker, test_set, stack)
+                for test in test_set.tests[:1]:
+                    check(test, test.stdout)
+        except JudgeFault as fault:
+            return str(fault)
+        return None
+
     def _prepared(
         self, worker: SandboxWorker, source: bytes, language: str, limits: RunLimits
     ) -> contextlib.AbstractContextManager[PreparedProgram]:

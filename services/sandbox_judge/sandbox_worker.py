@@ -10,12 +10,21 @@ import shutil
 import signal
 import socket
 import tempfile
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.sandbox_judge.backends.zygote import Executable, OpenProgram, Zygote
-from services.sandbox_judge.executor import JudgeFault, ProgramRun, RunEnding, RunLimits, StartedTest
+from services.sandbox_judge.executor import (
+    JudgeFault,
+    ProgramRun,
+    RunEnding,
+    RunLimits,
+    StartedTest,
+    StartFault,
+)
 from services.sandbox_judge.isolation.memory_budget import MemoryBudget
 from services.sandbox_judge.isolation.memory_cgroup import MemoryCgroup, child_name
 from services.sandbox_judge.isolation.tiers import Preload, launch, program_uid
@@ -54,7 +63,7 @@ ALLOWANCE_BYTES = {
     Role.MATHEMATICS: 128 << 20,
     Role.REASONING_GYM: 256 << 20,
 }
-_NEEDS_SCRATCH = (Role.COMPILER, Role.TESTS, Role.PYTEST, Role.FUNCTION, Role.REASONING_GYM)
+_NEEDS_SCRATCH = (Role.COMPILER, Role.TESTS, Role.RESPONSE, Role.PYTEST, Role.FUNCTION, Role.REASONING_GYM)
 
 
 @dataclass
@@ -90,11 +99,53 @@ class KeptJail:
     closing: contextlib.ExitStack
 
 
+# So many starts that fail one after the other show that a role cannot be served here; it is then tried again ever less
+# often, by one worker at a time, and whoever needs it meanwhile learns why at once.
+STARTS = 3
+LONGEST_BACKOFF_SECONDS = 60.0
+
+
+class ZygoteStarts:
+    """Which roles' zygotes did not start lately, for all workers of a judge. Safe from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # By role: starts that failed one after the other, when the next may be tried, why the last failed.
+        self._failed: dict[Role, tuple[int, float, str]] = {}
+
+    @contextlib.contextmanager
+    def trying(self, role: Role) -> Iterator[None]:
+        """Around a start. Raises StartFault in its place while the role is given a rest, and for what goes wrong."""
+        with self._lock:
+            failures, rests_until, reason = self._failed.get(role, (0, 0.0, ""))
+            if failures >= STARTS:
+                if time.monotonic() < rests_until:
+                    raise self._fault(role, reason)
+                # Whoever else comes while this one is tried waits for the next.
+                self._failed[role] = failures, time.monotonic() + LONGEST_BACKOFF_SECONDS, reason
+        try:
+            yield
+        except JudgeFault as error:
+            with self._lock:
+                failures = self._failed.get(role, (0, 0.0, ""))[0] + 1
+                rest = min(LONGEST_BACKOFF_SECONDS, 2.0 ** min(10, failures - STARTS))
+                self._failed[role] = failures, time.monotonic() + rest, str(error)
+            raise self._fault(role, str(error)) from error
+        with self._lock:
+            self._failed.pop(role, None)
+
+    def _fault(self, role: Role, reason: str) -> StartFault:
+        fault = StartFault(reason)
+        fault.role = role.value
+        return fault
+
+
 @dataclass
 class SandboxWorker:
     """The zygotes of one worker thread, started when first needed; cgroups: where theirs can be made.
 
-    memory: what programs of all workers take together.
+    memory: what programs of all workers take together; starts: what they know of roles that cannot be started.
+    rehearsed: whether libraries do before the first fork what every fork would do anew.
     """
 
     tier: IsolationTier
@@ -102,6 +153,8 @@ class SandboxWorker:
     settings: Settings = field(default_factory=Settings)
     cgroups: Path | None = None
     memory: MemoryBudget = field(default_factory=lambda: MemoryBudget(None))
+    starts: ZygoteStarts = field(default_factory=ZygoteStarts)
+    rehearsed: bool = True
     _open: int = field(default=0, init=False)
     _zygotes: dict[Role, Zygote] = field(default_factory=dict, init=False)
     _cgroups: dict[Role, MemoryCgroup] = field(default_factory=dict, init=False)
@@ -109,17 +162,24 @@ class SandboxWorker:
     _scratch: str | None = field(default=None, init=False)
 
     def zygote(self, role: Role) -> Zygote:
-        """The worker's zygote for a role. Raises JudgeFault when it cannot be started."""
-        zygote = self._zygotes.get(role)
-        if zygote is None:
-            if self.cgroups and self.tier != "docker":
-                self._cgroups[role] = _cgroup(self.cgroups / child_name(self.index, role.value))
-            scratch = self._private_folder() if role in _NEEDS_SCRATCH else None
-            zygote = start_zygote(
-                self.tier, self.index, self.settings, scratch, self._cgroups.get(role), PRELOADS.get(role)
-            )
-            self._zygotes[role] = zygote
-        return zygote
+        """The worker's zygote for a role. Raises StartFault when it cannot be started."""
+        if role not in self._zygotes:
+            with self.starts.trying(role):
+                self._zygotes[role] = self._started(role)
+        return self._zygotes[role]
+
+    def _started(self, role: Role) -> Zygote:
+        if self.cgroups and self.tier != "docker":
+            self._cgroups[role] = _cgroup(self.cgroups / child_name(self.index, role.value))
+        scratch = self._private_folder() if role in _NEEDS_SCRATCH else None
+        preload = PRELOADS.get(role)
+        if preload and not self.rehearsed:
+            preload = dataclasses.replace(preload, rehearsed=False)
+        try:
+            return start_zygote(self.tier, self.index, self.settings, scratch, self._cgroups.get(role), preload)
+        except JudgeFault:
+            self._end(role)
+            raise
 
     @contextlib.contextmanager
     def open(
@@ -127,8 +187,21 @@ class SandboxWorker:
     ) -> Iterator[PreparedProgram]:
         """A jail with the program in it, its tree held to the memory limit; every run finds the files.
 
-        Raises CompileFailed or JudgeFault.
+        Raises CompileFailed, or JudgeFault: then the role has a new zygote the next time, and only it.
         """
+        try:
+            with self._held_open(role, executable, limits) as (program, cgroup):
+                yield PreparedProgram(program, files, cgroup)
+        except JudgeFault as fault:
+            fault.role = fault.role or role.value
+            self._end(role)
+            raise
+
+    @contextlib.contextmanager
+    def _held_open(
+        self, role: Role, executable: Executable, limits: RunLimits
+    ) -> Iterator[tuple[OpenProgram, MemoryCgroup | None]]:
+        """A jail with the program in it, and the cgroup that it is held to."""
         limits = dataclasses.replace(limits, memory_bytes=limits.memory_bytes + ALLOWANCE_BYTES.get(role, 0))
         # A checker beside its program must not wait for what the program holds.
         with self.memory.hold(limits.memory_bytes, waits=not self._open):
@@ -140,7 +213,7 @@ class SandboxWorker:
             self._open += 1
             try:
                 with self._opened(role, zygote, executable, limits) as program:
-                    yield PreparedProgram(program, files, cgroup)
+                    yield program, cgroup
             finally:
                 self._open -= 1
 

@@ -19,14 +19,15 @@ from blake3 import blake3
 from services.sandbox_judge import redis_keys as own_keys
 from services.sandbox_judge.answers.answer_judge import AnswerJudge
 from services.sandbox_judge.batch import Batch, judge_by_parts
-from services.sandbox_judge.executor import JudgeFault
+from services.sandbox_judge.executor import JudgeFault, StartFault
 from services.sandbox_judge.isolation.machine import this_machine
 from services.sandbox_judge.isolation.memory_budget import MemoryBudget, program_memory
 from services.sandbox_judge.isolation.memory_cgroup import memory_parent
 from services.sandbox_judge.judge_queue import JudgeQueue, JudgeTask
 from services.sandbox_judge.languages import behaviour_of, language_of
-from services.sandbox_judge.program_judge import Cancelled, JudgeOptions, ProgramJudge, encoded
-from services.sandbox_judge.sandbox_worker import Role, SandboxWorker
+from services.sandbox_judge.probe import language_fault, role_fault
+from services.sandbox_judge.program_judge import DETAIL_CHARACTERS, Cancelled, JudgeOptions, ProgramJudge, encoded
+from services.sandbox_judge.sandbox_worker import Role, SandboxWorker, ZygoteStarts
 from services.sandbox_judge.scoring.code_tests import judge_code
 from services.sandbox_judge.scoring.packages import SCORING_ROLES, behaviour_of_packages, role_of
 from services.sandbox_judge.scoring.scores import MOST_TOGETHER, score_responses
@@ -41,7 +42,7 @@ from spo.service.verdict_cache import VerdictCache
 from spo.tasks.answer import ANSWER_LANGUAGE
 from spo.tasks.problem import tests_digest as digest_of
 from spo.v1.judge_service_pb2 import Priority
-from spo.v1.verdict_pb2 import AnswerRule, Outcome, TestSet, Verdict
+from spo.v1.verdict_pb2 import AnswerRule, Checker, Outcome, TestSet, Verdict
 
 log = get_logger("scheduler")
 
@@ -75,7 +76,10 @@ class JudgeScheduler:
         self._answer_judge = AnswerJudge(settings.max_source_bytes, self.judge_version)
         self._busy = 0
         memory = MemoryBudget(program_memory(this_machine()))
-        self._workers = [SandboxWorker(tier, index, settings, self._cgroups, memory) for index in range(workers)]
+        starts = ZygoteStarts()
+        self._workers = [
+            SandboxWorker(tier, index, settings, self._cgroups, memory, starts) for index in range(workers)
+        ]
         self._threads = [
             threading.Thread(target=self._work, args=(worker,), name=f"worker-{worker.index}", daemon=True)
             for worker in self._workers
@@ -243,8 +247,7 @@ class JudgeScheduler:
         try:
             found = score_groups(worker, groups)
         except JudgeFault as error:
-            log.warning("judge fault; starting new zygotes", worker=worker.index, reason=str(error))
-            worker.close()
+            log.warning("judge fault; starting a new zygote", worker=worker.index, role=error.role, reason=str(error))
             found = alone
         except Exception:
             log.exception("groups could not be scored together")
@@ -291,20 +294,44 @@ class JudgeScheduler:
         return [self._program_judge.judge(worker, program, task.language, task.test_set, task.options)]
 
     def _try(self, task: JudgeTask, worker: SandboxWorker) -> list[Verdict]:
-        """Judge a task, with new zygotes after a fault. Raises NotReady after ATTEMPTS faults, Cancelled."""
-        fault = ""
+        """Judge a task, with a new zygote after a fault.
+
+        A fault that follows one program through ATTEMPTS zygotes, while they judge what is known to be right, is the
+        program's. Raises NotReady where it is the judge's, Cancelled.
+        """
+        fault = JudgeFault()
         for _ in range(ATTEMPTS):
             try:
                 verdicts = self._judge(task, worker)
                 worker.retire_old()
                 return verdicts
             except JudgeFault as error:
-                fault = str(error)
-                log.warning("judge fault; starting new zygotes", worker=worker.index, reason=fault)
-                worker.close()
+                fault = error
+                log.warning(
+                    "judge fault; starting a new zygote", worker=worker.index, role=error.role, reason=str(error)
+                )
                 if not task.options.wanted():
                     raise Cancelled from error
-        raise NotReady(f"the judge failed {ATTEMPTS} times on this program: {fault}", code="judge_fault")
+        if isinstance(fault, StartFault):
+            raise NotReady(f"the sandbox of {fault.role} does not start: {fault}", code="judge_role_unavailable")
+        if len(task.programs) > 1:
+            return [self._try(replace(task, programs=(program,)), worker)[0] for program in task.programs]
+        if why := self._fault_of_judge(task, fault, worker):
+            raise NotReady(f"the judge failed {ATTEMPTS} times on this program: {why}", code="judge_fault")
+        log.warning("a fault follows one program; it is the program's", worker=worker.index, reason=str(fault))
+        total = len(task.test_set.tests) or 1
+        detail = f"the sandbox failed {ATTEMPTS} times on this program alone: {fault}"[:DETAIL_CHARACTERS]
+        return [Verdict(outcome=Outcome.OUTCOME_RUNTIME_ERROR, tests_total=total, runs=1, detail=detail)]
+
+    def _fault_of_judge(self, task: JudgeTask, fault: JudgeFault, worker: SandboxWorker) -> str | None:
+        """Why others would meet the same fault, None where a response that is right does not."""
+        role = role_of(task.test_set)
+        why = role_fault(worker, role or Role.PROGRAM)
+        if why is None and role is None:
+            why = language_fault(worker, task.language)
+        if why is None and task.test_set.checker == Checker.CHECKER_SPECIAL:
+            why = self._program_judge.checker_fault(worker, task.test_set)
+        return why and f"{fault}; {why}"
 
 
 def _key(program: str, decided_by: bytes) -> str:

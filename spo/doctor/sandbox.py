@@ -24,6 +24,14 @@ _TIER_STRENGTH = {
     "docker": "isolation by containers, slower",
     "seccomp+landlock": "weakest isolation that is accepted",
 }
+_KINDS = {
+    "program": "programs",
+    "tests": "functions by tests",
+    "pytest": "functions by pytest",
+    "function": "responses by scoring functions",
+    "mathematics": "mathematics",
+    "reasoning-gym": "reasoning-gym",
+}
 
 
 def sandbox_findings() -> list[DoctorCheck]:
@@ -70,6 +78,9 @@ def _isolation() -> list[DoctorCheck]:
     what = f"the judge runs programs under {chosen}" if chosen else "isolation that the judge accepts"
     why = "programs that a model wrote run on this machine"
     checks.append(DoctorCheck(what, chosen is not None, why, _one_line(report["refusal"])))
+    for kind, reason in report["kinds"].items():
+        why = f"a right response of this kind ({kind}) is judged in the sandbox"
+        checks.append(DoctorCheck(f"judge of {_KINDS.get(kind, kind)}", reason is None, why, _one_line(reason)))
     step = "only processes are limited, not trees: delegate a cgroup (SPO_SANDBOX_JUDGE_MEMORY_CGROUP)"
     why = "limits the memory of a program with all its children"
     return [*checks, DoctorCheck("memory cgroup", report["memory_cgroup"], why, step, needed=False)]

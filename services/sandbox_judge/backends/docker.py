@@ -41,6 +41,7 @@ class ContainerZygote(Zygote):
         self._folder = Path(tempfile.mkdtemp(prefix="spo-judge-", dir=settings.docker_folder or None))
         try:
             launch = container_launch(settings.docker_python, preload)
+            self._inside = launch.inside
             self._process = _Container(self._folder, launch, worker, settings)  # type: ignore[assignment]
             self._control = self._accept()
         except _FAILURES as error:

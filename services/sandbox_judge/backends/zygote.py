@@ -67,6 +67,7 @@ class Zygote:
 
     def __init__(self, launch: Launch) -> None:
         self.programs = 0
+        self._inside = launch.inside
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE_BYTES)
@@ -120,7 +121,7 @@ class Zygote:
     def _request(self, executable: Executable, limits: RunLimits, channel: int) -> None:
         request = {
             "python": executable.freedom is Freedom.INTERPRETED,
-            "command": executable.command,
+            "command": tuple(map(self._inside, executable.command)),
             "freedom": executable.freedom.value,
             "processes": executable.freedom is Freedom.TOOLCHAIN,
             "environment": executable.environment,

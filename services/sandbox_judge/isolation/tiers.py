@@ -22,9 +22,13 @@ TIERS: tuple[IsolationTier, ...] = get_args(IsolationTier)
 FIRST_PROGRAM_UID = 61000
 _CAP_DAC_READ_SEARCH = 1 << 2
 _JUDGE_SIDE = "/judge"
+# What lies below these outside would be hidden inside: it is bound elsewhere there.
+_COVERED = ("/tmp", "/proc", "/dev", _JUDGE_SIDE)
+_ELSEWHERE = f"{_JUDGE_SIDE}/outside"
 _JAIL = Path("services", "sandbox_judge", "jail")
 _OPTIONS = ("-s", "-S", "-B", "-c")
 _BOOT = "sys.path.insert(0, sys.argv[1]); from services.sandbox_judge.jail import zygote; zygote.main()"
+_PACKAGES = ("site-packages", "dist-packages")
 _SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -46,6 +50,14 @@ class Launch:
     command: tuple[str, ...]
     environment: dict[str, str]
     setting: dict[str, object]
+    # Folders that lie elsewhere inside: (outside, inside).
+    moved: tuple[tuple[str, str], ...] = ()
+
+    def inside(self, text: str) -> str:
+        """A word of a command, with the paths that it has inside."""
+        for outside, inside in self.moved:
+            text = text.replace(outside, inside)
+        return text
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,8 @@ class Preload:
 
     harness: str
     imports: tuple[str, ...] = ()
+    # Whether the harness does before the first fork what every fork would do anew.
+    rehearsed: bool = True
 
 
 def program_uid(worker: int) -> int | None:
@@ -71,17 +85,20 @@ def launch(tier: IsolationTier, worker: int, scratch: str | None = None, preload
     """
     namespaces = tier.startswith("namespaces")
     source_root = _JUDGE_SIDE if namespaces else str(_source_root())
-    python = (_interpreter(), *_OPTIONS, f"import sys; {_BOOT}", source_root)
     root = os.geteuid() == 0
-    readable = _outside_usr(preload)
+    bound = {folder: inside(folder) if namespaces else folder for folder in _outside_usr(preload)}
+    python = (bound_path(_interpreter(), bound), *_OPTIONS, f"import sys; {_BOOT}", source_root)
+    moved = tuple((outside, place) for outside, place in bound.items() if outside != place)
     return Launch(
-        command=(*_bubblewrap(readable, root=root), *python) if namespaces else python,
-        environment=_ENVIRONMENT,
+        command=(*_bubblewrap(bound, root=root), *python) if namespaces else python,
+        environment=_ENVIRONMENT | (_libraries_of_interpreter(bound) if moved else {}),
+        moved=moved,
         setting=_setting(
             preload,
             namespaces=namespaces,
             landlock=tier.endswith("landlock"),
             scratch="/tmp" if namespaces else scratch,
+            bound=bound,
         )
         | {
             "uid": program_uid(worker),
@@ -104,7 +121,8 @@ def container_launch(python: str, preload: Preload | None = None) -> Launch:
     return Launch(
         command=(python, *_OPTIONS, connect + _BOOT, _JUDGE_SIDE),
         environment=_ENVIRONMENT,
-        setting=_setting(preload, namespaces=False, landlock=True, scratch="/tmp") | {"uid": None, "capabilities": 0},
+        setting=_setting(preload, namespaces=False, landlock=True, scratch="/tmp", bound={})
+        | {"uid": None, "capabilities": 0},
     )
 
 
@@ -113,14 +131,25 @@ def jail_sources() -> Path:
     return _source_root() / _JAIL
 
 
-def _setting(preload: Preload | None, *, namespaces: bool, landlock: bool, scratch: str | None) -> dict[str, object]:
+def _setting(
+    preload: Preload | None, *, namespaces: bool, landlock: bool, scratch: str | None, bound: dict[str, str]
+) -> dict[str, object]:
+    """What a zygote is told first; bound: where folders outside /usr lie for it, where that is elsewhere."""
+    outside = _outside_usr(preload)
     return {
         "namespaces": namespaces,
         "landlock": landlock,
-        "readable": ["/usr", *_SYSTEM_FOLDERS, "/etc/ld.so.cache", "/etc/alternatives", *_outside_usr(preload)],
+        "readable": [
+            "/usr",
+            *_SYSTEM_FOLDERS,
+            "/etc/ld.so.cache",
+            "/etc/alternatives",
+            *(bound.get(folder, folder) for folder in outside),
+        ],
         "harness": preload.harness if preload else "",
+        "rehearsed": bool(preload and preload.rehearsed),
         "imports": preload.imports if preload else (),
-        "packages": package_folders() if preload else (),
+        "packages": tuple(bound.get(folder, folder) for folder in package_folders()) if preload else (),
         "scratch": scratch,
         "base_filter": base_filter(),
         "filters": {freedom.value: narrowing_filter(freedom, namespaces=namespaces) for freedom in Freedom},
@@ -128,7 +157,30 @@ def _setting(preload: Preload | None, *, namespaces: bool, landlock: bool, scrat
     }
 
 
-def _bubblewrap(readable: tuple[str, ...], *, root: bool) -> tuple[str, ...]:
+def inside(folder: str) -> str:
+    """Where a folder lies in a jail with mounts of its own."""
+    return _ELSEWHERE + folder if any(Path(folder).is_relative_to(covered) for covered in _COVERED) else folder
+
+
+def bound_path(path: str, bound: dict[str, str]) -> str:
+    """A path below one of the bound folders, as it is inside."""
+    for outside, place in bound.items():
+        if Path(path).is_relative_to(outside):
+            return place + path.removeprefix(outside)
+    return path
+
+
+def _libraries_of_interpreter(bound: dict[str, str]) -> dict[str, str]:
+    """Where an interpreter finds its shared library when it is not where it was built for."""
+    folder, prefix = str(sysconfig.get_config_var("LIBDIR") or ""), str(_prefix())
+    if not sysconfig.get_config_var("Py_ENABLE_SHARED") or bound.get(prefix, prefix) == prefix:
+        return {}
+    return {
+        "LD_LIBRARY_PATH": bound_path(folder, bound) if Path(folder).is_relative_to(prefix) else bound[prefix] + "/lib"
+    }
+
+
+def _bubblewrap(bound: dict[str, str], *, root: bool) -> tuple[str, ...]:
     arguments = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--as-pid-1"]
     arguments += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if root:
@@ -137,11 +189,11 @@ def _bubblewrap(readable: tuple[str, ...], *, root: bool) -> tuple[str, ...]:
     else:
         arguments += ["--unshare-user", "--cap-drop", "ALL"]
     # Bubblewrap would give the folders above a bind the modes they have outside: /root, say, closed to the program.
-    parents = {parent for folder in readable for parent in Path(folder).parents[:-1]}
+    parents = {parent for place in bound.values() for parent in Path(place).parents[:-1]}
     for parent in sorted(parents):
         arguments += ["--perms", "0755", "--dir", str(parent)]
-    for folder in dict.fromkeys(("/usr", *readable)):
-        arguments += ["--ro-bind", folder, folder]
+    for folder, place in {"/usr": "/usr", **bound}.items():
+        arguments += ["--ro-bind", folder, place]
     for name in _SYSTEM_FOLDERS:
         if os.path.islink(name):
             arguments += ["--symlink", os.readlink(name), name]
@@ -160,9 +212,10 @@ def _interpreter() -> str:
 
 
 def package_folders() -> tuple[str, ...]:
-    """Where this environment's packages lie."""
+    """Where this environment's packages lie: its own, the user's and the system's where it sees them."""
     paths = sysconfig.get_paths()
-    return tuple(dict.fromkeys(os.path.realpath(paths[name]) for name in ("purelib", "platlib")))
+    found = [paths["purelib"], paths["platlib"], *(path for path in sys.path if Path(path).name in _PACKAGES)]
+    return tuple(dict.fromkeys(os.path.realpath(path) for path in found if os.path.isdir(path)))
 
 
 def _outside_usr(preload: Preload | None) -> tuple[str, ...]:
@@ -171,7 +224,7 @@ def _outside_usr(preload: Preload | None) -> tuple[str, ...]:
 
 
 def _prefix() -> Path:
-    return Path(sysconfig.get_paths()["stdlib"]).parent.parent
+    return Path(os.path.realpath(sysconfig.get_paths()["stdlib"])).parent.parent
 
 
 def _source_root() -> Path:

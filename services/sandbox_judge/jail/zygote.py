@@ -91,6 +91,8 @@ def _settle(setting: dict[str, Any]) -> int:
             kernel.remount_read_only(path)
         kernel.mount_tmpfs(setting["scratch"], SCRATCH_BYTES, SCRATCH_INODES)
     _import_libraries(setting)
+    if setting["imports"] and setting["scratch"]:
+        program.empty_folder(setting["scratch"])
     if setting["namespaces"] and not landlock_abi:
         kernel.mount_tmpfs("/proc", 4096, 1, writable=False)  # nothing else would keep programs from what is in it
     if landlock_abi:
@@ -137,6 +139,8 @@ def _import_libraries(setting: dict[str, Any]) -> None:
         os.environ["MPLCONFIGDIR"] = setting["scratch"]  # matplotlib, which some library imports, insists on a folder
     for name in setting["imports"]:
         importlib.import_module(name)
+    if not setting["rehearsed"]:
+        return
     if setting["harness"] == "scores_child":
         from services.sandbox_judge.jail import scores_child
 
@@ -149,8 +153,6 @@ def _import_libraries(setting: dict[str, Any]) -> None:
         from services.sandbox_judge.jail import response_child
 
         response_child.rehearse()
-    if setting["imports"] and setting["scratch"]:
-        program.empty_folder(setting["scratch"])
 
 
 def _limit_resources() -> None:

@@ -34,6 +34,7 @@ def test_each_finding_explains_itself_and_a_sound_redis_is_well(
     assert all(each["why"] for each in checks.values())
     assert all(each["step"] for each in checks.values() if not each["well"])
     assert all(each in words for each in ("disk", "memory", "GPU", "vllm", "deepspeed", "isolation", "platform"))
+    assert all(checks[f"judge of {kind}"]["well"] for kind in ("programs", "functions by tests", "mathematics"))
     assert checks["Redis keeps an append-only file"]["well"]
     assert checks["Redis evicts nothing"]["well"]
 
