@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from services.sandbox_judge.embedded import MemoryStore
 from services.sandbox_judge.executor import JudgeFault
 from services.sandbox_judge.isolation import tiers
 from services.sandbox_judge.isolation.tiers import TIERS, Preload
-from services.sandbox_judge.probe import require_packages, role_fault
+from services.sandbox_judge.probe import choose_tier, require_packages, role_fault, why_not
 from services.sandbox_judge.program_judge import ProgramJudge
 from services.sandbox_judge.sandbox_worker import PRELOADS, Role, SandboxWorker
 from services.sandbox_judge.scheduler import JudgeScheduler
@@ -29,6 +30,7 @@ SCORES = verdict_pb2.TestSet(
     scoring_function=ScoringFunction(source="def score(response):\n    return 1.0\n", function="score")
 )
 RIGHT = "print('x')"
+strongest, why_absent = cache(lambda: choose_tier(Settings())), cache(why_not)
 # Refuses with 3, as testlib does where it breaks, on what it does not expect.
 CHECKER = """
 import sys
