@@ -55,20 +55,22 @@ _FORBIDDEN = (
 )
 _READS_SYSTEM = b"open('/etc/hostname').read(); print('escaped')"
 
+_MODULE_TESTS = "assert one() == 1"
+_PYTEST_TESTS = "from solution import one\ndef test_one():\n    assert one() == 1\n"
 _ENTRY = {"question": "1 + 1 =", "answer": "2", "metadata": {}}
 # A right response of each kind, with what decides on it.
 _RIGHT: dict[Role, tuple[str, TestSet]] = {
     Role.PROGRAM: ("print(int(input()) + 1)", TestSet(tests=[TestCase(stdin=b"41\n", stdout=b"42\n")])),
     Role.TESTS: (
         "def one():\n    return 1\n",
-        TestSet(code_tests=CodeTests(style=CodeTestStyle.CODE_TEST_STYLE_MODULE, code="assert one() == 1")),
+        TestSet(code_tests=CodeTests(style=CodeTestStyle.CODE_TEST_STYLE_MODULE, code=_MODULE_TESTS)),
     ),
     Role.PYTEST: (
         "def one():\n    return 1\n",
         TestSet(
             code_tests=CodeTests(
                 style=CodeTestStyle.CODE_TEST_STYLE_PYTEST,
-                code="from solution import one\ndef test_one():\n    assert one() == 1\n",
+                code=_PYTEST_TESTS,
             )
         ),
     ),
