@@ -1,7 +1,8 @@
 """A model's tokenizer and chat template: from the text of a problem to tokens, and no torch.
 
 A template is a program of whoever made the model. It runs in the processes that serve everybody, so each rendering has
-a limit of time: one that loops ends with InvalidInput in place of holding the process.
+a limit of time: one that loops ends with InvalidInput in place of holding the process. What a single step may compute
+is bounded as well (`bounded_templates`), since no line ends within it.
 """
 
 from __future__ import annotations
@@ -277,6 +278,9 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], c
     # Here, because the base install has no jinja.
     import jinja2
 
+    from spo.model.bounded_templates import bound_templates
+
+    bound_templates()
     arguments: dict[str, Any] = {"strftime_now": DAY.strftime, **chat.template_arguments}
     arguments.update(add_generation_prompt=asks, tokenize=False)
     try:

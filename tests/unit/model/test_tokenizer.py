@@ -66,6 +66,73 @@ def test_a_template_that_fails_is_a_fault_of_the_input(tokenizer: Any, template:
     assert caught.value.code == "template_refused"
 
 
+@pytest.mark.parametrize(
+    "step",
+    [
+        "(8 + messages|length) ** (9 ** 8)",
+        "9 ** 9 ** 9 ** 9 ** 9",
+        "('x' * (messages|length * 2 ** 31))|length",
+        "(2 ** 31 * 'x')|length",
+        "([1] * 2 ** 31)|length",
+        "range(99999)|list * 99999",
+        "('%' ~ (3000000000 * messages|length) ~ 'd') % 1",
+        "'%*d' % (3000000000, 1)",
+        "'%s%999999999d'|format(1, 1)",
+        "'{:3000000000}'.format(1)",
+        "'{:{}}'.format(1, 3000000000)",
+        "'x'.center(3000000000)",
+        "'x'|center(3000000000)",
+        "'x'.zfill(3000000000)",
+        "'x'|indent(3000000000, true)",
+        "('a' * 400000)|replace('', 'b' * 400000)",
+        "('a' * 400000).replace('a', 'b' * 400000)",
+        "('b' * 400000).join('a' * 400000)",
+        "(['a' * 900000] * 90000)|join|length",
+    ],
+)
+def test_no_single_step_of_a_template_takes_for_ever_or_all_memory(tokenizer: Any, step: str) -> None:
+    tokenizer.chat_template = "{{ " + step + " }}{{ messages[0].content }}"
+    began = time.thread_time()
+
+    with pytest.raises(InvalidInput) as caught:
+        encode_prompt(tokenizer, "sum of the numbers")
+
+    assert caught.value.code == "template_refused"
+    assert time.thread_time() - began < RENDER_SECONDS + 1
+
+
+@pytest.mark.parametrize(
+    "doubling",
+    [
+        "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set ns = namespace(x=9) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+        "{% set x = 'x' * 900000 %}{% for i in range(99999) %}{{ x }}{% endfor %}",
+        "{% macro m(x) %}{{ x }}{{ x }}{% endmacro %}{% set ns = namespace(x='x') %}"
+        "{% for i in range(60) %}{% set ns.x = m(ns.x) %}{% endfor %}",
+        "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}"
+        "{% set ns.x = y %}{% endfor %}",
+    ],
+)
+def test_no_template_doubles_what_it_has_without_end(tokenizer: Any, doubling: str) -> None:
+    tokenizer.chat_template = doubling + "{{ messages[0].content }}"
+    with pytest.raises(InvalidInput):
+        encode_prompt(tokenizer, "sum of the numbers")
+
+
+def test_what_real_templates_do_stays_as_it_was(tokenizer: Any) -> None:
+    tokenizer.chat_template = (
+        "{{ 'a-b'.replace('-', '+') }}{{ 'x'|center(5) }}{{ ['1', '2']|join(',') }}{{ 2 ** 10 % 7 }}{{ '%02d' % 7 }}"
+        "{{ 'é' ~ 1 ~ none }}{{ '{:>4}'.format(1) }}{{ 'a\nb'|indent(2) }}{{ '-' * 3 }}{{ ', '.join(['c', 'd']) }}"
+        "{{ [{'n': 1}, {'n': 2}]|join('/', attribute='n') }}{{ [1] + [2] }}{{ 3.14159|round(2) }}"
+    )
+
+    rendered = tokenizer.decode(encode_prompt(tokenizer, "sum"))
+
+    expected = "a+b  x  1,2" + "2" + "07" + "é1None" + "   1" + "a\n  b" + "---" + "c, d" + "1/2" + "[1, 2]" + "3.14"
+    assert rendered == tokenizer.decode(tokenizer.encode(expected))
+
+
 def test_the_tokens_are_those_of_the_library(tokenizer: Any) -> None:
     turn = [{"role": "user", "content": "sum of the numbers"}]
 

@@ -1,0 +1,145 @@
+"""Bounds on what one step of a chat template may make: a power, a repetition, a width, a joined text.
+
+A limit of time between lines does not reach into a single operation, which may take for ever, or all memory. So those
+that can make much of little are refused where their result would be large; real templates come nowhere near.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sized
+from functools import cache
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MOST_CHARACTERS = 8 << 20
+MOST_ELEMENTS = 1 << 20
+MOST_BITS = 1 << 12
+MOST_WIDTH = 10_000
+# A width or precision of more than three digits, or one that is an argument.
+_WIDE = re.compile(r"\d{4,}|%[^%a-zA-Z]*\*|\{[^{}]*:[^{}]*\{")
+_PADDING = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"})
+_PADDING_FILTERS = ("center", "indent", "batch", "slice", "wordwrap", "round")
+
+
+def bound_templates() -> None:
+    """Have transformers compile chat templates under these bounds; for the time before the first is compiled."""
+    _replace_environment()
+
+
+@cache
+def _replace_environment() -> None:
+    from transformers.utils import chat_template_utils
+
+    chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
+
+
+def _require(within: bool, what: str) -> None:
+    if not within:
+        raise OverflowError(f"the template makes too much at once: {what}")
+
+
+def joined(parts: Iterable[object]) -> str:
+    """Texts one after the other. Raises OverflowError where together they are too long."""
+    texts, characters = [], 0
+    for part in parts:
+        texts.append(str(part))
+        characters += len(texts[-1])
+        _require(characters <= MOST_CHARACTERS, "a text")
+    return "".join(texts)
+
+
+class _Joining(CodeGenerator):
+    """Joins texts by `joined` where a template has `~`."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.joined((")
+        for each in node.nodes:
+            self.visit(each, frame)
+            self.write(", ")
+        self.write("))")
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox of chat templates, in which no single step makes much of little."""
+
+    intercepted_binops = frozenset({"**", "*", "+", "%"})
+    code_generator_class = _Joining
+    concat = staticmethod(joined)
+    joined = staticmethod(joined)
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        for name in _PADDING_FILTERS:
+            self.filters[name] = _narrow(self.filters[name])
+        self.filters["replace"] = lambda text, old, new, count=None: _replaced(str(text), str(old), str(new), count)
+        self.filters["format"] = lambda text, *values, **named: self._formatted(str(text), values or named)
+        self.filters["join"] = _join
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """The result of an operator. Raises OverflowError where it would be too large."""
+        if operator == "%" and isinstance(left, str | bytes):
+            return self._formatted(left, right)
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+            _require(bits <= MOST_BITS, f"a number by {operator}")
+        elif operator == "*":
+            for sized, times in ((left, right), (right, left)):
+                if isinstance(sized, Sized) and isinstance(times, int):
+                    _require(len(sized) * times <= MOST_ELEMENTS, "a repetition")
+        elif operator == "+" and isinstance(left, Sized) and isinstance(right, Sized):
+            _require(len(left) + len(right) <= MOST_CHARACTERS, "a sum")
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, function: Any, *arguments: Any, **named: Any) -> Any:
+        """The result of a call. Raises OverflowError where a text's method would make too much."""
+        owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+        if isinstance(owner, str | bytes | int):
+            given = [*arguments, *named.values()]
+            if name in _PADDING:
+                _require(all(not isinstance(each, int) or each <= MOST_WIDTH for each in given), "a width")
+            elif name == "replace" and isinstance(owner, str) and len(arguments) >= 2:
+                return _replaced(owner, *arguments)
+            elif name == "join" and isinstance(owner, str) and len(arguments) == 1:
+                return _join(arguments[0], owner)
+            elif name in ("format", "format_map") and isinstance(owner, str):
+                _require(not _WIDE.search(owner), "a width")
+            _require(name != "translate", "a translation")
+        return super().call(context, function, *arguments, **named)
+
+    def _formatted(self, text: Any, values: Any) -> Any:
+        _require(len(text) <= MOST_ELEMENTS, "a format")
+        _require(not _WIDE.search(text if isinstance(text, str) else text.decode("latin-1")), "a width")
+        return text % values
+
+
+def _narrow(padded: Any) -> Any:
+    """A filter whose widths are bounded; what jinja notes on filters stays."""
+
+    def narrow(*arguments: Any, **named: Any) -> Any:
+        widths = [each for each in (*arguments, *named.values()) if isinstance(each, int)]
+        _require(all(abs(each) <= MOST_WIDTH for each in widths), "a width")
+        return padded(*arguments, **named)
+
+    narrow.__dict__.update(getattr(padded, "__dict__", {}))
+    return narrow
+
+
+def _replaced(text: str, old: str, new: str, count: int | None = -1) -> str:
+    times = text.count(old)
+    _require(len(text) + times * max(0, len(new) - len(old)) <= MOST_CHARACTERS, "a replacement")
+    return text.replace(old, new, -1 if count is None else count)
+
+
+def _join(values: Iterable[Any], between: str = "", attribute: str | int | None = None) -> str:
+    texts: list[object] = []
+    for value in values:
+        part = value
+        if attribute is not None:
+            part = value[attribute] if isinstance(value, dict | list | tuple) else getattr(value, str(attribute), "")
+        texts += [between, part] if texts else [part]
+        _require(len(texts) <= MOST_ELEMENTS, "a join")
+    return joined(texts)
