@@ -182,7 +182,7 @@ def _first_failure(zygote: Zygote, *, may_read_image: bool) -> str | None:
 
 def roles_here() -> list[Role]:
     """What this judge decides by: programs, and each kind whose package is installed."""
-    return [Role.PROGRAM, *(role for role in PRELOADS if not missing_module(role))]
+    return [role for role in _RIGHT if role is Role.PROGRAM or not missing_module(role)]
 
 
 def require_packages(tier: IsolationTier, settings: Settings) -> None:

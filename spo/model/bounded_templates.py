@@ -7,13 +7,15 @@ that can make much of little are refused where their result would be large; real
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sized
+from collections.abc import Callable, Iterable, Sized
 from functools import cache
 from typing import Any
 
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
+from jinja2.filters import make_attrgetter
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing_extensions import override
 
 MOST_CHARACTERS = 8 << 20
 MOST_ELEMENTS = 1 << 20
@@ -34,7 +36,7 @@ def bound_templates() -> None:
 def _replace_environment() -> None:
     from transformers.utils import chat_template_utils
 
-    chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
+    setattr(chat_template_utils, "ImmutableSandboxedEnvironment", BoundedEnvironment)  # noqa: B010 - not exported
 
 
 def _require(within: bool, what: str) -> None:
@@ -55,6 +57,7 @@ def joined(parts: Iterable[object]) -> str:
 class _Joining(CodeGenerator):
     """Joins texts by `joined` where a template has `~`."""
 
+    @override
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.joined((")
         for each in node.nodes:
@@ -77,7 +80,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.filters[name] = _narrow(self.filters[name])
         self.filters["replace"] = lambda text, old, new, count=None: _replaced(str(text), str(old), str(new), count)
         self.filters["format"] = lambda text, *values, **named: self._formatted(str(text), values or named)
-        self.filters["join"] = _join
+        self.filters["join"] = self._join_filter
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """The result of an operator. Raises OverflowError where it would be too large."""
@@ -110,6 +113,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             _require(name != "translate", "a translation")
         return super().call(context, function, *arguments, **named)
 
+    def _join_filter(self, values: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
+        return _join(values, d) if attribute is None else _join(values, d, make_attrgetter(self, attribute))
+
     def _formatted(self, text: Any, values: Any) -> Any:
         _require(len(text) <= MOST_ELEMENTS, "a format")
         _require(not _WIDE.search(text if isinstance(text, str) else text.decode("latin-1")), "a width")
@@ -134,12 +140,9 @@ def _replaced(text: str, old: str, new: str, count: int | None = -1) -> str:
     return text.replace(old, new, -1 if count is None else count)
 
 
-def _join(values: Iterable[Any], between: str = "", attribute: str | int | None = None) -> str:
+def _join(values: Iterable[Any], between: str = "", part_of: Callable[[Any], object] = lambda value: value) -> str:
     texts: list[object] = []
     for value in values:
-        part = value
-        if attribute is not None:
-            part = value[attribute] if isinstance(value, dict | list | tuple) else getattr(value, str(attribute), "")
-        texts += [between, part] if texts else [part]
+        texts += [between, part_of(value)] if texts else [part_of(value)]
         _require(len(texts) <= MOST_ELEMENTS, "a join")
     return joined(texts)
