@@ -108,10 +108,16 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 return _replaced(owner, *arguments)
             elif name == "join" and isinstance(owner, str) and len(arguments) == 1:
                 return _join(arguments[0], owner)
-            elif name in ("format", "format_map") and isinstance(owner, str):
-                _require(not _WIDE.search(owner), "a width")
             _require(name != "translate", "a translation")
         return super().call(context, function, *arguments, **named)
+
+    @override
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Raises OverflowError where a text that formats others has a large width."""
+        owner = getattr(value, "__self__", None)
+        if isinstance(owner, str) and getattr(value, "__name__", "") in ("format", "format_map"):
+            _require(not _WIDE.search(owner), "a width")
+        return super().wrap_str_format(value)
 
     def _join_filter(self, values: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
         return _join(values, d) if attribute is None else _join(values, d, make_attrgetter(self, attribute))
