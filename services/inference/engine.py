@@ -34,7 +34,7 @@ from services.inference.settings import Settings
 from services.inference.weight_transfer import BACKEND, WorkerExtension
 from spo.errors import InvalidInput
 from spo.model.adapter_folder import Shapes, adapter_of, tensor_shapes
-from spo.service.memory import memory_limit_bytes
+from spo.observability.memory import memory_limit_bytes
 
 # vLLM's CPU attention wants multiples of 32; small blocks let short prompts share their prefix.
 CPU_BLOCK_TOKENS = 32

@@ -14,25 +14,11 @@ from services.sandbox_judge.executor import CompileFailed, JudgeFault, RunEnding
 from services.sandbox_judge.isolation.machine import this_machine
 from services.sandbox_judge.isolation.memory_cgroup import memory_parent
 from services.sandbox_judge.isolation.tiers import TIERS, Preload
-from services.sandbox_judge.languages import language_of
-from services.sandbox_judge.program_judge import JudgeOptions, ProgramJudge
-from services.sandbox_judge.sandbox_worker import PRELOADS, Role, SandboxWorker, start_zygote
-from services.sandbox_judge.scoring.code_tests import judge_code
-from services.sandbox_judge.scoring.packages import MATH, REASONING_GYM, SCORING_ROLES, missing_module
-from services.sandbox_judge.scoring.scores import score_responses
+from services.sandbox_judge.sandbox_worker import PRELOADS, SandboxWorker, start_zygote
+from services.sandbox_judge.scoring.right_responses import role_fault, roles_here
 from services.sandbox_judge.settings import IsolationTier, Settings
 from spo.errors import NotReady
 from spo.observability.logs import configure_logs, get_logger
-from spo.v1.verdict_pb2 import (
-    AnswerExtraction,
-    AnswerRule,
-    CodeTests,
-    CodeTestStyle,
-    Outcome,
-    ScoringFunction,
-    TestCase,
-    TestSet,
-)
 
 log = get_logger("isolation")
 
@@ -54,54 +40,6 @@ _FORBIDDEN = (
     b"import ctypes; ctypes.CDLL(None).ptrace(0, 0, 0, 0); print('escaped')",
 )
 _READS_SYSTEM = b"open('/etc/hostname').read(); print('escaped')"
-
-_MODULE_TESTS = "assert one() == 1"
-_PYTEST_TESTS = "from solution import one\ndef test_one():\n    assert one() == 1\n"
-_ENTRY = {"question": "1 + 1 =", "answer": "2", "metadata": {}}
-# A right response of each kind, with what decides on it.
-_RIGHT: dict[Role, tuple[str, TestSet]] = {
-    Role.PROGRAM: ("print(int(input()) + 1)", TestSet(tests=[TestCase(stdin=b"41\n", stdout=b"42\n")])),
-    Role.TESTS: (
-        "def one():\n    return 1\n",
-        TestSet(code_tests=CodeTests(style=CodeTestStyle.CODE_TEST_STYLE_MODULE, code=_MODULE_TESTS)),
-    ),
-    Role.PYTEST: (
-        "def one():\n    return 1\n",
-        TestSet(
-            code_tests=CodeTests(
-                style=CodeTestStyle.CODE_TEST_STYLE_PYTEST,
-                code=_PYTEST_TESTS,
-            )
-        ),
-    ),
-    Role.FUNCTION: (
-        "1",
-        TestSet(scoring_function=ScoringFunction(source="def score(response):\n    return 1.0\n", function="score")),
-    ),
-    Role.MATHEMATICS: (
-        "0.5",
-        TestSet(
-            answer=AnswerRule(
-                expected=["1/2"], comparison=MATH, extraction=AnswerExtraction.ANSWER_EXTRACTION_FIRST_LINE
-            )
-        ),
-    ),
-    Role.REASONING_GYM: (
-        "<answer>2</answer>",
-        TestSet(
-            scoring_function=ScoringFunction(
-                library=REASONING_GYM,
-                arguments_json=json.dumps({"dataset": "chain_sum", "entry": _ENTRY, "tag": "answer"}),
-            )
-        ),
-    ),
-}
-# A program that does nothing, in languages where that is not the empty one.
-_IDLE = {
-    "c": "int main(void) { return 0; }",
-    "cpp": "int main() { return 0; }",
-    "java": "public class Main { public static void main(String[] words) { } }",
-}
 
 
 def choose_tier(settings: Settings) -> IsolationTier:
@@ -180,11 +118,6 @@ def _first_failure(zygote: Zygote, *, may_read_image: bool) -> str | None:
     return None
 
 
-def roles_here() -> list[Role]:
-    """What this judge decides by: programs, and each kind whose package is installed."""
-    return [role for role in _RIGHT if role is Role.PROGRAM or not missing_module(role)]
-
-
 def require_packages(tier: IsolationTier, settings: Settings) -> None:
     """Import what every role imports inside the jail. Raises NotReady (code "jail_lacks_packages") with the reason."""
     preloads = [PRELOADS[role] for role in roles_here() if role in PRELOADS]
@@ -210,31 +143,6 @@ def _import_fault(tier: IsolationTier, settings: Settings, imports: tuple[str, .
         except JudgeFault as error:
             fault = str(error)
     return fault
-
-
-def role_fault(worker: SandboxWorker, role: Role) -> str | None:
-    """Why a role does not decide rightly here, found out by a right response of its kind; None where it does."""
-    response, test_set = _RIGHT[role]
-    try:
-        if role is Role.PROGRAM:
-            verdict = ProgramJudge(len(response)).judge(worker, response, "python", test_set)
-        elif role in SCORING_ROLES:
-            (verdict,) = score_responses(worker, [response], test_set, JudgeOptions())
-        else:
-            verdict = judge_code(worker, response, test_set, len(response), want_details=False)
-    except JudgeFault as fault:
-        return str(fault) or "it broke"
-    return None if verdict.outcome == Outcome.OUTCOME_ACCEPTED else verdict.detail or Outcome.Name(verdict.outcome)
-
-
-def language_fault(worker: SandboxWorker, language: str) -> str | None:
-    """Why programs of a language cannot be judged here, found out by one that does nothing; None where they can."""
-    program = _IDLE.get(language_of(language).name, "")
-    try:
-        verdict = ProgramJudge(1 << 10).judge(worker, program, language, TestSet(tests=[TestCase()]))
-    except JudgeFault as fault:
-        return str(fault) or "it broke"
-    return None if verdict.outcome == Outcome.OUTCOME_ACCEPTED else verdict.detail or Outcome.Name(verdict.outcome)
 
 
 def _kinds(tier: IsolationTier | None, settings: Settings) -> dict[str, str | None]:

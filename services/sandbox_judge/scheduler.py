@@ -25,11 +25,11 @@ from services.sandbox_judge.isolation.memory_budget import MemoryBudget, program
 from services.sandbox_judge.isolation.memory_cgroup import memory_parent
 from services.sandbox_judge.judge_queue import JudgeQueue, JudgeTask
 from services.sandbox_judge.languages import behaviour_of, language_of
-from services.sandbox_judge.probe import language_fault, role_fault
 from services.sandbox_judge.program_judge import DETAIL_CHARACTERS, Cancelled, JudgeOptions, ProgramJudge, encoded
 from services.sandbox_judge.sandbox_worker import Role, SandboxWorker, ZygoteStarts
 from services.sandbox_judge.scoring.code_tests import judge_code
 from services.sandbox_judge.scoring.packages import SCORING_ROLES, behaviour_of_packages, role_of
+from services.sandbox_judge.scoring.right_responses import language_fault, role_fault
 from services.sandbox_judge.scoring.scores import MOST_TOGETHER, score_responses
 from services.sandbox_judge.scoring.shared_forks import score_groups, shared_by
 from services.sandbox_judge.settings import IsolationTier, Settings

@@ -30,7 +30,7 @@ from spo.model.adapter_folder import Adapter
 from spo.model.folder import inspect_model_folder
 from spo.model.logprobs import DTYPES, load_policy, token_logprobs
 from spo.model.lora import adapter_off, add_adapter, take_adapter
-from spo.service.memory import is_out_of_memory
+from spo.observability.memory import is_out_of_memory
 from spo.spec.job_spec import JobSpec
 from spo.spec.section import LIVE_SOURCES
 from spo.v1.prompt_pb2 import SOURCE_ONLINE

@@ -35,7 +35,7 @@ from spo.model.tokenizer import (
     without_end,
 )
 from spo.observability.logs import get_logger
-from spo.service.memory import is_out_of_memory, memory_limit_bytes
+from spo.observability.memory import is_out_of_memory, memory_limit_bytes
 from spo.spec.job_spec import JobSpec
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 from spo.v1.trajectory_pb2 import Segment

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from services.trainer.ranks import Ranks
 from spo.observability.logs import get_logger
-from spo.service.memory import is_out_of_memory, memory_limit_bytes, oom_kills
+from spo.observability.memory import is_out_of_memory, memory_limit_bytes, oom_kills
 from spo.v1.orchestrator_service_pb2 import LeaseJobResponse, TrainerDeath
 
 log = get_logger("attempt")

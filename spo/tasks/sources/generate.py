@@ -21,7 +21,16 @@ from typing import Protocol, TypedDict
 
 from pydantic import JsonValue
 
-MEMORY_BYTES = 8 << 30
+from spo.observability.memory import memory_limit_bytes
+
+# Of the memory that this process and those beside it may take, a quarter; whatever the machine has, not more than this.
+MEMORY_BYTES = 2 << 30
+MEMORY_SHARE = 4
+LEAST_MEMORY_BYTES = 256 << 20
+# What whoever asked has to hold of the answer.
+ANSWER_BYTES = 64 << 20
+# A setting may be so large, or so many times its default: counts by the first, numbers within problems by the second.
+LARGEST_SETTING, TIMES_DEFAULT = 100_000, 1000
 # A generator may depend on its size, so it is always the same; further problems have further seeds.
 BLOCK = 128
 # Indices that are tried for each problem wanted: small spaces repeat themselves.
@@ -52,6 +61,10 @@ class Answer(TypedDict, total=False):
     faults: list[tuple[int, str, str]]
 
 
+class _TooMuch(Exception):
+    """What the problems of a generator take is more than may be answered."""
+
+
 class _Indexed(Protocol):
     def __getitem__(self, index: int, /) -> object: ...
 
@@ -74,7 +87,14 @@ def made(request: Request) -> Answer:
     faults = [fault for index, wanted in enumerate(request["generators"]) for fault in _faults(index, wanted)]
     if faults:
         return {"faults": faults}
-    return {"made": [list(_parts(wanted)) for wanted in request["generators"]]}
+    parts: list[list[list[Entry]]] = []
+    for index, wanted in enumerate(request["generators"]):
+        try:
+            parts.append(list(_parts(wanted)))
+        except (MemoryError, _TooMuch) as error:
+            why = str(error) or "its problems take more memory than there is for them: ask for smaller"
+            return {"faults": [(index, "settings", why)]}
+    return {"made": parts}
 
 
 def _faults(index: int, wanted: Wanted) -> Iterator[tuple[int, str, str]]:
@@ -88,14 +108,32 @@ def _faults(index: int, wanted: Wanted) -> Iterator[tuple[int, str, str]]:
     if unknown := sorted(wanted["settings"].keys() - _settings_of(name)):
         yield index, f"settings/{unknown[0]}", f"{name} has the settings {', '.join(sorted(_settings_of(name)))}"
         return
+    if large := _large_settings(wanted):
+        yield index, f"settings/{large[0]}", f"{large[0]} of {name} is too large: at most {large[1]}"
+        return
     try:
         _ = _dataset(wanted, 0)[0]
     except Exception as error:  # whatever its configuration says
         yield index, "settings", f"{name} cannot be made: {str(error) or type(error).__name__}"[:500]
 
 
+def _large_settings(wanted: Wanted) -> tuple[str, int] | None:
+    """A setting that is too large, with its bound; None where each is within its own."""
+    from reasoning_gym.factory import DATASETS
+
+    fields = {field.name: field.default for field in dataclasses.fields(DATASETS[wanted["name"]][1])}
+    for name, value in wanted["settings"].items():
+        default = fields[name]
+        most = max(LARGEST_SETTING, TIMES_DEFAULT * abs(int(default)) if isinstance(default, int | float) else 0)
+        numbers = value if isinstance(value, list) else [value]
+        if any(isinstance(number, int | float) and abs(number) > most for number in numbers):
+            return name, most
+    return None
+
+
 def _parts(wanted: Wanted) -> Iterator[list[Entry]]:
     seen: set[str] = set()
+    characters = 0
     for seed, count in wanted["parts"]:
         entries: list[Entry] = []
         for entry in _entries(wanted, seed, TRIES * count + BLOCK):
@@ -105,6 +143,11 @@ def _parts(wanted: Wanted) -> Iterator[list[Entry]]:
             if question not in seen:
                 seen.add(question)
                 entries.append(entry)
+                characters += len(json.dumps(entry))
+                if characters > ANSWER_BYTES:
+                    raise _TooMuch(
+                        f"its problems take more than {ANSWER_BYTES >> 20} MiB: ask for fewer, or for smaller"
+                    )
         yield entries
 
 
@@ -126,7 +169,9 @@ def _dataset(wanted: Wanted, seed: int) -> _Indexed:
 
 def main() -> int:
     """Answer the request; returns the exit status."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    most = max(LEAST_MEMORY_BYTES, min(MEMORY_BYTES, memory_limit_bytes() // MEMORY_SHARE))
+    # What it writes to: libraries reserve address space that they never use.
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     request = json.load(sys.stdin)
     # Some generators print.
     with contextlib.redirect_stdout(io.StringIO()):

@@ -14,11 +14,12 @@ from services.sandbox_judge.embedded import MemoryStore
 from services.sandbox_judge.executor import JudgeFault
 from services.sandbox_judge.isolation import tiers
 from services.sandbox_judge.isolation.tiers import TIERS, Preload
-from services.sandbox_judge.probe import choose_tier, require_packages, role_fault, why_not
+from services.sandbox_judge.probe import choose_tier, require_packages, why_not
 from services.sandbox_judge.program_judge import ProgramJudge
 from services.sandbox_judge.sandbox_worker import PRELOADS, Role, SandboxWorker
 from services.sandbox_judge.scheduler import JudgeScheduler
 from services.sandbox_judge.scoring.code_tests import judge_code
+from services.sandbox_judge.scoring.right_responses import role_fault
 from services.sandbox_judge.settings import Settings
 from spo.errors import NotReady
 from spo.v1 import verdict_pb2

@@ -10,8 +10,8 @@ import psutil
 import pytest
 import torch
 
-from spo.service import memory
-from spo.service.memory import is_out_of_memory, memory_limit_bytes, oom_kills
+from spo.observability import memory
+from spo.observability.memory import is_out_of_memory, memory_limit_bytes, oom_kills
 
 
 def wrapped() -> Exception:

@@ -92,3 +92,22 @@ def test_all_quick_generators_make_disjoint_splits_that_no_hash_seed_changes(mon
     assert {problem.difficulty for problem in tasks.train} == set(known)
     monkeypatch.setenv("PYTHONHASHSEED", "77")
     assert made(*generators, train=2 * len(known), held_out=len(known)) == tasks
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("chain_sum", {"min_terms": 2**40, "max_terms": 2**40}),
+        ("chain_sum", {"max_digits": 10**9}),
+        ("gcd", {"max_numbers": 2**50}),
+        ("letter_counting", {"max_words": 10**8}),
+        ("n_queens", {"n": 10**6}),
+        ("spiral_matrix", {"max_n": 10**7}),
+    ],
+)
+def test_settings_that_would_take_all_memory_are_refused_where_they_stand(name: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        made({"name": name, "settings": settings})
+
+    assert caught.value.code == "unusable_generator"
+    assert caught.value.violations[0].pointer.startswith("/tasks/generators/0/settings")
