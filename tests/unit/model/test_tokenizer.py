@@ -124,12 +124,25 @@ def test_what_real_templates_do_stays_as_it_was(tokenizer: Any) -> None:
     tokenizer.chat_template = (
         "{{ 'a-b'.replace('-', '+') }}{{ 'x'|center(5) }}{{ ['1', '2']|join(',') }}{{ 2 ** 10 % 7 }}{{ '%02d' % 7 }}"
         "{{ 'é' ~ 1 ~ none }}{{ '{:>4}'.format(1) }}{{ 'a\nb'|indent(2) }}{{ '-' * 3 }}{{ ', '.join(['c', 'd']) }}"
-        "{{ [{'n': 1}, {'n': 2}]|join('/', attribute='n') }}{{ [1] + [2] }}{{ 3.14159|round(2) }}"
+        "{{ [{'n': 1}, {'n': 2}]|join('/', attribute='n') }}{{ [1] + [2] }}{{ 3.14159|round(2) }}{{ 123456|center(8) }}"
     )
 
     rendered = tokenizer.decode(encode_prompt(tokenizer, "sum"))
 
-    expected = "a+b  x  1,2" + "2" + "07" + "é1None" + "   1" + "a\n  b" + "---" + "c, d" + "1/2" + "[1, 2]" + "3.14"
+    expected = (
+        "a+b  x  1,2"
+        + "2"
+        + "07"
+        + "é1None"
+        + "   1"
+        + "a\n  b"
+        + "---"
+        + "c, d"
+        + "1/2"
+        + "[1, 2]"
+        + "3.14"
+        + " 123456 "
+    )
     assert rendered == tokenizer.decode(tokenizer.encode(expected))
 
 
