@@ -24,10 +24,10 @@ from playwright.sync_api import sync_playwright
 from benchmarks.frame import Row, compare, run, within
 from benchmarks.http_load.load import Listeners, ask, request
 from benchmarks.http_load.stage import KEY, Platform, platform
-from services.orchestrator.jobs.store import IN_REDIS, JobStore
+from services.orchestrator.jobs import IN_REDIS, JobStore
 from spo.rpc.client import RpcClient
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
+from spo.spec.section import JobState
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 

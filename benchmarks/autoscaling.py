@@ -24,7 +24,7 @@ from benchmarks.peers.pipeline import redis_server
 from benchmarks.peers.simulated_cluster import SimulatedCluster, SimulatedJob
 from spo.messaging.connection import connect
 from spo.messaging.redis_client import RedisClient
-from spo.observability.logs import configure_logs
+from spo.observability import configure_logs
 
 CHART = Path(__file__).parent.parent / "helm" / "spo" / "values.yaml"
 WARM_SECONDS = 120.0

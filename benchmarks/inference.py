@@ -22,19 +22,18 @@ import vllm
 from benchmarks.frame import CpuClock, Row, compare, run
 from services.inference.engine import CPU_BLOCK_TOKENS
 from services.inference.replica import ServingReplica
-from services.inference.rollout_worker import RolloutWorker
+from services.inference.rollouts import RolloutWorker
 from services.inference.settings import Settings
 from spo import redis_keys
-from spo.local.launcher import free_ports
-from spo.local.redis_server import server_command
+from spo.local.launcher import free_ports, server_command
 from spo.messaging import streams
 from spo.messaging.connection import connect
 from spo.messaging.redis_client import RedisClient
 from spo.model.tokenizer import encode_prompt, load_tokenizer
-from spo.observability.logs import configure_logs
+from spo.observability import configure_logs
 from spo.spec.job_spec import spec_to_json
-from spo.testing.models import write_random_llama
-from spo.testing.toy_spec import toy_spec
+from spo.testing.runs import toy_spec
+from spo.testing.trainer import write_random_llama
 from spo.v1.orchestrator_service_pb2 import HeartbeatResponse
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, Prompt, PromptGroup, Sampling
 from spo.v1.trajectory_pb2 import RolloutGroup

@@ -20,13 +20,13 @@ from pathlib import Path
 import psutil
 
 from benchmarks.frame import Measure, Row, compare, run
-from services.sandbox_judge.isolation.tiers import launch
+from services.sandbox_judge.isolation import launch
 from services.sandbox_judge.probe import choose_tier
 from services.sandbox_judge.program_judge import ProgramJudge
 from services.sandbox_judge.sandbox_worker import Role, SandboxWorker
-from services.sandbox_judge.scheduler import JudgeScheduler
 from services.sandbox_judge.settings import IsolationTier, Settings
-from spo.local.redis_server import server_command
+from services.sandbox_judge.stage import JudgeScheduler
+from spo.local.launcher import server_command
 from spo.messaging.connection import connect
 from spo.messaging.redis_client import RedisClient
 from spo.v1 import verdict_pb2

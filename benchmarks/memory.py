@@ -13,8 +13,8 @@ from pathlib import Path
 
 from benchmarks.frame import Row, run
 from benchmarks.soak import redis_at
-from services.orchestrator.jobs.series import report_writes
-from services.orchestrator.jobs.store import JobStore
+from services.orchestrator.jobs import JobStore
+from services.orchestrator.leases import report_writes
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.messaging.connection import connect

@@ -26,10 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.frame import Row, compare, run
-from spo.model.activations import checkpoint_activations
-from spo.model.attention import ATTENTION
-from spo.model.head import give_logprob_head
-from spo.model.logprobs import token_logprobs
+from spo.model.logprobs import ATTENTION, checkpoint_activations, give_logprob_head, token_logprobs
 
 HIDDEN, WORDS, LAYERS, TOKENS = 896, 151_936, 4, 2_048
 CHUNK = 256

@@ -28,7 +28,7 @@ from spo.demo.demo import Demo, fresh_demo
 from spo.errors import NotReady
 from spo.experience.store import ExperienceStore
 from spo.spec.reward import is_success
-from spo.tasks.toy.problems import toy_tasks
+from spo.tasks.toy import toy_tasks
 
 ROWS = int(os.environ.get("SPO_REJUDGING_ROWS", "100000"))
 # Models repeat themselves: this many programs differ, of all problems together.

@@ -23,11 +23,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.frame import CpuClock, Row, compare, run
-from services.replay_buffer.sampler import BatchSampler
+from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.service import ReplayService
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
-from spo.local.redis_server import server_command
+from spo.local.launcher import server_command
 from spo.messaging.connection import connect
 from spo.messaging.redis_client import RedisClient
 from spo.rpc.client import RpcClient

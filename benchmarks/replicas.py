@@ -31,14 +31,14 @@ from benchmarks.peers.pipeline import (
     redis_server,
     running_job,
 )
-from services.replay_buffer.limiter import Limiter, LiveCounts
+from services.replay_buffer.windows import Limiter, LiveCounts
 from spo import redis_keys
 from spo.messaging.connection import connect
 from spo.messaging.redis_client import RedisClient
-from spo.rpc.inference_client import TIME_BYTES
+from spo.rpc.pools import TIME_BYTES
 from spo.spec.job_spec import JobSpec, parse_job_spec
-from spo.testing.models import write_random_llama
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
+from spo.testing.trainer import write_random_llama
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 from spo.v1.replay_service_pb2 import GetReplayStatusRequest, GetReplayStatusResponse
 

@@ -33,8 +33,8 @@ from spo import redis_keys
 from spo.messaging.connection import connect
 from spo.messaging.redis_client import RedisClient
 from spo.rpc.client import RpcClient
-from spo.rpc.inference_client import TIME_BYTES
-from spo.testing.waiting import wait_until
+from spo.rpc.pools import TIME_BYTES
+from spo.testing.peers import wait_until
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 

@@ -27,10 +27,9 @@ from benchmarks.frame import Row, compare, run
 from services.inference.engine import CPU_BLOCK_TOKENS, CPU_PREFILL_TOKENS
 from services.inference.settings import Settings
 from spo.client import Client
-from spo.local.launcher import free_ports
-from spo.local.redis_server import server_command
-from spo.testing.models import write_random_llama
-from spo.testing.toy_spec import toy_document
+from spo.local.launcher import free_ports, server_command
+from spo.testing.runs import toy_document
+from spo.testing.trainer import write_random_llama
 
 KEY = "the-key-of-the-benchmark"
 PROMPT_TOKENS, ANSWER_TOKENS = 64, 128

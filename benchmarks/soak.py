@@ -28,19 +28,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from benchmarks.frame import Row, run
-from services.replay_buffer.archive.batch_records import BATCHES_KEPT
-from services.replay_buffer.archive.experience_archiver import ExperienceArchiver
-from services.replay_buffer.archive.window_trimmer import WindowTrimmer
-from services.replay_buffer.sampler import BatchSampler
+from services.replay_buffer.archive import BATCHES_KEPT, ExperienceArchiver, WindowTrimmer
+from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.settings import Settings
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.experience.store import ExperienceStore
-from spo.local.redis_server import server_command
+from spo.local.launcher import server_command
 from spo.messaging.connection import connect
 from spo.messaging.redis_client import RedisClient
 from spo.spec.job_spec import spec_to_json
-from spo.testing.toy_spec import toy_spec
+from spo.testing.runs import toy_spec
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, Prompt
 from spo.v1.replay_service_pb2 import SampleBatchRequest
 from spo.v1.trajectory_pb2 import Trajectory

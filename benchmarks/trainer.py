@@ -22,18 +22,23 @@ from typing import Any
 import torch
 
 from benchmarks.frame import CpuClock, Measure, Row, compare, run, within
-from services.trainer.batches import TrainingSample, token_batch
+from services.trainer.batches import (
+    ForwardLimits,
+    MicroBatch,
+    Minibatch,
+    TrainingSample,
+    cut_into_minibatches,
+    token_batch,
+)
 from services.trainer.deepspeed_engine import leave_deepspeed, prepare_deepspeed
 from services.trainer.learner import Learner
-from services.trainer.microbatches import ForwardLimits, MicroBatch, Minibatch, cut_into_minibatches
 from services.trainer.ranks import Ranks, join_ranks
-from spo.algorithm.losses import spo_loss
+from spo.algorithm.objectives import spo_loss
 from spo.algorithm.registry import LossTerm
 from spo.model.logprobs import load_policy, token_logprobs
 from spo.spec.job_spec import JobSpec, RewardSpec
-from spo.testing.models import write_random_llama
-from spo.testing.toy_spec import toy_spec
-from spo.testing.trainer import sampled_trajectories
+from spo.testing.runs import toy_spec
+from spo.testing.trainer import sampled_trajectories, write_random_llama
 
 WIDTH, LAYERS = 192, 4
 BATCH = 32

@@ -24,9 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.frame import Row, run
-from spo.algorithm.monte_carlo import q_from_success_rate
-from spo.algorithm.value_posterior import Evidence, soft_value_estimate
 from spo.algorithm.value_prior import PriorModel, PromptFeatures, fit_prior
+from spo.algorithm.values import Evidence, q_from_success_rate, soft_value_estimate
 from spo.spec.job_spec import PAPER_BETA, SequentialSpec
 
 POOL = Path(__file__).parent / "value_pool.json"

@@ -37,7 +37,7 @@ import json, sys, redis
 from spo import redis_keys
 from spo.experience.store import ExperienceStore
 from spo.service.settings import PlatformSettings
-from spo.testing.ledger import check_ledger
+from spo.testing.peers import check_ledger
 store, job = redis.Redis.from_url(PlatformSettings().redis_url), sys.argv[1]
 check_ledger(store, job, experience=ExperienceStore(PlatformSettings().experience_place))
 found = {name.decode(): int(count) for name, count in store.hgetall(redis_keys.replay_counters(job)).items()}

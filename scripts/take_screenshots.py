@@ -19,7 +19,7 @@ from playwright.sync_api import Page, sync_playwright
 
 from spo.client import Client
 from spo.demo.demo import RECIPE, fresh_demo, model_of
-from spo.spec.spec_file import read_spec
+from spo.spec.section import read_spec
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 WIDTH, HEIGHT = 1280, 860

@@ -21,7 +21,7 @@ from spo.model.logprobs import load_policy, response_logprobs
 from spo.model.tokenizer import encode_prompt, encode_response, load_tokenizer
 from spo.rpc.client import RpcClient
 from spo.tasks.problem import Problem
-from spo.tasks.toy.problems import toy_tasks
+from spo.tasks.toy import toy_tasks
 from spo.v1.judge_service_pb2 import JudgeRequest, JudgeResponse, Priority, UploadTestsRequest
 from spo.v1.judge_service_pb2_grpc import JudgeServiceStub
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED

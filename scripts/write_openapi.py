@@ -9,9 +9,9 @@ from pathlib import Path
 
 import redis
 
+from services.orchestrator.commit import Leadership
 from services.orchestrator.container import AppContext
 from services.orchestrator.http.app import create_app
-from services.orchestrator.leadership import Leadership
 from services.orchestrator.settings import Settings
 
 PLACE = Path(__file__).parents[1] / "docs" / "openapi.json"

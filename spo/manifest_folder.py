@@ -1,4 +1,5 @@
-"""Folders that are whole or absent: files written aside, a manifest of digests last, one atomic rename.
+"""Folders that are whole or absent: files written aside, a manifest of digests last, one atomic rename; a full disk
+is one typed error.
 
 Weights and checkpoints are kept this way. A folder carries the epoch of the lease it was written under; only a newer
 epoch may replace it, so a trainer that lost its lease cannot overwrite what its successor wrote (a fencing token).
@@ -20,10 +21,45 @@ from typing import Any, TypedDict
 from blake3 import blake3
 from ulid import ULID
 
-from spo.errors import Conflict, IntegrityError, NotFound
+from spo.errors import Conflict, IntegrityError, NotFound, ResourceExhausted
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 MANIFEST = "manifest.json"
 ABANDONED_SECONDS = 3600.0
+
+
+@contextlib.contextmanager
+def told_when_full(folder: str | Path, needed_bytes: int = 0) -> Iterator[None]:
+    """Raise ResourceExhausted (code "disk_full"), naming folder and bytes needed, where the block finds no room.
+
+    needed_bytes: about how much the block writes; 0: unknown.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not _is_full(error):
+            raise
+        raise ResourceExhausted(_message(Path(folder), needed_bytes), code="disk_full") from error
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder with all in it; one that is not there is removed. Raises OSError: what is left is no secret."""
+    while folder.exists():
+        # What somebody else removes meanwhile is no fault.
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(folder)
+
+
+def _is_full(error: Exception) -> bool:
+    # safetensors' and Rust libraries' errors have no errno, only its text.
+    return getattr(error, "errno", None) in _FULL or any(f"os error {number})" in str(error) for number in _FULL)
+
+
+def _message(folder: Path, needed_bytes: int) -> str:
+    there = next((place for place in (folder, *folder.parents) if place.exists()), Path("/"))
+    needed = f"{needed_bytes} bytes are needed, " if needed_bytes else ""
+    return f"no space is left in {folder}: {needed}{shutil.disk_usage(there).free} are free"
 
 
 class FileEntry(TypedDict):

@@ -74,7 +74,7 @@ def require(tool: str) -> str:
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a real server, one per test session; use `redis_client` for a clean database."""
-    from spo.local.redis_server import server_command
+    from spo.local.launcher import server_command
 
     folder: Path = tmp_path_factory.mktemp("redis")
     port = free_port()

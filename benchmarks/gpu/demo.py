@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from benchmarks.gpu.result import report
-from spo.demo.real import run_real_demo
+from spo.demo.addition import run_real_demo
 
 REPORT = Path("runs/real-demo/report.json")
 

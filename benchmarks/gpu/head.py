@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.gpu.result import report
 from benchmarks.trainer import PeakMemory
-from spo.model.head import chosen_logprobs
+from spo.model.logprobs import chosen_logprobs
 
 
 def measure(dry_run: bool) -> dict[str, object]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from spo.tasks.toy.tokenizer import build_tokenizer, save_tokenizer
+from spo.tasks.toy_tokenizer import build_tokenizer, save_tokenizer
 
 # Hidden width, width between, layers, attention heads, key-value heads, vocabulary: as Qwen2.5 has them.
 SHAPES = {

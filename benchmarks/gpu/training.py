@@ -16,10 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu.result import report
 from benchmarks.gpu.shapes import SHAPES, write_shape
-from services.trainer.batches import TrainingSample
+from services.trainer.batches import MicroBatch, Minibatch, TrainingSample
 from services.trainer.deepspeed_engine import leave_deepspeed, prepare_deepspeed
 from services.trainer.learner import Learner
-from services.trainer.microbatches import MicroBatch, Minibatch
 from services.trainer.ranks import Ranks, join_ranks
 from spo.spec.job_spec import parse_job_spec
 from spo.v1.prompt_pb2 import SOURCE_ONLINE

@@ -26,11 +26,11 @@ def measure(dry_run: bool) -> dict[str, object]:
     from safetensors.torch import load_file
 
     from benchmarks.gpu.shapes import write_shape
-    from services.inference.broadcast import OfferedBroadcast
     from services.inference.engine import Engine, EngineSpec
     from services.inference.settings import Settings
+    from services.inference.weights import OfferedBroadcast
     from spo.v1.weights_pb2 import BroadcastOffer
-    from spo.weights.broadcast.rendezvous import connect
+    from spo.weights.broadcast import connect
     from spo.weights.store import WeightStore
 
     shape = "tiny" if dry_run else "1.5B"
@@ -72,7 +72,7 @@ def measure(dry_run: bool) -> dict[str, object]:
 
 def _sender(transport: str) -> subprocess.Popen[str]:
     """The process that a trainer starts; over NCCL on the first device."""
-    command = [sys.executable, "-m", "spo.weights.broadcast.sender", "--host", "127.0.0.1", "--port", "0"]
+    command = [sys.executable, "-m", "spo.weights.broadcast_sender", "--host", "127.0.0.1", "--port", "0"]
     device = {"CUDA_VISIBLE_DEVICES": "0"} if transport == "nccl" else {}
     return subprocess.Popen(
         [*command, "--transport", transport],

@@ -13,7 +13,7 @@ from typing import Any, cast
 from benchmarks.hacked.planted import prints_a_constant
 from spo.client import Client
 from spo.demo.demo import RECIPE
-from spo.spec.spec_file import read_spec
+from spo.spec.section import read_spec
 
 STEPS = 60
 PER_PROMPT = 32

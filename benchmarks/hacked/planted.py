@@ -14,13 +14,13 @@ from pathlib import Path
 
 from spo.experience.columns import StoredTrajectory
 from spo.experience.store import ExperienceStore, Origin
-from spo.rpc.judge_pools import JudgePools
+from spo.rpc.pools import JudgePools
 from spo.spec.job_spec import TasksSpec
 from spo.spec.reward import reward_of
 from spo.spec.tasks import RewardSpec
 from spo.tasks.load import load_tasks
 from spo.tasks.problem import Problem
-from spo.tasks.toy.problems import toy_tasks
+from spo.tasks.toy import toy_tasks
 from spo.v1.judge_service_pb2 import PRIORITY_TRAINING, JudgeRequest, UploadTestsRequest
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, Prompt
 from spo.v1.trajectory_pb2 import FINISH_REASON_STOP, Trajectory

@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from spo.local.redis_server import server_command
+from spo.local.launcher import server_command
 from spo.messaging.connection import connect
 from spo.messaging.redis_client import RedisClient
 

@@ -17,17 +17,17 @@ from typing import Any
 
 import psutil
 
-from services.orchestrator.jobs.store import JobStore
+from services.orchestrator.jobs import JobStore
 from spo import redis_keys
-from spo.local.redis_server import server_command
+from spo.local.launcher import server_command
 from spo.messaging.connection import connect
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.streams import Consumer
 from spo.rpc.client import is_healthy
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import wait_until
 from spo.v1.replay_service_pb2 import GetReplayStatusRequest, GetReplayStatusResponse
 from spo.v1.replay_service_pb2_grpc import ReplayServiceServicer, add_ReplayServiceServicer_to_server
 

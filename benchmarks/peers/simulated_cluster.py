@@ -13,19 +13,17 @@ from typing import Any
 
 from benchmarks.peers.horizontal_autoscaler import HorizontalAutoscaler
 from benchmarks.peers.pipeline import running_job
-from services.orchestrator.datasets.library import TaskLibrary
-from services.orchestrator.jobs.store import IN_REDIS, JobStore
-from services.orchestrator.lifecycle.dispatcher import PromptDispatcher
-from services.orchestrator.lifecycle.pipeline import groups_in_pipeline
-from services.orchestrator.replicas.assignment import assign
-from services.orchestrator.replicas.demand import JobFacts, PoolDemand
-from services.orchestrator.replicas.in_hand import GroupsInHand
-from services.orchestrator.replicas.registry import LiveReplica
-from services.replay_buffer.limiter import Limiter, LiveCounts
+from services.orchestrator.autoscaling import JobFacts, PoolDemand
+from services.orchestrator.datasets import TaskLibrary
+from services.orchestrator.dispatch import PromptDispatcher
+from services.orchestrator.jobs import IN_REDIS, JobStore
+from services.orchestrator.pipeline import groups_in_pipeline
+from services.orchestrator.replicas import GroupsInHand, LiveReplica, assign
+from services.replay_buffer.windows import Limiter, LiveCounts
 from spo import redis_keys
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.streams import Consumer, Entry
-from spo.spec.job_state import JobState
+from spo.spec.section import JobState
 from spo.v1.replay_service_pb2 import GetReplayStatusRequest, GetReplayStatusResponse
 
 FULL = 32

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.race.peer import Stage
 from spo.demo.demo import RECIPE
-from spo.spec.spec_file import read_spec
+from spo.spec.section import read_spec
 
 FIRST, SECOND = "first run", "second run, from the first one's experience"
 BUDGET_CPU_SECONDS = 250.0

@@ -18,11 +18,11 @@ from transformers import PreTrainedTokenizerBase
 from benchmarks.race.problems import MAX_RESPONSE_TOKENS, race_problems
 from services.inference.engine import Engine, EngineSpec, SampleRequest
 from services.inference.settings import Settings
-from services.orchestrator.jobs.seeds import seed_of
-from spo.algorithm.pass_at_k import ProblemCounts, mean_pass_at_k
+from services.orchestrator.jobs import seed_of
+from spo.algorithm.values import ProblemCounts, mean_pass_at_k
 from spo.model.tokenizer import decode_response, encode_prompt, load_tokenizer
 from spo.rpc.client import RpcClient
-from spo.spec.training import EvaluationSpec
+from spo.spec.sections import EvaluationSpec
 from spo.tasks.problem import Problem, extract_program
 from spo.v1.judge_service_pb2 import PRIORITY_EVALUATION, JudgeRequest, JudgeResponse, UploadTestsRequest
 from spo.v1.judge_service_pb2_grpc import JudgeServiceStub

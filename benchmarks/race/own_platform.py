@@ -14,7 +14,7 @@ from spo.client.models import Job
 from spo.demo.experience import starting_from
 from spo.errors import NotReady
 from spo.local.launcher import LauncherSettings, LocalPlatform
-from spo.reproduce.measure import CpuMeter
+from spo.reproduce.command import CpuMeter
 
 LONGEST_JOB_SECONDS = 3600.0
 # The job's own evaluations are as few and small as can be: nobody's time holds one.

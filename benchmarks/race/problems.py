@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spo.tasks.problem import TaskSets
-from spo.tasks.toy.problems import toy_tasks
+from spo.tasks.toy import toy_tasks
 
 TRAIN, HELD_OUT, TASK_SEED = 160, 80, 0
 MAX_RESPONSE_TOKENS = 44

@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.studies import baselines as published
-from benchmarks.studies import imitation as beside
-from benchmarks.studies import staleness as stale
+from benchmarks.studies import baselines as published, imitation as beside, staleness as stale
 from benchmarks.studies.contest import EVALUATION_SAMPLES, UNTEMPERED, Contest
-from spo.algorithm.pass_at_k import ProblemCounts, mean_pass_at_k
-from spo.demo.toy_model import toy_model
+from spo.algorithm.values import ProblemCounts, mean_pass_at_k
+from spo.demo.demo import toy_model
 from spo.spec.job_spec import JobSpec
-from spo.spec.prompt_values import qhat_0
-from spo.tasks.toy.problems import toy_tasks
+from spo.spec.reward import qhat_0
+from spo.tasks.toy import toy_tasks
 from spo.v1.prompt_pb2 import SOURCE_REFERENCE
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.value_pb2 import PromptValue

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.studies.contest import EVALUATION_SAMPLES
-from spo.reproduce.statistics import Estimate, mean_score, score_table
+from spo.reproduce.report import Estimate, mean_score, score_table
 
 Result = dict[str, Any]
 

@@ -14,13 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from benchmarks.studies.grading import Grader
 from benchmarks.studies.sampling import Sampler, sample
 from services.trainer.batches import TrainingSample, token_batch
-from spo.algorithm.losses import spo_loss
-from spo.algorithm.token_batch import TokenBatch
+from spo.algorithm.objectives import TokenBatch, spo_loss
 from spo.errors import InvalidInput
 from spo.model.logprobs import load_policy, response_logprobs, token_logprobs
 from spo.model.tokenizer import decode_response, encode_prompt, load_tokenizer
 from spo.spec.job_spec import JobSpec
-from spo.spec.learning_rate import learning_rate_at
+from spo.spec.sections import learning_rate_at
 from spo.tasks.problem import Problem, TaskSets
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.trajectory_pb2 import Trajectory

@@ -17,10 +17,9 @@ import numpy as np
 from benchmarks.studies.contest import Contest, Policy
 from services.trainer.batches import TrainingSample
 from spo.algorithm.replay_sampling import draw_ranks, exact_counts
-from spo.reproduce.methods import merged
-from spo.reproduce.plan import FULL, runs
-from spo.spec.algorithm import PAPER_BETA
+from spo.reproduce.plan import FULL, merged, runs
 from spo.spec.job_spec import JobSpec, parse_job_spec
+from spo.spec.sections import PAPER_BETA
 from spo.v1.trajectory_pb2 import Trajectory
 
 SETTING = "hard"

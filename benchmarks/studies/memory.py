@@ -22,11 +22,11 @@ from benchmarks.studies.baselines import METHODS as PUBLISHED
 from benchmarks.studies.contest import EVALUATION, EVALUATION_SAMPLES, UNTEMPERED, Contest, Policy, step_problems
 from benchmarks.studies.staleness import GROUP, METHODS, PROMPTS_PER_STEP, STEPS, TOY, rows
 from services.trainer.batches import TrainingSample
-from spo.algorithm.baselines.surrogate import group_advantages
-from spo.algorithm.token_batch import TokenBatch
-from spo.reproduce.methods import RECIPES, merged
+from spo.algorithm.baselines import group_advantages
+from spo.algorithm.objectives import TokenBatch
+from spo.reproduce.plan import RECIPES, merged
 from spo.spec.job_spec import JobSpec, parse_job_spec
-from spo.spec.spec_file import read_spec
+from spo.spec.section import read_spec
 from spo.tasks.problem import Problem
 from spo.v1.prompt_pb2 import SOURCE_REFERENCE
 from spo.v1.trajectory_pb2 import Trajectory

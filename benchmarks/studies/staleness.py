@@ -13,10 +13,10 @@ from typing import Any
 from benchmarks.studies.contest import UNTEMPERED, Contest, Policy, step_problems
 from benchmarks.studies.lag import steps_sampled_by
 from services.trainer.batches import TrainingSample
-from spo.reproduce.methods import RECIPES, merged
+from spo.reproduce.plan import RECIPES, merged
 from spo.spec.job_spec import JobSpec, parse_job_spec
-from spo.spec.prompt_values import qhat_0_of_group
-from spo.spec.spec_file import read_spec
+from spo.spec.reward import qhat_0_of_group
+from spo.spec.section import read_spec
 from spo.v1.trajectory_pb2 import Anchor, Trajectory
 
 STEPS, PROMPTS_PER_STEP, GROUP = 150, 8, 8

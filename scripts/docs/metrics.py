@@ -12,7 +12,7 @@ def page(root: Path) -> str:
     """Markdown of the Prometheus metrics and alert rules."""
     from prometheus_client.metrics import MetricWrapperBase
 
-    from spo.observability import metrics
+    from spo import observability
 
     drawn = (root / "deploy" / "grafana" / "spo.json").read_text()
     rules = yaml.safe_load((root / "deploy" / "prometheus" / "alerts.yml").read_text())["groups"]
@@ -27,7 +27,7 @@ def page(root: Path) -> str:
         "| Metric | Kind | Labels | Meaning | Used by |",
         "|---|---|---|---|---|",
     ]
-    found = [each for each in vars(metrics).values() if isinstance(each, MetricWrapperBase)]
+    found = [each for each in vars(observability).values() if isinstance(each, MetricWrapperBase)]
     for each in sorted(found, key=lambda metric: metric._name):
         suffix = "_total" if each._type == "counter" else ""
         uses = (["dashboard"] if each._name in json.dumps(drawn) else []) + [

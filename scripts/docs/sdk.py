@@ -17,11 +17,7 @@ The methods of `Client`; `AsyncClient` has the same with `await`. Models are in 
 def page(root: Path) -> str:
     """Markdown of every public method by section, in the order of the source; deterministic."""
     from spo.client import Client
-    from spo.client._sync.datasets import DatasetCalls
-    from spo.client._sync.dead_letters import DeadLetterCalls
-    from spo.client._sync.experience import ExperienceCalls
-    from spo.client._sync.platform import PlatformCalls
-    from spo.client._sync.training import TrainingCalls
+    from spo.client._sync.calls import DatasetCalls, DeadLetterCalls, ExperienceCalls, PlatformCalls, TrainingCalls
 
     sections: dict[str, type] = {
         "client": Client,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 
 from services.inference.settings import Settings
-from spo.service.join import join_platform
-from spo.service.process import ServiceProcess
+from spo.service.process import ServiceProcess, join_platform
 from spo.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 
 
@@ -15,11 +14,10 @@ def main() -> int:
     process = ServiceProcess("inference", settings, long_polls=settings.served_streams)
     process.answer_probes("loads its libraries")
     # Imported late: probes are answered while these take their time.
-    from services.inference.deaths import EngineDeaths
+    from services.inference.engine_thread import EngineDeaths
     from services.inference.replica import ServingReplica
-    from services.inference.rollout_worker import RolloutWorker
-    from services.inference.service import InferenceService
-    from services.inference.serving.completions import ServedRuns
+    from services.inference.rollouts import RolloutWorker
+    from services.inference.service import InferenceService, ServedRuns
 
     client = process.hold_state(join_platform(settings))
     replica = ServingReplica(settings, client, process.server.set_serving, process.stop.set)

@@ -28,13 +28,11 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from services.inference.adapters import AdapterRoom, write_neutral_adapter
-from services.inference.broadcast import JoinedBroadcast
 from services.inference.settings import Settings
-from services.inference.weight_transfer import BACKEND, WorkerExtension
+from services.inference.weights import BACKEND, AdapterRoom, JoinedBroadcast, WorkerExtension, write_neutral_adapter
 from spo.errors import InvalidInput
-from spo.model.adapter_folder import Shapes, adapter_of, tensor_shapes
-from spo.observability.memory import memory_limit_bytes
+from spo.model.folder import Shapes, adapter_of, tensor_shapes
+from spo.observability import memory_limit_bytes
 
 # vLLM's CPU attention wants multiples of 32; small blocks let short prompts share their prefix.
 CPU_BLOCK_TOKENS = 32

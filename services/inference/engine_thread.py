@@ -1,25 +1,32 @@
-"""The one thread that owns the engine: continuous batching over groups, weight versions one at a time."""
+"""The one thread that owns the engine: continuous batching over groups, which version is served next, and what
+engines died of.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from socket import gethostname
 
-from services.inference.deaths import EngineDeaths, engine_failed
+from services.inference import redis_keys as own_keys
 from services.inference.engine import Engine, Sample, SampledPart, SampleRequest
 from services.inference.settings import Settings
-from services.inference.weight_schedule import next_decision
 from services.inference.weights import Weights
+from spo import observability
 from spo.errors import IntegrityError, InvalidInput, NotReady
-from spo.messaging.work_deaths import last_line
-from spo.observability import metrics
-from spo.observability.logs import get_logger
-from spo.weights.broadcast.rendezvous import BroadcastFailed
+from spo.messaging.redis_client import RedisClient
+from spo.messaging.streams.recovery import WorkDeaths, last_line
+from spo.observability import get_logger
+from spo.v1.prompt_pb2 import PromptGroup
+from spo.weights.broadcast import BroadcastFailed
+
+# What the library raises of what a folder is made of; an engine that dies of its device raises others.
+HOPELESS_ERRORS = (ValueError, KeyError, TypeError, AttributeError, NotImplementedError, AssertionError)
 
 log = get_logger("engine")
 
@@ -27,6 +34,67 @@ log = get_logger("engine")
 TURN_PER_LOAD_SECONDS = 20.0
 # What a broken broadcast leaves in the engine: nothing runs until some version is loaded whole.
 NOTHING_WHOLE = Weights("", -1, "", None)
+
+
+class EngineDeaths(WorkDeaths):
+    """The notes of all inference replicas."""
+
+    def __init__(self, client: RedisClient) -> None:
+        super().__init__(client, own_keys.engine_deaths, "the engine", code="kills_engine")
+
+    @contextmanager
+    def building(self, work: str) -> Iterator[None]:
+        """As `during`; a model that vLLM does not know, or whose tensors do not fit, is refused from then on."""
+        with self.during(work, ends_process=True):
+            try:
+                yield
+            except HOPELESS_ERRORS as error:
+                # For want of memory it may go better the next time.
+                if "memory" not in str(error).lower():
+                    self.give_up(work, error)
+                raise
+
+
+def engine_failed(error: Exception) -> NotReady:
+    """What the groups in an engine fail with that died: it is tried again, and found out which one it was."""
+    return NotReady(f"the engine of this replica failed: {last_line(error)}", code="engine_failed")
+
+
+def sampling_of(group: PromptGroup) -> str:
+    """The work of sampling a group, by name."""
+    return f"group {group.group_id} of run {group.run_id}"
+
+
+@dataclass(frozen=True)
+class ScheduleDecision:
+    """Admit waiting groups of the loaded version, or load another one, or (neither) let the running ones finish."""
+
+    admit: bool = False
+    load: Weights | None = None
+
+
+def next_decision(
+    loaded: Weights,
+    newest: Weights,
+    waiting: Sequence[Weights],
+    *,
+    running: bool,
+    running_may_switch: bool,
+    turn_is_up: bool,
+) -> ScheduleDecision:
+    """Decide from the versions that waiting groups ask for, oldest group first.
+
+    The loaded version is served for one turn, and longer while the oldest group asks for it. Then the running groups
+    finish, and the version of the oldest group is loaded. So no group waits for ever, and versions are swapped at most
+    once per turn. With no group waiting, a newly announced version is loaded as soon as no group runs.
+    running_may_switch: running groups may go on under `newest`.
+    """
+    requested = waiting[0] if waiting else newest
+    if loaded in waiting and (requested == loaded or not turn_is_up):
+        return ScheduleDecision(admit=True)
+    if requested == loaded or (running and not (running_may_switch and requested == newest)):
+        return ScheduleDecision()
+    return ScheduleDecision(load=requested)
 
 
 @dataclass(eq=False)
@@ -210,8 +278,8 @@ class EngineThread:
         seconds = time.monotonic() - started
         self.loaded = weights
         self._turn_ends = time.monotonic() + max(self._settings.turn_seconds, TURN_PER_LOAD_SECONDS * seconds)
-        metrics.WEIGHTS_PUSH_SECONDS.observe(seconds)
-        metrics.WEIGHTS_BYTES.inc(size_bytes)
+        observability.WEIGHTS_PUSH_SECONDS.observe(seconds)
+        observability.WEIGHTS_BYTES.inc(size_bytes)
         source = "files" if weights.paths is not None else "broadcast"
         log.info(
             "weights loaded", run=weights.run_id, version=weights.version, seconds=round(seconds, 3), source=source
@@ -304,7 +372,7 @@ class EngineThread:
         stepped = self._engine.step()
         self.steps += 1
         for request_id, found in stepped:
-            metrics.INFERENCE_TOKENS.inc(len(found.token_ids))
+            observability.INFERENCE_TOKENS.inc(len(found.token_ids))
             group = self._running[request_id]
             if isinstance(found, SampledPart):
                 if group.on_part:
@@ -320,7 +388,7 @@ class EngineThread:
                 group.on_sample(group.request_ids.index(request_id), found)
             if len(group.samples) == len(group.requests):
                 _settle(group, None)
-        metrics.INFERENCE_RUNNING.set(len(self._running))
+        observability.INFERENCE_RUNNING.set(len(self._running))
 
     def _drop_cancelled(self) -> None:
         with self._wake:

@@ -19,26 +19,22 @@ from socket import gethostname
 import redis
 from transformers import PreTrainedTokenizerBase
 
-from services.inference.adapters import room_for
-from services.inference.deaths import EngineDeaths
 from services.inference.engine import Engine, EngineSpec, device_memory_bytes, head_sizes, is_accelerated
-from services.inference.engine_thread import EngineThread
+from services.inference.engine_thread import EngineDeaths, EngineThread
 from services.inference.environment_pool import EnvironmentPool
 from services.inference.settings import Settings
-from services.inference.weights import REFERENCE_VERSION, PolicyVersions, Weights, reference_weights
-from spo import redis_keys
+from services.inference.weights import REFERENCE_VERSION, PolicyVersions, Weights, reference_weights, room_for
+from spo import observability, redis_keys
 from spo.errors import NotFound, NotReady, PreconditionFailed, SpoError
 from spo.messaging import streams
 from spo.messaging.redis_client import RedisClient
-from spo.model.adapter_folder import tensor_shapes
-from spo.model.folder import inspect_model_folder
+from spo.model.folder import inspect_model_folder, tensor_shapes
 from spo.model.tokenizer import end_tokens, load_tokenizer
-from spo.observability import metrics
-from spo.observability.logs import get_logger, lines_concern_run
+from spo.observability import get_logger, lines_concern_run
 from spo.spec.job_spec import JobSpec, spec_from_json
 from spo.v1 import orchestrator_service_pb2 as orchestrator
 from spo.v1.weights_pb2 import BroadcastOffer, WeightAnnouncement
-from spo.weights.made_models import MadeModels
+from spo.weights.model_folders import MadeModels
 from spo.weights.store import WeightStore
 
 log = get_logger("replica")
@@ -350,7 +346,7 @@ class ServingReplica:
         self._applied, self._look_again_at = announced, math.inf
         self._problem = ""
         self._ready()
-        metrics.POLICY_VERSION.labels(role="inference").set(announced.version)
+        observability.POLICY_VERSION.labels(role="inference").set(announced.version)
 
     def _refuse(self, assignment: Assignment, announced: WeightAnnouncement, error: SpoError) -> None:
         """Go on with what is served, or begin with the newest intact version before it; it may be repaired."""
@@ -360,7 +356,7 @@ class ServingReplica:
             if self._serves and self._serves.version:
                 self._ready()
         served = self._serves.version if self._serves else REFERENCE_VERSION
-        metrics.POLICY_VERSION.labels(role="inference").set(served)
+        observability.POLICY_VERSION.labels(role="inference").set(served)
         problem = f"version {announced.version}: {error}; version {served} is served in its place"
         if problem != self._problem:
             log.error("announced weights refused", version=announced.version, served=served, reason=str(error))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 
+from services.orchestrator.commit import Leadership
 from services.orchestrator.container import AppContext
-from services.orchestrator.http.server import HttpServer, freeze_gc
-from services.orchestrator.leadership import Leadership
-from services.orchestrator.recovery.append_only_file import require_append_only_file
+from services.orchestrator.http.app import HttpServer, freeze_gc
+from services.orchestrator.recovery import require_append_only_file
 from services.orchestrator.service import OrchestratorService
 from services.orchestrator.settings import Settings
 from spo.messaging.connection import public_address
-from spo.service.join import join_platform
-from spo.service.process import ServiceProcess
+from spo.service.process import ServiceProcess, join_platform
 from spo.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServicer_to_server
 
 

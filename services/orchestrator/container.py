@@ -1,80 +1,159 @@
-"""Everything that REST, gRPC and the web pages share, put together once."""
+"""Everything that REST, gRPC and the web pages share, put together once, and what routers take from a request:
+context, who asks, bounds, threads.
+
+Threads of their own for what nobody else may wait for: checks of specs, calls that last, and the door.
+All other requests share the threads that come with the event loop. What lasts would take all of those, and then neither
+a health check nor who asks could be looked up.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial, wraps
+from typing import Annotated, Any, ParamSpec, TypeVar
 
-from services.orchestrator.auth.audit import AuditLog
-from services.orchestrator.auth.authenticator import Authenticator
-from services.orchestrator.auth.paths import require_within
-from services.orchestrator.datasets.files import DatasetFiles
-from services.orchestrator.datasets.library import TaskLibrary
-from services.orchestrator.datasets.store import Datasets
-from services.orchestrator.evaluation.queue import EvaluationLimits, EvaluationQueue
-from services.orchestrator.evaluation.scorer import Scorer
-from services.orchestrator.jobs.commit import Durability
-from services.orchestrator.jobs.event_files import EventFiles
-from services.orchestrator.jobs.files import JobFiles
-from services.orchestrator.jobs.leases import Leases
-from services.orchestrator.jobs.store import JobStore
-from services.orchestrator.leadership import Leadership
-from services.orchestrator.lifecycle.actions import JobActions
-from services.orchestrator.lifecycle.alarms import Alarms
-from services.orchestrator.lifecycle.deletion import JobDeletion
-from services.orchestrator.lifecycle.dispatcher import PromptDispatcher
-from services.orchestrator.lifecycle.forks.fork import Forks
-from services.orchestrator.lifecycle.model_check import ModelCheck
-from services.orchestrator.lifecycle.monitor import JobMonitor
-from services.orchestrator.lifecycle.plan_warnings import PlanWarnings
-from services.orchestrator.lifecycle.preparation import JobPreparation
-from services.orchestrator.lifecycle.queue import JobQueue
-from services.orchestrator.lifecycle.runner import JobRunner
-from services.orchestrator.lifecycle.submission import SpecCheck
-from services.orchestrator.lifecycle.trainer_deaths import TrainerDeaths
-from services.orchestrator.lifecycle.training import JobTraining
-from services.orchestrator.recovery.identity import PlatformIdentity
-from services.orchestrator.recovery.leftovers import Leftovers
-from services.orchestrator.recovery.manifests import JobManifests
-from services.orchestrator.recovery.rebuild import JobRebuild
-from services.orchestrator.recovery.watch import RecoveryWatch
-from services.orchestrator.replicas.assignment import ReplicaAssigner
-from services.orchestrator.replicas.autoscaling import Autoscaling
-from services.orchestrator.replicas.heartbeats import HeartbeatResponder
-from services.orchestrator.replicas.in_hand import GroupsInHand
-from services.orchestrator.replicas.registry import ReplicaRegistry
-from services.orchestrator.replicas.scaling import Scale
-from services.orchestrator.replicas.traffic import ServingTraffic
-from services.orchestrator.replicas.weights import WeightAnnouncements
-from services.orchestrator.serving.capture import CaptureStore
-from services.orchestrator.serving.continual.loop import ContinualLoop
-from services.orchestrator.serving.continual.round_experience import RoundExperience
-from services.orchestrator.serving.continual.round_jobs import RoundJobs
-from services.orchestrator.serving.continual.rounds import ContinualStore
-from services.orchestrator.serving.judges import ServedJudges
-from services.orchestrator.serving.pool import PoolLimits, ServingPool
-from services.orchestrator.serving.quota import ServingQuota
-from services.orchestrator.serving.served_models import ServedModels
+import anyio.to_thread
+from anyio import CapacityLimiter
+from anyio.lowlevel import RunVar
+from fastapi import Depends, Path, Query, Request
+from starlette.concurrency import run_in_threadpool
+
+from services.orchestrator.auth import AuditLog, Authenticator, Principal, require_within
+from services.orchestrator.autoscaling import Autoscaling, Scale, ServingTraffic
+from services.orchestrator.capture import CaptureStore
+from services.orchestrator.checks import ModelCheck, PlanWarnings, SpecCheck
+from services.orchestrator.commit import Durability, Leadership
+from services.orchestrator.continual import ContinualLoop, ContinualStore, RoundExperience, RoundJobs
+from services.orchestrator.datasets import DatasetFiles, Datasets, TaskLibrary
+from services.orchestrator.deletion import JobDeletion
+from services.orchestrator.dispatch import PromptDispatcher
+from services.orchestrator.evaluation import EvaluationLimits, EvaluationQueue
+from services.orchestrator.forks import Forks
+from services.orchestrator.heartbeats import HeartbeatResponder
+from services.orchestrator.jobs import EventFiles, JobStore
+from services.orchestrator.leases import JobFiles, Leases
+from services.orchestrator.leftovers import Leftovers
+from services.orchestrator.monitor import Alarms, JobMonitor, TrainerDeaths
+from services.orchestrator.recovery import JobManifests, JobRebuild, PlatformIdentity, RecoveryWatch
+from services.orchestrator.replicas import GroupsInHand, ReplicaAssigner, ReplicaRegistry, WeightAnnouncements
+from services.orchestrator.scoring import Scorer
+from services.orchestrator.serving import PoolLimits, ServedJudges, ServedModels, ServingPool, ServingQuota
 from services.orchestrator.settings import Settings
-from services.orchestrator.values.progress import ValueProgress
-from services.orchestrator.values.refresh import ReferenceRefresh
+from services.orchestrator.steps import JobActions, JobPreparation, JobQueue, JobRunner, JobTraining
+from services.orchestrator.values import ReferenceRefresh, ValueProgress
 from spo import redis_keys
-from spo.errors import InvalidInput, NotFound
+from spo.errors import InvalidInput, NotFound, NotReady
 from spo.experience.store import ExperienceStore
 from spo.messaging.redis_client import RedisClient
-from spo.rpc.address_rules import AddressRules
 from spo.rpc.client import RpcClient
-from spo.rpc.inference_client import InferenceClient
-from spo.rpc.judge_pools import JudgePools
+from spo.rpc.pools import AddressRules, InferenceClient, JudgePools
 from spo.spec.job_spec import TasksSpec
-from spo.spec.job_state import ACTIVE
-from spo.spec.verifier import verifiers_in
+from spo.spec.section import ACTIVE
+from spo.spec.tasks import verifiers_in
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
 from spo.v1.tinker_service_pb2_grpc import TinkerServiceStub
 from spo.v1.value_service_pb2_grpc import ValueServiceStub
+
+# Checks of specs read files and start processes; one tenant takes at most half of the places.
+CHECKS, CHECKS_WAITING = 4, 32
+# Calls that last wait for a model, a judge or the store, up to minutes.
+LASTING, LASTING_WAITING = 32, 32
+DOOR = 8
+
+Given = ParamSpec("Given")
+Answer = TypeVar("Answer")
+
+
+class BoundedThreads:
+    """Runs few calls at a time and lets few more wait; built in the event loop that it serves."""
+
+    def __init__(self, threads: int, most_waiting: int, refusal: NotReady) -> None:
+        self._limiter = CapacityLimiter(threads)
+        self._most = threads + most_waiting
+        self._refusal = refusal
+        # The limiter counts a task only once it waits, which is too late where many come at once.
+        self._under_way = 0
+
+    async def run(self, call: Callable[[], Answer]) -> Answer:
+        """What the call returns. Raises NotReady, the refusal, when too many wait already."""
+        if self._under_way >= self._most:
+            raise NotReady(self._refusal.message, code=self._refusal.code)
+        self._under_way += 1
+        try:
+            return await anyio.to_thread.run_sync(call, limiter=self._limiter)
+        finally:
+            self._under_way -= 1
+
+
+class SharedThreads:
+    """Bounded threads of which one tenant takes at most half, so that its slow calls leave room for others'."""
+
+    def __init__(self, threads: int, most_waiting: int, refusal: NotReady) -> None:
+        self._all = BoundedThreads(threads, most_waiting, refusal)
+        self._refusal = refusal
+        self._threads_of_one = max(1, threads // 2)
+        self._most_of_one = (threads + most_waiting) // 2
+        self._gates: dict[str, CapacityLimiter] = {}
+        self._under_way: Counter[str] = Counter()
+
+    async def run(self, call: Callable[[], Answer], tenant: str) -> Answer:
+        """What the call returns. Raises NotReady, the refusal, when too many, or too many of the tenant's, wait."""
+        if self._under_way[tenant] >= self._most_of_one:
+            raise NotReady(self._refusal.message, code=self._refusal.code)
+        self._under_way[tenant] += 1
+        try:
+            async with self._gates.setdefault(tenant, CapacityLimiter(self._threads_of_one)):
+                return await self._all.run(call)
+        finally:
+            self._under_way[tenant] -= 1
+            if not self._under_way[tenant]:
+                del self._under_way[tenant], self._gates[tenant]
+
+
+def threads_for_checks() -> SharedThreads:
+    """For checks of specs."""
+    return SharedThreads(
+        CHECKS, CHECKS_WAITING, NotReady("too many specs are being checked; try again", code="checks_busy")
+    )
+
+
+def lasting_calls() -> BoundedThreads:
+    """For calls that last, of the running event loop."""
+    try:
+        return _LASTING.get()
+    except LookupError:
+        refusal = NotReady("too many requests wait for models, judges or the store; try again", code="calls_busy")
+        made = BoundedThreads(LASTING, LASTING_WAITING, refusal)
+        _LASTING.set(made)
+        return made
+
+
+def lasting(endpoint: Callable[Given, Answer]) -> Callable[Given, Coroutine[Any, Any, Answer]]:
+    """The endpoint as one whose calls last."""
+
+    @wraps(endpoint)
+    async def apart(*args: Given.args, **kwargs: Given.kwargs) -> Answer:
+        return await lasting_calls().run(partial(endpoint, *args, **kwargs))
+
+    return apart
+
+
+async def at_the_door(call: Callable[[], Answer]) -> Answer:
+    """What comes before and after every request, and says whether the platform is ready: never behind requests."""
+    try:
+        limiter = _DOOR.get()
+    except LookupError:
+        limiter = CapacityLimiter(DOOR)
+        _DOOR.set(limiter)
+    return await anyio.to_thread.run_sync(call, limiter=limiter)
+
+
+_LASTING: RunVar[BoundedThreads] = RunVar("_LASTING")
+_DOOR: RunVar[CapacityLimiter] = RunVar("_DOOR")
 
 
 @dataclass
@@ -218,3 +297,55 @@ class AppContext:
         """End the connections to the other services, so that no wait for them outlives the process."""
         for client in (self.inference, self.judges, self.replay, self.values, self.tinker, self.serving_pool):
             client.close()
+
+
+async def _context(request: Request) -> AppContext:
+    context: AppContext = request.app.state.context
+    return context
+
+
+async def _principal(request: Request) -> Principal:
+    principal: Principal = request.state.principal
+    return principal
+
+
+def checks_of(request: Request) -> SharedThreads:
+    """The threads for checks of specs."""
+    checks: SharedThreads = request.app.state.checks
+    return checks
+
+
+ContextDep = Annotated[AppContext, Depends(_context)]
+PrincipalDep = Annotated[Principal, Depends(_principal)]
+JOB_ID_PATTERN = r"^job_[0-9A-HJKMNP-TV-Z]{26}$"
+
+
+async def _own_job(
+    context: ContextDep,
+    principal: PrincipalDep,
+    job_id: Annotated[str, Path(pattern=JOB_ID_PATTERN, description="Id of a job.")],
+) -> str:
+    if not principal.is_admin:
+        await run_in_threadpool(require_own_job, context, principal, job_id)
+    return job_id
+
+
+def require_own_job(context: AppContext, principal: Principal, job_id: str) -> None:
+    """Raises NotFound for another tenant's job as for one that never was, so that nobody can tell which it is."""
+    if principal.is_admin:
+        return
+    try:
+        tenant = context.jobs.tenant(job_id)
+    except NotFound:
+        raise context.watch.absent(job_id, principal.tenant) from None
+    if tenant != principal.tenant:
+        raise NotFound(f"there is no job {job_id}", code="job_not_found")
+
+
+JobId = Annotated[str, Depends(_own_job)]
+PromptId = Annotated[str, Path(pattern=r"^[0-9a-f]{1,128}$")]
+TrajectoryId = Annotated[str, Path(pattern=r"^traj_[0-9A-Za-z]{1,64}$")]
+
+RUN_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,199}$"
+Limit = Annotated[int, Query(ge=1, le=1000)]
+PolicyVersion = Annotated[int | None, Query(ge=0, le=2**53, description="Weight version; default: the newest, 0: pi0.")]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import grpc
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.replicas.weights import serving
+from services.orchestrator.replicas import serving
 from spo.rpc.client import DEFAULT_DEADLINE_SECONDS
-from spo.rpc.long_polls import LongPolls
+from spo.rpc.server import LongPolls
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceServicer
 

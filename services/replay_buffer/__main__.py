@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from services.replay_buffer.archive.workers import archive_reader, archive_workers
-from services.replay_buffer.ingest_worker import IngestWorker
-from services.replay_buffer.reference_scores import ReferenceScores
-from services.replay_buffer.sampler import BatchSampler
+from services.replay_buffer.archive import archive_reader, archive_workers
+from services.replay_buffer.ingest import IngestWorker, ReferenceScores, SharedRolloutIngest
+from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.service import ReplayService
 from services.replay_buffer.settings import Settings
-from services.replay_buffer.shared_rollout_ingest import SharedRolloutIngest
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.messaging.streams import Consumer
-from spo.service.join import join_platform
-from spo.service.process import ServiceProcess
+from spo.service.process import ServiceProcess, join_platform
 from spo.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
 
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from spo import redis_keys
 from spo.errors import FieldViolation, InvalidInput
-from spo.model.segments import segment_faults, trained_mask
-from spo.rpc.message_sizes import MAX_TRAJECTORY_BYTES
+from spo.model.chat import segment_faults, trained_mask
+from spo.rpc.client import MAX_TRAJECTORY_BYTES
 from spo.spec.job_spec import JobSpec
 from spo.tasks.problem import extract_program
 from spo.v1.prompt_pb2 import SOURCE_MEMORY, SOURCE_ONLINE, SOURCE_SHARED, SOURCE_UNSPECIFIED, Source

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 
 import grpc
 
-from services.replay_buffer.archive.archived_trajectories import ArchivedTrajectories
-from services.replay_buffer.archive.batch_records import BATCHES_KEPT
-from services.replay_buffer.limiter import Limiter
-from services.replay_buffer.malloc_tuning import keep_large_buffers
-from services.replay_buffer.payloads import encode_batch
-from services.replay_buffer.sampler import BatchSampler
+from services.replay_buffer.archive import BATCHES_KEPT, ArchivedTrajectories
+from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.sampling_index import SamplingIndex
-from services.replay_buffer.storage_monitor import StorageMonitor
-from services.replay_buffer.windows import SOURCES, source_name
+from services.replay_buffer.store import StorageMonitor, encode_batch
+from services.replay_buffer.windows import SOURCES, Limiter, source_name
 from spo.errors import FieldViolation, InvalidInput, NotFound
-from spo.rpc.message_sizes import CHUNK_BYTES
+from spo.rpc.client import CHUNK_BYTES
 from spo.v1 import replay_service_pb2 as replay
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_UNSPECIFIED, Source
 from spo.v1.replay_service_pb2_grpc import ReplayServiceServicer
 from spo.v1.trajectory_pb2 import Trajectory
+
+# malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+# The most that glibc takes.
+LARGEST_KEPT_BYTES = 32 << 20
+MOST_KEPT_BYTES = 128 << 20
 
 DEFAULT_PAGE = 50
 MAX_PAGE = 500
@@ -33,6 +36,18 @@ MAX_SCANNED = 5000
 # A cursor is an insertion number in Redis, or a place in the experience store.
 ARCHIVED = "stored-"
 CURSOR = rf"\d{{0,16}}|{ARCHIVED}(0|\d{{1,9}}-\d{{1,9}})"
+
+
+def keep_large_buffers() -> None:
+    """Let the process reuse the memory of large messages, up to MOST_KEPT_BYTES per arena of malloc.
+
+    Otherwise glibc may return each buffer to the kernel, and zeroing the next one's pages costs more than the message
+    itself. Does nothing with another C library.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
+        mallopt(M_TRIM_THRESHOLD, MOST_KEPT_BYTES)
 
 
 class ReplayService(ReplayServiceServicer):

@@ -1,4 +1,9 @@
-"""The buffer in Redis: a ledger of what was acknowledged, with payloads, counters and recorded batches.
+"""The buffer in Redis: a ledger of trajectories with payloads, counters and recorded batches, and whether it can
+hold more.
+
+Trajectories as serialized bytes: a cache of those seen last, and the response of SampleBatch made of them.
+Decoding a payload only to encode it again would take most of the time of a batch. So the response is written here as
+protobuf's wire format has it: a field is its number and type, and for anything but a number also its length.
 
 Redis evicts nothing. What has left the window of its run and no batch may name again is taken out by
 `archive.window_trimmer`, once the experience store has it.
@@ -6,23 +11,243 @@ Redis evicts nothing. What has left the window of its run and no batch may name 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import struct
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
+from typing import Literal, NamedTuple
 
-from services.replay_buffer.admission import check_judged, check_scored
-from services.replay_buffer.insert_script import INSERTED, InsertScript
-from services.replay_buffer.memory import ids_of, without_mark
-from services.replay_buffer.payloads import PayloadCache
-from services.replay_buffer.windows import SOURCES, read_fact, source_name
-from spo import redis_keys
-from spo.errors import IntegrityError, NotFound
+from services.replay_buffer import redis_keys as own_keys
+from services.replay_buffer.admission import check_judged, check_scored, content_digest
+from services.replay_buffer.windows import SOURCES, fact_of, ids_of, read_fact, source_name, without_mark
+from spo import observability, redis_keys
+from spo.errors import IntegrityError, InvalidInput, NotFound
 from spo.messaging.redis_client import RedisClient, RedisScript
-from spo.messaging.run_specs import RunSpecs
-from spo.messaging.run_status import estimates_are_pending, run_state, write_of_run
-from spo.observability import metrics
+from spo.messaging.run_specs import RunSpecs, estimates_are_pending, run_state, write_of_run
+from spo.observability import get_logger
+from spo.rpc.client import MAX_MESSAGE_BYTES
 from spo.spec.job_spec import JobSpec, SourceName
-from spo.spec.job_state import ESTIMATED, TERMINAL, decode_state
+from spo.spec.reward import has_succeeded
+from spo.spec.section import ESTIMATED, TERMINAL, decode_state
+from spo.v1.prompt_pb2 import SOURCE_ONLINE
+from spo.v1.replay_service_pb2 import SampleBatchResponse, SampledTrajectory
 from spo.v1.trajectory_pb2 import Trajectory
+
+_LENGTH_DELIMITED, _DOUBLE = 2, 1
+_BATCH = bytes([SampleBatchResponse.BATCH_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
+_TRAJECTORY = bytes([SampledTrajectory.TRAJECTORY_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
+_VALUE = struct.Struct("<BdBd")
+_QHAT_0_TAG = SampledTrajectory.QHAT_0_FIELD_NUMBER << 3 | _DOUBLE
+_ERROR_TAG = SampledTrajectory.QHAT_0_ERROR_FIELD_NUMBER << 3 | _DOUBLE
+
+# A script holds up every other client while it runs.
+CHUNK_TRAJECTORIES = 256
+CHUNK_BYTES = 2 << 20
+# What the script returns for a trajectory that it inserted; anything else is a duplicate.
+INSERTED = 1
+# Place among the script's keys, from 1, of the first source's set.
+FIRST_SOURCE_KEY = 13
+
+log = get_logger("storage-monitor")
+
+CHECK_SECONDS = 1.0
+LOG_SECONDS = 30.0
+
+
+class SampledPayload(NamedTuple):
+    """A serialized Trajectory, and Qhat_0 of its prompt with its standard error in reward units."""
+
+    payload: bytes
+    qhat_0: float
+    error: float = 0.0
+
+    @property
+    def trajectory(self) -> Trajectory:
+        return Trajectory.FromString(self.payload)
+
+
+class PayloadCache:
+    """Payloads by id, read through to Redis; a payload never changes, so what is cached stays valid."""
+
+    def __init__(self, client: RedisClient, capacity_bytes: int) -> None:
+        self.client = client
+        self._lock = threading.Lock()
+        self._capacity_bytes = capacity_bytes
+        self._held_bytes = 0
+        self._cached: dict[tuple[str, str], bytes] = {}
+
+    def put(self, run_id: str, trajectory_id: str, payload: bytes) -> None:
+        """Cache a payload; the oldest are evicted first, as batches are sampled from the newest experience."""
+        with self._lock:
+            if self._cached.setdefault((run_id, trajectory_id), payload) is payload:
+                self._held_bytes += len(payload)
+            while self._held_bytes > self._capacity_bytes:
+                self._held_bytes -= len(self._cached.pop(next(iter(self._cached))))
+
+    def get(self, run_id: str, trajectory_ids: Sequence[str]) -> list[bytes | None]:
+        """Payloads by id, None where absent."""
+        cached = [self._cached.get((run_id, trajectory_id)) for trajectory_id in trajectory_ids]
+        if None not in cached:
+            return cached
+        found = dict(zip(trajectory_ids, cached, strict=True))
+        missing = [trajectory_id for trajectory_id, payload in found.items() if payload is None]
+        keys = [redis_keys.replay_trajectory(run_id, trajectory_id) for trajectory_id in missing]
+        for trajectory_id, payload in zip(missing, self.client.mget(keys), strict=True):
+            if payload is not None:
+                found[trajectory_id] = payload
+                self.put(run_id, trajectory_id, payload)
+        return [found[trajectory_id] for trajectory_id in trajectory_ids]
+
+
+def encode_batch(batch: Iterable[SampledPayload]) -> bytes:
+    """A serialized SampleBatchResponse. Raises InvalidInput when it is too large for a message."""
+    parts: list[bytes] = []
+    for payload, qhat_0, error in batch:
+        length = _varint(len(payload))
+        sample_length = len(_TRAJECTORY) + len(length) + len(payload) + _VALUE.size
+        value = _VALUE.pack(_QHAT_0_TAG, qhat_0, _ERROR_TAG, error)
+        parts += (_BATCH, _varint(sample_length), _TRAJECTORY, length, payload, value)
+    encoded = b"".join(parts)
+    if len(encoded) > MAX_MESSAGE_BYTES:
+        raise InvalidInput(
+            f"the batch of {len(parts) // 6} trajectories has {len(encoded)} bytes, more than a message's"
+            f" {MAX_MESSAGE_BYTES}: take a smaller trainer.batch_size, or shorter responses",
+            code="batch_too_large",
+        )
+    return encoded
+
+
+@lru_cache(maxsize=4096)
+def _varint(number: int) -> bytes:
+    """Seven bits per byte, the lowest first; the eighth says that more follow."""
+    groups = bytearray()
+    while number > 0x7F:
+        groups.append(number & 0x7F | 0x80)
+        number >>= 7
+    groups.append(number)
+    return bytes(groups)
+
+
+class InsertScript:
+    """Inserts trajectories of one run, each at most once."""
+
+    def __init__(self, client: RedisClient) -> None:
+        self._script: RedisScript[list[int]] = client.register_script(
+            (Path(__file__).parent / "lua" / "insert.lua").read_text()
+        )
+
+    def insert(
+        self, run_id: str, spec: JobSpec, trajectories: Sequence[Trajectory], payloads: Sequence[bytes]
+    ) -> list[int]:
+        """Insert trajectories with their payloads; returns one result per trajectory, INSERTED for the new ones.
+
+        Raises NotFound (unknown_run) when the run is deleted, and writes nothing then.
+        """
+        results: list[int] = []
+        for chunk in chunks(payloads):
+            arguments = _arguments(spec, trajectories[chunk], payloads[chunk])
+            inserted = self._script(keys=_keys(run_id), args=[run_id, _lately(spec), *arguments])
+            if not inserted:
+                raise NotFound(f"there is no run {run_id}", code="unknown_run")
+            results += inserted
+        return results
+
+
+def chunks(payloads: Sequence[bytes]) -> Iterator[slice]:
+    """Consecutive slices, each of at most so many payloads and, unless a single one is larger, bytes."""
+    start = held = 0
+    for at, payload in enumerate(payloads):
+        if at > start and (at - start >= CHUNK_TRAJECTORIES or held + len(payload) > CHUNK_BYTES):
+            yield slice(start, at)
+            start, held = at, 0
+        held += len(payload)
+    if payloads:
+        yield slice(start, len(payloads))
+
+
+def _keys(run_id: str) -> list[str]:
+    return [
+        redis_keys.replay_ids(run_id),
+        redis_keys.replay_duplicates(run_id),
+        redis_keys.replay_content(run_id),
+        redis_keys.replay_facts(run_id),
+        redis_keys.replay_prompts(run_id),
+        redis_keys.replay_counters(run_id),
+        redis_keys.replay_copies(run_id),
+        redis_keys.replay_trajectory(run_id, ""),
+        own_keys.replay_unstored(),
+        own_keys.replay_untrimmed(),
+        redis_keys.replay_outcomes(run_id),
+        redis_keys.replay_unsolved(run_id),
+        *(redis_keys.replay_source(run_id, source) for source in map(source_name, SOURCES)),
+        redis_keys.run_spec(run_id),
+    ]
+
+
+def _arguments(spec: JobSpec, trajectories: Sequence[Trajectory], payloads: Sequence[bytes]) -> list[str | int | bytes]:
+    arguments: list[str | int | bytes] = []
+    for trajectory, payload in zip(trajectories, payloads, strict=True):
+        arguments += [
+            trajectory.trajectory_id,
+            FIRST_SOURCE_KEY + SOURCES.index(trajectory.source),
+            content_digest(trajectory),
+            fact_of(spec, trajectory),
+            payload,
+            _outcome(spec, trajectory),
+        ]
+    return arguments
+
+
+def _lately(spec: JobSpec) -> int:
+    """Wrong rollouts in a row after which a prompt that was solved counts as unsolved; 0: it never does again."""
+    return spec.rollout.samples_per_prompt if spec.rollout.unsolved == "lately" else 0
+
+
+def _outcome(spec: JobSpec, trajectory: Trajectory) -> Literal["", "right", "wrong", "known"]:
+    """What a trajectory says of its prompt, in runs that want to know."""
+    if not spec.counts_outcomes:
+        return ""
+    right = has_succeeded(trajectory, spec.tasks.reward)
+    if trajectory.source == SOURCE_ONLINE:
+        return "right" if right else "wrong"
+    return "known" if right and source_name(trajectory.source) in spec.replay.memory.also else ""
+
+
+class StorageMonitor:
+    """Checks the server every check_seconds at most; `stop_share` leaves room for what is already dispatched."""
+
+    def __init__(self, client: RedisClient, stop_share: float, check_seconds: float = CHECK_SECONDS) -> None:
+        self.client = client
+        self.stop_share = stop_share
+        self.check_seconds = check_seconds
+        self._lock = threading.Lock()
+        self._found = ""
+        self._check_next = 0.0
+        self._log_next = 0.0
+
+    def pressure(self) -> str:
+        """Why no more prompts should be dispatched, '' while there is room."""
+        with self._lock:
+            if time.monotonic() >= self._check_next:
+                self._found = self._check()
+                self._check_next = time.monotonic() + self.check_seconds
+                if self._found and time.monotonic() >= self._log_next:
+                    self._log_next = time.monotonic() + LOG_SECONDS
+                    log.error("dispatching is stopped", reason=self._found)
+            return self._found
+
+    def _check(self) -> str:
+        found = self.client.info("memory", "persistence")
+        used, limit = found["used_memory"], found["maxmemory"]
+        share = used / limit if limit else 0.0
+        observability.REPLAY_MEMORY_SHARE.set(share)
+        if found.get("aof_last_write_status", "ok") != "ok":
+            return "Redis cannot write its append-only file: is its disk full?"
+        if share >= self.stop_share:
+            return f"Redis holds {used:,} of at most {limit:,} bytes (maxmemory) and evicts nothing: raise it"
+        return ""
 
 
 class ReplayStore:
@@ -84,8 +309,8 @@ class ReplayStore:
             if result == INSERTED:
                 self._cache.put(run_id, trajectory.trajectory_id, payload)
         inserted = results.count(INSERTED)
-        metrics.REPLAY_INSERTS.labels(result="inserted").inc(inserted)
-        metrics.REPLAY_INSERTS.labels(result="duplicate").inc(len(results) - inserted)
+        observability.REPLAY_INSERTS.labels(result="inserted").inc(inserted)
+        observability.REPLAY_INSERTS.labels(result="duplicate").inc(len(results) - inserted)
         return inserted, len(results) - inserted
 
     def batch(self, run_id: str, step: int) -> list[str]:

@@ -1,21 +1,140 @@
-"""Windows that batches are sampled from: the newest live trajectories, and the first offline ones of each prompt."""
+"""What batches are drawn from: windows of live and offline trajectories, what a run remembers, and the limiter of
+inserts and samples.
+
+The rate limiter of inserts and samples, in the terms of Reverb (Cassirer et al., 2021); pure numbers.
+Counted in online trajectories, with diff = inserted * samples_per_insert - sampled:
+- A batch with n of them is admissible when inserted >= min_online, n different ones can be sampled (or the whole window
+  where it holds fewer), and diff - n >= -error_buffer.
+- m inserts are admissible while diff + m * samples_per_insert <= insert_buffer. Whatever diff is, the inserts that one
+  of the batch's first two conditions lacks are admissible too: min_online is not reached, or too many trajectories of
+  the window are stale or incorrect to fill a batch.
+With several inference replicas the slack for inserts is wider, so that each has in hand what one has alone: when
+batches wait, diff is near -error_buffer and one replica holds 2 * error_buffer / samples_per_insert trajectories; R of
+them hold R times as many under an insert_buffer of (2 R - 1) * error_buffer. It ends where what is ahead could be
+lost: at the window's size, and at what max_staleness lets a batch be old. Batches know error_buffer alone.
+error_buffer is widened to one batch plus one group of inserts, so that a batch or a group is always admissible: where
+diff blocks the batch, diff < n - error_buffer <= error_buffer - group * samples_per_insert admits a group.
+The same counts hold where whole groups are drawn: the window then keeps as many whole groups as fit, at least one.
+
+What a run remembers: the right answers that it has found to each prompt, to be learned again (source `memory`).
+Memory is a function of the ledger: of each prompt the `replay.memory.per_prompt` distinct answers that were found last.
+A member that leaves the window moves from the sorted set of its source to that of `memory` and stays in Redis; whoever
+lost its mirror reads both sets again and has the same memory. In the record of a batch, what was drawn from memory is
+marked: one trajectory may be in a batch twice, as a fresh sample and as a memory.
+"""
 
 from __future__ import annotations
 
+import math
 from array import array
+from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
-from services.replay_buffer.limiter import groups_kept
+import numpy as np
+
+from spo.algorithm.replay_sampling import draw_ranks, exact_counts
 from spo.spec.job_spec import JobSpec, SourceMix, SourceName
 from spo.spec.reward import has_succeeded
-from spo.spec.wire_enums import wire_name
-from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_UNSPECIFIED, Source
+from spo.spec.section import wire_name
+from spo.v1.prompt_pb2 import SOURCE_MEMORY, SOURCE_ONLINE, SOURCE_UNSPECIFIED, Source
 from spo.v1.trajectory_pb2 import Trajectory
 
+# More than any dispatcher asks for; keeps a tiny samples_per_insert from overflowing.
+MAX_ADMISSIBLE = 1_000_000
+
 SOURCES = tuple(code for code in Source.values() if code != SOURCE_UNSPECIFIED)
+
+# Ids are word characters, dots and dashes.
+_MARK = "*"
+# Appended to a serialized trajectory: of a field that stands twice the last one counts.
+_SERVED_AS_MEMORY = Trajectory(source=SOURCE_MEMORY).SerializeToString()
+
+
+def groups_kept(spec: JobSpec) -> int:
+    """Whole groups that the online window holds, at least one."""
+    return max(1, spec.replay.online_capacity // spec.rollout.samples_per_prompt)
+
+
+@dataclass(frozen=True)
+class LiveCounts:
+    """Trajectories of a live source inserted and sampled since the run's start, and how many may be sampled now."""
+
+    inserted: int
+    sampled: int
+    available: int
+
+
+@dataclass(frozen=True)
+class Limiter:
+    """The limits of one run on one live source, in trajectories."""
+
+    min_online: int
+    samples_per_insert: float
+    error_buffer: float
+    capacity: int
+    per_batch: int
+    group: int
+    insert_buffer: float
+
+    @staticmethod
+    def of(spec: JobSpec, source: SourceName = "online", replicas: int = 1) -> Limiter:
+        """The limiter a spec asks for on a live source, widened so that it cannot block both sides.
+
+        replicas: those that sample for the run.
+        """
+        counts = exact_counts([part.share for part in spec.replay.mix], spec.trainer.batch_size)
+        # As long as nothing is remembered, fresh samples take memory's places.
+        taken = {source, "memory"} if source == "online" else {source}
+        per_batch = sum(count for part, count in zip(spec.replay.mix, counts, strict=True) if part.source in taken)
+        # Prompts are dispatched in whole groups; shared rollouts are copied one by one.
+        group = spec.rollout.samples_per_prompt if source == "online" else 1
+        capacity = spec.replay.online_capacity
+        if spec.replay.unit == "group" and source == "online":
+            capacity = groups_kept(spec) * group
+        error_buffer = max(float(spec.replay.error_buffer), per_batch + group * spec.replay.samples_per_insert)
+        batches = spec.replay.max_staleness * spec.trainer.update_interval
+        most = min(capacity * spec.replay.samples_per_insert, float(batches * per_batch))
+        return Limiter(
+            min_online=spec.replay.min_online,
+            samples_per_insert=spec.replay.samples_per_insert,
+            error_buffer=error_buffer,
+            capacity=capacity,
+            per_batch=per_batch,
+            group=group,
+            insert_buffer=max(error_buffer, min(most, (2 * max(1, replicas) - 1) * error_buffer)),
+        )
+
+    def admissible_inserts(self, live: LiveCounts) -> int:
+        """Trajectories that may still be inserted, >= 0."""
+        if self.per_batch == 0:
+            return 0
+        diff = live.inserted * self.samples_per_insert - live.sampled
+        room = (self.insert_buffer - diff) / self.samples_per_insert
+        missing = max(self.min_online - live.inserted, self._needed(self.per_batch) - live.available, 0)
+        # Inserts come in whole groups: the last missing few must admit one.
+        missing = math.ceil(missing / self.group) * self.group
+        return max(0, missing, math.floor(min(room, MAX_ADMISSIBLE)))
+
+    def groups_per_replica(self, replicas: int) -> int:
+        """Groups that each replica has in hand when batches wait; 0 where there is nothing to share."""
+        if replicas < 1 or self.per_batch == 0:
+            return 0
+        trajectories = (self.insert_buffer + self.error_buffer) / self.samples_per_insert
+        trajectories = max(trajectories, self.min_online, self._needed(self.per_batch))
+        return max(1, math.ceil(min(trajectories, MAX_ADMISSIBLE) / self.group / replicas))
+
+    def may_sample(self, live: LiveCounts, count: int) -> bool:
+        """Whether a batch with `count` trajectories of the source may be sampled now."""
+        diff = live.inserted * self.samples_per_insert - live.sampled
+        filled = live.inserted >= self.min_online and live.available >= self._needed(count)
+        return filled and diff - count >= -self.error_buffer
+
+    def _needed(self, count: int) -> int:
+        return min(count, self.capacity)
 
 
 class Candidate(NamedTuple):
@@ -193,3 +312,94 @@ def in_pairs(candidates: Sequence[Candidate]) -> list[Candidate]:
     for candidate in candidates:
         sides.setdefault(candidate.prompt_id, set()).add(candidate.correct)
     return [candidate for candidate in candidates if len(sides[candidate.prompt_id]) == 2]
+
+
+def marked(trajectory_id: str) -> str:
+    """An id as a batch's record names it where it was drawn from memory."""
+    return trajectory_id + _MARK
+
+
+def is_marked(recorded: str) -> bool:
+    """Whether a batch's record says that this was drawn from memory."""
+    return recorded.endswith(_MARK)
+
+
+def without_mark(recorded: str) -> str:
+    """The trajectory's id in a batch's record."""
+    return recorded.removesuffix(_MARK)
+
+
+def ids_of(record: bytes | None) -> list[str]:
+    """The ids of trajectories in a batch's record, without marks; [] for none."""
+    return [without_mark(name) for name in record.decode().split()] if record else []
+
+
+def as_memory(payload: bytes) -> bytes:
+    """A serialized trajectory as a term on `memory` reads it."""
+    return payload + _SERVED_AS_MEMORY
+
+
+class Memory:
+    """The mirror of one run's memory; the order in which trajectories are added makes no difference."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._per_prompt = spec.replay.memory.per_prompt
+        self._min_reward = spec.replay.memory.min_reward
+        # Prompt -> digest of an answer -> insertion number and candidate of its newest occurrence.
+        self._answers: dict[str, dict[str, tuple[int, Candidate]]] = {}
+        # Sorted: what is drawn must not depend on the order in which a process met them.
+        self._prompts: list[str] = []
+
+    def add(self, candidate: Candidate, number: int) -> None:
+        """Remember a trajectory with its insertion number, if it is an answer that memory wants."""
+        reward = candidate.rewards[0]
+        wanted = candidate.correct if self._min_reward is None else reward >= self._min_reward
+        if not wanted:
+            return
+        if candidate.prompt_id not in self._answers:
+            self._answers[candidate.prompt_id] = {}
+            insort(self._prompts, candidate.prompt_id)
+        answers = self._answers[candidate.prompt_id]
+        if self._min_reward is not None:
+            best = max((known.rewards[0] for _, known in answers.values()), default=reward)
+            if reward < best:
+                return
+            if reward > best:
+                answers.clear()
+        if number > answers.get(candidate.digest, (0, None))[0]:
+            answers[candidate.digest] = (number, candidate)
+        if len(answers) > self._per_prompt:
+            del answers[min(answers, key=lambda digest: answers[digest][0])]
+
+    def drop(self, gone: set[str]) -> None:
+        """Forget what has left Redis."""
+        for prompt_id, answers in list(self._answers.items()):
+            for digest, (_, candidate) in list(answers.items()):
+                if candidate.trajectory_ids[0] in gone:
+                    del answers[digest]
+            if not answers:
+                del self._answers[prompt_id]
+                del self._prompts[bisect_left(self._prompts, prompt_id)]
+
+    def draw(self, rng: np.random.Generator, count: int, prompts: Iterable[str] | None = None) -> list[Candidate]:
+        """Draw `count` answers: no prompt again before each had its turn, the answers of a prompt alike.
+
+        prompts: sorted; those that may be drawn, None for all. There must be one.
+        """
+        known = self._prompts if prompts is None else list(prompts)
+        return [self._one(rng, known[rank]) for rank in draw_ranks(rng, len(known), count)]
+
+    def prompts(self) -> list[str]:
+        """Prompts with an answer, sorted."""
+        return self._prompts
+
+    def members(self) -> set[str]:
+        """Ids of all trajectories that may be drawn."""
+        return {candidate.trajectory_ids[0] for found in self._answers.values() for _, candidate in found.values()}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._answers.values()))
+
+    def _one(self, rng: np.random.Generator, prompt_id: str) -> Candidate:
+        answers = sorted(self._answers[prompt_id].values(), key=lambda answer: answer[0])
+        return answers[int(rng.integers(len(answers)))][1]

@@ -2,17 +2,14 @@
 
 import sys
 
-from services.sandbox_judge.isolation.machine import this_machine
-from services.sandbox_judge.isolation.memory_budget import lanes
-from services.sandbox_judge.judge_worker import JudgeWorker
 from services.sandbox_judge.probe import choose_tier, require_packages
-from services.sandbox_judge.scheduler import JudgeScheduler
+from services.sandbox_judge.sandbox_worker import lanes, this_machine
 from services.sandbox_judge.service import JudgeService
 from services.sandbox_judge.settings import Settings
+from services.sandbox_judge.stage import JudgeScheduler, JudgeWorker
 from spo.errors import SpoError
-from spo.observability.logs import get_logger
-from spo.service.join import join_platform
-from spo.service.process import ServiceProcess
+from spo.observability import get_logger
+from spo.service.process import ServiceProcess, join_platform
 from spo.v1.judge_service_pb2_grpc import add_JudgeServiceServicer_to_server
 
 

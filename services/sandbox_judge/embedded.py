@@ -9,14 +9,13 @@ import json
 import os
 import sys
 
-from services.sandbox_judge.isolation.machine import this_machine
-from services.sandbox_judge.isolation.memory_budget import lanes
 from services.sandbox_judge.probe import choose_tier
-from services.sandbox_judge.scheduler import JudgeScheduler
+from services.sandbox_judge.sandbox_worker import lanes, this_machine
 from services.sandbox_judge.service import JudgeService
 from services.sandbox_judge.settings import Settings
+from services.sandbox_judge.stage import JudgeScheduler
 from spo.errors import SpoError
-from spo.observability.logs import configure_logs
+from spo.observability import configure_logs
 from spo.rpc.server import RpcServer
 from spo.v1.judge_service_pb2_grpc import add_JudgeServiceServicer_to_server
 

@@ -9,16 +9,13 @@ import json
 import platform
 import sys
 
-from services.sandbox_judge.backends.zygote import Executable, Zygote
 from services.sandbox_judge.executor import CompileFailed, JudgeFault, RunEnding, RunLimits
-from services.sandbox_judge.isolation.machine import this_machine
-from services.sandbox_judge.isolation.memory_cgroup import memory_parent
-from services.sandbox_judge.isolation.tiers import TIERS, Preload
-from services.sandbox_judge.sandbox_worker import PRELOADS, SandboxWorker, start_zygote
-from services.sandbox_judge.scoring.right_responses import role_fault, roles_here
+from services.sandbox_judge.isolation import TIERS, Executable, Preload, Zygote
+from services.sandbox_judge.right_responses import role_fault, roles_here
+from services.sandbox_judge.sandbox_worker import PRELOADS, SandboxWorker, memory_parent, start_zygote, this_machine
 from services.sandbox_judge.settings import IsolationTier, Settings
 from spo.errors import NotReady
-from spo.observability.logs import configure_logs, get_logger
+from spo.observability import configure_logs, get_logger
 
 log = get_logger("isolation")
 

@@ -7,10 +7,9 @@ from concurrent.futures import CancelledError
 
 import grpc
 
-from services.sandbox_judge.batch import Batch
-from services.sandbox_judge.languages import languages, version_of
+from services.sandbox_judge.executor import languages, version_of
 from services.sandbox_judge.program_judge import OUTPUT_BYTES, Cancelled, JudgeOptions
-from services.sandbox_judge.scheduler import JudgeScheduler
+from services.sandbox_judge.stage import Batch, JudgeScheduler
 from services.sandbox_judge.test_set_store import tests_in
 from spo.errors import FieldViolation, InvalidInput, NotReady
 from spo.rpc.client import DEFAULT_DEADLINE_SECONDS

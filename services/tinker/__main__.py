@@ -15,7 +15,7 @@ def main() -> int:
     process.hold_state_when_known()
     process.answer_probes("loads its libraries and the base model")
     # Imported late: probes are answered while these take their time.
-    from services.tinker.assembly import assemble
+    from services.tinker.service import assemble
 
     service, worker = assemble(settings)
     add_TinkerServiceServicer_to_server(service, process.server.server)

@@ -1,4 +1,4 @@
-"""gRPC service of the Tinker API: says whose everything is before anything is queued."""
+"""gRPC service of the Tinker API: says whose everything is before anything is queued; put together with its worker."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from collections.abc import Callable
 
 import grpc
 
-from services.tinker.checkpoints import AdapterCheckpoint, CheckpointStore
-from services.tinker.futures import Operations
-from services.tinker.losses import LOSSES
-from services.tinker.sessions import Sessions
+from services.tinker.sessions import AdapterCheckpoint, CheckpointStore, Operations, Sessions
 from services.tinker.settings import Settings
-from services.tinker.shared_model import LoraShape, SharedModel
+from services.tinker.shared_model import LOSSES, LoraShape, SharedModel
+from services.tinker.worker import TinkerWorker
 from spo.errors import InvalidInput
 from spo.v1 import tinker_service_pb2 as tinker
 from spo.v1.tinker_service_pb2_grpc import TinkerServiceServicer
@@ -195,3 +193,20 @@ def _checkpoint(found: AdapterCheckpoint) -> tinker.TinkerCheckpoint:
         lora=_lora(found.shape),
         steps=found.steps,
     )
+
+
+def assemble(settings: Settings) -> tuple[TinkerService, TinkerWorker]:
+    """Loads the model. Raises InvalidInput where its folder may not or cannot be loaded."""
+    model = SharedModel(settings.model, settings.dtype)
+    model.max_tokens = min(model.max_tokens, settings.max_context_tokens)
+    sessions = Sessions(
+        settings.silence_seconds,
+        settings.max_models,
+        settings.max_models_per_tenant,
+        settings.max_sessions_per_tenant,
+        settings.max_samplers_per_tenant,
+    )
+    operations = Operations(settings.max_waiting, settings.operation_seconds, settings.result_seconds)
+    store = CheckpointStore(settings.state_path / "tinker", model.hash, settings.max_checkpoints_per_tenant)
+    parts = (settings, model, sessions, operations, store)
+    return TinkerService(*parts), TinkerWorker(*parts)

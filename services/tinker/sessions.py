@@ -1,19 +1,335 @@
-"""Sessions of clients, the models they train and the samplers they draw from: whose each is, and how long it stays."""
+"""What clients own: sessions, models and samplers, saved adapters as sealed folders, and operations, each once
+whatever is sent again.
+
+Saved adapters as sealed folders: `<root>/<model_id>/<kind>/<name>`, which clients call tinker://model_id/kind/name.
+Every folder says in its manifest whose it is; to everybody else it is not there.
+"""
 
 from __future__ import annotations
 
 import re
 import threading
 import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
+from blake3 import blake3
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from ulid import ULID
 
-from services.tinker.training_adapter import TrainingAdapter
-from spo.errors import InvalidInput, NotFound, ResourceExhausted
+from services.tinker.shared_model import LoraShape, TrainingAdapter
+from spo.errors import Conflict, IntegrityError, InvalidInput, NotFound, NotReady, ResourceExhausted
+from spo.manifest_folder import (
+    MANIFEST,
+    open_folder,
+    read_manifest,
+    remove_folder,
+    seal_folder,
+    staging_folder,
+    told_when_full,
+)
+from spo.model.folder import TENSORS_FILE, Adapter
+from spo.v1 import tinker_service_pb2 as wire
+
+Kind = Literal["weights", "sampler_weights"]
+SCHEME = "tinker://"
+MOMENTS_FILE = "optimizer.safetensors"
+# Of saves for one sampling session, which nobody names.
+UNNAMED = "session-"
+_PATH = re.compile(r"tinker://(tnk_[0-9A-Za-z]{26}:train:\d{1,9})/(weights|sampler_weights)/([A-Za-z0-9][\w.-]{0,127})")
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,127}")
 
 PREFIX = "tnk_"
 _MODEL_ID = re.compile(r"(tnk_[0-9A-Za-z]{26}):train:\d{1,9}")
+
+
+@dataclass
+class Operation:
+    """lane: what is changed by it, or sampled from; operations of one lane run in the order in which they came."""
+
+    request_id: str
+    tenant: str
+    lane: str
+    request: wire.SubmitTinkerRequest
+    digest: bytes
+    deadline: float
+    result: wire.TinkerResult | None = None
+    ended: float = 0.0
+
+    def check(self) -> None:
+        """Raises NotReady once its time is over."""
+        if time.monotonic() > self.deadline:
+            raise NotReady("the operation took too long, its wait included", code="tinker_too_late")
+
+
+@dataclass
+class Operations:
+    """Safe from several threads. Tenants take turns, and so do the lanes of one."""
+
+    most_per_tenant: int
+    life_seconds: float
+    result_seconds: float
+    _known: OrderedDict[tuple[str, str], Operation] = field(default_factory=OrderedDict)
+    _lanes: dict[str, OrderedDict[str, deque[Operation]]] = field(default_factory=dict)
+    _waiting: Counter[str] = field(default_factory=Counter)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def submit(self, request_id: str, lane: str, request: wire.SubmitTinkerRequest) -> None:
+        """Queue an operation; again with the same content changes nothing.
+
+        Raises ResourceExhausted where too much of the tenant waits, InvalidInput on another content under a known id.
+        """
+        digest = blake3(request.SerializeToString(deterministic=True)).digest()
+        with self._changed:
+            self._forget()
+            known = self._known.get((request.tenant, request_id))
+            if known:
+                if known.digest != digest:
+                    message = f"{request_id} was another request before"
+                    raise InvalidInput(message, code="tinker_request_reused")
+                return
+            if self._waiting[request.tenant] >= self.most_per_tenant:
+                message = f"{self.most_per_tenant} operations of yours wait; collect some results first"
+                raise ResourceExhausted(message, code="tinker_limit")
+            operation = Operation(
+                request_id, request.tenant, lane, request, digest, time.monotonic() + self.life_seconds
+            )
+            self._known[request.tenant, request_id] = operation
+            self._lanes.setdefault(request.tenant, OrderedDict()).setdefault(lane, deque()).append(operation)
+            self._waiting[request.tenant] += 1
+            self._changed.notify_all()
+
+    def collect(self, tenant: str, request_ids: Iterator[str]) -> Iterator[wire.TinkerResult]:
+        """What is done, and which ids are unknown, or another tenant's."""
+        for request_id in request_ids:
+            with self._changed:
+                known = self._known.get((tenant, request_id))
+            if known is None:
+                yield wire.TinkerResult(request_id=request_id, unknown=True)
+            elif known.result is not None:
+                yield known.result
+
+    def take(self, seconds: float, fits: Callable[[Operation, Operation], bool], most: int) -> list[Operation]:
+        """The next operation, and those behind it in its lane that fit it; empty when none came in time."""
+        with self._changed:
+            if not self._lanes:
+                self._changed.wait(seconds)
+            if not self._lanes:
+                return []
+            tenant, lanes = next(iter(self._lanes.items()))
+            lane, queue = lanes.popitem(last=False)
+            taken = [queue.popleft()]
+            while queue and len(taken) < most and fits(taken[0], queue[0]):
+                taken.append(queue.popleft())
+            if queue:
+                lanes[lane] = queue
+            del self._lanes[tenant]
+            if lanes:
+                self._lanes[tenant] = lanes
+            return taken
+
+    def end(self, operation: Operation, result: wire.TinkerResult) -> None:
+        """Its result can be collected from now on."""
+        result.request_id = operation.request_id
+        with self._changed:
+            operation.result, operation.ended = result, time.monotonic()
+            # What was sent is needed no more; its digest says whether it is sent again.
+            operation.request = wire.SubmitTinkerRequest()
+            self._waiting[operation.tenant] -= 1
+
+    def _forget(self) -> None:
+        oldest = time.monotonic() - self.result_seconds
+        for key, operation in list(self._known.items()):
+            if not operation.ended or operation.ended > oldest:
+                break
+            del self._known[key]
+
+
+def checked_name(name: str) -> str:
+    """A client's name for a checkpoint. Raises InvalidInput unless it is a plain one."""
+    if not _NAME.fullmatch(name) or name.startswith(UNNAMED):
+        message = f"a checkpoint is named by letters, digits, _, . and -, and not {UNNAMED}...: {name[:140]!r} is not"
+        raise InvalidInput(message, code="tinker_name")
+    return name
+
+
+def _is_unnamed(path: CheckpointPath) -> bool:
+    return path.kind == "sampler_weights" and path.name.startswith(UNNAMED)
+
+
+def _absent(path: str) -> NotFound:
+    return NotFound(f"there is no checkpoint {path[:300]}", code="tinker_not_found")
+
+
+@dataclass(frozen=True)
+class CheckpointPath:
+    """A client's name for a checkpoint, taken apart."""
+
+    model_id: str
+    kind: Kind
+    name: str
+
+    @classmethod
+    def parse(cls, path: str) -> CheckpointPath:
+        """Raises NotFound on what can be no checkpoint's."""
+        found = _PATH.fullmatch(path)
+        if not found:
+            raise _absent(path)
+        return cls(found[1], "weights" if found[2] == "weights" else "sampler_weights", found[3])
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.model_id}/{self.kind}/{self.name}"
+
+
+@dataclass(frozen=True)
+class AdapterCheckpoint:
+    """What a folder's manifest says of it."""
+
+    path: CheckpointPath
+    tenant: str
+    shape: LoraShape
+    steps: int
+    created_unix_ms: int
+    expires_unix_ms: int
+    size_bytes: int
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.expires_unix_ms) and self.expires_unix_ms < time.time() * 1000
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """The tensors of a checkpoint; moments: AdamW's, where it is one to go on from."""
+
+    checkpoint: AdapterCheckpoint
+    tensors: dict[str, Tensor]
+    moments: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class CheckpointStore:
+    """base_model: hash of the model whose adapters these are; most: checkpoints of one tenant, unnamed ones apart."""
+
+    root: Path
+    base_model: str
+    most: int
+
+    def write(self, checkpoint: AdapterCheckpoint, adapter: Adapter, saved: SavedAdapter, *, overwrite: bool) -> None:
+        """Seal a checkpoint. Raises Conflict where the name is taken, ResourceExhausted
+        beyond the tenant's limit and where the disk is full (code "disk_full").
+        """
+        destination = self._folder(checkpoint.path)
+        if destination.exists() and not overwrite:
+            message = f"{checkpoint.path} is there already; save with overwrite, or under another name"
+            raise Conflict(message, code="tinker_name_taken")
+        if not destination.exists():
+            self._require_room(checkpoint)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with told_when_full(self.root), staging_folder(destination) as writing:
+            adapter.write(writing)
+            save_file(saved.tensors, writing / TENSORS_FILE)
+            if saved.moments:
+                save_file(saved.moments, writing / MOMENTS_FILE)
+            # A later save is of a newer epoch, so it replaces the one that is there.
+            seal_folder(writing, destination, self._head(checkpoint))
+
+    def find(self, tenant: str, path: str) -> AdapterCheckpoint:
+        """Raises NotFound, whether it is another tenant's or none at all."""
+        found = self._read(CheckpointPath.parse(path))
+        if found is None or found.tenant != tenant or found.is_over:
+            raise _absent(path)
+        return found
+
+    def load(self, tenant: str, path: str) -> SavedAdapter:
+        """The verified tensors. Raises NotFound as `find`, IntegrityError on damage, InvalidInput on another base."""
+        checkpoint = self.find(tenant, path)
+        folder = open_folder(self._folder(checkpoint.path))
+        if folder.manifest["base_model"] != self.base_model:
+            raise InvalidInput(f"{path} was trained on another base model", code="tinker_model")
+        moments = folder.path / MOMENTS_FILE
+        return SavedAdapter(
+            checkpoint, load_file(folder.path / TENSORS_FILE), load_file(moments) if moments.exists() else {}
+        )
+
+    def delete(self, tenant: str, path: str) -> None:
+        """Raises NotFound as `find`."""
+        remove_folder(self._folder(self.find(tenant, path).path))
+
+    def all(self, tenant: str, model_id: str = "") -> list[AdapterCheckpoint]:
+        """A tenant's, named ones only, the oldest first."""
+        mine = [found for found in self._everything() if found.tenant == tenant and not _is_unnamed(found.path)]
+        wanted = [found for found in mine if not found.is_over and model_id in ("", found.path.model_id)]
+        return sorted(wanted, key=lambda found: found.created_unix_ms)
+
+    def unnamed(self, model_id: str) -> list[AdapterCheckpoint]:
+        """A model's saves for sampling sessions, the oldest first."""
+        found = [each for each in self._everything(model_id) if _is_unnamed(each.path)]
+        return sorted(found, key=lambda each: each.created_unix_ms)
+
+    def remove(self, checkpoint: AdapterCheckpoint) -> None:
+        """Take it away, whoever's it is."""
+        remove_folder(self._folder(checkpoint.path))
+
+    def sweep(self) -> None:
+        """Remove what has expired."""
+        for found in self._everything():
+            if found.is_over:
+                self.remove(found)
+
+    def forget_unnamed(self) -> None:
+        """Remove all saves for sampling sessions: no session has outlived the process that served it."""
+        for found in self._everything():
+            if _is_unnamed(found.path):
+                self.remove(found)
+
+    def _everything(self, model_id: str = "*") -> Iterator[AdapterCheckpoint]:
+        for manifest in self.root.glob(f"{model_id}/*/*/{MANIFEST}") if self.root.is_dir() else ():
+            model, kind, name = manifest.parts[-4:-1]
+            if _PATH.fullmatch(f"{SCHEME}{model}/{kind}/{name}"):
+                found = self._read(CheckpointPath.parse(f"{SCHEME}{model}/{kind}/{name}"))
+                if found:
+                    yield found
+
+    def _read(self, path: CheckpointPath) -> AdapterCheckpoint | None:
+        file = self._folder(path) / MANIFEST
+        try:
+            head = read_manifest(file)
+            return AdapterCheckpoint(
+                path=path,
+                tenant=str(head["tenant"]),
+                shape=LoraShape(**head["shape"]),
+                steps=int(head["steps"]),
+                created_unix_ms=int(head["created_unix_ms"]),
+                expires_unix_ms=int(head["expires_unix_ms"]),
+                size_bytes=sum(int(entry["size_bytes"]) for entry in head["files"]),
+            )
+        except (IntegrityError, KeyError, TypeError, ValueError):
+            # A folder without a readable manifest is nobody's.
+            return None
+
+    def _head(self, checkpoint: AdapterCheckpoint) -> dict[str, Any]:
+        return {
+            "epoch": checkpoint.created_unix_ms,
+            "tenant": checkpoint.tenant,
+            "base_model": self.base_model,
+            "shape": checkpoint.shape.document(),
+            "steps": checkpoint.steps,
+            "created_unix_ms": checkpoint.created_unix_ms,
+            "expires_unix_ms": checkpoint.expires_unix_ms,
+        }
+
+    def _require_room(self, checkpoint: AdapterCheckpoint) -> None:
+        if not _is_unnamed(checkpoint.path) and len(self.all(checkpoint.tenant)) >= self.most:
+            message = f"{self.most} checkpoints of yours are kept; delete some"
+            raise ResourceExhausted(message, code="tinker_limit")
+
+    def _folder(self, path: CheckpointPath) -> Path:
+        return self.root / path.model_id / path.kind / path.name
 
 
 @dataclass

@@ -11,24 +11,32 @@ from functools import partial
 
 import torch
 
-from services.tinker import wire as tensors
-from services.tinker.checkpoints import (
+from services.tinker import shared_model as tensors
+from services.tinker.sessions import (
     UNNAMED,
     AdapterCheckpoint,
     CheckpointPath,
     CheckpointStore,
+    Operation,
+    Operations,
     SavedAdapter,
+    Sessions,
+    TrainedModel,
     checked_name,
 )
-from services.tinker.futures import Operation, Operations
-from services.tinker.sampling import SampledTokens, SamplingOptions, prompt_logprobs, sample
-from services.tinker.sessions import Sessions, TrainedModel
 from services.tinker.settings import Settings
-from services.tinker.shared_model import LoraShape, SharedModel
-from services.tinker.training_adapter import TrainingAdapter
+from services.tinker.shared_model import (
+    LoraShape,
+    SampledTokens,
+    SamplingOptions,
+    SharedModel,
+    TrainingAdapter,
+    prompt_logprobs,
+    sample,
+)
 from spo.errors import Conflict, InvalidInput, NotFound, ResourceExhausted, SpoError
-from spo.model.adapter_folder import Adapter
-from spo.observability.logs import get_logger
+from spo.model.folder import Adapter
+from spo.observability import get_logger
 from spo.v1 import tinker_service_pb2 as wire
 
 log = get_logger("tinker")

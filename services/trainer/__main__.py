@@ -8,7 +8,7 @@ import sys
 
 from services.trainer.settings import Settings
 from spo.local.die_with_parent import die_with_torchrun
-from spo.observability.logs import configure_logs
+from spo.observability import configure_logs
 from spo.service.process import ServiceProcess
 
 
@@ -26,7 +26,7 @@ def main() -> int:
         process.answer_probes("loads its libraries")
     # Imported late: a wrong setting is reported at once and probes are answered while these take their time.
     from services.trainer.deepspeed_engine import leave_deepspeed, prepare_deepspeed
-    from services.trainer.process import follow, lead
+    from services.trainer.loop import follow, lead
     from services.trainer.ranks import join_ranks
 
     ranks = join_ranks(settings.collective_timeout_seconds)

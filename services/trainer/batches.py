@@ -1,26 +1,43 @@
-"""From sampled trajectories to tensors: ask the replay buffer, refuse what cannot be learned from, pad.
+"""From sampled trajectories to tensors, cut over ranks and into micro-batches; what is refused on all ranks, and the
+numbers of a step.
 
 Axes: B trajectory, L padded position.
+
+How a batch is cut: over ranks, and into micro-batches of one forward and backward each.
+What bounds a micro-batch is its tokens: memory and time follow them. Every rank makes equally many passes, because a
+pass ends in collectives. Where the loss compares the trajectories of a prompt, they stay together in one micro-batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
-from spo.algorithm.monte_carlo import q_of_two_rewards
-from spo.algorithm.token_batch import TokenBatch
-from spo.errors import IntegrityError
-from spo.model.segments import Mask, segment_faults, trained_mask
+from services.trainer.ranks import Ranks
+from spo.algorithm.collapse_guard import SAMPLER_MISMATCH
+from spo.algorithm.objectives import Difference, TokenBatch, effective_sample_share
+from spo.algorithm.values import q_of_two_rewards
+from spo.errors import IntegrityError, InvalidInput
+from spo.model.chat import Mask, segment_faults, trained_mask, trained_tokens
 from spo.rpc.client import RpcClient
-from spo.spec.job_spec import JobSpec, RewardSpec
-from spo.spec.prompt_values import qhat_0_of_group
+from spo.spec.job_spec import JobSpec, RewardSpec, TrainerSpec
+from spo.spec.reward import qhat_0_of_group
+from spo.spec.section import wire_name
 from spo.v1 import replay_service_pb2 as wire
-from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_SHARED
-from spo.v1.trajectory_pb2 import Annotation, Trajectory
+from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_SHARED, Source
+from spo.v1.trajectory_pb2 import FINISH_REASON_LENGTH, Annotation, Trajectory
+
+T = TypeVar("T")
+
+# Curves of parts; a scoring function may name as many as it likes.
+MOST_PARTS = 32
+# Curves of sources of feedback; whoever sends traffic may name as many as it likes.
+MOST_SOURCES = 16
 
 
 @dataclass(frozen=True)
@@ -34,6 +51,10 @@ class TrainingSample:
     qhat_0: float
     group: int
     qhat_0_error: float = 0.0
+
+
+# Rows that stay together: a group where the loss compares its trajectories, else a single one.
+Unit = list[TrainingSample]
 
 
 def is_anchored(trajectory: Trajectory) -> bool:
@@ -152,7 +173,7 @@ def _is_possible(annotation: Annotation, trained_T: Mask) -> bool:
 def token_batch(rows: Sequence[TrainingSample], value_beta: float, reward: RewardSpec) -> TokenBatch:
     """Right-padded tensors of the rows, on the CPU; reference log-probs are 0 where a trajectory brings none.
 
-    Of a conversation the mask holds the tokens that the policy sampled, as `spo.model.segments` says. An annotation
+    Of a conversation the mask holds the tokens that the policy sampled, as `spo.model.chat` says. An annotation
     speaks of the prefix of `position` tokens: its target, found with value_beta, stands at the last of them.
     """
     shape = (len(rows), max(map(length_of, rows)))
@@ -212,3 +233,310 @@ def annotated_targets(trajectory: Trajectory, value_beta: float, reward: RewardS
 def length_of(row: TrainingSample) -> int:
     """Tokens of prompt and response."""
     return len(row.trajectory.prompt_token_ids) + len(row.trajectory.response_token_ids)
+
+
+@dataclass(frozen=True)
+class ForwardLimits:
+    """What one forward on one rank may hold; a unit that exceeds them alone is a forward of its own.
+
+    tokens: padding included, which there is unless `packed`. rows: trajectories, None: as many as fit.
+    """
+
+    tokens: int
+    rows: int | None = None
+    packed: bool = True
+
+    @classmethod
+    def of(cls, trainer: TrainerSpec, *, packed: bool) -> ForwardLimits:
+        """A job's; packed: its model computes without padding."""
+        return cls(trainer.max_tokens_per_micro_batch, trainer.micro_batch_size, packed)
+
+    def hold(self, rows: int, tokens: int, longest: int) -> bool:
+        """Whether so many rows, of so many tokens in all and the longest of so many, may be one forward."""
+        return (self.rows is None or rows <= self.rows) and (tokens if self.packed else rows * longest) <= self.tokens
+
+
+@dataclass
+class MicroBatch:
+    """The rows of one pass, and during a step their tensors.
+
+    An idle one, of no weight, is there only to make the ranks' passes equal in number.
+    """
+
+    rows: Sequence[TrainingSample]
+    idle: bool = False
+    _batch: TokenBatch | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def weight(self) -> int:
+        """Trajectories of the batch that it stands for."""
+        return 0 if self.idle else len(self.rows)
+
+    def batch(self, build: Callable[[Sequence[TrainingSample]], TokenBatch]) -> TokenBatch:
+        """Its tensors, which `build` makes of the rows at the first call; they stay until `release`."""
+        if self._batch is None:
+            self._batch = build(self.rows)
+        return self._batch
+
+    def keep(self, batch: TokenBatch) -> None:
+        """Have `batch` as its tensors from now on."""
+        self._batch = batch
+
+    def release(self) -> None:
+        """Forget the tensors: the step is over."""
+        self._batch = None
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """What one rank gets of the trajectories of an optimiser step; size counts them over all ranks."""
+
+    micro_batches: Sequence[MicroBatch]
+    size: int
+
+
+def cut_into_minibatches(
+    rows: Sequence[TrainingSample], count: int, world_size: int, limits: ForwardLimits, *, whole_groups: bool
+) -> list[list[Minibatch]]:
+    """Each rank's minibatches, of similar length and equal size (nearly so with `whole_groups`), cut by `cut`.
+
+    Fewer than `count` where there are fewer groups.
+    """
+    shares: list[list[Minibatch]] = [[] for _ in range(world_size)]
+    for units in _balanced(_units(rows, whole_groups=whole_groups), count):
+        part = _rows(units)
+        if not part:
+            continue
+        for share, micro_batches in zip(shares, cut(part, world_size, limits, whole_groups=whole_groups), strict=True):
+            share.append(Minibatch(micro_batches, len(part)))
+    return shares
+
+
+def cut(
+    rows: Sequence[TrainingSample], world_size: int, limits: ForwardLimits, *, whole_groups: bool
+) -> list[list[MicroBatch]]:
+    """Each rank's micro-batches, as many on every rank, of trajectories of similar length.
+
+    Ranks get equally many trajectories (nearly so with `whole_groups`) of similar total length.
+    """
+    if not rows:
+        return [[] for _ in range(world_size)]
+    units = _units(rows, whole_groups=whole_groups)
+    shares = [_gathered(share, limits) for share in _balanced(units, world_size)]
+    passes = max(map(len, shares))
+    smallest = min(units, key=_tokens)
+    return [_filled(share, passes, smallest) for share in shares]
+
+
+def _units(rows: Sequence[TrainingSample], *, whole_groups: bool) -> list[Unit]:
+    if not whole_groups:
+        return [[row] for row in rows]
+    groups: dict[int, Unit] = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
+    return list(groups.values())
+
+
+def _balanced(units: Sequence[Unit], shares: int) -> list[list[Unit]]:
+    """Units go, the largest first, to the share that has the fewest rows so far, and of those the fewest tokens."""
+    found: list[list[Unit]] = [[] for _ in range(shares)]
+    loads = [(0, 0)] * shares
+    for unit in sorted(units, key=lambda unit: (-len(unit), -_tokens(unit))):
+        share = loads.index(min(loads))
+        found[share].append(unit)
+        loads[share] = (loads[share][0] + len(unit), loads[share][1] + _tokens(unit))
+    return found
+
+
+def _gathered(units: Sequence[Unit], limits: ForwardLimits) -> list[list[Unit]]:
+    """Units of similar length together, as many in a forward as the limits allow."""
+    forwards: list[list[Unit]] = []
+    rows = tokens = 0
+    for unit in sorted(units, key=_longest):
+        rows, tokens = rows + len(unit), tokens + _tokens(unit)
+        if forwards and limits.hold(rows, tokens, _longest(unit)):
+            forwards[-1].append(unit)
+        else:
+            forwards.append([unit])
+            rows, tokens = len(unit), _tokens(unit)
+    return forwards
+
+
+def _filled(forwards: list[list[Unit]], passes: int, spare: Unit) -> list[MicroBatch]:
+    """Exactly `passes` micro-batches: forwards of several units are halved, then idle ones are added."""
+    while len(forwards) < passes and any(len(units) > 1 for units in forwards):
+        largest = max(range(len(forwards)), key=lambda index: len(forwards[index]))
+        half = len(forwards[largest]) // 2
+        forwards[largest : largest + 1] = [forwards[largest][:half], forwards[largest][half:]]
+    micro_batches = [MicroBatch(_rows(units)) for units in forwards]
+    return micro_batches + [MicroBatch(spare, idle=True)] * (passes - len(micro_batches))
+
+
+def _rows(units: Sequence[Unit]) -> list[TrainingSample]:
+    return [row for unit in units for row in unit]
+
+
+def _tokens(unit: Unit) -> int:
+    return sum(map(length_of, unit))
+
+
+def _longest(unit: Unit) -> int:
+    return max(map(length_of, unit))
+
+
+class UnusableBatch(Exception):
+    """Why nothing can be learned from the batch, the same on every rank; `first` is the first of its faults."""
+
+    def __init__(self, faults: Sequence[tuple[str, InvalidInput]]) -> None:
+        super().__init__("; ".join(message for message, _ in faults))
+        self.first = faults[0][1]
+
+
+def on_each(ranks: Ranks, micro_batches: Sequence[MicroBatch], compute: Callable[[MicroBatch], T]) -> list[T]:
+    """The results of `compute` on this rank's micro-batches. Every rank calls this alike.
+
+    A fault in one does not keep the others from being computed: forwards gather parameters from all ranks. Raises
+    UnusableBatch on every rank when `compute` raises InvalidInput on any.
+    """
+    results: list[T] = []
+    faults: list[tuple[str, InvalidInput]] = []
+    for micro_batch in micro_batches:
+        try:
+            results.append(compute(micro_batch))
+        except InvalidInput as error:
+            faults.append((_naming_trajectories(error, micro_batch), error))
+    everywhere = [fault for found in ranks.gather(faults) for fault in found]
+    if everywhere:
+        raise UnusableBatch(everywhere)
+    return results
+
+
+def _naming_trajectories(error: InvalidInput, micro_batch: MicroBatch) -> str:
+    """The error in words, with the ids of the trajectories that its pointers (/tensor/row) mean."""
+    rows = [violation.pointer.rpartition("/")[2] for violation in error.violations]
+    ids = {micro_batch.rows[int(row)].trajectory.trajectory_id for row in rows if row.isdigit()}
+    return f"{error.message} ({', '.join(sorted(ids))})" if ids else str(error)
+
+
+class WeightedMeans:
+    """Weighted means of named values; the weight is a number of trajectories. Mergeable over ranks.
+
+    log_weights: ln pi_theta / pi_sampler of the responses whose sampler is known, as they were met.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = defaultdict(float)
+        self.weights: dict[str, float] = defaultdict(float)
+        self.log_weights: list[float] = []
+
+    def add(self, values: Mapping[str, float], weight: float) -> None:
+        if weight:
+            for name, value in values.items():
+                self.sums[name] += value * weight
+                self.weights[name] += weight
+
+    def add_by_source(self, said_by: Sequence[str], residuals_abs: Sequence[float]) -> None:
+        """`residual_abs/<source>` of the trajectories whose reward a source said, MOST_SOURCES sources at most."""
+        named: dict[str, list[float]] = defaultdict(list)
+        for source, residual in zip(said_by, residuals_abs, strict=True):
+            if source:
+                named[source].append(residual)
+        for source in sorted(named)[:MOST_SOURCES]:
+            found = named[source]
+            self.add({f"residual_abs/{source}": sum(found) / len(found)}, len(found))
+
+    def means(self, others: Iterable[WeightedMeans]) -> dict[str, float]:
+        """The means over all of `others` (which include this one)."""
+        merged = WeightedMeans()
+        for other in others:
+            for name, weight in other.weights.items():
+                merged.add({name: other.sums[name] / weight}, weight)
+        return {name: merged.sums[name] / weight for name, weight in merged.weights.items()}
+
+
+def batch_metrics(rows: Sequence[TrainingSample], policy_version: int) -> dict[str, float]:
+    """Metrics of a batch before it is learned from: mean reward, in all and by source, and the count of trained tokens.
+
+    Of verdicts with a score its mean, `score`, and those of its parts, `score/<name>`, at most MOST_PARTS names. Of
+    online trajectories also the staleness in versions, the length in tokens and the share cut off at the limit.
+    """
+    means = WeightedMeans()
+    named: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        trajectory = row.trajectory
+        source = wire_name(Source, trajectory.source)
+        means.add({"reward": trajectory.reward, f"reward/{source}": trajectory.reward}, 1)
+        verdict = trajectory.verdict
+        if verdict.HasField("score"):
+            means.add({"score": verdict.score}, 1)
+        for part in verdict.parts:
+            named[f"score/{part.name}"].append(part.score)
+        if trajectory.source == SOURCE_ONLINE:
+            of_online = {
+                "staleness": policy_version - trajectory.policy_version_last,
+                "response_length/online": trained_tokens(trajectory),
+                "truncated/online": float(trajectory.finish_reason == FINISH_REASON_LENGTH),
+            }
+            means.add(of_online, 1)
+    for name in sorted(named)[:MOST_PARTS]:
+        means.add({name: sum(named[name]) / len(named[name])}, len(named[name]))
+    return {
+        **means.means([means]),
+        "tokens": float(sum(trained_tokens(row.trajectory) for row in rows)),
+        "trajectories": float(len(rows)),
+    }
+
+
+def named_diagnostics(diagnostics: dict[str, float]) -> dict[str, float]:
+    """The diagnostics under the names of the curves; the reward is counted from the whole batch already."""
+    renamed = {
+        "kl_to_reference_nats": "kl_to_reference",
+        "log_ratio_nats": "log_ratio",
+        "log_ratio_per_token_nats": "log_ratio_per_token",
+        "response_tokens": "response_length",
+    }
+    return {renamed.get(name, name): value for name, value in diagnostics.items() if name != "reward"}
+
+
+def is_untempered(trajectory: Trajectory) -> bool:
+    """Whether a policy was sampled as it is: neither hotter nor cooler, nothing cut off."""
+    return trajectory.temperature == 1 and trajectory.top_p == 1
+
+
+def is_unchanged_sample(trajectory: Trajectory) -> bool:
+    """Whether pi0 was sampled as it is; its log-probs are then ln pi0."""
+    return is_untempered(trajectory) and trajectory.policy_version_last == 0 and bool(trajectory.sampling_logprobs)
+
+
+def weight_metrics(log_weights: Sequence[float]) -> dict[str, float]:
+    """How far the policy is from the samplers of the responses, in nats of whole ones (k2); the effective samples."""
+    if not log_weights:
+        return {}
+    return {
+        "kl_to_sampler": 0.5 * sum(weight * weight for weight in log_weights) / len(log_weights),
+        "effective_sample_share": effective_sample_share(log_weights),
+    }
+
+
+def sampler_metrics(differences: Sequence[Difference]) -> dict[str, float]:
+    """How the sampler's log-probs differ from the trainer's, nats; `excess` above 1 is more than rounding."""
+    if not differences:
+        return {}
+    worst = max(differences, key=lambda difference: float(difference.excess_B.max()))
+    return {
+        f"{SAMPLER_MISMATCH}/token": max(difference.largest_token for difference in differences),
+        f"{SAMPLER_MISMATCH}/sum": worst.largest_sum,
+        f"{SAMPLER_MISMATCH}/tolerance": worst.tolerance,
+        f"{SAMPLER_MISMATCH}/excess": float(worst.excess_B.max()),
+    }
+
+
+def sampler_alarm(metrics: Mapping[str, float]) -> dict[str, str]:
+    """The alarm by its name, in words, where `sampler_metrics` are beyond rounding."""
+    if metrics.get(f"{SAMPLER_MISMATCH}/excess", 0.0) <= 1:
+        return {}
+    token, total, tolerance = (metrics[f"{SAMPLER_MISMATCH}/{name}"] for name in ("token", "sum", "tolerance"))
+    return {
+        SAMPLER_MISMATCH: f"the sampler's log-probs differ from the trainer's by up to {token:.3g} nats at a token and "
+        f"{total:.3g} in the sum over a response, where rounding explains {tolerance:.3g}"
+    }

@@ -1,36 +1,51 @@
-"""Rank 0 of a run: it decides each command that all ranks then carry out, so they never wait for different things."""
+"""Rank 0 of a run: it decides each command that all ranks carry out together, so they never wait for different
+things.
+"""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Literal, Protocol
 
-from services.trainer.attempts.attempt import Attempt
-from services.trainer.batches import ReplayClient, TrainingSample, faults, groups_of
-from services.trainer.checkpoints.places import CheckpointPlace, SavedCheckpoint
-from services.trainer.checkpoints.training_state import TrainingProgress
-from services.trainer.collapse_monitor import CollapseMonitor
-from services.trainer.commands import Command
+from services.trainer.batches import (
+    ForwardLimits,
+    Minibatch,
+    ReplayClient,
+    TrainingSample,
+    batch_metrics,
+    cut_into_minibatches,
+    faults,
+    groups_of,
+    sampler_alarm,
+)
+from services.trainer.checkpoints import CheckpointPlace, SavedCheckpoint, TrainingProgress
 from services.trainer.learner import StepResult
-from services.trainer.lease import TRANSIENT, JobLease
-from services.trainer.microbatches import ForwardLimits, cut_into_minibatches
+from services.trainer.lease import TRANSIENT, Attempt, JobLease
 from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
-from services.trainer.step_metrics import batch_metrics, sampler_alarm
+from spo import observability
+from spo.algorithm.collapse_guard import ALARMS, CollapseLimits, StepHealth, collapse_alarms
 from spo.errors import Conflict, IntegrityError, InternalError, LeaseLost, NotReady, ResourceExhausted, SpoError
-from spo.observability import tracing
-from spo.observability.logs import get_logger
-from spo.observability.metrics import POLICY_VERSION, TRAINER_STEP_SECONDS, TRAINER_WAIT_SECONDS
+from spo.observability import (
+    POLICY_VERSION,
+    TRAINER_COLLAPSE_ALARMS,
+    TRAINER_STEP_SECONDS,
+    TRAINER_WAIT_SECONDS,
+    get_logger,
+)
 from spo.rpc.client import RpcClient
-from spo.spec.job_spec import JobSpec
+from spo.spec.job_spec import CollapseGuardSpec, JobSpec
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.orchestrator_service_pb2 import LeaseJobResponse
-from spo.weights.broadcast.broadcaster import Broadcaster
+from spo.weights.broadcast import Broadcaster
 from spo.weights.store import StoredVersion
 
 log = get_logger("controller")
@@ -41,6 +56,144 @@ MIN_CHECKPOINT_SECONDS = 10.0
 ROOM_SECONDS = 5.0
 # Commands that write files of the run.
 WRITING = ("publish", "checkpoint")
+
+
+@dataclass(frozen=True)
+class Command:
+    """`train` on a batch; `skip` counts a quarantined batch as a step; `wait` only keeps the ranks in touch.
+
+    minibatches: this rank's part of the batch. `update_reference`: take weight version reference_version as the
+    reference.
+    """
+
+    kind: Literal["train", "skip", "publish", "checkpoint", "update_reference", "wait", "end"]
+    minibatches: Sequence[Minibatch] = ()
+    reference_version: int = 0
+
+
+class RankRole(Protocol):
+    """A rank's part in a run, beside the commands themselves: rank 0 decides and reports, the others follow."""
+
+    def resumed(self, progress: TrainingProgress, *, packed: bool) -> None:
+        """Training goes on from here; what was loaded is saved already. packed: the model computes without padding."""
+
+    def next_command(self, progress: TrainingProgress) -> Command:
+        """What this rank does next; all ranks do it together."""
+
+    def step_done(self, progress: TrainingProgress, result: StepResult) -> None:
+        """A batch was learned from, or refused."""
+
+    def owning(self) -> AbstractContextManager[None]:
+        """Around what only the owner of the job may do."""
+
+    def published(self, written: StoredVersion | None, progress: TrainingProgress) -> None:
+        """The weights were stored; rank 0 gets the version."""
+
+    def checkpointed(
+        self, saved: Future[SavedCheckpoint] | None, place: CheckpointPlace, progress: TrainingProgress
+    ) -> None:
+        """A checkpoint was tried; rank 0 gets what is done once it is whole, None when it could not be written."""
+
+    def no_room(self, error: ResourceExhausted) -> None:
+        """There is no room for weights or a checkpoint now: it is tried again."""
+
+    def fail(self, error: SpoError) -> None:
+        """The run cannot go on here."""
+
+    def conclude(self, progress: TrainingProgress) -> None:
+        """The work on the run has ended here."""
+
+
+class Follower:
+    """Every rank but the first: receives commands and reports nothing."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def resumed(self, progress: TrainingProgress, *, packed: bool) -> None:
+        """Rank 0 decides when to save."""
+
+    def next_command(self, progress: TrainingProgress) -> Command:
+        """Wait for rank 0's decision."""
+        return self._ranks.scatter(None)
+
+    def step_done(self, progress: TrainingProgress, result: StepResult) -> None:
+        """Rank 0 reports."""
+
+    def owning(self) -> AbstractContextManager[None]:
+        """Rank 0 holds the lease."""
+        return nullcontext()
+
+    def published(self, written: StoredVersion | None, progress: TrainingProgress) -> None:
+        """Rank 0 announces."""
+
+    def checkpointed(
+        self, saved: Future[SavedCheckpoint] | None, place: CheckpointPlace, progress: TrainingProgress
+    ) -> None:
+        """Rank 0 reports."""
+
+    def no_room(self, error: ResourceExhausted) -> None:
+        """Rank 0 writes."""
+
+    def fail(self, error: SpoError) -> None:
+        """The error is raised on rank 0 alike."""
+
+    def conclude(self, progress: TrainingProgress) -> None:
+        """Rank 0 gives the job back."""
+
+
+class CollapseMonitor:
+    """Reports an alarm once, when it begins to sound.
+
+    Only online trajectories are judged, since they show what the policy writes now; a high log-ratio on people's
+    solutions only means that it learns from them. Response lengths are compared with those of the first `window` steps
+    of this process.
+    """
+
+    def __init__(self, spec: CollapseGuardSpec) -> None:
+        self.pauses = spec.policy == "pause"
+        self._on = spec.policy != "off"
+        self._limits = CollapseLimits(**spec.model_dump(exclude={"policy"}))
+        self._history: deque[StepHealth] = deque(maxlen=2 * spec.window)
+        self._first_lengths: list[float] = []
+        self._sounding: frozenset[str] = frozenset()
+        # From 0 on: of a count that appears with the first alarm nobody sees an increase.
+        for name in ALARMS:
+            TRAINER_COLLAPSE_ALARMS.labels(alarm=name)
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
+        """Alarms that began to sound with this step, by name with the reason in words."""
+        if not self._on:
+            return {}
+        health = _health(metrics)
+        self._history.append(health)
+        if len(self._first_lengths) < self._limits.window and math.isfinite(health.response_tokens):
+            self._first_lengths.append(health.response_tokens)
+        usual = fmean(self._first_lengths) if self._first_lengths else math.nan
+        found = collapse_alarms(list(self._history), usual, self._limits)
+        new = {name: reason for name, reason in found.items() if name not in self._sounding}
+        self._sounding = frozenset(found)
+        for name, reason in new.items():
+            log.warning("collapse alarm", alarm=name, step=step, reason=reason)
+            TRAINER_COLLAPSE_ALARMS.labels(alarm=name).inc()
+        return new
+
+    def rearm(self) -> None:
+        """Forget the recent steps: a person has resumed the run, and the alarms may sound again."""
+        self._history.clear()
+        self._sounding = frozenset()
+
+
+def _health(metrics: Mapping[str, float]) -> StepHealth:
+    """Metrics that a step lacks are nan, which sounds no alarm."""
+    return StepHealth(
+        log_ratio_nats=metrics.get("log_ratio/online", math.nan),
+        grad_norm=metrics.get("grad_norm", math.nan),
+        response_tokens=metrics.get("response_length/online", math.nan),
+        truncated_share=metrics.get("truncated/online", math.nan),
+        reward=metrics.get("reward/online", math.nan),
+        loss=metrics.get("loss", math.nan),
+    )
 
 
 @dataclass
@@ -110,7 +263,7 @@ class Controller:
         self._quarantined_in_a_row = 0
         self._monitor = CollapseMonitor(spec.collapse_guard)
         self._paused_by_alarm = False
-        self._span = tracing.Span()
+        self._span = observability.Span()
         # Qhat_0 under the current reference, and which version that is; None for the model folder's.
         self._values: tuple[int, Mapping[str, float] | None] = (0, None)
         context.run_id = grant.run_id
@@ -230,7 +383,7 @@ class Controller:
         step = progress.step + 1
         try:
             refreshed = self._values_under(progress.reference_version)
-            with tracing.span("draw batch", run=self._lease.grant.run_id, step=step) as drawn:
+            with observability.span("draw batch", run=self._lease.grant.run_id, step=step) as drawn:
                 rows = self._replay.sample(
                     step, progress.published_version, self._settings.batch_wait_seconds, refreshed
                 )
@@ -250,7 +403,7 @@ class Controller:
             return Command("wait")
         except SpoError as error:
             return self._end(RunOutcome("no batch", error.code, f"step {step}: {error.message}", give_back=True))
-        self._span = tracing.begin("train step", parent=drawn.header, run=self._lease.grant.run_id, step=step)
+        self._span = observability.begin("train step", parent=drawn.header, run=self._lease.grant.run_id, step=step)
         self._span.link(groups_of(rows))
         self._wait_seconds = time.monotonic() - self._waiting_since
         TRAINER_WAIT_SECONDS.observe(self._wait_seconds)

@@ -1,31 +1,295 @@
-"""DeepSpeed ZeRO around one model that learns; DeepSpeed's version is pinned in pyproject.toml."""
+"""DeepSpeed ZeRO around one model: loaded in cuts, its reference, and its state for another number of ranks.
+
+Models that are cut over the ranks as their files are read: no rank ever holds one whole, in memory or on a device.
+transformers builds the model without memory and sets its parameters one by one, mapped from safetensors files. Each is
+cut at that moment, and a rank touches only its own stretch of the file.
+
+Training state for another number of ranks: each new rank reads only its own stretch of what the old ranks wrote.
+ZeRO lays parameters out as segments and cuts every segment into equal parts, one per rank, with padding in the last. A
+segment is a whole parameter group at stages 1 and 2, and one parameter at stage 3. At stage 0 every rank holds all.
+"""
 
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import math
 import os
 import warnings
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any, Literal, Protocol, cast
 
 import deepspeed
 import deepspeed.comm
 import deepspeed.ops
 import torch
+import transformers
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
-from torch import Tensor, nn
+from safetensors import safe_open
+from torch import Size, Tensor, nn
+from transformers import PreTrainedModel, core_model_loading
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.loading_report import LoadStateDictInfo
 
 from services.trainer.ranks import Ranks
-from services.trainer.reshard import reshard_state
-from services.trainer.zero3.loading import Offload, free_model, offloaded, whole_shape
 from spo.errors import IntegrityError, PreconditionFailed
-from spo.model.activations import checkpoint_activations, is_large
+from spo.model.logprobs import checkpoint_activations, is_large
 from spo.spec.job_spec import TrainerSpec
+
+# With threads transformers reads ahead, and what is converted to another dtype is in memory whole.
+ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
+# The function of transformers.core_model_loading that gives a module a parameter, and what it takes.
+SETTER = "set_param_for_module"
+TAKEN = ("model", "target_name", "param_value", "loading_info", "hf_quantizer")
+
+SetParameter = Callable[[PreTrainedModel, str, Tensor, LoadStateDictInfo, HfQuantizer], None]
+
+Offload = Literal["none", "optimizer", "optimizer_and_parameters"]
+
+_KINDS = ("master", "exp_avg", "exp_avg_sq")
+_STEP = "step"
 
 # Optimiser state of torch's AdamW, per parameter or per flat partition.
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def offloaded(offload: Offload) -> dict[str, object]:
+    """The part of DeepSpeed's `zero_optimization` that says what the CPU's memory holds."""
+    on_cpu = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    names = {"none": (), "optimizer": ("offload_optimizer",)}.get(offload, ("offload_optimizer", "offload_param"))
+    return dict.fromkeys(names, on_cpu)
+
+
+@contextmanager
+def partitioned_loading(dtype: torch.dtype, *, on_cpu: bool) -> Iterator[None]:
+    """Within, `from_pretrained` gives models whose parameters are cut, a part on each rank.
+
+    All ranks load the same files; nothing is sent between them. on_cpu: parts stay in the CPU's memory, else they are
+    on the device of the rank.
+    """
+    # An empty module: DeepSpeed then takes its linear layer that keeps no gathered weights for the backward pass.
+    zero = deepspeed.zero.Init(
+        nn.Module(),
+        dtype=dtype,
+        remote_device="cpu" if on_cpu else None,
+        pin_memory=on_cpu and torch.cuda.is_available(),
+    )
+
+    def cutting(set_parameter: SetParameter) -> SetParameter:
+        def set_and_cut(
+            model: PreTrainedModel, target_name: str, values: Tensor, info: LoadStateDictInfo, quantizer: HfQuantizer
+        ) -> None:
+            set_parameter(model, target_name, values, info, quantizer)
+            owner, _, own_name = target_name.rpartition(".")
+            parameter = model.get_submodule(owner)._parameters.get(own_name)
+            if parameter is not None and not parameter.is_meta:
+                _cut(zero, parameter)
+
+        return set_and_cut
+
+    with parameters_set_by(cutting):
+        yield
+
+
+@contextmanager
+def parameters_set_by(changed: Callable[[SetParameter], SetParameter]) -> Iterator[None]:
+    """Within, transformers reads parameters one by one and sets each by what `changed` makes of its own function.
+
+    Raises PreconditionFailed (code "transformers_unsupported") where transformers has no such function.
+    """
+    own = getattr(core_model_loading, SETTER, None)
+    if own is None or tuple(inspect.signature(own).parameters) != TAKEN:
+        raise PreconditionFailed(
+            f"transformers {transformers.__version__} has no {SETTER}({', '.join(TAKEN)}) in core_model_loading, which "
+            "loading at trainer.zero_stage 3 goes through",
+            code="transformers_unsupported",
+        )
+    before = os.environ.get(ONE_BY_ONE)
+    setattr(core_model_loading, SETTER, changed(own))
+    os.environ[ONE_BY_ONE] = "1"
+    try:
+        yield
+    finally:
+        setattr(core_model_loading, SETTER, own)
+        if before is None:
+            del os.environ[ONE_BY_ONE]
+        else:
+            os.environ[ONE_BY_ONE] = before
+
+
+def _cut(zero: deepspeed.zero.Init, parameter: nn.Parameter) -> None:
+    # What `Init` does to a parameter, without rank 0's values being sent: every rank has read its own.
+    zero._convert_to_deepspeed_param(parameter)
+    cast(CutParameter, parameter).partition()
+
+
+class CutParameter(Protocol):
+    """What DeepSpeed makes of a parameter that it cuts, as far as it is used here."""
+
+    ds_tensor: Tensor
+    ds_shape: Size
+    ds_status: ZeroParamStatus
+    ds_zero_partition_rank: int
+
+    def partition(self) -> None:
+        """Free the whole, keep this rank's part."""
+
+
+def _as_cut(parameter: nn.Parameter) -> CutParameter | None:
+    return cast(CutParameter, parameter) if hasattr(parameter, "ds_tensor") else None
+
+
+def put_values(parameter: nn.Parameter, values: Tensor) -> None:
+    """Give a parameter other values, whole on the CPU or mapped from a file; of one that is cut, this rank's part."""
+    cut = _as_cut(parameter)
+    if cut is None:
+        parameter.copy_(values)
+        return
+    part = cut.ds_tensor
+    start = cut.ds_zero_partition_rank * part.numel()
+    own = values.flatten()[start : start + part.numel()]
+    part[: own.numel()].copy_(own)
+    # Small ones stay gathered between forwards: with what they were.
+    if cut.ds_status == ZeroParamStatus.AVAILABLE:
+        cut.partition()
+
+
+def whole_shape(parameter: Tensor) -> Size:
+    """The shape of a parameter, whether it is cut or not."""
+    shape: Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+def free_model(model: nn.Module) -> None:
+    """Give back what the parameters of a model hold; it is of no use afterwards."""
+    # ZeRO-3 leaves modules on a global stack and objects behind hooks held in C++, where no gc looks: what those hold
+    # is freed here, their empty shells stay.
+    FWD_MODULE_STACK.clear()
+    for parameter in model.parameters():
+        vars(parameter).clear()
+        parameter.data = torch.empty(0)
+
+
+class ReferenceModel:
+    """`model` computes log-probs, on every rank alike; `weights` has the parameters, which may be given other values.
+
+    Of a model that was cut over the ranks each layer is gathered while it runs: ZeRO-3 without an optimiser.
+    """
+
+    def __init__(self, weights: PreTrainedModel, offload: Offload) -> None:
+        """weights: loaded within `partitioned_loading`, or whole. offload: what it was loaded for."""
+        self.weights = weights.requires_grad_(requires_grad=False)
+        self.model: nn.Module = weights
+        self._engine: deepspeed.DeepSpeedEngine | None = None
+        if hasattr(next(weights.parameters()), "ds_tensor"):
+            kept = offloaded(offload)
+            parameters_on_cpu = {"offload_param": kept["offload_param"]} if "offload_param" in kept else {}
+            config = {
+                "train_micro_batch_size_per_gpu": 1,
+                "zero_optimization": {"stage": 3, **parameters_on_cpu},
+                "bf16": {"enabled": weights.dtype == torch.bfloat16},
+            }
+            self._engine, *_ = deepspeed.initialize(model=weights, config=config, dist_init_required=False)
+            self._engine.eval()
+            self.model = self._engine
+
+    def close(self) -> None:
+        """Free the model."""
+        if self._engine is not None:
+            self._engine.destroy()
+        free_model(self.weights)
+        del self.weights, self.model, self._engine
+
+
+def reshard_state(
+    paths: Sequence[Path],
+    prefix: str,
+    wanted: Mapping[str, Tensor],
+    rank: int,
+    world_size: int,
+    segments: Sequence[int] | None,
+) -> dict[str, Tensor]:
+    """This rank's state tensors, from the files of all ranks that wrote the checkpoint, in rank order.
+
+    wanted: what this rank holds now, under the same names. segments: values per parameter at stage 3; None at stages 1
+    and 2, where whole groups are cut; empty at stage 0. Raises IntegrityError on another model's state.
+    """
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
+        names = {name.removeprefix(prefix) for name in files[0].keys() if name.startswith(prefix)}  # noqa: SIM118
+        if segments is not None and not segments:
+            return {name: files[0].get_tensor(prefix + name) for name in names if not name.startswith("random")}
+        masters = [wanted[f"master.{index}"].numel() for index in range(_count(wanted, "master"))]
+        found: dict[str, Tensor] = {}
+        for kind in (kind for kind in _KINDS if f"{kind}.0" in names):
+            old = _Written(files, prefix + kind, _count(names, kind))
+            cuts = _cuts(old, masters, segments, world_size)
+            flat = torch.cat([old.stretch(at, size, part, rank) for at, size, part in cuts])
+            if flat.numel() != sum(masters):
+                raise IntegrityError("the checkpoint holds other parameters than the model")
+            found |= {f"{kind}.{index}": part for index, part in enumerate(torch.split(flat, masters))}
+        if f"{_STEP}.0" in names:
+            step = files[0].get_tensor(f"{prefix}{_STEP}.0")
+            found |= {f"{_STEP}.{index}": step.clone() for index in range(len(masters))}
+        return found
+
+
+class _Written:
+    """One kind of state of all old ranks; a rank's tensors count as one row, whatever groups they were stored in."""
+
+    def __init__(self, files: Sequence[Any], prefix: str, count: int) -> None:
+        self.files = files
+        self.names = [f"{prefix}.{index}" for index in range(count)]
+        self.sizes = [int(files[0].get_slice(name).get_shape()[0]) for name in self.names]
+
+    def stretch(self, at: int, size: int, part: int, rank: int) -> Tensor:
+        """The `part` values of new rank `rank` in a segment whose old parts of `size` begin at `at` in every row."""
+        found = torch.zeros(part)
+        start, stop = rank * part, min((rank + 1) * part, size * len(self.files))
+        for old in range(len(self.files)):
+            first, last = max(start, old * size), min(stop, (old + 1) * size)
+            if first < last:
+                row = self._row(old, at + first - old * size, at + last - old * size)
+                found[first - start : last - start] = row
+        return found
+
+    def _row(self, rank: int, start: int, stop: int) -> Tensor:
+        parts, begins = [], 0
+        for name, size in zip(self.names, self.sizes, strict=True):
+            first, last = max(start, begins) - begins, min(stop, begins + size) - begins
+            if first < last:
+                parts.append(self.files[rank].get_slice(name)[first:last])
+            begins += size
+        return torch.cat(parts)
+
+
+def _cuts(
+    old: _Written, masters: Sequence[int], segments: Sequence[int] | None, world_size: int
+) -> list[tuple[int, int, int]]:
+    """(offset in an old rank's row, size of an old part, size of a new part) of every segment."""
+    ranks = len(old.files)
+    if segments is None:
+        if len(masters) != len(old.sizes):
+            raise IntegrityError("the checkpoint holds other parameter groups than the model")
+        sizes = list(zip(old.sizes, masters, strict=True))
+    else:
+        sizes = [(-(-values // ranks), -(-values // world_size)) for values in segments]
+    cuts, at = [], 0
+    for size, part in sizes:
+        cuts.append((at, size, part))
+        at += size
+    if at != sum(old.sizes):
+        raise IntegrityError("the checkpoint holds other parameters than the model")
+    return cuts
+
+
+def _count(names: Iterable[str], kind: str) -> int:
+    return sum(name.rpartition(".")[0] == kind for name in names)
 
 
 def prepare_deepspeed(state_path: Path) -> None:

@@ -1,35 +1,376 @@
-"""One rank's share of a training step: gradients of the policy, and of PPO's critic, over minibatches and epochs."""
+"""One rank's share of a training step: the policy with its reference, PPO's critic, and their gradients over
+minibatches and epochs.
+
+Axes: B trajectory, L padded position. Values, returns and advantages in reward units.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from services.trainer.batches import is_anchored
-from services.trainer.critic import Critic, CriticOutput
-from services.trainer.deepspeed_engine import DeepSpeedEngine
-from services.trainer.microbatches import MicroBatch, Minibatch
-from services.trainer.policy import Policy, load_model
+from services.trainer.batches import (
+    MicroBatch,
+    Minibatch,
+    TrainingSample,
+    UnusableBatch,
+    WeightedMeans,
+    is_anchored,
+    is_unchanged_sample,
+    is_untempered,
+    named_diagnostics,
+    on_each,
+    sampler_metrics,
+    token_batch,
+    weight_metrics,
+)
+from services.trainer.deepspeed_engine import DeepSpeedEngine, ReferenceModel, partitioned_loading, whole_shape
 from services.trainer.ranks import Ranks
-from services.trainer.step_metrics import WeightedMeans, is_unchanged_sample, sampler_metrics, weight_metrics
-from services.trainer.unusable_batch import UnusableBatch, on_each
-from spo.algorithm.diagnostics import effective_sample_share
-from spo.algorithm.q_values import check_starts_at_reference
-from spo.algorithm.rounding import Difference, Rounding
-from spo.algorithm.whole_batch import BatchTotals
-from spo.errors import InvalidInput
-from spo.model.adapter_folder import Adapter
-from spo.model.logprobs import DTYPES
-from spo.model.packing import is_packed
-from spo.spec.job_spec import JobSpec
+from services.trainer.weights import take_weights
+from spo.algorithm.baselines import BatchTotals, generalised_advantages, kl_regularised_rewards, value_loss
+from spo.algorithm.objectives import (
+    Difference,
+    Rounding,
+    TokenBatch,
+    batch_diagnostics,
+    check_starts_at_reference,
+    effective_sample_share,
+    residuals,
+    sampler_log_weights,
+    spo_loss,
+)
+from spo.errors import FieldViolation, InvalidInput
+from spo.model.folder import Adapter, inspect_model_folder
+from spo.model.logprobs import (
+    DTYPES,
+    PackedRow,
+    adapter_off,
+    add_adapter,
+    is_packed,
+    load_policy,
+    take_adapter,
+    token_logprobs,
+)
+from spo.observability import is_out_of_memory
+from spo.spec.job_spec import AlgorithmSpec, JobSpec, TrainerSpec
+from spo.spec.section import LIVE_SOURCES
+from spo.v1.prompt_pb2 import SOURCE_ONLINE
+from spo.v1.trajectory_pb2 import FINISH_REASON_LENGTH
 
 # Prefix of the critic's tensors in a checkpoint.
 CRITIC = "critic."
+
+
+class ValueModel(nn.Module):
+    """A language model's body with a scalar head that starts at 0."""
+
+    def __init__(self, policy: PreTrainedModel) -> None:
+        super().__init__()
+        self.body = policy.base_model
+        # The width of the hidden states; that of the embedding differs in some models.
+        width = whole_shape(policy.get_output_embeddings().weight)[1]
+        self.head = nn.Linear(width, 1, dtype=policy.dtype)
+        # At 0 the first advantages are plain returns, and no random state is drawn from.
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, input_ids_BL: Tensor, attention_mask_BL: Tensor) -> Tensor:
+        """value_BL, float32: at l the value of the prompt and the tokens before l; 0 at first positions."""
+        if is_packed(self.body):
+            row = PackedRow.of(attention_mask_BL)
+            value_1T = self._values(input_ids=row.pack(input_ids_BL), **row.model_inputs())
+            # The value before a sequence's first token would be read from the sequence before it.
+            return row.unpack(value_1T.masked_fill(row.position_ids_1T == 0, 0.0))
+        mask_BL = attention_mask_BL.long()
+        position_ids_BL = (mask_BL.cumsum(dim=-1) - 1).clamp(min=0)
+        return self._values(input_ids=input_ids_BL, attention_mask=mask_BL, position_ids=position_ids_BL)
+
+    def _values(self, **given: Tensor | int) -> Tensor:
+        hidden_BLD = self.body(**given, use_cache=False).last_hidden_state
+        value_BL = self.head(hidden_BLD[:, :-1]).squeeze(-1).float()
+        return nn.functional.pad(value_BL, (1, 0))
+
+
+@dataclass(frozen=True)
+class CriticOutput:
+    """Advantage of each response token, and the return that its value is regressed on; 0 outside the response.
+
+    mask_BL: the response tokens of trajectories that PPO learns from.
+    """
+
+    advantage_BL: Tensor
+    return_BL: Tensor
+    mask_BL: Tensor
+
+    def moments(self) -> Tensor:
+        """Number, sum and sum of squares of the advantages in the mask; float64, on the CPU."""
+        advantages = self.advantage_BL[self.mask_BL].double()
+        return torch.stack([self.mask_BL.sum().double(), advantages.sum(), advantages.square().sum()]).cpu()
+
+    def added_to(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with these advantages and returns."""
+        return replace(batch, critic_advantage_BL=self.advantage_BL, critic_return_BL=self.return_BL)
+
+    def normalised(self, moments: Sequence[Tensor]) -> CriticOutput:
+        """Advantages less their mean, over their standard deviation, both of the whole batch: its `moments` summed."""
+        count, total, squares = torch.stack(list(moments)).sum(dim=0).tolist()
+        mean = total / max(count, 1)
+        deviation = max(squares / max(count, 1) - mean**2, 0.0) ** 0.5
+        # Equal advantages differ by rounding only; dividing by that would blow it up.
+        scaled_BL = (self.advantage_BL - mean) / max(deviation, 1e-6)
+        return replace(self, advantage_BL=torch.where(self.mask_BL, scaled_BL, 0.0))
+
+
+class Critic:
+    """The value model of one run on this rank. Every rank calls every method alike."""
+
+    def __init__(self, policy: PreTrainedModel, algorithm: AlgorithmSpec, trainer: TrainerSpec, passes: int) -> None:
+        """policy: a copy of pi0 for the critic alone. passes: micro-batches per update.
+
+        Raises InvalidInput without `algorithm.critic`.
+        """
+        if algorithm.critic is None:
+            raise InvalidInput("the job has no critic", code="no_critic")
+        self._spec = algorithm.critic
+        self._beta = algorithm.beta
+        # Off-policy returns would mislead it: it learns from the trajectories that PPO learns from.
+        self._terms = [term for term in algorithm.losses if term.needs("critic")]
+        own = trainer.model_copy(update={"learning_rate": self._spec.learning_rate})
+        device = next(policy.parameters()).device
+        self.engine = DeepSpeedEngine(ValueModel(policy).to(device), own, passes)
+
+    @torch.no_grad()
+    def compute_advantages(self, logprobs_BL: Tensor, batch: TokenBatch) -> CriticOutput:
+        """Advantages and returns under the policy and values of this moment (GAE on the KL-regularised reward).
+
+        Raises InvalidInput when a value is not finite.
+        """
+        value_BL = self.values(batch)
+        if not torch.isfinite(value_BL[batch.response_mask_BL]).all():
+            raise InvalidInput("a value of the critic is not finite", code="not_finite")
+        advantage_BL, return_BL = generalised_advantages(
+            kl_regularised_rewards(logprobs_BL, batch, self._beta),
+            value_BL,
+            batch.response_mask_BL,
+            discount=self._spec.discount,
+            trace=self._spec.trace,
+        )
+        return CriticOutput(advantage_BL, return_BL, batch.response_mask_BL & self._rows(batch)[:, None])
+
+    def normalised(self, output: CriticOutput, moments: Sequence[Tensor]) -> CriticOutput:
+        """The output as the job wants it; moments: of all micro-batches of the batch, those of other ranks included."""
+        return output if self._spec.normalise == "none" else output.normalised(moments)
+
+    def loss(self, batch: TokenBatch) -> Tensor:
+        """Half the squared error of V: its mean over a trajectory's tokens, summed over PPO's trajectories, over B.
+
+        Raises InvalidInput when it is not finite, or when the batch carries no returns.
+        """
+        if batch.critic_return_BL is None:
+            raise InvalidInput("the critic learns from returns, which the batch lacks", code="no_critic")
+        loss_BL = value_loss(self.values(batch), batch.critic_return_BL, batch.response_mask_BL)
+        loss_B = loss_BL.sum(dim=1) / batch.response_lengths.clamp(min=1)
+        loss = torch.where(self._rows(batch), loss_B, 0.0).mean()
+        if not torch.isfinite(loss):
+            raise InvalidInput("the critic's loss is not finite", code="not_finite")
+        return loss
+
+    def values(self, batch: TokenBatch) -> Tensor:
+        """V before each token; (B, L)."""
+        value_BL: Tensor = self.engine.model(batch.input_ids_BL, batch.attention_mask_BL)
+        return value_BL
+
+    def _rows(self, batch: TokenBatch) -> Tensor:
+        """Mask over B of the trajectories that PPO learns from."""
+        return torch.stack([batch.learned_from(term.sources) for term in self._terms]).any(dim=0)
+
+    def step(self, warm_up: float) -> float | None:
+        """Update at warm_up (0..1) times the critic's learning rate; the gradient norm, None when nothing was done."""
+        return self.engine.step(self._spec.learning_rate * warm_up)
+
+    def close(self) -> None:
+        """Free the value model and its optimiser."""
+        self.engine.close()
+
+
+def load_model(spec: JobSpec, device: torch.device, path: str = "") -> PreTrainedModel:
+    """A copy of pi0, or of the model at `path`, on the device; at ZeRO stage 3 no rank holds more than its part of it.
+
+    Raises InvalidInput when the folder may not or cannot be loaded.
+    """
+    path, dtype = path or spec.model.path, spec.model.dtype
+    on_cpu = spec.trainer.offload == "optimizer_and_parameters"
+    cut = partitioned_loading(DTYPES[dtype], on_cpu=on_cpu) if spec.trainer.zero_stage == 3 else nullcontext()
+    try:
+        with cut:
+            model = load_policy(path, dtype, packing=spec.trainer.packing)
+        # As any module's: transformers hides its signature behind a wrapper.
+        nn.Module.to(model, device)
+        return model
+    except (OSError, ValueError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            # No fault of the folder: told as the death of the trainer that it is.
+            raise
+        raise InvalidInput(f"the model at {path} cannot be loaded: {error}", code="model_not_loadable") from error
+
+
+class Policy:
+    """What is trained. Every rank calls every method alike."""
+
+    def __init__(self, spec: JobSpec, device: torch.device, start: Sequence[Path], passes: int) -> None:
+        """start: files of the weights that training begins with, none: pi0's. passes: micro-batches per update."""
+        self._spec = spec
+        self._device = device
+        model = load_model(spec, device)
+        lora = spec.model.lora
+        self._adapter_config = add_adapter(model, lora.peft_options(), seed=spec.seed) if lora else {}
+        if start:
+            (take_adapter if self._adapter_config else take_weights)(model, start)
+        self._vocabulary_size = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
+        # With an adapter the model itself is the reference, the adapter switched off.
+        second_model = spec.trainer.reference == "in_trainer" and not self._adapter_config
+        self._reference = ReferenceModel(load_model(spec, device), spec.trainer.offload) if second_model else None
+        teacher = spec.algorithm.teacher
+        self._teacher = (
+            ReferenceModel(load_model(spec, device, teacher.path), spec.trainer.offload) if teacher else None
+        )
+        self.engine = DeepSpeedEngine(model, spec.trainer, passes)
+
+    def adapter(self) -> Adapter | None:
+        """What the published tensors adapt; None where all weights are trained. Hashes the model the first time."""
+        if not self._adapter_config:
+            return None
+        return Adapter(inspect_model_folder(self._spec.model.path).model_hash, self._adapter_config)
+
+    def set_reference(self, files: Sequence[Path]) -> None:
+        """Take published weights as the reference in place of the model folder's. Raises InvalidInput without one."""
+        if self._reference is None:
+            raise InvalidInput("only a reference held by the trainer can change", code="no_reference")
+        take_weights(self._reference.weights, files)
+
+    def batch(self, micro_batch: MicroBatch) -> TokenBatch:
+        """The tensors of a micro-batch on the device, built at most once. Raises InvalidInput on an unknown token."""
+        return micro_batch.batch(self._build)
+
+    def logprobs(self, batch: TokenBatch) -> Tensor:
+        """ln pi_theta of each response token, 0 elsewhere; (B, L), nats."""
+        return token_logprobs(self.engine.model, batch.input_ids_BL, batch.attention_mask_BL, batch.response_mask_BL)
+
+    @torch.no_grad()
+    def reference_logprobs(self, input_ids_BL: Tensor, attention_mask_BL: Tensor, wanted_BL: Tensor) -> Tensor:
+        """ln pi0 of each wanted token, 0 elsewhere; (B, L), nats. Raises InvalidInput without a reference."""
+        if self._reference is not None:
+            return token_logprobs(self._reference.model, input_ids_BL, attention_mask_BL, wanted_BL)
+        if not self._adapter_config:
+            raise InvalidInput("the trainer holds no reference", code="no_reference")
+        with adapter_off(self.engine.model):
+            return token_logprobs(self.engine.model, input_ids_BL, attention_mask_BL, wanted_BL)
+
+    def loss(self, micro_batch: MicroBatch, means: WeightedMeans) -> Tensor:
+        """The mean loss of a micro-batch; what was measured on the way goes into `means`. Raises InvalidInput."""
+        batch = self.batch(micro_batch)
+        logprobs_BL = self.logprobs(batch)
+        algorithm = self._spec.algorithm
+        loss, parts = spo_loss(logprobs_BL, batch, algorithm.losses, algorithm.beta, algorithm.value_noise)
+        if micro_batch.idle:
+            return loss
+        diagnostics = batch_diagnostics(logprobs_BL.detach(), batch, algorithm.beta)
+        means.add({"loss": loss.item(), **parts, **named_diagnostics(diagnostics)}, micro_batch.weight)
+        self._measure_samples(micro_batch, logprobs_BL.detach(), means)
+        self._measure_sources(micro_batch, logprobs_BL.detach(), means)
+        return loss
+
+    def _measure_sources(self, micro_batch: MicroBatch, logprobs_BL: Tensor, means: WeightedMeans) -> None:
+        """How far the rewards of each source of feedback are from what the policy has learned from all of them."""
+        said_by = [row.trajectory.said_by for row in micro_batch.rows]
+        if any(said_by):
+            found = residuals(logprobs_BL, self.batch(micro_batch), self._spec.algorithm.beta)
+            means.add_by_source(said_by, found.abs().tolist())
+
+    def _measure_samples(self, micro_batch: MicroBatch, logprobs_BL: Tensor, means: WeightedMeans) -> None:
+        """What the run's own samples tell of the policy, and of how far it is from those who sampled them."""
+        batch = self.batch(micro_batch)
+        online_B = batch.source_B == SOURCE_ONLINE
+        if online_B.any():
+            online = batch_diagnostics(logprobs_BL[online_B], batch.select(online_B), self._spec.algorithm.beta)
+            of_online = {"token_nll/online": online["token_nll_nats"], "log_ratio/online": online["log_ratio_nats"]}
+            means.add(of_online, int(online_B.sum()))
+        plain = torch.tensor([is_untempered(row.trajectory) for row in micro_batch.rows], device=online_B.device)
+        plain_B = online_B & plain
+        if plain_B.any():
+            # On samples of (nearly) the current policy the mean of -ln pi estimates its entropy per token; on cooler
+            # ones it would be too low.
+            found = batch_diagnostics(logprobs_BL[plain_B], batch.select(plain_B), self._spec.algorithm.beta)
+            means.add({"entropy": found["token_nll_nats"]}, int(plain_B.sum()))
+        known = torch.tensor([bool(row.trajectory.sampling_logprobs) for row in micro_batch.rows])
+        known_B = batch.rows_from(tuple(sorted(LIVE_SOURCES))) & known.to(online_B.device)
+        if known_B.any():
+            means.log_weights += sampler_log_weights(logprobs_BL[known_B], batch.select(known_B)).tolist()
+
+    def _build(self, rows: Sequence[TrainingSample]) -> TokenBatch:
+        algorithm = self._spec.algorithm
+        batch = token_batch(rows, algorithm.temperature_of_values, self._spec.tasks.reward).to(self._device)
+        if algorithm.beta_per == "token":
+            batch = batch.with_beta_per_token()
+        foreign_BL = (batch.input_ids_BL < 0) | (batch.input_ids_BL >= self._vocabulary_size)
+        if foreign_BL.any():
+            foreign_rows = foreign_BL.any(dim=1).nonzero().flatten().tolist()
+            raise InvalidInput(
+                f"a token id is outside the vocabulary of {self._vocabulary_size}",
+                code="token_out_of_range",
+                violations=tuple(FieldViolation(f"/input_ids/{row}", "unknown token") for row in foreign_rows),
+            )
+        return self._with_overlong(batch, rows)
+
+    def _with_overlong(self, batch: TokenBatch, rows: Sequence[TrainingSample]) -> TokenBatch:
+        """The batch as the job wants responses that are too long to be seen: left out, or with less reward."""
+        overlong = self._spec.algorithm.overlong
+        if overlong is None:
+            return batch
+        if overlong.kind == "filter":
+            whole = [row.trajectory.finish_reason != FINISH_REASON_LENGTH for row in rows]
+            return replace(batch, learned_B=torch.tensor(whole, device=self._device))
+        limit, scale = self._spec.model.max_response_tokens, self._spec.tasks.reward.scale
+        lost = [scale * overlong.penalty(tokens, limit) for tokens in batch.response_lengths.tolist()]
+        return replace(batch, reward_B=batch.reward_B - torch.tensor(lost, device=self._device))
+
+    def add_reference(self, micro_batch: MicroBatch) -> None:
+        """Add the reference's log-probs to a micro-batch's tensors, where the trainer computes them.
+
+        Trajectories under an anchor of their own keep its log-probs. Only once every rank has its tensors: the forward
+        may gather parameters from all of them.
+        """
+        if self._spec.trainer.reference == "in_trainer":
+            batch = self.batch(micro_batch)
+            computed_BL = self.reference_logprobs(batch.input_ids_BL, batch.attention_mask_BL, batch.response_mask_BL)
+            own_B = torch.tensor([is_anchored(row.trajectory) for row in micro_batch.rows], device=computed_BL.device)
+            given_BL = torch.where(own_B[:, None], batch.reference_logprobs_BL, computed_BL)
+            micro_batch.keep(replace(batch, reference_logprobs_BL=given_BL))
+
+    @torch.no_grad()
+    def add_teacher(self, micro_batch: MicroBatch) -> None:
+        """Add the teacher's log-probs where the job names one, under the same condition as `add_reference`."""
+        if self._teacher is not None:
+            batch = self.batch(micro_batch)
+            wanted = batch.input_ids_BL, batch.attention_mask_BL, batch.response_mask_BL
+            taught_BL = token_logprobs(self._teacher.model, *wanted)
+            micro_batch.keep(replace(batch, teacher_logprobs_BL=taught_BL))
+
+    def close(self) -> None:
+        """Free the models; the process goes on to the next job."""
+        for held in (self._reference, self._teacher):
+            if held is not None:
+                held.close()
+        self._reference = self._teacher = None
+        self.engine.close()
 
 
 @dataclass(frozen=True)

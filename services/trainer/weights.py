@@ -15,15 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from ulid import ULID
 
-from services.trainer.deepspeed_engine import DeepSpeedEngine
+from services.trainer.deepspeed_engine import DeepSpeedEngine, put_values, whole_shape
 from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
-from services.trainer.zero3.loading import put_values, whole_shape
 from spo.errors import IntegrityError, InvalidInput
 from spo.manifest_folder import Manifest
-from spo.model.adapter_folder import TENSORS_FILE, Adapter
-from spo.model.lora import adapter_name
-from spo.observability.metrics import WEIGHTS_BYTES, WEIGHTS_PUSH_SECONDS
+from spo.model.folder import TENSORS_FILE, Adapter
+from spo.model.logprobs import adapter_name
+from spo.observability import WEIGHTS_BYTES, WEIGHTS_PUSH_SECONDS
 from spo.weights.store import StoredVersion, WeightStore
 
 SHARD_BYTES = 1 << 30

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 
 from services.value_estimation.settings import Settings
-from spo.service.join import join_platform
-from spo.service.process import ServiceProcess
+from spo.service.process import ServiceProcess, join_platform
 from spo.v1.value_service_pb2_grpc import add_ValueServiceServicer_to_server
 from spo.weights.store import WeightStore
 
@@ -16,13 +15,11 @@ def main() -> int:
     process = ServiceProcess("value-estimation", settings)
     process.answer_probes("loads its libraries")
     # Imported late: probes are answered while these take their time.
-    from services.value_estimation.pivotal_worker import PivotalWorker
-    from services.value_estimation.policies import Policies
-    from services.value_estimation.reference import References
+    from services.value_estimation.reference import Policies, References
+    from services.value_estimation.samples import connect_clients
     from services.value_estimation.service import ValueService
-    from services.value_estimation.service_clients import connect_clients
     from services.value_estimation.token_values import TokenValuer
-    from services.value_estimation.value_worker import ValueWorker
+    from services.value_estimation.workers import PivotalWorker, ValueWorker
 
     client = process.hold_state(join_platform(settings))
     references = References.as_told(client, settings)

@@ -1,4 +1,5 @@
-"""The progress of one prompt's estimate: the counts so far, the next samples, and what is kept for later runs.
+"""The progress of one prompt's estimate: its counts, the population that gives a prior, and its value under a later
+reference.
 
 Progress is written to one Redis hash per run and prompt, after the trajectories are in the replay buffer. So when a
 worker is killed, the next one repeats at most one chunk, under the same trajectory ids, and counts nothing twice.
@@ -12,26 +13,132 @@ worker is killed, the next one repeats at most one chunk, under the same traject
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 from services.value_estimation import redis_keys as own_keys
-from services.value_estimation.counts import Counts, count, total
-from services.value_estimation.samples import SampleMaker
-from spo import redis_keys
-from spo.algorithm.value_prior import PromptFeatures
+from services.value_estimation.samples import SampleMaker, ServiceClients
+from spo import observability, redis_keys
+from spo.algorithm.value_prior import PriorModel, PromptFeatures, fit_prior
+from spo.algorithm.values import JEFFREYS, BetaPrior
 from spo.messaging.redis_client import RedisClient
-from spo.messaging.run_status import write_of_run
+from spo.messaging.run_specs import write_of_run
 from spo.model.chat import ChatFormat
-from spo.observability import metrics
-from spo.rpc.message_sizes import samples_per_message
-from spo.spec.job_spec import JobSpec, ValueSpec
-from spo.spec.stored import record_from_json
-from spo.v1.prompt_pb2 import Prompt, Sampling
+from spo.rpc.client import samples_per_message
+from spo.spec.job_spec import JobSpec, RewardSpec, ValueSpec
+from spo.spec.reward import has_succeeded, needs_all_tests, reward_of
+from spo.spec.section import record_from_json, record_of
+from spo.tasks.problem import has_verdict, program_of
+from spo.v1.prompt_pb2 import SOURCE_REFERENCE, Prompt, PromptGroup, Sampling
 from spo.v1.trajectory_pb2 import Trajectory
-from spo.v1.value_pb2 import EstimateRequest
+from spo.v1.value_pb2 import EstimateRequest, PromptValue
+
+# A fit to fewer would mostly describe the prompt itself.
+FEWEST_PROMPTS = 24
+REFIT_GROWTH = 1.1
+REFIT_SECONDS = 10.0
+# Pause per second of a fit: fits over many prompts are slow, and workers should mostly sample.
+REFIT_PAUSE = 20.0
 
 IMPORTED, RECALLED, VALUE, EXTRA, RETRY = "imported", "recalled", "value", "extra", "retry"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """`successes` of `samples`; `rewards` holds every reward where a failure can earn more than the worst one."""
+
+    samples: int = 0
+    successes: int = 0
+    rewards: tuple[float, ...] = ()
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(self.samples + other.samples, self.successes + other.successes, self.rewards + other.rewards)
+
+    def encode(self) -> str:
+        """The text that `decode` reads."""
+        rewards = ",".join(f"{reward:.9g}" for reward in self.rewards)
+        return f"{self.samples}:{self.successes}" + (f":{rewards}" if rewards else "")
+
+    @classmethod
+    def decode(cls, text: bytes) -> Counts:
+        """The inverse of `encode`."""
+        samples, successes, *rewards = text.decode().split(":")
+        return cls(int(samples), int(successes), tuple(map(float, rewards[0].split(","))) if rewards else ())
+
+
+def count(trajectories: Sequence[Trajectory], reward: RewardSpec) -> Counts:
+    """The counts of judged trajectories, with their rewards where one is neither the best nor the worst."""
+    rewards = tuple(trajectory.reward for trajectory in trajectories)
+    varies = reward.score == "share_of_tests" or any(_is_between(one, reward) for one in rewards)
+    successes = sum(has_succeeded(trajectory, reward) for trajectory in trajectories)
+    return Counts(len(rewards), successes, rewards if varies else ())
+
+
+def total(parts: Iterable[Counts], reward: RewardSpec) -> Counts:
+    """The sum of counts, with all rewards where any part has its own."""
+    found = list(parts)
+    if any(part.rewards for part in found):
+        found = [replace(part, rewards=part.rewards or _best_and_worst(part, reward)) for part in found]
+    return sum(found, Counts())
+
+
+def _best_and_worst(part: Counts, reward: RewardSpec) -> tuple[float, ...]:
+    return (reward.best,) * part.successes + (reward.shift,) * (part.samples - part.successes)
+
+
+def _is_between(earned: float, reward: RewardSpec) -> bool:
+    # Rewards are float32 on the wire.
+    near = 1e-6 * (reward.scale + abs(reward.shift))
+    return min(abs(earned - reward.best), abs(earned - reward.shift)) > near
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fitted model, the number of prompts it was fitted to, and the seconds it took."""
+
+    prompts: int
+    model: PriorModel | None
+    done_at: float
+    seconds: float
+
+
+@dataclass
+class Population:
+    """Prompts of all runs; a key names those with the same reference, sampler, judge and reward."""
+
+    client: RedisClient
+    _fits: dict[str, Fit] = field(default_factory=dict, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def record(self, key: str, prompt_id: str, counts: Counts, features: PromptFeatures) -> None:
+        """Store a prompt's counts so far, in place of its earlier ones."""
+        document = {"samples": counts.samples, "successes": counts.successes, "features": asdict(features)}
+        self.client.hset(own_keys.value_population(key), prompt_id, json.dumps(document))
+
+    def prior_of(self, key: str, prompt_id: str, features: PromptFeatures) -> BetaPrior:
+        """The prior of a prompt, fitted to the samples of other prompts; Jeffreys' prior while these are few."""
+        known = self.client.hlen(own_keys.value_population(key))
+        with self._lock:
+            fit = self._fits.get(key, Fit(0, None, 0.0, 0.0))
+            is_old = time.monotonic() > fit.done_at + max(REFIT_SECONDS, REFIT_PAUSE * fit.seconds)
+            if known >= FEWEST_PROMPTS and (known >= REFIT_GROWTH * fit.prompts or is_old):
+                fit = self._fits[key] = self._fit(key)
+        return fit.model.prior_of(prompt_id, features) if fit.model else JEFFREYS
+
+    def _fit(self, key: str) -> Fit:
+        began = time.monotonic()
+        stored = self.client.hgetall(own_keys.value_population(key))
+        names = sorted(stored)
+        documents = [json.loads(stored[name]) for name in names]
+        model = fit_prior(
+            [name.decode() for name in names],
+            [document["successes"] for document in documents],
+            [document["samples"] for document in documents],
+            [record_of(PromptFeatures, document["features"]) for document in documents],
+        )
+        return Fit(len(names), model, time.monotonic(), time.monotonic() - began)
 
 
 @dataclass(frozen=True)
@@ -140,7 +247,7 @@ class PromptEstimate:
         if self.keeps_samples:
             self.maker.clients.append(self.request.run_id, found)
         self._note(name, count(found, self.spec.tasks.reward).encode())
-        metrics.VALUE_SAMPLES.inc(len(found))
+        observability.VALUE_SAMPLES.inc(len(found))
 
     def _note(self, name: str, value: str) -> None:
         run_id = self.request.run_id
@@ -191,3 +298,60 @@ def _hotter(sampling: Sampling, value: ValueSpec) -> Sampling:
     # Their seeds must differ from those of the counted samples.
     hotter.seed = int(redis_keys.digest("retry", str(sampling.seed))[:15], 16)
     return hotter
+
+
+def value_under(request: EstimateRequest, clients: ServiceClients, spec: JobSpec, chunk_samples: int) -> PromptValue:
+    """The success frequency of the request's reference version, stored under a key with that version's digest.
+
+    Its samples are not kept: the replay buffer has others of the policy. Raises NotReady when a service was away too
+    long.
+    """
+    prompt, reward = request.prompt, spec.tasks.reward
+    groups = _groups(request, min(chunk_samples, samples_per_message(request.sampling.max_tokens)))
+    parts = (count(_judged(group, clients.generate(group), clients, reward), reward) for group in groups)
+    found = total(parts, reward)
+    observability.VALUE_SAMPLES.inc(found.samples)
+    return PromptValue(
+        prompt_id=prompt.prompt_id,
+        value_key=own_keys.value_key(
+            request.reference_hash,
+            prompt.prompt_id,
+            decider(prompt),
+            sampler(request.sampling, spec.model.chat_format),
+            clients.judge_version(prompt),
+            reward,
+        ),
+        samples=found.samples,
+        successes=found.successes,
+        rewards=found.rewards,
+    )
+
+
+def _groups(request: EstimateRequest, size: int) -> Iterator[PromptGroup]:
+    for start in range(0, request.sampling.samples, size):
+        part = Sampling()
+        part.CopyFrom(request.sampling)
+        part.samples = min(size, request.sampling.samples - start)
+        part.seed = (request.sampling.seed + start) % 2**63
+        yield PromptGroup(
+            group_id=f"under-{request.reference_version}-{start}-{request.prompt.prompt_id[:24]}",
+            run_id=request.run_id,
+            prompt=request.prompt,
+            sampling=part,
+            policy_version=request.reference_version,
+            source=SOURCE_REFERENCE,
+            dispatched_unix_ms=int(time.time() * 1000),
+        )
+
+
+def _judged(
+    group: PromptGroup, trajectories: list[Trajectory], clients: ServiceClients, reward: RewardSpec
+) -> list[Trajectory]:
+    undecided = [sample for sample in trajectories if not has_verdict(sample)]
+    programs = [program_of(sample, group.prompt.response_format, group.prompt.language) for sample in undecided]
+    verdicts = clients.judge_programs(group.prompt, programs, all_tests=needs_all_tests(reward), run_id=group.run_id)
+    for trajectory, verdict in zip(undecided, verdicts, strict=True):
+        trajectory.verdict.CopyFrom(verdict)
+    for trajectory in trajectories:
+        trajectory.reward = reward_of(trajectory.verdict, reward)
+    return trajectories

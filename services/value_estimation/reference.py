@@ -1,4 +1,6 @@
-"""The reference policy pi0 of a run, with the trainer's forward: log-probs of given responses."""
+"""The reference policy pi0 of a run and its later versions, with the trainer's forward: log-probs of given
+responses.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +8,25 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import gethostname
 from typing import NamedTuple
 
 import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from services.value_estimation import redis_keys as own_keys
 from services.value_estimation.settings import Settings
-from spo.errors import FieldViolation, InvalidInput, NotReady, SpoError
+from spo.errors import FieldViolation, IntegrityError, InvalidInput, NotFound, NotReady, SpoError
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_specs import RunSpecs
-from spo.messaging.work_deaths import WorkDeaths
-from spo.model.chat import USUAL, ChatFormat
+from spo.messaging.streams.recovery import WorkDeaths
+from spo.model.chat import USUAL, ChatFormat, action_mask, segment_faults
 from spo.model.folder import inspect_model_folder
-from spo.model.logprobs import length_buckets, load_policy, response_logprobs
-from spo.model.packing import is_packed
-from spo.model.segments import action_mask, segment_faults
+from spo.model.logprobs import add_adapter, is_packed, length_buckets, load_policy, response_logprobs, take_adapter
 from spo.model.tokenizer import (
     decode_response,
     decode_text,
@@ -34,12 +36,12 @@ from spo.model.tokenizer import (
     opens_reasoning,
     without_end,
 )
-from spo.observability.logs import get_logger
-from spo.observability.memory import is_out_of_memory, memory_limit_bytes
-from spo.spec.job_spec import JobSpec
+from spo.observability import get_logger, is_out_of_memory, memory_limit_bytes
+from spo.spec.job_spec import JobSpec, LoraSpec
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 from spo.v1.trajectory_pb2 import Segment
-from spo.weights.made_models import MadeModels
+from spo.weights.model_folders import MadeModels
+from spo.weights.store import StoredVersion, WeightStore
 
 log = get_logger("reference")
 
@@ -53,6 +55,8 @@ IDLE_SECONDS = 1.0
 OUT_OF_MEMORY_SECONDS = 5.0
 # Who waits for the model looks this often whether the caller is still there.
 TURN_LOOK_SECONDS = 0.5
+
+REFERENCE_VERSION = 0
 
 
 @dataclass(frozen=True)
@@ -327,3 +331,70 @@ def on_device(model: PreTrainedModel, device: str) -> PreTrainedModel:
     module: torch.nn.Module = model
     module.to(device)
     return model
+
+
+class Policies:
+    """Loads one version at a time and keeps the last one used."""
+
+    def __init__(self, references: References, store: WeightStore) -> None:
+        self.references = references
+        self.store = store
+        self._loaded: dict[tuple[str, int], Reference] = {}
+        self._lock = threading.Lock()
+
+    def newest(self, run_id: str) -> int:
+        """The newest version of a run that is intact; 0, pi0 itself, where there is none. Damaged ones are logged."""
+        for version in reversed(self.store.versions(run_id)):
+            try:
+                self.of(run_id, version)
+                return version
+            except IntegrityError as error:
+                log.warning("a damaged version is passed over", run=run_id, version=version, reason=error.message)
+        return REFERENCE_VERSION
+
+    def of(self, run_id: str, version: int) -> Reference:
+        """The policy of a version. Raises NotFound when it is not kept, IntegrityError when it is damaged."""
+        reference = self.references.of(run_id)
+        if version == REFERENCE_VERSION:
+            return reference
+        with self._lock:
+            key = (run_id, version)
+            if key not in self._loaded:
+                self._loaded = {}
+                self._loaded = {key: self._load(run_id, version, reference)}
+            return self._loaded[key]
+
+    def _load(self, run_id: str, version: int, reference: Reference) -> Reference:
+        if version < REFERENCE_VERSION:
+            raise NotFound(f"run {run_id} has no weight version {version}", code="unknown_version")
+        weights = self.store.open(run_id, version)
+        spec = self.references.spec(run_id)
+        lora = spec.model.lora
+        policy = _adapted(reference, lora, spec.seed, weights) if lora else _whole(spec, weights)
+        return Reference(
+            model=on_device(policy, self.references.device),
+            tokenizer=reference.tokenizer,
+            model_hash=weights.manifest_digest,
+            tokens_per_forward=reference.tokens_per_forward,
+            lock=threading.Lock(),
+            chat=reference.chat,
+        )
+
+
+def _whole(spec: JobSpec, weights: StoredVersion) -> PreTrainedModel:
+    policy = load_policy(spec.model.path, spec.model.dtype, packing=spec.trainer.packing)
+    state = {name: tensor for path in weights.files for name, tensor in load_file(path).items()}
+    found = policy.load_state_dict(state, strict=False)
+    tied = set(getattr(policy, "_tied_weights_keys", None) or ())
+    if found.unexpected_keys or set(found.missing_keys) - tied:
+        raise IntegrityError(f"{weights.uri} is not of the model {spec.model.path}")
+    return policy
+
+
+def _adapted(reference: Reference, lora: LoraSpec, seed: int, weights: StoredVersion) -> PreTrainedModel:
+    """The reference's own weights again, not copied, with the version's adapter beside them."""
+    tensors = (*reference.model.parameters(), *reference.model.buffers())
+    policy = deepcopy(reference.model, {id(tensor): tensor for tensor in tensors})
+    add_adapter(policy, lora.peft_options(), seed=seed)
+    take_adapter(policy, weights.files)
+    return policy

@@ -11,10 +11,10 @@ from services.value_estimation.reference import References
 from services.value_estimation.token_values import CalibrationDesign, CalibrationReport, TokenValuer
 from spo import redis_keys
 from spo.messaging.redis_client import RedisClient
-from spo.messaging.run_status import run_state
+from spo.messaging.run_specs import run_state
 from spo.rpc.long_calls import Parts
-from spo.spec.job_state import ESTIMATED, JobState
-from spo.spec.prompt_values import qhat_0
+from spo.spec.reward import qhat_0
+from spo.spec.section import ESTIMATED, JobState
 from spo.v1 import value_service_pb2 as value
 from spo.v1.value_pb2 import PromptValue
 from spo.v1.value_service_pb2_grpc import ValueServiceServicer

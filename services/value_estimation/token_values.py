@@ -11,17 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
-from services.value_estimation.policies import Policies
-from services.value_estimation.samples import SampleMaker
-from services.value_estimation.service_clients import ServiceClients
+from services.value_estimation.reference import Policies
+from services.value_estimation.samples import SampleMaker, ServiceClients
 from spo import redis_keys
-from spo.algorithm.calibration import CalibrationCurve, calibration, success_probability
+from spo.algorithm.values import CalibrationCurve, calibration, success_probability
 from spo.errors import InvalidInput, NotFound, PreconditionFailed
 from spo.messaging.redis_client import RedisClient
-from spo.model.segments import trained_mask, trained_tokens
+from spo.model.chat import trained_mask, trained_tokens
 from spo.spec.job_spec import JobSpec, ValueSpec
-from spo.spec.prompt_values import qhat_0, qhat_0_of_group
-from spo.spec.reward import has_succeeded
+from spo.spec.reward import has_succeeded, qhat_0, qhat_0_of_group
 from spo.v1.prompt_pb2 import Prompt, Sampling
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.value_pb2 import PromptValue

@@ -3,15 +3,13 @@
 import sys
 
 from services.verifier.environments.service import environment_service
-from services.verifier.scheduler import VerifierScheduler
 from services.verifier.scorers import scorers_of
 from services.verifier.service import VerifierService
 from services.verifier.settings import Settings
-from services.verifier.worker import VerifierWorker
+from services.verifier.stage import VerifierScheduler, VerifierWorker
 from spo.errors import SpoError
-from spo.observability.logs import get_logger
-from spo.service.join import join_platform
-from spo.service.process import ServiceProcess
+from spo.observability import get_logger
+from spo.service.process import ServiceProcess, join_platform
 from spo.v1.environment_service_pb2_grpc import add_EnvironmentServiceServicer_to_server
 from spo.v1.judge_service_pb2_grpc import add_JudgeServiceServicer_to_server
 

@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError
 
 import grpc
 
-from services.verifier.scheduler import VerdictBatch, VerifierScheduler
+from services.verifier.stage import VerdictBatch, VerifierScheduler
 from spo.errors import InvalidInput, NotReady
 from spo.rpc.client import DEFAULT_DEADLINE_SECONDS
 from spo.rpc.long_calls import judged_parts

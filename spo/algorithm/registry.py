@@ -1,6 +1,7 @@
-"""The registry of losses: name -> its function, the settings that it reads, and what it cannot do without.
+"""The registry of losses, without torch: name -> its function, settings and needs; sources of trajectories, presets
+of surrogates and overlong responses.
 
-No torch here, so that a JobSpec can be checked anywhere: `losses.py` imports a row's function when it is first used.
+No torch here, so that a JobSpec can be checked anywhere: `objectives.py` imports a row's function at its first use.
 """
 
 from __future__ import annotations
@@ -12,18 +13,32 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticKnownError
 
-from spo.algorithm.baselines.presets import (
-    PRESETS,
-    Aggregation,
-    Baseline,
-    Correction,
-    KlEstimator,
-    KlPlace,
-    Normalise,
-    Ratio,
-    Surrogate,
-)
-from spo.algorithm.sources import SourceName
+SourceName = Literal["online", "reference", "human", "other_run", "annotated", "shared", "memory"]
+# The values of spo.v1.Source; a unit test holds them together.
+SOURCE_CODES: dict[SourceName, int] = {
+    "online": 1,
+    "reference": 2,
+    "human": 3,
+    "other_run": 4,
+    "annotated": 5,
+    "shared": 6,
+    "memory": 7,
+}
+
+Baseline = Literal["none", "group", "leave_one_out"]
+Normalise = Literal["deviation", "none", "batch"]
+Ratio = Literal["token", "sequence", "product"]
+Aggregation = Literal["token", "sequence", "sum"]
+Correction = Literal["none", "truncate", "mask"]
+KlEstimator = Literal["k1", "k2", "k3"]
+KlPlace = Literal["loss", "reward"]
+
+# Truncated importance sampling caps the weight at 2; IcePop leaves tokens out whose weight is outside [.5, 5].
+CORRECTION_LIMITS: dict[Correction, tuple[float, float]] = {
+    "none": (0.0, float("inf")),
+    "truncate": (0.0, 2.0),
+    "mask": (0.5, 5.0),
+}
 
 # value: Qhat_0 of the prompt. groups: all trajectories of a prompt in one forward. annotations: Monte-Carlo estimates
 # of Q_t. critic: PPO's value model. behaviour: the sampler's log-probs. batch: numbers of the whole batch. proximal:
@@ -33,6 +48,87 @@ Need = Literal["value", "groups", "annotations", "critic", "behaviour", "batch",
 # Of PPO (Schulman et al. 2017) and of what has no limits of its own.
 DEFAULT_CLIP = 0.2
 Weight = Annotated[float, Field(ge=0, le=1e6)]
+
+
+class OverlongSpec(BaseModel):
+    """What a loss makes of responses that are too long (Yu et al. 2025, 3.4); the store keeps rewards as they were."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    kind: Literal["filter", "shape"] = Field(
+        default="filter",
+        description="filter: responses that were cut off teach nothing and do not count in their group's mean. shape: "
+        "the reward falls over the last buffer_tokens before the limit, by its scale at the limit.",
+    )
+    buffer_tokens: int = Field(default=256, ge=1, le=2**31 - 1, description="shape: the length of the slope.")
+
+    def penalty(self, tokens: int, limit: int) -> float:
+        """Share of the reward's scale that a response of so many tokens loses; between 0 and 1 (Eq. 13)."""
+        return min(1.0, max(0.0, (tokens - (limit - self.buffer_tokens)) / self.buffer_tokens))
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """One policy-gradient loss.
+
+    baseline: what is taken off the reward: nothing, the mean of the prompt's rewards, or that of its other ones.
+    normalise: by what the difference is divided: the deviation of the prompt's rewards, nothing, or mean and deviation
+    over all tokens of the batch. ratio: of pi_theta to the sampler, of each token, its geometric mean over a response
+    ("sequence"), or their product. clip_low, clip_high: the ratio's limits are 1 - low and 1 + high. weight_only: the
+    clipped ratio is a weight of ln pi without gradient, so that no token is left out (CISPO). aggregation: the mean
+    over each response's tokens, the mean over all tokens of the batch, or the sum. correction, correction_limits: of
+    what the sampler's log-probs differ from the trainer's own before the first update on the batch. kl: the estimator
+    of the KL to pi0, in the loss or taken off the reward, times kl_coefficient (None: beta). entropy: coefficient of
+    the bonus.
+    """
+
+    baseline: Baseline = "group"
+    normalise: Normalise = "deviation"
+    ratio: Ratio = "token"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    weight_only: bool = False
+    aggregation: Aggregation = "sequence"
+    correction: Correction = "none"
+    correction_limits: tuple[float, float] | None = None
+    kl: KlEstimator = "k3"
+    kl_in: KlPlace = "loss"
+    kl_coefficient: float | None = 0.0
+    entropy: float = 0.0
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Lowest and highest weight that the correction leaves as it is."""
+        return self.correction_limits or CORRECTION_LIMITS[self.correction]
+
+    @property
+    def reads_whole_batch(self) -> bool:
+        """Whether a part of the batch cannot be learned from without numbers of the whole."""
+        return self.aggregation == "token" or self.normalise == "batch"
+
+
+PRESETS: dict[str, Surrogate] = {
+    # Shao et al. 2024, Eq. 3 and 4.
+    "grpo": Surrogate(kl_coefficient=None),
+    # Liu et al. 2025, 3.2: neither length nor deviation is divided by. Their constant is the term's coefficient.
+    "dr_grpo": Surrogate(normalise="none", aggregation="sum"),
+    # Yu et al. 2025, Eq. 8: clip-higher, the mean over tokens, no KL.
+    "dapo": Surrogate(clip_high=0.28, aggregation="token"),
+    # Zheng et al. 2025, Eq. 5 to 7; the clip of their 5.1.
+    "gspo": Surrogate(ratio="sequence", clip_low=3e-4, clip_high=4e-4),
+    # MiniMax 2025 (M1), Eq. 4 and 5: no lower limit; the weight is at most 5, as in Khatri et al. 2025.
+    "cispo": Surrogate(clip_low=1.0, clip_high=4.0, weight_only=True, aggregation="token"),
+    # Ahmadian et al. 2024, leave-one-out, the KL in the reward; the ratio, 1 on-policy, is PPO's over responses.
+    "rloo": Surrogate(
+        baseline="leave_one_out", normalise="none", ratio="product", kl="k1", kl_in="reward", kl_coefficient=None
+    ),
+    # Hu et al. 2025: returns less the KL from each token on, normalised over the batch.
+    "reinforce_plus_plus": Surrogate(
+        baseline="none", normalise="batch", aggregation="token", kl="k1", kl_in="reward", kl_coefficient=None
+    ),
+    # The same with the group's mean as baseline and k2 in the loss.
+    "reinforce_plus_plus_baseline": Surrogate(normalise="batch", aggregation="token", kl="k2", kl_coefficient=None),
+}
 
 
 @dataclass(frozen=True)
@@ -59,15 +155,15 @@ LOSSES: dict[str, Loss] = {
         "objectives.monte_carlo_cross_entropy", ("epsilon",), needs=["value", "annotations"]
     ),
     "group_centred_squared": Loss("objectives.group_centred_squared", ("normalise",), needs=["groups"]),
-    "policy_gradient": Loss("policy_gradient.soft_policy_gradient", ("clip",), needs=["value", "behaviour"]),
-    "supervised": Loss("policy_gradient.supervised", ("min_reference_logprob",)),
-    "ppo": Loss("policy_gradient.ppo", ("clip",), needs=["critic", "behaviour"]),
-    "distillation": Loss("baselines.preferences.distillation", ("clip",), needs=["behaviour", "teacher"]),
-    "dpo": Loss("baselines.preferences.dpo", needs=["groups", "pairs"]),
-    "kto": Loss("baselines.preferences.kto", ("desirable_reward", "undesirable_weight"), needs=["groups"]),
+    "policy_gradient": Loss("baselines.soft_policy_gradient", ("clip",), needs=["value", "behaviour"]),
+    "supervised": Loss("baselines.supervised", ("min_reference_logprob",)),
+    "ppo": Loss("baselines.ppo", ("clip",), needs=["critic", "behaviour"]),
+    "distillation": Loss("baselines.distillation", ("clip",), needs=["behaviour", "teacher"]),
+    "dpo": Loss("baselines.dpo", needs=["groups", "pairs"]),
+    "kto": Loss("baselines.kto", ("desirable_reward", "undesirable_weight"), needs=["groups"]),
     **{
         name: Loss(
-            "baselines.surrogate.surrogate_loss",
+            "baselines.surrogate_loss",
             ("surrogate",),
             needs=["behaviour"] if preset.baseline == "none" else ["behaviour", "groups"],
         )

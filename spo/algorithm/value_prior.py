@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize, minimize_scalar
 from scipy.special import betaln, expit, psi
 
-from spo.algorithm.value_posterior import BetaPrior
+from spo.algorithm.values import BetaPrior
 from spo.errors import InvalidInput
 
 Array = NDArray[np.float64]

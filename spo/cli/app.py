@@ -1,4 +1,5 @@
-"""The command `spo`. Imports neither torch nor any service.
+"""The command `spo`: the platform itself (`up`, `down`, `scale`, `key`, `audit`), its demos, and all other groups of
+commands.
 
 Exit codes are stable: `spo.console.EXIT_CODES` says what each means.
 """
@@ -14,81 +15,171 @@ from typing import Annotated
 import typer
 
 from spo.cli import (
-    continual as cli_continual,
-)
-from spo.cli import (
-    datasets as cli_datasets,
-)
-from spo.cli import (
-    dead_letters as cli_dead_letters,
-)
-from spo.cli import (
-    evaluations as cli_eval,
-)
-from spo.cli import (
-    experience as cli_experience,
-)
-from spo.cli import (
-    export as cli_export,
-)
-from spo.cli import (
     jobs as cli_jobs,
-)
-from spo.cli import (
     judge as cli_judge,
-)
-from spo.cli import (
-    mirror as cli_mirror,
-)
-from spo.cli import (
-    plan as cli_plan,
-)
-from spo.cli import (
-    platform as cli_platform,
-)
-from spo.cli import (
+    start as cli_start,
     tasks as cli_tasks,
-)
-from spo.cli import (
     training as cli_training,
 )
-from spo.cli import (
-    verifier as cli_verifier,
-)
-from spo.cli.start import convert as cli_convert
-from spo.cli.start import init as cli_init
-from spo.console import ExitCode, Output, console, error_console, exit_code_of, print_error
+from spo.cli.jobs import LimitOption, OutputOption, api
+from spo.console import ExitCode, Output, console, error_console, exit_code_of, print_document, print_error, print_rows
 from spo.errors import SpoError
+
+keys = typer.Typer(no_args_is_help=True, help="API keys; needs the scope admin.")
+
+platform = typer.Typer(no_args_is_help=True, help="What the platform is, what it lost, and making lost jobs again.")
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+@platform.command("show")
+def show_platform(output: OutputOption = Output.TABLE) -> None:
+    """Which platform this is, what it lost, and the jobs whose records are gone."""
+    with api() as client:
+        found = client.platform.describe()
+    if output is not Output.TABLE:
+        print_document(found, output)
+        return
+    console.print(found.notice or f"platform {found.epoch}, schema {found.schema_version}: nothing is missing")
+    if found.lost_jobs:
+        print_rows(found.lost_jobs, ("id", "name", "state", "saved_at", "checkpoints", "weight_versions"), output)
+
+
+@platform.command("attention")
+def show_attention(output: OutputOption = Output.TABLE) -> None:
+    """What is wrong now and what to do about it: services, jobs, entries that were given up on; 1 when errors are."""
+    with api() as client:
+        found = client.platform.attention()
+    print_rows(found, ("severity", "subject", "message", "remedy"), output)
+    if any(entry.severity == "error" for entry in found):
+        raise typer.Exit(ExitCode.FAILURE)
+
+
+@platform.command("rebuild")
+def rebuild(
+    job_id: Annotated[list[str] | None, typer.Argument(help="Lost jobs; default: all.")] = None,
+    *,
+    resume: Annotated[bool, typer.Option("--resume", help="Queue them again; they go on from checkpoints.")] = False,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Make the records of lost jobs again from their manifests, and acknowledge the loss; needs the scope admin."""
+    with api() as client:
+        found = client.platform.rebuild(job_id or None, resume=resume)
+    print_rows(found, ("id", "state", "note"), output)
+
+
+@platform.command("repair-redis")
+def repair_redis(
+    folder: Annotated[
+        Path | None, typer.Option("--folder", help="Of the Redis; default: redis/ in SPO_STATE_PATH.")
+    ] = None,
+    *,
+    cut: Annotated[
+        bool, typer.Option("--cut", help="Cut the file at its first damage: what was written after it is lost.")
+    ] = False,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Check the append-only file of the Redis that `spo up` starts, and with --cut make it loadable, after a backup."""
+    # Like the launcher: needs the extra `embedded`.
+    from spo.local.launcher import check_append_only_file
+    from spo.service.settings import PlatformSettings
+
+    found = check_append_only_file(folder or PlatformSettings().state_path / "redis", repair=cut)
+    if output is not Output.TABLE:
+        print_document({"whole": found.whole, "words": found.words, "backup": str(found.backup or "")}, output)
+        raise typer.Exit(0 if found.whole else ExitCode.FAILURE)
+    console.print(found.words, markup=False)
+    if found.backup:
+        console.print(f"cut; the file as it was is in {found.backup}. `spo up`, then `spo platform show`", markup=False)
+    elif not found.whole:
+        console.print("it is damaged and Redis cannot load it: --cut keeps what is before the damage")
+    if not found.whole:
+        raise typer.Exit(ExitCode.FAILURE)
+
+
+def scale(
+    inference: Annotated[int | None, typer.Option("--inference", min=0, help="Replicas to have.")] = None,
+    sandbox_judge: Annotated[int | None, typer.Option("--sandbox-judge", min=0, help="Replicas to have.")] = None,
+    verifier: Annotated[int | None, typer.Option("--verifier", min=0, help="Replicas to have.")] = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Show how many replicas each pool has, or ask for other numbers; they join and drain while jobs run."""
+    pools = {"inference": inference, "sandbox_judge": sandbox_judge, "verifier": verifier}
+    replicas = {pool: count for pool, count in pools.items() if count is not None}
+    with api() as client:
+        found = client.platform.set_scale(**replicas) if replicas else client.platform.scale()
+    if output is not Output.TABLE:
+        print_document(found, output)
+        return
+    rows = [{"pool": pool, **counts.model_dump()} for pool, counts in found.pools.items()]
+    print_rows(rows, ("pool", "desired", "live", "draining", "minimum", "maximum"), output)
+
+
+@keys.command("create")
+def create_key(
+    name: Annotated[str, typer.Argument(help="Whose it is.")],
+    tenant: Annotated[str, typer.Option("--tenant", help="Owns the jobs submitted with it; sees no others.")],
+    scope: Annotated[list[str], typer.Option("--scope", help="jobs:read, jobs:write, ...; repeat it.")],
+    max_active_jobs: Annotated[int | None, typer.Option("--max-active-jobs", min=1, help="Quota.")] = None,
+    days: Annotated[float | None, typer.Option("--days", min=0.001, help="Life; default: until revoked.")] = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Make a key and print its token, which nobody can see again."""
+    seconds = int(days * 86400) if days else None
+    with api() as client:
+        print_document(client.platform.create_key(name, tenant, scope, max_active_jobs, seconds), output)
+
+
+@keys.command("ls")
+def list_keys(output: OutputOption = Output.TABLE) -> None:
+    """Every key, revoked ones too."""
+    with api() as client:
+        found = client.platform.keys()
+    print_rows(found, ("key_id", "name", "tenant", "scopes", "created_at", "revoked_at"), output)
+
+
+@keys.command("revoke")
+def revoke_key(key_id: Annotated[str, typer.Argument()], output: OutputOption = Output.TABLE) -> None:
+    """Make a key useless."""
+    with api() as client:
+        print_document(client.platform.revoke_key(key_id), output)
+
+
+def audit(limit: LimitOption = 50, output: OutputOption = Output.TABLE) -> None:
+    """Who changed what and when, and who was refused; needs the scope admin."""
+    with api() as client:
+        found = client.platform.audit(limit)
+    print_rows(found, ("at", "principal", "tenant", "method", "path", "status"), output)
+
+
 app.add_typer(cli_jobs.jobs, name="job")
 app.add_typer(cli_training.trajectories, name="trajectory")
 app.add_typer(cli_training.weights, name="weights")
 cli_jobs.jobs.command("checkpoints")(cli_training.list_checkpoints)
 cli_jobs.jobs.command("metrics")(cli_training.show_metrics)
 app.command("replicas")(cli_training.list_replicas)
-app.command("export")(cli_export.export_weights)
+app.command("export")(cli_training.export_weights)
 app.command("ask")(cli_training.ask_policy)
-app.command("eval")(cli_eval.evaluate)
-app.command("cancel-eval")(cli_eval.cancel)
-cli_jobs.jobs.command("mirror")(cli_mirror.mirror_job)
-app.add_typer(cli_datasets.datasets, name="dataset")
+app.command("eval")(cli_jobs.evaluate)
+app.command("cancel-eval")(cli_jobs.cancel_evaluation)
+cli_jobs.jobs.command("mirror")(cli_jobs.mirror_job)
+app.add_typer(cli_tasks.datasets, name="dataset")
 app.add_typer(cli_tasks.tasks, name="tasks")
-app.add_typer(cli_experience.experience, name="experience")
-app.command("init")(cli_init.init)
-app.add_typer(cli_convert.convert, name="convert")
+app.add_typer(cli_training.experience, name="experience")
+app.command("init")(cli_start.init)
+app.add_typer(cli_start.convert, name="convert")
 app.command()(cli_judge.judge)
-app.command()(cli_plan.plan)
-app.command()(cli_platform.scale)
-app.command()(cli_platform.audit)
-app.add_typer(cli_platform.keys, name="key")
-app.add_typer(cli_verifier.verifier, name="verifier")
-app.add_typer(cli_platform.platform, name="platform")
-app.add_typer(cli_dead_letters.dead_letters, name="dead-letters")
-app.add_typer(cli_continual.continual, name="continual")
+app.command()(cli_start.plan)
+app.command()(scale)
+app.command()(audit)
+app.add_typer(keys, name="key")
+app.add_typer(cli_judge.verifier, name="verifier")
+app.add_typer(platform, name="platform")
+app.add_typer(cli_jobs.dead_letters, name="dead-letters")
+app.add_typer(cli_training.continual, name="continual")
 
 
 def _print_version(asked: object) -> None:
@@ -122,8 +213,8 @@ def up(
     ] = None,
 ) -> None:
     """Start every service on this machine and stay until Ctrl-C or `spo down`."""
-    from spo.demo.toy_model import toy_model_in_background
-    from spo.local.commands import run_platform
+    from spo.demo.demo import toy_model_in_background
+    from spo.local.launcher import run_platform
 
     if state is not None:
         # All that this process starts, the toy model's build too, reads it there.
@@ -137,7 +228,7 @@ def down(
     name: Annotated[str | None, typer.Option("--name", help="Which one; default: all on this machine.")] = None,
 ) -> None:
     """Stop what `spo up` or `spo demo` started."""
-    from spo.local.commands import stop_platforms
+    from spo.local.launcher import stop_platforms
 
     stop_platforms(name)
 
@@ -157,7 +248,7 @@ def toy_model(
     hard: Annotated[bool, typer.Option("--hard", help="Of the hard contest.")] = False,
 ) -> None:
     """Make pi0 of the toy contest, the `model.path` of its recipes, and print where it is; a minute of one core."""
-    from spo.demo import toy_model as toy
+    from spo.demo import demo as toy
 
     difficulty = "hard" if hard else "standard"
     made = toy.copy_toy_model(difficulty, folder) if folder else toy.toy_model(difficulty)
@@ -169,7 +260,7 @@ def real_demo(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the job: order of the problems, samples.")] = 0,
 ) -> None:
     """Teach SmolLM2-135M to add and write runs/real-demo/report.json and report.png; fetches 93 MB the first time."""
-    from spo.demo.real import run_real_demo
+    from spo.demo.addition import run_real_demo
 
     run_real_demo(seed)
 
@@ -189,7 +280,7 @@ def demo_loop(
     ] = 0,
 ) -> None:
     """Serve a model, learn from its users' feedback, part of it wrong; writes runs/demo-loop/report.{json,png,md}."""
-    from spo.demo.loop.command import run_demo_loop
+    from spo.demo.loop import run_demo_loop
 
     run_demo_loop(seed)
 
@@ -215,7 +306,7 @@ def doctor(
     output: cli_jobs.OutputOption = Output.TABLE,
 ) -> None:
     """Say what this machine has and lacks for running the platform, why it matters and what to do; 1 when it lacks."""
-    from spo.doctor.doctor import examine
+    from spo.doctor import examine
 
     if not examine(deep=deep, output=output):
         raise typer.Exit(ExitCode.FAILURE)

@@ -1,17 +1,19 @@
-"""`spo job`: jobs from their submission to their end, on the command line."""
+"""`spo job`, `spo eval`, `spo dead-letters`: jobs from their submission to their end, on the command line."""
 
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from spo.cli.progress import wait_with_bar
 from spo.client import DEFAULT_URL, Client
-from spo.client.models import Event, ForkRequest, Job, JobSummary, JsonObject, LogLevel, LogLine
+from spo.client.models import EvaluationRequest, Event, ForkRequest, Job, JobSummary, JsonObject, LogLevel, LogLine
+from spo.client.waiting_view import ProgressBar
 from spo.console import (
     ExitCode,
     Output,
@@ -22,16 +24,39 @@ from spo.console import (
     print_failure,
     print_rows,
 )
-from spo.errors import SpoError
-from spo.local.state import running_platforms
-from spo.spec.job_state import JobState
-from spo.spec.spec_file import read_spec
-from spo.tasks.toy.built import newest_model, wanted_difficulty
+from spo.errors import InvalidInput, SpoError
+from spo.local.judge_client import running_platforms
+from spo.metrics_export import mirror
+from spo.spec.section import JobState, read_spec
+from spo.tasks.toy import newest_model, wanted_difficulty
 
 # Of one request.
 MOST_DELETED = 200
 
 jobs = typer.Typer(no_args_is_help=True, help="Submit, watch and steer jobs.")
+
+COLUMNS = ("prompt_id", "samples", "correct", "distinct", "public_only", "hard_coded", "entropy", "response_tokens")
+
+# More than the platform keeps.
+MAX_LETTERS = 100_000
+
+dead_letters = typer.Typer(no_args_is_help=True, help="Entries that were given up on: list, show, redrive, drop.")
+
+StreamOption = Annotated[
+    str, typer.Option("--stream", help="prompts, rollouts, verdicts, estimates or pivotal; default: all.")
+]
+Letters = Annotated[list[str] | None, typer.Argument(help="Ids, as `list` shows them.")]
+AllOption = Annotated[bool, typer.Option("--all", help="All of them.")]
+
+
+def wait_with_bar(client: Client, job_id: str, timeout_seconds: float) -> Job:
+    """Wait for a job's end, showing how far it is: values first, then steps. Raises NotReady (code "wait_timeout")."""
+    with ProgressBar(error_console) as bar:
+        try:
+            return client.wait(job_id, timeout_seconds, bar)
+        except KeyboardInterrupt:
+            error_console.print(f"the job goes on: `spo job watch {job_id}`, `spo job cancel {job_id}`")
+            raise
 
 
 def api(*, retry_seconds: float = 5, timeout_seconds: float = 15) -> Client:
@@ -55,6 +80,16 @@ def known_jobs(incomplete: str) -> list[str]:
     except SpoError:
         return []
 
+
+JobOption = Annotated[
+    str | None,
+    typer.Option(
+        "--job",
+        help="Whose; default: those that name no job, for admins.",
+        autocompletion=known_jobs,
+        show_default=False,
+    ),
+]
 
 JobId = Annotated[str, typer.Argument(help="Id of the job (job_...).", autocompletion=known_jobs)]
 OutputOption = Annotated[Output, typer.Option("--output", "-o", help="How to print.")]
@@ -267,7 +302,7 @@ def _with_model(document: JsonObject, model: Path | None) -> JsonObject:
     asked = os.environ.get("SPO_API_URL", "").rstrip("/").replace("//localhost:", "//127.0.0.1:")
     here = (each for each in running_platforms(_runs_path()) if asked in ("", each["http_url"]))
     if model is None and difficulty and (platform := next(here, None)):
-        from spo.demo.toy_model import toy_model
+        from spo.demo.demo import toy_model
 
         state_path = Path(platform["state_path"])
         model = newest_model(state_path / "cache" / "models", difficulty) or toy_model(difficulty, state_path)
@@ -308,3 +343,160 @@ def _print_event(event: Event) -> None:
     facts = " ".join(f"{name}={value}" for name, value in event.body.items())
     line = f"{event.seq:>5} {event.at} {event.kind:<16} {facts}"
     console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def evaluate(
+    job_id: JobId,
+    version: Annotated[
+        int | None, typer.Option("--version", help="Weight version; default: the newest. 0 is pi0.")
+    ] = None,
+    checkpoint: Annotated[
+        int | None, typer.Option("--checkpoint", help="The weights of this checkpoint's step.")
+    ] = None,
+    tasks: Annotated[
+        Path | None, typer.Option("--tasks", help="YAML or JSON of a `tasks` section; default: the job's.")
+    ] = None,
+    samples: Annotated[int, typer.Option("--samples", help="Samples per problem.")] = 20,
+    temperature: Annotated[float, typer.Option("--temperature")] = 0.4,
+    top_p: Annotated[float, typer.Option("--top-p")] = 0.95,
+    k: Annotated[
+        list[int] | None, typer.Option("-k", help="pass@k; may be given several times. Default: 1 and 10.")
+    ] = None,
+    *,
+    problems: Annotated[bool, typer.Option("--problems", help="Show every problem.")] = False,
+    timeout: TimeoutOption = 3600,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Evaluate a weight version or checkpoint and wait for the result."""
+    wanted = EvaluationRequest(
+        version=version,
+        checkpoint_step=checkpoint,
+        tasks=read_spec(tasks) if tasks else None,
+        samples=samples,
+        temperature=temperature,
+        top_p=top_p,
+        ks=k or [1, 10],
+    )
+    with api() as client:
+        found = client.wait_evaluation(client.request_evaluation(job_id, **wanted).id, timeout)
+    result = found.result
+    if result is None:
+        console.print(f"{found.id} {found.state}: {found.failure.get('message', '')}", markup=False)
+        raise typer.Exit(ExitCode.FAILURE)
+    if output is not Output.TABLE:
+        print_document(found, output)
+        return
+    for name, score in result.pass_at_k.items():
+        console.print(f"pass@{name} {score.value:.3f} [{score.low:.3f}, {score.high:.3f}]", highlight=False)
+    counts = f"problems {result.problems}, samples {result.samples}, "
+    rates = f"distinct_solutions {result.distinct_solutions:.4g}, entropy {result.entropy:.4g}, "
+    rates += f"response_tokens {result.response_tokens:.4g}, public_only_rate {result.public_only_rate:.4g}"
+    console.print(counts + rates, highlight=False)
+    if result.scores:
+        console.print("mean " + ", ".join(f"{name} {value:.3f}" for name, value in result.scores.items()), markup=False)
+    if result.undecided:
+        console.print(f"decided {result.decided} of {result.problems} problems", highlight=False)
+    for each in result.undecided:
+        console.print(f"undecided {each.prompt_id}: {each.reason} ({each.code})", markup=False, soft_wrap=True)
+    if problems:
+        print_rows(result.per_problem, COLUMNS, output)
+
+
+def cancel_evaluation(
+    evaluation_id: Annotated[str, typer.Argument(help="eval_..., as the web page and the API name it.")],
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """End an evaluation that has not ended yet, without a result."""
+    with api() as client:
+        found = client.cancel_evaluation(evaluation_id)
+    if output is not Output.TABLE:
+        print_document(found, output)
+        return
+    console.print(f"{found.id} {found.state}", markup=False)
+
+
+@dead_letters.command("list")
+def list_letters(
+    job: JobOption = None, stream: StreamOption = "", limit: LimitOption = 50, output: OutputOption = Output.TABLE
+) -> None:
+    """Letters, the newest of each stream first, and how many entries of the job were given up on."""
+    with api() as client:
+        found = client.dead_letters.newest(job, stream, limit)
+        totals = client.dead_letters.totals(job) if job and output is Output.TABLE else {}
+    print_rows(found, ("id", "job_id", "deliveries", "size_bytes", "reason"), output)
+    for name, counts in totals.items():
+        if counts.given_up:
+            console.print(f"{name}: {counts.given_up} given up on", highlight=False)
+
+
+@dead_letters.command("show")
+def show_letter(
+    letter: Annotated[str, typer.Argument(help="Id, as `list` shows it.")],
+    job: JobOption = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """One letter with what it says."""
+    with api() as client:
+        print_document(client.dead_letters.get(letter, job), output)
+
+
+@dead_letters.command()
+def redrive(
+    letters: Letters = None,
+    job: JobOption = None,
+    stream: StreamOption = "",
+    *,
+    everything: AllOption = False,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Put entries back on their streams, to be handled again."""
+    with api() as client:
+        ids = _all(client, job, stream) if everything else letters or []
+        rows = [{"id": letter, "redriven": client.dead_letters.redrive(letter, job)} for letter in ids]
+    print_rows(rows, ("id", "redriven"), output)
+
+
+@dead_letters.command()
+def drop(
+    letters: Letters = None,
+    job: JobOption = None,
+    stream: StreamOption = "",
+    *,
+    everything: AllOption = False,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Forget letters; their job goes on counting them as given up."""
+    with api() as client:
+        ids = _all(client, job, stream) if everything else letters or []
+        for letter in ids:
+            client.dead_letters.drop(letter, job)
+    print_rows([{"id": letter, "dropped": True} for letter in ids], ("id", "dropped"), output)
+
+
+def _all(client: Client, job: str | None, stream: str) -> list[str]:
+    return [letter.id for letter in client.dead_letters.newest(job, stream, MAX_LETTERS)]
+
+
+def mirror_job(
+    job_id: Annotated[str | None, typer.Argument(help="Id of the job (job_...); leave it out with --all.")] = None,
+    target: Annotated[
+        str, typer.Option("--to", help="tensorboard:FOLDER, mlflow:TRACKING_URI or wandb:PROJECT.")
+    ] = "tensorboard:runs/tensorboard",
+    *,
+    every: Annotated[bool, typer.Option("--all", help="All jobs, present and to come, until stopped.")] = False,
+) -> None:
+    """Write a job's curves to a sink until it has ended; started again it goes on where it was, without repeats."""
+    if every == bool(job_id):
+        raise InvalidInput("say which job, or --all", code="which_job")
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    said: dict[str, int] = {}
+
+    def say(job: str, written: int) -> None:
+        if written != said.get(job, 0):
+            said[job] = written
+            error_console.print(f"{job}: {written} points written to {target}", highlight=False, markup=False)
+
+    # A platform that restarts is waited for.
+    with api(retry_seconds=600) as client:
+        mirror(client, target, stop, job_id, say)

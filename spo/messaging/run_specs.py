@@ -1,11 +1,15 @@
-"""The specs of runs, as every service reads them."""
+"""What every service reads of a run: its spec, state and tenant."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
 
 from spo import redis_keys
 from spo.errors import NotFound
 from spo.messaging.redis_client import RedisClient
 from spo.spec.job_spec import JobSpec, spec_from_json
+from spo.spec.section import JobState, decode_state
 
 
 class RunSpecs:
@@ -27,3 +31,45 @@ class RunSpecs:
     def forget(self, run_id: str) -> None:
         """Read the run's spec again next time, since the run may be deleted."""
         self._known.pop(run_id, None)
+
+
+def run_state(client: RedisClient, run_id: str) -> JobState | None:
+    """The run's state; None for a run that was never submitted, or is deleted."""
+    stored = client.get(redis_keys.run_state(run_id))
+    return decode_state(stored if isinstance(stored, bytes) else None)
+
+
+def estimates_are_pending(client: RedisClient, run_id: str) -> bool:
+    """Whether a job that trains already still waits for values of its prompts."""
+    return bool(client.hexists(redis_keys.job_record(run_id), "estimates_pending"))
+
+
+def run_tenant(client: RedisClient, run_id: str) -> str | None:
+    """The tenant whose run it is, "" for the operator's own; None where no record names one."""
+    stored = client.hget(redis_keys.job_record(run_id), "tenant")
+    return stored.decode() if isinstance(stored, bytes) else None
+
+
+# KEYS[1]: the run's spec, which goes first when a job is deleted. ARGV: per command the number of its words, the words.
+_WRITE = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return {0, 0} end
+local at, reply = 1, 0
+while at <= #ARGV do
+  local words = tonumber(ARGV[at])
+  reply = redis.call(unpack(ARGV, at + 1, at + words))
+  at = at + words + 1
+end
+return {1, reply}
+"""
+
+
+def write_of_run(client: RedisClient, run_id: str, *commands: Sequence[str | bytes | int]) -> int:
+    """Run commands that write keys of a run, in one atomic step; returns the last one's reply, a number.
+
+    Raises NotFound (code "unknown_run") where the run is deleted, with nothing written: no key of it comes back.
+    """
+    words = (word for command in commands for word in (len(command), *command))
+    is_there, reply = cast("tuple[int, int]", client.eval(_WRITE, 1, redis_keys.run_spec(run_id), *words))
+    if not is_there:
+        raise NotFound(f"there is no run {run_id}", code="unknown_run")
+    return int(reply)

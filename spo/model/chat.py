@@ -1,13 +1,28 @@
-"""How a job writes its prompts and where its responses end: plain facts, which need no tokenizer."""
+"""How a job writes its prompts, where its responses end, and which tokens of a conversation are learned from; needs
+no tokenizer.
+
+Which tokens of a response are learned from: in a conversation those that the policy sampled, its actions.
+Observations, which an environment wrote, are context: no log-prob of theirs is computed, compared or counted. A
+response without segments is one action. No torch here. Axes: T token of the response.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate, groupby
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
+from spo.v1.trajectory_pb2 import SEGMENT_KIND_ACTION, SEGMENT_KIND_OBSERVATION, Segment, Trajectory
+
 TemplateArgument = bool | int | float | str | None
+
+Mask = NDArray[np.bool_]
+KINDS = frozenset({SEGMENT_KIND_ACTION, SEGMENT_KIND_OBSERVATION})
 
 
 @dataclass(frozen=True)
@@ -53,3 +68,105 @@ class ChatFormat:
 
 
 USUAL = ChatFormat()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A segment with its text, where that begins in the response's text, and where its tokens begin and end."""
+
+    segment: Segment
+    text: str
+    begins: int
+    first: int
+    end: int
+
+    @property
+    def is_action(self) -> bool:
+        """Whether the policy sampled it."""
+        return self.segment.kind == SEGMENT_KIND_ACTION
+
+
+def action_mask(segments: Sequence[Segment], tokens: int) -> Mask:
+    """True at the tokens that the policy sampled; (T,). The segments must hold that many tokens."""
+    if not segments:
+        return np.ones(tokens, dtype=np.bool_)
+    kinds = np.array([segment.kind == SEGMENT_KIND_ACTION for segment in segments], dtype=np.bool_)
+    return np.repeat(kinds, [segment.tokens for segment in segments])
+
+
+def trained_mask(trajectory: Trajectory) -> Mask:
+    """True at the response tokens that are learned from; (T,)."""
+    return action_mask(trajectory.segments, len(trajectory.response_token_ids))
+
+
+def trained_tokens(trajectory: Trajectory) -> int:
+    """How many response tokens are learned from: what a length in tokens means everywhere after sampling."""
+    if not trajectory.segments:
+        return len(trajectory.response_token_ids)
+    return sum(segment.tokens for segment in trajectory.segments if segment.kind == SEGMENT_KIND_ACTION)
+
+
+def turns(trajectory: Trajectory) -> list[Turn]:
+    """The segments in order, with their texts and tokens; none where the response is a single turn."""
+    segments = trajectory.segments
+    characters = list(accumulate((segment.characters for segment in segments), initial=0))
+    tokens = list(accumulate((segment.tokens for segment in segments), initial=0))
+    return [
+        Turn(
+            segment,
+            trajectory.response_text[characters[index] : characters[index + 1]],
+            characters[index],
+            tokens[index],
+            tokens[index + 1],
+        )
+        for index, segment in enumerate(segments)
+    ]
+
+
+def reasoning_characters(trajectory: Trajectory, reasoning_length: Callable[[str, int], int]) -> int:
+    """How many characters of a response are reasoning and no answer: of a conversation, of its last action.
+
+    reasoning_length: the same of an answer's text, which begins after so many of the response's tokens.
+    """
+    last = next((turn for turn in reversed(turns(trajectory)) if turn.is_action), None)
+    if last is None:
+        return reasoning_length(trajectory.response_text, 0)
+    found = reasoning_length(last.text, last.first)
+    return last.begins + found if found else 0
+
+
+def segments_of_mask(mask: Iterable[bool]) -> list[Segment]:
+    """Segments of a mask of trained tokens, as other libraries keep it; where they stand in the text is not known."""
+    return [
+        Segment(kind=SEGMENT_KIND_ACTION if trained else SEGMENT_KIND_OBSERVATION, tokens=sum(1 for _ in run))
+        for trained, run in groupby(map(bool, mask))
+    ]
+
+
+def segment_faults(segments: Sequence[Segment], tokens: int, characters: int | None) -> list[tuple[str, str]]:
+    """What keeps segments from being those of a response of so many tokens and characters: pointers and reasons.
+
+    characters None: they are not looked at, since nobody knows where the segments stand in the text.
+    """
+    if not segments:
+        return []
+    found = []
+    for index, segment in enumerate(segments):
+        place = f"/segments/{index}"
+        if segment.kind not in KINDS:
+            found.append((f"{place}/kind", "is neither an action nor an observation"))
+        if segment.tokens < 0:
+            found.append((f"{place}/tokens", "are fewer than 0"))
+        if segment.characters < 0:
+            found.append((f"{place}/characters", "are fewer than 0"))
+        if segment.HasField("score") and not 0 <= segment.score <= 1:
+            found.append((f"{place}/score", "is not between 0 and 1"))
+    held = sum(segment.tokens for segment in segments)
+    if held != tokens:
+        found.append(("/segments", f"hold {held} tokens of {tokens}"))
+    said = sum(segment.characters for segment in segments)
+    if characters is not None and said != characters:
+        found.append(("/segments", f"hold {said} characters of {characters}"))
+    if not any(segment.kind == SEGMENT_KIND_ACTION and segment.tokens > 0 for segment in segments):
+        found.append(("/segments", "hold no token that the policy sampled"))
+    return found

@@ -1,27 +1,70 @@
-"""gRPC clients: every call has a deadline and fails with a SpoError."""
+"""gRPC clients: every call has a deadline, shows the platform's token, keeps messages small, and fails with a
+SpoError.
+
+The token that the platform's services show each other, so that nobody else in the cluster is answered.
+It travels in the metadata of every call, in clear text where the network does not encrypt: it keeps strangers out where
+a cluster enforces no network policies, and is no TLS. Health checks are answered without it.
+"""
 
 from __future__ import annotations
 
+import hmac
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import Message
+from google.rpc import code_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
 
-from spo import errors
-from spo.observability import tracing
-from spo.observability.logs import get_logger
-from spo.rpc.statuses import error_of
-from spo.rpc.token import with_token
+from spo import errors, observability
+from spo.observability import get_logger
+from spo.v1 import errors_pb2
+
+_CODES: tuple[tuple[type[errors.SpoError], int], ...] = (
+    (errors.InvalidInput, code_pb2.INVALID_ARGUMENT),
+    (errors.NotFound, code_pb2.NOT_FOUND),
+    (errors.Conflict, code_pb2.ABORTED),
+    (errors.PreconditionFailed, code_pb2.FAILED_PRECONDITION),
+    (errors.NotReady, code_pb2.UNAVAILABLE),
+    (errors.Unauthenticated, code_pb2.UNAUTHENTICATED),
+    (errors.ResourceExhausted, code_pb2.RESOURCE_EXHAUSTED),
+    (errors.IntegrityError, code_pb2.DATA_LOSS),
+    (errors.SpoError, code_pb2.INTERNAL),
+)
+_BY_CODE: dict[str, type[errors.SpoError]] = {"lease_lost": errors.LeaseLost}
+_BY_STATUS: dict[grpc.StatusCode, type[errors.SpoError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidInput,
+    grpc.StatusCode.NOT_FOUND: errors.NotFound,
+    grpc.StatusCode.ABORTED: errors.Conflict,
+    grpc.StatusCode.FAILED_PRECONDITION: errors.PreconditionFailed,
+    grpc.StatusCode.UNAVAILABLE: errors.NotReady,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.Unreachable,
+    grpc.StatusCode.CANCELLED: errors.Unreachable,
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.ResourceExhausted,
+    grpc.StatusCode.DATA_LOSS: errors.IntegrityError,
+}
 
 log = get_logger("rpc")
 
+T = TypeVar("T")
+Request = TypeVar("Request")
 Answer = TypeVar("Answer")
+
+HEADER = "authorization"
+SCHEME = "Bearer "
+_OPEN = "/grpc.health.v1.Health/"
+_SAY_SECONDS = 10.0
+
+_shown = ""
+
 Reply = TypeVar("Reply", bound=Message)
 
 DEFAULT_DEADLINE_SECONDS = 30.0
@@ -35,6 +78,134 @@ PAUSE_SECONDS = 0.5
 SAY_SECONDS = 10.0
 # A call whose length the job decides ends when its server has given no sign of life for so long.
 SILENT_SECONDS = 30.0
+
+# An answer may be some times as long as its question, and is one message too.
+CHUNK_BYTES = MAX_MESSAGE_BYTES // 4
+# A trajectory travels alone in the worst case, with what is added to it on the way.
+MAX_TRAJECTORY_BYTES = MAX_MESSAGE_BYTES // 2
+# Of a sampled token: its id, its log-prob and its text.
+TOKEN_BYTES = 16
+
+
+def status_of(error: errors.SpoError) -> Any:
+    """The gRPC status, with an ErrorDetail, that says the same as the error."""
+    code = next(number for kind, number in _CODES if isinstance(error, kind))
+    detail = errors_pb2.ErrorDetail(
+        code=error.code,
+        retryable=error.retryable,
+        violations=[
+            errors_pb2.FieldViolation(pointer=violation.pointer, message=violation.message)
+            for violation in error.violations
+        ],
+    )
+    packed = AnyMessage()
+    packed.Pack(detail)
+    return rpc_status.to_status(status_pb2.Status(code=code, message=error.message, details=[packed]))
+
+
+def error_of(failure: grpc.RpcError, service: str, address: str) -> errors.SpoError:
+    """The SpoError a failed call stands for; names the service and where it was looked for when it did not answer."""
+    status = failure.code()
+    rich = rpc_status.from_call(failure)
+    if rich is not None:
+        for packed in rich.details:
+            detail = errors_pb2.ErrorDetail()
+            if packed.Unpack(detail):
+                kind = _BY_CODE.get(detail.code) or _BY_STATUS.get(status, errors.InternalError)
+                violations = tuple(
+                    errors.FieldViolation(violation.pointer, violation.message) for violation in detail.violations
+                )
+                return kind(rich.message, code=detail.code, violations=violations)
+    if status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
+        return errors.Unreachable(f"{service} at {address} did not answer: {failure.details()}")
+    return _BY_STATUS.get(status, errors.InternalError)(f"{service} at {address}: {failure.details()}")
+
+
+def tokens_of(setting: str) -> list[str]:
+    """The tokens of SPO_RPC_TOKEN: one, or several separated by commas while it is changed; the first is shown."""
+    return [token for part in setting.split(",") if (token := part.strip())]
+
+
+def show_token(setting: str) -> None:
+    """Have this process show the first token of the setting in the calls of every channel that it opens from now on."""
+    global _shown
+    _shown = next(iter(tokens_of(setting)), "")
+
+
+def with_token(channel: grpc.Channel) -> grpc.Channel:
+    """The channel, whose calls show this process' token; the same channel where there is none."""
+    return grpc.intercept_channel(channel, _ShowToken(_shown)) if _shown else channel
+
+
+class _CallDetails(NamedTuple):
+    """A call as gRPC describes it to an interceptor; grpc.ClientCallDetails is abstract."""
+
+    method: str
+    timeout: float | None
+    metadata: list[tuple[str, str | bytes]]
+    credentials: grpc.CallCredentials | None
+    wait_for_ready: bool | None
+    compression: grpc.Compression | None
+
+
+class _ShowToken(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+    def __init__(self, token: str) -> None:
+        self._header = (HEADER, SCHEME + token)
+
+    def intercept_unary_unary(
+        self, continuation: Callable[..., T], client_call_details: grpc.ClientCallDetails, request: object
+    ) -> T:
+        return continuation(self._shown(client_call_details), request)
+
+    def intercept_unary_stream(
+        self, continuation: Callable[..., T], client_call_details: grpc.ClientCallDetails, request: object
+    ) -> T:
+        return continuation(self._shown(client_call_details), request)
+
+    def _shown(self, call: grpc.ClientCallDetails) -> _CallDetails:
+        return _CallDetails(
+            call.method,
+            call.timeout,
+            [*(call.metadata or ()), self._header],
+            call.credentials,
+            call.wait_for_ready,
+            call.compression,
+        )
+
+
+class RequireToken(grpc.ServerInterceptor):
+    """Answers UNAUTHENTICATED (code "rpc_unauthenticated") to calls without one of the tokens, except health checks."""
+
+    def __init__(self, setting: str) -> None:
+        self._accepted = [(SCHEME + token).encode() for token in tokens_of(setting)]
+        self._said = float("-inf")
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Request, Answer] | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Request, Answer] | None:
+        if handler_call_details.method.startswith(_OPEN):
+            return continuation(handler_call_details)
+        shown = next((value for name, value in handler_call_details.invocation_metadata if name == HEADER), "")
+        presented = shown if isinstance(shown, bytes) else str(shown).encode()
+        # Every token is compared, each in constant time: how long it takes says nothing of how near a guess was.
+        if sum(hmac.compare_digest(presented, accepted) for accepted in self._accepted):
+            return continuation(handler_call_details)
+        return grpc.unary_unary_rpc_method_handler(self._wrong if presented else self._missing)
+
+    def _missing(self, request: object, context: grpc.ServicerContext) -> NoReturn:
+        self._refuse(context, "the call shows no token; this service asks for the one in SPO_RPC_TOKEN")
+
+    def _wrong(self, request: object, context: grpc.ServicerContext) -> NoReturn:
+        self._refuse(context, "the call shows a token that is not in this service's SPO_RPC_TOKEN")
+
+    def _refuse(self, context: grpc.ServicerContext, message: str) -> NoReturn:
+        now = time.monotonic()
+        if now - self._said > _SAY_SECONDS:
+            self._said = now
+            log.warning("a call was refused", peer=context.peer(), reason=message)
+        context.abort_with_status(status_of(errors.Unauthenticated(message)))
 
 
 class UnknownMethod(Exception):
@@ -111,10 +282,10 @@ class RpcClient:
         With `stop`, for long polls: the call is given up, Unreachable, soon after the event is set. Within a span the
         call is a span too.
         """
-        if not tracing.current():
+        if not observability.current():
             return self._call(method, request, deadline_seconds, stop, ())
-        with tracing.span(method, kind="CLIENT", service=self.service) as begun:
-            return self._call(method, request, deadline_seconds, stop, ((tracing.HEADER, begun.header),))
+        with observability.span(method, kind="CLIENT", service=self.service) as begun:
+            return self._call(method, request, deadline_seconds, stop, ((observability.HEADER, begun.header),))
 
     def _call(
         self,
@@ -294,8 +465,8 @@ class RpcClient:
 
 def _trace() -> tuple[tuple[str, str], ...]:
     """What continues the trace of the span that the call is made in."""
-    current = tracing.current()
-    return ((tracing.HEADER, current),) if current else ()
+    current = observability.current()
+    return ((observability.HEADER, current),) if current else ()
 
 
 def _read_into(reply: _StreamedReply, inbox: queue.SimpleQueue[Any]) -> None:
@@ -318,3 +489,20 @@ def is_healthy(address: str, deadline_seconds: float = 1.0) -> bool:
         except grpc.RpcError:
             return False
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def chunks_by_bytes(sizes: Sequence[int], most_bytes: int = CHUNK_BYTES) -> Iterator[slice]:
+    """Slices in order, each of at most so many bytes; what is larger by itself is alone."""
+    start, held = 0, 0
+    for at, size in enumerate(sizes):
+        if at > start and held + size > most_bytes:
+            yield slice(start, at)
+            start, held = at, 0
+        held += size
+    if start < len(sizes):
+        yield slice(start, len(sizes))
+
+
+def samples_per_message(tokens: int) -> int:
+    """How many samples of so many tokens, prompt and response together, an answer can hold; at least one."""
+    return max(1, CHUNK_BYTES // (TOKEN_BYTES * tokens))

@@ -17,8 +17,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
+from spo import observability
 from spo.errors import NotReady
-from spo.observability import tracing
 from spo.rpc.client import RpcClient, UnknownMethod
 from spo.v1.inference_service_pb2 import GenerateRequest, GenerateResponse
 from spo.v1.judge_service_pb2 import JudgePart, JudgeRequest, JudgeResponse
@@ -90,10 +90,10 @@ def judge(
 
 
 def _parts(client: RpcClient, method: str, request: Message, wanted: Callable[[], bool]) -> Iterator[Any]:
-    if not tracing.current():
+    if not observability.current():
         yield from client.parts(method, request, wanted)
         return
-    with tracing.span(method, kind="CLIENT", service=client.service):
+    with observability.span(method, kind="CLIENT", service=client.service):
         yield from client.parts(method, request, wanted)
 
 

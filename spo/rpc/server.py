@@ -1,7 +1,10 @@
-"""gRPC servers with health checking; what a handler raises becomes a status with details."""
+"""gRPC servers with health checking: what a handler raises becomes a status with details, and long polls leave
+threads for others.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
@@ -11,20 +14,39 @@ import grpc
 import redis
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from spo import errors
+from spo import errors, observability
+from spo.errors import NotReady
 from spo.messaging.connection import as_spo_error
-from spo.observability import tracing
-from spo.observability.logs import get_logger
-from spo.rpc.client import KEEPALIVE_SECONDS, OPTIONS
+from spo.observability import get_logger
+from spo.rpc.client import KEEPALIVE_SECONDS, OPTIONS, RequireToken, status_of
 from spo.rpc.healthcheck import REASON
-from spo.rpc.statuses import status_of
-from spo.rpc.token import RequireToken
+
+# Threads of a server that no long poll takes.
+ANSWERING_THREADS = 64
 
 log = get_logger("rpc")
 
 # Servers end connections of this age (calls under way go on), so that clients ask DNS again and find new replicas.
 CONNECTION_AGE_SECONDS = 60
 MOST_REASON_CHARACTERS = 500
+
+
+class LongPolls:
+    """The places of one server for handlers that wait; a waiting thread costs memory, no CPU."""
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._free = threading.BoundedSemaphore(places)
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Hold a place while the body waits. Raises NotReady (code "too_many_waiting") at once when all are taken."""
+        if not self._free.acquire(blocking=False):
+            raise NotReady(f"{self._places} others already wait here; ask again soon", code="too_many_waiting")
+        try:
+            yield
+        finally:
+            self._free.release()
 
 
 @contextmanager
@@ -62,13 +84,13 @@ class _TypedErrors(grpc.ServerInterceptor):
         serialize = handler.response_serializer
         method = handler_call_details.method
         trace = next(
-            (str(value) for name, value in handler_call_details.invocation_metadata if name == tracing.HEADER), ""
+            (str(value) for name, value in handler_call_details.invocation_metadata if name == observability.HEADER), ""
         )
 
         def answer(request: object, context: grpc.ServicerContext) -> object:
             if not trace:
                 return handler.unary_unary(request, context)
-            with tracing.span(method.rsplit("/", 1)[-1], parent=trace, kind="SERVER"):
+            with observability.span(method.rsplit("/", 1)[-1], parent=trace, kind="SERVER"):
                 return handler.unary_unary(request, context)
 
         def behaviour(request: object, context: grpc.ServicerContext) -> object:
@@ -80,7 +102,7 @@ class _TypedErrors(grpc.ServerInterceptor):
                 if not trace:
                     yield from handler.unary_stream(request, context)
                     return
-                with tracing.span(method.rsplit("/", 1)[-1], parent=trace, kind="SERVER"):
+                with observability.span(method.rsplit("/", 1)[-1], parent=trace, kind="SERVER"):
                     yield from handler.unary_stream(request, context)
 
         if handler.unary_stream is not None:

@@ -1,4 +1,5 @@
-"""The judges' stage of the pipeline: rollout groups in, the same groups with verdicts and rewards out.
+"""The judges' stage of the pipeline: rollout groups in, verdicts and rewards out; test sets and known verdicts in
+Redis.
 
 Every pool of judges is one: it says which stream it reads and who decides.
 """
@@ -7,24 +8,155 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import redis
+from blake3 import blake3
 from google.protobuf.message import DecodeError
 
-from spo import redis_keys
-from spo.errors import InvalidInput
+from spo import observability, redis_keys
+from spo.errors import IntegrityError, InvalidInput, NotFound
 from spo.messaging.run_specs import RunSpecs
 from spo.messaging.streams import Consumer, Entry, consume
-from spo.observability import tracing
+from spo.observability import get_logger
 from spo.service.process import keep_alive_while
 from spo.spec.job_spec import RewardSpec
 from spo.spec.reward import needs_all_tests, reward_of
 from spo.tasks.problem import has_verdict, program_of
 from spo.v1.judge_service_pb2 import Priority
 from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
-from spo.v1.verdict_pb2 import Verdict
+from spo.v1.verdict_pb2 import TestSet, Verdict
+
+_KEPT_BYTES = 64 << 20
+
+log = get_logger("judge_stage")
+
+# What Redis spends on a verdict besides its bytes: the key, its expiry, the place in the order. Measured.
+OVERHEAD_BYTES = 450
+
+# KEYS: 1 verdict, 2 order (list: `size:key` of the verdicts, the oldest first), 3 bytes of all in the list.
+# ARGV: 1 verdict, 2 its size with overhead, 3 life in seconds, 4 the most bytes.
+# A verdict that has expired is in the order until its turn comes, so the sum is never too low.
+_PUT = """#!lua
+if not redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[3], 'NX') then return 0 end
+redis.call('RPUSH', KEYS[2], ARGV[2] .. ':' .. KEYS[1])
+local held = redis.call('INCRBY', KEYS[3], ARGV[2])
+while held > tonumber(ARGV[4]) do
+  local oldest = redis.call('LPOP', KEYS[2])
+  if not oldest then break end
+  local size, key = string.match(oldest, '^(%d+):(.*)$')
+  redis.call('UNLINK', key)
+  held = redis.call('DECRBY', KEYS[3], size)
+end
+return 1
+"""
+
+
+class KeptBytes(Protocol):
+    """Where test sets are kept by key: Redis, or memory in a process that serves one command."""
+
+    def get(self, name: str, /) -> bytes | None: ...
+
+    def set(self, name: str, value: bytes, /) -> object: ...
+
+
+class StoredTestSets:
+    """The uploaded test sets of a pool of judges; at most _KEPT_BYTES of them stay in memory.
+
+    key: the store's key of a digest; require_usable raises InvalidInput on what the pool cannot judge by.
+    """
+
+    def __init__(self, store: KeptBytes, key: Callable[[str], str], require_usable: Callable[[TestSet], None]) -> None:
+        self._store = store
+        self._key = key
+        self._require_usable = require_usable
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, tuple[int, TestSet]] = OrderedDict()
+        self._kept_bytes = 0
+
+    def upload(self, test_set: TestSet) -> str:
+        """Store a test set; returns its digest. Raises InvalidInput."""
+        self._require_usable(test_set)
+        serialized = test_set.SerializeToString(deterministic=True)
+        digest = blake3(serialized).hexdigest()
+        self._store.set(self._key(digest), serialized)
+        return digest
+
+    def get(self, digest: str) -> TestSet:
+        """The test set of a digest. Raises NotFound, IntegrityError or InvalidInput."""
+        with self._lock:
+            if digest in self._kept:
+                self._kept.move_to_end(digest)
+                return self._kept[digest][1]
+        serialized = self._store.get(self._key(digest))
+        if serialized is None:
+            raise NotFound(f"no test set {digest!r}; upload it first", code="tests_not_found")
+        if blake3(serialized).hexdigest() != digest:
+            raise IntegrityError(f"test set {digest!r} does not match its digest")
+        test_set = TestSet.FromString(serialized)
+        self._require_usable(test_set)
+        self._keep(digest, len(serialized), test_set)
+        return test_set
+
+    def _keep(self, digest: str, size_bytes: int, test_set: TestSet) -> None:
+        with self._lock:
+            if digest in self._kept or size_bytes > _KEPT_BYTES:
+                return
+            self._kept[digest] = (size_bytes, test_set)
+            self._kept_bytes += size_bytes
+            while self._kept_bytes > _KEPT_BYTES:
+                _, (freed, _) = self._kept.popitem(last=False)
+                self._kept_bytes -= freed
+
+
+class VerdictStore(Protocol):
+    """The commands of Redis that the cache needs."""
+
+    def mget(self, keys: list[str], /) -> list[bytes | None]: ...
+
+    def eval(self, script: str, numkeys: int, /, *keys_and_args: str | bytes | int) -> object: ...
+
+
+class VerdictCache:
+    """Verdicts by key, shared by a pool of judges; `max_bytes` holds for all of them together.
+
+    order, held: the pool's keys of the verdicts in the order of their ages, and of the bytes that they take.
+    """
+
+    def __init__(self, store: VerdictStore, seconds: int, max_bytes: int, *, order: str, held: str) -> None:
+        self._store = store
+        self._seconds = seconds
+        self._max_bytes = max_bytes
+        self._order = order
+        self._held = held
+
+    def find(self, keys: Mapping[str, str]) -> dict[str, Verdict]:
+        """The known verdicts, by program. keys: program -> key."""
+        if not keys or not self._seconds:
+            return {}
+        stored = self._store.mget(list(keys.values()))
+        found = {}
+        for program, serialized in zip(keys, stored, strict=True):
+            if serialized is not None:
+                found[program] = Verdict.FromString(serialized)
+                found[program].cached = True
+        observability.JUDGE_CACHE_HITS.inc(len(found))
+        return found
+
+    def put(self, key: str, verdict: Verdict) -> None:
+        """Remember a verdict; one that cannot be written is judged again."""
+        if not self._seconds:
+            return
+        serialized = verdict.SerializeToString()
+        keys = key, self._order, self._held
+        limits = len(serialized) + OVERHEAD_BYTES, self._seconds, self._max_bytes
+        try:
+            self._store.eval(_PUT, len(keys), *keys, serialized, *limits)
+        except redis.RedisError as error:
+            log.warning("verdict not cached", reason=str(error))
 
 
 class AwaitedVerdicts(Protocol):
@@ -63,7 +195,7 @@ class JudgedEntry:
     entry: Entry
     group: RolloutGroup
     batch: AwaitedVerdicts
-    span: tracing.Span
+    span: observability.Span
 
 
 class JudgeStage:
@@ -144,11 +276,11 @@ def _decode(entry: Entry) -> RolloutGroup:
         raise InvalidInput(f"not a RolloutGroup: {error}") from error
 
 
-def _span(entry: Entry, group: RolloutGroup) -> tracing.Span:
+def _span(entry: Entry, group: RolloutGroup) -> observability.Span:
     if not entry.trace:
-        return tracing.Span()
+        return observability.Span()
     request = group.request
     programs = len(group.trajectories)
-    return tracing.begin(
+    return observability.begin(
         "judge", parent=entry.trace, kind="CONSUMER", run=request.run_id, group=request.group_id, programs=programs
     )

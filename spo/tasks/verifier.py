@@ -1,17 +1,22 @@
-"""From `tasks.verifier` of a JobSpec to what decides about the responses to each problem."""
+"""From `tasks.verifier` of a JobSpec to what decides about each response: which pool of judges, and how well it
+agrees with people.
+"""
 
 from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 
 from spo.errors import FieldViolation, InvalidInput
-from spo.spec.verifier import (
+from spo.spec.tasks import (
     DEFAULT,
+    SERVED,
     CompositionVerifier,
     FormatVerifier,
     HttpVerifier,
@@ -26,8 +31,8 @@ from spo.spec.verifier import (
     verifiers_in,
 )
 from spo.tasks.answer import ANSWER_LANGUAGE
-from spo.tasks.faults import malformed
 from spo.tasks.problem import DEFAULT_LIMITS, Problem, write_response
+from spo.tasks.records import malformed
 from spo.v1.verdict_pb2 import (
     AnswerComparison,
     AnswerExtraction,
@@ -43,9 +48,85 @@ from spo.v1.verdict_pb2 import (
     TestSet,
 )
 
+SANDBOX_JUDGE = "sandbox-judge"
+VERIFIER = "verifier"
+# Before a run's id, where that run's pi0 judges: in the address of a model, and in the versions of what it said.
+OF_RUN = "run:"
+_KINDS = ("composition", "http", "model", "answer", "code_tests", "scoring_function")
+
 MOST_SOURCE_BYTES = 64 << 10
 # The faults of a file that one refusal names.
 SHOWN_FAULTS = 20
+
+BINS = 10
+# A label from which people call a response right.
+RIGHT = 0.5
+
+
+def pool_of(test_set: TestSet) -> str:
+    """`Prompt.verifier_pool` of a problem: "verifier" where its test set asks a service or a model, else ""."""
+    return VERIFIER if any(True for _ in asking(test_set)) else ""
+
+
+def judges_named(pool: str) -> str:
+    """The service that a `Prompt.verifier_pool` stands for."""
+    return pool or SANDBOX_JUDGE
+
+
+def asking(test_set: TestSet) -> Iterator[TestSet]:
+    """What of a test set asks a service or a model: itself, or parts of its composition."""
+    if test_set.HasField("http") or test_set.HasField("model"):
+        yield test_set
+    for part in test_set.composition.parts:
+        yield from asking(part.verifier)
+
+
+def own_judges(test_set: TestSet) -> list[str]:
+    """The policies of this platform that a test set asks, as `judge_version` names them, in the order of its parts."""
+    models = [one.model for one in asking(test_set) if one.HasField("model")]
+    named = [one.address if one.address.startswith(OF_RUN) else one.model for one in models if _is_own(one)]
+    return list(dict.fromkeys(name for name in named if name.startswith((OF_RUN, SERVED))))
+
+
+def _is_own(model: ModelScore) -> bool:
+    return not model.address or model.address.startswith(OF_RUN)
+
+
+def kind_of(test_set: TestSet) -> str:
+    """What decides by a test set, by the name of its field; "program" where tests of a program do."""
+    return next((name for name in _KINDS if test_set.HasField(name)), "program")  # type: ignore[arg-type]
+
+
+def deciders(test_set: TestSet) -> str:
+    """Pool and kinds in words: "verifier: composition of http, answer"."""
+    kind = kind_of(test_set).replace("_", " ")
+    parts = (kind_of(part.verifier) for part in test_set.composition.parts if part.HasField("verifier"))
+    inner = ", ".join(dict.fromkeys(name.replace("_", " ") for name in parts))
+    return f"{judges_named(pool_of(test_set))}: {kind}{f' of {inner}' if inner else ''}"
+
+
+def composed_version(*versions: str) -> str:
+    """The version of a verdict that several pools have made, the composing one's first."""
+    return " ".join(dict.fromkeys(version for version in versions if version))
+
+
+def versions_of_today(test_set: TestSet, versions: Mapping[str, str]) -> set[str]:
+    """The versions that a verdict by this test set may have if today's judges made it; versions: by pool.
+
+    Of a composition whose verifiers' gate failed the sandbox judge has seen nothing.
+    """
+    pool, judges = pool_of(test_set), own_judges(test_set)
+    alone = composed_version(versions[pool], *judges)
+    if pool == VERIFIER and test_set.HasField("composition") and "" in versions:
+        return {alone, composed_version(versions[pool], versions[""], *judges)}
+    return {alone}
+
+
+def is_of_pool(version: str, pool_version: str) -> bool:
+    """Whether a verdict's version is that of a pool, alone or with the judge of a composition's parts; what a run's
+    pi0 has said is of that run, and what a served policy has said of the jobs that name it."""
+    first, *others = version.split(" ")
+    return first == pool_version and not any(other.startswith((OF_RUN, SERVED)) for other in others)
 
 
 def decided_by(problems: Sequence[Problem], verifier: VerifierSpec) -> tuple[Problem, ...]:
@@ -199,3 +280,91 @@ def _read(path: str, function: str, _changed: float, _size: int) -> str:
 def _unusable(path: str, reason: str) -> InvalidInput:
     message = f"{path}: {reason}"
     return InvalidInput(message, code="unusable_function", violations=(FieldViolation("/tasks/verifier", message),))
+
+
+@dataclass(frozen=True)
+class ScoreBin:
+    """The examples whose score lies from `low` up to the next bin, and the mean of their labels."""
+
+    low: float
+    examples: int
+    mean_score: float
+    mean_label: float
+
+
+@dataclass(frozen=True)
+class JudgeCalibration:
+    """All shares are between 0 and 1; spearman and auc are None where all labels, or all scores, are alike."""
+
+    examples: int
+    agreement: float
+    right_and_passed: int
+    right_and_failed: int
+    wrong_and_passed: int
+    wrong_and_failed: int
+    spearman: float | None
+    auc: float | None
+    mean_error: float
+    bins: tuple[ScoreBin, ...]
+
+
+def calibration_of(scores: Sequence[float], labels: Sequence[float], pass_score: float) -> JudgeCalibration:
+    """Compare scores with labels, both between 0 and 1 and as many; at least one."""
+    passed = [score >= pass_score for score in scores]
+    right = [label >= RIGHT for label in labels]
+    pairs = list(zip(right, passed, strict=True))
+    return JudgeCalibration(
+        examples=len(pairs),
+        agreement=sum(one == other for one, other in pairs) / len(pairs),
+        right_and_passed=pairs.count((True, True)),
+        right_and_failed=pairs.count((True, False)),
+        wrong_and_passed=pairs.count((False, True)),
+        wrong_and_failed=pairs.count((False, False)),
+        spearman=_correlation(_ranks(scores), _ranks(labels)),
+        auc=_auc(scores, right),
+        mean_error=sum(abs(score - label) for score, label in zip(scores, labels, strict=True)) / len(pairs),
+        bins=tuple(_bins(scores, labels)),
+    )
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """From 1; equal values share the mean of their ranks."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks = [0.0] * len(values)
+    before = 0
+    for _, places in groupby(order, key=values.__getitem__):
+        same = list(places)
+        for place in same:
+            ranks[place] = before + (len(same) + 1) / 2
+        before += len(same)
+    return ranks
+
+
+def _correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
+    middle_first, middle_second = sum(first) / len(first), sum(second) / len(second)
+    moments = [(one - middle_first, other - middle_second) for one, other in zip(first, second, strict=True)]
+    spread = math.sqrt(sum(one**2 for one, _ in moments) * sum(other**2 for _, other in moments))
+    return sum(one * other for one, other in moments) / spread if spread else None
+
+
+def _auc(scores: Sequence[float], right: Sequence[bool]) -> float | None:
+    """How often a right response scores above a wrong one, ties by half."""
+    positives = sum(right)
+    negatives = len(right) - positives
+    if not positives or not negatives:
+        return None
+    above = sum(rank for rank, one in zip(_ranks(scores), right, strict=True) if one) - positives * (positives + 1) / 2
+    return above / (positives * negatives)
+
+
+def _bins(scores: Sequence[float], labels: Sequence[float]) -> list[ScoreBin]:
+    found = []
+    for number in range(BINS):
+        inside = [
+            pair for pair in zip(scores, labels, strict=True) if min(BINS - 1, int(pair[0] * BINS + 1e-9)) == number
+        ]
+        if inside:
+            count = len(inside)
+            means = sum(score for score, _ in inside) / count, sum(label for _, label in inside) / count
+            found.append(ScoreBin(number / BINS, count, *means))
+    return found

@@ -1,4 +1,4 @@
-"""Doubles of what the trainer talks to, over real gRPC: an orchestrator that leases a job, a replay buffer."""
+"""Doubles of what the trainer talks to, over real gRPC, and tiny random models that transformers and vLLM load."""
 
 # ruff: noqa: N802  (gRPC method names come from the proto)
 
@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from spo.errors import LeaseLost, NotReady
 from spo.model.logprobs import load_policy, response_logprobs
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import JobSpec, spec_to_json
-from spo.v1 import orchestrator_service_pb2 as wire
-from spo.v1 import replay_service_pb2 as replay_wire
+from spo.tasks.toy_tokenizer import MAXIMUM_TOKENS, build_tokenizer, save_tokenizer
+from spo.v1 import orchestrator_service_pb2 as wire, replay_service_pb2 as replay_wire
 from spo.v1.orchestrator_service_pb2_grpc import (
     OrchestratorServiceServicer,
     add_OrchestratorServiceServicer_to_server,
@@ -27,6 +29,44 @@ from spo.v1.orchestrator_service_pb2_grpc import (
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_REFERENCE
 from spo.v1.replay_service_pb2_grpc import ReplayServiceServicer, add_ReplayServiceServicer_to_server
 from spo.v1.trajectory_pb2 import Trajectory
+
+# Wide enough that greedy choices differ from token to token instead of repeating one.
+WEIGHT_SCALE = 0.25
+
+
+def write_random_llama(folder: Path, seed: int, *, width: int = 96, layers: int = 2) -> None:
+    """Write a Llama with the toy contest's tokenizer and weights drawn from `seed`."""
+    random_llama(seed, width=width, layers=layers).save_pretrained(folder, safe_serialization=True)
+    save_tokenizer(folder)
+
+
+def random_llama(seed: int, *, width: int = 96, layers: int = 2) -> LlamaForCausalLM:
+    """The model of `write_random_llama`, float32, in evaluation mode; leaves the global random state alone."""
+    tokenizer = build_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, width // 32),
+        num_key_value_heads=max(1, width // 32),
+        # vLLM's CPU attention has no head narrower than 32.
+        head_dim=32,
+        max_position_embeddings=MAXIMUM_TOKENS,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng():
+        model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, WEIGHT_SCALE, generator=generator)
+    model.eval()
+    return model
 
 
 @dataclass

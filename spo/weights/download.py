@@ -20,7 +20,7 @@ import httpx
 
 from spo.errors import InvalidInput, NotFound, SpoError, Unreachable
 from spo.model.folder import GENERATION_FILE, INDEX_FILE, TOKENIZER_FILES, WEIGHTS_FILE, inspect_model_folder
-from spo.observability.logs import configure_logs, get_logger
+from spo.observability import configure_logs, get_logger
 
 log = get_logger("model")
 

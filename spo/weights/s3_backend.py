@@ -1,4 +1,9 @@
-"""Weight versions, and checkpoints by step, in a bucket of an S3-compatible object store.
+"""Weight versions, and checkpoints by step, in a bucket of an S3-compatible object store; large files in parts that
+can be resumed.
+
+One large file in parts, several at a time, that goes on where an earlier try, or an earlier process, stopped.
+Beside the file lies a journal of the parts that are there; both are gone or whole when the caller's digest has been
+checked. One downloader per file: who calls holds a lock.
 
 <prefix>/<run>/<version:08d>/{manifest.json, <digest>-*.safetensors}. A version is there once its manifest is. Objects
 carry their digest in their name, so that no writer overwrites another's bytes; the manifest is put on condition, so
@@ -10,7 +15,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterator
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +39,18 @@ from spo.manifest_folder import (
     parse_manifest,
     verify,
 )
-from spo.weights.ranged_download import download
+from spo.observability import get_logger
+
+log = get_logger("download")
+
+PART_BYTES = 16 << 20
+PARTS_AT_ONCE = 4
+TRIES = 5
+PAUSE_SECONDS = 0.5
+_NUMBER_BYTES = 4
+
+# (start, length) -> bytes
+Read = Callable[[int, int], bytes]
 
 # A call, retries included, may take this long; bytes travel in parts of a size that takes less.
 RETRY_SECONDS = 60
@@ -40,6 +59,56 @@ MAX_COPY_BYTES = 5 << 30
 # S3 takes 10,000 parts of at least 5 MiB.
 MOST_PARTS = 8000
 MIN_PART_BYTES = 5 << 20
+
+
+def download(read: Read, size_bytes: int, destination: Path) -> None:
+    """Fill `destination` by ranged reads; a part that fails is tried again, then its error is raised."""
+    part, journal = destination.with_name(destination.name + ".part"), destination.with_name(destination.name + ".got")
+    there = _numbers(journal) if part.is_file() and part.stat().st_size == size_bytes else set()
+    missing = [number for number in range(-(-size_bytes // PART_BYTES)) if number not in there]
+    if there:
+        log.info("a download goes on", file=destination.name, parts=len(missing), of=len(missing) + len(there))
+    else:
+        journal.unlink(missing_ok=True)
+    with part.open("r+b" if there else "w+b") as file, journal.open("ab", buffering=0) as got:
+        file.truncate(size_bytes)
+
+        def fetch(number: int) -> None:
+            start = number * PART_BYTES
+            content = _persistently(read, start, min(PART_BYTES, size_bytes - start))
+            os.pwrite(file.fileno(), content, start)
+            got.write(number.to_bytes(_NUMBER_BYTES, "little"))
+
+        with ThreadPoolExecutor(PARTS_AT_ONCE) as threads:
+            # Read to the end: a part's error is raised here, after the others have been tried.
+            list(threads.map(fetch, missing))
+    part.replace(destination)
+    journal.unlink()
+
+
+def _persistently(read: Read, start: int, length: int) -> bytes:
+    for left in reversed(range(TRIES)):
+        try:
+            content = read(start, length)
+            if len(content) == length:
+                return content
+            problem: Exception = IntegrityError(f"{len(content)} bytes at {start} instead of {length}")
+        except NotFoundError:
+            raise
+        except (BaseError, OSError) as error:
+            problem = error
+        if not left:
+            raise problem
+        time.sleep(PAUSE_SECONDS)
+    raise AssertionError("unreachable")
+
+
+def _numbers(journal: Path) -> set[int]:
+    if not journal.is_file():
+        return set()
+    raw = journal.read_bytes()
+    whole = len(raw) - len(raw) % _NUMBER_BYTES
+    return {int.from_bytes(raw[at : at + _NUMBER_BYTES], "little") for at in range(0, whole, _NUMBER_BYTES)}
 
 
 class S3Backend:

@@ -1,39 +1,78 @@
-"""Versioned policy weights: whole or absent, verified when opened, in a shared folder or an object store.
+"""Versioned policy weights: whole or absent, put together from anchors and deltas, verified when opened; the folder
+they lie in, and a machine's cache.
+
+Where published weight versions lie: what a place must offer, and a folder that all machines share.
+<root>/<run>/<version:08d>/{manifest.json, *.safetensors}; the other place is a bucket (spo.weights.s3_backend).
+Checkpoints lie likewise, by step, whose numbers have ten digits.
+
+Whole weight versions on this machine: one download for all its replicas, in memory (/dev/shm) where they fit.
+    <root>/<store>/<run>/<version:08d>-<manifest digest>/*.safetensors
+
+A folder is there once it is whole. Whoever uses one holds a shared lock on it, which ends with its process: only what
+nobody holds is removed. Another lock makes one process of the machine fetch a version while the others wait for it.
 
 Version 0 is the reference model itself and is never here. A version is stored whole (an anchor) or as what changed
 since the one before (a delta); whoever opens it gets whole files either way, whose digests the manifest holds. What
-does not lie in a folder of this machine is put together in its cache (spo.weights.cache).
+does not lie in a folder of this machine is put together in its cache (spo.weights.store).
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import re
 import shutil
-from collections.abc import Callable, Container, Iterable, Mapping
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from spo.disk_space import told_when_full
-from spo.errors import IntegrityError, InvalidInput, NotFound
-from spo.manifest_folder import FileEntry, Manifest, ManifestFolder, entry_of, link_files, verify
-from spo.model.adapter_folder import Adapter
-from spo.observability.logs import get_logger
-from spo.weights.assembly import (
-    DELTA_NAME,
-    assemble,
-    digest_of,
-    emptied,
-    whole_entries,
-    whole_here,
+from spo import redis_keys
+from spo.errors import IntegrityError, InvalidInput, NotFound, NotReady
+from spo.manifest_folder import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    ManifestFolder,
+    check_entry,
+    entry_of,
+    link_files,
+    numbered_folders,
+    open_folder,
+    parse_manifest,
+    remove_abandoned,
+    remove_folder,
+    remove_tree,
+    seal_folder,
+    staging_folder,
+    told_when_full,
+    verify,
 )
-from spo.weights.backends import FolderBackend, WeightBackend
-from spo.weights.cache import Cached, Pin, WeightCache
+from spo.model.folder import Adapter
+from spo.observability import get_logger
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+POLL_SECONDS = 0.05
+
+CHECKPOINT_DIGITS = 10
+
+SHARED_MEMORY = Path("/dev/shm")
+# Room for this many copies must be free in shared memory: the one served, the next one, and some for everybody else.
+COPIES = 3
+KEPT = 2
+FETCH_SECONDS = 1800.0
+FORGOTTEN_SECONDS = 6 * 3600.0
+
+DELTA_NAME = "delta-"
 
 log = get_logger("weights")
 
@@ -41,6 +80,337 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}\.safetensors")
 # A delta that saves less than this is not worth a chain.
 WORTHWHILE_SHARE = 0.9
+
+
+@contextlib.contextmanager
+def locked(path: Path, seconds: float) -> Iterator[None]:
+    """Holds the lock of a file, which is made. Raises NotReady where another process has held it for `seconds`."""
+    deadline = time.monotonic() + seconds
+    with path.open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise NotReady(f"another process has held {path} for {seconds:g} s") from None
+                time.sleep(POLL_SECONDS)
+        yield
+
+
+class WeightBackend(Protocol):
+    """Versions of all runs. Everything raises Unreachable when the place does not answer."""
+
+    name: str
+
+    def staging_dir(self, run_id: str, version: int) -> AbstractContextManager[Path] | None:
+        """A folder to write a version in, gone when the block ends; None where any will do."""
+
+    def seal(self, run_id: str, version: int, writing: Path, head: Manifest) -> ManifestFolder:
+        """Make the files in `writing` the version, as `seal_folder` does. Raises Conflict."""
+
+    def manifest(self, run_id: str, version: int) -> Manifest:
+        """Raises NotFound, or IntegrityError when it is no manifest."""
+
+    def in_place(self, run_id: str, version: int) -> ManifestFolder | None:
+        """The verified files where they lie; None where they must be fetched. Raises IntegrityError."""
+
+    def fetch(self, run_id: str, version: int, entry: FileEntry, destination: Path) -> None:
+        """Bring one file here, verified, going on where an earlier try stopped. Raises IntegrityError."""
+
+    def copy(self, run_id: str, version: int, into: str, head: Manifest) -> ManifestFolder:
+        """The same files as another run's, without their bytes on the way where the place can.
+
+        Raises NotFound, IntegrityError, Conflict.
+        """
+
+    def uri(self, run_id: str, version: int) -> str:
+        """Where the version lies, for people."""
+
+    def runs(self) -> list[str]:
+        """Names of what may be a run's; empty where a place is not listed."""
+
+    def versions(self, run_id: str) -> list[int]:
+        """Ascending; not verified."""
+
+    def remove(self, run_id: str, version: int) -> None:
+        """At once for readers."""
+
+    def tidy(self, run_id: str) -> None:
+        """Remove what crashed writers left."""
+
+    def remove_run(self, run_id: str) -> None:
+        """All versions of a run."""
+
+
+class FolderBackend:
+    """A local or mounted folder."""
+
+    def __init__(self, root: Path, digits: int = 8) -> None:
+        self.root = root
+        self._digits = digits
+        self.name = str(root.absolute())
+
+    def staging_dir(self, run_id: str, version: int) -> AbstractContextManager[Path] | None:
+        return staging_folder(self._path(run_id, version))
+
+    def seal(self, run_id: str, version: int, writing: Path, head: Manifest) -> ManifestFolder:
+        return seal_folder(writing, self._path(run_id, version), head)
+
+    def manifest(self, run_id: str, version: int) -> Manifest:
+        path = self._path(run_id, version) / MANIFEST
+        try:
+            return parse_manifest(path.read_bytes(), str(path))
+        except FileNotFoundError:
+            if path.parent.is_dir():
+                raise IntegrityError(f"{path} is missing") from None
+            raise NotFound(f"there is no folder {path.parent}") from None
+
+    def in_place(self, run_id: str, version: int) -> ManifestFolder:
+        return open_folder(self._path(run_id, version))
+
+    def fetch(self, run_id: str, version: int, entry: FileEntry, destination: Path) -> None:
+        source = self._path(run_id, version) / entry["name"]
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(source, destination)
+        verify(destination, entry, str(source))
+
+    def copy(self, run_id: str, version: int, into: str, head: Manifest) -> ManifestFolder:
+        source, destination = self.in_place(run_id, version), self._path(into, version)
+        with staging_folder(destination) as writing:
+            link_files(source.files, writing)
+            return seal_folder(writing, destination, head)
+
+    def uri(self, run_id: str, version: int) -> str:
+        return str(self._path(run_id, version).absolute())
+
+    def runs(self) -> list[str]:
+        return sorted(path.name for path in self.root.iterdir()) if self.root.is_dir() else []
+
+    def versions(self, run_id: str) -> list[int]:
+        return [number for number, _ in numbered_folders(self.root / run_id)]
+
+    def remove(self, run_id: str, version: int) -> None:
+        remove_folder(self._path(run_id, version))
+
+    def tidy(self, run_id: str) -> None:
+        remove_abandoned(self.root / run_id)
+
+    def remove_run(self, run_id: str) -> None:
+        remove_tree(self.root / run_id)
+
+    def _path(self, run_id: str, version: int) -> Path:
+        return self.root / run_id / f"{version:0{self._digits}d}"
+
+
+class Pin:
+    """A folder in use: it stays while this object lives."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._release = weakref.finalize(self, os.close, descriptor)
+
+    def release(self) -> None:
+        self._release()
+
+
+@dataclass(frozen=True)
+class Cached:
+    """Whole files in use; those of a shared folder are held by nobody."""
+
+    path: Path
+    hold: Pin | None
+
+
+class WeightCache:
+    """One store's versions on this machine; `root` "" takes shared memory or, for what does not fit, TMPDIR."""
+
+    def __init__(self, root: str, store: str) -> None:
+        named = f"spo-weights-{os.getuid()}"
+        roots = [Path(root)] if root else [base / named for base in (SHARED_MEMORY, Path(tempfile.gettempdir()))]
+        usable = roots if root else [base for base in roots if _is_ours(base)]
+        self._roots = [base / redis_keys.digest(store)[:16] for base in usable]
+
+    def find(self, run_id: str, version: int, digest: str) -> Cached | None:
+        """The version with this manifest digest, if it is here; not verified."""
+        for root in self._roots:
+            path = root / run_id / _name(version, digest)
+            hold = _held(path, fcntl.LOCK_SH)
+            if hold:
+                return Cached(path, hold)
+        return None
+
+    @contextlib.contextmanager
+    def stage(self, run_id: str, name: str, size_bytes: int) -> Iterator[Path]:
+        """A folder of that name to put a version together in, kept when the block raises so that a retry goes on there.
+
+        One process at a time has it. Raises NotReady when another had it for FETCH_SECONDS, ResourceExhausted.
+        """
+        parent = self._root_for(size_bytes) / run_id
+        with told_when_full(parent, size_bytes), self._alone(run_id, name):
+            path = parent / f".stage-{name}"
+            path.mkdir(parents=True, exist_ok=True)
+            yield path
+            shutil.rmtree(path, ignore_errors=True)
+
+    def keep(self, staged: Path, run_id: str, version: int, digest: str) -> Cached:
+        """Make a folder in a stage the cached version, and forget those before that nobody uses."""
+        path = staged.parent.parent / _name(version, digest)
+        with contextlib.suppress(OSError):  # It is there already.
+            os.rename(staged, path)
+        cached = self.find(run_id, version, digest)
+        if cached is None:
+            raise NotReady(f"the cached weights at {path} were removed by somebody else", code="cache_lost")
+        os.utime(path)
+        self._prune(run_id)
+        return cached
+
+    def drop(self, cached: Cached) -> None:
+        """Remove a version that turned out to be damaged."""
+        remove_folder(cached.path)
+
+    def _root_for(self, size_bytes: int) -> Path:
+        first = self._roots[0]
+        first.mkdir(parents=True, exist_ok=True, mode=0o700)
+        roomy = len(self._roots) == 1 or shutil.disk_usage(first).free >= COPIES * size_bytes
+        return first if roomy else self._roots[1]
+
+    @contextlib.contextmanager
+    def _alone(self, run_id: str, name: str) -> Iterator[None]:
+        folder = self._roots[0] / run_id
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with locked(folder / f".lock-{name}", FETCH_SECONDS):
+            yield
+
+    def _prune(self, run_id: str) -> None:
+        for root in self._roots:
+            for run in root.glob("*"):
+                versions = sorted(path for path in run.glob("[0-9]*") if path.is_dir())
+                forgotten = [path for path in versions if _age_seconds(path) > FORGOTTEN_SECONDS]
+                for path in versions[:-KEPT] if run.name == run_id else forgotten:
+                    hold = _held(path, fcntl.LOCK_EX)
+                    if hold:
+                        remove_folder(path)
+                        hold.release()
+                for lock in run.glob(".*"):
+                    if _age_seconds(lock) > FORGOTTEN_SECONDS:
+                        shutil.rmtree(lock, ignore_errors=True) if lock.is_dir() else lock.unlink(missing_ok=True)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether nobody else can put anything there: both parents are open to all users of the machine."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder.stat().st_uid == os.getuid() and not folder.is_symlink()
+    except OSError:
+        return False
+
+
+def _name(version: int, digest: str) -> str:
+    return f"{version:08d}-{digest[:32]}"
+
+
+def _held(path: Path, kind: int) -> Pin | None:
+    """A lock on a folder that is still there; None when it is not, or is in use and wanted alone."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    hold = Pin(descriptor)
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        # Between the two it may have been removed.
+        if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
+            return hold
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    hold.release()
+    return None
+
+
+def _age_seconds(path: Path) -> float:
+    with contextlib.suppress(FileNotFoundError):
+        return time.time() - path.stat().st_mtime
+    return 0.0
+
+
+def whole_entries(manifest: Manifest) -> list[FileEntry]:
+    """The whole files of a version, however it is stored. Raises IntegrityError."""
+    try:
+        entries: list[FileEntry] = manifest["delta"]["files"] if "delta" in manifest else manifest["files"]
+        for entry in entries:
+            check_entry(entry)
+    except (ValueError, KeyError, TypeError) as error:
+        raise IntegrityError(f"version {manifest.get('version')} is not described: {error}") from None
+    return entries
+
+
+def digest_of(manifest: Manifest) -> str:
+    """The digest that names a stored version."""
+    return ManifestFolder(Path(), manifest).manifest_digest
+
+
+def emptied(folder: Path) -> Path:
+    """The folder, with nothing in it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
+def whole_here(backend: WeightBackend, cache: WeightCache, run_id: str, manifest: Manifest) -> Cached | None:
+    """A version's whole files if this machine has them, not verified: users check the digests of what they make."""
+    if "delta" not in manifest and isinstance(backend, FolderBackend):
+        return Cached(Path(backend.uri(run_id, int(manifest["version"]))), None)
+    return cache.find(run_id, int(manifest["version"]), digest_of(manifest))
+
+
+def assemble(backend: WeightBackend, cache: WeightCache, run_id: str, manifest: Manifest, stage: Path) -> Path:
+    """Walk back to a version that is here, or to the anchor, and forth again over the deltas; verified.
+
+    What was fetched stays in `stage` when this is interrupted. Raises IntegrityError, NotFound, Unreachable.
+    """
+    deltas: list[Manifest] = []
+    at, base = manifest, None
+    while "delta" in at and base is None:
+        deltas.append(at)
+        delta = at["delta"]
+        at = backend.manifest(run_id, int(delta["base"]))
+        if digest_of(at) != delta["base_digest"]:
+            raise IntegrityError(f"version {delta['base']} of run {run_id} is not the base of its delta any more")
+        base = whole_here(backend, cache, run_id, at)
+    fetched, whole = stage / "fetched", emptied(stage / "whole")
+    fetched.mkdir(exist_ok=True)
+    try:
+        for entry in whole_entries(at):
+            if base:
+                shutil.copyfile(base.path / entry["name"], whole / entry["name"])
+            else:
+                _fetch(backend, run_id, at, entry, fetched).rename(whole / entry["name"])
+        for delta in reversed(deltas):
+            _apply(backend, run_id, delta, fetched, whole)
+        for entry in whole_entries(manifest):
+            verify(whole / entry["name"], entry, f"{backend.uri(run_id, int(manifest['version']))}/{entry['name']}")
+    except IntegrityError:
+        # The next attempt then fetches every byte again.
+        shutil.rmtree(fetched)
+        raise
+    return whole
+
+
+def _apply(backend: WeightBackend, run_id: str, manifest: Manifest, fetched: Path, whole: Path) -> None:
+    from spo.weights.delta import apply_delta
+
+    for entry in manifest["files"]:
+        target = whole / entry["name"].removeprefix(DELTA_NAME)
+        if not target.is_file():
+            raise IntegrityError(f"version {manifest['version']} of run {run_id} changes a file that its base lacks")
+        apply_delta(target, _fetch(backend, run_id, manifest, entry, fetched))
+
+
+def _fetch(backend: WeightBackend, run_id: str, manifest: Manifest, entry: FileEntry, folder: Path) -> Path:
+    path = folder / f"{entry['blake3'][:32]}-{entry['name']}"
+    if not path.is_file():
+        backend.fetch(run_id, int(manifest["version"]), entry, path)
+    return path
 
 
 @dataclass(frozen=True)

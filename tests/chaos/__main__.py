@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from spo.local.commands import Interrupted, signals_interrupt
+from spo.local.launcher import Interrupted, signals_interrupt
 from tests.chaos.command import carry_out
 
 LOG_COLUMNS = 140

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 from spo.client import Client
 from spo.client.models import Job
 from spo.errors import SpoError
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
 from tests.chaos import invariants
 from tests.chaos.faults.fault import Stage
 from tests.chaos.faults.schedule import Schedule

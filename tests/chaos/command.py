@@ -14,9 +14,9 @@ from rich.console import Console
 
 from spo.demo.demo import RECIPE
 from spo.errors import NotReady
-from spo.reproduce.methods import merged
-from spo.spec.spec_file import read_spec
-from spo.testing.waiting import wait_until
+from spo.reproduce.plan import merged
+from spo.spec.section import read_spec
+from spo.testing.peers import wait_until
 from tests.chaos import report
 from tests.chaos.campaign import Campaign
 from tests.chaos.faults.schedule import Schedule, possible_faults

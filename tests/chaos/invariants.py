@@ -14,8 +14,7 @@ from spo.client.models import Job
 from spo.errors import SpoError
 from spo.experience.store import ExperienceStore
 from spo.messaging.connection import connect
-from spo.testing.ledger import check_ledger
-from spo.testing.waiting import wait_until
+from spo.testing.peers import check_ledger, wait_until
 from tests.chaos.platform import ChaosPlatform
 
 DRAIN_SECONDS = 120

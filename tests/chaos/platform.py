@@ -13,7 +13,7 @@ from typing import Self
 import psutil
 import redis
 
-from spo.local.child import Child
+from spo.local.judge_client import Child
 from spo.local.launcher import REDIS, SERVICES, LauncherSettings, LocalPlatform
 from tests.chaos.clocks import Clocks
 from tests.chaos.disks import Disk

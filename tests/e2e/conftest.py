@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from spo.demo.demo import RECIPE
-from spo.reproduce.methods import merged
-from spo.spec.spec_file import read_spec
+from spo.reproduce.plan import merged
+from spo.spec.section import read_spec
 
 ROOT = Path(__file__).parents[2]
 # A short run: what is looked at is the platform, not what is learnt.

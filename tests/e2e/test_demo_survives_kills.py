@@ -14,7 +14,7 @@ import pytest
 from spo.client import Client
 from spo.client.models import Job
 from spo.local.launcher import LocalPlatform
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
 from tests.e2e.conftest import demo_spec
 from tests.support.platform import check_ledgers, child_of, running_platform, wait_for_progress
 

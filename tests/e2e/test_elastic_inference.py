@@ -21,7 +21,7 @@ import yaml
 
 from spo.client import Client
 from spo.local.launcher import LocalPlatform, free_ports
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
 from tests.e2e.conftest import demo_spec
 from tests.support.platform import check_ledgers, child_of, running_platform, wait_for_progress
 from tests.support.s3_server import S3Server, serve_s3

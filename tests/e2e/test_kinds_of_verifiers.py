@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from spo.client import Client
-from spo.reproduce.methods import merged
-from spo.tasks.toy.problems import toy_tasks
+from spo.reproduce.plan import merged
+from spo.tasks.toy import toy_tasks
 from tests.e2e.conftest import SHORT, demo_spec
 from tests.support.platform import check_ledgers, running_platform
 

@@ -11,14 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from spo.client.models.continual import ContinualRound
-from spo.demo.loop.canary import places_of
-from spo.demo.loop.course import CONTINUAL, ENDED, SERVED, Course, continual_spec, first_job, weights_digest
-from spo.demo.loop.traffic import Crowd, GreedyAnswer, People
+from spo.client.models.documents import ContinualRound
+from spo.demo.loop import (
+    CONTINUAL,
+    ENDED,
+    SERVED,
+    Course,
+    Crowd,
+    GreedyAnswer,
+    People,
+    continual_spec,
+    first_job,
+    places_of,
+    weights_digest,
+)
 from spo.local.launcher import LocalPlatform
 from spo.spec.job_spec import TasksSpec
 from spo.tasks.load import load_tasks
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
 from tests.support.platform import running_platform
 
 COURSE = Course(

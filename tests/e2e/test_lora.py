@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from spo.cli.app import app
 from spo.client import Client
-from spo.reproduce.methods import merged
-from spo.spec.spec_file import read_spec
-from spo.testing.waiting import wait_until
+from spo.reproduce.plan import merged
+from spo.spec.section import read_spec
+from spo.testing.peers import wait_until
 from tests.support.platform import child_of, running_platform, wait_for_progress
 
 RECIPE = Path(__file__).parents[2] / "deploy" / "recipes" / "toy" / "lora.yaml"

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from spo.client import Client
-from spo.demo.addition import write_addition_tasks
-from spo.demo.real import MODEL, REAL_RECIPE
-from spo.reproduce.methods import merged
-from spo.spec.spec_file import read_spec
+from spo.demo.addition import MODEL, REAL_RECIPE, write_addition_tasks
+from spo.reproduce.plan import merged
+from spo.spec.section import read_spec
 from tests.support.platform import check_ledgers, running_platform
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ import redis
 
 from spo.client import Client
 from spo.errors import NotFound
-from spo.testing.models import write_random_llama
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
+from spo.testing.trainer import write_random_llama
 from tests.e2e.conftest import SHORT, demo_spec
 from tests.support.platform import check_ledgers, running_platform, wait_for_progress
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from spo.client import Client
-from spo.reproduce.methods import merged
-from spo.spec.spec_file import read_spec
-from spo.testing.waiting import wait_until
+from spo.reproduce.plan import merged
+from spo.spec.section import read_spec
+from spo.testing.peers import wait_until
 from tests.support.platform import check_ledgers, child_of, running_platform, wait_for_progress
 
 RECIPE = Path(__file__).parents[2] / "deploy" / "recipes" / "toy" / "retry.yaml"

@@ -10,10 +10,10 @@ import pytest
 
 from spo.client import Client
 from spo.client.models import Job
-from spo.local.child import Child
+from spo.local.judge_client import Child
 from spo.local.launcher import LauncherSettings, LocalPlatform
-from spo.testing.models import write_random_llama
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
+from spo.testing.trainer import write_random_llama
 from tests.conftest import require
 from tests.e2e.conftest import SHORT, demo_spec
 from tests.support.platform import START_SECONDS, check_ledgers, child_of, wait_for_progress

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from spo.local.redis_server import server_command
+from spo.local.launcher import server_command
 from tests.conftest import require
 from tests.e2e.conftest import ROOT, SHORT, demo_spec
 

@@ -17,9 +17,9 @@ import pytest
 from safetensors import safe_open
 
 from spo.client import Client
-from spo.local.child import Child
+from spo.local.judge_client import Child
 from spo.local.launcher import LocalPlatform
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
 from tests.e2e.conftest import SHORT, demo_spec
 from tests.support.platform import check_ledgers, child_of, running_platform, wait_for_progress
 

@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from spo.client import Client
-from spo.local.child import Child
+from spo.local.judge_client import Child
 from spo.local.launcher import LocalPlatform, free_ports
 from spo.rpc.client import is_healthy
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
 from tests.e2e.conftest import SHORT, demo_spec
 from tests.support.platform import check_ledgers, child_of, running_platform
 

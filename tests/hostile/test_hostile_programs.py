@@ -28,7 +28,7 @@ import psutil
 import pytest
 import yaml
 
-from services.sandbox_judge.isolation.tiers import TIERS
+from services.sandbox_judge.isolation import TIERS
 from services.sandbox_judge.probe import why_not
 from services.sandbox_judge.program_judge import ProgramJudge
 from services.sandbox_judge.sandbox_worker import Role, SandboxWorker

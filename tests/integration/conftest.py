@@ -17,7 +17,7 @@ from tests.support.s3_server import S3Server, serve_s3
 
 if TYPE_CHECKING:
     from services.trainer.ranks import Ranks
-    from spo.testing.value import Surroundings
+    from spo.testing.runs import Surroundings
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def bucket_url(s3_server: S3Server) -> str:
 @pytest.fixture(scope="module")
 def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a random Llama of about 20,000 parameters."""
-    from spo.testing.models import write_random_llama
+    from spo.testing.trainer import write_random_llama
 
     folder = tmp_path_factory.mktemp("model") / "pi0"
     write_random_llama(folder, seed=0, width=32)
@@ -90,7 +90,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def value_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the random pi0 whose values are estimated; nobody writes into it."""
-    from spo.testing.models import write_random_llama
+    from spo.testing.trainer import write_random_llama
 
     folder = tmp_path_factory.mktemp("pi0")
     write_random_llama(folder, seed=1)
@@ -104,18 +104,17 @@ def surroundings(
     """Builds what value-estimation works among; takes other doubles and Settings' fields."""
     import torch
 
-    from services.replay_buffer.sampler import BatchSampler
+    from services.replay_buffer.sampling import BatchSampler
     from services.replay_buffer.service import ReplayService
     from services.replay_buffer.store import ReplayStore
-    from services.value_estimation.policies import Policies
-    from services.value_estimation.reference import References
+    from services.value_estimation.reference import Policies, References
+    from services.value_estimation.samples import connect_clients
     from services.value_estimation.service import ValueService
-    from services.value_estimation.service_clients import connect_clients
     from services.value_estimation.settings import Settings
     from services.value_estimation.token_values import TokenValuer
     from spo.model.tokenizer import load_tokenizer
     from spo.rpc.server import RpcServer
-    from spo.testing.value import EngineDouble, JudgeDouble, Surroundings
+    from spo.testing.runs import EngineDouble, JudgeDouble, Surroundings
     from spo.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
     from spo.v1.judge_service_pb2_grpc import add_JudgeServiceServicer_to_server
     from spo.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server

@@ -7,10 +7,9 @@ from fractions import Fraction
 from itertools import permutations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from services.sandbox_judge.compare import first_difference
+from services.sandbox_judge.program_judge import first_difference
 from spo.v1 import verdict_pb2
 from spo.v1.verdict_pb2 import Checker
 

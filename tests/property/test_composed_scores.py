@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from services.sandbox_judge.jail import scores_child
-from services.verifier.guarded_post import BadAnswer
-from services.verifier.scores import number_in, scored
+from services.verifier.http_scorer import BadAnswer, number_in, scored
 from spo.errors import InvalidInput
 from spo.spec.reward import reward_of, score_in_range
 from spo.spec.tasks import RewardSpec
-from spo.tasks.scoring.composition import composed
+from spo.tasks.composition import composed
 from spo.v1 import verdict_pb2
 from spo.v1.verdict_pb2 import Composition, LengthPenalty, Outcome, Part, Verdict
 

@@ -16,9 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spo.algorithm.losses import spo_loss
+from spo.algorithm.objectives import TokenBatch, spo_loss
 from spo.algorithm.registry import LossTerm
-from spo.algorithm.token_batch import TokenBatch
 
 Trainer = Callable[[Tensor, Callable[[], Tensor]], None]
 

@@ -10,17 +10,23 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from services.trainer.batches import TrainingSample, annotated_targets, faults, length_of, token_batch
-from services.trainer.microbatches import ForwardLimits, MicroBatch, cut
-from spo.algorithm.losses import spo_loss
-from spo.algorithm.monte_carlo import q_from_successes
+from services.trainer.batches import (
+    ForwardLimits,
+    MicroBatch,
+    TrainingSample,
+    annotated_targets,
+    cut,
+    faults,
+    length_of,
+    token_batch,
+)
+from spo.algorithm.baselines import BatchTotals
+from spo.algorithm.objectives import TokenBatch, spo_loss
 from spo.algorithm.registry import LOSSES, LossTerm
-from spo.algorithm.token_batch import TokenBatch
-from spo.algorithm.whole_batch import BatchTotals
+from spo.algorithm.values import q_from_successes
 from spo.spec.job_spec import RewardSpec
 from spo.v1.prompt_pb2 import Source
 from spo.v1.trajectory_pb2 import Annotation, Trajectory

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from services.trainer.batches import TrainingSample
-from services.trainer.microbatches import ForwardLimits, Minibatch, cut_into_minibatches
+from services.trainer.batches import ForwardLimits, Minibatch, TrainingSample, cut_into_minibatches
 from spo.v1.trajectory_pb2 import Trajectory
 
 

@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spo.algorithm.losses import spo_loss
+from spo.algorithm.objectives import TokenBatch, spo_loss
 from spo.algorithm.registry import LossTerm
-from spo.algorithm.token_batch import TokenBatch
 from tests.property.test_exact_convergence import LENGTH, ROWS, EnumerableProblem, by_quasi_newton, logprobs_of
 
 # The rewards are 0 and -1; pi0 exp(S r) is what all of them shall lead to.

@@ -7,17 +7,12 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from spo.algorithm.diagnostics import batch_diagnostics
-from spo.algorithm.losses import spo_loss
-from spo.algorithm.policy_gradient import generalised_advantages, kl_regularised_rewards, value_loss
-from spo.algorithm.q_values import cumulative_q
+from spo.algorithm.baselines import generalised_advantages, kl_regularised_rewards, value_loss
+from spo.algorithm.objectives import Difference, Rounding, TokenBatch, batch_diagnostics, cumulative_q, spo_loss
 from spo.algorithm.registry import LOSSES, LossTerm
-from spo.algorithm.rounding import Difference, Rounding
-from spo.algorithm.token_batch import TokenBatch
 from tests.property.test_padding import draw_batch
 
 BETA = 0.3

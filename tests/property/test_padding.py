@@ -7,12 +7,10 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from spo.algorithm.losses import spo_loss
+from spo.algorithm.objectives import TokenBatch, spo_loss
 from spo.algorithm.registry import LOSSES, LossTerm
-from spo.algorithm.token_batch import TokenBatch
 
 rows_and_widths = st.tuples(st.integers(2, 6), st.integers(1, 8))
 

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import redis
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from services.replay_buffer.sampler import BatchSampler
+from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.errors import NotReady
-from spo.testing.replay import RUN, start_run, trajectory
+from spo.testing.runs import RUN, start_run, trajectory
 from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_ONLINE, SOURCE_REFERENCE
 from spo.v1.replay_service_pb2 import SampleBatchRequest
 from spo.v1.trajectory_pb2 import Trajectory

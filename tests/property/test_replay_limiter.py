@@ -6,11 +6,10 @@ import random
 from collections import deque
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from services.replay_buffer.limiter import Limiter, LiveCounts, groups_kept
-from spo.testing.toy_spec import toy_spec
+from services.replay_buffer.windows import Limiter, LiveCounts, groups_kept
+from spo.testing.runs import toy_spec
 
 SPECS = st.builds(
     lambda share, **fields: toy_spec(

@@ -8,18 +8,15 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from services.inference.engine import Sample
 from services.inference.environment_pool import EnvironmentPool
-from services.inference.episodes.group import start_episodes
-from services.verifier.environments.environment import Reply, Setup, State
-from services.verifier.environments.registry import Environments
-from services.verifier.environments.sealed_state import StateSeal
-from services.verifier.environments.service import EnvironmentService
+from services.inference.episodes import start_episodes
+from services.verifier.environments.environment import Reply, Setup, State, StateSeal
+from services.verifier.environments.service import Environments, EnvironmentService
 from spo.rpc.server import RpcServer
-from spo.spec.environment import ConversationSetup
+from spo.spec.tasks import ConversationSetup
 from spo.v1.environment_service_pb2_grpc import add_EnvironmentServiceServicer_to_server
 from spo.v1.trajectory_pb2 import FINISH_REASON_STOP, SEGMENT_KIND_ACTION, SEGMENT_KIND_OBSERVATION, Trajectory
 from tests.support.conversations import ScriptedEngine, assignment, conversation_group

@@ -12,12 +12,17 @@ import math
 
 import numpy as np
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from spo.algorithm.q_values import advantages, check_starts_at_reference, cumulative_q, soft_value, terminal_q
-from spo.algorithm.rounding import Rounding
-from spo.algorithm.token_batch import TokenBatch
+from spo.algorithm.objectives import (
+    Rounding,
+    TokenBatch,
+    advantages,
+    check_starts_at_reference,
+    cumulative_q,
+    soft_value,
+    terminal_q,
+)
 
 Prefix = tuple[int, ...]
 

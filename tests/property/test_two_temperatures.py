@@ -17,13 +17,18 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from spo.algorithm.objectives import group_centred_squared, terminal_squared
-from spo.algorithm.q_values import advantages, cumulative_q, soft_value, terminal_q
-from spo.algorithm.token_batch import TokenBatch
+from spo.algorithm.objectives import (
+    TokenBatch,
+    advantages,
+    cumulative_q,
+    group_centred_squared,
+    soft_value,
+    terminal_q,
+    terminal_squared,
+)
 
 thorough = settings(max_examples=40, deadline=None)
 temperatures = st.sampled_from([1 / math.log(100_000), 1 / math.log(100), 0.5, 3.0])

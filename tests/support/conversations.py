@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from spo.spec.environment import ConversationSetup
-from spo.tasks.toy.tokenizer import build_tokenizer
-from spo.testing.toy_spec import toy_spec
+from spo.spec.tasks import ConversationSetup
+from spo.tasks.toy_tokenizer import build_tokenizer
+from spo.testing.runs import toy_spec
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, Prompt, PromptGroup, Sampling
 
 RUN = "job_01"

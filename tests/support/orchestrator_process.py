@@ -10,8 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from spo.testing.peers import ServiceDoubles
-from spo.testing.waiting import wait_until
+from spo.testing.peers import ServiceDoubles, wait_until
 
 START_SECONDS = 60
 

@@ -11,11 +11,10 @@ import pytest
 from spo.client import Client
 from spo.client.models import Job
 from spo.experience.store import ExperienceStore
-from spo.local.child import Child
+from spo.local.judge_client import Child
 from spo.local.launcher import LauncherSettings, LocalPlatform
 from spo.messaging.connection import connect
-from spo.testing.ledger import check_ledger
-from spo.testing.waiting import wait_until
+from spo.testing.peers import check_ledger, wait_until
 
 START_SECONDS = 300
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import redis
 
-from spo.local.redis_server import server_command
-from spo.testing.waiting import wait_until
+from spo.local.launcher import server_command
+from spo.testing.peers import wait_until
 from tests.conftest import free_port
 
 SERVICE = "mymaster"

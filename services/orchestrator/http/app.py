@@ -1,43 +1,180 @@
-"""The HTTP application: routers, errors, limits and the OpenAPI document."""
+"""The HTTP application and its server: routers, errors, limits, and what the OpenAPI document says beyond the
+routes.
+"""
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
-from fastapi import FastAPI
+import uvicorn
+from fastapi import APIRouter, FastAPI
 from starlette.staticfiles import StaticFiles
 
-from services.orchestrator.container import AppContext
+from services.orchestrator.container import AppContext, threads_for_checks
 from services.orchestrator.http import errors
-from services.orchestrator.http.api import (
-    capture,
-    continual,
-    datasets,
-    dead_letters,
-    evaluations,
-    events,
-    experience,
-    jobs,
-    keys,
-    logs,
-    platform,
-    policies,
-    scale,
-    served_models,
-    training,
-    trajectories,
-    values,
+from services.orchestrator.http.errors import MEDIA_TYPE, STATIC, ProblemDocument
+from services.orchestrator.http.events import LiveEvents, dead_letters_router, logs_router, router as events_router
+from services.orchestrator.http.experience import datasets_router, router as experience_router
+from services.orchestrator.http.jobs import deletions, router as jobs_router
+from services.orchestrator.http.middleware import OPEN_PATHS, RequestMiddleware, limited_connections
+from services.orchestrator.http.openai import router as openai_router
+from services.orchestrator.http.pages.jobs import (
+    compare_router as compare_pages,
+    job_router as job_pages,
+    router as jobs_pages,
+    submission_router as submission_pages,
 )
-from services.orchestrator.http.api.openai import completions
-from services.orchestrator.http.api.tinker import routes as tinker
-from services.orchestrator.http.live_events import LiveEvents
-from services.orchestrator.http.middleware import RequestMiddleware
-from services.orchestrator.http.openapi import describe
-from services.orchestrator.http.pages import errors as error_pages
-from services.orchestrator.http.pages import router as pages
-from services.orchestrator.http.threads import threads_for_checks
-from spo.messaging.redis_url import open_async_server
+from services.orchestrator.http.pages.platform import (
+    catalogue_router as catalogue_pages,
+    errors_router as error_pages,
+    reference_router as reference_pages,
+    router as platform_pages,
+)
+from services.orchestrator.http.pages.trajectories import prompts_router as prompts_pages, router as trajectories_pages
+from services.orchestrator.http.platform import (
+    keys_router,
+    router as platform_router,
+    scale_router,
+    version as platform_version,
+)
+from services.orchestrator.http.serving import capture_router, continual_router, router as served_models_router
+from services.orchestrator.http.tinker import router as tinker_router
+from services.orchestrator.http.training import evaluations_router, policies_router, router as training_router
+from services.orchestrator.http.trajectories import router as trajectories_router, values_router
+from services.orchestrator.job_records import legal_transitions
+from spo.errors import Unreachable
+from spo.messaging.connection import open_async_server
+from spo.observability import get_logger
+from spo.spec.job_spec import JobSpec
+
+JsonObject = dict[str, Any]
+
+REF = "#/components/schemas/{model}"
+METHODS = ("get", "put", "post", "delete", "patch")
+SCHEMES: dict[str, dict[str, str]] = {
+    "bearer": {"type": "http", "scheme": "bearer", "description": "An API key, or a token of the OIDC provider."},
+    "basic": {"type": "http", "scheme": "basic", "description": "For browsers: any name, the API key as password."},
+}
+_MEANINGS = {
+    400: "The body is not JSON",
+    401: "No key, or one that is not valid",
+    403: "The key lacks a scope, or the request comes from another site",
+    404: "Not there, or not yours",
+    408: "The body did not arrive in time",
+    409: "Not in this state, or the name is taken",
+    412: "What the request builds on has changed or is missing",
+    413: "The body is too large",
+    415: "Not this media type or encoding",
+    422: "Not valid; `errors` points at each fault",
+    429: "Too much at once; `Retry-After` says when to come back",
+    431: "The address and headers are too large together",
+    500: "Our fault; the log of the orchestrator has it",
+    503: "Not now; try again",
+}
+# Of every operation that needs a key; 429 and 503 since Redis may be full or absent at any time.
+_ALWAYS = (401, 403, 413, 415, 422, 429, 431, 500, 503)
+_WITH_BODY = (400, 408)
+_WITH_PATH = (404, 412)
+_CHANGING = (404, 409, 412)
+# Query parameters that name something that may not exist.
+_NAMING = {"run", "job", "cursor"}
+
+pages_router = APIRouter(include_in_schema=False)
+_PAGES = (
+    jobs_pages,
+    compare_pages,
+    catalogue_pages,
+    reference_pages,
+    submission_pages,
+    job_pages,
+    trajectories_pages,
+    prompts_pages,
+    platform_pages,
+)
+
+log = get_logger("http")
+
+STOP_SECONDS = 5
+# By then everything that the orchestrator imports and builds once is there.
+SETTLED_SECONDS = 5.0
+
+
+def describe(app: FastAPI) -> None:
+    """Complete the document that the application serves and `make openapi` writes."""
+    generate = app.openapi
+
+    def openapi() -> JsonObject:
+        if app.openapi_schema is None:
+            document = generate()
+            _add_schemas(document)
+            _add_failures(document)
+            app.openapi_schema = document
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _add_schemas(document: JsonObject) -> None:
+    spec = JobSpec.model_json_schema(ref_template=REF)
+    problem = ProblemDocument.model_json_schema(ref_template=REF)
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    for schema, name in ((spec, "JobSpec"), (problem, "Problem")):
+        schemas.update(schema.pop("$defs", {}))
+        schemas[name] = schema
+    schemas["JobState"]["x-legal-transitions"] = legal_transitions()
+
+
+def _add_failures(document: JsonObject) -> None:
+    components = document["components"]
+    components["securitySchemes"] = SCHEMES
+    components["responses"] = {_name(status): _problem(status) for status in _MEANINGS}
+    document["security"] = [{name: []} for name in SCHEMES]
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            if method not in METHODS:
+                continue
+            responses = operation["responses"]
+            responses["default"] = _problem(None)
+            if path in OPEN_PATHS:
+                operation["security"] = []
+            for status in _failures(path, method, operation):
+                responses.setdefault(str(status), {"$ref": f"#/components/responses/{_name(status)}"})
+
+
+def _failures(path: str, method: str, operation: JsonObject) -> list[int]:
+    if path in OPEN_PATHS:
+        return [413, 415, 503]
+    statuses = set(_ALWAYS)
+    if "{" in path or any(parameter["name"] in _NAMING for parameter in operation.get("parameters", [])):
+        statuses.update(_WITH_PATH)
+    if method != "get":
+        statuses.update(_CHANGING)
+    if "requestBody" in operation:
+        statuses.update(_WITH_BODY)
+    return sorted(statuses)
+
+
+def _name(status: int) -> str:
+    return f"Problem{status}"
+
+
+def _problem(status: int | None) -> JsonObject:
+    description = _MEANINGS[status] if status else "RFC 9457 problem"
+    found: JsonObject = {
+        "description": description,
+        "content": {MEDIA_TYPE: {"schema": {"$ref": REF.format(model="Problem")}}},
+    }
+    if status in (429, 503):
+        found["headers"] = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds."}}
+    return found
+
+
+for pages in _PAGES:
+    pages_router.include_router(pages)
 
 
 def create_app(context: AppContext) -> FastAPI:
@@ -53,7 +190,7 @@ def create_app(context: AppContext) -> FastAPI:
 
     app = FastAPI(
         title="SPO orchestrator",
-        version=platform.version(),
+        version=platform_version(),
         description="Soft Policy Optimization (Cohen et al., 2025): submit, watch and steer post-training jobs.",
         lifespan=lifespan,
         docs_url=None,
@@ -63,31 +200,83 @@ def create_app(context: AppContext) -> FastAPI:
     app.state.context = context
     errors.install(app)
     for routes in (
-        jobs,
-        events,
-        dead_letters,
-        training,
-        trajectories,
-        values,
-        experience,
-        continual,
-        datasets,
-        evaluations,
-        logs,
-        policies,
-        keys,
-        scale,
-        served_models,
-        completions,
-        capture,
-        tinker,
-        platform,
-        pages,
+        jobs_router,
+        events_router,
+        dead_letters_router,
+        training_router,
+        trajectories_router,
+        values_router,
+        experience_router,
+        continual_router,
+        datasets_router,
+        evaluations_router,
+        logs_router,
+        policies_router,
+        keys_router,
+        scale_router,
+        served_models_router,
+        openai_router,
+        capture_router,
+        tinker_router,
+        platform_router,
+        pages_router,
         error_pages,
     ):
-        app.include_router(routes.router)
-    app.include_router(jobs.deletions)
-    app.mount("/static", StaticFiles(directory=pages.STATIC), name="static")
+        app.include_router(routes)
+    app.include_router(deletions)
+    app.mount("/static", StaticFiles(directory=STATIC), name="static")
     app.add_middleware(RequestMiddleware, context=context)
     describe(app)
     return app
+
+
+class HttpServer:
+    """Serves the REST API and the pages on the HTTP port."""
+
+    def __init__(self, context: AppContext) -> None:
+        self.host = context.settings.host
+        config = uvicorn.Config(
+            create_app(context),
+            host=self.host,
+            port=context.settings.http_port,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=STOP_SECONDS,
+            http=limited_connections(context.settings.max_connections),
+            ws="none",
+        )
+        self.server = uvicorn.Server(config)
+
+    @property
+    def port(self) -> int:
+        """The port in use; 0 until the server listens."""
+        servers = getattr(self.server, "servers", [])
+        return int(servers[0].sockets[0].getsockname()[1]) if servers and servers[0].sockets else 0
+
+    def run(self, stop: threading.Event) -> None:
+        """Serve until stop. Raises Unreachable when the server ends early, as when its port is taken."""
+        thread = threading.Thread(target=self._serve, name="http", daemon=True)
+        thread.start()
+        while not stop.wait(0.5):
+            if not thread.is_alive():
+                raise Unreachable(f"the HTTP server on {self.host}:{self.server.config.port} ended", code="http_ended")
+        self.server.should_exit = True
+        thread.join(STOP_SECONDS + 1)
+
+    def _serve(self) -> None:
+        try:
+            self.server.run()
+        except SystemExit:
+            # uvicorn exits when it cannot bind; the thread's end tells `run`.
+            log.error("could not listen", host=self.host, port=self.server.config.port)
+
+
+def freeze_gc(stop: threading.Event) -> None:
+    """Exempt from garbage collection, once, what lives as long as the process: walking it stops requests for 0.1 s.
+
+    Not for processes that hold models: a model may be built by then, and could never be freed.
+    """
+    if not stop.wait(SETTLED_SECONDS):
+        gc.collect()
+        gc.freeze()

@@ -24,8 +24,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
-from services.sandbox_judge.jail import kernel, python_child
-from services.sandbox_judge.jail import supervisor as watch
+from services.sandbox_judge.jail import kernel, python_child, supervisor as watch
 
 # Address space counts what is reserved, not what is used; the verdict goes by what was used.
 ADDRESS_SPACE_FACTOR = 2

@@ -1,4 +1,15 @@
-"""gRPC service of the environments: decodes requests, asks the environment, one observation per seed or turn.
+"""gRPC service of the environments: those of the box, those in other processes and those of installed packages, one
+observation per seed or turn.
+
+Environment `python`: the last Python block of an action runs in the judge's sandbox, and its output is the answer.
+An action without one ends the episode; the judge decides about it. Each run begins anew: nothing of a run before it
+is left, so a call brings what it needs.
+
+Environment `retry_with_errors`: a program is run on the public tests, what fails is shown, and it is written again.
+Hidden tests are not run here at all, so nothing of them is ever shown; the judge decides about the last attempt.
+
+Environment `text_game`: a number is to be guessed, and each guess is called too low or too high.
+It decides its episodes itself: won, or lost, with the guesses that were needed.
 
 Nothing is kept between calls. An episode's state is signed and goes back with each observation, so that any replica
 takes its next turn.
@@ -6,27 +17,93 @@ takes its next turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import ast
+import base64
+import json
+import math
+import operator
+import random
+import re
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib.metadata import entry_points
+from types import MappingProxyType
 from typing import TypeVar
 
 import grpc
+from blake3 import blake3
 
-from services.verifier.environments.environment import Reply, Setup
-from services.verifier.environments.registry import Environments, all_environments
-from services.verifier.environments.sealed_state import Seal, StateSeal
+from services.verifier.environments.environment import Environment, Reply, Seal, Setup, State, StateSeal, bad_argument
 from services.verifier.settings import Settings
-from spo.errors import FieldViolation, InternalError, InvalidInput, NotReady, SpoError
+from spo.errors import FieldViolation, InternalError, InvalidInput, NotFound, NotReady, SpoError
 from spo.messaging.redis_client import RedisClient
-from spo.observability.logs import get_logger
+from spo.observability import get_logger
 from spo.rpc.client import DEFAULT_DEADLINE_SECONDS, RpcClient
-from spo.spec.environment import setup_from_json
 from spo.spec.reward import score_in_range
+from spo.spec.tasks import setup_from_json
+from spo.tasks.problem import extract_program
 from spo.v1 import environment_service_pb2 as wire
-from spo.v1.environment_service_pb2_grpc import EnvironmentServiceServicer
+from spo.v1.environment_service_pb2 import BeginRequest, BeginResponse, Observation, StepRequest, StepResponse, Turn
+from spo.v1.environment_service_pb2_grpc import EnvironmentServiceServicer, EnvironmentServiceStub
+from spo.v1.judge_service_pb2 import PRIORITY_TRAINING, JudgeRequest, JudgeResponse, UploadTestsRequest
 from spo.v1.judge_service_pb2_grpc import JudgeServiceStub
+from spo.v1.verdict_pb2 import (
+    CHECKER_TOKENS,
+    OUTCOME_ACCEPTED,
+    OUTCOME_INTERNAL_ERROR,
+    OUTCOME_WRONG_ANSWER,
+    Limits,
+    TestCase,
+    TestSet,
+    Verdict,
+)
+
+_FENCE = "```"
+
+# What a program printed is no failure, whatever was expected of it.
+_RAN = (OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER)
+MARGIN_SECONDS = 1.0
+
+TAG = "calculator"
+MOST_CHARACTERS = 500
+# Of a number, in bits: what is larger is not computed.
+MOST_BITS = 4096
+MOST_DIGITS = 50
+
+_Number = int | float
+_OPERATORS: dict[type[ast.operator], Callable[[_Number, _Number], _Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_FUNCTIONS: dict[str, Callable[..., _Number]] = {
+    **{"abs": abs, "min": min, "max": max, "round": round, "sqrt": math.sqrt, "exp": math.exp, "log": math.log},
+    **{"sin": math.sin, "cos": math.cos, "tan": math.tan, "gcd": math.gcd, "lcm": math.lcm, "floor": math.floor},
+    **{"ceil": math.ceil},
+}
+_CONSTANTS = {"pi": math.pi, "e": math.e}
+
+TOOL = "python"
+MOST_OUTPUT_BYTES = 16 << 10
+
+ATTEMPTS = 3
+MESSAGE = "The program is wrong. {detail}\nWrite the whole program again."
+
+# The judge of these episodes, for everybody who compares verdicts.
+DECIDED_BY = "text_game/1"
+_NUMBER = re.compile(r"-?\d{1,18}", re.ASCII)
+
+_SHOWN = 500
 
 log = get_logger("environments")
+
+# Packages name their environments in it: the entry point is a class, which is made without arguments.
+ENTRY_POINTS = "spo.environments"
 
 MOST_EPISODES = 4096
 MOST_ACTION_CHARACTERS = 1 << 20
@@ -35,6 +112,344 @@ MOST_TEXT_CHARACTERS = 1 << 20
 TURNS_AT_ONCE = 16
 
 _Asked = TypeVar("_Asked")
+
+
+def tagged_call(action: str, tag: str) -> str | None:
+    """What the last <tag> of an action holds, up to </tag> or the action's end; None: there is none."""
+    _, opened, inside = action.rpartition(f"<{tag}>")
+    return inside.partition(f"</{tag}>")[0] if opened else None
+
+
+def fenced_call(action: str, languages: tuple[str, ...]) -> str | None:
+    """The last fenced block that names one of these languages; None: there is none."""
+    found = None
+    for inside in action.split(_FENCE)[1::2]:
+        label, newline, body = inside.partition("\n")
+        if newline and label.strip().lower() in languages:
+            found = body
+    return found
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """The judge, as environments use it."""
+
+    judge: RpcClient
+
+    def verdict(self, program: str, language: str, tests_digest: str, seconds: float, output_bytes: int = 0) -> Verdict:
+        """The verdict with each test's result up to the first failure.
+
+        Raises NotReady when the judge could not decide, and what the judge raises.
+        """
+        request = JudgeRequest(
+            raw_programs=[program.encode(errors="replace")],
+            language=language,
+            tests_digest=tests_digest,
+            priority=PRIORITY_TRAINING,
+            want_details=True,
+            stop_early=True,
+            output_bytes=output_bytes,
+        )
+        response: JudgeResponse = self.judge.call("Judge", request, max(MARGIN_SECONDS, seconds - MARGIN_SECONDS))
+        if response.verdicts[0].outcome == OUTCOME_INTERNAL_ERROR:
+            raise NotReady("the judge could not run a program", code="judge_fault")
+        return response.verdicts[0]
+
+    def output(self, program: str, limits: TestSet, seconds: float, output_bytes: int) -> str:
+        """What a Python program prints when it is given no input, or how it failed; `limits`: one test without output.
+
+        Raises as `verdict`.
+        """
+        digest = blake3(limits.SerializeToString(deterministic=True)).hexdigest()
+        try:
+            verdict = self.verdict(program, "python", digest, seconds, output_bytes)
+        except NotFound:
+            self.judge.call("UploadTests", UploadTestsRequest(test_sets=[limits]))
+            verdict = self.verdict(program, "python", digest, seconds, output_bytes)
+        (run,) = verdict.tests
+        if verdict.outcome in _RAN:
+            return run.output
+        failure = run.detail if run.outcome == verdict.outcome else verdict.detail
+        return f"{run.output}{failure}" if not run.output or run.output.endswith("\n") else f"{run.output}\n{failure}"
+
+
+class Calculator:
+    """Arithmetic on request; the judge decides about the last action, which asks for none."""
+
+    def begin(self, setup: Setup, seed: int) -> Reply:
+        """Nothing to say before the first call."""
+        setup.only()
+        return Reply()
+
+    def step(self, setup: Setup, state: State, action: str) -> Reply:
+        """The result of the last call, or what is wrong with it."""
+        expression = tagged_call(action, TAG)
+        if expression is None:
+            return Reply(done=True)
+        return Reply(computed(expression), label=TAG)
+
+
+def computed(expression: str) -> str:
+    """The value of an arithmetic expression as text, or "error: ..." where it has none within the bounds."""
+    try:
+        if len(expression) > MOST_CHARACTERS:
+            raise ValueError(f"an expression has at most {MOST_CHARACTERS} characters")
+        value = _value(ast.parse(expression.strip().replace("^", "**"), mode="eval").body)
+        return _number_written(value)
+    except (SyntaxError, RecursionError, MemoryError):
+        return "error: this is no arithmetic expression"
+    except (ValueError, TypeError, ArithmeticError) as error:
+        return f"error: {error}"
+
+
+def _value(node: ast.expr) -> _Number:
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return _bounded(number)
+        case ast.Name(id=name) if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _applied(op, _value(left), _value(right))
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
+            return _bounded(_FUNCTIONS[name](*map(_value, arguments)))
+        case _:
+            raise ValueError("only numbers, + - * / // % ** and " + " ".join(sorted(_FUNCTIONS)))
+
+
+def _applied(op: ast.operator, left: _Number, right: _Number) -> _Number:
+    if isinstance(op, ast.Pow) and isinstance(left, int) and abs(left) > 1 and right * math.log2(abs(left)) > MOST_BITS:
+        raise ValueError(f"the result has more than {MOST_BITS} bits")
+    result = _OPERATORS[type(op)](left, right)
+    if isinstance(result, complex):
+        raise ValueError("the result is no real number")
+    return _bounded(result)
+
+
+def _bounded(value: _Number) -> _Number:
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+        raise ValueError(f"a number has at most {MOST_BITS} bits")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("the result is not finite")
+    return value
+
+
+def _number_written(value: _Number) -> str:
+    text = repr(value)
+    if isinstance(value, int) and len(text) > MOST_DIGITS:
+        raise ValueError(f"the result has more than {MOST_DIGITS} digits")
+    return text
+
+
+class PythonTool:
+    """Runs Python on request. Arguments: calls ("fenced": ```python blocks, "tag": <python>), seconds, output_bytes."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+
+    def begin(self, setup: Setup, seed: int) -> Reply:
+        """Nothing to say before the first call."""
+        _limits(setup)
+        return Reply()
+
+    def step(self, setup: Setup, state: State, action: str) -> Reply:
+        """What the last call prints, or how it failed."""
+        is_tag = setup.text("calls", "fenced", ("fenced", "tag")) == "tag"
+        program = tagged_call(action, TOOL) if is_tag else fenced_call(action, ("python", "py", "python3"))
+        if program is None:
+            return Reply(done=True)
+        most = setup.number("output_bytes", 4096, 1, MOST_OUTPUT_BYTES)
+        printed = self._sandbox.output(program, _limits(setup), setup.seconds, most)
+        return Reply(printed or "(no output)", label=TOOL)
+
+
+def _limits(setup: Setup) -> TestSet:
+    setup.only("calls", "seconds", "output_bytes")
+    seconds = setup.number("seconds", 5, 1, 20)
+    limits = Limits(cpu_seconds=seconds, wall_seconds=2 * seconds)
+    return TestSet(tests=[TestCase(public=True)], checker=CHECKER_TOKENS, limits=limits)
+
+
+class RetryWithErrors:
+    """Up to `attempts` programs for one problem; `message` says what is wrong with one, {detail} being the judge's."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+
+    def begin(self, setup: Setup, seed: int) -> Reply:
+        """The statement says all."""
+        setup.only("attempts", "message")
+        setup.number("attempts", ATTEMPTS, 1, 100)
+        setup.text("message", MESSAGE)
+        _public_tests(setup)
+        return Reply(state={"attempts": 0})
+
+    def step(self, setup: Setup, state: State, action: str) -> Reply:
+        """What is wrong with the program; the end when the public tests pass or there is no further attempt."""
+        language = str(setup.problem.get("language", "python"))
+        program = extract_program(action, str(setup.problem.get("response_format", "raw")), language)
+        verdict = self._sandbox.verdict(program, language, _public_tests(setup), setup.seconds)
+        attempts = int(state["attempts"]) + 1
+        passed = verdict.public_tests_passed / max(1, verdict.public_tests_total)
+        label = "passes the public tests" if verdict.outcome == OUTCOME_ACCEPTED else "fails a public test"
+        if verdict.outcome == OUTCOME_ACCEPTED or attempts >= setup.number("attempts", ATTEMPTS, 1, 100):
+            return Reply(done=True, score=passed, label=label)
+        text = setup.text("message", MESSAGE).replace("{detail}", verdict.detail)
+        return Reply(text, {"attempts": attempts}, score=passed, label=label)
+
+
+def _public_tests(setup: Setup) -> str:
+    digest = setup.problem.get("public_tests_digest")
+    if not isinstance(digest, str) or not digest:
+        raise InvalidInput("the problem has no public tests whose outcome could be shown", code="no_public_tests")
+    return digest
+
+
+class TextGame:
+    """Guess a number between `low` and `high` in at most `guesses` actions, whose last number is the guess."""
+
+    def begin(self, setup: Setup, seed: int) -> Reply:
+        """The rules; the seed decides the number."""
+        low, high, guesses = _rules(setup)
+        number = random.Random(seed).randint(low, high)
+        text = f"Guess a whole number from {low} to {high}. You have {guesses} guesses."
+        return Reply(text, {"number": number, "used": 0}, verdict=_lost("no guess was right"))
+
+    def step(self, setup: Setup, state: State, action: str) -> Reply:
+        """Whether the number is higher or lower, or the end."""
+        _, _, guesses = _rules(setup)
+        number, used = int(state["number"]), int(state["used"]) + 1
+        found = _NUMBER.findall(action)
+        if found and int(found[-1]) == number:
+            won = Verdict(
+                outcome=OUTCOME_ACCEPTED, judge_version=DECIDED_BY, detail=f"guessed with guess {used}", runs=1
+            )
+            return Reply(done=True, score=1.0, verdict=won, label="guess")
+        verdict = _lost("no guess was right")
+        if used >= guesses:
+            return Reply(done=True, score=0.0, verdict=verdict, label="guess")
+        answer = "That is no number." if not found else "Higher." if int(found[-1]) < number else "Lower."
+        left = guesses - used
+        text = f"{answer} {left} {'guess is' if left == 1 else 'guesses are'} left."
+        return Reply(text, {"number": number, "used": used}, score=0.0, verdict=verdict, label="guess")
+
+
+def _rules(setup: Setup) -> tuple[int, int, int]:
+    setup.only("low", "high", "guesses")
+    low = setup.number("low", 1, -(10**9), 10**9)
+    high = setup.number("high", 100, -(10**9), 10**9)
+    if low > high:
+        raise bad_argument("high", "must be at least low")
+    return low, high, setup.number("guesses", 7, 1, 100)
+
+
+def _lost(detail: str) -> Verdict:
+    return Verdict(outcome=OUTCOME_WRONG_ANSWER, judge_version=DECIDED_BY, detail=detail, runs=1)
+
+
+class RemoteEnvironment:
+    """One environment of a server that the operator has named; its state travels inside ours, which is signed."""
+
+    def __init__(self, name: str, address: str) -> None:
+        self.name = name
+        self._client = RpcClient(f"environment {name}", address, EnvironmentServiceStub, is_ours=False)
+
+    def begin(self, setup: Setup, seed: int) -> Reply:
+        """The first observation. Raises what the server raises, Unreachable while it is away."""
+        request = BeginRequest(environment=self.name, environment_json=_written(setup), seeds=[seed])
+        found: BeginResponse = self._client.call("Begin", request, _deadline(setup))
+        return self._reply(list(found.observations))
+
+    def step(self, setup: Setup, state: State, action: str) -> Reply:
+        """What follows on an action. Raises as `begin`."""
+        turn = Turn(state=base64.b64decode(state["remote"]), action=action)
+        request = StepRequest(environment=self.name, environment_json=_written(setup), turns=[turn])
+        found: StepResponse = self._client.call("Step", request, _deadline(setup))
+        return self._reply(list(found.observations))
+
+    def _reply(self, found: list[Observation]) -> Reply:
+        if len(found) != 1:
+            raise self._broken(f"gave {len(found)} observations for one episode")
+        (said,) = found
+        return Reply(
+            text=said.text,
+            state={} if said.done else {"remote": base64.b64encode(said.state).decode()},
+            done=said.done,
+            score=said.score if said.HasField("score") else None,
+            verdict=self._checked(said.verdict) if said.HasField("verdict") else None,
+            label=said.label,
+        )
+
+    def _checked(self, verdict: Verdict) -> Verdict:
+        """Only what a verdict on an episode may say."""
+        if verdict.outcome not in (OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER):
+            raise self._broken(f"gave a verdict with the outcome {verdict.outcome}")
+        checked = Verdict(outcome=verdict.outcome, detail=verdict.detail[:_SHOWN], runs=1)
+        checked.judge_version = verdict.judge_version[:100] or self.name
+        if verdict.HasField("score"):
+            score = score_in_range(verdict.score)
+            if score is None:
+                raise self._broken(f"gave a score of {verdict.score}, which is not between 0 and 1")
+            checked.score = score
+        return checked
+
+    def _broken(self, what: str) -> InternalError:
+        return InternalError(f"environment {self.name} {what}", code="environment_broken")
+
+
+def _written(setup: Setup) -> str:
+    document = asdict(setup)
+    del document["seconds"]
+    return json.dumps(document, sort_keys=True, separators=(",", ":"))
+
+
+def _deadline(setup: Setup) -> float:
+    return max(MARGIN_SECONDS, setup.seconds - MARGIN_SECONDS)
+
+
+class Environments:
+    """Environments by name."""
+
+    def __init__(self, known: dict[str, Environment]) -> None:
+        self._known = known
+
+    @property
+    def names(self) -> list[str]:
+        """Their names, sorted."""
+        return sorted(self._known)
+
+    def of(self, name: str) -> Environment:
+        """The environment of a name. Raises NotFound (code "environment_not_found")."""
+        if name not in self._known:
+            message = f"there is no environment {name!r}; there are: {', '.join(self.names)}"
+            raise NotFound(message, code="environment_not_found")
+        return self._known[name]
+
+
+def all_environments(judge: RpcClient, servers: Mapping[str, str] = MappingProxyType({})) -> Environments:
+    """Those of the box, whose programs `judge` runs, of other servers by name, and of installed packages.
+
+    A package's that fails is left out. Names of the box are taken.
+    """
+    sandbox = Sandbox(judge)
+    known: dict[str, Environment] = {
+        "calculator": Calculator(),
+        "python": PythonTool(sandbox),
+        "retry_with_errors": RetryWithErrors(sandbox),
+        "text_game": TextGame(),
+    }
+    for name, address in servers.items():
+        known.setdefault(name, RemoteEnvironment(name, address))
+    for found in entry_points(group=ENTRY_POINTS):
+        try:
+            known.setdefault(found.name, found.load()())
+        # Whatever a package raises; the others are served.
+        except Exception as error:
+            log.exception("an environment cannot be loaded", environment=found.name, reason=str(error))
+    return Environments(known)
 
 
 class EnvironmentService(EnvironmentServiceServicer):

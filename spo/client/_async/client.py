@@ -25,15 +25,17 @@ from httpx_sse import SSEError, aconnect_sse
 from ulid import ULID
 
 from spo import errors
-from spo.client._async.connection import AsyncConnection
-from spo.client._async.continual import AsyncContinualCalls
-from spo.client._async.datasets import AsyncDatasetCalls
-from spo.client._async.dead_letters import AsyncDeadLetterCalls
-from spo.client._async.experience import AsyncExperienceCalls
-from spo.client._async.platform import AsyncPlatformCalls
-from spo.client._async.serving import AsyncServingCalls
-from spo.client._async.training import AsyncTrainingCalls
-from spo.client.http_errors import error_of, parsed
+from spo.client._async.calls import (
+    AsyncConnection,
+    AsyncContinualCalls,
+    AsyncDatasetCalls,
+    AsyncDeadLetterCalls,
+    AsyncExperienceCalls,
+    AsyncPlatformCalls,
+    AsyncServingCalls,
+    AsyncTrainingCalls,
+)
+from spo.client.answers import error_of, parsed
 from spo.client.models import (
     DeletedJobs,
     Event,

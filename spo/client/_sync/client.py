@@ -25,15 +25,17 @@ from httpx_sse import SSEError, connect_sse
 from ulid import ULID
 
 from spo import errors
-from spo.client._sync.connection import Connection
-from spo.client._sync.continual import ContinualCalls
-from spo.client._sync.datasets import DatasetCalls
-from spo.client._sync.dead_letters import DeadLetterCalls
-from spo.client._sync.experience import ExperienceCalls
-from spo.client._sync.platform import PlatformCalls
-from spo.client._sync.serving import ServingCalls
-from spo.client._sync.training import TrainingCalls
-from spo.client.http_errors import error_of, parsed
+from spo.client._sync.calls import (
+    Connection,
+    ContinualCalls,
+    DatasetCalls,
+    DeadLetterCalls,
+    ExperienceCalls,
+    PlatformCalls,
+    ServingCalls,
+    TrainingCalls,
+)
+from spo.client.answers import error_of, parsed
 from spo.client.models import (
     DeletedJobs,
     Event,

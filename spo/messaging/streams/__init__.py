@@ -13,19 +13,20 @@ tried again for as long as it takes, while the job says what it waits for. An en
 alone, and given up on only when it goes on killing holders that have nothing else in hand (`Consumer`).
 """
 
-from spo.messaging.streams.consumer import Consumer
-from spo.messaging.streams.delivery import consume
-from spo.messaging.streams.depths import StreamDepth, depth, depths, oldest_unix_ms
 from spo.messaging.streams.entries import (
     Entry,
+    StreamDepth,
     append_words,
     counted_append_words,
+    depth,
+    depths,
     entries_of_run,
+    oldest_unix_ms,
     publish,
     read_after,
 )
-from spo.messaging.streams.failures import Fate, fate_of
-from spo.messaging.streams.lanes import RunLanes
+from spo.messaging.streams.recovery import Fate, fate_of
+from spo.messaging.streams.stage import Consumer, RunLanes, consume
 
 __all__ = [
     "Consumer",

@@ -14,9 +14,9 @@ from random import Random
 
 import psutil
 
-from spo.local.child import bound_to_this_process
+from spo.local.judge_client import bound_to_this_process
 from spo.local.launcher import REDIS, SERVICES
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
 from tests.chaos.faults.fault import Fault, Inflicted, Stage
 from tests.chaos.platform import LEASE_SECONDS
 

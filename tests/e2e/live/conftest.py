@@ -11,7 +11,7 @@ import pytest
 
 from spo.client import Client
 from spo.local.launcher import SERVICES, LocalPlatform, free_ports
-from spo.testing.traces import Collector
+from spo.testing.peers import Collector
 from tests.e2e.conftest import SHORT, demo_spec
 from tests.support.platform import running_platform, wait_for_progress
 

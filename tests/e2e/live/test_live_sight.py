@@ -11,9 +11,9 @@ import httpx
 import pytest
 import yaml
 
+from spo import observability
 from spo.client import Client
-from spo.observability import tracing
-from spo.testing.traces import ReceivedSpan
+from spo.testing.peers import ReceivedSpan
 
 ROOT = Path(__file__).parents[3]
 # Of one group: who has it in hand, in order.
@@ -49,7 +49,7 @@ def test_a_group_is_one_connected_trace_that_steps_link_to(live: Any, trained_jo
         "a step that links to the group",
     )
     group = way[0].attributes
-    ids = tracing.group_ids(group["spo.run"], group["spo.group"])
+    ids = observability.group_ids(group["spo.run"], group["spo.group"])
 
     assert group["spo.run"] == trained_job
     assert way[0].trace_id == f"{ids[0]:032x}"

@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from services.sandbox_judge.languages import languages
+from services.sandbox_judge.executor import languages
 from services.sandbox_judge.probe import choose_tier
 from services.sandbox_judge.settings import Settings
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
 
 PROGRAMS = {
     "accepted": "print(2 * int(input()))",

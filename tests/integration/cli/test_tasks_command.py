@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from spo.testing.model_folder import write_model_without_weights
+from spo.testing.runs import write_model_without_weights
 
 ROOT = Path(__file__).parents[3]
 ADD = "print(sum(map(int, input().split())))"

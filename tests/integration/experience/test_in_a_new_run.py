@@ -11,17 +11,14 @@ import pytest
 import redis
 
 from services.value_estimation.reference import Reference
-from services.value_estimation.samples import SampleMaker
-from services.value_estimation.service_clients import ServiceClients
-from services.value_estimation.stored_experience import StoredImport, StoredSelections
+from services.value_estimation.samples import SampleMaker, ServiceClients, StoredImport, StoredSelections
 from spo import redis_keys
 from spo.errors import Unreachable
 from spo.experience.columns import StoredTrajectory
-from spo.experience.selection import Selection
-from spo.experience.store import ExperienceStore, Origin
+from spo.experience.store import ExperienceStore, Origin, Selection
 from spo.model.chat import ChatFormat
 from spo.spec.job_spec import JobSpec, RewardSpec, StoredExperience, parse_job_spec, spec_to_json
-from spo.testing.value import RIGHT, WRONG, JudgeDouble, Surroundings
+from spo.testing.runs import RIGHT, WRONG, JudgeDouble, Surroundings
 from spo.v1.prompt_pb2 import SOURCE_ANNOTATED, SOURCE_ONLINE, SOURCE_OTHER_RUN, Prompt
 from spo.v1.trajectory_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Annotation, Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict

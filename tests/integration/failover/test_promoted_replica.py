@@ -12,22 +12,19 @@ from typing import Any
 import pytest
 import redis
 
-from services.orchestrator.jobs.commit import Durability
-from services.orchestrator.jobs.store import JobStore
-from services.orchestrator.recovery.identity import PlatformIdentity
-from services.orchestrator.recovery.manifests import JobManifests
-from services.orchestrator.recovery.watch import RecoveryWatch
-from services.replay_buffer.sampler import BatchSampler
+from services.orchestrator.commit import Durability
+from services.orchestrator.jobs import JobStore
+from services.orchestrator.recovery import JobManifests, PlatformIdentity, RecoveryWatch
+from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.errors import NotReady
-from spo.local.redis_server import server_command
+from spo.local.launcher import server_command
 from spo.messaging.streams import Consumer, consume, publish
-from spo.service.state_place import StateFolder
-from spo.spec.job_state import JobState
-from spo.testing.replay import RUN, start_run, trajectory
-from spo.testing.toy_spec import toy_spec
-from spo.testing.waiting import wait_until
+from spo.service.state import StateFolder
+from spo.spec.section import JobState
+from spo.testing.peers import wait_until
+from spo.testing.runs import RUN, start_run, toy_spec, trajectory
 from spo.v1.replay_service_pb2 import SampleBatchRequest
 from tests.conftest import free_port
 

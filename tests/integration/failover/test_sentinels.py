@@ -17,10 +17,9 @@ import redis
 
 from spo import redis_keys
 from spo.errors import Unreachable
-from spo.messaging.connection import as_spo_error, connect, public_address
-from spo.messaging.redis_url import open_async_server
+from spo.messaging.connection import as_spo_error, connect, open_async_server, public_address
 from spo.messaging.streams import Consumer, Entry, consume
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
 from tests.support.sentinels import PASSWORD, SENTINEL_PASSWORD, SentinelCluster
 
 FAILOVERS = 2

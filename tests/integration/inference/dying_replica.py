@@ -9,7 +9,7 @@ import sys
 from torch import Tensor
 
 from services.inference.__main__ import main
-from spo.weights.broadcast.gloo_group import GlooGroup
+from spo.weights.broadcast import GlooGroup
 
 
 class DyingGroup:

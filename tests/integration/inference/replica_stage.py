@@ -15,8 +15,8 @@ from spo.messaging import streams
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import spec_to_json
-from spo.testing.models import random_llama
-from spo.testing.toy_spec import toy_spec
+from spo.testing.runs import toy_spec
+from spo.testing.trainer import random_llama
 from spo.v1 import orchestrator_service_pb2 as orchestrator
 from spo.v1.inference_service_pb2_grpc import InferenceServiceStub
 from spo.v1.orchestrator_service_pb2_grpc import (

@@ -31,11 +31,11 @@ def sampled(engine: Any, prompt: tuple[int, ...], ends: tuple[int, ...]) -> list
 
 def receive(engine: Any, request: dict[str, Any]) -> None:
     """Version 1, sent by a thread as a trainer's sender would."""
-    from services.inference.broadcast import reached
+    from services.inference.weights import reached
     from spo.v1.weights_pb2 import BroadcastOffer
-    from spo.weights.assembly import digest_of
-    from spo.weights.broadcast.rendezvous import serve
-    from spo.weights.broadcast.sender import Push, send
+    from spo.weights.broadcast import serve
+    from spo.weights.broadcast_sender import Push, send
+    from spo.weights.store import digest_of
 
     store, port = serve("127.0.0.1", 0)
     push = Push("key", request["manifest"], request["weights"], receivers=1, window_seconds=30, seconds=30)

@@ -8,16 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.inference.adapters import AdapterRoom, room_for
 from services.inference.engine import Engine, EngineSpec, Sample, SampleRequest
 from services.inference.settings import Settings
-from services.inference.weights import PolicyVersions, Weights, reference_weights
+from services.inference.weights import AdapterRoom, PolicyVersions, Weights, reference_weights, room_for
 from spo.errors import IntegrityError
-from spo.model.adapter_folder import TENSORS_FILE, Adapter, tensor_shapes
-from spo.model.logprobs import load_policy, response_logprobs
-from spo.model.lora import adapter_name, adapter_off, add_adapter
+from spo.model.folder import TENSORS_FILE, Adapter, tensor_shapes
+from spo.model.logprobs import adapter_name, adapter_off, add_adapter, load_policy, response_logprobs
 from spo.spec.job_spec import LoraSpec
-from spo.testing.models import write_random_llama
+from spo.testing.trainer import write_random_llama
 from spo.weights.store import StoredVersion, WeightStore
 
 pytestmark = pytest.mark.slow

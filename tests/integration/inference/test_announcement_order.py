@@ -13,7 +13,7 @@ import redis
 from services.inference import replica as replica_module
 from services.inference.replica import Assignment, ServingReplica
 from services.inference.settings import Settings
-from services.orchestrator.replicas.weights import announcement_of
+from services.orchestrator.replicas import announcement_of
 from spo import redis_keys
 from spo.messaging.streams import publish
 from spo.v1 import orchestrator_service_pb2 as orchestrator

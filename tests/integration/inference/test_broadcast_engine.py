@@ -10,12 +10,12 @@ import torch
 
 from services.inference.engine_thread import NOTHING_WHOLE
 from services.inference.weights import Weights
-from spo.testing.models import random_llama
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
+from spo.testing.trainer import random_llama
 from spo.v1.weights_pb2 import BroadcastOffer
-from spo.weights.broadcast import sender
-from spo.weights.broadcast.rendezvous import serve
-from spo.weights.broadcast.sender import Push, send
+from spo.weights import broadcast_sender
+from spo.weights.broadcast import serve
+from spo.weights.broadcast_sender import Push, send
 from tests.integration.inference import test_engine
 from tests.integration.inference.test_engine import (
     RUN,
@@ -41,9 +41,9 @@ def sent(served: Served, version: int, *, tensors: int | None = None) -> tuple[W
     def work() -> None:
         with pytest.MonkeyPatch.context() as patch:
             if tensors is not None:
-                whole = sender.stored_tensors
-                patch.setattr(sender, "stored_tensors", lambda *file: islice(whole(*file), tensors))
-                patch.setattr(sender, "await_done", lambda *_: 0)
+                whole = broadcast_sender.stored_tensors
+                patch.setattr(broadcast_sender, "stored_tensors", lambda *file: islice(whole(*file), tensors))
+                patch.setattr(broadcast_sender, "await_done", lambda *_: 0)
             send(store, "127.0.0.1", "gloo", push)
 
     thread = threading.Thread(target=work)

@@ -11,10 +11,10 @@ import redis
 
 from spo import redis_keys
 from spo.messaging import streams
-from spo.testing.models import write_random_llama
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
+from spo.testing.trainer import write_random_llama
 from spo.v1 import inference_service_pb2 as inference
-from spo.weights.broadcast.broadcaster import Broadcaster
+from spo.weights.broadcast import Broadcaster
 from spo.weights.store import StoredVersion
 from tests.integration.inference.replica_stage import (
     RUN,

@@ -8,8 +8,8 @@ import redis
 
 from spo import redis_keys
 from spo.messaging import streams
-from spo.testing.models import write_random_llama
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
+from spo.testing.trainer import write_random_llama
 from spo.v1.trajectory_pb2 import RolloutGroup
 from tests.integration.inference.replica_stage import (
     RUN,

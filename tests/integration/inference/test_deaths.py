@@ -15,25 +15,23 @@ import pytest
 import redis
 
 from services.inference import redis_keys as own_keys
-from services.inference.deaths import EngineDeaths, engine_failed
 from services.inference.engine import Sample, SampleRequest
-from services.inference.engine_thread import EngineThread, SampleGroup
-from services.inference.rollout_worker import RolloutWorker
-from services.inference.service import InferenceService
-from services.inference.serving.completions import ServedRuns
+from services.inference.engine_thread import EngineDeaths, EngineThread, SampleGroup, engine_failed
+from services.inference.rollouts import RolloutWorker
+from services.inference.service import InferenceService, ServedRuns
 from services.inference.settings import Settings
 from services.inference.weights import Weights
 from spo import redis_keys
 from spo.errors import InvalidInput, NotReady, Unreachable
 from spo.messaging.streams import publish
-from spo.messaging.work_deaths import MOST_DEATHS_ALONE, asked_to_stop
+from spo.messaging.streams.recovery import MOST_DEATHS_ALONE, asked_to_stop
 from spo.model.tokenizer import load_tokenizer
 from spo.rpc.client import RpcClient
 from spo.rpc.long_calls import generate
 from spo.rpc.server import RpcServer
 from spo.spec.tasks import ModelSpec
-from spo.testing.models import write_random_llama
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
+from spo.testing.trainer import write_random_llama
 from spo.v1.inference_service_pb2 import GenerateRequest
 from spo.v1.inference_service_pb2_grpc import InferenceServiceStub, add_InferenceServiceServicer_to_server
 from spo.v1.prompt_pb2 import Prompt, PromptGroup, Sampling

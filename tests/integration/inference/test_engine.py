@@ -12,18 +12,17 @@ import redis
 import torch
 from transformers import LlamaForCausalLM
 
-from services.inference.deaths import EngineDeaths
 from services.inference.engine import Engine, EngineSpec, Sample, SampleRequest
-from services.inference.engine_thread import EngineThread, SampleGroup
+from services.inference.engine_thread import EngineDeaths, EngineThread, SampleGroup
 from services.inference.sampling import MAX_SAMPLES, sample_requests
 from services.inference.settings import Settings
 from services.inference.weights import PolicyVersions, Weights, reference_weights
 from spo.errors import IntegrityError, InvalidInput, NotFound, NotReady
 from spo.model.chat import ChatFormat
 from spo.model.tokenizer import decode_response, tokens_to_stop
-from spo.tasks.toy.tokenizer import build_tokenizer
-from spo.testing.models import random_llama, write_random_llama
-from spo.testing.waiting import wait_until
+from spo.tasks.toy_tokenizer import build_tokenizer
+from spo.testing.peers import wait_until
+from spo.testing.trainer import random_llama, write_random_llama
 from spo.v1.prompt_pb2 import Sampling
 from spo.weights.store import WeightStore
 

@@ -12,10 +12,10 @@ from services.inference import replica as subject
 from services.inference.replica import ServingReplica
 from services.inference.settings import Settings
 from spo import redis_keys
-from spo.messaging.work_deaths import MOST_DEATHS_ALONE
+from spo.messaging.streams.recovery import MOST_DEATHS_ALONE
 from spo.spec.job_spec import spec_to_json
-from spo.testing.toy_spec import toy_spec
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
+from spo.testing.runs import toy_spec
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest, HeartbeatResponse
 
 RUN = "job_01"

@@ -15,8 +15,8 @@ from spo.errors import IntegrityError, InvalidInput, NotReady, PreconditionFaile
 from spo.messaging import streams
 from spo.rpc.client import is_healthy
 from spo.rpc.healthcheck import why_not_serving
-from spo.testing.models import write_random_llama
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
+from spo.testing.trainer import write_random_llama
 from spo.v1 import inference_service_pb2 as inference
 from spo.v1.trajectory_pb2 import FINISH_REASON_STOP, RolloutGroup
 from tests.integration.inference.replica_stage import (

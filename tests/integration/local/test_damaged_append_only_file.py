@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from spo.cli.app import app
 from spo.errors import Conflict, NotFound
-from spo.local.redis_server import check_append_only_file, server_command
+from spo.local.launcher import check_append_only_file, server_command
 from spo.messaging.connection import connect
 
 KEYS = 2000

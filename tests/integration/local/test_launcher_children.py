@@ -15,10 +15,9 @@ import psutil
 import pytest
 
 from spo.errors import Conflict, NotReady, Unreachable
-from spo.local.child import Child, bound_to_this_process
+from spo.local.judge_client import Child, bound_to_this_process, read_state, running_platforms, write_state
 from spo.local.launcher import LauncherSettings, LocalPlatform, free_ports
-from spo.local.state import read_state, running_platforms, write_state
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
 
 SLEEPER = [sys.executable, "-S", "-c", "import time; print('up', flush=True); time.sleep(600)"]
 STUBBORN = [
@@ -89,7 +88,7 @@ def test_no_child_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     script = (
         "import subprocess, sys, time\n"
         "from pathlib import Path\n"
-        "from spo.local.child import bound_to_this_process\n"
+        "from spo.local.judge_client import bound_to_this_process\n"
         "command = bound_to_this_process([sys.executable, '-S', '-c', 'import time; time.sleep(600)'])\n"
         "child = subprocess.Popen(command)\n"
         f"Path({str(pid_file)!r}).write_text(str(child.pid))\n"

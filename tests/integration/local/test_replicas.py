@@ -11,8 +11,8 @@ import pytest
 import redis
 
 from spo import redis_keys
-from spo.local.child import Child
-from spo.local.replicas import LocalReplicas
+from spo.local.judge_client import Child
+from spo.local.launcher import LocalReplicas
 
 OBEDIENT = """
 import signal, time

@@ -10,10 +10,9 @@ import redis
 
 from spo import redis_keys
 from spo.errors import InternalError, InvalidInput, NotFound, NotReady
-from spo.messaging.streams import Consumer, Entry, consume, counted_append_words, dead_letters, depth, publish
-from spo.messaging.streams.failures import troubles_of
-from spo.messaging.streams.holder import StreamHolder
-from spo.testing.waiting import wait_until
+from spo.messaging.streams import Consumer, Entry, consume, counted_append_words, depth, publish, recovery
+from spo.messaging.streams.recovery import StreamHolder, troubles_of
+from spo.testing.peers import wait_until
 
 STREAM, NEXT = "spo:test:rollouts", "spo:test:verdicts"
 
@@ -76,9 +75,9 @@ def test_invalid_input_is_a_dead_letter_at_once_and_harms_no_neighbour(redis_cli
         wait_until(lambda: redis_client.xlen(STREAM) == 0, "no entry left", 10)
 
     assert payloads(redis_client, NEXT) == {b"good 1", b"good 2"}
-    (letter,) = dead_letters.newest(redis_client, STREAM, "")
+    (letter,) = recovery.newest(redis_client, STREAM, "")
     assert letter.reason == "not a group [invalid_input]"
-    assert dead_letters.find(redis_client, STREAM, letter.letter_id, "")[1] == b"bad"
+    assert recovery.find(redis_client, STREAM, letter.letter_id, "")[1] == b"bad"
 
 
 def test_a_service_that_answers_internal_for_a_while_costs_time_and_no_entry(redis_client: redis.Redis) -> None:

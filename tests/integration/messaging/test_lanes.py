@@ -12,8 +12,8 @@ import redis
 from spo import redis_keys
 from spo.errors import InvalidInput, NotReady
 from spo.messaging.streams import Consumer, Entry, RunLanes, counted_append_words, depth
-from spo.messaging.streams.dead_letters import newest
-from spo.testing.waiting import wait_until
+from spo.messaging.streams.recovery import newest
+from spo.testing.peers import wait_until
 
 STREAM, GROUP = "spo:estimates", "readers"
 FLOOD = 3000

@@ -7,11 +7,10 @@ import threading
 import redis
 
 from spo import redis_keys
-from spo.messaging.streams import Consumer, Entry, dead_letters, publish
-from spo.messaging.streams.consumer import ALONE_AFTER_DEATHS, MAX_LONE_DEATHS, PROVEN_WEIGHT
-from spo.messaging.streams.delivery import deliver
-from spo.messaging.streams.holder import StreamHolder
-from spo.testing.waiting import wait_until
+from spo.messaging.streams import Consumer, Entry, publish, recovery
+from spo.messaging.streams.recovery import StreamHolder
+from spo.messaging.streams.stage import ALONE_AFTER_DEATHS, MAX_LONE_DEATHS, PROVEN_WEIGHT, deliver
+from spo.testing.peers import wait_until
 
 STREAM, NEXT, GROUP = "spo:test:rollouts", "spo:test:verdicts", "judges"
 
@@ -95,7 +94,7 @@ def test_an_entry_that_kills_its_holders_is_found_out_and_the_others_of_its_batc
 
     assert deaths == ALONE_AFTER_DEATHS + MAX_LONE_DEATHS
     assert payloads(redis_client, NEXT) == [b"a", b"b", b"c"]
-    (letter,) = dead_letters.newest(redis_client, STREAM, "")
+    (letter,) = recovery.newest(redis_client, STREAM, "")
     assert letter.reason == "7 holders vanished with it, the last ones while they had nothing else"
     assert not redis_client.exists(redis_keys.lone_deliveries(STREAM))
 

@@ -19,10 +19,10 @@ from structlog.testing import LogCapture
 from spo import redis_keys
 from spo.errors import NotFound
 from spo.local.launcher import free_ports
-from spo.messaging.streams import Consumer, Entry, consume, failures, publish
-from spo.messaging.streams.holder import StreamHolder
+from spo.messaging.streams import Consumer, Entry, consume, publish, recovery
+from spo.messaging.streams.recovery import StreamHolder
 from spo.rpc.client import is_healthy
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
 
 ROOT = Path(__file__).parents[3]
 STREAMS = {
@@ -70,7 +70,7 @@ def refusing_writes(client: redis.Redis) -> Iterator[None]:
 def lines(monkeypatch: pytest.MonkeyPatch) -> LogCapture:
     captured = LogCapture()
     structlog.configure(processors=[captured])
-    monkeypatch.setattr(failures, "log", structlog.get_logger())
+    monkeypatch.setattr(recovery, "log", structlog.get_logger())
     return captured
 
 

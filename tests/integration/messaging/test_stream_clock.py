@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from spo.local.redis_server import server_command
+from spo.local.launcher import server_command
 from spo.messaging.connection import connect
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.streams import Consumer, publish
-from spo.messaging.streams.holder import StreamHolder
-from spo.testing.waiting import wait_until
+from spo.messaging.streams.recovery import StreamHolder
+from spo.testing.peers import wait_until
 from tests.chaos.clocks import Clocks
 from tests.conftest import free_port as any_port
 

@@ -20,10 +20,9 @@ import pytest
 
 from spo.client import Client
 from spo.errors import InvalidInput
-from spo.local.mirror_child import mirror_children
-from spo.metrics_export.mirror import mirror
-from spo.metrics_export.sinks import is_file_store, mlflow_name, open_sink
-from spo.testing.waiting import wait_until
+from spo.local.launcher import mirror_children
+from spo.metrics_export import is_file_store, mirror, mlflow_name, open_sink
+from spo.testing.peers import wait_until
 from tests.support.evaluations import step_evaluation
 from tests.support.openapi_documents import SCHEMAS, example
 

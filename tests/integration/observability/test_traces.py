@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import redis
 
+from spo import observability
 from spo.errors import NotFound
 from spo.messaging.streams import Consumer, append_words, publish
-from spo.observability import tracing
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
-from spo.testing.traces import Collector
+from spo.testing.peers import Collector
 from spo.v1 import judge_service_pb2 as judge
 from spo.v1.judge_service_pb2_grpc import (
     JudgeServiceServicer,
@@ -38,9 +38,9 @@ class Judge(JudgeServiceServicer):
 @pytest.fixture
 def collector() -> Iterator[Collector]:
     with Collector() as listening:
-        tracing.configure_traces("test", "test-1", listening.endpoint)
+        observability.configure_traces("test", "test-1", listening.endpoint)
         yield listening
-        tracing.finish_traces()
+        observability.finish_traces()
 
 
 @pytest.fixture
@@ -57,19 +57,19 @@ def peer() -> Iterator[RpcClient]:
 def test_a_group_is_one_trace_over_stream_and_call(
     collector: Collector, redis_client: redis.Redis, peer: RpcClient
 ) -> None:
-    ids = tracing.group_ids("job_1", "job_1-0")
-    dispatch = tracing.begin("dispatch", ids=ids, run="job_1", group="job_1-0")
+    ids = observability.group_ids("job_1", "job_1-0")
+    dispatch = observability.begin("dispatch", ids=ids, run="job_1", group="job_1-0")
     redis_client.execute_command(*append_words("here", b"one", dispatch.header))
     dispatch.end()
     here, there = (Consumer(redis_client, name, "group", "me") for name in ("here", "there"))
     first = here.read(1)[0]
-    sample = tracing.begin("sample", parent=first.trace)
+    sample = observability.begin("sample", parent=first.trace)
     here.forward(first, "there", b"two", sample.header)
     sample.end()
     second = there.read(1)[0]
-    with tracing.span("ingest", parent=second.trace):
+    with observability.span("ingest", parent=second.trace):
         peer.call("Judge", judge.JudgeRequest(programs=[SECRET]))
-    tracing.finish_traces()
+    observability.finish_traces()
 
     kinds = ("INTERNAL", "CLIENT", "SERVER")
     chain = sorted(collector.spans, key=lambda span: (kinds.index(span.kind), span.name))
@@ -83,18 +83,18 @@ def test_a_group_is_one_trace_over_stream_and_call(
 
 
 def test_a_batch_links_to_the_first_spans_of_its_groups(collector: Collector) -> None:
-    with tracing.span("draw batch", step=3) as drawn:
+    with observability.span("draw batch", step=3) as drawn:
         drawn.link([("job_1", "a"), ("job_1", "b"), ("job_1", "a")])
-    tracing.finish_traces()
+    observability.finish_traces()
 
-    expected = [tracing.group_ids("job_1", group) for group in ("a", "b")]
+    expected = [observability.group_ids("job_1", group) for group in ("a", "b")]
     assert collector.spans[0].links == tuple((f"{trace:032x}", f"{span:016x}") for trace, span in expected)
 
 
 def test_a_failure_is_told_by_its_code_and_never_by_its_text(collector: Collector, peer: RpcClient) -> None:
-    with pytest.raises(NotFound), tracing.span("ingest"):
+    with pytest.raises(NotFound), observability.span("ingest"):
         peer.call("Judge", judge.JudgeRequest(language="unknown", programs=[SECRET]))
-    tracing.finish_traces()
+    observability.finish_traces()
 
     assert [span.error for span in collector.spans] == ["unknown_language"] * 3
     assert SECRET.encode() not in b"".join(collector.bodies)
@@ -102,7 +102,7 @@ def test_a_failure_is_told_by_its_code_and_never_by_its_text(collector: Collecto
 
 def test_calls_outside_of_a_span_make_no_trace(collector: Collector, peer: RpcClient) -> None:
     peer.call("Judge", judge.JudgeRequest())
-    tracing.finish_traces()
+    observability.finish_traces()
 
     assert collector.spans == []
 
@@ -117,11 +117,11 @@ def test_an_entry_without_a_trace_goes_on_without_one(redis_client: redis.Redis)
 
 
 def test_a_collector_that_is_away_delays_the_end_by_seconds_at_most() -> None:
-    tracing.configure_traces("test", "test-1", "http://127.0.0.1:1")
-    with tracing.span("work"):
+    observability.configure_traces("test", "test-1", "http://127.0.0.1:1")
+    with observability.span("work"):
         pass
     began = time.monotonic()
-    finishing = threading.Thread(target=tracing.finish_traces, daemon=True)
+    finishing = threading.Thread(target=observability.finish_traces, daemon=True)
     finishing.start()
     finishing.join(20)
 
@@ -135,6 +135,6 @@ def test_switched_off_a_span_costs_less_than_ten_microseconds() -> None:
     for _ in range(5):
         began = time.perf_counter()
         for _ in range(rounds):
-            tracing.begin("sample", run="job_1").end()
+            observability.begin("sample", run="job_1").end()
         best = min(best, (time.perf_counter() - began) / rounds)
     assert best < 10e-6

@@ -13,19 +13,17 @@ import httpx
 import pytest
 import redis
 
+from services.orchestrator.commit import Leadership
 from services.orchestrator.container import AppContext
-from services.orchestrator.http.server import HttpServer
-from services.orchestrator.jobs.events import JobEvent
-from services.orchestrator.leadership import Leadership
+from services.orchestrator.http.app import HttpServer
+from services.orchestrator.jobs import JobEvent
 from services.orchestrator.service import OrchestratorService
 from services.orchestrator.settings import Settings
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
-from spo.spec.job_state import JobState
-from spo.testing.model_folder import write_model_without_weights
-from spo.testing.peers import ServiceDoubles
-from spo.testing.toy_spec import toy_document, toy_spec
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import ServiceDoubles, wait_until
+from spo.testing.runs import toy_document, toy_spec, write_model_without_weights
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub, add_OrchestratorServiceServicer_to_server
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
 
@@ -167,8 +165,8 @@ class Training:
 def training(context: AppContext, ranks: Ranks, tiny_model_path: Path, trajectories: list[Any]) -> Iterator[Training]:
     # Only here: the other tests of this folder do without torch.
     from services.trainer.controller import TrainerContext
+    from services.trainer.loop import lead_jobs
     from services.trainer.settings import Settings as TrainerSettings
-    from services.trainer.train import lead_jobs
     from spo.testing.trainer import TrajectoryPool, served
 
     pool = TrajectoryPool(trajectories)  # type: ignore[abstract]

@@ -17,19 +17,18 @@ import redis
 from safetensors.numpy import save_file
 
 from services.orchestrator import redis_keys as own_keys
+from services.orchestrator.commit import Leadership, NotLeading
 from services.orchestrator.container import AppContext
-from services.orchestrator.experience.availability import write_prompts
-from services.orchestrator.leadership import Leadership, NotLeading
-from services.orchestrator.lifecycle.forks.fork import ForkOptions
+from services.orchestrator.forks import ForkOptions
 from services.orchestrator.settings import Settings
+from services.orchestrator.values import write_prompts
 from spo import redis_keys
 from spo.manifest_folder import seal_folder, staging_folder
 from spo.rpc.client import RpcClient
 from spo.spec.job_spec import EvaluationSpec, JobSpec, TasksSpec, parse_job_spec
-from spo.spec.job_state import JobState
+from spo.spec.section import JobState
 from spo.tasks.load import load_tasks
-from spo.testing.peers import ServiceDoubles
-from spo.testing.waiting import wait_until
+from spo.testing.peers import ServiceDoubles, wait_until
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 from spo.v1.value_pb2 import PromptValue

@@ -13,8 +13,7 @@ import pytest
 import redis
 
 from services.orchestrator import redis_keys as own_keys
-from spo.testing.peers import ServiceDoubles
-from spo.testing.waiting import wait_until
+from spo.testing.peers import ServiceDoubles, wait_until
 from tests.conftest import require
 from tests.support.orchestrator_process import OrchestratorProcess
 

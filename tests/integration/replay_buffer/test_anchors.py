@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import redis
 
-from services.replay_buffer.anchors import forget_anchor
-from services.replay_buffer.ingest_worker import IngestWorker
-from services.replay_buffer.reference_scores import ReferenceScores
+from services.replay_buffer.ingest import IngestWorker, ReferenceScores, forget_anchor
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.messaging import streams
 from spo.rpc.client import RpcClient
-from spo.testing.replay import RUN, ScorerDouble, served_scorer, start_run, trajectory
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
+from spo.testing.runs import RUN, ScorerDouble, served_scorer, start_run, trajectory
 from spo.v1.prompt_pb2 import PromptGroup
 from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
 from spo.v1.value_service_pb2_grpc import ValueServiceStub

@@ -14,15 +14,14 @@ import pytest
 import redis
 
 from services.replay_buffer import redis_keys as own_keys
-from services.replay_buffer.archive.experience_archiver import ExperienceArchiver
+from services.replay_buffer.archive import ExperienceArchiver
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.errors import SpoError
 from spo.experience.columns import StoredTrajectory
-from spo.experience.compaction import merge, plan
-from spo.experience.store import ExperienceStore
-from spo.testing.replay import PROMPTS, RUN, start_run, trajectory
-from spo.testing.waiting import wait_until
+from spo.experience.store import ExperienceStore, merge, plan
+from spo.testing.peers import wait_until
+from spo.testing.runs import PROMPTS, RUN, start_run, trajectory
 from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_OTHER_RUN, SOURCE_REFERENCE, Prompt
 from spo.v1.trajectory_pb2 import Annotation
 

@@ -12,14 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import redis
 
-from services.replay_buffer.sampler import BatchSampler
+from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.service import ReplayService
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.errors import InvalidInput, NotFound
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
-from spo.testing.replay import RUN, start_run, trajectory
+from spo.testing.runs import RUN, start_run, trajectory
 from spo.v1 import replay_service_pb2 as replay
 from spo.v1.prompt_pb2 import SOURCE_HUMAN
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub, add_ReplayServiceServicer_to_server

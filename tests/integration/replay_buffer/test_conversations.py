@@ -8,13 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import redis
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from ulid import ULID
 
-from services.replay_buffer.ingest_worker import IngestWorker
-from services.replay_buffer.reference_scores import ReferenceScores
-from services.replay_buffer.sampler import BatchSampler
+from services.replay_buffer.ingest import IngestWorker, ReferenceScores
+from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.store import ReplayStore
 from services.trainer.batches import TrainingSample, faults, token_batch
 from spo import redis_keys
@@ -22,10 +20,10 @@ from spo.errors import InvalidInput
 from spo.experience.columns import StoredTrajectory
 from spo.experience.store import ExperienceStore, Origin
 from spo.messaging import streams
-from spo.model.segments import action_mask
+from spo.model.chat import action_mask
 from spo.rpc.client import RpcClient
 from spo.spec.job_spec import RewardSpec
-from spo.testing.replay import PROMPTS, RUN, ScorerDouble, conversation, served_scorer, start_run
+from spo.testing.runs import PROMPTS, RUN, ScorerDouble, conversation, served_scorer, start_run
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, Prompt, PromptGroup
 from spo.v1.replay_service_pb2 import SampleBatchRequest
 from spo.v1.trajectory_pb2 import (

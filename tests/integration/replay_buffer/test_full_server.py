@@ -16,29 +16,20 @@ import pytest
 import redis
 import structlog
 
-from services.replay_buffer.ingest_worker import IngestWorker
-from services.replay_buffer.reference_scores import ReferenceScores
-from services.replay_buffer.sampler import BatchSampler
+from services.replay_buffer.ingest import IngestWorker, ReferenceScores
+from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.service import ReplayService
-from services.replay_buffer.storage_monitor import StorageMonitor
-from services.replay_buffer.store import ReplayStore
+from services.replay_buffer.store import ReplayStore, StorageMonitor
 from spo import redis_keys
 from spo.errors import NotFound, NotReady
-from spo.local.redis_server import server_command
+from spo.local.launcher import server_command
 from spo.messaging import streams
 from spo.messaging.connection import connect
-from spo.observability.logs import configure_logs
+from spo.observability import configure_logs
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
-from spo.testing.replay import (
-    RUN,
-    ScorerDouble,
-    judged_group,
-    served_scorer,
-    start_run,
-    trajectory,
-)
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
+from spo.testing.runs import RUN, ScorerDouble, judged_group, served_scorer, start_run, trajectory
 from spo.v1 import replay_service_pb2 as replay
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub, add_ReplayServiceServicer_to_server
 from spo.v1.trajectory_pb2 import Trajectory

@@ -7,15 +7,15 @@ from collections import Counter
 import pytest
 import redis
 
-from services.replay_buffer.archive.window_trimmer import WindowTrimmer
-from services.replay_buffer.limiter import LiveCounts
-from services.replay_buffer.sampler import BatchSampler
+from services.replay_buffer.archive import WindowTrimmer
+from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.service import ReplayService
 from services.replay_buffer.settings import Settings
 from services.replay_buffer.store import ReplayStore
+from services.replay_buffer.windows import LiveCounts
 from spo import redis_keys
 from spo.errors import InvalidInput, NotReady
-from spo.testing.replay import RUN, start_run, trajectory
+from spo.testing.runs import RUN, start_run, trajectory
 from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_ONLINE
 from spo.v1.replay_service_pb2 import GetReplayStatusRequest, SampleBatchRequest
 from spo.v1.trajectory_pb2 import Trajectory

@@ -17,23 +17,15 @@ import pytest
 import redis
 
 from services.replay_buffer import admission
-from services.replay_buffer.ingest_worker import IngestWorker
-from services.replay_buffer.reference_scores import ReferenceScores
+from services.replay_buffer.ingest import IngestWorker, ReferenceScores
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.errors import IntegrityError
 from spo.messaging import streams
-from spo.messaging.streams import dead_letters
+from spo.messaging.streams import recovery
 from spo.rpc.client import MAX_MESSAGE_BYTES, RpcClient
-from spo.testing.replay import (
-    FOREIGN_TOKEN,
-    RUN,
-    ScorerDouble,
-    judged_group,
-    served_scorer,
-    start_run,
-)
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
+from spo.testing.runs import FOREIGN_TOKEN, RUN, ScorerDouble, judged_group, served_scorer, start_run
 from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_REFERENCE, SOURCE_SHARED
 from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
 from spo.v1.value_service_pb2 import ComputeReferenceLogprobsRequest
@@ -90,7 +82,7 @@ def run_until(worker: IngestWorker, condition: Callable[[], object], what: str, 
 def dead(client: redis.Redis) -> list[tuple[RolloutGroup, str]]:
     """Letters of groups that name no run on the stream itself, as those of these tests do."""
     stream = redis_keys.verdicts()
-    found = [dead_letters.find(client, stream, each.letter_id, "") for each in dead_letters.newest(client, stream, "")]
+    found = [recovery.find(client, stream, each.letter_id, "") for each in recovery.newest(client, stream, "")]
     return [(RolloutGroup.FromString(payload), letter.reason) for letter, payload in found]
 
 

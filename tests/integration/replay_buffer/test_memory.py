@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import redis
 
-from services.replay_buffer.archive.experience_archiver import ExperienceArchiver
-from services.replay_buffer.archive.window_trimmer import WindowTrimmer
-from services.replay_buffer.sampler import BatchSampler
+from services.replay_buffer.archive import ExperienceArchiver, WindowTrimmer
+from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.settings import Settings
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.errors import InvalidInput
 from spo.experience.store import ExperienceStore
-from spo.testing.replay import PROMPTS, RUN, start_run, trajectory
+from spo.testing.runs import PROMPTS, RUN, start_run, trajectory
 from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_MEMORY, SOURCE_ONLINE
 from spo.v1.replay_service_pb2 import SampleBatchRequest
 from spo.v1.trajectory_pb2 import Trajectory

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import redis
 
-from services.replay_buffer.limiter import Limiter
-from services.replay_buffer.sampler import BatchSampler
+from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.store import ReplayStore
+from services.replay_buffer.windows import Limiter
 from spo.errors import NotReady, PreconditionFailed
-from spo.testing.replay import PROMPTS, RUN, start_run, trajectory
+from spo.testing.runs import PROMPTS, RUN, start_run, trajectory
 from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_ONLINE
 from spo.v1.replay_service_pb2 import SampleBatchRequest
 from spo.v1.trajectory_pb2 import Trajectory

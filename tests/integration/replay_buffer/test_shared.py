@@ -14,22 +14,13 @@ from typing import Any
 import pytest
 import redis
 
-from services.replay_buffer.reference_scores import ReferenceScores
-from services.replay_buffer.sampler import BatchSampler
-from services.replay_buffer.shared_rollout_ingest import SharedRolloutIngest
-from services.replay_buffer.storage_monitor import StorageMonitor
-from services.replay_buffer.store import ReplayStore
+from services.replay_buffer.ingest import ReferenceScores, SharedRolloutIngest
+from services.replay_buffer.sampling import BatchSampler
+from services.replay_buffer.store import ReplayStore, StorageMonitor
 from spo import redis_keys
 from spo.errors import NotReady, PreconditionFailed
-from spo.testing.replay import (
-    PROMPTS,
-    RUN,
-    ScorerDouble,
-    served_scorer,
-    start_run,
-    trajectory,
-)
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
+from spo.testing.runs import PROMPTS, RUN, ScorerDouble, served_scorer, start_run, trajectory
 from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_SHARED
 from spo.v1.replay_service_pb2 import SampleBatchRequest
 from spo.v1.trajectory_pb2 import Trajectory

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import redis
 
-from services.replay_buffer.sampler import BatchSampler
+from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.service import ReplayService
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.errors import Conflict, InvalidInput, NotFound, NotReady, PreconditionFailed
-from spo.testing.replay import PROMPTS, RUN, start_run, trajectory
+from spo.testing.runs import PROMPTS, RUN, start_run, trajectory
 from spo.v1.prompt_pb2 import SOURCE_ANNOTATED, SOURCE_HUMAN, SOURCE_ONLINE, SOURCE_REFERENCE
 from spo.v1.replay_service_pb2 import (
     GetReplayStatusRequest,

@@ -8,12 +8,12 @@ import pytest
 import redis
 
 from services.replay_buffer import sampling_index
-from services.replay_buffer.sampler import BatchSampler
+from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.errors import NotReady, PreconditionFailed
-from spo.spec.job_state import JobState
-from spo.testing.replay import PROMPTS, RUN, start_run, trajectory
+from spo.spec.section import JobState
+from spo.testing.runs import PROMPTS, RUN, start_run, trajectory
 from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_ONLINE, SOURCE_REFERENCE
 from spo.v1.replay_service_pb2 import SampleBatchRequest
 from spo.v1.value_pb2 import PromptValue

@@ -12,18 +12,15 @@ import redis
 import structlog
 
 from services.replay_buffer import redis_keys as own_keys
-from services.replay_buffer.archive.archived_trajectories import ArchivedTrajectories
-from services.replay_buffer.archive.batch_records import BATCHES_KEPT
-from services.replay_buffer.archive.experience_archiver import ExperienceArchiver
-from services.replay_buffer.archive.window_trimmer import WindowTrimmer
-from services.replay_buffer.sampler import BatchSampler
+from services.replay_buffer.archive import BATCHES_KEPT, ArchivedTrajectories, ExperienceArchiver, WindowTrimmer
+from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.service import ReplayService
 from services.replay_buffer.settings import Settings
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.errors import NotFound
 from spo.experience.store import ExperienceStore
-from spo.testing.replay import RUN, start_run, trajectory
+from spo.testing.runs import RUN, start_run, trajectory
 from spo.v1 import replay_service_pb2 as replay
 from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_ONLINE, SOURCE_UNSPECIFIED
 

@@ -10,7 +10,7 @@ import redis
 
 from spo import redis_keys
 from spo.errors import Unreachable
-from spo.rpc.inference_client import REMEMBER_SECONDS, TIME_BYTES, InferenceClient
+from spo.rpc.pools import REMEMBER_SECONDS, TIME_BYTES, InferenceClient
 from spo.testing.peers import ServiceDoubles
 from spo.v1.inference_service_pb2 import GenerateRequest
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest

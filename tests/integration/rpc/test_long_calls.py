@@ -10,17 +10,15 @@ from typing import Any
 
 import pytest
 
-from services.replay_buffer.reference_scores import ReferenceScores
-from services.sandbox_judge.batch import Batch
+from services.replay_buffer.ingest import ReferenceScores
+from services.sandbox_judge.stage import Batch
 from spo.errors import InvalidInput, NotReady, SpoError, Unreachable
 from spo.rpc import long_calls
 from spo.rpc.client import RpcClient, UnknownMethod
 from spo.rpc.long_calls import Parts, generate, judge, judged_parts
 from spo.rpc.server import RpcServer
-from spo.testing.waiting import wait_until
-from spo.v1 import inference_service_pb2 as inference
-from spo.v1 import judge_service_pb2 as judging
-from spo.v1 import value_service_pb2 as values
+from spo.testing.peers import wait_until
+from spo.v1 import inference_service_pb2 as inference, judge_service_pb2 as judging, value_service_pb2 as values
 from spo.v1.inference_service_pb2_grpc import (
     InferenceServiceServicer,
     InferenceServiceStub,

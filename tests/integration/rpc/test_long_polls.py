@@ -13,23 +13,20 @@ from typing import Any
 import pytest
 import redis
 
+from services.orchestrator.commit import Leadership
 from services.orchestrator.container import AppContext
-from services.orchestrator.leadership import Leadership
 from services.orchestrator.service import OrchestratorService
 from services.orchestrator.settings import Settings
-from services.replay_buffer.sampler import BatchSampler
+from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.service import ReplayService
 from services.replay_buffer.store import ReplayStore
 from spo.errors import NotReady, SpoError
 from spo.rpc.client import RpcClient
-from spo.rpc.long_polls import ANSWERING_THREADS, LongPolls
-from spo.rpc.server import RpcServer
-from spo.spec.job_state import JobState
-from spo.testing.replay import start_run, trajectory
-from spo.testing.toy_spec import toy_spec
-from spo.testing.waiting import wait_until
-from spo.v1 import orchestrator_service_pb2 as orchestrator
-from spo.v1 import replay_service_pb2 as replay
+from spo.rpc.server import ANSWERING_THREADS, LongPolls, RpcServer
+from spo.spec.section import JobState
+from spo.testing.peers import wait_until
+from spo.testing.runs import start_run, toy_spec, trajectory
+from spo.v1 import orchestrator_service_pb2 as orchestrator, replay_service_pb2 as replay
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub, add_OrchestratorServiceServicer_to_server
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub, add_ReplayServiceServicer_to_server

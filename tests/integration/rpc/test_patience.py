@@ -10,7 +10,7 @@ import pytest
 
 from spo.errors import InvalidInput, NotReady
 from spo.rpc.client import RpcClient
-from spo.testing.replay import FOREIGN_TOKEN, ScorerDouble, served_scorer
+from spo.testing.runs import FOREIGN_TOKEN, ScorerDouble, served_scorer
 from spo.v1.value_service_pb2 import (
     ComputeReferenceLogprobsRequest,
     ComputeReferenceLogprobsResponse,

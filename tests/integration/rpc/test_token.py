@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
+from spo import observability
 from spo.errors import FieldViolation, InvalidInput, Unauthenticated
-from spo.observability import tracing
-from spo.rpc.client import RpcClient, is_healthy
+from spo.rpc.client import HEADER, RpcClient, is_healthy, show_token, tokens_of
 from spo.rpc.healthcheck import why_not_serving
 from spo.rpc.server import RpcServer
-from spo.rpc.token import HEADER, show_token, tokens_of
 from spo.service.process import ServiceProcess
 from spo.service.settings import ServiceSettings
 from spo.v1 import replay_service_pb2 as replay
@@ -139,6 +138,6 @@ def test_a_service_process_asks_for_the_token_of_its_settings_and_shows_it() -> 
     client.close()
     with pytest.raises(Unauthenticated):
         ask(process.server, "of-another")
-    assert tracing.HEADER not in servicer.seen[0]
+    assert observability.HEADER not in servicer.seen[0]
     assert TOKEN not in repr(process.settings)
     process.server.stop(0)

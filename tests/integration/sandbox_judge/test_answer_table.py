@@ -10,10 +10,9 @@ import pytest
 import redis
 
 from services.sandbox_judge.probe import choose_tier
-from services.sandbox_judge.scheduler import JudgeScheduler
 from services.sandbox_judge.settings import Settings
-from spo.tasks.jsonl import jsonl_problem
-from spo.tasks.records import Record
+from services.sandbox_judge.stage import JudgeScheduler
+from spo.tasks.records import Record, jsonl_problem
 from spo.v1.judge_service_pb2 import Priority
 from spo.v1.verdict_pb2 import Outcome
 

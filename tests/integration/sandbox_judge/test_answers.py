@@ -10,20 +10,19 @@ import psutil
 import pytest
 import redis
 
-from services.sandbox_judge.answers.comparison_pool import ComparisonPool
-from services.sandbox_judge.answers.frames import Finding
+from services.sandbox_judge.comparison_child import Finding
 from services.sandbox_judge.probe import choose_tier
-from services.sandbox_judge.scheduler import JudgeScheduler
+from services.sandbox_judge.scoring import ComparisonPool
 from services.sandbox_judge.service import JudgeService
 from services.sandbox_judge.settings import Settings
+from services.sandbox_judge.stage import JudgeScheduler
 from spo.errors import InvalidInput
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import RewardSpec
 from spo.spec.reward import reward_of
-from spo.tasks.jsonl import jsonl_problem
 from spo.tasks.problem import Problem
-from spo.tasks.records import Record
+from spo.tasks.records import Record, jsonl_problem
 from spo.v1 import verdict_pb2
 from spo.v1.judge_service_pb2 import JudgeRequest, UploadTestsRequest
 from spo.v1.judge_service_pb2_grpc import JudgeServiceStub, add_JudgeServiceServicer_to_server

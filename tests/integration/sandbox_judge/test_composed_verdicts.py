@@ -9,14 +9,13 @@ import pytest
 import redis
 
 from services.sandbox_judge.probe import choose_tier
-from services.sandbox_judge.scheduler import JudgeScheduler
 from services.sandbox_judge.settings import Settings
+from services.sandbox_judge.stage import JudgeScheduler
 from spo.errors import InvalidInput
 from spo.spec.job_spec import RewardSpec, TasksSpec
 from spo.spec.reward import reward_of
-from spo.tasks.jsonl import jsonl_problem
 from spo.tasks.problem import Problem
-from spo.tasks.records import Record
+from spo.tasks.records import Record, jsonl_problem
 from spo.tasks.verifier import decided_by
 from spo.v1.judge_service_pb2 import Priority
 from spo.v1.verdict_pb2 import Outcome, Verdict

@@ -25,7 +25,7 @@ import pytest
 import requests
 from docker.errors import DockerException
 
-from services.sandbox_judge.backends.docker import LABEL, ContainerZygote
+from services.sandbox_judge.docker import LABEL, ContainerZygote
 from services.sandbox_judge.executor import JudgeFault
 from services.sandbox_judge.probe import choose_tier, why_not
 from services.sandbox_judge.program_judge import ProgramJudge

@@ -12,12 +12,12 @@ import psutil
 import pytest
 import redis
 
-from services.sandbox_judge.isolation.memory_cgroup import memory_parent
+from services.sandbox_judge.sandbox_worker import memory_parent
 from services.sandbox_judge.test_set_store import TestSets
 from spo import redis_keys
 from spo.messaging import streams
 from spo.spec.job_spec import parse_job_spec, spec_to_json
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
 from spo.v1 import verdict_pb2
 from spo.v1.prompt_pb2 import Prompt, PromptGroup
 from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory

@@ -11,14 +11,13 @@ from typing import Any, cast
 
 import redis
 
-from services.sandbox_judge.judge_worker import JudgeWorker
-from services.sandbox_judge.scheduler import Batch, JudgeScheduler
 from services.sandbox_judge.settings import Settings
+from services.sandbox_judge.stage import Batch, JudgeScheduler, JudgeWorker
 from spo import redis_keys
 from spo.errors import NotReady, ResourceExhausted
 from spo.messaging.streams import publish
-from spo.testing.replay import RUN, start_run
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
+from spo.testing.runs import RUN, start_run
 from spo.v1.prompt_pb2 import Prompt, PromptGroup
 from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict

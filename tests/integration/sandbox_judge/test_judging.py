@@ -11,18 +11,17 @@ from typing import Any
 import pytest
 import redis
 
-from services.sandbox_judge.judge_worker import JudgeWorker
 from services.sandbox_judge.probe import choose_tier
-from services.sandbox_judge.scheduler import JudgeScheduler
 from services.sandbox_judge.service import JudgeService
 from services.sandbox_judge.settings import Settings
+from services.sandbox_judge.stage import JudgeScheduler, JudgeWorker
 from spo import redis_keys
 from spo.errors import InvalidInput, NotFound, ResourceExhausted
 from spo.messaging import streams
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import parse_job_spec, spec_to_json
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
 from spo.v1 import verdict_pb2
 from spo.v1.judge_service_pb2 import DescribeJudgeRequest, JudgeRequest, Priority, UploadTestsRequest
 from spo.v1.judge_service_pb2_grpc import JudgeServiceStub, add_JudgeServiceServicer_to_server

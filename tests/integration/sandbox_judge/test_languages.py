@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.sandbox_judge.executor import JudgeFault
-from services.sandbox_judge.isolation.tiers import TIERS
-from services.sandbox_judge.languages import languages
+from services.sandbox_judge.executor import JudgeFault, languages
+from services.sandbox_judge.isolation import TIERS
 from services.sandbox_judge.probe import why_not
 from services.sandbox_judge.program_judge import JudgeOptions, ProgramJudge
 from services.sandbox_judge.sandbox_worker import SandboxWorker

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.sandbox_judge.isolation.tiers import TIERS
-from services.sandbox_judge.languages import languages
+from services.sandbox_judge.executor import languages
+from services.sandbox_judge.isolation import TIERS
 from services.sandbox_judge.probe import why_not
 from services.sandbox_judge.program_judge import JudgeOptions, ProgramJudge
 from services.sandbox_judge.sandbox_worker import SandboxWorker
-from services.sandbox_judge.scoring.code_tests import judge_code
-from services.sandbox_judge.scoring.scores import score_responses
+from services.sandbox_judge.scoring import judge_code, score_responses
 from spo.v1 import verdict_pb2
 from spo.v1.verdict_pb2 import CodeTests, CodeTestStyle, Limits, Outcome, ScoringFunction
 

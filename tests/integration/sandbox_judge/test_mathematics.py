@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from services.sandbox_judge.probe import choose_tier
-from services.sandbox_judge.scheduler import JudgeScheduler
 from services.sandbox_judge.settings import Settings
+from services.sandbox_judge.stage import JudgeScheduler
 from spo.messaging.connection import connect
 from spo.v1 import verdict_pb2
 from spo.v1.judge_service_pb2 import Priority

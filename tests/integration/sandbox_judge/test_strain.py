@@ -15,14 +15,14 @@ from prometheus_client import REGISTRY
 from services.sandbox_judge import redis_keys as own_keys
 from services.sandbox_judge.embedded import MemoryStore
 from services.sandbox_judge.probe import choose_tier
-from services.sandbox_judge.scheduler import JudgeScheduler
 from services.sandbox_judge.service import MOST_DETAILS, JudgeService
 from services.sandbox_judge.settings import Settings
+from services.sandbox_judge.stage import JudgeScheduler
 from spo import redis_keys
 from spo.errors import InvalidInput, NotReady, ResourceExhausted, SpoError
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
 from spo.v1 import verdict_pb2
 from spo.v1.judge_service_pb2 import DescribeJudgeRequest, JudgeRequest, Priority, UploadTestsRequest
 from spo.v1.judge_service_pb2_grpc import JudgeServiceStub, add_JudgeServiceServicer_to_server

@@ -5,7 +5,7 @@ from __future__ import annotations
 import redis
 
 from services.sandbox_judge import redis_keys as own_keys
-from spo.service.verdict_cache import OVERHEAD_BYTES, VerdictCache
+from spo.service.judge_stage import OVERHEAD_BYTES, VerdictCache
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict
 
 ACCEPTED = Verdict(outcome=OUTCOME_ACCEPTED, detail="x" * 100)

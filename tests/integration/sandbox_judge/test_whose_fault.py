@@ -9,18 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from services.sandbox_judge import sandbox_worker
+from services.sandbox_judge import isolation, sandbox_worker
 from services.sandbox_judge.embedded import MemoryStore
 from services.sandbox_judge.executor import JudgeFault
-from services.sandbox_judge.isolation import tiers
-from services.sandbox_judge.isolation.tiers import TIERS, Preload
+from services.sandbox_judge.isolation import TIERS, Preload
 from services.sandbox_judge.probe import choose_tier, require_packages, why_not
 from services.sandbox_judge.program_judge import ProgramJudge
+from services.sandbox_judge.right_responses import role_fault
 from services.sandbox_judge.sandbox_worker import PRELOADS, Role, SandboxWorker
-from services.sandbox_judge.scheduler import JudgeScheduler
-from services.sandbox_judge.scoring.code_tests import judge_code
-from services.sandbox_judge.scoring.right_responses import role_fault
+from services.sandbox_judge.scoring import judge_code
 from services.sandbox_judge.settings import Settings
+from services.sandbox_judge.stage import JudgeScheduler
 from spo.errors import NotReady
 from spo.v1 import verdict_pb2
 from spo.v1.judge_service_pb2 import Priority
@@ -170,7 +169,7 @@ def test_a_judge_whose_packages_cannot_be_imported_inside_is_not_ready(monkeypat
     ],
 )
 def test_what_the_jail_covers_is_bound_where_nothing_hides_it(folder: str, place: str) -> None:
-    assert tiers.inside(folder) == place
+    assert isolation.inside(folder) == place
 
 
 @pytest.mark.parametrize("tier", [tier for tier in TIERS if tier != "docker"])

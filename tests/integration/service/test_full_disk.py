@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import redis
 
-from services.orchestrator.datasets.files import DatasetFiles
-from services.orchestrator.datasets.store import Datasets
-from services.orchestrator.experience.exports import exported
-from services.orchestrator.jobs.store import IN_REDIS, JobStore
+from services.orchestrator.datasets import DatasetFiles, Datasets
+from services.orchestrator.jobs import IN_REDIS, JobStore
+from services.orchestrator.stored_experience import exported
 from spo.errors import ResourceExhausted
 from spo.experience.columns import StoredTrajectory
 from spo.experience.store import ExperienceStore, Origin
-from spo.service.state_place import StateFolder
+from spo.service.state import StateFolder
 from spo.v1.prompt_pb2 import Prompt
 from spo.v1.trajectory_pb2 import Trajectory
 

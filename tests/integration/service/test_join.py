@@ -14,16 +14,15 @@ from typing import cast
 import pytest
 import redis
 
-from services.orchestrator.recovery.append_only_file import require_append_only_file
+from services.orchestrator.recovery import require_append_only_file
 from spo import redis_keys
 from spo.errors import PreconditionFailed, Unreachable
-from spo.local.redis_server import server_command
+from spo.local.launcher import server_command
 from spo.messaging.connection import connect, unfit
 from spo.messaging.redis_client import RedisClient
-from spo.service.join import SCHEMA, join_platform
-from spo.service.process import ServiceProcess
+from spo.service.process import SCHEMA, ServiceProcess, join_platform
 from spo.service.settings import PlatformSettings, ServiceSettings
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
 
 ROOT = Path(__file__).parents[3]
 OWN = f"{SCHEMA[0]}.{SCHEMA[1]}"

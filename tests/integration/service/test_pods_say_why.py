@@ -15,10 +15,9 @@ import redis
 import torch
 
 from spo.errors import ResourceExhausted, Unreachable
-from spo.local.launcher import free_ports
-from spo.local.redis_server import server_command
+from spo.local.launcher import free_ports, server_command
 from spo.messaging.connection import connect
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
 from spo.weights.store import WeightStore
 
 PASSWORD, WRONG = "the-right-one", "a-wrong-one"

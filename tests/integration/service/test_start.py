@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from spo.rpc.healthcheck import why_not_serving
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
 
 HEAVY = ("torch", "vllm", "deepspeed", "transformers")
 LIGHT_ROLES = ("orchestrator", "replay_buffer", "sandbox_judge", "verifier")

@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 
 from spo.errors import Conflict
-from spo.local.launcher import LauncherSettings, LocalPlatform
-from spo.local.redis_server import server_command
+from spo.local.launcher import LauncherSettings, LocalPlatform, server_command
 from spo.messaging.connection import connect
 from spo.service.settings import PlatformSettings
-from spo.service.state_folder import FOREIGN_SECONDS, LOCK_FILE, FolderLock, FolderOwner, HeldFolders
-from spo.testing.waiting import wait_until
+from spo.service.state import FOREIGN_SECONDS, LOCK_FILE, FolderLock, FolderOwner, HeldFolders
+from spo.testing.peers import wait_until
 
 ROOT = Path(__file__).parents[3]
 HOLDER = """
@@ -28,7 +27,7 @@ import sys, time
 from pathlib import Path
 from spo.messaging.connection import connect
 from spo.service.settings import PlatformSettings
-from spo.service.state_folder import HeldFolders
+from spo.service.state import HeldFolders
 settings = PlatformSettings(
     redis_url=sys.argv[1], state_path=Path(sys.argv[2]), **dict(place.split("=") for place in sys.argv[3:])
 )
@@ -168,7 +167,7 @@ def test_a_second_launcher_is_refused_whatever_its_name(tmp_path: Path) -> None:
     """Before it starts anything, through another path to the folder too, and at once: the first one lives."""
     (tmp_path / "link").symlink_to(tmp_path / "state")
     script = (
-        "import sys, time\nfrom pathlib import Path\nfrom spo.service.state_folder import launcher_of\n"
+        "import sys, time\nfrom pathlib import Path\nfrom spo.service.state import launcher_of\n"
         "with launcher_of(Path(sys.argv[1]), 'first', 'http://127.0.0.1:1'): print('up', flush=True); time.sleep(600)\n"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "state")]

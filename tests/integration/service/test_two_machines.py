@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from spo.local.redis_server import server_command
+from spo.local.launcher import server_command
 from tests.support.two_hosts import HEAD, OTHER, Host, two_hosts
 
 PAGE = Path(__file__).parents[3] / "docs" / "two_machines.md"
@@ -24,7 +24,7 @@ PASSWORD = "of-redis"
 LOOK = f"""
 import httpx, json
 from spo.rpc.client import is_healthy
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
 
 def pools():
     try:

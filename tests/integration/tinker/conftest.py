@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import redis
 
+from services.orchestrator.commit import Leadership
 from services.orchestrator.container import AppContext
-from services.orchestrator.http.server import HttpServer
-from services.orchestrator.leadership import Leadership
+from services.orchestrator.http.app import HttpServer
 from services.orchestrator.settings import Settings as OrchestratorSettings
-from services.tinker.assembly import assemble
+from services.tinker.service import assemble
 from services.tinker.settings import Settings
 from spo.rpc.client import is_healthy
 from spo.rpc.server import RpcServer
-from spo.testing.models import write_random_llama
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
+from spo.testing.trainer import write_random_llama
 from spo.v1.tinker_service_pb2_grpc import add_TinkerServiceServicer_to_server
 from tests.conftest import free_port
 

@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
 from spo.v1 import tinker_service_pb2 as wire
 from tests.integration.tinker.conftest import OPERATOR_KEY, TinkerPlatform
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from services.trainer.controller import TrainerContext
+from services.trainer.loop import lead_jobs
 from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
-from services.trainer.train import lead_jobs
 from spo.rpc.client import RpcClient
 from spo.testing.trainer import OneJob, TrajectoryPool, served
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub

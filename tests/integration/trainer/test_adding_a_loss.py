@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.batches import TrainingSample
+from services.trainer.batches import ForwardLimits, TrainingSample, cut_into_minibatches
 from services.trainer.learner import Learner
-from services.trainer.microbatches import ForwardLimits, cut_into_minibatches
 from services.trainer.ranks import Ranks
 from spo.algorithm import objectives, registry
 from spo.errors import InvalidInput
-from spo.testing.toy_spec import toy_spec
+from spo.testing.runs import toy_spec
 from spo.testing.trainer import sampled_trajectories
 
 # DeepSpeed 0.19 calls what torch 2.13 deprecates.

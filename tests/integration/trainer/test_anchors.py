@@ -12,8 +12,8 @@ from services.trainer.batches import ReplayClient
 from spo.model.logprobs import load_policy, response_logprobs
 from spo.rpc.client import RpcClient
 from spo.spec.job_spec import JobSpec
-from spo.spec.prompt_values import qhat_0_of_group
-from spo.testing.toy_spec import toy_spec
+from spo.spec.reward import qhat_0_of_group
+from spo.testing.runs import toy_spec
 from spo.testing.trainer import TrajectoryPool, served
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.replay_service_pb2 import SampleBatchResponse

@@ -15,22 +15,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.batches import TrainingSample, token_batch
-from services.trainer.checkpoints.places import CheckpointFolder
-from services.trainer.checkpoints.saving import load_checkpoint, save_checkpoint
-from services.trainer.checkpoints.training_state import TrainingProgress
-from services.trainer.critic import Critic, CriticOutput
-from services.trainer.learner import Learner
-from services.trainer.microbatches import ForwardLimits, MicroBatch, Minibatch, cut_into_minibatches
+from services.trainer.batches import (
+    ForwardLimits,
+    MicroBatch,
+    Minibatch,
+    TrainingSample,
+    cut_into_minibatches,
+    token_batch,
+)
+from services.trainer.checkpoints import CheckpointFolder, TrainingProgress, load_checkpoint, save_checkpoint
+from services.trainer.learner import Critic, CriticOutput, Learner
 from services.trainer.ranks import Ranks
-from spo.algorithm.losses import spo_loss
-from spo.algorithm.policy_gradient import generalised_advantages, kl_regularised_rewards
+from spo.algorithm.baselines import generalised_advantages, kl_regularised_rewards
+from spo.algorithm.objectives import TokenBatch, spo_loss
 from spo.algorithm.registry import LossTerm
-from spo.algorithm.token_batch import TokenBatch
 from spo.errors import IntegrityError
 from spo.model.logprobs import load_policy, token_logprobs
 from spo.spec.job_spec import JobSpec
-from spo.testing.toy_spec import toy_spec
+from spo.testing.runs import toy_spec
 from spo.testing.trainer import sampled_trajectories
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.trajectory_pb2 import Trajectory
@@ -283,7 +285,7 @@ def test_the_tensors_of_a_micro_batch_are_built_once_per_step_and_not_kept(
         return found
 
     added_to = CriticOutput.added_to
-    monkeypatch.setattr("services.trainer.policy.token_batch", counted)
+    monkeypatch.setattr("services.trainer.learner.token_batch", counted)
     monkeypatch.setattr(CriticOutput, "added_to", watched)
     with closing(Learner(ranks, spec)) as learner:
         assert learner.learn(parts, RATE).updates == minibatch_count * epochs

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.attempts.attempt import LEADER, WAITING, Attempt, death_before
+from services.trainer.lease import LEADER, WAITING, Attempt, death_before
 from services.trainer.ranks import Ranks
 from spo.v1 import orchestrator_service_pb2 as wire
 from tests.integration.trainer.trainer_bench import Bench

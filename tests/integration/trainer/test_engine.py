@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.deepspeed_engine import DeepSpeedEngine
-from services.trainer.policy import load_model
+from services.trainer.learner import load_model
 from services.trainer.ranks import Ranks
 from spo.model.logprobs import load_policy, token_logprobs
 from spo.spec.job_spec import TrainerSpec, parse_job_spec

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
 from tests.integration.trainer.trainer_bench import LIMIT_SECONDS, Bench, final_weights, job_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*reduce_scatter_tensor.*:FutureWarning")

@@ -11,10 +11,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from services.trainer.batches import TrainingSample
-from services.trainer.learner import Learner
-from services.trainer.microbatches import MicroBatch
-from services.trainer.policy import Policy
+from services.trainer.batches import MicroBatch, TrainingSample
+from services.trainer.learner import Learner, Policy
 from services.trainer.ranks import Ranks
 from spo.model.folder import inspect_model_folder
 from spo.model.logprobs import load_policy, token_logprobs

@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 from spo.manifest_folder import numbered_folders, open_folder
 from spo.rpc.client import is_healthy
 from spo.spec.job_spec import JobSpec
-from spo.testing.toy_spec import toy_spec
+from spo.testing.peers import wait_until
+from spo.testing.runs import toy_spec
 from spo.testing.trainer import OneJob, TrajectoryPool, served
-from spo.testing.waiting import wait_until
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.weights.store import WeightStore
 

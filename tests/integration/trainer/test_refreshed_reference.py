@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spo.spec.job_spec import JobSpec
-from spo.testing.toy_spec import toy_spec
+from spo.testing.runs import toy_spec
 from spo.weights.store import WeightStore
 from tests.integration.trainer.trainer_bench import LIMIT_SECONDS, Bench
 

@@ -88,7 +88,7 @@ def test_a_version_that_two_ranks_wrote_holds_every_parameter(steps: dict[str, T
 
 
 def test_the_state_of_another_model_is_refused(ranks: Ranks, tiny_model_path: Path, tmp_path: Path) -> None:
-    from spo.testing.models import write_random_llama
+    from spo.testing.trainer import write_random_llama
 
     write_random_llama(tmp_path / "wider", seed=0, width=64)
     engine = engine_for(tmp_path / "wider", 1)

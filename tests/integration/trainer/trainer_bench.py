@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from services.trainer.controller import TrainerContext
 from spo.spec.job_spec import JobSpec
-from spo.testing.toy_spec import toy_spec
+from spo.testing.runs import toy_spec
 from spo.testing.trainer import OneJob, TrajectoryPool
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.weights.store import WeightStore

@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.trainer.batches import TrainingSample
+from services.trainer.batches import ForwardLimits, Minibatch, TrainingSample, cut_into_minibatches
 from services.trainer.deepspeed_engine import leave_deepspeed, prepare_deepspeed
 from services.trainer.learner import Learner
-from services.trainer.microbatches import ForwardLimits, Minibatch, cut_into_minibatches
 from services.trainer.ranks import join_ranks
 from spo.errors import InvalidInput
-from spo.testing.toy_spec import toy_spec
+from spo.testing.runs import toy_spec
 from spo.testing.trainer import sampled_trajectories
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.trajectory_pb2 import Trajectory

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from services.orchestrator.container import AppContext
-from spo.testing.model_folder import write_model_without_weights
+from spo.testing.runs import write_model_without_weights
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "docs" / "tutorials"

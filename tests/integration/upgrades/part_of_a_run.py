@@ -12,13 +12,13 @@ import sys
 import redis
 
 from services.orchestrator import redis_keys as own_keys
-from services.orchestrator.jobs.store import JobStore
-from services.replay_buffer.sampler import BatchSampler
+from services.orchestrator.jobs import JobStore
+from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.replay import RUN, start_run, trajectory
+from spo.spec.section import JobState
+from spo.testing.runs import RUN, start_run, trajectory
 from spo.v1.replay_service_pb2 import SampleBatchRequest
 
 PER_STEP = 8

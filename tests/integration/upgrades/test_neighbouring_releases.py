@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import redis
 
-from services.orchestrator.jobs.checkpoints import recorded_checkpoints
-from services.orchestrator.jobs.store import JobStore
-from services.replay_buffer.sampler import BatchSampler
+from services.orchestrator.jobs import JobStore
+from services.orchestrator.leases import recorded_checkpoints
+from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.errors import InvalidInput
-from spo.service.join import require_schema
+from spo.service.process import require_schema
 from spo.spec.job_spec import parse_job_spec
-from spo.testing.replay import RUN
+from spo.testing.runs import RUN
 from tests.support.releases import ROOT, earlier_release
 
 PART = Path(__file__).parent / "part_of_a_run.py"

@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from services.value_estimation.pivotal_worker import PivotalWorker
-from services.value_estimation.samples import SampleMaker
-from services.value_estimation.stored_experience import StoredImport
+from services.value_estimation.samples import SampleMaker, StoredImport
+from services.value_estimation.workers import PivotalWorker
 from spo import redis_keys
 from spo.errors import InvalidInput, PreconditionFailed
 from spo.experience.columns import StoredTrajectory
+from spo.model.chat import segments_of_mask, turns
 from spo.model.logprobs import load_policy, response_logprobs
-from spo.model.segments import segments_of_mask, turns
 from spo.rpc.client import RpcClient
-from spo.testing.value import RIGHT, WRONG, Surroundings
+from spo.testing.runs import RIGHT, WRONG, Surroundings
 from spo.v1 import value_service_pb2 as wire
 from spo.v1.prompt_pb2 import SOURCE_REFERENCE, Prompt, Sampling
 from spo.v1.trajectory_pb2 import FINISH_REASON_STOP, SEGMENT_KIND_ACTION, SEGMENT_KIND_OBSERVATION, Segment, Trajectory

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import redis
 
-from services.value_estimation.value_worker import ValueWorker
+from services.value_estimation.workers import ValueWorker
 from spo import redis_keys
-from spo.testing.value import EngineDouble, Surroundings
+from spo.testing.runs import EngineDouble, Surroundings
 from spo.v1.prompt_pb2 import Prompt, Sampling
 from spo.v1.value_pb2 import EstimateRequest, PromptValue
 

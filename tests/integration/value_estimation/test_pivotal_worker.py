@@ -11,14 +11,14 @@ import pytest
 import redis
 
 from services.replay_buffer.store import ReplayStore
-from services.value_estimation.pivotal_worker import PivotalWorker
 from services.value_estimation.samples import SampleMaker
+from services.value_estimation.workers import PivotalWorker
 from spo import redis_keys
 from spo.errors import InvalidInput
 from spo.messaging.streams import depth, publish
 from spo.spec.job_spec import RewardSpec
-from spo.spec.job_state import JobState
-from spo.testing.value import EngineDouble, JudgeDouble, Surroundings
+from spo.spec.section import JobState
+from spo.testing.runs import EngineDouble, JudgeDouble, Surroundings
 from spo.v1.judge_service_pb2 import JudgeRequest, JudgeResponse
 from spo.v1.prompt_pb2 import SOURCE_ANNOTATED, SOURCE_REFERENCE, Prompt, PromptGroup
 from spo.v1.trajectory_pb2 import Trajectory

@@ -11,7 +11,7 @@ import redis
 from services.value_estimation import reference as subject
 from services.value_estimation.reference import ModelKey, Reference, References
 from spo.errors import InvalidInput, NotReady
-from spo.messaging.work_deaths import MOST_DEATHS_ALONE
+from spo.messaging.streams.recovery import MOST_DEATHS_ALONE
 from spo.model.logprobs import load_policy, response_logprobs
 from spo.model.tokenizer import load_tokenizer
 

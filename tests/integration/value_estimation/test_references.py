@@ -10,7 +10,7 @@ import redis
 from services.value_estimation.reference import Reference, References
 from spo import redis_keys
 from spo.spec.job_spec import ModelSpec, spec_to_json
-from spo.testing.toy_spec import toy_spec
+from spo.testing.runs import toy_spec
 
 LOAD_SECONDS = 0.3
 CALLS = 40

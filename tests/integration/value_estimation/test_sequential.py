@@ -11,14 +11,14 @@ import pytest
 import redis
 
 from services.replay_buffer.store import ReplayStore
-from services.value_estimation.population import FEWEST_PROMPTS
-from services.value_estimation.value_worker import ValueWorker
+from services.value_estimation.prompt_estimate import FEWEST_PROMPTS
+from services.value_estimation.workers import ValueWorker
 from spo import redis_keys
 from spo.errors import NotReady
 from spo.messaging.streams import publish
-from spo.spec.job_state import JobState
-from spo.spec.prompt_values import qhat_0
-from spo.testing.value import RIGHT, WRONG, EngineDouble, JudgeDouble, Surroundings
+from spo.spec.reward import qhat_0
+from spo.spec.section import JobState
+from spo.testing.runs import RIGHT, WRONG, EngineDouble, JudgeDouble, Surroundings
 from spo.v1.prompt_pb2 import Prompt, Sampling
 from spo.v1.value_pb2 import EstimateRequest, PromptValue
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import redis
 
-from services.value_estimation.stored_experience import StoredSelections
-from services.value_estimation.value_worker import ValueWorker
+from services.value_estimation.samples import StoredSelections
+from services.value_estimation.workers import ValueWorker
 from spo import redis_keys
 from spo.experience.columns import StoredTrajectory
 from spo.experience.store import ExperienceStore, Origin
-from spo.testing.value import RIGHT, WRONG, Surroundings
+from spo.testing.runs import RIGHT, WRONG, Surroundings
 from spo.v1.prompt_pb2 import SOURCE_OTHER_RUN, Prompt
 from spo.v1.trajectory_pb2 import FINISH_REASON_STOP, Trajectory
 from spo.v1.value_pb2 import EstimateRequest, PromptValue

@@ -15,16 +15,14 @@ import torch
 from services.replay_buffer.store import ReplayStore
 from services.trainer.batches import TrainingSample, token_batch
 from services.value_estimation.token_values import beta_of
-from services.value_estimation.value_worker import ValueWorker
+from services.value_estimation.workers import ValueWorker
 from spo import redis_keys
 from spo.errors import IntegrityError, InvalidInput, NotFound, PreconditionFailed
 from spo.model.logprobs import load_policy, token_logprobs
 from spo.rpc.client import RpcClient
 from spo.spec.job_spec import RewardSpec
-from spo.testing.models import random_llama
-from spo.testing.replay import conversation, trajectory
-from spo.testing.toy_spec import toy_spec
-from spo.testing.value import EngineDouble, Surroundings
+from spo.testing.runs import EngineDouble, Surroundings, conversation, toy_spec, trajectory
+from spo.testing.trainer import random_llama
 from spo.v1 import value_service_pb2 as wire
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, Prompt, Sampling
 from spo.v1.trajectory_pb2 import Anchor, Trajectory

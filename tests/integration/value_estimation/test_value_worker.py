@@ -11,17 +11,16 @@ from typing import Any
 import pytest
 import redis
 
-from services.orchestrator.lifecycle.deleted_keys import keys_of
-from services.replay_buffer.ingest_worker import IngestWorker
-from services.replay_buffer.reference_scores import ReferenceScores
+from services.orchestrator.deletion import keys_of
+from services.replay_buffer.ingest import IngestWorker, ReferenceScores
 from services.replay_buffer.store import ReplayStore
 from services.value_estimation import redis_keys as own_keys
-from services.value_estimation.value_worker import ValueWorker
+from services.value_estimation.workers import ValueWorker
 from spo import redis_keys
 from spo.errors import InvalidInput, NotFound
 from spo.messaging.streams import Consumer, depth, publish
 from spo.rpc.client import RpcClient
-from spo.testing.value import RIGHT, WRONG, EngineDouble, JudgeDouble, Surroundings
+from spo.testing.runs import RIGHT, WRONG, EngineDouble, JudgeDouble, Surroundings
 from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_ONLINE, Prompt, PromptGroup, Sampling
 from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
 from spo.v1.value_pb2 import EstimateRequest, PromptValue

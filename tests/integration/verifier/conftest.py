@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import redis
 
-from services.verifier.scheduler import VerifierScheduler
 from services.verifier.scorers import scorers_of
 from services.verifier.settings import Settings
+from services.verifier.stage import VerifierScheduler
 
 Reply = tuple[int, bytes, dict[str, str]]
 

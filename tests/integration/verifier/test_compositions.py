@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from services.verifier.scheduler import VerifierScheduler
-from services.verifier.test_set_rules import VERIFIER_VERSION
+from services.verifier.stage import VERIFIER_VERSION, VerifierScheduler
 from spo.errors import InvalidInput
 from spo.testing.peers import ServiceDoubles
 from spo.v1 import verdict_pb2 as wire

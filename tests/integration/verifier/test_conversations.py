@@ -14,20 +14,19 @@ import redis
 
 from services.inference.engine import Sample
 from services.inference.environment_pool import EnvironmentPool
-from services.inference.episodes.group import start_episodes
+from services.inference.episodes import start_episodes
 from services.sandbox_judge.probe import choose_tier
-from services.sandbox_judge.scheduler import JudgeScheduler
 from services.sandbox_judge.service import JudgeService
 from services.sandbox_judge.settings import Settings
-from services.verifier.environments.registry import all_environments
-from services.verifier.environments.sealed_state import MOST_STATE_BYTES, StateSeal
-from services.verifier.environments.service import EnvironmentService
+from services.sandbox_judge.stage import JudgeScheduler
+from services.verifier.environments.environment import MOST_STATE_BYTES, StateSeal
+from services.verifier.environments.service import EnvironmentService, all_environments
 from spo.errors import InternalError, InvalidInput, NotFound, Unreachable
 from spo.rpc.client import RpcClient, is_healthy
 from spo.rpc.server import RpcServer
-from spo.spec.environment import ConversationSetup
-from spo.tasks.toy.problems import toy_tasks
-from spo.testing.waiting import wait_until
+from spo.spec.tasks import ConversationSetup
+from spo.tasks.toy import toy_tasks
+from spo.testing.peers import wait_until
 from spo.v1 import environment_service_pb2 as wire
 from spo.v1.environment_service_pb2_grpc import EnvironmentServiceStub, add_EnvironmentServiceServicer_to_server
 from spo.v1.judge_service_pb2 import UploadTestsRequest

@@ -15,18 +15,14 @@ import grpc
 import pytest
 import redis
 
-from services.verifier.environments.environment import Setup
+from services.verifier.environments.environment import OpenState, Setup, StateSeal
 from services.verifier.environments.foreign.journal import JournalledEnvironment, Said, Worth
-from services.verifier.environments.foreign.openenv_server import action_in
-from services.verifier.environments.registry import Environments
-from services.verifier.environments.remote import RemoteEnvironment
-from services.verifier.environments.sealed_state import OpenState, StateSeal
-from services.verifier.environments.service import TURNS_AT_ONCE, EnvironmentService
+from services.verifier.environments.foreign.server import action_in
+from services.verifier.environments.service import TURNS_AT_ONCE, Environments, EnvironmentService, RemoteEnvironment
 from spo.errors import InternalError, InvalidInput, NotReady, Unreachable
-from spo.rpc.client import RpcClient
+from spo.rpc.client import HEADER, RpcClient, show_token
 from spo.rpc.server import RpcServer
-from spo.rpc.token import HEADER, show_token
-from spo.spec.environment import ConversationSetup
+from spo.spec.tasks import ConversationSetup
 from spo.v1 import environment_service_pb2 as wire
 from spo.v1.environment_service_pb2_grpc import EnvironmentServiceStub, add_EnvironmentServiceServicer_to_server
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER

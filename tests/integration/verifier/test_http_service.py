@@ -12,14 +12,13 @@ import pytest
 import redis
 
 from services.verifier.http_scorer import signature_of
-from services.verifier.scheduler import VerifierScheduler
 from services.verifier.settings import Settings
-from services.verifier.worker import VerifierWorker
+from services.verifier.stage import VerifierScheduler, VerifierWorker
 from spo import redis_keys
 from spo.errors import InvalidInput, NotReady, SpoError
 from spo.messaging.streams import publish
-from spo.testing.replay import RUN, start_run
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
+from spo.testing.runs import RUN, start_run
 from spo.v1 import verdict_pb2 as wire
 from spo.v1.judge_service_pb2 import PRIORITY_TRAINING
 from spo.v1.prompt_pb2 import Prompt, PromptGroup

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from services.verifier.guarded_post import BadAnswer
-from services.verifier.model_scorer import points_in, question_of
-from services.verifier.scheduler import VerifierScheduler
+from services.verifier.http_scorer import BadAnswer
+from services.verifier.scorers import points_in, question_of
+from services.verifier.stage import VerifierScheduler
 from spo.errors import InvalidInput
 from spo.v1 import verdict_pb2 as wire
 from spo.v1.judge_service_pb2 import PRIORITY_TRAINING

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from services.verifier.guarded_post import BadAnswer, ServiceAway
-from services.verifier.scheduler import VerifierScheduler
+from services.verifier.http_scorer import BadAnswer, ServiceAway
 from services.verifier.scorers import scorers_of
 from services.verifier.settings import Settings
+from services.verifier.stage import VerifierScheduler
 from spo.errors import InvalidInput
 from spo.rpc.server import RpcServer
 from spo.testing.peers import InferenceDouble
-from spo.testing.replay import RUN, start_run
+from spo.testing.runs import RUN, start_run
 from spo.v1 import verdict_pb2
 from spo.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from spo.v1.judge_service_pb2 import Priority

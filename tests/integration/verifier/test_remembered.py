@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 import redis
 
-from services.verifier.scheduler import VerifierScheduler
 from services.verifier.scorers import scorers_of
 from services.verifier.settings import Settings
+from services.verifier.stage import VerifierScheduler
 from spo.v1 import verdict_pb2
 from spo.v1.judge_service_pb2 import Priority
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Composition, HttpScore, Part, Verdict

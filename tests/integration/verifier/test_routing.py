@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from services.orchestrator.evaluation.scorer import upload_tests
-from services.value_estimation.service_clients import ServiceClients, connect_clients
+from services.orchestrator.scoring import upload_tests
+from services.value_estimation.samples import ServiceClients, connect_clients
 from services.value_estimation.settings import Settings
 from spo import redis_keys
 from spo.errors import InvalidInput
-from spo.rpc.judge_pools import JudgePools
+from spo.rpc.pools import JudgePools
 from spo.tasks.problem import Problem
-from spo.tasks.verifier_pool import pool_of
+from spo.tasks.verifier import pool_of
 from spo.testing.peers import ServiceDoubles
 from spo.v1 import verdict_pb2 as verdicts
 from spo.v1.prompt_pb2 import Prompt

@@ -8,20 +8,18 @@ from collections.abc import Iterator, Sequence
 import pytest
 import redis
 
-from services.verifier.environments.registry import Environments
-from services.verifier.environments.sealed_state import StateSeal
-from services.verifier.environments.service import EnvironmentService
-from services.verifier.scheduler import VerifierScheduler
+from services.verifier.environments.environment import StateSeal
+from services.verifier.environments.service import Environments, EnvironmentService
 from services.verifier.service import VerifierService
 from services.verifier.settings import Settings
-from services.verifier.worker import VerifierWorker
+from services.verifier.stage import VerifierScheduler, VerifierWorker
 from spo import redis_keys
 from spo.errors import InvalidInput, NotFound
 from spo.messaging.streams import publish, read_after
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
-from spo.testing.replay import RUN, start_run
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
+from spo.testing.runs import RUN, start_run
 from spo.v1 import verdict_pb2
 from spo.v1.environment_service_pb2 import BeginRequest, DescribeEnvironmentsRequest, StepRequest, Turn
 from spo.v1.environment_service_pb2_grpc import (

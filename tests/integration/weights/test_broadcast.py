@@ -14,11 +14,18 @@ import pytest
 import torch
 
 from spo.errors import IntegrityError
-from spo.weights.assembly import whole_entries
-from spo.weights.broadcast.gloo_group import GlooGroup
-from spo.weights.broadcast.rendezvous import BroadcastFailed, connect, join, read_roster, report_done
-from spo.weights.broadcast.shards import DigestCheck, header_of, layout
-from spo.weights.store import StoredVersion, WeightStore
+from spo.weights.broadcast import (
+    BroadcastFailed,
+    DigestCheck,
+    GlooGroup,
+    connect,
+    header_of,
+    join,
+    layout,
+    read_roster,
+    report_done,
+)
+from spo.weights.store import StoredVersion, WeightStore, whole_entries
 
 HOST = "127.0.0.1"
 RUN = "job"
@@ -29,7 +36,7 @@ class Sender:
     """The process that a trainer starts."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "spo.weights.broadcast.sender", "--host", HOST, "--port", "0"]
+        command = [sys.executable, "-m", "spo.weights.broadcast_sender", "--host", HOST, "--port", "0"]
         self.process = subprocess.Popen(
             [*command, "--transport", "gloo"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

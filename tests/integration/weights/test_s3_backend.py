@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from services.inference.weights import PolicyVersions, reference_weights
 from spo.errors import Conflict, IntegrityError, NotFound, Unreachable
-from spo.testing.model_folder import write_model_without_weights
-from spo.weights import ranged_download
+from spo.testing.runs import write_model_without_weights
+from spo.weights import s3_backend
 from spo.weights.store import StoredVersion, WeightStore
 from tests.support.s3_server import S3Server
 
@@ -109,8 +109,8 @@ def test_many_replicas_of_a_machine_download_a_version_once(s3_server: S3Server,
 
 
 def test_an_interrupted_download_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranged_download, "PART_BYTES", 10)
-    monkeypatch.setattr(ranged_download, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(s3_backend, "PART_BYTES", 10)
+    monkeypatch.setattr(s3_backend, "PAUSE_SECONDS", 0.0)
     content = bytes(range(95))
     asked: list[int] = []
 
@@ -121,10 +121,10 @@ def test_an_interrupted_download_goes_on_where_it_stopped(tmp_path: Path, monkey
         return content[start : start + length]
 
     with pytest.raises(OSError, match="the line is cut"):
-        ranged_download.download(read, len(content), tmp_path / "file")
+        s3_backend.download(read, len(content), tmp_path / "file")
     assert not (tmp_path / "file").exists()
     asked[:] = [-1] * 40
-    ranged_download.download(read, len(content), tmp_path / "file")
+    s3_backend.download(read, len(content), tmp_path / "file")
 
     assert (tmp_path / "file").read_bytes() == content
     assert sorted(asked[40:]) == [50, 60, 70, 80, 90]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.special import betaincinv
 
-from spo.algorithm.beta_quantiles import beta_quantiles
+from spo.algorithm.values import beta_quantiles
 
 LEVELS = np.array([0.0005, 0.025, *(np.arange(64) + 0.5) / 64, 0.975, 0.9995])
 PARAMETERS = (1e-7, 1e-3, 0.03, 0.5, 1, 1.5, 10, 3e3, 3e6)

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from spo.algorithm.diagnostics import batch_diagnostics, effective_sample_share, sampler_log_weights
-from spo.algorithm.token_batch import TokenBatch
+from spo.algorithm.objectives import TokenBatch, batch_diagnostics, effective_sample_share, sampler_log_weights
 
 
 def test_diagnostics_of_a_batch_equal_those_counted_by_hand() -> None:

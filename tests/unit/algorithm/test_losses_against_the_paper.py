@@ -15,10 +15,8 @@ from typing import Literal
 import pytest
 import torch
 
-from spo.algorithm.baselines.presets import PRESETS
-from spo.algorithm.losses import spo_loss, trajectory_losses
-from spo.algorithm.registry import LOSSES, LossTerm
-from spo.algorithm.token_batch import TokenBatch
+from spo.algorithm.objectives import TokenBatch, spo_loss, trajectory_losses
+from spo.algorithm.registry import LOSSES, PRESETS, LossTerm
 
 PAPER_BETA = 1 / math.log(100_000)
 STEP = 1e-6

@@ -10,19 +10,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spo.algorithm.baselines.surrogate import group_advantages
-from spo.algorithm.losses import spo_loss, trajectory_losses
-from spo.algorithm.objectives import terminal_squared
-from spo.algorithm.policy_gradient import (
+from spo.algorithm.baselines import (
     clipped_surrogate,
     generalised_advantages,
+    group_advantages,
     kl_regularised_rewards,
     soft_policy_gradient,
     supervised,
     value_loss,
 )
+from spo.algorithm.objectives import TokenBatch, spo_loss, terminal_squared, trajectory_losses
 from spo.algorithm.registry import LossTerm
-from spo.algorithm.token_batch import TokenBatch
 from spo.errors import InvalidInput
 
 BETA = 0.3

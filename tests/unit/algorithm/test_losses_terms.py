@@ -11,14 +11,17 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from spo.algorithm.losses import loss_function, spo_loss, trajectory_losses
-from spo.algorithm.objectives import clipped_cross_entropy
-from spo.algorithm.q_values import check_starts_at_reference
-from spo.algorithm.registry import LOSSES, LossTerm, Need
-from spo.algorithm.rounding import Rounding
-from spo.algorithm.sources import SOURCE_CODES, SourceName
-from spo.algorithm.token_batch import TokenBatch
-from spo.algorithm.whole_batch import BatchTotals
+from spo.algorithm.baselines import BatchTotals
+from spo.algorithm.objectives import (
+    Rounding,
+    TokenBatch,
+    check_starts_at_reference,
+    clipped_cross_entropy,
+    loss_function,
+    spo_loss,
+    trajectory_losses,
+)
+from spo.algorithm.registry import LOSSES, SOURCE_CODES, LossTerm, Need, SourceName
 from spo.errors import InvalidInput
 from spo.v1.prompt_pb2 import Source
 

@@ -9,10 +9,9 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from spo.algorithm.monte_carlo import (
+from spo.algorithm.values import (
     estimate_from_successes,
     q_from_rewards,
     q_from_success_rate,
@@ -138,5 +137,5 @@ def test_impossible_numbers_are_refused(call: object) -> None:
 
 
 def test_values_and_pass_at_k_are_importable_without_torch() -> None:
-    code = "import sys; import spo.algorithm.monte_carlo, spo.algorithm.pass_at_k; sys.exit('torch' in sys.modules)"
+    code = "import sys; import spo.algorithm.values, spo.algorithm.values; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from spo.algorithm.pass_at_k import ProblemCounts, distinct_correct, mean_pass_at_k, pass_at_k
+from spo.algorithm.values import ProblemCounts, distinct_correct, mean_pass_at_k, pass_at_k
 from spo.errors import InvalidInput
 
 

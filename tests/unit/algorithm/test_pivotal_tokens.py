@@ -6,10 +6,9 @@ import math
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from spo.algorithm.pivotal_tokens import PivotalToken, next_positions, pivotal_tokens
+from spo.algorithm.values import PivotalToken, next_positions, pivotal_tokens
 from spo.errors import InvalidInput
 
 THRESHOLD = 0.2

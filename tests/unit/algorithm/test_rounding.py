@@ -9,10 +9,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from services.trainer.step_metrics import sampler_alarm, sampler_metrics
-from spo.algorithm.rounding import DEVIATIONS, ONE_TOKEN, Difference, Rounding
-from spo.model.attention import ATTENTION
-from spo.model.logprobs import token_logprobs
+from services.trainer.batches import sampler_alarm, sampler_metrics
+from spo.algorithm.objectives import DEVIATIONS, ONE_TOKEN, Difference, Rounding
+from spo.model.logprobs import ATTENTION, token_logprobs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

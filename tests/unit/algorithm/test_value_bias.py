@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from spo.algorithm.losses import spo_loss, value_weights
-from spo.algorithm.monte_carlo import SoftValueEstimate, q_from_success_rate
+from spo.algorithm.objectives import TokenBatch, spo_loss, value_weights
 from spo.algorithm.registry import LossTerm
-from spo.algorithm.token_batch import TokenBatch
-from spo.algorithm.value_posterior import BetaPrior, Evidence, soft_value_estimate
+from spo.algorithm.values import BetaPrior, Evidence, SoftValueEstimate, q_from_success_rate, soft_value_estimate
 
 BETAS = [0.217, 1 / math.log(100_000)]
 # Success rates of prompts: mean .07, half of them below .02, as in the toy contest.

@@ -6,13 +6,19 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from spo.algorithm.calibration import calibration, success_probability
-from spo.algorithm.monte_carlo import q_from_success_rate
-from spo.algorithm.value_posterior import JEFFREYS, BetaPrior, Evidence, soft_value_estimate, unsolved_posterior
 from spo.algorithm.value_prior import PromptFeatures, fit_prior
+from spo.algorithm.values import (
+    JEFFREYS,
+    BetaPrior,
+    Evidence,
+    calibration,
+    q_from_success_rate,
+    soft_value_estimate,
+    success_probability,
+    unsolved_posterior,
+)
 from spo.errors import InvalidInput
 
 BETA = 0.2

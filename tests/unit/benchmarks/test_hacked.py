@@ -8,7 +8,7 @@ from benchmarks.hacked.jobs import imitating, regressing
 from benchmarks.hacked.planted import RUN, prints_a_constant, programs_for, tasks_section, write_tasks
 from spo.spec.job_spec import TasksSpec, parse_job_spec
 from spo.tasks.load import load_tasks
-from spo.tasks.toy.problems import toy_tasks
+from spo.tasks.toy import toy_tasks
 
 
 def test_a_planted_hack_reads_nothing_and_prints_the_answer_of_the_one_test_that_was_there() -> None:

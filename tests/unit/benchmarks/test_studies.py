@@ -15,8 +15,8 @@ from benchmarks.studies.lag import steps_sampled_by
 from benchmarks.studies.sampling import Sampler, sample
 from benchmarks.studies.staleness import GROUP, LAGS, METHODS, RATES, StaleRun, planned, rows
 from spo.model.logprobs import response_logprobs
-from spo.tasks.toy.problems import toy_tasks
-from spo.testing.models import random_llama
+from spo.tasks.toy import toy_tasks
+from spo.testing.trainer import random_llama
 from spo.v1.trajectory_pb2 import Trajectory
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spo.cli.judge import row_of
-from spo.cli.judge_files import find_programs, read_tests
+from spo.cli.judge import find_programs, read_tests, row_of
 from spo.errors import InvalidInput, NotFound
 from spo.v1 import verdict_pb2
 from spo.v1.verdict_pb2 import Checker, Limits, Outcome, Verdict

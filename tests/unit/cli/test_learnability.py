@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spo.cli.known_responses import known_responses, written_answer
+from spo.cli.tasks import known_responses, written_answer
 from spo.client.models import PromptSuccess
 from spo.errors import InvalidInput
 from spo.spec.job_spec import parse_job_spec
 from spo.tasks.answer import fault_of
-from spo.tasks.learnability import histogram_lines, learnability, probe_document
+from spo.tasks.load import histogram_lines, learnability, probe_document
 from spo.tasks.problem import Problem
-from spo.tasks.sources.reasoning_gym import gym_problem
+from spo.tasks.sources import gym_problem
 from spo.v1 import verdict_pb2 as wire
 from spo.v1.verdict_pb2 import AnswerComparison, AnswerExtraction, AnswerRule, CodeTests
 

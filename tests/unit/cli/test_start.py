@@ -12,15 +12,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from spo.cli import start as cli_start
 from spo.cli.app import app
-from spo.cli.start import init as cli_init
-from spo.cli.start.facts import MachineFacts
-from spo.cli.start.foreign_configs import convert_config
-from spo.cli.start.foreign_rows import convert_rows
+from spo.cli.start import MachineFacts, convert_config, convert_rows
 from spo.errors import InvalidInput
 from spo.spec.job_spec import parse_job_spec
-from spo.tasks.jsonl import read_jsonl
-from spo.testing.model_folder import write_model_without_weights
+from spo.tasks.records import read_jsonl
+from spo.testing.runs import write_model_without_weights
 
 LAYERS = {"num_hidden_layers": 2, "intermediate_size": 128, "num_key_value_heads": 2}
 LARGE = {"hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 28672, "num_attention_heads": 64}
@@ -71,7 +69,7 @@ def test_what_does_not_fit_is_made_to_fit_and_said(
 ) -> None:
     write_model_without_weights(tmp_path / "large", **LARGE)
     small = MachineFacts(1, 80 * 10**9, accelerated=True, words="one GPU of 80 GB")
-    monkeypatch.setattr(cli_init, "look_at_machine", lambda: small)
+    monkeypatch.setattr(cli_start, "look_at_machine", lambda: small)
     assert run("init", tmp_path / "large", problems, "--out", tmp_path / "job.yaml").exit_code == 0
 
     assert "no setting makes it fit here" in (tmp_path / "job.yaml").read_text()

@@ -10,11 +10,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from services.orchestrator.http.pages.submission import with_toy_model
+from services.orchestrator.http.pages.jobs import with_toy_model
 from spo.cli.app import app
-from spo.demo.demo import RECIPE
-from spo.demo.toy_model import copy_toy_model, toy_model
-from spo.tasks.toy.built import newest_model, wanted_difficulty
+from spo.demo.demo import RECIPE, copy_toy_model, toy_model
+from spo.tasks.toy import newest_model, wanted_difficulty
 
 
 def made(models: Path, name: str, at: int) -> Path:

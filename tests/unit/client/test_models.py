@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError, create_model
 
-from services.orchestrator.evaluation import scorer
+from services.orchestrator import scoring
 from spo import errors
 from spo.client import models
-from spo.client.http_errors import parsed
+from spo.client.answers import parsed
 from tests.support.openapi_documents import OPENAI_PATHS, OPENAPI, SCHEMAS, example
 
 # Parts that the OpenAPI document leaves open, and what all documents share.
@@ -183,7 +183,7 @@ def test_the_scores_of_an_evaluation_are_those_that_the_orchestrator_writes() ->
         scores={"score": 0.25, "format": 1.0},
     )
     task: Any = SimpleNamespace(version=3, protocol=SimpleNamespace(ks=(1, 2), samples=2), spec=SimpleNamespace(seed=0))
-    written = scorer.summary(task, [scorer.ProblemScore(**score.model_dump())])
+    written = scoring.summary(task, [scoring.ProblemScore(**score.model_dump())])
 
     assert models.EvaluationResult.model_validate(written).model_dump() == written
 

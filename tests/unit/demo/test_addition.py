@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spo.demo.addition import write_addition_tasks
-from spo.demo.real import REAL_RECIPE
+from spo.demo.addition import REAL_RECIPE, write_addition_tasks
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.spec_file import read_spec
+from spo.spec.section import read_spec
 from spo.tasks.answer import fault_of
 from spo.tasks.load import load_tasks
 from spo.tasks.problem import Problem

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from spo.client.models import Job
-from spo.client.models.continual import ContinualRound
-from spo.demo.loop.course import Course, CourseOutcome, Phase
-from spo.demo.loop.report import claims, write_report
-from spo.demo.loop.traffic import CrowdCount, TrafficCount
+from spo.client.models.documents import ContinualRound
+from spo.demo.loop import Course, CourseOutcome, CrowdCount, Phase, TrafficCount, claims, write_report
 
 JOB = Job.model_construct(id="job_1")
 BACK = {"is_what_was_served_before": True, "answers_as_at_first": True, "call_seconds": 0.1, "to": ["job_1", 1]}

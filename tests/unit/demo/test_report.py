@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spo.client.models import Event, Job, MetricSeries, StepEvaluation
-from spo.demo.report import DemoOutcome, report_of, write_report
+from spo.demo.demo import DemoOutcome, report_of, write_report
 from tests.support.evaluations import step_evaluation
 from tests.support.openapi_documents import SCHEMAS, example
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spo.demo.smollm2 import MODEL_FILE, cached_smollm2
+from spo.demo.reference_model import MODEL_FILE, cached_smollm2
 from spo.errors import NotReady
 
 

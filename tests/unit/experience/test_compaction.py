@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.experience.queries import RowFilter, Scope, every_row
+from services.orchestrator.stored_experience import RowFilter, Scope, every_row
 from spo.experience.columns import StoredTrajectory
-from spo.experience.compaction import MERGED_ROWS, merge, plan
-from spo.experience.store import LEASE_SECONDS, ExperienceStore, Origin, StoredFile
-from spo.testing.replay import trajectory
+from spo.experience.store import LEASE_SECONDS, MERGED_ROWS, ExperienceStore, Origin, StoredFile, merge, plan
+from spo.testing.runs import trajectory
 from spo.v1.prompt_pb2 import Prompt
 
 ORIGIN = Origin("job_1", "run", "toy", "a" * 64, licence="CC0", parents=("job_0",), tenant="us")

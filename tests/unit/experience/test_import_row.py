@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from spo.experience.columns import StoredTrajectory, fields_of
-from spo.experience.import_row import ImportTerms, ProblemIndex, RowRefusal, stored_row
-from spo.experience.uploads import UploadedRow
-from spo.model.segments import trained_mask, turns
+from spo.experience.imports import ImportTerms, ProblemIndex, RowRefusal, UploadedRow, stored_row
+from spo.model.chat import trained_mask, turns
 from spo.tasks.problem import Problem
-from spo.testing.replay import conversation
+from spo.testing.runs import conversation
 from spo.v1 import verdict_pb2
 from spo.v1.prompt_pb2 import Prompt
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from spo.errors import InvalidInput
+from spo.experience.imports import UploadedRow, check_mapping, mapped
 from spo.experience.known_logs import KNOWN_LOGS, KnownLog
-from spo.experience.mapped_rows import check_mapping, mapped
-from spo.experience.uploads import UploadedRow
 
 CHAT = {
     "request": {"messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2?"}]},

@@ -13,13 +13,12 @@ from pyarrow import parquet
 from ulid import ULID
 
 from spo.client.models import Job, MetricSeries
+from spo.demo.demo import DemoOutcome
 from spo.demo.experience import RunCost, compare, write_comparison
-from spo.demo.report import DemoOutcome
 from spo.errors import IntegrityError, InvalidInput
 from spo.experience.columns import ADDED, SCHEMA, StoredTrajectory, table_of
-from spo.experience.compaction import merge
-from spo.experience.store import ROW_GROUP_ROWS, ExperienceStore, Origin, StoredFile
-from spo.testing.replay import conversation, trajectory
+from spo.experience.store import ROW_GROUP_ROWS, ExperienceStore, Origin, StoredFile, merge
+from spo.testing.runs import conversation, trajectory
 from spo.v1.prompt_pb2 import Prompt
 from spo.v1.verdict_pb2 import PartScore
 from tests.support.evaluations import step_evaluation

@@ -9,8 +9,8 @@ from typing import Any, cast
 from services.inference.engine_thread import EngineThread
 from services.inference.settings import Settings
 from services.inference.weights import Weights
-from spo.testing.waiting import wait_until
-from spo.weights.broadcast.rendezvous import BroadcastFailed
+from spo.testing.peers import wait_until
+from spo.weights.broadcast import BroadcastFailed
 
 REFERENCE = Weights("", 0, "pi0", ())
 FILES = Weights("job", 5, "digest", (Path(__file__),))

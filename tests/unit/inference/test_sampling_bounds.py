@@ -11,8 +11,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from services.inference.sampling import sample_requests
-from services.orchestrator.http.api.evaluations import EvaluationRequest
-from services.orchestrator.http.api.policies import CompletionRequest
+from services.orchestrator.http.training import CompletionRequest, EvaluationRequest
 from spo.errors import InvalidInput
 from spo.spec.job_spec import JobSpec, parse_job_spec
 from spo.spec.section import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, Temperature, TopP

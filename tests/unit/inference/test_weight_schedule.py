@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from services.inference.weight_schedule import ScheduleDecision, next_decision
+from services.inference.engine_thread import ScheduleDecision, next_decision
 from services.inference.weights import Weights
 
 OLD, NEW, OTHER = (Weights("run", version, "", ()) for version in (1, 2, 3))

@@ -8,9 +8,9 @@ import structlog
 from structlog.testing import LogCapture
 
 from spo import errors
-from spo.messaging.streams import Fate, failures, fate_of
-from spo.messaging.streams.failures import Outage
-from spo.rpc.statuses import error_of
+from spo.messaging.streams import Fate, fate_of, recovery
+from spo.messaging.streams.recovery import Outage
+from spo.rpc.client import error_of
 
 
 class Refused(grpc.RpcError):
@@ -62,8 +62,8 @@ def test_an_outage_is_one_line_then_one_each_half_minute_with_a_count_then_one(m
     captured = LogCapture()
     structlog.configure(processors=[captured])
     clock = [100.0]
-    monkeypatch.setattr(failures.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(failures, "log", structlog.get_logger())
+    monkeypatch.setattr(recovery.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(recovery, "log", structlog.get_logger())
     outage = Outage("a stream cannot be read", stream="s")
 
     for _ in range(100):

@@ -17,7 +17,7 @@ from spo.model.tokenizer import (
     opens_reasoning,
     tokens_to_stop,
 )
-from spo.tasks.toy.tokenizer import build_tokenizer
+from spo.tasks.toy_tokenizer import build_tokenizer
 
 TURNS = (
     "{% for each in messages %}{% if each.role == 'system' %}<bos>{% endif %}{{ each.content }}{% endfor %}"

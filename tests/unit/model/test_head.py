@@ -10,18 +10,16 @@ import torch
 from torch import Tensor, nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from spo.model import head
-from spo.model.attention import ATTENTION
-from spo.model.head import LogprobHead, chosen_logprobs, give_logprob_head
-from spo.model.logprobs import token_logprobs
+from spo.model import logprobs
+from spo.model.logprobs import ATTENTION, LogprobHead, chosen_logprobs, give_logprob_head, token_logprobs
 
 TOKENS, WIDTH, WORDS = 37, 16, 101
 
 
 @pytest.fixture(params=[(64 << 20, 8192), (4 * 37 * 10, 8192), (4 * 8 * 10, 8)], ids=["one", "columns", "both"])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "BLOCK_BYTES", request.param[0])
-    monkeypatch.setattr(head, "TOKENS_PER_CHUNK", request.param[1])
+    monkeypatch.setattr(logprobs, "BLOCK_BYTES", request.param[0])
+    monkeypatch.setattr(logprobs, "TOKENS_PER_CHUNK", request.param[1])
 
 
 def example(dtype: torch.dtype, *, bias: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from spo.errors import InvalidInput
 from spo.model.folder import inspect_model_folder
 from spo.model.loadable import weight_faults
-from spo.testing.model_folder import write_model_without_weights
+from spo.testing.runs import write_model_without_weights
 
 Tensors = dict[str, Any]
 

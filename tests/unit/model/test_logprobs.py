@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from spo.errors import InvalidInput
 from spo.model.logprobs import load_policy, response_logprobs, token_logprobs
 from spo.model.tokenizer import encode_prompt, encode_response, load_tokenizer
-from spo.testing.models import write_random_llama
+from spo.testing.trainer import write_random_llama
 
 LENGTHS = (3, 17, 9, 30, 30, 2, 11)
 

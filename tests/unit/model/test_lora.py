@@ -10,14 +10,12 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from services.orchestrator.lifecycle.model_check import _adapter_faults
+from services.orchestrator.checks import _adapter_faults
 from spo.errors import InvalidInput
-from spo.model.adapter_folder import TENSORS_FILE, Adapter
-from spo.model.folder import inspect_model_folder
-from spo.model.logprobs import load_policy, token_logprobs
-from spo.model.lora import adapter_name, adapter_off, add_adapter, take_adapter
+from spo.model.folder import TENSORS_FILE, Adapter, inspect_model_folder
+from spo.model.logprobs import adapter_name, adapter_off, add_adapter, load_policy, take_adapter, token_logprobs
 from spo.spec.job_spec import LoraSpec, ModelSpec
-from spo.testing.models import write_random_llama
+from spo.testing.trainer import write_random_llama
 from spo.weights.model_folders import write_export
 from spo.weights.store import StoredVersion, WeightStore
 

@@ -9,16 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from spo.model.activations import checkpoint_activations
-from spo.model.attention import ATTENTION, PACKABLE, attend, attention_for
-from spo.model.logprobs import load_policy, response_logprobs, token_logprobs
-from spo.model.packing import PackedRow, is_packed
-from spo.testing.models import write_random_llama
+from spo.model.logprobs import (
+    ATTENTION,
+    PACKABLE,
+    PackedRow,
+    attend,
+    attention_for,
+    checkpoint_activations,
+    is_packed,
+    load_policy,
+    response_logprobs,
+    token_logprobs,
+)
+from spo.testing.trainer import write_random_llama
 
 LENGTHS = (3, 17, 9, 30, 30, 1, 2, 11)
 WINDOW = 7
@@ -213,7 +220,7 @@ def _note_tokens(seen: list[int], _module: Any, _given: Any, output: Any) -> Non
 
 def test_the_gpu_kernel_is_given_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments and shapes only, on tensors without values: the kernel itself needs a GPU."""
-    monkeypatch.setattr("spo.model.attention._has_varlen_kernel", lambda *_: True)
+    monkeypatch.setattr("spo.model.logprobs._has_varlen_kernel", lambda *_: True)
     query, key = (torch.empty(1, heads, 12, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
     bounds = torch.tensor([0, 5, 12], dtype=torch.int32, device="meta")
     options: dict[str, Any] = {"scaling": 0.1, "sliding_window": 4, "cu_seq_lens_q": bounds, "max_length_q": 7}

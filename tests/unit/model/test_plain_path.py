@@ -6,10 +6,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.real_widths import batch_of, chunked_logprobs, plain_logprobs, qwen_shaped
-from spo.model.activations import checkpoint_activations
-from spo.model.attention import ATTENTION
-from spo.model.head import give_logprob_head
-from spo.model.logprobs import token_logprobs
+from spo.model.logprobs import ATTENTION, checkpoint_activations, give_logprob_head, token_logprobs
 
 
 def test_blocks_packing_and_layers_that_run_again_change_neither_losses_nor_gradients() -> None:

@@ -6,18 +6,10 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from spo.model.segments import (
-    reasoning_characters,
-    segment_faults,
-    segments_of_mask,
-    trained_mask,
-    trained_tokens,
-    turns,
-)
-from spo.testing.replay import conversation, trajectory
+from spo.model.chat import reasoning_characters, segment_faults, segments_of_mask, trained_mask, trained_tokens, turns
+from spo.testing.runs import conversation, trajectory
 from spo.v1.trajectory_pb2 import SEGMENT_KIND_ACTION, SEGMENT_KIND_OBSERVATION, Segment, Trajectory
 
 

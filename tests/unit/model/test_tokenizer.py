@@ -11,7 +11,7 @@ import pytest
 
 from spo.errors import InvalidInput
 from spo.model.tokenizer import RENDER_SECONDS, encode_prompt, load_tokenizer
-from spo.testing.model_folder import write_model_without_weights
+from spo.testing.runs import write_model_without_weights
 
 SPINNING = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}x"
 

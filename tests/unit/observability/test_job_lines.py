@@ -10,8 +10,7 @@ import structlog
 
 from spo.errors import InvalidInput
 from spo.model.folder import inspect_model_folder
-from spo.observability.job_lines import MAX_CHARACTERS, head_and_tail, job_line
-from spo.observability.logs import configure_logs, get_logger, waiting
+from spo.observability import MAX_CHARACTERS, configure_logs, get_logger, head_and_tail, job_line, waiting
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from spo.observability.logs import MAX_WAITING, Line, configure_logs, get_logger, lines_concern_run, waiting
+from spo.observability import MAX_WAITING, Line, configure_logs, get_logger, lines_concern_run, waiting
 from spo.service.process import ServiceProcess
 
 

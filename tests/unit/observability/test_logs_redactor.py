@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import structlog
 
-from spo.observability.logs import configure_logs, get_logger, redacted, waiting
+from spo.observability import configure_logs, get_logger, redacted, waiting
 
 CANARY = "canary5ecret"
 

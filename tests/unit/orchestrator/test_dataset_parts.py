@@ -10,7 +10,7 @@ from pathlib import Path
 
 from starlette.requests import Request
 
-from services.orchestrator.http.api.datasets import _write
+from services.orchestrator.http.experience import _write
 
 PIECES = 300
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.orchestrator.lifecycle.trainer_deaths import DeathCount, in_words
+from services.orchestrator.monitor import DeathCount, in_words
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.plan.advice import memory_advice
-from spo.spec.plan.shapes import named_shape
+from spo.spec.plan import memory_advice, named_shape
 from spo.v1.orchestrator_service_pb2 import TrainerDeath
 
 GIGABYTE = 10**9

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
-from services.orchestrator.jobs.record import (
+from services.orchestrator.job_records import (
     ForkLineage,
     JobRecord,
     RecordFields,
@@ -16,7 +16,7 @@ from services.orchestrator.jobs.record import (
     while_field_is,
     write_fields,
 )
-from spo.spec.job_state import JobState
+from spo.spec.section import JobState
 
 FIRST: RecordFields = {
     "name": "a job",

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from services.orchestrator.datasets import library as library_module
-from services.orchestrator.datasets.library import TaskLibrary, size_of
-from services.orchestrator.http.threads import SharedThreads
+from services.orchestrator import datasets as datasets_module
+from services.orchestrator.container import SharedThreads
+from services.orchestrator.datasets import TaskLibrary, size_of
 from spo.errors import InvalidInput, NotReady
 from spo.spec.tasks import TasksSpec
 from spo.tasks.load import load_tasks
@@ -42,7 +42,7 @@ class Loads:
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> Loads:
     found = Loads()
-    monkeypatch.setattr(library_module, "load_tasks", found)
+    monkeypatch.setattr(datasets_module, "load_tasks", found)
     return found
 
 

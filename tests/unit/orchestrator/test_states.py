@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.orchestrator.jobs.states import ACTIONS, CANCEL, TRANSITIONS, fold, may_become, refuse
+from services.orchestrator.job_records import ACTIONS, CANCEL, TRANSITIONS, fold, may_become, refuse
 from spo.errors import IntegrityError
-from spo.spec.job_state import ACTIVE, TERMINAL, JobState
+from spo.spec.section import ACTIVE, TERMINAL, JobState
 
 
 def moves(*states: str) -> list[dict[str, str | None]]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.replay_buffer.insert_script import CHUNK_BYTES, CHUNK_TRAJECTORIES, chunks
-from services.replay_buffer.payloads import SampledPayload, encode_batch
-from spo.testing.replay import trajectory
+from services.replay_buffer.store import CHUNK_BYTES, CHUNK_TRAJECTORIES, SampledPayload, chunks, encode_batch
+from spo.testing.runs import trajectory
 from spo.v1.replay_service_pb2 import SampleBatchResponse, SampledTrajectory
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from prometheus_client import REGISTRY
 
-from spo.observability import metrics
+from spo import observability
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = ROOT / "deploy" / "grafana" / "spo.json"
@@ -29,7 +29,7 @@ def expressions() -> list[str]:
 
 def exported() -> set[str]:
     """Every sample name that the registry of the platform can produce."""
-    assert metrics.JOBS in REGISTRY._collector_to_names
+    assert observability.JOBS in REGISTRY._collector_to_names
     return {name for names in REGISTRY._collector_to_names.values() for name in names if name.startswith("spo_")}
 
 

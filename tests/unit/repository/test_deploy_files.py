@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from spo.local.redis_server import server_command
+from spo.local.launcher import server_command
 from spo.service.settings import PlatformSettings, ServiceSettings
 
 ROOT = Path(__file__).parents[3]

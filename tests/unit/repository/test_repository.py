@@ -25,8 +25,8 @@ SHARED_CLASS_NAMES = frozenset({"Settings"})
 STREAM_METHODS = frozenset({"xadd", "xreadgroup", "xack", "xautoclaim", "xclaim", "xgroup_create"})
 # Heavy package -> the places that know it; of vLLM's weight transfer a trainer has the other end.
 ENGINES = {
-    "vllm": ("services/inference", "spo/weights/broadcast/nccl_group.py"),
-    "deepspeed": ("services/trainer/deepspeed_engine.py", "services/trainer/zero3/"),
+    "vllm": ("services/inference", "spo/weights/nccl_group.py"),
+    "deepspeed": ("services/trainer/deepspeed_engine.py",),
 }
 LIGHT_MODULES = (
     "spo.cli",
@@ -75,7 +75,7 @@ def _words(name: str) -> set[str]:
 # One test for a rule and not one for a file: thousands of them would take longer to be told than to be run.
 def test_a_file_can_be_read_in_one_sitting() -> None:
     lines = {_name(path): _length(path) for path in SOURCES + TESTS}
-    assert len(lines) > 1000
+    assert len(lines) > 600
     assert {name: count for name, count in lines.items() if count > MAX_FILE_LINES} == {}
 
 
@@ -92,7 +92,7 @@ def test_a_function_fits_a_screen() -> None:
 def test_names_say_what_a_thing_is() -> None:
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     # A command of Redis has the name that Redis gave it, a callback of a protocol that of asyncio.
-    theirs = {("redis_client.py", "info"), ("connections.py", "data_received")}
+    theirs = {("redis_client.py", "info"), ("middleware.py", "data_received")}
     vague = []
     for path in SOURCES:
         names = [path.stem, *(node.name for node in ast.walk(_tree(path)) if isinstance(node, kinds))]
@@ -170,16 +170,15 @@ def test_only_the_pipeline_speaks_the_stream_commands() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in STREAM_METHODS
     }
     outside = {place for place in speakers if not place.startswith("spo/messaging/streams/")}
-    assert outside <= {"spo/messaging/capped_log.py"}
+    assert outside <= {"spo/messaging/redis_client.py"}
 
 
 def test_work_streams_are_never_trimmed() -> None:
     # The prompts of a cancelled run are emptied, since nobody wants them any more; records are not work.
     # So are events of a job, which move to files. The typed view of Redis only names the parameter.
     allowed = {
-        "services/orchestrator/jobs/store.py",
-        "services/orchestrator/lifecycle/training.py",
-        "spo/messaging/capped_log.py",
+        "services/orchestrator/jobs.py",
+        "services/orchestrator/steps.py",
         "spo/messaging/redis_client.py",
     }
     trims = re.compile(r"\.xtrim\(|['\"]XTRIM['\"]|xadd\([^)]*maxlen|['\"]MAXLEN['\"]")

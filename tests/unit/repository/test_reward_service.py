@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from services.verifier.guarded_post import ServiceAnswer
-from services.verifier.http_scorer import IDEMPOTENCY, SIGNATURE, TIMESTAMP, signature_of, verdicts_in
+from services.verifier.http_scorer import IDEMPOTENCY, SIGNATURE, TIMESTAMP, ServiceAnswer, signature_of, verdicts_in
 
 DOCS = Path(__file__).parents[3] / "docs"
 BODY = json.dumps({"version": 1, "responses": ["57", "it is 57", "58"], "arguments": {"expected": ["57"]}}).encode()

@@ -11,15 +11,22 @@ import numpy as np
 import pytest
 
 from spo.errors import InvalidInput
-from spo.reproduce.claims import findings, judged
-from spo.reproduce.command import chosen_runs
-from spo.reproduce.methods import merged
-from spo.reproduce.overview import overview
-from spo.reproduce.plan import QUICK, SETTINGS, runs
-from spo.reproduce.report import markdown, write_report
-from spo.reproduce.results import Results, remember_estimate, remembered_estimates
-from spo.reproduce.run_executor import result_path, stored_result
-from spo.reproduce.statistics import difference, mean_score, ratio, score_table
+from spo.reproduce.command import chosen_runs, result_path, stored_result
+from spo.reproduce.plan import QUICK, SETTINGS, merged, runs
+from spo.reproduce.report import (
+    Results,
+    difference,
+    findings,
+    judged,
+    markdown,
+    mean_score,
+    overview,
+    ratio,
+    remember_estimate,
+    remembered_estimates,
+    score_table,
+    write_report,
+)
 
 SAMPLES = 10
 ROOT = Path(__file__).parents[3]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spo.errors import InvalidInput
-from spo.rpc.address_rules import AddressRules
+from spo.rpc.pools import AddressRules
 
 RULES = AddressRules.of(["Rewards.example.org", "models.example.org:8443", "[2001:4860::1]"], ["10.1.0.0/16"])
 

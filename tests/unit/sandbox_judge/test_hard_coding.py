@@ -6,10 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from services.sandbox_judge.compare import first_difference
 from services.sandbox_judge.executor import ProgramRun, RunEnding
-from services.sandbox_judge.hard_coding import remembers, suspects
-from services.sandbox_judge.program_judge import result_of
+from services.sandbox_judge.program_judge import first_difference, remembers, result_of, suspects
 from spo.v1 import verdict_pb2
 from spo.v1.verdict_pb2 import Outcome
 

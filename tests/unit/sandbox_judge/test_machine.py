@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from services.sandbox_judge.isolation import machine as machine_module
-from services.sandbox_judge.isolation.machine import Machine, this_machine
-from services.sandbox_judge.isolation.memory_budget import (
+from services.sandbox_judge import sandbox_worker as sandbox_worker_module
+from services.sandbox_judge.sandbox_worker import (
     LANE_BYTES,
     RESERVED_BYTES,
+    Machine,
     MemoryBudget,
     lanes,
     program_memory,
+    this_machine,
 )
 
 # Recorded: /proc/version of runsc (docker run --runtime=runsc; a newer release), and of Linux.
@@ -35,7 +36,7 @@ def found(folder: Path, version: str, cgroup: str, files: dict[str, str]) -> Mac
 
 @pytest.fixture(autouse=True)
 def a_node_of_64_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_module.os, "sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr(sandbox_worker_module.os, "sched_getaffinity", lambda pid: set(range(64)))
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("200000 100000", 2), ("max 100000", 64), ("50000 100000", 1)])

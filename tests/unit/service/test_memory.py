@@ -10,8 +10,8 @@ import psutil
 import pytest
 import torch
 
-from spo.observability import memory
-from spo.observability.memory import is_out_of_memory, memory_limit_bytes, oom_kills
+from spo import observability
+from spo.observability import is_out_of_memory, memory_limit_bytes, oom_kills
 
 
 def wrapped() -> Exception:
@@ -45,8 +45,8 @@ def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     own.write_text("0::/platform/trainer\n")
     inner = tmp_path / "fs" / "platform" / "trainer"
     inner.mkdir(parents=True)
-    monkeypatch.setattr(memory, "OWN_CGROUPS", own)
-    monkeypatch.setattr(memory, "CGROUPS", tmp_path / "fs")
+    monkeypatch.setattr(observability, "OWN_CGROUPS", own)
+    monkeypatch.setattr(observability, "CGROUPS", tmp_path / "fs")
     return inner
 
 

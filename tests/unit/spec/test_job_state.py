@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spo.spec.job_state import ACTIVE, ESTIMATED, HOLDS_SLOT, TERMINAL, WANTED, JobState, decode_state
+from spo.spec.section import ACTIVE, ESTIMATED, HOLDS_SLOT, TERMINAL, WANTED, JobState, decode_state
 
 ROOT = Path(__file__).parents[3]
 STATES = {state.value.encode() for state in JobState}

@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from spo.spec.learning_rate import learning_rate_at
-from spo.spec.training import TrainerSpec
+from spo.spec.sections import TrainerSpec, learning_rate_at
 
 STEPS, WARMUP = 100, 10
 

@@ -12,14 +12,22 @@ from typer.testing import CliRunner
 from spo.cli.app import app
 from spo.errors import InvalidInput
 from spo.spec.job_spec import JobSpec, parse_job_spec
-from spo.spec.plan.fit import changed, fits, what_fits
-from spo.spec.plan.plan import Plan, in_gigabytes, plan_job
-from spo.spec.plan.shapes import NAMED, named_shape, shape_of_config, shape_of_folder
-from spo.spec.plan.speed import Device
-from spo.spec.plan.trainer_memory import trainer_memory
-from spo.spec.plan.unlearned import unlearned_shares
-from spo.spec.spec_file import read_spec
-from spo.spec.stored import STORED
+from spo.spec.plan import (
+    NAMED,
+    Device,
+    Plan,
+    changed,
+    fits,
+    in_gigabytes,
+    named_shape,
+    plan_job,
+    shape_of_config,
+    shape_of_folder,
+    trainer_memory,
+    unlearned_shares,
+    what_fits,
+)
+from spo.spec.section import STORED, read_spec
 
 ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "deploy" / "recipes" / "real"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from services.value_estimation.counts import count, total
+from services.value_estimation.prompt_estimate import count, total
 from spo.spec.job_spec import JobSpec, RewardSpec
-from spo.spec.prompt_values import qhat_0
-from spo.testing.toy_spec import toy_spec
+from spo.spec.reward import qhat_0
+from spo.testing.runs import toy_spec
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.value_pb2 import PromptValue
 

@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.auth.api_keys import ApiKey
-from services.orchestrator.datasets.store import Dataset
-from services.orchestrator.evaluation.queue import RequestedEvaluation
-from services.orchestrator.jobs.record import JobRecord
+from services.orchestrator.auth import ApiKey
+from services.orchestrator.datasets import Dataset
+from services.orchestrator.evaluation import RequestedEvaluation
+from services.orchestrator.job_records import JobRecord
 from spo.algorithm.value_prior import PromptFeatures
 from spo.errors import InvalidInput, NotReady
 from spo.experience.columns import StoredTrajectory, rows_of, table_of
 from spo.spec.job_spec import JobSpec, parse_job_spec, spec_from_json, spec_to_json
-from spo.spec.job_state import decode_state
-from spo.spec.stored import record_from_json
-from spo.spec.wire_enums import wire_name, wire_number
+from spo.spec.section import decode_state, record_from_json, wire_name, wire_number
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, Prompt
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, Outcome, Verdict

@@ -7,10 +7,10 @@ import math
 import pytest
 
 from services.trainer.batches import TrainingSample, token_batch
-from spo.algorithm.monte_carlo import q_from_success_rate
+from spo.algorithm.values import q_from_success_rate
 from spo.spec.job_spec import JobSpec
-from spo.spec.prompt_values import qhat_0
-from spo.testing.toy_spec import toy_spec
+from spo.spec.reward import qhat_0
+from spo.testing.runs import toy_spec
 from spo.v1.trajectory_pb2 import Annotation, Trajectory
 from spo.v1.value_pb2 import PromptValue
 

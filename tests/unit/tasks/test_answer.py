@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from spo.errors import InvalidInput
-from spo.tasks.answer import answer_in, fault_of
+from spo.tasks.answer import answer_in, fault_of, number_of
 from spo.tasks.check_file import check_file
-from spo.tasks.jsonl import AnswerRow, jsonl_problem
-from spo.tasks.records import Record
-from spo.tasks.scoring.numbers import number_of
+from spo.tasks.records import AnswerRow, Record, jsonl_problem
 from spo.v1.verdict_pb2 import AnswerRule
 
 

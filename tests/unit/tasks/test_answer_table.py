@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from spo.tasks.answer import fault_of
-from spo.tasks.jsonl import AnswerRow
+from spo.tasks.records import AnswerRow
 
 TABLE: list[dict[str, Any]] = [
     json.loads(line) for line in (Path(__file__).parent / "answers.jsonl").read_text().splitlines()

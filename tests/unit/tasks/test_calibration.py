@@ -7,7 +7,7 @@ import random
 import pytest
 from scipy.stats import mannwhitneyu, spearmanr
 
-from spo.tasks.calibration import calibration_of
+from spo.tasks.verifier import calibration_of
 
 
 def test_order_is_told_as_scipy_tells_it_ties_included() -> None:

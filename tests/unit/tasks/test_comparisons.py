@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from spo.tasks.answer import fault_of
-from spo.tasks.jsonl import AnswerRow
-from spo.tasks.scoring.comparisons import (
+from spo.tasks.answer import (
     JSON_SCHEMA,
     REGULAR_EXPRESSION,
     BrokenSchema,
     expectation_fault,
+    fault_of,
     label_of,
     schema_fault,
 )
+from spo.tasks.records import AnswerRow
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 
 from spo.errors import InvalidInput
-from spo.spec.verifier import Script
-from spo.tasks.scoring.composition import composed, gate_has_failed
-from spo.tasks.scoring.penalties import SCRIPTS, language_penalty, length_penalty
-from spo.tasks.scoring.rules import require_composable
+from spo.spec.tasks import Script
+from spo.tasks.composition import (
+    SCRIPTS,
+    composed,
+    gate_has_failed,
+    language_penalty,
+    length_penalty,
+    require_composable,
+)
 from spo.v1 import verdict_pb2
 from spo.v1.verdict_pb2 import (
     AnswerRule,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from spo.errors import InvalidInput
-from spo.spec.environment import ConversationSetup, setup_from_json
 from spo.spec.job_spec import TasksSpec, parse_job_spec
+from spo.spec.tasks import ConversationSetup, setup_from_json
 from spo.tasks.load import load_tasks
 
 RETRY = {"name": "retry_with_errors", "max_turns": 3, "arguments": {"attempts": 3, "message": "Again: {statement}"}}

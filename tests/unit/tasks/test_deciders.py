@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spo.tasks.verifier_pool import composed_version, deciders, is_of_pool, versions_of_today
+from spo.tasks.verifier import composed_version, deciders, is_of_pool, versions_of_today
 from spo.v1 import verdict_pb2 as wire
 
 ANSWER = wire.TestSet(answer=wire.AnswerRule(expected=["7"]))

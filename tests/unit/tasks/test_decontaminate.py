@@ -9,10 +9,8 @@ import pytest
 
 from spo.errors import InvalidInput
 from spo.spec.job_spec import TasksSpec, parse_job_spec
-from spo.tasks.decontaminate import ContaminationIndex, _jaccard, _shingles
-from spo.tasks.load import load_tasks
-from spo.tasks.problem import Problem
-from spo.tasks.published import ask_for_program
+from spo.tasks.load import ContaminationIndex, _jaccard, _shingles, load_tasks
+from spo.tasks.problem import Problem, ask_for_program
 from spo.v1 import verdict_pb2 as verdict
 
 WORDS = [f"word{number}" for number in range(400)]

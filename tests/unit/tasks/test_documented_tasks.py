@@ -11,10 +11,9 @@ import pytest
 import yaml
 
 from spo.spec.job_spec import TasksSpec, parse_job_spec
-from spo.spec.task_sources import ColumnsSpec, HuggingFaceSpec, TaskKind
-from spo.tasks.jsonl import AnswerRow, CodeTestsRow, LimitsRow, ProblemRow, jsonl_problem
+from spo.spec.tasks import ColumnsSpec, HuggingFaceSpec, TaskKind
 from spo.tasks.load import load_tasks
-from spo.tasks.records import Record
+from spo.tasks.records import AnswerRow, CodeTestsRow, LimitsRow, ProblemRow, Record, jsonl_problem
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "datasets.md").read_text()

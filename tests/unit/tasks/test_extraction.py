@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spo.tasks.extraction import fenced_program
-from spo.tasks.problem import extract_program, write_response
+from spo.tasks.problem import extract_program, fenced_program, write_response
 
 PAGE = Path(__file__).parents[3] / "docs" / "extraction.md"
 ROW = re.compile(r"^\| (`{3,}) (.+) \1 \| `(.+)` \| (`{3,}) (.+) \4 \|$", re.MULTILINE)

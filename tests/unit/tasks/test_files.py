@@ -13,11 +13,10 @@ from pyarrow import parquet
 from spo.errors import InvalidInput
 from spo.model.chat import USUAL
 from spo.spec.job_spec import TasksSpec
-from spo.tasks.code_contests import read_code_contests
-from spo.tasks.jsonl import read_jsonl
 from spo.tasks.load import load_tasks
 from spo.tasks.problem import Problem, extract_program, program_of, write_response
-from spo.tasks.taco import read_taco
+from spo.tasks.records import read_jsonl
+from spo.tasks.sources import read_code_contests, read_taco
 from spo.v1.trajectory_pb2 import SEGMENT_KIND_ACTION, SEGMENT_KIND_OBSERVATION, Segment, Trajectory
 from spo.v1.verdict_pb2 import CHECKER_FLOAT, CHECKER_SPECIAL, CHECKER_TOKENS
 

@@ -9,9 +9,9 @@ import pytest
 
 from spo.errors import InvalidInput
 from spo.spec.job_spec import TasksSpec
+from spo.tasks.generate import names
 from spo.tasks.load import load_tasks
 from spo.tasks.problem import TaskSets
-from spo.tasks.sources.generate import names
 
 # These take longer than a second for each problem.
 SLOW = frozenset({"knight_swap", "zebra_puzzles", "intermediate_integration", "puzzle24", "arc_agi"})

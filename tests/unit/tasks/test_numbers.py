@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from spo.tasks.answer import answer_in, fault_of
-from spo.tasks.jsonl import AnswerRow
-from spo.tasks.scoring.numbers import last_number, number_of
+from spo.tasks.answer import answer_in, fault_of, last_number, number_of
+from spo.tasks.records import AnswerRow
 from spo.v1.verdict_pb2 import AnswerRule
 
 # A number, and ways in which models write it.

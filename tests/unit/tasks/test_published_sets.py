@@ -13,8 +13,7 @@ from spo.spec.job_spec import TasksSpec
 from spo.tasks.answer import fault_of
 from spo.tasks.load import load_tasks
 from spo.tasks.problem import Problem, extract_program, write_response
-from spo.tasks.sources.functions import read_functions
-from spo.tasks.sources.gsm8k import read_gsm8k
+from spo.tasks.sources import read_functions, read_gsm8k
 from spo.v1.verdict_pb2 import CodeTestStyle
 
 DATA = Path(__file__).parents[3] / "spo" / "tasks" / "data"

@@ -12,9 +12,8 @@ import pytest
 from spo.errors import InvalidInput
 from spo.spec.job_spec import TasksSpec
 from spo.tasks.check_file import check_file
-from spo.tasks.faults import FAULTS_PER_FILE, FAULTS_PER_ROW
-from spo.tasks.jsonl import read_jsonl
 from spo.tasks.load import load_tasks
+from spo.tasks.records import FAULTS_PER_FILE, FAULTS_PER_ROW, read_jsonl
 from spo.v1.verdict_pb2 import AnswerComparison, CodeTestStyle
 
 TESTS = [{"stdin": "", "stdout": "1\n"}]

@@ -12,17 +12,19 @@ from spo.errors import InvalidInput
 from spo.spec.job_spec import TasksSpec
 from spo.tasks.load import load_tasks
 from spo.tasks.problem import Problem, TaskSets
-from spo.tasks.toy.corpus import sample_pair
-from spo.tasks.toy.grammar import (
+from spo.tasks.toy import (
     AGGREGATES,
     FILTERS,
     MAPS,
     POSTS,
     TIERS,
     Composition,
+    every_program,
+    make_examples,
+    sample_composition,
+    sample_pair,
+    toy_tasks,
 )
-from spo.tasks.toy.problems import make_examples, sample_composition, toy_tasks
-from spo.tasks.toy.solutions import every_program
 
 
 @pytest.fixture(scope="module")

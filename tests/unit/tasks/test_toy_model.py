@@ -13,8 +13,8 @@ from spo.model.folder import inspect_model_folder
 from spo.model.logprobs import load_policy
 from spo.model.tokenizer import encode_prompt, load_tokenizer
 from spo.tasks.problem import Problem
-from spo.tasks.toy.model import build_reference_model, main, recipe_digest
-from spo.tasks.toy.problems import toy_tasks
+from spo.tasks.toy import toy_tasks
+from spo.tasks.toy_model import build_reference_model, main, recipe_digest
 
 CACHE = Path(__file__).parents[3] / ".spo" / "cache" / "models"
 SAMPLES = 10

@@ -7,9 +7,8 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from spo.model.tokenizer import encode_prompt, encode_response
-from spo.tasks.toy.problems import sample_composition, toy_tasks
-from spo.tasks.toy.solutions import human_solutions
-from spo.tasks.toy.tokenizer import SEPARATOR, build_tokenizer, save_tokenizer, vocabulary
+from spo.tasks.toy import human_solutions, sample_composition, toy_tasks
+from spo.tasks.toy_tokenizer import SEPARATOR, build_tokenizer, save_tokenizer, vocabulary
 
 
 @pytest.fixture(scope="module")

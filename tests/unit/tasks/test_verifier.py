@@ -10,7 +10,7 @@ import pytest
 
 from spo.errors import InvalidInput
 from spo.spec.job_spec import TasksSpec, parse_job_spec, spec_from_json, spec_to_json
-from spo.spec.verifier import verifiers_in, with_models
+from spo.spec.tasks import verifiers_in, with_models
 from spo.tasks.load import load_tasks
 from spo.tasks.problem import Problem
 from spo.tasks.verifier import MOST_SOURCE_BYTES

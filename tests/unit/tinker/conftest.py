@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.tinker.shared_model import SharedModel
-from spo.testing.models import write_random_llama
+from spo.testing.trainer import write_random_llama
 
 
 @pytest.fixture(scope="session")

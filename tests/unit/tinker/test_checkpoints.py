@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.tinker.checkpoints import AdapterCheckpoint, CheckpointPath, CheckpointStore, SavedAdapter, checked_name
+from services.tinker.sessions import AdapterCheckpoint, CheckpointPath, CheckpointStore, SavedAdapter, checked_name
 from services.tinker.shared_model import LoraShape
 from spo.errors import Conflict, IntegrityError, InvalidInput, NotFound, ResourceExhausted
-from spo.model.adapter_folder import TENSORS_FILE, Adapter
+from spo.model.folder import TENSORS_FILE, Adapter
 
 MODEL = "tnk_01M84V14PDXG1G2ACJASA3ANCC:train:0"
 TENSORS = {"a": torch.arange(4.0)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.tinker.futures import Operation, Operations
+from services.tinker.sessions import Operation, Operations
 from spo.errors import InvalidInput, NotReady, ResourceExhausted
 from spo.v1 import tinker_service_pb2 as wire
 

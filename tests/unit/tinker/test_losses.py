@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from services.tinker.losses import LOSSES, loss_config, loss_named
+from services.tinker.shared_model import LOSSES, loss_config, loss_named
 from spo.errors import InvalidInput
 
 POSITIONS = 6

@@ -8,8 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from services.tinker.sampling import SampledTokens, SamplingOptions, prompt_logprobs, sample
-from services.tinker.shared_model import SharedModel
+from services.tinker.shared_model import SampledTokens, SamplingOptions, SharedModel, prompt_logprobs, sample
 
 PROMPTS = ([15, 5, 6], [27, 7, 9, 11, 15, 5])
 

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from services.tinker.sessions import Sessions, TrainedModel
-from services.tinker.training_adapter import TrainingAdapter
+from services.tinker.shared_model import TrainingAdapter
 from spo.errors import InvalidInput, NotFound, ResourceExhausted
 
 NO_ADAPTER = cast(TrainingAdapter, None)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.tinker.shared_model import LoraShape, SharedModel
-from services.tinker.training_adapter import TrainingAdapter
+from services.tinker.shared_model import LoraShape, SharedModel, TrainingAdapter
 from spo.errors import InvalidInput, NotReady
 from spo.v1 import tinker_service_pb2 as wire
 

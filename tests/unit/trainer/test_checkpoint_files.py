@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.checkpoints.training_state import write_tensors
+from services.trainer.checkpoints import write_tensors
 
 
 def test_what_was_written_is_read_whatever_its_width_and_shape(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.trainer.collapse_monitor import CollapseMonitor
+from services.trainer.controller import CollapseMonitor
 from spo.spec.job_spec import CollapseGuardSpec
 
 HEALTHY = {

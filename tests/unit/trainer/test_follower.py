@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from services.trainer import process
+from services.trainer import loop
 from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
 from spo.rpc.client import is_healthy
@@ -36,12 +36,12 @@ def test_the_first_process_of_a_following_pod_says_that_it_is_well(
         port = free.getsockname()[1]
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     seen: list[bool] = []
-    monkeypatch.setattr(process, "follow_jobs", lambda *_: seen.append(is_healthy(f"127.0.0.1:{port}", 5)))
+    monkeypatch.setattr(loop, "follow_jobs", lambda *_: seen.append(is_healthy(f"127.0.0.1:{port}", 5)))
 
     before = signal.getsignal(signal.SIGTERM)
     try:
         # Nobody told the trainer to go: torchrun is to start this process again.
-        assert process.follow(alone, Settings(port=port)) == 1
+        assert loop.follow(alone, Settings(port=port)) == 1
     finally:
         signal.signal(signal.SIGTERM, before)
     assert seen == [answers]

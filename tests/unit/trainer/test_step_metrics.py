@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.trainer.batches import TrainingSample
-from services.trainer.step_metrics import MOST_PARTS, MOST_SOURCES, WeightedMeans, batch_metrics
+from services.trainer.batches import MOST_PARTS, MOST_SOURCES, TrainingSample, WeightedMeans, batch_metrics
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.verdict_pb2 import Outcome, PartScore, Verdict

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from spo.errors import NotReady
-from spo.weights.lock_file import locked
+from spo.weights.store import locked
 
 
 def test_it_is_held_by_one_at_a_time_and_waiting_for_it_ends(tmp_path: Path) -> None:

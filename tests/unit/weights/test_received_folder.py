@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from spo.client.received_folder import ReceivedFolder
+from spo.client.answers import ReceivedFolder
 from spo.errors import IntegrityError, InvalidInput, SpoError, Unreachable
-from spo.weights.tar_stream import BYTES_PER_READ, open_members, tar_bytes, tar_pieces
+from spo.weights.model_folders import BYTES_PER_READ, open_members, tar_bytes, tar_pieces
 
 CONTENT = {"config.json": b"{}", "empty": b"", "model.safetensors": bytes(range(256)) * 9001, "exact": bytes(1024)}
 

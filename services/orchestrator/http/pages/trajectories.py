@@ -1,7 +1,9 @@
-"""Trajectories: filtered, one with every hop, its tokens by advantage, its tests one by one."""
+"""Pages on trajectories and prompts: every hop, tokens by advantage, tests one by one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, get_args
 from urllib.parse import urlencode
 
@@ -9,23 +11,47 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, Field
 
 from services.orchestrator import schemas
-from services.orchestrator.container import AppContext
-from services.orchestrator.evaluation.scorer import upload_tests
-from services.orchestrator.http import views
-from services.orchestrator.http.dependencies import ContextDep, JobId, PolicyVersion, TrajectoryId
-from services.orchestrator.http.pages.rendering import is_part, show
-from services.orchestrator.http.pages.tokens import coloured
-from services.orchestrator.http.threads import lasting
+from services.orchestrator.container import (
+    AppContext,
+    ContextDep,
+    JobId,
+    PolicyVersion,
+    PromptId,
+    TrajectoryId,
+    lasting,
+)
+from services.orchestrator.http.errors import is_part, show
+from services.orchestrator.http.jobs import job_document
+from services.orchestrator.http.trajectories import (
+    REPLAY_SECONDS,
+    TrajectoryFilter,
+    prompt_document,
+    prompt_page,
+    stored_trajectory,
+    trajectory_detail,
+    trajectory_page,
+    valued_tokens,
+)
+from services.orchestrator.scoring import upload_tests
+from spo import redis_keys
+from spo.algorithm.values import PivotalToken, pivotal_tokens
 from spo.errors import NotFound, SpoError
+from spo.model.chat import action_mask
 from spo.rpc.long_calls import judge
-from spo.spec.job_spec import SourceName
-from spo.spec.wire_enums import wire_name
+from spo.spec.job_spec import JobSpec, SourceName
+from spo.spec.reward import qhat_0
+from spo.spec.section import wire_name
 from spo.tasks.answer import answer_in
+from spo.tasks.load import MOST_PROBED, learnability
 from spo.tasks.problem import Problem, program_of
-from spo.tasks.verifier_pool import deciders, pool_of
+from spo.tasks.verifier import deciders, pool_of
 from spo.v1.judge_service_pb2 import PRIORITY_EVALUATION, JudgeRequest
-from spo.v1.trajectory_pb2 import Trajectory
+from spo.v1.replay_service_pb2 import ListTrajectoriesRequest, ListTrajectoriesResponse
+from spo.v1.trajectory_pb2 import Annotation, Trajectory
+from spo.v1.value_pb2 import PromptValue
 from spo.v1.verdict_pb2 import Outcome
+
+STEPS = 4
 
 router = APIRouter(prefix="/jobs/{job_id}/trajectories")
 
@@ -34,6 +60,56 @@ CHUNK = 200
 # A filter that matches next to nothing reads so many chunks before the page offers to go on.
 MAX_CHUNKS = 10
 OUTCOMES = [name.removeprefix("OUTCOME_").lower() for name in Outcome.keys()[1:]]
+
+prompts_router = APIRouter(prefix="/jobs/{job_id}/prompts")
+
+PROMPTS_ON_A_PAGE = 50
+# Pivotal tokens are searched in a few correct trajectories of pi0 and people only.
+SEARCHED = 200
+SHOWN_TURNS = 30
+
+
+@dataclass(frozen=True)
+class ColouredToken:
+    """shade is from -4 (the most harmful token of this response) to 4 (the most helpful one).
+
+    is_said: an environment wrote it, so that it is neither.
+    """
+
+    text: str
+    q: float
+    advantage: float
+    shade: int
+    pivotal: PivotalToken | None
+    is_said: bool
+
+
+def coloured(values: schemas.TokenValues, trajectory: Trajectory, threshold: float | None) -> list[ColouredToken]:
+    """Each token with its shade, relative to the largest advantage in this response; threshold None: none is pivotal.
+
+    values are of this trajectory.
+    """
+    largest = max((abs(advantage) for advantage in values.advantages), default=0.0)
+    found = pivotal_of(trajectory.annotations, threshold) if threshold is not None else ()
+    pivotal = {token.index: token for token in found}
+    trained = action_mask(trajectory.segments, len(values.tokens))
+    return [
+        ColouredToken(
+            text,
+            q,
+            advantage,
+            round(STEPS * advantage / largest) if largest else 0,
+            pivotal.get(index),
+            is_said=not trained[index],
+        )
+        for index, (text, q, advantage) in enumerate(zip(values.tokens, values.q, values.advantages, strict=True))
+    ]
+
+
+def pivotal_of(annotations: Iterable[Annotation], threshold: float) -> tuple[PivotalToken, ...]:
+    """The tokens that moved pi0's success rate by more than the threshold, from the rollouts of their prefixes."""
+    rates = {prefix.position: prefix.successes / prefix.rollouts for prefix in annotations if prefix.rollouts}
+    return pivotal_tokens(rates, threshold=threshold)
 
 
 class TrajectoriesForm(BaseModel):
@@ -47,9 +123,9 @@ class TrajectoriesForm(BaseModel):
     cursor: str = Field("", pattern=r"^[0-9]{0,16}$")
 
     @property
-    def filter(self) -> views.TrajectoryFilter:
+    def filter(self) -> TrajectoryFilter:
         version = int(self.policy_version) if self.policy_version else None
-        return views.TrajectoryFilter(self.prompt_id, self.source, self.verdict, version)
+        return TrajectoryFilter(self.prompt_id, self.source, self.verdict, version)
 
 
 @router.get("")
@@ -61,7 +137,7 @@ def show_trajectories(
     chosen = query.model_dump(exclude={"cursor"})
     kept = {name: value for name, value in chosen.items() if value}
     facts = {
-        "job": views.job(context, job_id),
+        "job": job_document(context, job_id),
         "trajectories": found,
         "chosen": chosen,
         "cursor": query.cursor,
@@ -76,13 +152,13 @@ def show_trajectories(
 
 
 def _page(
-    context: AppContext, job_id: str, wanted: views.TrajectoryFilter, cursor: str
+    context: AppContext, job_id: str, wanted: TrajectoryFilter, cursor: str
 ) -> tuple[list[schemas.Trajectory], str]:
     """A page of those wanted, read in bounded chunks, and the cursor of the next page ("" at the end)."""
     found: list[schemas.Trajectory] = []
     chunk = PAGE_LENGTH if not wanted.verdict and wanted.policy_version is None else CHUNK
     for _ in range(MAX_CHUNKS):
-        page = views.trajectories(context, job_id, wanted, limit=chunk, cursor=cursor)
+        page = trajectory_page(context, job_id, wanted, limit=chunk, cursor=cursor)
         found += page.items
         cursor = page.next_cursor or ""
         if not cursor or len(found) >= PAGE_LENGTH:
@@ -93,12 +169,12 @@ def _page(
 @router.get("/{trajectory_id}")
 def show_trajectory(request: Request, context: ContextDep, job_id: JobId, trajectory_id: TrajectoryId) -> Response:
     """One trajectory; its tokens and tests come as parts of their own, since they have to be computed."""
-    job = views.job(context, job_id)
-    reply = views.get_trajectory(context, job_id, trajectory_id)
+    job = job_document(context, job_id)
+    reply = stored_trajectory(context, job_id, trajectory_id)
     problem = _known_problem(context, job_id, reply.trajectory.prompt_id)
     facts = {
         "job": job,
-        "trajectory": views.trajectory_detail(reply),
+        "trajectory": trajectory_detail(reply),
         "verdict": reply.trajectory.verdict,
         "parents": list(reply.trajectory.parents),
         "prompt": problem.statement if problem else "",
@@ -119,10 +195,10 @@ def show_tokens(
     policy_version: PolicyVersion = None,
 ) -> Response:
     """The response token by token, coloured by advantage."""
-    values = views.token_values(context, job_id, trajectory_id, policy_version)
+    values = valued_tokens(context, job_id, trajectory_id, policy_version)
     value = context.jobs.spec(job_id).value
     threshold = value.pivotal.threshold if value and value.pivotal else None
-    trajectory = views.get_trajectory(context, job_id, trajectory_id).trajectory
+    trajectory = stored_trajectory(context, job_id, trajectory_id).trajectory
     return show(request, "trajectories/tokens.html", values=values, tokens=coloured(values, trajectory, threshold))
 
 
@@ -130,7 +206,7 @@ def show_tokens(
 @lasting
 def show_tests(request: Request, context: ContextDep, job_id: JobId, trajectory_id: TrajectoryId) -> Response:
     """The program judged once more, each test by itself; hidden ones are hidden from the policy, not from people."""
-    found = views.get_trajectory(context, job_id, trajectory_id).trajectory
+    found = stored_trajectory(context, job_id, trajectory_id).trajectory
     problem = _problem(context, job_id, found.prompt_id)
     if problem is None:
         raise NotFound(f"job {job_id} has no prompt {found.prompt_id}", code="prompt_not_found")
@@ -186,3 +262,92 @@ def _hops(found: Trajectory) -> list[dict[str, object]]:
         rows.append({"service": hop.service, "at": hop.at_unix_ms, "seconds": (hop.at_unix_ms - before) / 1000})
         before = hop.at_unix_ms
     return rows
+
+
+@prompts_router.get("")
+def show_prompts(
+    request: Request,
+    context: ContextDep,
+    job_id: JobId,
+    q: Annotated[str, Query(max_length=200)] = "",
+    cursor: Annotated[str, Query(pattern=r"^[0-9]{0,9}$")] = "",
+) -> Response:
+    """The training problems in their order, with their values."""
+    spec = context.jobs.spec(job_id)
+    train = context.library.load(spec.tasks).train
+    words = q.strip().casefold()
+    wanted = [
+        problem for problem in train if words in problem.statement.casefold() or problem.problem_id.startswith(words)
+    ]
+    start = int(cursor or 0)
+    shown = wanted[start : start + PROMPTS_ON_A_PAGE]
+    more = start + PROMPTS_ON_A_PAGE < len(wanted)
+    facts = {
+        "job": job_document(context, job_id),
+        "prompts": _with_values(context, job_id, spec, shown),
+        "total": len(wanted),
+        "start": start,
+        "q": q,
+        "reward": spec.tasks.reward,
+        "following": urlencode({"q": q, "cursor": start + PROMPTS_ON_A_PAGE}) if more else "",
+        "preceding": urlencode({"q": q, "cursor": max(0, start - PROMPTS_ON_A_PAGE)}) if start else "",
+    }
+    if is_part(request):
+        return show(request, "prompts/table.html", **facts)
+    probed = learnability(prompt_page(context, job_id, 0, MOST_PROBED).items)
+    return show(request, "prompts/list.html", tab="prompts", probed=probed, **facts)
+
+
+@prompts_router.get("/{prompt_id}")
+def show_prompt(request: Request, context: ContextDep, job_id: JobId, prompt_id: PromptId) -> Response:
+    """One prompt: its value with the interval, its latest responses side by side, its pivotal tokens."""
+    job = job_document(context, job_id)
+    spec = context.jobs.spec(job_id)
+    found = prompt_document(context, job_id, prompt_id)
+    facts = {
+        "job": job,
+        "prompt": found,
+        "reward": spec.tasks.reward,
+        "groups": _groups(found.trajectories),
+        "pivotal": _pivotal(context, job_id, prompt_id, spec),
+    }
+    return show(request, "prompts/prompt.html", tab="prompts", **facts)
+
+
+def _with_values(
+    context: AppContext, job_id: str, spec: JobSpec, problems: Sequence[Problem]
+) -> list[Mapping[str, object]]:
+    ids = [problem.problem_id for problem in problems]
+    stored = context.redis.hmget(redis_keys.run_values(job_id), ids) if ids else []
+    rows: list[Mapping[str, object]] = []
+    for problem, raw in zip(problems, stored, strict=True):
+        value = PromptValue.FromString(raw) if raw else None
+        rows.append({"problem": problem, "value": value, "estimate": qhat_0(value, spec) if value else None})
+    return rows
+
+
+def _groups(trajectories: Sequence[schemas.Trajectory]) -> list[tuple[str, list[schemas.Trajectory]]]:
+    """Responses by the group they were sampled in, latest group first."""
+    groups: dict[str, list[schemas.Trajectory]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.group_id, []).append(trajectory)
+    return list(groups.items())
+
+
+def _pivotal(context: AppContext, job_id: str, prompt_id: str, spec: JobSpec) -> list[Mapping[str, object]]:
+    """The turning points that Pivotal Token Search found in this prompt's trajectories."""
+    search = spec.value.pivotal if spec.value else None
+    if search is None:
+        return []
+    request = ListTrajectoriesRequest(run_id=job_id, prompt_id=prompt_id, limit=SEARCHED)
+    try:
+        reply: ListTrajectoriesResponse = context.replay.call("ListTrajectories", request, REPLAY_SECONDS)
+    except SpoError:
+        # Said once already: the page has no trajectories then either.
+        return []
+    found: list[Mapping[str, object]] = [
+        {"trajectory_id": trajectory.trajectory_id, "turn": turn}
+        for trajectory in reply.trajectories
+        for turn in pivotal_of(trajectory.annotations, search.threshold)
+    ]
+    return found[:SHOWN_TURNS]

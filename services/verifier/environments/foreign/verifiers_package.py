@@ -27,7 +27,7 @@ from services.verifier.environments.environment import Setup, bad_argument
 from services.verifier.environments.foreign import policy_harness
 from services.verifier.environments.foreign.journal import Said
 from spo.errors import InternalError, InvalidInput, NotReady
-from spo.observability.logs import get_logger
+from spo.observability import get_logger
 
 log = get_logger("foreign")
 

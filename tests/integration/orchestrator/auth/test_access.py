@@ -19,15 +19,14 @@ import redis
 from cryptography.hazmat.primitives.asymmetric import rsa
 from pydantic import SecretStr, ValidationError
 
-from services.orchestrator.auth.api_keys import REMEMBER_SECONDS
-from services.orchestrator.auth.principals import SCOPES, Principal, needed_scope
+from services.orchestrator.auth import REMEMBER_SECONDS, SCOPES, Principal, needed_scope
 from services.orchestrator.container import AppContext
-from services.orchestrator.http import live_events as live
+from services.orchestrator.http import events as live
 from services.orchestrator.settings import Settings
 from spo.error_codes import CATALOGUE
 from spo.errors import InvalidInput
-from spo.spec.job_state import JobState
-from spo.testing.toy_spec import distilled
+from spo.spec.section import JobState
+from spo.testing.runs import distilled
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 
 Document = dict[str, Any]

@@ -23,7 +23,7 @@ from services.orchestrator.container import AppContext
 from spo.client import Client
 from spo.errors import InvalidInput, NotFound, Unreachable
 from spo.spec.job_spec import TasksSpec
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
 
 Document = dict[str, Any]
 
@@ -194,7 +194,7 @@ def test_a_fault_of_ours_makes_one_dataset_invalid_and_stops_no_other(
         raise RuntimeError("a defect")
 
     with monkeypatch.context() as patched:
-        patched.setattr("services.orchestrator.datasets.store.report_on", broken)
+        patched.setattr("services.orchestrator.datasets.report_on", broken)
         assert uploaded(rows(problem(1)))["state"] == "invalid"
 
     assert uploaded(rows(problem(2)))["state"] == "ready"

@@ -11,15 +11,14 @@ import httpx
 import pytest
 
 from services.orchestrator import redis_keys as own_keys
-from services.orchestrator.auth.principals import Principal
+from services.orchestrator.auth import Principal
 from services.orchestrator.container import AppContext
-from services.orchestrator.http.api.evaluations import list_evaluations
-from services.orchestrator.jobs.series import evaluation_results
+from services.orchestrator.http.training import list_evaluations
+from services.orchestrator.leases import evaluation_results
 from spo import redis_keys
 from spo.spec.job_spec import EvaluationSpec, parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.peers import BREAKS, FAULT, RIGHT, ServiceDoubles
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import BREAKS, FAULT, RIGHT, ServiceDoubles, wait_until
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.prompt_pb2 import PromptGroup
 

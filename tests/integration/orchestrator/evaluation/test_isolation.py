@@ -9,19 +9,15 @@ from typing import Any
 import httpx
 import pytest
 
-from services.orchestrator import redis_keys as own_keys
+from services.orchestrator import evaluation, redis_keys as own_keys, scoring
 from services.orchestrator.container import AppContext
-from services.orchestrator.evaluation import requests as evaluation_requests
-from services.orchestrator.evaluation import scorer
-from services.orchestrator.evaluation.requests import RequestedEvaluation
-from services.orchestrator.evaluation.schedule import ScheduledEvaluation
-from services.orchestrator.jobs.series import evaluation_results
-from services.orchestrator.jobs.states import CANCEL
+from services.orchestrator.evaluation import RequestedEvaluation, ScheduledEvaluation
+from services.orchestrator.job_records import CANCEL
+from services.orchestrator.leases import evaluation_results
 from spo.errors import IntegrityError, InternalError, InvalidInput, NotReady, SpoError
 from spo.spec.job_spec import EvaluationSpec, parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.peers import BREAKS, RIGHT, ServiceDoubles
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import BREAKS, RIGHT, ServiceDoubles, wait_until
 from spo.v1.prompt_pb2 import PromptGroup
 
 WITH_LIMITS = {"evaluation_attempts": 2, "evaluation_patience_seconds": 0.5, "evaluations_kept": 3}
@@ -123,7 +119,7 @@ def test_one_problem_that_cannot_be_decided_is_named_and_the_others_are_evaluate
     says: str | SpoError,
     code: str,
 ) -> None:
-    monkeypatch.setattr(scorer, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(scoring, "RETRY_SECONDS", 0.01)
     first: list[str] = []
 
     def respond(group: PromptGroup, index: int) -> str:
@@ -292,7 +288,7 @@ def test_a_job_keeps_its_newest_evaluations_and_that_of_the_reference(
 def test_a_tenants_evaluations_give_way_to_its_own_alone(
     context: AppContext, document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluation_requests, "MAX_KEPT", 2)
+    monkeypatch.setattr(evaluation, "MAX_KEPT", 2)
     spec = parse_job_spec(document)
     red, blue, other = (context.jobs.submit(spec, tenant=tenant) for tenant in ("red", "blue", "blue"))
     asked = [context.evaluations.request(job_id, 0, None, EvaluationSpec()) for job_id in (red, blue, blue, other)]

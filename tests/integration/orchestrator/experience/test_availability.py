@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.jobs.states import CANCEL
+from services.orchestrator.job_records import CANCEL
 from spo import redis_keys
 from spo.errors import NotFound, NotReady
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import wait_until
 from spo.v1.prompt_pb2 import Prompt
 from spo.v1.value_pb2 import EstimateRequest
 

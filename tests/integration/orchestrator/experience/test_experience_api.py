@@ -17,7 +17,7 @@ import pytest
 from pyarrow import parquet
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.datasets.library import prompt_of
+from services.orchestrator.datasets import prompt_of
 from spo import redis_keys
 from spo.experience.columns import StoredTrajectory
 from spo.experience.store import Origin

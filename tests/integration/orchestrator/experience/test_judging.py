@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.orchestrator.experience.judging import PROGRAMS_PER_CALL, RowJudge
+from services.orchestrator.scoring import PROGRAMS_PER_CALL, RowJudge
 from spo.errors import InvalidInput
 from spo.experience.columns import StoredTrajectory
-from spo.experience.import_row import ProblemIndex
-from spo.rpc.judge_pools import JudgePools
+from spo.experience.imports import ProblemIndex
+from spo.rpc.pools import JudgePools
 from spo.spec.job_spec import TasksSpec
 from spo.tasks.load import load_tasks
 from spo.tasks.problem import Problem
 from spo.testing.peers import BREAKS, ServiceDoubles
-from spo.testing.toy_spec import toy_spec
+from spo.testing.runs import toy_spec
 from spo.v1.prompt_pb2 import Prompt
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED

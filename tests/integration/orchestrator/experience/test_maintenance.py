@@ -11,7 +11,7 @@ from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
 from spo.experience.columns import StoredTrajectory
 from spo.experience.store import Origin
-from spo.testing.replay import trajectory
+from spo.testing.runs import trajectory
 from spo.v1.prompt_pb2 import Prompt
 
 

@@ -10,18 +10,16 @@ import httpx
 import pytest
 import redis
 
+from services.orchestrator import stored_experience
 from services.orchestrator.container import AppContext
-from services.orchestrator.experience import queries
-from services.replay_buffer.archive.experience_archiver import ExperienceArchiver
+from services.replay_buffer.archive import ExperienceArchiver
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.errors import InvalidInput, Unreachable
-from spo.experience.compaction import merge
-from spo.experience.selection import Selection
-from spo.experience.store import ExperienceStore, Origin
+from spo.experience.store import ExperienceStore, Origin, Selection, merge
 from spo.spec.job_spec import StoredExperience, TasksSpec
 from spo.tasks.load import load_tasks
-from spo.testing.replay import PROMPTS, RUN, start_run, trajectory
+from spo.testing.runs import PROMPTS, RUN, start_run, trajectory
 from spo.v1.prompt_pb2 import Prompt
 
 TASKS = TasksSpec(kind="toy", train_problems=6, evaluation_problems=3)
@@ -48,7 +46,7 @@ def test_a_run_is_stored_in_a_bucket_and_the_next_one_begins_from_it(buffer: Rep
     assert [file.rows for file in files] == [16, 16, 8]
     folder = f"{bucket_url.removeprefix('s3://')}/some/folder/task_set=toy/reference=none/run=job_TEST/"
     assert all(file.path.startswith(folder) for file in files)
-    (listed,) = queries.runs(buffer.client, store, queries.Scope(None))
+    (listed,) = stored_experience.runs(buffer.client, store, stored_experience.Scope(None))
     assert (listed.run, listed.trajectories, listed.files, listed.complete) == (RUN, 40, 3, False)
     selection = Selection(ExperienceStore(f"{bucket_url}/some/folder"), (StoredExperience(run=RUN, per_prompt=6),))
     taken = selection.of(Prompt(prompt_id=PROMPTS[1], text=f"words of {PROMPTS[1]}"))

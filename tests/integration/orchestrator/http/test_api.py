@@ -18,9 +18,9 @@ from services.orchestrator.settings import Settings
 from spo import redis_keys
 from spo.errors import NotReady
 from spo.messaging.streams import publish
-from spo.spec.job_state import JobState
+from spo.spec.section import JobState
 from spo.testing.peers import ServiceDoubles
-from spo.testing.replay import conversation
+from spo.testing.runs import conversation
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict
@@ -282,7 +282,7 @@ def test_without_a_key_only_loopback_is_served() -> None:
 
 
 def test_a_draining_orchestrator_is_not_ready(context: AppContext, api: httpx.Client) -> None:
-    from services.orchestrator.http.api.platform import readyz
+    from services.orchestrator.http.platform import readyz
 
     assert api.get("/readyz").status_code == 200
     context.stop.set()

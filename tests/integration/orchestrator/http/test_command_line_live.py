@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.jobs.series import report_writes
+from services.orchestrator.leases import report_writes
 from spo import redis_keys
 from spo.client import Client
 from spo.error_codes import CATALOGUE

@@ -16,10 +16,10 @@ from typing import Any
 import httpx
 import pytest
 
+from services.orchestrator import container
 from services.orchestrator.container import AppContext
-from services.orchestrator.http import connections, middleware, threads
-from spo.testing.peers import ServiceDoubles
-from spo.testing.waiting import wait_until
+from services.orchestrator.http import middleware
+from spo.testing.peers import ServiceDoubles, wait_until
 
 Document = dict[str, Any]
 MOST = 6
@@ -66,7 +66,7 @@ def head_of(size_bytes: int, path: str = "/healthz") -> bytes:
     return (given + "x" * (size_bytes - counted) + "\r\n\r\n").encode()
 
 
-@pytest.mark.parametrize("size_bytes", [1000, 60_000, connections.MAX_HEAD_BYTES])
+@pytest.mark.parametrize("size_bytes", [1000, 60_000, middleware.MAX_HEAD_BYTES])
 def test_a_head_within_the_limit_is_read(connect: Callable[[], socket.socket], size_bytes: int) -> None:
     connection = connect()
     connection.sendall(head_of(size_bytes))
@@ -74,7 +74,7 @@ def test_a_head_within_the_limit_is_read(connect: Callable[[], socket.socket], s
     assert received(connection).startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.parametrize("size_bytes", [connections.MAX_HEAD_BYTES + 1, 70_000, 130_000, 300_000, 900_000])
+@pytest.mark.parametrize("size_bytes", [middleware.MAX_HEAD_BYTES + 1, 70_000, 130_000, 300_000, 900_000])
 @pytest.mark.parametrize("piece_bytes", [10_000, 1_000_000])
 def test_a_head_over_the_limit_is_a_problem(
     connect: Callable[[], socket.socket], size_bytes: int, piece_bytes: int
@@ -97,8 +97,8 @@ def test_what_is_no_http_is_a_problem(connect: Callable[[], socket.socket], nons
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 1.0)
-    monkeypatch.setattr(connections, "WRITE_SECONDS", 1.0)
+    monkeypatch.setattr(middleware, "HEAD_SECONDS", 1.0)
+    monkeypatch.setattr(middleware, "WRITE_SECONDS", 1.0)
     monkeypatch.setattr(middleware, "BODY_SECONDS", 1.0)
 
 
@@ -214,7 +214,7 @@ def test_checks_that_take_long_hold_up_nobody_else(
     with ThreadPoolExecutor(60) as clients:
         answers = [clients.submit(submit, number) for number in range(60)]
         assert under_way.acquire(timeout=20)
-        refused = 60 - (threads.CHECKS + threads.CHECKS_WAITING) // 2
+        refused = 60 - (container.CHECKS + container.CHECKS_WAITING) // 2
         wait_until(lambda: sum(each.done() for each in answers) == refused, "the rest is refused", 30)
         took = []
         for path in ("/healthz", "/v1/jobs", "/readyz") * 5:
@@ -250,7 +250,7 @@ def test_calls_that_last_hold_up_nobody_else(
     with ThreadPoolExecutor(80) as clients:
         answers = [clients.submit(complete, number) for number in range(80)]
         assert asked.acquire(timeout=20)
-        refused = 80 - threads.LASTING - threads.LASTING_WAITING
+        refused = 80 - container.LASTING - container.LASTING_WAITING
         wait_until(lambda: sum(each.done() for each in answers) == refused, "the rest is refused", 30)
         for path in ("/readyz", "/v1/jobs"):
             assert api.get(path, timeout=5).status_code == 200

@@ -17,10 +17,10 @@ from spo import redis_keys
 from spo.client import Client
 from spo.errors import Conflict, InvalidInput, NotFound
 from spo.messaging.streams import Consumer, counted_append_words
-from spo.messaging.streams.holder import StreamHolder
+from spo.messaging.streams.recovery import StreamHolder
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.replay import judged_group
+from spo.spec.section import JobState
+from spo.testing.runs import judged_group
 
 ROOT = Path(__file__).parents[4]
 OPERATOR_KEY = "the-operators-own-key"

@@ -13,7 +13,7 @@ import pytest
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
 from spo.client import Client
-from spo.spec.job_state import JobState
+from spo.spec.section import JobState
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 
 HOSTILE = "<script>alert('x')</script>"

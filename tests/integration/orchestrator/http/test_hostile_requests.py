@@ -14,13 +14,13 @@ from typing import Any
 import httpx
 import pytest
 
-from services.orchestrator.auth.principals import SCOPES
+from services.orchestrator.auth import SCOPES
 from services.orchestrator.container import AppContext
 from services.orchestrator.http import middleware
 from services.orchestrator.http.app import create_app
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import wait_until
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 
 Document = dict[str, Any]

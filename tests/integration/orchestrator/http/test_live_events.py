@@ -14,10 +14,10 @@ import httpx
 import redis
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.http.live_events import KEPT_EVENTS, EventStream
-from services.orchestrator.jobs.states import CANCEL
+from services.orchestrator.http.events import KEPT_EVENTS, EventStream
+from services.orchestrator.job_records import CANCEL
 from spo.spec.job_spec import parse_job_spec
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
 
 STREAM = {"Accept": "text/event-stream"}
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.http.pages.submission import VERIFIERS
+from services.orchestrator.http.pages.jobs import VERIFIERS
 from spo import redis_keys
 from spo.spec.job_spec import parse_job_spec
 from spo.v1.value_pb2 import PromptValue

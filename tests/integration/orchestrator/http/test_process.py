@@ -13,13 +13,11 @@ import httpx
 import pytest
 import redis
 
-from services.orchestrator.jobs.store import JobStore
+from services.orchestrator.jobs import JobStore
 from spo import redis_keys
 from spo.rpc.client import RpcClient
-from spo.spec.job_state import JobState
-from spo.testing.peers import RIGHT, ServiceDoubles
-from spo.testing.traces import Collector
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import RIGHT, Collector, ServiceDoubles, wait_until
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 from spo.v1.prompt_pb2 import PromptGroup

@@ -13,10 +13,10 @@ import pytest
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
-from services.orchestrator.http.pages.router import STATIC
+from services.orchestrator.http.app import STATIC
 from spo.rpc.client import RpcClient
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
+from spo.spec.section import JobState
 from spo.testing.peers import ServiceDoubles
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub

@@ -19,7 +19,7 @@ from services.orchestrator.container import AppContext
 from spo.client import Client
 from spo.errors import InternalError, NotFound
 from spo.spec.job_spec import parse_job_spec
-from spo.tasks.toy.tokenizer import build_tokenizer, save_tokenizer
+from spo.tasks.toy_tokenizer import build_tokenizer, save_tokenizer
 
 ROOT = Path(__file__).parents[4]
 OPERATOR_KEY = "the-operators-own-key"

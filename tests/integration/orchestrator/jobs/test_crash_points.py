@@ -23,11 +23,11 @@ from urllib.parse import urlsplit
 import pytest
 import redis
 
-from services.orchestrator.jobs.states import fold
-from services.orchestrator.jobs.store import JobStore
+from services.orchestrator.job_records import fold
+from services.orchestrator.jobs import JobStore
 from spo import redis_keys
 from spo.client import Client
-from spo.spec.job_state import JobState
+from spo.spec.section import JobState
 from spo.testing.peers import ServiceDoubles
 from spo.v1.value_pb2 import EstimateRequest
 from tests.conftest import free_port

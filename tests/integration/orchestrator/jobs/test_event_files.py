@@ -14,12 +14,11 @@ import redis
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
-from services.orchestrator.jobs.event_files import SEGMENT
-from services.orchestrator.jobs.states import CANCEL, RESUME
-from services.orchestrator.jobs.store import JobStore
+from services.orchestrator.job_records import CANCEL, RESUME
+from services.orchestrator.jobs import SEGMENT, JobStore
 from spo.errors import IntegrityError
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import TERMINAL, JobState
+from spo.spec.section import TERMINAL, JobState
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 
 MANY = """

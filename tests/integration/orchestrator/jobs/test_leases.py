@@ -12,15 +12,15 @@ import httpx
 import pytest
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.jobs.series import training_series
+from services.orchestrator.leases import training_series
 from services.orchestrator.service import OrchestratorService
 from spo import redis_keys
 from spo.errors import Conflict, LeaseLost
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import wait_until
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub, add_OrchestratorServiceServicer_to_server
 

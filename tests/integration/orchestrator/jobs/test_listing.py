@@ -9,11 +9,10 @@ from typing import Any
 import httpx
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.jobs.listing import label_writes
-from services.orchestrator.jobs.record import write_fields
+from services.orchestrator.job_records import label_writes, write_fields
 from spo import redis_keys
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
+from spo.spec.section import JobState
 
 Document = dict[str, Any]
 

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import redis
 
-from services.orchestrator import redis_keys as own_keys
+from services.orchestrator import leases, redis_keys as own_keys
 from services.orchestrator.container import AppContext
-from services.orchestrator.jobs import leases
 from spo import redis_keys
 from spo.errors import LeaseLost
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import wait_until
 from spo.v1 import orchestrator_service_pb2 as wire
 
 LEASE = 1.0

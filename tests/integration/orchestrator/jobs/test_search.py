@@ -8,15 +8,14 @@ import pytest
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
-from services.orchestrator.http.bottlenecks import job_waits
-from services.orchestrator.jobs.listing import JobFilter
-from services.orchestrator.jobs.search import PIECE, find_jobs
-from services.orchestrator.jobs.store import IN_REDIS
-from services.orchestrator.lifecycle.monitor import JobMonitor
+from services.orchestrator.http.jobs import job_waits
+from services.orchestrator.job_records import JobFilter
+from services.orchestrator.jobs import IN_REDIS, PIECE, find_jobs
+from services.orchestrator.monitor import JobMonitor
 from spo import redis_keys
 from spo.messaging.streams import publish
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
+from spo.spec.section import JobState
 from spo.v1 import orchestrator_service_pb2 as wire
 
 

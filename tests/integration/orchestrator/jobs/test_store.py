@@ -10,11 +10,11 @@ import pytest
 import redis
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.jobs.states import CANCEL, PAUSE, RESUME, fold
+from services.orchestrator.job_records import CANCEL, PAUSE, RESUME, fold
 from spo import redis_keys
 from spo.errors import Conflict, InvalidInput, NotFound
 from spo.spec.job_spec import JobSpec, parse_job_spec
-from spo.spec.job_state import JobState
+from spo.spec.section import JobState
 
 
 @pytest.fixture

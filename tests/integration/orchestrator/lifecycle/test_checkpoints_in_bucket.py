@@ -16,11 +16,10 @@ from services.orchestrator.container import AppContext
 from spo import redis_keys
 from spo.manifest_folder import entry_of
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
+from spo.spec.section import JobState
 from spo.weights import s3_backend
-from spo.weights.assembly import digest_of
-from spo.weights.backends import CHECKPOINT_DIGITS
 from spo.weights.s3_backend import S3Backend
+from spo.weights.store import CHECKPOINT_DIGITS, digest_of
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.jobs.states import RESUME
+from services.orchestrator.job_records import RESUME
 from services.orchestrator.service import OrchestratorService
-from spo.observability.metrics import TRAINER_COLLAPSE_ALARMS
+from spo.observability import TRAINER_COLLAPSE_ALARMS
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
+from spo.spec.section import JobState
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.trajectory_pb2 import FINISH_REASON_LENGTH

@@ -10,21 +10,18 @@ import pytest
 import redis
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.http.bottlenecks import job_waits
-from services.orchestrator.lifecycle.dead_letters import DeadLetterWatch
-from services.orchestrator.lifecycle.pipeline import groups_in_pipeline
-from services.replay_buffer.ingest_worker import IngestWorker
-from services.replay_buffer.reference_scores import ReferenceScores
+from services.orchestrator.http.jobs import job_waits
+from services.orchestrator.pipeline import DeadLetterWatch, groups_in_pipeline
+from services.replay_buffer.ingest import IngestWorker, ReferenceScores
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.errors import InternalError
-from spo.messaging.streams import Consumer, counted_append_words, dead_letters
-from spo.messaging.streams.holder import StreamHolder
+from spo.messaging.streams import Consumer, counted_append_words, recovery
+from spo.messaging.streams.recovery import StreamHolder
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.peers import ServiceDoubles
-from spo.testing.replay import judged_group
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import ServiceDoubles, wait_until
+from spo.testing.runs import judged_group
 
 RUNNING = (JobState.VALIDATING, JobState.ESTIMATING, JobState.RUNNING)
 # Entries of 100 KB: what a group of long responses is.
@@ -101,29 +98,29 @@ def test_looking_at_dead_letters_costs_a_job_the_same_however_many_there_are(
 def test_dead_letters_are_capped_and_the_count_of_their_run_is_not(
     context: AppContext, document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dead_letters, "MAX_LETTERS", 10)
+    monkeypatch.setattr(recovery, "MAX_LETTERS", 10)
     job_id, stream = running(context, document), redis_keys.verdicts()
     give_up(context.redis, stream, job_id, [str(number).encode() for number in range(25)])
 
-    kept = list(dead_letters.newest(context.redis, stream, job_id))
+    kept = list(recovery.newest(context.redis, stream, job_id))
 
-    assert [dead_letters.find(context.redis, stream, each.letter_id, job_id)[1] for each in kept] == [
+    assert [recovery.find(context.redis, stream, each.letter_id, job_id)[1] for each in kept] == [
         str(number).encode() for number in range(24, 14, -1)
     ]
-    assert dead_letters.gone_of(context.redis, stream) == 15
-    assert dead_letters.counts_of(context.redis, job_id)[stream].count == 25
+    assert recovery.gone_of(context.redis, stream) == 15
+    assert recovery.counts_of(context.redis, job_id)[stream].count == 25
     assert context.redis.hlen(redis_keys.dead_letter_payloads(stream)) == 10
 
 
 def test_dead_letters_are_capped_by_their_bytes_too(
     context: AppContext, document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dead_letters, "MAX_BYTES", 250_000)
+    monkeypatch.setattr(recovery, "MAX_BYTES", 250_000)
     job_id, stream = running(context, document), redis_keys.verdicts()
     give_up(context.redis, stream, job_id, [PAYLOAD] * 5)
 
-    assert len(list(dead_letters.newest(context.redis, stream, job_id))) == 2
-    assert dead_letters.gone_of(context.redis, stream) == 3
+    assert len(list(recovery.newest(context.redis, stream, job_id))) == 2
+    assert recovery.gone_of(context.redis, stream) == 3
     assert context.redis.hget(redis_keys.dead_letter_totals(stream), "bytes") == b"200000"
 
 
@@ -132,14 +129,14 @@ def test_a_redriven_letter_is_on_its_stream_once_and_counted_for_its_run(
 ) -> None:
     job_id, stream = running(context, document), redis_keys.verdicts()
     give_up(context.redis, stream, job_id, [b"group"])
-    (letter,) = dead_letters.newest(context.redis, stream, job_id)
+    (letter,) = recovery.newest(context.redis, stream, job_id)
     assert groups_in_pipeline(context.redis, job_id) == 0
 
-    assert dead_letters.redrive(context.redis, letter)
-    assert not dead_letters.redrive(context.redis, letter)
+    assert recovery.redrive(context.redis, letter)
+    assert not recovery.redrive(context.redis, letter)
 
     assert groups_in_pipeline(context.redis, job_id) == 1
-    assert stream not in dead_letters.counts_of(context.redis, job_id)
+    assert stream not in recovery.counts_of(context.redis, job_id)
     consumer = Consumer(context.redis, stream, redis_keys.INGEST_GROUP, "i", holder=StreamHolder())
     (entry,) = consumer.read(5, 0.1)
     assert (entry.payload, entry.run_id) == (b"group", job_id)
@@ -223,5 +220,5 @@ def test_the_dead_letters_of_a_deleted_job_go_with_it(
     context.deletion.delete(gone)
     context.deletion.sweep()
 
-    assert list(dead_letters.newest(redis_client, redis_keys.verdicts(), gone)) == []
-    assert len(list(dead_letters.newest(redis_client, redis_keys.verdicts(), stays))) == 1
+    assert list(recovery.newest(redis_client, redis_keys.verdicts(), gone)) == []
+    assert len(list(recovery.newest(redis_client, redis_keys.verdicts(), stays))) == 1

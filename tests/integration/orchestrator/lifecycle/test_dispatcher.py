@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.http import views
-from services.orchestrator.jobs.states import CANCEL
-from services.orchestrator.lifecycle.pipeline import groups_in_pipeline
+from services.orchestrator.http.jobs import job_document
+from services.orchestrator.job_records import CANCEL
+from services.orchestrator.pipeline import groups_in_pipeline
 from spo import redis_keys
 from spo.messaging import streams
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.peers import ServiceDoubles
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import ServiceDoubles, wait_until
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, PromptGroup
 from spo.v1.replay_service_pb2 import SourceCount
 from spo.v1.value_pb2 import PromptValue
@@ -125,7 +124,7 @@ def test_a_job_is_told_to_wait_for_its_own_groups_alone(
     sample(context, other, 3)
 
     def said(job_id: str) -> str:
-        return " ".join(views.job(context, job_id).waits)
+        return " ".join(job_document(context, job_id).waits)
 
     assert "3 groups wait at sandbox-judge" in said(other)
     assert "wait at sandbox-judge" not in said(job_id)
@@ -188,7 +187,7 @@ def test_a_share_of_the_prompts_goes_to_those_that_were_never_solved_and_the_res
 
     outcomes = dict(zip(in_turn, ("4:0:4", "8:1:7", "8:2:0", "0:1:0"), strict=False))
     context.redis.hset(redis_keys.replay_outcomes(job_id), mapping=outcomes)
-    solved = views.job(context, job_id).progress.solved
+    solved = job_document(context, job_id).progress.solved
     assert solved is not None
     assert (solved.tried, solved.never, solved.once, solved.lately) == (3, 1, 1, 1)
 

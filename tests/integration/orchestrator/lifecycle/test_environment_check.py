@@ -9,15 +9,12 @@ import pytest
 import redis
 
 from services.orchestrator.container import AppContext
-from services.verifier.environments.environment import Environment
-from services.verifier.environments.registry import Environments
-from services.verifier.environments.sealed_state import StateSeal
-from services.verifier.environments.service import EnvironmentService
-from services.verifier.environments.text_game import TextGame
+from services.verifier.environments.environment import Environment, StateSeal
+from services.verifier.environments.service import Environments, EnvironmentService, TextGame
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import wait_until
 from spo.v1.environment_service_pb2_grpc import add_EnvironmentServiceServicer_to_server
 
 GAME = "text_game"

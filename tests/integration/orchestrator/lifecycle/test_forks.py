@@ -20,13 +20,13 @@ from safetensors.numpy import load_file, save_file
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
-from services.orchestrator.lifecycle.forks.fork import _name_of_fork, merge_patch
+from services.orchestrator.forks import _name_of_fork, merge_patch
 from spo import redis_keys
 from spo.manifest_folder import seal_folder, staging_folder
 from spo.model.folder import inspect_model_folder
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import wait_until
 from spo.weights.store import WeightStore
 
 Document = dict[str, Any]

@@ -17,16 +17,15 @@ from safetensors.numpy import load_file, save_file
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
-from services.orchestrator.serving.continual.definition import ContinualSpec
-from services.orchestrator.serving.continual.rounds import ContinualJob, Round
+from services.orchestrator.continual import ContinualJob, ContinualSpec, Round
 from spo.errors import IntegrityError, NotReady, Unreachable
 from spo.manifest_folder import entry_of
 from spo.model.folder import inspect_model_folder
 from spo.spec.job_spec import parse_job_spec
-from spo.testing.waiting import wait_until
-from spo.weights.assembly import digest_of
-from spo.weights.made_models import MadeModels
+from spo.testing.peers import wait_until
+from spo.weights.model_folders import MadeModels
 from spo.weights.s3_backend import S3Backend
+from spo.weights.store import digest_of
 
 Open = Callable[..., AppContext]
 

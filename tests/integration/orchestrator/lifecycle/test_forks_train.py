@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.orchestrator.lifecycle.forks.fork import ForkOptions
-from spo.spec.job_state import JobState
+from services.orchestrator.forks import ForkOptions
+from spo.spec.section import JobState
 from spo.weights.store import WeightStore
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ import redis
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
-from services.orchestrator.jobs.states import CANCEL, PAUSE
+from services.orchestrator.job_records import CANCEL, PAUSE
 from spo import redis_keys
 from spo.messaging.streams import Consumer, publish
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import wait_until
 from spo.v1 import orchestrator_service_pb2 as wire
 
 RUNNING = (JobState.VALIDATING, JobState.ESTIMATING, JobState.RUNNING)

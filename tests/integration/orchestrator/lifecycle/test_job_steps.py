@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import redis
 
-from services.orchestrator import redis_keys as own_keys
+from services.orchestrator import redis_keys as own_keys, steps
 from services.orchestrator.container import AppContext
-from services.orchestrator.lifecycle import runner
 from spo import redis_keys
 from spo.errors import Unreachable
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import wait_until
 
 
 @pytest.fixture
@@ -54,7 +53,7 @@ def test_a_step_that_blocks_delays_no_other_job_and_is_named(
         validate(job_id)
 
     monkeypatch.setattr(at_work.runner.preparation, "validate", validate_or_block)
-    monkeypatch.setattr(runner, "LONG_STEP_SECONDS", 0.5)
+    monkeypatch.setattr(steps, "LONG_STEP_SECONDS", 0.5)
     threading.Thread(target=at_work.runner.run, args=(at_work.stop,)).start()
 
     wait_until(lambda: at_work.jobs.state(healthy) is JobState.ESTIMATING, "the healthy job goes on", 30)

@@ -12,15 +12,14 @@ from typing import Any
 import httpx
 import pytest
 
+from services.orchestrator import checks
 from services.orchestrator.container import AppContext
-from services.orchestrator.lifecycle import model_check
 from spo.errors import InvalidInput
 from spo.model.folder import inspect_model_folder
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.model_folder import write_model_without_weights
-from spo.testing.toy_spec import distilled
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import wait_until
+from spo.testing.runs import distilled, write_model_without_weights
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 
 Document = dict[str, Any]
@@ -192,7 +191,7 @@ def test_what_was_found_is_remembered_by_content(
     def refuse(*_: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(model_check, "_ask", refuse)
+    monkeypatch.setattr(checks, "_ask", refuse)
     context.spec_check.require_possible(parse_job_spec(copied))
     (copy / "tokenizer_config.json").write_text((copy / "tokenizer_config.json").read_text() + "\n")
     with pytest.raises(AssertionError, match="was started"):
@@ -230,7 +229,7 @@ def test_every_prompt_is_checked_before_a_job_is_estimated(
     advance: Callable[[str], JobState],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(model_check, "PROMPTS_AT_SUBMIT", 1)
+    monkeypatch.setattr(checks, "PROMPTS_AT_SUBMIT", 1)
     # The longest text has few tokens; a shorter one has many.
     file = task_file(tmp_path, ["sum of the numbers above " * 4, *["+-*%" * 20 + str(number) for number in range(3)]])
     tasks = {"kind": "jsonl", "path": str(file), "train_problems": 4, "evaluation_problems": 0}
@@ -304,7 +303,7 @@ def test_a_teacher_that_a_fork_made_is_fetched_like_the_model(
         wanted.append(path)
         return Path(path)
 
-    check = model_check.ModelCheck(context.replicas, 0.0, here)
+    check = checks.ModelCheck(context.replicas, 0.0, here)
     spec = parse_job_spec(distilled(document, teacher))
     assert check.at_submit(spec, None) == []
     assert wanted == [spec.model.path, str(teacher)]

@@ -6,7 +6,7 @@ from typing import Any
 
 from services.orchestrator.container import AppContext
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
+from spo.spec.section import JobState
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 
 

@@ -13,10 +13,8 @@ import pytest
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.learning_rate import LEAST_OF_ADAPTERS
-from spo.spec.plan.advice import memory_advice
-from spo.spec.plan.fit import changed
-from spo.spec.plan.shapes import shape_of_folder
+from spo.spec.plan import changed, memory_advice, shape_of_folder
+from spo.spec.sections import LEAST_OF_ADAPTERS
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 
 # Large enough that a device of a gigabyte is short of it, and nothing of it is ever loaded.

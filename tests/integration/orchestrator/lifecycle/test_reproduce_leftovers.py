@@ -9,7 +9,7 @@ import httpx
 
 from spo.client import Client
 from spo.local.launcher import LocalPlatform
-from spo.reproduce.run_executor import RunExecutor
+from spo.reproduce.command import RunExecutor
 
 
 def test_an_interrupted_sitting_is_taken_up_and_what_else_it_left_is_cancelled(

@@ -13,16 +13,15 @@ import httpx
 import pytest
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.jobs.series import evaluation_results
-from services.orchestrator.jobs.states import CANCEL, PAUSE, RESUME
+from services.orchestrator.job_records import CANCEL, PAUSE, RESUME
+from services.orchestrator.leases import evaluation_results
 from spo import redis_keys
 from spo.client import Client
 from spo.messaging import streams
-from spo.messaging.streams import dead_letters
+from spo.messaging.streams import recovery
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.peers import ServiceDoubles
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import ServiceDoubles, wait_until
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.value_pb2 import EstimateRequest, PivotalRequest, PromptValue
 
@@ -201,7 +200,7 @@ def test_estimates_given_up_on_fail_the_job_loudly(context: AppContext, document
         wait_until(lambda: state(context, job_id) is JobState.FAILED, "the job fails")
 
     assert context.jobs.record(job_id).failure_code == "too_many_dead_letters"
-    assert dead_letters.counts_of(context.redis, job_id)[redis_keys.estimates()].count == 4
+    assert recovery.counts_of(context.redis, job_id)[redis_keys.estimates()].count == 4
     told = [event.body for event in context.jobs.events(job_id) if event.kind == "dead_letters"]
     assert (told[-1]["stream"], told[-1]["reason"]) == ("estimates", "poison")
 

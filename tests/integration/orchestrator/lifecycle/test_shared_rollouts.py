@@ -13,19 +13,17 @@ import pytest
 import redis
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.jobs.states import CANCEL
-from services.replay_buffer.reference_scores import ReferenceScores
-from services.replay_buffer.sampler import BatchSampler
+from services.orchestrator.job_records import CANCEL
+from services.replay_buffer.ingest import ReferenceScores, SharedRolloutIngest
+from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.service import ReplayService
-from services.replay_buffer.shared_rollout_ingest import SharedRolloutIngest
-from services.replay_buffer.storage_monitor import StorageMonitor
-from services.replay_buffer.store import ReplayStore
+from services.replay_buffer.store import ReplayStore, StorageMonitor
 from spo import redis_keys
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.replay import trajectory
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import wait_until
+from spo.testing.runs import trajectory
 from spo.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
 
 Document = dict[str, Any]

@@ -19,9 +19,9 @@ from services.orchestrator.service import OrchestratorService
 from spo.errors import LeaseLost
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.toy_spec import toy_spec
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import wait_until
+from spo.testing.runs import toy_spec
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServicer_to_server
 
@@ -120,8 +120,7 @@ def test_a_stale_trainer_tells_nothing(context: AppContext, document: dict[str, 
 def test_a_real_trainer_without_memory_is_told_at_the_first_restart_and_ends_the_job_by_name(
     open_context: Callable[..., AppContext], tmp_path: Path
 ) -> None:
-    from spo.testing.models import write_random_llama
-    from spo.testing.trainer import TrajectoryPool, sampled_trajectories, served
+    from spo.testing.trainer import TrajectoryPool, sampled_trajectories, served, write_random_llama
 
     write_random_llama(tmp_path / "wide", seed=0, width=1024)
     pool = TrajectoryPool(sampled_trajectories(tmp_path / "wide", 8))  # type: ignore[abstract]

@@ -13,13 +13,13 @@ import structlog
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
-from services.orchestrator.lifecycle.deleted_keys import families, single_keys
+from services.orchestrator.deletion import families, single_keys
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
-from spo.observability.logs import configure_logs, get_logger, lines_concern_run, waiting
+from spo.observability import configure_logs, get_logger, lines_concern_run, waiting
 from spo.service.process import ServiceProcess
-from spo.spec.job_state import JobState
-from spo.testing.replay import trajectory
+from spo.spec.section import JobState
+from spo.testing.runs import trajectory
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 
 Document = dict[str, Any]

@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 
+from services.orchestrator import dispatch
 from services.orchestrator.container import AppContext
-from services.orchestrator.http import views
-from services.orchestrator.values import eligible
-from services.orchestrator.values.progress import prompts_before_training
+from services.orchestrator.http.jobs import job_document
+from services.orchestrator.values import prompts_before_training
 from spo import redis_keys
 from spo.errors import NotReady, PreconditionFailed
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.peers import ServiceDoubles
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import ServiceDoubles, wait_until
 from spo.v1.prompt_pb2 import PromptGroup
 from spo.v1.value_pb2 import EstimateRequest, PromptValue
 
@@ -81,14 +80,14 @@ def test_training_starts_with_the_first_batch_of_values_and_goes_on_beside_the_o
     give(context, job_id, 2, provisional=provisional)
     assert step(context, job_id) is JobState.RUNNING
 
-    progress = views.job(context, job_id).progress
+    progress = job_document(context, job_id).progress
     assert (progress.values_pending, progress.values_total) == (True, TRAIN)
     assert (progress.values_done, progress.values_provisional) == ((0, 2) if provisional else (2, 0))
     give(context, job_id, TRAIN)
     step(context, job_id)
     step(context, job_id)
 
-    assert not views.job(context, job_id).progress.values_pending
+    assert not job_document(context, job_id).progress.values_pending
     told = [event.body for event in context.jobs.events(job_id) if event.kind == "estimated"]
     assert told == [{"done": TRAIN, "total": TRAIN}]
 
@@ -96,7 +95,7 @@ def test_training_starts_with_the_first_batch_of_values_and_goes_on_beside_the_o
 def test_a_restarted_orchestrator_asks_for_what_was_not_asked_yet_and_for_nothing_twice(
     open_context: Callable[..., AppContext], context: AppContext, job_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.orchestrator.values.requests.CHUNK", 4)
+    monkeypatch.setattr("services.orchestrator.values.CHUNK", 4)
     committed = context.jobs.commit
     monkeypatch.setattr(context.jobs, "commit", lambda commit, **options: committed(_dying(commit), **options))
     give(context, job_id, 2)
@@ -129,7 +128,7 @@ def _pending(job_id: str) -> tuple[str, str, str, int]:
 def test_only_prompts_with_a_value_are_dispatched_each_in_its_turn(
     context: AppContext, peers: ServiceDoubles, job_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eligible, "PAUSE_PER_SECOND", 0.0)
+    monkeypatch.setattr(dispatch, "PAUSE_PER_SECOND", 0.0)
     first = give(context, job_id, 2, provisional=True)
     step(context, job_id)
     peers.replay.admissible = 4 * SAMPLES

@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 
+from services.orchestrator import evaluation, scoring
 from services.orchestrator.container import AppContext
-from services.orchestrator.evaluation import queue as evaluation_queue
-from services.orchestrator.evaluation import scorer
-from services.orchestrator.http import views
+from services.orchestrator.http.jobs import job_document
 from spo.errors import NotReady
-from spo.messaging.streams.failures import TroubleNotes
+from spo.messaging.streams.recovery import TroubleNotes
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.peers import ServiceDoubles
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import ServiceDoubles, wait_until
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 from spo.v1.prompt_pb2 import PromptGroup
 
@@ -114,19 +112,19 @@ def test_a_job_that_stands_still_says_for_what_since_when_and_what_ends_it(
     if is_ending:
         context.jobs.transition(job_id, state, "test")
     hold(context, job_id)
-    assert not any("since" in wait for wait in views.job(context, job_id).waits), "it may go on at any moment"
+    assert not any("since" in wait for wait in job_document(context, job_id).waits), "it may go on at any moment"
 
     now[0] += 61
-    told = [wait for wait in views.job(context, job_id).waits if words in wait]
+    told = [wait for wait in job_document(context, job_id).waits if words in wait]
 
-    assert told, views.job(context, job_id).waits
+    assert told, job_document(context, job_id).waits
     assert re.search(r"\(since 22:13:20 UTC; tried: .+; ends when: .+\)$", told[0]), told
 
 
 def test_an_evaluation_that_nobody_answers_says_so(
     context: AppContext, peers: ServiceDoubles, document: Document, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scorer, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(scoring, "RETRY_SECONDS", 0.05)
 
     def respond(group: PromptGroup, index: int) -> str:
         raise NotReady("the model still loads")
@@ -140,7 +138,7 @@ def test_an_evaluation_that_nobody_answers_says_so(
     thread.start()
 
     def told() -> list[str]:
-        return [wait for wait in views.job(context, job_id).waits if "an evaluation (evaluation-0)" in wait]
+        return [wait for wait in job_document(context, job_id).waits if "an evaluation (evaluation-0)" in wait]
 
     (first,) = wait_until(told, "the evaluation says why it waits")
     assert first == "an evaluation (evaluation-0) is under way, 0 of 3 problems done: the model still loads"
@@ -155,10 +153,10 @@ def test_an_evaluation_that_nobody_answers_says_so(
 def test_a_trained_job_whose_evaluation_is_slow_shows_how_far_it_is(
     context: AppContext, document: Document, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluation_queue, "SILENT_SECONDS", 1e9)
+    monkeypatch.setattr(evaluation, "SILENT_SECONDS", 1e9)
     job_id = job_in(context, document, JobState.RUNNING)
-    progress = context.evaluations.scorer.under_way[job_id, "evaluation-20"] = scorer.ScoringProgress(total=3)
-    progress.scores[0] = scorer.Undecided("p", "c", "r")
+    progress = context.evaluations.scorer.under_way[job_id, "evaluation-20"] = scoring.ScoringProgress(total=3)
+    progress.scores[0] = scoring.Undecided("p", "c", "r")
     assert context.evaluations.standing(job_id) == [], "a job that trains waits for none"
 
     context.redis.hset(f"spo:{job_id}:orchestrator:job", "trained_steps", 20)

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import redis
 
-from services.orchestrator.jobs.commit import Durability
-from services.orchestrator.jobs.store import JobStore
-from services.orchestrator.recovery.append_only_file import AppendOnlyFile, require_append_only_file
+from services.orchestrator.commit import Durability
+from services.orchestrator.jobs import JobStore
+from services.orchestrator.recovery import AppendOnlyFile, require_append_only_file
 from spo.errors import NotReady, PreconditionFailed
-from spo.local.redis_server import server_command
-from spo.spec.job_state import JobState
-from spo.testing.toy_spec import toy_spec
-from spo.testing.waiting import wait_until
+from spo.local.launcher import server_command
+from spo.spec.section import JobState
+from spo.testing.peers import wait_until
+from spo.testing.runs import toy_spec
 from tests.conftest import free_port
 
 VALUE = b"x" * 900

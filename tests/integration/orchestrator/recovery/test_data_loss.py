@@ -16,15 +16,15 @@ from safetensors.numpy import save_file
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
-from services.orchestrator.lifecycle.deleted_keys import keys_of
-from services.orchestrator.recovery.identity import PlatformIdentity
+from services.orchestrator.deletion import keys_of
+from services.orchestrator.recovery import PlatformIdentity
 from spo import redis_keys
 from spo.errors import NotFound
 from spo.manifest_folder import seal_folder, staging_folder
-from spo.service.state_place import StateFolder
+from spo.service.state import StateFolder
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import wait_until
 
 Document = dict[str, Any]
 

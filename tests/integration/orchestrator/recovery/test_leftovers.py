@@ -10,10 +10,9 @@ import pytest
 import redis
 from ulid import ULID
 
-from services.orchestrator import redis_keys as own_keys
+from services.orchestrator import leftovers, redis_keys as own_keys
 from services.orchestrator.container import AppContext
-from services.orchestrator.recovery import leftovers
-from services.orchestrator.recovery.leftovers import LEFTOVER_SECONDS, Leftovers
+from services.orchestrator.leftovers import LEFTOVER_SECONDS, Leftovers
 from spo import redis_keys
 
 

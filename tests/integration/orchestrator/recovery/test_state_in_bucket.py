@@ -23,14 +23,14 @@ import redis
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
-from services.orchestrator.datasets.files import DatasetFiles
-from services.orchestrator.jobs.event_files import SEGMENT
+from services.orchestrator.datasets import DatasetFiles
+from services.orchestrator.jobs import SEGMENT
 from spo import redis_keys
 from spo.errors import NotFound, Unreachable
-from spo.service.state_place import StateBucket, StateFolder, StatePlace, state_at
+from spo.service.state import StateBucket, StateFolder, StatePlace, state_at
 from spo.spec.job_spec import TasksSpec, parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import wait_until
 from tests.support.s3_server import S3Server
 
 Open = Callable[..., AppContext]

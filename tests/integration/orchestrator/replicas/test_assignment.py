@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.http import views
-from services.orchestrator.jobs.states import CANCEL, PAUSE, RESUME
-from services.orchestrator.replicas.assignment import ReplicaAssigner, assign, fair_counts
+from services.orchestrator.http.jobs import job_document
+from services.orchestrator.job_records import CANCEL, PAUSE, RESUME
+from services.orchestrator.replicas import ReplicaAssigner, assign, fair_counts
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
+from spo.spec.section import JobState
 from spo.v1 import orchestrator_service_pb2 as wire
 
 Document = dict[str, Any]
@@ -91,7 +91,7 @@ def test_a_replica_is_taken_from_a_run_only_when_the_need_lasts(context: AppCont
     second = running(context, document)
     assert set(assigner.balance().values()) == {first}, "too early to move one"
     assert assigner.left_out(second)
-    assert "no inference replica is assigned" in views.job(context, second).waits[0]
+    assert "no inference replica is assigned" in job_document(context, second).waits[0]
     clock.now += 4
     context.jobs.fail(second, "test", "it was a short one")
     assert set(assigner.balance().values()) == {first}, "nobody moved for a job that went again"
@@ -123,7 +123,9 @@ def test_places_go_to_the_highest_priority_and_then_to_the_oldest(
     context.queue.fill()
 
     assert states(context, old, urgent, young) == ["validating", "validating", "queued"]
-    assert views.job(context, young).waits == ["the job waits for a slot: 2 of 2 are taken; higher priorities go first"]
+    assert job_document(context, young).waits == [
+        "the job waits for a slot: 2 of 2 are taken; higher priorities go first"
+    ]
 
 
 def test_as_many_jobs_run_as_there_are_trainers_with_replicas(context: AppContext, document: Document) -> None:
@@ -153,7 +155,7 @@ def test_a_paused_job_gives_its_place_back_and_waits_for_one_to_go_on(context: A
     assert [context.actions.act(paused, RESUME) for _ in range(2)] == [JobState.PAUSED] * 2
     context.queue.fill()
     assert states(context, paused) == ["paused"]
-    assert views.job(context, paused).waits[0].startswith("the job waits for a slot: 1 of 1")
+    assert job_document(context, paused).waits[0].startswith("the job waits for a slot: 1 of 1")
     context.jobs.fail(other, "test", "it ended")
     context.queue.fill()
     assert states(context, paused) == ["running"]

@@ -11,14 +11,14 @@ import redis
 
 from benchmarks import autoscaling as simulation
 from services.orchestrator import redis_keys as own_keys
+from services.orchestrator.autoscaling import JobFacts, PoolDemand
 from services.orchestrator.container import AppContext
-from services.orchestrator.http.api.platform import refresh_gauges
-from services.orchestrator.replicas.demand import JobFacts, PoolDemand
-from services.orchestrator.serving.served_models import Change, Target
+from services.orchestrator.http.platform import refresh_gauges
+from services.orchestrator.serving import Change, Target
 from spo import redis_keys
-from spo.observability.metrics import WANTED_REPLICAS
+from spo.observability import WANTED_REPLICAS
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
+from spo.spec.section import JobState
 from spo.testing.peers import ServiceDoubles
 from spo.v1 import orchestrator_service_pb2 as wire
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from services.orchestrator import heartbeats, replicas
 from services.orchestrator.container import AppContext
-from services.orchestrator.replicas import heartbeats, registry
-from services.orchestrator.replicas.registry import HEARTBEAT_SECONDS
+from services.orchestrator.replicas import HEARTBEAT_SECONDS
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import wait_until
 from spo.v1 import orchestrator_service_pb2 as wire
 
 REPLICAS = 100
@@ -40,7 +40,7 @@ def test_heartbeats_without_news_hardly_reach_redis(
     open_context: Callable[..., AppContext], document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeats, "LOOK_SECONDS", 60)
-    monkeypatch.setattr(registry, "WRITE_SECONDS", 60)
+    monkeypatch.setattr(replicas, "WRITE_SECONDS", 60)
     context = open_context(replica_silence_seconds=600)
     job_id = running(context, document)
     names = [f"r{number}" for number in range(REPLICAS)]

@@ -14,8 +14,8 @@ import pytest
 import redis
 from pydantic import ValidationError
 
+from services.orchestrator.autoscaling import KubernetesScaler
 from services.orchestrator.container import AppContext
-from services.orchestrator.replicas.scaling import KubernetesScaler
 from services.orchestrator.settings import Settings
 from spo import redis_keys
 from spo.errors import Unreachable

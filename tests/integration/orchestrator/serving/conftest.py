@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from services.orchestrator.container import AppContext
-from spo.spec.job_state import JobState
+from spo.spec.section import JobState
 from spo.testing.peers import ServiceDoubles
-from spo.testing.toy_spec import toy_spec
+from spo.testing.runs import toy_spec
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 
 KEY = "the-operators-own-key"

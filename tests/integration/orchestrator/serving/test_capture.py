@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import redis
 
-from services.orchestrator.serving.capture import CaptureStore, Feedback
+from services.orchestrator.capture import CaptureStore, Feedback
 from spo.errors import NotFound
 from spo.experience.columns import StoredTrajectory
 from tests.integration.orchestrator.serving.conftest import Counter

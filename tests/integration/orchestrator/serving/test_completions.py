@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 from tests.integration.orchestrator.serving.conftest import KEY, Counter
 

@@ -17,13 +17,13 @@ import pytest
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.service import OrchestratorService
-from services.orchestrator.serving.served_models import Change, Target
+from services.orchestrator.serving import Change, Target
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
-from spo.spec.job_state import JobState
-from spo.testing.models import write_random_llama
-from spo.testing.toy_spec import toy_spec
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import wait_until
+from spo.testing.runs import toy_spec
+from spo.testing.trainer import write_random_llama
 from spo.v1.inference_service_pb2 import DescribeReplicaRequest
 from spo.v1.inference_service_pb2_grpc import InferenceServiceStub
 from spo.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServicer_to_server

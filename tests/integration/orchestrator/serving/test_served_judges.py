@@ -19,18 +19,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
 from services.orchestrator.service import OrchestratorService
-from services.orchestrator.serving.served_models import Change, Target
-from services.verifier.guarded_post import BadAnswer, ServiceAway, ServiceFailed
-from services.verifier.model_scorer import question_of
-from services.verifier.scheduler import VerifierScheduler
-from services.verifier.scorers import scorers_of
+from services.orchestrator.serving import Change, Target
+from services.verifier.http_scorer import BadAnswer, ServiceAway, ServiceFailed
+from services.verifier.scorers import question_of, scorers_of
 from services.verifier.settings import Settings
+from services.verifier.stage import VerifierScheduler
 from spo.errors import InternalError, InvalidInput, NotFound, PreconditionFailed, SpoError
 from spo.model.tokenizer import encode_chat
 from spo.rpc.server import RpcServer
-from spo.spec.job_state import JobState
-from spo.tasks.verifier_pool import versions_of_today
-from spo.testing.toy_spec import toy_spec
+from spo.spec.section import JobState
+from spo.tasks.verifier import versions_of_today
+from spo.testing.runs import toy_spec
 from spo.v1 import verdict_pb2
 from spo.v1.inference_service_pb2 import ServeRequest
 from spo.v1.judge_service_pb2 import Priority

@@ -9,12 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from services.orchestrator import redis_keys as own_keys
+from services.orchestrator import redis_keys as own_keys, serving
 from services.orchestrator.container import AppContext
-from services.orchestrator.serving import served_models
-from services.orchestrator.serving.served_models import Change, Target
+from services.orchestrator.serving import Change, Target
 from spo.errors import Conflict, NotFound, PreconditionFailed
-from spo.testing.toy_spec import toy_spec
+from spo.testing.runs import toy_spec
 
 WHO = Change("key:test")
 
@@ -70,7 +69,7 @@ def test_a_loop_that_builds_on_an_older_change_is_refused(context: AppContext) -
 
 
 def test_a_tenant_has_room_for_names_whatever_others_have(context: AppContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_models, "MOST_NAMES", 2)
+    monkeypatch.setattr(serving, "MOST_NAMES", 2)
     jobs = {tenant: job_with_versions(context, tenant=tenant) for tenant in ("red", "blue")}
 
     def publish(tenant: str, name: str) -> None:

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.http.api.platform import refresh_gauges
-from spo.observability.metrics import WANTED_REPLICAS
-from spo.rpc import judge_pools
-from spo.tasks.verifier_pool import VERIFIER
-from spo.testing.peers import ServiceDoubles
-from spo.testing.waiting import wait_until
+from services.orchestrator.http.platform import refresh_gauges
+from spo.observability import WANTED_REPLICAS
+from spo.rpc import pools
+from spo.tasks.verifier import VERIFIER
+from spo.testing.peers import ServiceDoubles, wait_until
 from tests.integration.orchestrator.serving.conftest import Counter
 
 
@@ -97,7 +96,7 @@ def test_the_verifiers_are_wanted_by_what_they_decide_and_for_a_while_after(
     # Whoever gave up waiting comes back within that time.
     assert context.autoscaling.observe(2.0)["verifier"] == 1
 
-    monkeypatch.setattr(judge_pools, "NEEDED_SECONDS", 0.0)
+    monkeypatch.setattr(pools, "NEEDED_SECONDS", 0.0)
     with context.judges.needed_for({VERIFIER}):
         pass
     wanted = context.autoscaling.observe(4.0)

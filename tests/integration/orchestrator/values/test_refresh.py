@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.jobs.series import training_series
+from services.orchestrator.leases import training_series
 from services.orchestrator.service import OrchestratorService
 from spo import redis_keys
-from spo.algorithm.monte_carlo import q_from_successes
+from spo.algorithm.values import q_from_successes
 from spo.errors import NotReady
 from spo.manifest_folder import numbered_folders, open_folder
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
+from spo.spec.section import JobState
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.value_pb2 import EstimateRequest, PromptValue
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.values.requests import publish_estimates
+from services.orchestrator.values import publish_estimates
 from spo import redis_keys
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
+from spo.spec.section import JobState
 from spo.v1.value_pb2 import EstimateRequest
 
 Document = dict[str, Any]

@@ -17,14 +17,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.checkpoints.bucket import CheckpointBucket
+from services.trainer.checkpoints import CheckpointBucket
 from spo.errors import Conflict, IntegrityError, NotReady
 from spo.manifest_folder import entry_of
 from spo.testing.trainer import OneJob, TrajectoryPool, served
-from spo.weights.assembly import digest_of
-from spo.weights.backends import CHECKPOINT_DIGITS
 from spo.weights.s3_backend import S3Backend
-from spo.weights.store import WeightStore
+from spo.weights.store import CHECKPOINT_DIGITS, WeightStore, digest_of
 from tests.integration.trainer.test_process import TORCHRUN
 from tests.integration.trainer.trainer_bench import LIMIT_SECONDS, Bench, final_weights, job_spec
 from tests.support.s3_server import S3Server

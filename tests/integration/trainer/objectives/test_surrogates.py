@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.batches import TrainingSample
+from services.trainer.batches import ForwardLimits, TrainingSample, cut_into_minibatches
 from services.trainer.learner import Learner, StepResult
-from services.trainer.microbatches import ForwardLimits, cut_into_minibatches
 from services.trainer.ranks import Ranks
-from spo.algorithm.diagnostics import effective_sample_share
-from spo.testing.toy_spec import toy_spec
+from spo.algorithm.objectives import effective_sample_share
+from spo.testing.runs import toy_spec
 from spo.testing.trainer import sampled_trajectories
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.trajectory_pb2 import FINISH_REASON_LENGTH, Trajectory

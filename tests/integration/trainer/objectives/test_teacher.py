@@ -10,25 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.attempts.attempt import Attempt
-from services.trainer.batches import TrainingSample, token_batch
-from services.trainer.commands import Follower
+from services.trainer.batches import ForwardLimits, TrainingSample, cut_into_minibatches, token_batch
+from services.trainer.controller import Follower
 from services.trainer.learner import Learner
-from services.trainer.microbatches import ForwardLimits, cut_into_minibatches
+from services.trainer.lease import Attempt
+from services.trainer.loop import TrainingRun
 from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
-from services.trainer.train import TrainingRun
-from spo.algorithm.token_batch import TokenBatch
+from spo.algorithm.objectives import TokenBatch
 from spo.errors import InvalidInput, NotReady
 from spo.model.logprobs import load_policy, token_logprobs
 from spo.spec.job_spec import JobSpec
 from spo.spec.tasks import RewardSpec
-from spo.testing.models import write_random_llama
-from spo.testing.toy_spec import toy_spec
-from spo.testing.trainer import sampled_trajectories
+from spo.testing.runs import toy_spec
+from spo.testing.trainer import sampled_trajectories, write_random_llama
 from spo.v1.orchestrator_service_pb2 import LeaseJobResponse
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
-from spo.weights.made_models import MadeModels
+from spo.weights.model_folders import MadeModels
 
 # DeepSpeed 0.19 calls what torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*reduce_scatter_tensor.*:FutureWarning")

@@ -6,14 +6,11 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from spo.algorithm.baselines.overlong import OverlongSpec
-from spo.algorithm.losses import spo_loss
-from spo.algorithm.registry import LOSSES, LossTerm
-from spo.algorithm.token_batch import TokenBatch
-from spo.algorithm.whole_batch import BatchTotals
+from spo.algorithm.baselines import BatchTotals
+from spo.algorithm.objectives import TokenBatch, spo_loss
+from spo.algorithm.registry import LOSSES, LossTerm, OverlongSpec
 from tests.property.test_padding import draw_batch
 
 

@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spo.algorithm.losses import spo_loss, trajectory_losses
+from spo.algorithm.objectives import TokenBatch, spo_loss, trajectory_losses
 from spo.algorithm.registry import LossTerm
-from spo.algorithm.token_batch import TokenBatch
 
 BETA = 0.3
 LENGTHS = (2, 3, 1, 4, 3, 2)

@@ -11,11 +11,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from spo.algorithm.baselines.surrogate import kl_estimate
-from spo.algorithm.losses import spo_loss, trajectory_losses
+from spo.algorithm.baselines import BatchTotals, kl_estimate
+from spo.algorithm.objectives import TokenBatch, spo_loss, trajectory_losses
 from spo.algorithm.registry import LossTerm
-from spo.algorithm.token_batch import TokenBatch
-from spo.algorithm.whole_batch import BatchTotals
 from spo.errors import InvalidInput
 
 BETA = 0.3

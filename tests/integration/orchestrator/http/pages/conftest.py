@@ -20,10 +20,9 @@ from spo import redis_keys
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
+from spo.spec.section import JobState
 from spo.testing.peers import ServiceDoubles
-from spo.v1 import orchestrator_service_pb2 as wire
-from spo.v1 import value_service_pb2 as value
+from spo.v1 import orchestrator_service_pb2 as wire, value_service_pb2 as value
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub, add_OrchestratorServiceServicer_to_server
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_REFERENCE
 from spo.v1.trajectory_pb2 import Annotation, Hop, Trajectory

@@ -10,8 +10,8 @@ import pytest
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import wait_until
 
 if TYPE_CHECKING:
     from conftest import Trainer

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.orchestrator.container import AppContext
-from spo.testing.waiting import wait_until
+from spo.testing.peers import wait_until
 
 pytestmark = pytest.mark.slow
 

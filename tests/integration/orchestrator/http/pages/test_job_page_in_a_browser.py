@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from services.orchestrator.container import AppContext
-from spo.spec.job_state import JobState
-from spo.testing.waiting import wait_until
+from spo.spec.section import JobState
+from spo.testing.peers import wait_until
 
 if TYPE_CHECKING:
     from conftest import Trainer

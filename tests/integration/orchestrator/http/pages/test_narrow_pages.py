@@ -11,7 +11,7 @@ from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
 from spo import redis_keys
 from spo.messaging.streams import Consumer, counted_append_words
-from spo.messaging.streams.holder import StreamHolder
+from spo.messaging.streams.recovery import StreamHolder
 from spo.spec.job_spec import parse_job_spec
 
 if TYPE_CHECKING:

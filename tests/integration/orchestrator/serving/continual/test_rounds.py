@@ -13,18 +13,17 @@ import httpx
 import pytest
 from ulid import ULID
 
-from services.orchestrator import redis_keys as own_keys
+from services.orchestrator import continual, redis_keys as own_keys
+from services.orchestrator.capture import Captured, CapturedChoice, Feedback
 from services.orchestrator.container import AppContext
-from services.orchestrator.jobs.series import report_writes
-from services.orchestrator.serving.capture import Captured, CapturedChoice, Feedback
-from services.orchestrator.serving.continual import round_experience
-from services.orchestrator.serving.continual.rounds import ContinualJob, Round
-from services.orchestrator.serving.served_models import Change, Target
+from services.orchestrator.continual import ContinualJob, Round
+from services.orchestrator.leases import report_writes
+from services.orchestrator.serving import Change, Target
 from spo.experience.columns import StoredTrajectory
 from spo.experience.store import Origin
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.job_state import JobState
-from spo.testing.replay import trajectory
+from spo.spec.section import JobState
+from spo.testing.runs import trajectory
 from spo.v1.prompt_pb2 import Prompt
 from tests.integration.orchestrator.lifecycle.test_forks import seal
 
@@ -294,7 +293,7 @@ def test_a_crash_between_two_steps_costs_nothing(
 def test_captured_traffic_and_what_is_said_of_it_later_is_learned_from(
     loop: Loop, context: AppContext, parent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(round_experience, "COLLECT_SECONDS", 0.0)
+    monkeypatch.setattr(continual, "COLLECT_SECONDS", 0.0)
     statement = context.library.load(context.jobs.spec(parent).tasks).train[0].statement
     ids = [f"cmpl-{ULID()}" for _ in range(3)]
     for number, completion_id in enumerate(ids):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from services.orchestrator.serving.continual.disagreement import LEAST_STEPS, source_residuals, suspects_in_words
+from services.orchestrator.continual import LEAST_STEPS, source_residuals, suspects_in_words
 
 Curves = dict[str, Sequence[float | None]]
 

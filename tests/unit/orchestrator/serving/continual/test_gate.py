@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.orchestrator.serving.continual.gate import compare
+from services.orchestrator.continual import compare
 from spo.errors import PreconditionFailed
 
 SAMPLES = 20

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta, timezone
 import pytest
 from pydantic import ValidationError
 
-from services.orchestrator.serving.continual.definition import ContinualSpec, RoundSchedule
+from services.orchestrator.continual import ContinualSpec, RoundSchedule
 
 NOON = datetime(2026, 3, 4, 12, 0, tzinfo=UTC)
 

@@ -1,1 +1,0 @@
-"""Uploaded task sets: stored in parts, checked in a confined process, loaded for jobs."""

@@ -1,0 +1,233 @@
+"""Deleting ended jobs: out of every list at once, every key and folder of theirs after that, repeated until done.
+
+Deleting ended jobs: out of every list at once, keys and folders after that, repeated until done.
+While a job lives its trainer alone writes its weights and checkpoints, under a lease. A deleted job has no lease, and
+what it left is the orchestrator's to remove: no trainer need be there, or be told. What cannot be removed is tried
+again, told in the log, by the metric `spo_deletions_failing` and among what asks for a person, until it is gone.
+
+What the job left in the experience store stays: it outlives runs on purpose.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import ModuleType
+from typing import get_args
+
+import redis
+
+from services.orchestrator import redis_keys as own_keys
+from services.orchestrator.commit import now_ms
+from services.orchestrator.job_records import label_names
+from services.orchestrator.jobs import JobStore
+from services.orchestrator.leases import JobFiles
+from services.orchestrator.pipeline import SHARED_STREAMS
+from services.orchestrator.stored_experience import is_complete
+from spo import redis_keys
+from spo.errors import Conflict, NotReady, SpoError
+from spo.messaging.redis_client import RedisClient
+from spo.messaging.streams.recovery import drop_run
+from spo.observability import get_logger
+from spo.spec.job_spec import SourceName
+from spo.spec.section import TERMINAL, JobState
+
+IDS_PER_READ = 1000
+_OF_A_RUN = ("run_id", "job_id")
+
+log = get_logger("deletion")
+
+SWEEP_SECONDS = 5.0
+# Between two attempts at what cannot be removed: it doubles up to the longest.
+LONGEST_PAUSE_SECONDS = 300.0
+
+
+def keys_of(client: RedisClient, run_id: str) -> Iterator[list[str]]:
+    """Chunks of keys, indices last: whoever is cut short finds the rest again."""
+    for chunk in _ids(client, redis_keys.replay_ids(run_id)):
+        yield [redis_keys.replay_trajectory(run_id, trajectory_id) for trajectory_id in chunk]
+    for chunk in _ids(client, redis_keys.replay_batch_log(run_id)):
+        yield [redis_keys.replay_batch(run_id, int(step)) for step in chunk]
+    prompts = {*_fields(client, redis_keys.run_prompts(run_id)), *_fields(client, redis_keys.run_values(run_id))}
+    prompts |= {raw.decode() for raw in client.smembers(redis_keys.prompts_in_progress(run_id))}
+    yield [redis_keys.value_progress(run_id, prompt_id) for prompt_id in sorted(prompts)]
+    versions = _fields(client, own_keys.job_weights(run_id))
+    yield [redis_keys.run_values_under(run_id, int(version)) for version in versions]
+    yield [redis_keys.replay_source(run_id, source) for source in get_args(SourceName)]
+    of_prompts = (
+        redis_keys.dead_letters,
+        redis_keys.dead_letter_payloads,
+        redis_keys.dead_letter_totals,
+        redis_keys.lone_deliveries,
+        redis_keys.stream_clock,
+    )
+    yield [key(redis_keys.prompts(run_id)) for key in of_prompts]
+    yield [key(run_id) for key in single_keys(redis_keys, own_keys)]
+
+
+def single_keys(*modules: ModuleType) -> list[Callable[[str], str]]:
+    """The functions that name one key of a run."""
+    return [key for key in _functions(*modules) if tuple(inspect.signature(key).parameters) in ONLY_A_RUN]
+
+
+def families(*modules: ModuleType) -> set[str]:
+    """The names of the functions that name one of many keys of a run."""
+    many = [key for key in _functions(*modules) if next(iter(inspect.signature(key).parameters), "") in _OF_A_RUN]
+    return {key.__name__ for key in many} - {key.__name__ for key in single_keys(*modules)}
+
+
+ONLY_A_RUN = tuple((name,) for name in _OF_A_RUN)
+
+
+def _functions(*modules: ModuleType) -> list[Callable[[str], str]]:
+    return [
+        function
+        for module in modules
+        for _, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__
+    ]
+
+
+def _ids(client: RedisClient, key: str) -> Iterator[list[str]]:
+    start = 0
+    while True:
+        found = client.zrange(key, start, start + IDS_PER_READ - 1)
+        if not found:
+            return
+        yield [raw.decode() for raw in found]
+        start += len(found)
+
+
+def _fields(client: RedisClient, key: str) -> list[str]:
+    found = client.hkeys(key)
+    return [raw.decode() for raw in found]
+
+
+class JobDeletion:
+    """Removes jobs; a crash at any point leaves the id in a set that the next sweep reads.
+
+    find_leftovers: adds to that set the jobs that are not there, and of which somebody wrote something later.
+    """
+
+    def __init__(
+        self,
+        jobs: JobStore,
+        files: JobFiles,
+        forget: Callable[[str], None] = lambda _: None,
+        find_leftovers: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.jobs = jobs
+        self.files = files
+        self.forget = forget
+        self.find_leftovers = find_leftovers
+        self._attempts: dict[str, tuple[int, float]] = {}
+
+    def delete(self, job_id: str) -> None:
+        """Make an ended job absent.
+
+        Raises NotFound, Conflict (illegal_transition) when it has not ended, NotReady while it is being stored.
+        """
+        state = self.jobs.state(job_id)
+        if state not in TERMINAL:
+            ended = ", ".join(sorted(TERMINAL))
+            raise Conflict(
+                f"a job that is {state} cannot be deleted, only {ended}; cancel it", code="illegal_transition"
+            )
+        if self.jobs.client.exists(redis_keys.replay_stored(job_id)) and not is_complete(self.jobs.client, job_id):
+            raise NotReady(f"the experience of {job_id} is still being stored", code="experience_on_its_way")
+        tenant = self.jobs.tenant(job_id)
+        labels = label_names(self.jobs.spec(job_id).labels)
+        lists = (
+            redis_keys.job_index(),
+            own_keys.tenant_jobs(tenant),
+            own_keys.resuming(),
+            *map(own_keys.labelled_jobs, labels),
+            *map(redis_keys.jobs_in_state, JobState),
+        )
+        self.jobs.write(
+            ("SADD", own_keys.deleted_jobs(), job_id),
+            *(("ZREM", key, job_id) for key in lists),
+            # Without its spec a run gets no key again: what of it is still on its way is dropped.
+            ("DEL", redis_keys.run_state(job_id), redis_keys.job_record(job_id), redis_keys.run_spec(job_id)),
+        )
+        self.forget(job_id)
+        log.info("job deleted", deleted=job_id)
+
+    def run(self, stop: threading.Event) -> None:
+        """Sweep now and then until stop."""
+        adopted = False
+        while not stop.is_set():
+            try:
+                if not adopted:
+                    self._adopt()
+                    adopted = True
+                self.sweep()
+                self.find_leftovers()
+            except (redis.RedisError, OSError, SpoError) as error:
+                log.warning("deleted jobs are removed later", reason=str(error))
+            stop.wait(SWEEP_SECONDS)
+
+    def _adopt(self) -> None:
+        """Forks that a dead process left half-made are no jobs."""
+        begun = self.jobs.client.smembers(own_keys.forks_under_way())
+        for raw in begun:
+            self.jobs.write(("SMOVE", own_keys.forks_under_way(), own_keys.deleted_jobs(), raw))
+
+    def sweep(self) -> None:
+        """Remove the keys, weights and checkpoints of deleted jobs; what of one cannot be removed holds up no other."""
+        for raw in self.jobs.client.smembers(own_keys.deleted_jobs()):
+            job_id = raw.decode()
+            attempts, next_at = self._attempts.get(job_id, (0, 0.0))
+            # Redis first: it may be full, and a store of weights that does not answer must not keep it so.
+            if not attempts:
+                for keys in filter(None, keys_of(self.jobs.client, job_id)):
+                    self.jobs.write(("UNLINK", *keys))
+                drop_run(self.jobs.client, [stream for stream, _ in SHARED_STREAMS.values()], job_id)
+            if time.monotonic() < next_at:
+                continue
+            try:
+                self._remove_files(job_id)
+            except (OSError, SpoError) as error:
+                self._failed(job_id, attempts + 1, error)
+                continue
+            self._attempts.pop(job_id, None)
+            failing = own_keys.failing_deletions()
+            self.jobs.write(("SREM", own_keys.deleted_jobs(), job_id), ("HDEL", failing, job_id))
+            if attempts:
+                log.info("a deleted job's files are removed after all", deleted=job_id, attempts=attempts + 1)
+
+    def failing(self) -> dict[str, str]:
+        """Deleted jobs whose files are still there, with the reason."""
+        found = self.jobs.client.hgetall(own_keys.failing_deletions())
+        return {raw.decode(): str(json.loads(said)["reason"]) for raw, said in found.items()}
+
+    def retry_now(self) -> None:
+        """The next sweep tries everything again, however long it was to wait."""
+        self._attempts.clear()
+
+    def _remove_files(self, job_id: str) -> None:
+        """Remove all of them that can be removed. Raises the first failure, OSError or SpoError."""
+        faults: list[OSError | SpoError] = []
+        stores = [partial(store.remove_run, job_id) for store in (self.files.weights, self.files.checkpoints)]
+        events = partial(self.files.place.remove_folder, f"events/{job_id}")
+        # Its manifest once more: a crash, or a manifest written beside the deletion, would make it a lost job.
+        for remove in (*stores, events, partial(self.files.models.remove, job_id), partial(self.forget, job_id)):
+            try:
+                remove()
+            except (OSError, SpoError) as error:
+                faults.append(error)
+        if faults:
+            raise faults[0]
+
+    def _failed(self, job_id: str, attempts: int, error: Exception) -> None:
+        pause = min(LONGEST_PAUSE_SECONDS, SWEEP_SECONDS * 2 ** min(attempts, 10))
+        self._attempts[job_id] = attempts, time.monotonic() + pause
+        reason = f"{error}; does the orchestrator, user {os.geteuid()}, own what it has to remove?"
+        log.error("a deleted job's files cannot be removed; tried again", deleted=job_id, reason=str(error))
+        said = json.dumps({"reason": reason, "attempts": attempts, "at_unix_ms": now_ms()})
+        self.jobs.write(("HSET", own_keys.failing_deletions(), job_id, said))

@@ -1,1 +1,0 @@
-"""The experience store across runs: queries, imports, exports, new verdicts, maintenance."""

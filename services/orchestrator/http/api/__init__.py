@@ -1,1 +1,0 @@
-"""REST routers, one per resource."""

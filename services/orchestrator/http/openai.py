@@ -1,0 +1,574 @@
+"""/v1/chat/completions, /v1/completions and /v1/models, as OpenAI's clients know them: requests, answers, and what
+is captured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Annotated, Any, Literal, TypeVar
+
+import redis
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.concurrency import run_in_threadpool
+from ulid import ULID
+
+from services.orchestrator.auth import Principal
+from services.orchestrator.capture import Captured, CapturedChoice, CaptureStore
+from services.orchestrator.container import AppContext, ContextDep, PrincipalDep
+from services.orchestrator.http.errors import error_document
+from services.orchestrator.serving import Target
+from spo import observability
+from spo.errors import FieldViolation, InvalidInput, NotFound, NotReady, SpoError
+from spo.observability import get_logger
+from spo.spec.section import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, TopP
+from spo.v1.inference_service_pb2 import ServedPart, ServedToken, ServeRequest, ServeResponse
+
+MOST_TOKENS_IN_ALL = 262_144
+MOST_CHARACTERS = 1 << 20
+PLAIN_COMPLETION_TOKENS = 16
+
+Text = Annotated[str, Field(max_length=MOST_CHARACTERS)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+Json = dict[str, object]
+
+log = get_logger("capture")
+
+CAPTURE, CONSENT, LICENCE = "x-spo-capture", "x-spo-consent", "x-spo-licence"
+MOST_CAPTURED_CHARACTERS = 200
+
+router = APIRouter(prefix="/v1", tags=["serving"])
+
+EVENT_STREAM = "text/event-stream"
+Sampled = TypeVar("Sampled")
+_WHOLE: dict[int | str, dict[str, object]] = {200: {"content": {"application/json": {}, EVENT_STREAM: {}}}}
+
+
+class OpenAiPart(BaseModel):
+    """Unknown fields are refused; null is as good as absent, as OpenAI has it."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def null_is_absent(cls, given: object) -> object:
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+
+
+class TextContent(OpenAiPart):
+    type: Literal["text"]
+    text: Text
+
+
+class ChatMessage(OpenAiPart):
+    """One turn; of several parts of text it is what they say one after the other."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | list[TextContent] = Field(default="", max_length=MOST_CHARACTERS)
+    name: str = Field(default="", max_length=64)
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class StreamOptions(OpenAiPart):
+    include_usage: bool = False
+
+
+class TextFormat(OpenAiPart):
+    type: Literal["text"]
+
+
+class OpenAiRequest(OpenAiPart):
+    """What chats and plain completions share."""
+
+    model: str = Field(min_length=1, max_length=200)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: int | None = Field(default=None, ge=1, le=131_072)
+    temperature: float = Field(default=1.0, ge=0, le=HIGHEST_TEMPERATURE)
+    top_p: TopP = 1.0
+    n: int = Field(default=1, ge=1, le=16)
+    stop: Stop | list[Stop] = Field(default=[], max_length=1000)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    user: str = Field(default="", max_length=200)
+    store: bool = Field(default=False, description="Capture this completion as experience.")
+    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] = Field(
+        default={}, max_length=16
+    )
+
+    @property
+    def most_tokens(self) -> int:
+        """0: as many as there is room for."""
+        return self.max_tokens or 0
+
+    def sampling(self, run_id: str, version: int) -> ServeRequest:
+        """The request as replicas take it, without its prompt. Raises InvalidInput with a pointer."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        if len(stops) > 4:
+            raise refused("/stop", "at most 4 stop sequences")
+        if 0 < self.temperature < LOWEST_TEMPERATURE:
+            raise refused("/temperature", f"0, or at least {LOWEST_TEMPERATURE:g}")
+        if self.most_tokens * self.n > MOST_TOKENS_IN_ALL:
+            raise refused("/max_tokens", f"times n it is more than {MOST_TOKENS_IN_ALL}")
+        return ServeRequest(
+            run_id=run_id,
+            policy_version=version,
+            samples=self.n,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            max_tokens=self.most_tokens,
+            seed=secrets.randbits(62) if self.seed is None else self.seed % 2**63,
+            stop=stops,
+            stream=self.stream,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+        )
+
+
+def refused(pointer: str, message: str) -> InvalidInput:
+    """The error for one field."""
+    violation = FieldViolation(pointer, message)
+    return InvalidInput(f"{pointer[1:]}: {message}", code="invalid_request", violations=(violation,))
+
+
+class ChatRequest(OpenAiRequest):
+    messages: list[ChatMessage] = Field(min_length=1, max_length=1000)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=131_072)
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=20)
+    response_format: TextFormat | None = None
+
+    @property
+    def most_tokens(self) -> int:
+        return self.max_completion_tokens or self.max_tokens or 0
+
+    @property
+    def turns(self) -> list[dict[str, str]]:
+        """Role and content of each message, as chat templates take them."""
+        names = {"developer": "system"}
+        return [{"role": names.get(each.role, each.role), "content": each.text} for each in self.messages]
+
+    def to_serve(self, run_id: str, version: int) -> ServeRequest:
+        """The request as replicas take it. Raises InvalidInput with a pointer."""
+        if self.top_logprobs and not self.logprobs:
+            raise refused("/top_logprobs", "needs logprobs: true")
+        found = self.sampling(run_id, version)
+        found.messages_json = json.dumps(self.turns)
+        found.logprobs, found.top_logprobs = self.logprobs, self.top_logprobs
+        return found
+
+
+class PlainRequest(OpenAiRequest):
+    """A completion of a prompt as it is: text, or tokens of the model."""
+
+    prompt: Text | list[Token] | list[Text] | list[list[Token]] = Field(max_length=MOST_CHARACTERS)
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: Literal[False] = False
+    best_of: int | None = Field(default=None, ge=1, le=16)
+
+    @property
+    def most_tokens(self) -> int:
+        return self.max_tokens or PLAIN_COMPLETION_TOKENS
+
+    def to_serve(self, run_id: str, version: int) -> ServeRequest:
+        """The request as replicas take it. Raises InvalidInput with a pointer."""
+        if self.best_of not in (None, self.n):
+            raise refused("/best_of", "is served only where it equals n")
+        found = self.sampling(run_id, version)
+        prompt = self.prompt
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+            if len(prompt) > 1:
+                raise refused("/prompt", "one prompt a request")
+            prompt = prompt[0]
+        if not prompt:
+            raise refused("/prompt", "is empty")
+        if isinstance(prompt, str):
+            found.text = prompt
+        else:
+            found.token_ids.extend(int(token) for token in prompt if isinstance(token, int))
+        found.logprobs, found.top_logprobs = self.logprobs is not None, self.logprobs or 0
+        return found
+
+
+@dataclass
+class Choice:
+    """One sample as far as it has come."""
+
+    index: int
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    tokens: list[ServedToken] = field(default_factory=list)
+    finish_reason: str = ""
+    version_first: int = 0
+    version_last: int = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+@dataclass
+class OpenAiAnswer:
+    """A completion as it grows: what clients are told of it, and what may be captured."""
+
+    id: str
+    model: str
+    job_id: str
+    kind: Literal["chat", "plain"]
+    created: int
+    choices: list[Choice]
+    prompt_token_ids: Sequence[int] = ()
+    model_hash: str = ""
+    sampler: str = ""
+
+    def add(self, response: ServeResponse) -> None:
+        """Take in what a replica has sent."""
+        if response.prompt_token_ids:
+            self.prompt_token_ids = tuple(response.prompt_token_ids)
+            self.model_hash, self.sampler = response.model_hash, response.sampler
+        for part in response.parts:
+            choice = self.choices[part.index]
+            choice.texts.append(part.text)
+            choice.token_ids.extend(part.token_ids)
+            choice.tokens.extend(part.tokens)
+            if part.finish_reason:
+                choice.finish_reason = part.finish_reason
+                choice.version_first, choice.version_last = part.version_first, part.version_last
+
+    @property
+    def is_whole(self) -> bool:
+        return all(choice.finish_reason for choice in self.choices)
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompt and all samples."""
+        return len(self.prompt_token_ids) + sum(len(choice.token_ids) for choice in self.choices)
+
+    def document(self) -> Json:
+        """The whole completion."""
+        choices = [self._choice(choice) for choice in self.choices]
+        versions = sorted({choice.version_last for choice in self.choices})
+        fingerprint = f"{self.job_id}@{'-'.join(map(str, versions))}"
+        return {**self._head(""), "system_fingerprint": fingerprint, "choices": choices, "usage": self.usage()}
+
+    def chunk(self, part: ServedPart) -> bytes:
+        """What one sample has got since its last chunk, as an event."""
+        finish = part.finish_reason or None
+        if self.kind == "chat":
+            logprobs = _chat_logprobs(part.tokens) if part.tokens else None
+            choice: Json = {"index": part.index, "delta": {"content": part.text}, "logprobs": logprobs}
+        else:
+            offset = sum(map(len, self.choices[part.index].texts)) - len(part.text)
+            logprobs = _plain_logprobs(part.tokens, offset) if part.tokens else None
+            choice = {"index": part.index, "text": part.text, "logprobs": logprobs}
+        return event({**self._head(".chunk"), "choices": [{**choice, "finish_reason": finish}]})
+
+    def opening(self) -> bytes:
+        """The first chunks of a chat: whose turn it is."""
+        if self.kind == "plain":
+            return b""
+        begun = ({"index": each.index, "delta": {"role": "assistant", "content": ""}} for each in self.choices)
+        return b"".join(event({**self._head(".chunk"), "choices": [{**each, "finish_reason": None}]}) for each in begun)
+
+    def closing(self, *, include_usage: bool) -> bytes:
+        """The last chunks."""
+        usage = event({**self._head(".chunk"), "choices": [], "usage": self.usage()}) if include_usage else b""
+        return usage + b"data: [DONE]\n\n"
+
+    def usage(self) -> Json:
+        """Tokens of the prompt and of all samples."""
+        prompt = len(self.prompt_token_ids)
+        return {"prompt_tokens": prompt, "completion_tokens": self.tokens - prompt, "total_tokens": self.tokens}
+
+    def _head(self, chunk: str) -> Json:
+        name = f"chat.completion{chunk}" if self.kind == "chat" else "text_completion"
+        return {"id": self.id, "object": name, "created": self.created, "model": self.model}
+
+    def _choice(self, choice: Choice) -> Json:
+        if self.kind == "chat":
+            said: Json = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+            said["logprobs"] = _chat_logprobs(choice.tokens) if choice.tokens else None
+        else:
+            said = {"text": choice.text, "logprobs": _plain_logprobs(choice.tokens) if choice.tokens else None}
+        return {"index": choice.index, **said, "finish_reason": choice.finish_reason}
+
+
+def event(document: Json) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _chat_logprobs(tokens: Iterable[ServedToken]) -> Json:
+    content = [{**_token(token), "top_logprobs": [_token(each) for each in token.top]} for token in tokens]
+    return {"content": content, "refusal": None}
+
+
+def _token(token: ServedToken) -> Json:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.text.encode())}
+
+
+def _plain_logprobs(tokens: Iterable[ServedToken], offset: int = 0) -> Json:
+    known = list(tokens)
+    offsets = []
+    for token in known:
+        offsets.append(offset)
+        offset += len(token.text)
+    return {
+        "tokens": [token.text for token in known],
+        "token_logprobs": [token.logprob for token in known],
+        "top_logprobs": [{each.text: each.logprob for each in token.top} for token in known],
+        "text_offset": offsets,
+    }
+
+
+def asks_for_capture(principal: Principal, headers: Mapping[str, str], body: ChatRequest | PlainRequest) -> bool:
+    """By the header X-SPO-Capture, else `store: true` or a key with the scope models:capture. Raises InvalidInput."""
+    said = headers.get(CAPTURE, "").lower()
+    if said not in ("", "true", "false"):
+        message = f"{CAPTURE} is true or false"
+        raise InvalidInput(message, code="invalid_request", violations=(FieldViolation(f"/{CAPTURE}", message),))
+    # Whoever may do everything has not asked for anything.
+    by_key = "models:capture" in principal.scopes and not principal.is_admin
+    return said == "true" if said else body.store or by_key
+
+
+def capture_terms(
+    headers: Mapping[str, str], principal: Principal, body: ChatRequest | PlainRequest, wanted: ServeRequest
+) -> Captured:
+    """What is known of a completion before it is sampled. Raises InvalidInput."""
+    long = [name for name in (CONSENT, LICENCE) if len(headers.get(name, "")) > MOST_CAPTURED_CHARACTERS]
+    if long:
+        message = f"at most {MOST_CAPTURED_CHARACTERS} characters"
+        raise InvalidInput(message, code="invalid_request", violations=(FieldViolation(f"/{long[0]}", message),))
+    turns = body.turns if isinstance(body, ChatRequest) else [{"role": "prompt", "content": wanted.text}]
+    return Captured(
+        id=wanted.request_id,
+        tenant=principal.tenant,
+        by=principal.name,
+        model=body.model,
+        job_id=wanted.run_id,
+        created_unix_ms=int(time.time() * 1000),
+        messages=tuple(turns),
+        choices=(),
+        temperature=body.temperature,
+        top_p=body.top_p,
+        seed=wanted.seed,
+        licence=headers.get(LICENCE, ""),
+        consent=headers.get(CONSENT, ""),
+        metadata=body.metadata,
+    )
+
+
+def keep(captures: CaptureStore, terms: Captured, answer: OpenAiAnswer) -> None:
+    """Capture what was sampled; what cannot be captured is told to the log, and spoils no answer."""
+    choices = tuple(
+        CapturedChoice(
+            each.index,
+            each.text,
+            each.finish_reason,
+            each.version_first,
+            each.version_last,
+            tuple(each.token_ids),
+        )
+        for each in answer.choices
+    )
+    captured = replace(
+        terms,
+        choices=choices,
+        prompt_token_ids=tuple(answer.prompt_token_ids),
+        model_hash=answer.model_hash,
+        sampler=answer.sampler,
+    )
+    try:
+        result = "kept" if captures.keep(captured) else "sampled out"
+    except (SpoError, redis.RedisError) as error:
+        result = "failed"
+        log.warning("a completion could not be captured", completion=answer.id, reason=str(error)[:500])
+    observability.CAPTURED.labels(result=result).inc()
+
+
+class OpenAiModel(BaseModel):
+    """A name that `model` of a request may be; what it stands for is `root`."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str
+    root: str
+
+
+class OpenAiModelList(BaseModel):
+    object: str = "list"
+    data: list[OpenAiModel]
+
+
+@router.get("/models")
+def list_openai_models(context: ContextDep, principal: PrincipalDep) -> OpenAiModelList:
+    """The names that are served, then the jobs whose policies replicas have loaded."""
+    named = [
+        OpenAiModel(
+            id=each.name,
+            created=int(datetime.fromisoformat(each.at).timestamp()),
+            owned_by=each.tenant or "operator",
+            root=_root(each.target),
+        )
+        for each in context.served_models.all(principal.sees_tenant)
+    ]
+    loaded = sorted({each.run_id for each in context.replicas.live() if each.pool == "inference" and each.run_id})
+    jobs = []
+    for job_id in loaded:
+        # Other tenants' jobs, and those that were deleted a moment ago, are not there.
+        with contextlib.suppress(NotFound):
+            jobs.append(get_openai_model(context, principal, job_id))
+    return OpenAiModelList(data=[*named, *jobs])
+
+
+@router.get("/models/{model}")
+def get_openai_model(context: ContextDep, principal: PrincipalDep, model: str) -> OpenAiModel:
+    """One model: a name, `job_...` or `job_...@VERSION`."""
+    target = context.served_models.resolve(principal.tenant, model, of_anyone=principal.is_admin)
+    owner = context.jobs.tenant(target.job_id) or "operator"
+    created = context.jobs.record(target.job_id).created_unix_ms // 1000
+    return OpenAiModel(id=model, created=created, owned_by=owner, root=_root(target))
+
+
+@router.post("/chat/completions", response_class=JSONResponse, responses=_WHOLE)
+async def chat_completion(
+    request: Request, context: ContextDep, principal: PrincipalDep, body: ChatRequest
+) -> Response:
+    """The model's next turn; the body is OpenAI's, and so is the answer."""
+    return await _Completion(context, principal, request, body).respond()
+
+
+@router.post("/completions", response_class=JSONResponse, responses=_WHOLE)
+async def plain_completion(
+    request: Request, context: ContextDep, principal: PrincipalDep, body: PlainRequest
+) -> Response:
+    """How the model goes on after a prompt; the body is OpenAI's, and so is the answer."""
+    return await _Completion(context, principal, request, body).respond()
+
+
+class _Completion:
+    """One request on its way through the pool."""
+
+    def __init__(
+        self, context: AppContext, principal: Principal, request: Request, body: ChatRequest | PlainRequest
+    ) -> None:
+        self.context = context
+        self.principal = principal
+        self.request = request
+        self.body = body
+        self.capture: Captured | None = None
+
+    async def respond(self) -> Response:
+        target, version = await run_in_threadpool(self._target)
+        wanted = self.body.to_serve(target.job_id, version)
+        chat = isinstance(self.body, ChatRequest)
+        answer = OpenAiAnswer(
+            id=f"{'chatcmpl' if chat else 'cmpl'}-{ULID()}",
+            model=self.body.model,
+            job_id=target.job_id,
+            kind="chat" if chat else "plain",
+            created=int(time.time()),
+            choices=[Choice(index) for index in range(self.body.n)],
+        )
+        wanted.request_id = answer.id
+        capturing = asks_for_capture(self.principal, self.request.headers, self.body)
+        self.capture = capture_terms(self.request.headers, self.principal, self.body, wanted) if capturing else None
+        parts = self._sampled(wanted, answer)
+        if not self.body.stream:
+            return await self._whole(parts, answer)
+        # What is wrong with the request is told by the status, so the first part is waited for.
+        try:
+            first = await self._while_caller_stays(_next(parts))
+        except BaseException:
+            await parts.aclose()
+            raise
+        return StreamingResponse(self._events(first, parts, answer), media_type=EVENT_STREAM)
+
+    def _target(self) -> tuple[Target, int]:
+        """What is asked for, and the weight version that it means now."""
+        served, who = self.context.served_models, self.principal
+        target = served.resolve(who.tenant, self.body.model, of_anyone=who.is_admin)
+        if target.version is not None:
+            return target, target.version
+        announced = self.context.weights.announced(target.job_id)
+        return target, announced.version if announced else 0
+
+    async def _sampled(self, wanted: ServeRequest, answer: OpenAiAnswer) -> AsyncGenerator[ServeResponse, None]:
+        quota = self.context.serving_quota
+        with quota.completion(self.principal.tenant):
+            try:
+                async with contextlib.aclosing(self.context.serving_pool.serve(wanted)) as parts:
+                    async for response in parts:
+                        answer.add(response)
+                        yield response
+            finally:
+                quota.spend(self.principal.tenant, answer.tokens)
+        if self.capture and answer.is_whole:
+            await run_in_threadpool(keep, self.context.captures, self.capture, answer)
+
+    async def _whole(self, parts: AsyncGenerator[ServeResponse, None], answer: OpenAiAnswer) -> Response:
+        try:
+            await self._while_caller_stays(_drained(parts))
+        finally:
+            await parts.aclose()
+        return JSONResponse(answer.document())
+
+    async def _while_caller_stays(self, sampled: Coroutine[Any, Any, Sampled]) -> Sampled:
+        """What is waited for. Raises NotReady (code "caller_gone") once nobody waits: nothing is sampled on then."""
+        sampling, leaving = asyncio.create_task(sampled), asyncio.create_task(self._caller_left())
+        try:
+            await asyncio.wait((sampling, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not sampling.done():
+                raise NotReady("the caller has gone", code="caller_gone")
+            return await sampling
+        finally:
+            for task in (sampling, leaving):
+                task.cancel()
+            await asyncio.gather(sampling, leaving, return_exceptions=True)
+
+    async def _caller_left(self) -> None:
+        while (await self.request.receive())["type"] != "http.disconnect":
+            pass
+
+    async def _events(
+        self, first: ServeResponse, parts: AsyncGenerator[ServeResponse, None], answer: OpenAiAnswer
+    ) -> AsyncIterator[bytes]:
+        try:
+            yield answer.opening() + b"".join(map(answer.chunk, first.parts))
+            async for response in parts:
+                yield b"".join(map(answer.chunk, response.parts))
+            yield answer.closing(include_usage=self.body.stream_options.include_usage)
+        except SpoError as error:
+            yield event(error_document(error, 500))
+        finally:
+            await parts.aclose()
+
+
+async def _drained(parts: AsyncGenerator[ServeResponse, None]) -> None:
+    async for _ in parts:
+        pass
+
+
+async def _next(parts: AsyncGenerator[ServeResponse, None]) -> ServeResponse:
+    return await anext(parts)
+
+
+def _root(target: Target) -> str:
+    return f"{target.job_id}@{'newest' if target.version is None else target.version}"

@@ -1,0 +1,428 @@
+"""The platform over REST: replicas and their number, health, metrics, API keys, the audit log, and what is wrong
+now.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from importlib import metadata
+from typing import Annotated
+
+import redis
+from fastapi import APIRouter, Path, Query, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
+
+from services.orchestrator import redis_keys as own_keys, schemas
+from services.orchestrator.auth import SCOPES, ApiKey, AuditRecord, Principal, Scope
+from services.orchestrator.autoscaling import SCALABLE
+from services.orchestrator.commit import now_ms
+from services.orchestrator.container import AppContext, ContextDep, Limit, PrincipalDep, at_the_door
+from services.orchestrator.http.events import DeadLetters
+from services.orchestrator.http.jobs import job_summaries, waits
+from services.orchestrator.job_records import JobFilter, page_of_jobs
+from services.orchestrator.pipeline import platform_depths
+from spo import redis_keys
+from spo.error_codes import CATALOGUE
+from spo.errors import FieldViolation, InvalidInput, NotFound, NotReady
+from spo.messaging.streams.recovery import counts_of
+from spo.observability import DELETIONS_FAILING, JOBS, REPLICAS, STREAM_LAG, STREAM_PENDING, WANTED_REPLICAS
+from spo.spec.section import ACTIVE, TERMINAL, JobState
+
+UNKNOWN_RUN: dict[str, object] = {"run_id": "", "policy_version": 0, "problem": ""}
+
+NEEDED_POOLS = ("inference", "sandbox-judge", "replay-buffer", "value-estimation", "trainer")
+# So many ends of a pool's processes within so long are a crash loop.
+CRASHES, CRASH_MINUTES = 3, 15
+MOST_JOBS = 100
+FAILED_HOURS = 24
+# Work on its way is no fault.
+_BUSY = re.compile(r"\d+ groups wait at |training waits for \d+ prompts|an evaluation \([^)]*\) is under way, [^:]*$")
+_LOGS = "its log says why: runs/<name>/logs with `spo up`, `kubectl logs --previous` in a cluster; then `spo doctor`"
+
+Entry = schemas.AttentionEntry
+
+router = APIRouter(tags=["platform"])
+
+scale_router = APIRouter(prefix="/v1/scale", tags=["platform"])
+
+Count = Annotated[int, Field(ge=0, le=100_000)]
+
+keys_router = APIRouter(prefix="/v1", tags=["access"])
+
+KeyId = Annotated[str, Path(pattern=r"^[0-9a-f]{16}$")]
+Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._@-]*$")]
+
+
+def replica_documents(context: AppContext, tenant: str | None) -> list[schemas.Replica]:
+    """Every live registered replica; of those that serve another tenant's run, not which run and how it fares."""
+    now = now_ms()
+    live = context.replicas.live()
+    runs = {replica.run_id for replica in live} - {""}
+    hidden = {run for run in runs if tenant is not None and not _owns(context, tenant, run)}
+    return [
+        schemas.Replica.model_validate(
+            {name: value for name, value in vars(replica).items() if name != "last_seen_unix_ms"}
+            | (UNKNOWN_RUN if replica.run_id in hidden else {})
+            | {"last_seen_seconds_ago": max(0, now - replica.last_seen_unix_ms) / 1000}
+        )
+        for replica in live
+    ]
+
+
+def platform_document(context: AppContext, tenant: str | None) -> schemas.PlatformView:
+    """What the platform is and what it lost; the lost jobs of the tenant, None: of all."""
+    identity = context.redis.hgetall(redis_keys.platform())
+    return schemas.PlatformView(
+        epoch=identity.get(b"epoch", b"").decode(),
+        schema_version=identity.get(b"schema_version", b"").decode(),
+        notice=context.watch.notice(),
+        losses=[schemas.PlatformLoss(**vars(loss)) for loss in context.watch.identity.losses()],
+        lost_jobs=[
+            schemas.LostJob(
+                id=manifest.id,
+                name=manifest.name,
+                tenant=manifest.tenant,
+                state=manifest.state,
+                saved_at=manifest.saved_at,
+                checkpoints=sorted(map(int, manifest.checkpoints)),
+                weight_versions=sorted(map(int, manifest.weights)),
+            )
+            for manifest in context.watch.lost(tenant)
+        ],
+    )
+
+
+def _owns(context: AppContext, tenant: str, run_id: str) -> bool:
+    try:
+        return context.jobs.tenant(run_id) == tenant
+    except NotFound:
+        return False
+
+
+def scale_document(context: AppContext) -> schemas.ScaleView:
+    """How many replicas each pool that scales has, should have and may have."""
+    desired = context.scale.desired()
+    live = context.replicas.live()
+    pools = {}
+    for pool in SCALABLE:
+        low, high = context.scale.bounds[pool]
+        members = [replica for replica in live if replica.pool == pool]
+        draining = sum(replica.draining for replica in members)
+        pools[pool] = schemas.PoolView(
+            desired=desired[pool], live=len(members) - draining, draining=draining, minimum=low, maximum=high
+        )
+    return schemas.ScaleView(scaler=context.scale.kind, pools=pools)
+
+
+def attention_list(context: AppContext, principal: Principal) -> schemas.AttentionList:
+    """Everything that asks for a person, errors first; of jobs those that the principal may see."""
+    found = [
+        *_platform(context, principal),
+        *_deletions(context, principal),
+        *_services(context, principal),
+        *_jobs(context, principal),
+        *_continual(context, principal),
+    ]
+    return schemas.AttentionList(items=sorted(found, key=lambda entry: entry.severity != "error"))
+
+
+def _platform(context: AppContext, principal: Principal) -> Iterator[Entry]:
+    if notice := context.watch.notice():
+        remedy = "look at what is gone with `spo platform show`; `spo platform rebuild` makes lost jobs again"
+        yield _entry("error", "data loss", notice, remedy)
+    if context.watch.away:
+        remedy = "look at the bucket, its network and the keys; what waits for it goes on by itself"
+        yield _entry("error", "bucket", context.watch.away, remedy)
+    if principal.is_admin and DeadLetters(context.redis, "").page("", 1, "").items:
+        message = "entries that name no job were given up on"
+        yield _entry("warning", "dead letters", message, "`spo dead-letters list` shows them, `drop` forgets them")
+
+
+def _deletions(context: AppContext, principal: Principal) -> Iterator[Entry]:
+    if principal.is_admin:
+        for job_id, reason in context.deletion.failing().items():
+            remedy = "give the orchestrator the right to write there, or remove it; it is tried again by itself"
+            yield _entry("error", f"deleted job {job_id}", f"its files are still there: {reason}"[:500], remedy)
+
+
+def _services(context: AppContext, principal: Principal) -> Iterator[Entry]:
+    live = context.replicas.counts()
+    busy = bool(context.jobs.in_states([state for state in JobState if state not in TERMINAL]))
+    for pool in NEEDED_POOLS:
+        if not live.get(pool):
+            severity = "error" if busy else "warning"
+            yield _entry(severity, pool, f"no live replica of {pool}", f"start one; {_LOGS}", page="/replicas")
+    for pool, ends in context.replicas.ended_since(now_ms() - CRASH_MINUTES * 60_000).items():
+        if ends >= CRASHES:
+            message = f"{ends} processes ended in the last {CRASH_MINUTES} minutes without being asked to: a crash loop"
+            yield _entry("error", pool, message, _LOGS, page="/replicas")
+    for replica in replica_documents(context, principal.sees_tenant):
+        if replica.problem:
+            remedy = "it says what it waits for; where that lasts, its log has more"
+            subject = f"{replica.pool} {replica.replica_id}"
+            yield _entry("warning", subject, replica.problem, remedy, replica.run_id or None, "/replicas")
+
+
+def _jobs(context: AppContext, principal: Principal) -> Iterator[Entry]:
+    recent = (now_ms() - FAILED_HOURS * 3_600_000, None)
+    ids: list[str] = []
+    for state in JobState:
+        if state in TERMINAL and state is not JobState.FAILED:
+            continue
+        created = recent if state is JobState.FAILED else (None, None)
+        wanted = JobFilter([state], created=created, tenant=principal.sees_tenant)
+        ids += page_of_jobs(context.redis, wanted, None, MOST_JOBS).job_ids
+    for summary in job_summaries(context, ids):
+        try:
+            yield from _job(context, summary)
+        except NotFound:
+            # Deleted meanwhile.
+            continue
+
+
+def _continual(context: AppContext, principal: Principal) -> Iterator[Entry]:
+    for job in context.continual.all(principal.sees_tenant):
+        if reason := context.continual.wait_of(job).reason:
+            remedy = "it goes on by itself once that is mended; `spo continual show` says more"
+            yield _entry("warning", f"continual job {job.name}", reason[:500], remedy, page="/models")
+
+
+def _job(context: AppContext, job: schemas.JobSummary) -> Iterator[Entry]:
+    subject, page = f"job {job.name}", f"/jobs/{job.id}"
+    if job.state is JobState.FAILED:
+        record = context.jobs.record(job.id)
+        known = CATALOGUE.get(record.failure_code)
+        remedy = known.remedy if known else "its page and its log have more"
+        yield _entry("error", subject, f"{record.failure_code}: {record.failure_message}"[:500], remedy, job.id, page)
+    else:
+        for reason in waits(context, job.id, job.state):
+            if not _BUSY.match(reason):
+                yield _entry("warning", subject, reason, "its page says who waits for whom", job.id, page)
+    alarms = [json.loads(raw) for raw in context.redis.hvals(own_keys.job_alarms(job.id)) if raw.startswith(b"{")]
+    if alarms and job.state is not JobState.FAILED:
+        last = max(alarms, key=lambda alarm: int(alarm["step"]))
+        remedy = "look at KL, entropy and reward around it; roll back, or fork an earlier checkpoint with a larger beta"
+        yield _entry(
+            "warning", subject, f"{len(alarms)} alarms, at step {last['step']}: {last['reason']}", remedy, job.id, page
+        )
+    letters = sum(total.count for total in counts_of(context.redis, job.id).values())
+    if letters:
+        remedy = "read their reasons; put back what may pass now"
+        yield _entry("warning", subject, f"{letters} entries were given up on", remedy, job.id, f"{page}/dead-letters")
+
+
+def _entry(severity: str, subject: str, message: str, remedy: str, job_id: str | None = None, page: str = "") -> Entry:
+    return Entry.model_validate(
+        {"severity": severity, "subject": subject, "message": message, "remedy": remedy, "job_id": job_id, "page": page}
+    )
+
+
+class RebuildRequest(BaseModel):
+    """Which lost jobs; null: all. Without `resume` those that had not ended come back as failed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    job_ids: list[Annotated[str, Field(max_length=200)]] | None = Field(default=None, max_length=10_000)
+    resume: StrictBool = Field(default=False, description="Queue them again, to go on from their newest checkpoints.")
+
+
+def version() -> str:
+    """Version of the installed platform."""
+    return metadata.version("spo-platform")
+
+
+@router.get("/v1/replicas")
+def list_replicas(context: ContextDep, principal: PrincipalDep) -> schemas.Replicas:
+    """Every live registered replica: run, version, load, last heartbeat; another tenant's run is not named."""
+    return schemas.Replicas(items=replica_documents(context, principal.sees_tenant))
+
+
+@router.get("/healthz")
+async def healthz() -> dict[str, str]:
+    """The process answers, whatever keeps its threads busy."""
+    return {"status": "ok"}
+
+
+@router.get("/readyz")
+async def readyz(context: ContextDep) -> dict[str, str]:
+    """Ready for requests: Redis answers, this process leads and is not draining; a standby names the leader."""
+    return await at_the_door(partial(_readiness, context))
+
+
+def _readiness(context: AppContext) -> dict[str, str]:
+    if context.stop.is_set():
+        raise NotReady("the orchestrator is draining", code="draining")
+    try:
+        context.redis.ping()
+    except redis.RedisError as error:
+        raise NotReady(f"Redis does not answer: {error}", code="redis_unreachable") from None
+    context.leadership.require()
+    notice = context.watch.notice()
+    return {"status": "ready", **({"data_loss": notice} if notice else {})}
+
+
+@router.get("/v1/platform")
+def show_platform(context: ContextDep, principal: PrincipalDep) -> schemas.PlatformView:
+    """Which platform this is, what it lost, and the jobs whose records are gone; tenants see their own jobs."""
+    return platform_document(context, principal.sees_tenant)
+
+
+@router.post("/v1/platform/rebuild")
+def rebuild_jobs(context: ContextDep, principal: PrincipalDep, body: RebuildRequest) -> schemas.RebuiltJobs:
+    """Make the records of lost jobs again from their manifests, and acknowledge the loss; needs the scope admin."""
+    lost = {manifest.id: manifest for manifest in context.watch.lost()}
+    named = list(lost) if body.job_ids is None else body.job_ids
+    faults = [
+        FieldViolation(f"/job_ids/{number}", "is no lost job") for number, name in enumerate(named) if name not in lost
+    ]
+    if faults:
+        raise InvalidInput("not all of these are lost jobs", code="not_lost", violations=tuple(faults))
+    made = [
+        context.job_rebuild.rebuild(lost[job_id], resume=body.resume, actor=principal.name)
+        for job_id in dict.fromkeys(named)
+    ]
+    context.watch.acknowledge()
+    return schemas.RebuiltJobs(items=[schemas.RebuiltJob(**vars(job)) for job in made])
+
+
+@router.get("/v1/attention")
+def show_attention(context: ContextDep, principal: PrincipalDep) -> schemas.AttentionList:
+    """What is wrong now and what to do about it, errors first: services, jobs, dead letters; tenants see their own."""
+    return attention_list(context, principal)
+
+
+@router.get("/version")
+def show_version() -> schemas.Version:
+    """Version of the platform."""
+    return schemas.Version(version=version())
+
+
+@router.get("/metrics", response_class=Response)
+def prometheus(context: ContextDep) -> Response:
+    """Prometheus metrics of the orchestrator; gauges are read when scraped."""
+    refresh_gauges(context)
+    return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+
+
+def refresh_gauges(context: AppContext) -> None:
+    """Bring the gauges that describe Redis up to date."""
+    for state, count in context.jobs.counts().items():
+        JOBS.labels(state=state.value).set(count)
+    REPLICAS.clear()
+    for pool, count in context.replicas.counts().items():
+        REPLICAS.labels(pool=pool).set(count)
+    DELETIONS_FAILING.set(len(context.deletion.failing()))
+    for pool, count in context.autoscaling.wanted.items():
+        WANTED_REPLICAS.labels(pool=pool).set(count)
+    for stream, depth in platform_depths(context.redis, context.jobs.in_states(ACTIVE)).items():
+        STREAM_LAG.labels(stream=stream).set(depth.lag)
+        STREAM_PENDING.labels(stream=stream).set(depth.pending)
+
+
+class ScaleRequest(BaseModel):
+    """Replicas by pool; a pool that is not named stays as it is."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    inference: Count | None = None
+    sandbox_judge: Count | None = Field(default=None, alias="sandbox-judge")
+    verifier: Count | None = None
+
+
+@scale_router.get("")
+def get_scale(context: ContextDep) -> schemas.ScaleView:
+    """Desired and live replicas of the pools that scale."""
+    return scale_document(context)
+
+
+@scale_router.put("", status_code=202)
+def put_scale(context: ContextDep, body: ScaleRequest) -> schemas.ScaleView:
+    """Ask for other numbers of replicas; they join and drain while jobs run."""
+    given = {"inference": body.inference, "sandbox-judge": body.sandbox_judge, "verifier": body.verifier}
+    context.scale.request({pool: count for pool, count in given.items() if count is not None})
+    return scale_document(context)
+
+
+class KeyRequest(BaseModel):
+    """A key to make: who it is for and what it may."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Name
+    tenant: Name
+    scopes: list[Scope] = Field(min_length=1, max_length=len(SCOPES))
+    max_active_jobs: int | None = Field(default=None, ge=1, le=1_000_000, description="Quota; default: none.")
+    expires_in_seconds: int | None = Field(default=None, ge=60, le=10 * 365 * 86400)
+
+
+class Key(BaseModel):
+    """A key without its secret."""
+
+    key_id: str
+    name: str
+    tenant: str
+    scopes: list[Scope]
+    max_active_jobs: int | None
+    created_at: str
+    expires_unix: int
+    revoked_at: str
+
+
+class NewKey(Key):
+    """With the token, shown this once."""
+
+    token: str
+
+
+class Keys(BaseModel):
+    items: list[Key]
+
+
+class AuditPage(BaseModel):
+    items: list[AuditRecord]
+    next_cursor: str | None
+
+
+@keys_router.post("/keys", status_code=201)
+def create_key(context: ContextDep, body: KeyRequest) -> NewKey:
+    """Make a key. Its token is in this response and nowhere else."""
+    key, token = context.authenticator.keys.create(
+        body.name,
+        body.tenant,
+        tuple(body.scopes),
+        body.max_active_jobs,
+        body.expires_in_seconds,
+    )
+    return NewKey.model_validate({**asdict(key), "token": token})
+
+
+@keys_router.get("/keys")
+def list_keys(context: ContextDep) -> Keys:
+    """Every key, revoked ones too, without secrets."""
+    return Keys(items=[_shown(key) for key in context.authenticator.keys.all()])
+
+
+@keys_router.delete("/keys/{key_id}")
+def revoke_key(context: ContextDep, key_id: KeyId) -> Key:
+    """Make a key useless, within five seconds."""
+    return _shown(context.authenticator.keys.revoke(key_id))
+
+
+@keys_router.get("/audit")
+def audit(
+    context: ContextDep,
+    limit: Limit = 100,
+    cursor: Annotated[str, Query(pattern=r"^([0-9]{1,16}-[0-9]{1,16})?$")] = "",
+) -> AuditPage:
+    """Changes and refusals, newest first; the last million are kept."""
+    entries, next_cursor = context.audit.page(cursor, limit)
+    return AuditPage(items=entries, next_cursor=next_cursor)
+
+
+def _shown(key: ApiKey) -> Key:
+    return Key.model_validate(key, from_attributes=True)

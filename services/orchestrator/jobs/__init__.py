@@ -1,1 +1,0 @@
-"""Jobs as records and events in Redis: states, atomic changes, leases, lists, curves."""

@@ -1,1 +1,0 @@
-"""New jobs from the weights or the checkpoint of another one."""

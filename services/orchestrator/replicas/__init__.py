@@ -1,1 +1,0 @@
-"""Live replicas: heartbeats, assignment to runs, scaling, announced weights."""

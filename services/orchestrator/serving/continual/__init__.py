@@ -1,1 +1,0 @@
-"""Continual jobs: train from stored experience by a schedule, and serve what came of it only where it is better."""

@@ -1,1 +1,0 @@
-"""Values of prompts under the reference: requests for them, progress, and a later reference."""

@@ -1,1 +1,0 @@
-"""Responses that are answers: compared at once, or in a process that can be ended."""

@@ -1,1 +1,0 @@
-"""How a sandboxed interpreter is started and spoken to: on this machine, or in a container."""

@@ -1,1 +1,0 @@
-"""Isolation tiers: how each is built, what it forbids, and which of them works on this machine."""

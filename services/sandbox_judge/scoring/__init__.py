@@ -1,1 +1,0 @@
-"""What runs in the sandbox beside programs: tests of functions, mathematics, and functions that score responses."""

@@ -1,1 +1,0 @@
-"""What the trainer has in hand, written down before it begins, so that its successor knows what it died of."""

@@ -1,1 +1,0 @@
-"""ZeRO stage 3: models that are cut over the ranks while they are read, and run without an optimiser."""

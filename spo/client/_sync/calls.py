@@ -1,0 +1,755 @@
+# Made from spo/client/_async/calls.py by `make sdk`: edit that.
+"""The SDK's calls by subject, on one HTTP connection that asks again while the API is away."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeVar, Unpack
+
+import httpx
+from pydantic import BaseModel
+
+from spo import errors
+from spo.client.answers import ReceivedFolder, RequestOptions, content_of, error_of, parsed, pause_asked
+from spo.client.models import (
+    AnnouncedVersion,
+    AttentionEntry,
+    AttentionList,
+    AuditPage,
+    AuditRecord,
+    BatchView,
+    Calibration,
+    CalibrationDesign,
+    CaptureView,
+    Checkpoint,
+    Checkpoints,
+    CollectReport,
+    Compact,
+    CompactReport,
+    CompletionRequest,
+    Completions,
+    DatasetPage,
+    DatasetView,
+    DeadLetterDetail,
+    DeadLetterPage,
+    DeadLetterSummary,
+    DeadLetterTotals,
+    Document,
+    Evaluation,
+    EvaluationList,
+    EvaluationRequest,
+    Evaluations,
+    ExperienceStatistics,
+    Export,
+    FeedbackReceipt,
+    FileFormat,
+    ImportOptions,
+    ImportReport,
+    JsonObject,
+    Key,
+    Keys,
+    LogFilters,
+    LogLine,
+    LogPage,
+    MetricSeries,
+    NewKey,
+    PlatformView,
+    PromptPage,
+    PromptSuccess,
+    PromptView,
+    Prune,
+    PruneReport,
+    RebuiltJob,
+    RebuiltJobs,
+    Redriven,
+    Rejudge,
+    RejudgeReport,
+    RowFilters,
+    Said,
+    ScaleView,
+    ServedModelList,
+    ServedModelView,
+    StepEvaluation,
+    StoredRow,
+    StoredRowDetail,
+    StoredRowPage,
+    StoredRun,
+    StoredRuns,
+    StoreFilters,
+    TaskFormat,
+    TokenValues,
+    Trajectory,
+    TrajectoryDetail,
+    TrajectoryFilters,
+    TrajectoryPage,
+    Version,
+    WeightVersion,
+    WeightVersions,
+)
+from spo.client.models.documents import ContinualDetail, ContinualList, ContinualSummary, Entry, Page
+from spo.client.results import PLOTTED, plot
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+Answer = TypeVar("Answer", bound=BaseModel)
+PAGE_ENTRIES = 100
+
+PART_BYTES = 16 << 20
+PART_TYPE = "application/offset+octet-stream"
+FILE_FORMATS: dict[str, FileFormat] = {".jsonl": "jsonl", ".parquet": "parquet"}
+
+# Judging and reading whole files take their time.
+LONG_SECONDS = 3600.0
+CONTENT_TYPES = {".jsonl": "application/x-ndjson", ".parquet": "application/vnd.apache.parquet"}
+Report = TypeVar("Report", bound=Document)
+
+PATH = "/v1/continual"
+
+# Of an answer that begins only when an adapter is merged or a version fetched.
+DOWNLOAD_SECONDS = 3600.0
+
+
+class Connection:
+    """Reads and other calls that are safe to repeat are repeated for `retry_seconds` while the API is away."""
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        *,
+        timeout_seconds: float,
+        retry_seconds: float,
+        transport: httpx.BaseTransport | None,
+    ) -> None:
+        self.url = url
+        self.timeout_seconds = timeout_seconds
+        self.retry_seconds = retry_seconds
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.http = httpx.Client(
+            base_url=url, headers=headers, timeout=timeout_seconds, transport=transport, follow_redirects=False
+        )
+
+    def close(self) -> None:
+        """Close the connections; the object cannot be used afterwards."""
+        self.http.close()
+
+    def ask(
+        self,
+        answer: type[Answer],
+        method: str,
+        path: str,
+        *,
+        repeatable: bool = True,
+        work_seconds: float = 0.0,
+        **request: Unpack[RequestOptions],
+    ) -> Answer:
+        """The API's answer as a model. Raises what `content` raises, InternalError for an answer of another form."""
+        return parsed(answer, self.content(method, path, repeatable=repeatable, work_seconds=work_seconds, **request))
+
+    def pages(self, page: type[Page[Entry]], path: str, parameters: Mapping[str, object], limit: int) -> list[Entry]:
+        """Up to `limit` entries of a list, on as many pages as it takes."""
+        found: list[Entry] = []
+        cursor: str | None = None
+        while len(found) < limit:
+            asked = {**parameters, "limit": min(PAGE_ENTRIES, limit - len(found)), "cursor": cursor}
+            part = self.ask(page, "GET", path, params=asked)
+            found += part.items
+            cursor = part.next_cursor
+            if not cursor:
+                break
+        return found[:limit]
+
+    def content(
+        self,
+        method: str,
+        path: str,
+        *,
+        repeatable: bool = True,
+        patience_seconds: float | None = None,
+        work_seconds: float = 0.0,
+        **request: Unpack[RequestOptions],
+    ) -> object:
+        """What the API answered: decoded JSON, else text, None when empty; patience_seconds replaces retry_seconds.
+
+        work_seconds: so long may it work on the answer, or be too busy for it, as long as it is there.
+        Raises the SpoError of a problem, and Unreachable.
+        """
+        if "params" in request:
+            request["params"] = {name: value for name, value in request["params"].items() if value is not None}
+        patience = self.retry_seconds if patience_seconds is None else patience_seconds
+        begun = time.monotonic()
+        away_since: float | None = None
+        if work_seconds:
+            request.setdefault("timeout", httpx.Timeout(self.timeout_seconds, read=work_seconds))
+        pause = 0.2
+        while True:
+            wanted = 0.0
+            try:
+                response = self.http.request(method, path, **request)  # type: ignore[arg-type]
+                if response.is_success:
+                    return content_of(response)
+                error, away_since = error_of(response), None
+                again, wanted = error.retryable, pause_asked(response)
+            except httpx.TransportError as failure:
+                error = self.unreachable(failure)
+                is_away = isinstance(failure, httpx.ConnectError | httpx.ConnectTimeout)
+                again = repeatable or is_away
+                away_since = (away_since or time.monotonic()) if is_away else None
+            pause = max(pause, wanted)
+            until = begun + max(patience, work_seconds) if away_since is None else away_since + patience
+            if not again or time.monotonic() + pause > until:
+                raise error
+            time.sleep(pause)
+            pause = min(2.0, pause * 2)
+
+    def unreachable(self, failure: Exception) -> errors.Unreachable:
+        """The error that says where the API was looked for."""
+        return errors.Unreachable(
+            f"the SPO API at {self.url} did not answer within {self.retry_seconds:g} s ({failure}); "
+            "`spo up` starts a platform here, SPO_API_URL names one elsewhere",
+            code="api_unreachable",
+        )
+
+
+class DatasetCalls:
+    """Task sets that jobs name as `tasks: {kind: dataset, id: ...}`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def upload(
+        self,
+        path: Path,
+        name: str = "",
+        task_format: TaskFormat = "jsonl",
+        resume: str | None = None,
+        part_bytes: int = PART_BYTES,
+    ) -> DatasetView:
+        """Send a JSONL or Parquet file in parts; resume: the id of an upload that was cut off and goes on where it was.
+
+        name is the file's by default; task_format is jsonl (the platform's own), code_contests or taco. Raises
+        InvalidInput, NotFound, Unreachable.
+        """
+        size = path.stat().st_size
+        found = self.get(resume) if resume else self._begin(path, name or path.stem, task_format, size)
+        with path.open("rb") as file:
+            while found.uploaded_bytes < size:
+                file.seek(found.uploaded_bytes)
+                found = self._send(found.id, found.uploaded_bytes, file.read(part_bytes))
+        return found
+
+    def all(self, limit: int = 100) -> list[DatasetView]:
+        """Datasets, newest first."""
+        return self._connection.pages(DatasetPage, "/v1/datasets", {}, limit)
+
+    def get(self, dataset_id: str) -> DatasetView:
+        """One dataset with the report on its rows. Raises NotFound."""
+        return self._connection.ask(DatasetView, "GET", f"/v1/datasets/{dataset_id}")
+
+    def delete(self, dataset_id: str) -> None:
+        """Remove a dataset for good. Raises NotFound, Conflict (code "dataset_in_use")."""
+        self._connection.content("DELETE", f"/v1/datasets/{dataset_id}")
+
+    def wait(self, dataset_id: str, timeout_seconds: float) -> DatasetView:
+        """The dataset once it is "ready" or "invalid". Raises NotFound, NotReady (code "wait_timeout")."""
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            found = self.get(dataset_id)
+            if found.state in ("ready", "invalid"):
+                return found
+            if time.monotonic() > deadline:
+                message = f"dataset {dataset_id} is still {found.state} after {timeout_seconds:g} s"
+                raise errors.NotReady(message, code="wait_timeout")
+            time.sleep(0.5)
+
+    def _begin(self, path: Path, name: str, task_format: TaskFormat, size: int) -> DatasetView:
+        if path.suffix not in FILE_FORMATS:
+            raise errors.InvalidInput(f"{path} is none of {', '.join(FILE_FORMATS)}", code="bad_upload")
+        wanted = {
+            "name": name,
+            "task_format": task_format,
+            "file_format": FILE_FORMATS[path.suffix],
+            "size_bytes": size,
+        }
+        return self._connection.ask(DatasetView, "POST", "/v1/datasets", json=wanted, repeatable=False)
+
+    def _send(self, dataset_id: str, offset: int, part: bytes) -> DatasetView:
+        digest = base64.b64encode(hashlib.sha256(part).digest()).decode()
+        headers = {"Content-Type": PART_TYPE, "Upload-Offset": str(offset), "Content-Digest": f"sha-256=:{digest}:"}
+        path = f"/v1/datasets/{dataset_id}"
+        try:
+            return self._connection.ask(DatasetView, "PATCH", path, content=part, headers=headers)
+        except errors.Conflict:
+            # A part whose answer was lost is there already.
+            found = self.get(dataset_id)
+            if found.uploaded_bytes <= offset:
+                raise
+            return found
+
+
+class ExperienceCalls:
+    """What is stored across runs."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def runs(self, **filters: Unpack[StoreFilters]) -> list[StoredRun]:
+        """Stored runs and imports with their lineage, newest first. Raises NotFound for a run nobody stored."""
+        return (self._connection.ask(StoredRuns, "GET", "/v1/experience", params=filters)).items
+
+    def statistics(self, **filters: Unpack[StoreFilters]) -> ExperienceStatistics:
+        """Counts by run, source, outcome, judge and licence. Raises NotFound."""
+        path = "/v1/experience/stats"
+        return self._connection.ask(ExperienceStatistics, "GET", path, params=filters, timeout=LONG_SECONDS)
+
+    def rows(self, limit: int = 50, **filters: Unpack[RowFilters]) -> list[StoredRow]:
+        """Stored trajectories without their tokens. Raises NotFound."""
+        return self._connection.pages(StoredRowPage, "/v1/experience/rows", filters, limit)
+
+    def row(self, trajectory_id: str) -> StoredRowDetail:
+        """One stored trajectory with every column. Raises NotFound."""
+        return self._connection.ask(StoredRowDetail, "GET", f"/v1/experience/rows/{trajectory_id}")
+
+    def import_file(self, path: Path, name: str, **options: Unpack[ImportOptions]) -> ImportReport:
+        """Store a JSONL or Parquet file's rows under a name; the same file again changes nothing.
+
+        Raises InvalidInput: code "bad_rows" with a violation per row that is refused, "unsupported_file" or
+        "unreadable_file".
+        """
+        content_type = CONTENT_TYPES.get(path.suffix)
+        if content_type is None:
+            raise errors.InvalidInput(f"{path} is none of {', '.join(CONTENT_TYPES)}", code="unsupported_file")
+        try:
+            body = path.read_bytes()
+        except OSError as error:
+            raise errors.InvalidInput(f"cannot read {path}: {error.strerror}", code="unreadable_file") from None
+        return self._connection.ask(
+            ImportReport,
+            "POST",
+            "/v1/experience/import",
+            params={**options, "name": name},
+            content=body,
+            headers={"Content-Type": content_type},
+            timeout=LONG_SECONDS,
+        )
+
+    def export(self, target: Path, export_format: FileFormat, **requested: Unpack[Export]) -> int:
+        """Write stored trajectories to a file, whole or not at all; returns its bytes.
+
+        Raises InvalidInput (code "unwritable_file" for the target), NotFound, Unreachable when the connection breaks.
+        """
+        writing = target.with_name(f".{target.name}.partial")
+        document = {**requested, "format": export_format}
+        try:
+            with self._connection.http.stream(
+                "POST", "/v1/experience/export", json=document, timeout=LONG_SECONDS
+            ) as response:
+                if not response.is_success:
+                    response.read()
+                    raise error_of(response)
+                with writing.open("wb") as stream:
+                    for part in response.iter_bytes():
+                        stream.write(part)
+            writing.replace(target)
+        except httpx.TransportError as error:
+            raise errors.Unreachable(f"the export broke off: {error}", code="api_unreachable") from None
+        except OSError as error:
+            raise errors.InvalidInput(f"cannot write {target}: {error.strerror}", code="unwritable_file") from None
+        finally:
+            writing.unlink(missing_ok=True)
+        return target.stat().st_size
+
+    def rejudge(self, **requested: Unpack[Rejudge]) -> RejudgeReport:
+        """Judge stored trajectories by the tests that a job or `tasks` has today. Raises InvalidInput, NotFound."""
+        return self._post(RejudgeReport, "rejudge", requested)
+
+    def compact(self, **requested: Unpack[Compact]) -> CompactReport:
+        """Merge many small files into few. Raises NotFound, Conflict while another call does."""
+        return self._post(CompactReport, "compact", requested)
+
+    def prune(self, **requested: Unpack[Prune]) -> PruneReport:
+        """Remove stored experience. Raises NotFound, Conflict for a job that is not over."""
+        return self._post(PruneReport, "prune", requested)
+
+    def _post(self, report: type[Report], action: str, requested: Mapping[str, object]) -> Report:
+        path = f"/v1/experience/{action}"
+        return self._connection.ask(report, "POST", path, json=dict(requested), timeout=LONG_SECONDS)
+
+
+class ServingCalls:
+    """Names under which policies are served, and what is said of their answers."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def models(self) -> list[ServedModelView]:
+        """Every name that means something now."""
+        return (self._connection.ask(ServedModelList, "GET", "/v1/served-models")).items
+
+    def get(self, name: str) -> ServedModelView:
+        """What a name means now. Raises NotFound."""
+        return self._connection.ask(ServedModelView, "GET", f"/v1/served-models/{name}")
+
+    def publish(
+        self,
+        name: str,
+        job_id: str,
+        version: int | None = None,
+        note: str = "",
+        *,
+        expected_number: int | None = None,
+        min_replicas: int | None = None,
+    ) -> ServedModelView:
+        """Let a name mean a weight version of a job, None: always its newest; so many replicas stay for it.
+
+        Raises NotFound, and Conflict when the name's last change is not number `expected_number` (0: none).
+        """
+        body = {"job_id": job_id, "version": version, "note": note, "expected_number": expected_number}
+        body |= {} if min_replicas is None else {"min_replicas": min_replicas}
+        return self._connection.ask(ServedModelView, "PUT", f"/v1/served-models/{name}", json=body)
+
+    def roll_back(self, name: str, to_number: int | None = None, note: str = "") -> ServedModelView:
+        """Serve again what was served before, or after change `to_number`. Raises NotFound, PreconditionFailed."""
+        body = {"to_number": to_number, "note": note}
+        path = f"/v1/served-models/{name}/rollback"
+        return self._connection.ask(ServedModelView, "POST", path, json=body, repeatable=False)
+
+    def remove(self, name: str) -> ServedModelView:
+        """Let a name mean nothing; its history stays. Raises NotFound."""
+        return self._connection.ask(ServedModelView, "DELETE", f"/v1/served-models/{name}")
+
+    def history(self, name: str) -> list[ServedModelView]:
+        """The last hundred changes of a name, newest first. Raises NotFound."""
+        return (self._connection.ask(ServedModelList, "GET", f"/v1/served-models/{name}/history")).items
+
+    def capture(self) -> CaptureView:
+        """How traffic is captured where it is asked for, and how much is kept."""
+        return self._connection.ask(CaptureView, "GET", "/v1/capture")
+
+    def set_capture_policy(self, policy: Mapping[str, object]) -> CaptureView:
+        """Change how traffic is captured from now on; what is not said has its default. Raises InvalidInput."""
+        return self._connection.ask(CaptureView, "PUT", "/v1/capture", json=dict(policy))
+
+    def captured(self) -> list[JsonObject]:
+        """All that is kept, oldest first, with what was said of it."""
+        lines = self._connection.content("GET", "/v1/capture/export")
+        return [json.loads(line) for line in str(lines or "").splitlines() if line]
+
+    def forget(self, completion_id: str) -> None:
+        """Remove a captured completion and what was said of it."""
+        self._connection.content("DELETE", f"/v1/capture/completions/{completion_id}")
+
+    def feedback(self, completion_id: str, index: int = 0, **said: Unpack[Said]) -> FeedbackReceipt:
+        """Join a score, thumbs, a test's result, an edited answer or a comment to a captured completion.
+
+        The same again changes nothing. Raises NotFound when the completion was not captured.
+        """
+        body = {"id": completion_id, "index": index, **said}
+        return self._connection.ask(FeedbackReceipt, "POST", "/v1/feedback", json=body)
+
+    def collect(
+        self, name: str, job: str | None = None, *, judge_unscored: bool = False, after_unix_ms: int = 0
+    ) -> CollectReport:
+        """Store captured traffic as trajectories under a name; prompts are those of a job. Raises Conflict."""
+        body = {"name": name, "job": job, "judge_unscored": judge_unscored, "after_unix_ms": after_unix_ms}
+        return self._connection.ask(CollectReport, "POST", "/v1/capture/collect", json=body)
+
+
+class ContinualCalls:
+    """Continual jobs of the tenant, by name."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def put(self, name: str, spec: Mapping[str, object]) -> ContinualDetail:
+        """Make one or change it; its rounds stay. Raises InvalidInput, and NotFound where nothing is so served."""
+        return self._connection.ask(ContinualDetail, "PUT", f"{PATH}/{name}", json=dict(spec))
+
+    def all(self) -> list[ContinualSummary]:
+        """All of them, by name."""
+        return (self._connection.ask(ContinualList, "GET", PATH)).items
+
+    def get(self, name: str) -> ContinualDetail:
+        """One with its rounds, newest first. Raises NotFound."""
+        return self._connection.ask(ContinualDetail, "GET", f"{PATH}/{name}")
+
+    def begin_round(self, name: str) -> ContinualDetail:
+        """Begin a round as soon as none is under way and anything is new. Raises NotFound."""
+        return self._connection.ask(ContinualDetail, "POST", f"{PATH}/{name}/rounds")
+
+    def delete(self, name: str) -> None:
+        """Forget it and its rounds; jobs, weights and what is served stay. Raises NotFound."""
+        self._connection.content("DELETE", f"{PATH}/{name}")
+
+
+class DeadLetterCalls:
+    """Dead letters of a job; without one, those of entries that name no job, which need the scope admin."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def newest(self, job_id: str | None = None, stream: str = "", limit: int = 200) -> list[DeadLetterSummary]:
+        """The letters, the newest of each stream first. Raises NotFound."""
+        return self._connection.pages(DeadLetterPage, _path(job_id), {"stream": stream}, limit)
+
+    def totals(self, job_id: str) -> dict[str, DeadLetterTotals]:
+        """How many entries of a job were given up on, by stream. Raises NotFound."""
+        return (self._connection.ask(DeadLetterPage, "GET", _path(job_id), params={"limit": 1})).totals
+
+    def get(self, letter_id: str, job_id: str | None = None) -> DeadLetterDetail:
+        """One letter with what it says. Raises NotFound."""
+        return self._connection.ask(DeadLetterDetail, "GET", f"{_path(job_id)}/{letter_id}")
+
+    def redrive(self, letter_id: str, job_id: str | None = None) -> bool:
+        """Put an entry back on its stream; False when it is no letter any more. Raises NotFound, Conflict."""
+        return (self._connection.ask(Redriven, "POST", f"{_path(job_id)}/{letter_id}/redrive")).redriven
+
+    def drop(self, letter_id: str, job_id: str | None = None) -> None:
+        """Forget a letter; its job goes on counting it. Raises NotFound."""
+        self._connection.content("DELETE", f"{_path(job_id)}/{letter_id}")
+
+
+def _path(job_id: str | None) -> str:
+    return f"/v1/jobs/{job_id}/dead-letters" if job_id else "/v1/dead-letters"
+
+
+class PlatformCalls:
+    """What operators ask; keys and the audit log need the scope admin."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def scale(self) -> ScaleView:
+        """Desired and live replicas of each pool, with bounds."""
+        return self._connection.ask(ScaleView, "GET", "/v1/scale")
+
+    def set_scale(self, **replicas: int) -> ScaleView:
+        """Ask for so many replicas: inference=3, sandbox_judge=2. Raises InvalidInput with a pointer per pool."""
+        pools = {pool.replace("_", "-"): count for pool, count in replicas.items()}
+        return self._connection.ask(ScaleView, "PUT", "/v1/scale", json=pools)
+
+    def attention(self) -> list[AttentionEntry]:
+        """What is wrong now and what to do about it, errors first."""
+        return (self._connection.ask(AttentionList, "GET", "/v1/attention")).items
+
+    def create_key(
+        self,
+        name: str,
+        tenant: str,
+        scopes: Sequence[str],
+        max_active_jobs: int | None = None,
+        expires_in_seconds: int | None = None,
+    ) -> NewKey:
+        """Make an API key; its `token` is in this answer and nowhere else. Raises InvalidInput."""
+        body = {
+            "name": name,
+            "tenant": tenant,
+            "scopes": list(scopes),
+            "max_active_jobs": max_active_jobs,
+            "expires_in_seconds": expires_in_seconds,
+        }
+        return self._connection.ask(NewKey, "POST", "/v1/keys", json=body, repeatable=False)
+
+    def keys(self) -> list[Key]:
+        """Every API key, revoked ones too, without secrets."""
+        return (self._connection.ask(Keys, "GET", "/v1/keys")).items
+
+    def revoke_key(self, key_id: str) -> Key:
+        """Make a key useless, within five seconds. Raises NotFound."""
+        return self._connection.ask(Key, "DELETE", f"/v1/keys/{key_id}")
+
+    def audit(self, limit: int = 100) -> list[AuditRecord]:
+        """Changes and refusals, newest first."""
+        return self._connection.pages(AuditPage, "/v1/audit", {}, limit)
+
+    def describe(self) -> PlatformView:
+        """Which platform this is, what it lost, and the jobs whose records are gone."""
+        return self._connection.ask(PlatformView, "GET", "/v1/platform")
+
+    def rebuild(self, job_ids: Sequence[str] | None = None, *, resume: bool = False) -> list[RebuiltJob]:
+        """Make the records of lost jobs again, by default of all, and acknowledge the loss. Raises InvalidInput."""
+        body = {"job_ids": None if job_ids is None else list(job_ids), "resume": resume}
+        return (self._connection.ask(RebuiltJobs, "POST", "/v1/platform/rebuild", json=body)).items
+
+    def version(self) -> Version:
+        """The orchestrator's release."""
+        return self._connection.ask(Version, "GET", "/version")
+
+    def is_ready(self) -> bool:
+        """Whether the platform takes requests now; false while it drains or lacks Redis, or does not answer."""
+        try:
+            self._connection.content("GET", "/readyz", patience_seconds=0)
+        except errors.NotReady:
+            return False
+        return True
+
+    def is_alive(self) -> bool:
+        """Whether the orchestrator answers at all. Raises Unreachable when it does not."""
+        return bool(self._connection.content("GET", "/healthz"))
+
+    def prometheus(self) -> str:
+        """The orchestrator's metrics in Prometheus' text format."""
+        return str(self._connection.content("GET", "/metrics"))
+
+
+class TrainingCalls:
+    """The client's calls about one job's training; all of them raise NotFound for a job that is not there."""
+
+    _connection: Connection
+
+    def metrics(
+        self,
+        job_id: str,
+        kind: Literal["training", "platform"] = "training",
+        from_step: int = 0,
+        max_points: int = 1000,
+        to_step: int | None = None,
+    ) -> MetricSeries:
+        """A job's scalars as columns: of training over steps, or of queues and replicas over unix milliseconds."""
+        asked = {"kind": kind, "from_step": from_step, "to_step": to_step, "max_points": max_points}
+        return self._connection.ask(MetricSeries, "GET", f"/v1/jobs/{job_id}/metrics", params=asked)
+
+    def evaluations(self, job_id: str) -> list[StepEvaluation]:
+        """pass@k on the held-out problems, in order of steps."""
+        return (self._connection.ask(Evaluations, "GET", f"/v1/jobs/{job_id}/evaluations")).items
+
+    def plot(self, job_id: str, names: Sequence[str] = PLOTTED) -> Figure:
+        """A matplotlib figure of pass@k with intervals and of these curves; notebooks show it.
+
+        Raises PreconditionFailed (code "package_missing") where matplotlib is not installed.
+        """
+        return plot(self.metrics(job_id), self.evaluations(job_id), names)
+
+    def requested_evaluations(self) -> list[Evaluation]:
+        """Evaluations that somebody asked for, newest first, without their tables of problems."""
+        return (self._connection.ask(EvaluationList, "GET", "/v1/evaluations")).items
+
+    def request_evaluation(self, job_id: str, **wanted: Unpack[EvaluationRequest]) -> Evaluation:
+        """Queue an evaluation of a weight version or checkpoint. Raises InvalidInput with a pointer per fault."""
+        body = {"job_id": job_id, **wanted}
+        return self._connection.ask(Evaluation, "POST", "/v1/evaluations", json=body, repeatable=False)
+
+    def evaluation(self, evaluation_id: str) -> Evaluation:
+        """An evaluation somebody asked for, with its table of problems once it succeeded. Raises NotFound."""
+        return self._connection.ask(Evaluation, "GET", f"/v1/evaluations/{evaluation_id}")
+
+    def cancel_evaluation(self, evaluation_id: str) -> Evaluation:
+        """End an evaluation without a result. Raises NotFound, Conflict (code "evaluation_ended")."""
+        return self._connection.ask(Evaluation, "POST", f"/v1/evaluations/{evaluation_id}/cancel")
+
+    def wait_evaluation(self, evaluation_id: str, timeout_seconds: float) -> Evaluation:
+        """The evaluation once it has ended. Raises NotFound, NotReady (code "wait_timeout")."""
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            found = self.evaluation(evaluation_id)
+            if found.state in ("succeeded", "failed", "cancelled"):
+                return found
+            if time.monotonic() > deadline:
+                message = f"{evaluation_id} is still {found.state} after {timeout_seconds:g} s; it may wait for jobs"
+                raise errors.NotReady(message, code="wait_timeout")
+            time.sleep(1.0)
+
+    def trajectories(self, job_id: str, limit: int = 50, **filters: Unpack[TrajectoryFilters]) -> list[Trajectory]:
+        """Trajectories of a job, on as many pages as it takes."""
+        return self._connection.pages(TrajectoryPage, f"/v1/jobs/{job_id}/trajectories", filters, limit)
+
+    def trajectory(
+        self, job_id: str, trajectory_id: str, steps_from: int = 0, steps_limit: int | None = None
+    ) -> TrajectoryDetail:
+        """One trajectory with every hop it took, and a page of the training steps that drew it. Raises NotFound."""
+        asked = {"steps_from": steps_from, "steps_limit": steps_limit}
+        path = f"/v1/jobs/{job_id}/trajectories/{trajectory_id}"
+        return self._connection.ask(TrajectoryDetail, "GET", path, params=asked)
+
+    def token_values(self, job_id: str, trajectory_id: str, policy_version: int | None = None) -> TokenValues:
+        """Q_t and advantage of each token of a trajectory under a weight version, default the newest."""
+        asked = {"policy_version": policy_version}
+        path = f"/v1/jobs/{job_id}/trajectories/{trajectory_id}/values"
+        return self._connection.ask(TokenValues, "GET", path, params=asked)
+
+    def prompt(self, job_id: str, prompt_id: str) -> PromptView:
+        """A prompt's value and its latest trajectories. Raises NotFound."""
+        return self._connection.ask(PromptView, "GET", f"/v1/jobs/{job_id}/prompts/{prompt_id}")
+
+    def prompts(self, job_id: str, limit: int = 100) -> list[PromptSuccess]:
+        """Training prompts in their order, with how pi0 did on each."""
+        return self._connection.pages(PromptPage, f"/v1/jobs/{job_id}/prompts", {}, limit)
+
+    def batch(self, job_id: str, step: int) -> BatchView:
+        """What a training step learnt from. Raises NotFound."""
+        return self._connection.ask(BatchView, "GET", f"/v1/jobs/{job_id}/batches/{step}")
+
+    def calibration(
+        self, job_id: str, timeout_seconds: float = 600, **design: Unpack[CalibrationDesign]
+    ) -> Calibration:
+        """Predicted Q_t against the success of fresh continuations of stored prefixes."""
+        path = f"/v1/jobs/{job_id}/calibration"
+        return self._connection.ask(Calibration, "GET", path, params=design, timeout=timeout_seconds)
+
+    def weights(self, job_id: str) -> list[WeightVersion]:
+        """Published weight versions and which replicas serve them."""
+        return (self._connection.ask(WeightVersions, "GET", f"/v1/jobs/{job_id}/weights")).items
+
+    def weight_version(self, job_id: str, version: int) -> WeightVersion:
+        """One published version and which replicas serve it. Raises NotFound."""
+        return self._connection.ask(WeightVersion, "GET", f"/v1/jobs/{job_id}/weights/{version}")
+
+    def download_weights(self, job_id: str, version: int, folder: Path, *, merge: bool = False) -> Path:
+        """A published version as a new folder that transformers and vLLM load, or peft an adapter; returns the folder.
+
+        merge: an adapter as a whole model. Raises NotFound, InternalError (code "integrity") for a damaged one,
+        InvalidInput (code "unwritable_file") for a folder that is there or cannot be written, Unreachable when the
+        connection breaks.
+        """
+        path = f"/v1/jobs/{job_id}/weights/{version}/download"
+        with ReceivedFolder(folder) as receiving:
+            self._receive(path, {"merge": merge}, receiving)
+        return receiving.target
+
+    def _receive(self, path: str, asked: dict[str, bool], receiving: ReceivedFolder) -> None:
+        try:
+            with self._connection.http.stream("GET", path, params=asked, timeout=DOWNLOAD_SECONDS) as response:
+                if not response.is_success:
+                    response.read()
+                    raise error_of(response)
+                for piece in response.iter_bytes():
+                    receiving.take(piece)
+        except httpx.TransportError as error:
+            raise errors.Unreachable(f"the download broke off: {error}", code="api_unreachable") from None
+
+    def push_weights(self, job_id: str, version: int) -> AnnouncedVersion:
+        """Announce a stored version again. Raises NotFound, Conflict."""
+        path = f"/v1/jobs/{job_id}/weights/push"
+        return self._connection.ask(AnnouncedVersion, "POST", path, json={"version": version})
+
+    def rollback_weights(self, job_id: str, version: int) -> AnnouncedVersion:
+        """Let inference go back to an older version. Raises NotFound, Conflict."""
+        path = f"/v1/jobs/{job_id}/weights/rollback"
+        return self._connection.ask(AnnouncedVersion, "POST", path, json={"version": version})
+
+    def checkpoints(self, job_id: str) -> list[Checkpoint]:
+        """Saved states of the trainer by step."""
+        return (self._connection.ask(Checkpoints, "GET", f"/v1/jobs/{job_id}/checkpoints")).items
+
+    def logs(self, job_id: str, limit: int = 200, **filters: Unpack[LogFilters]) -> list[LogLine]:
+        """Latest log lines of a job, newest first."""
+        return self._connection.pages(LogPage, f"/v1/jobs/{job_id}/logs", filters, limit)
+
+    def policy_versions(self, job_id: str) -> list[WeightVersion]:
+        """Versions of a job's policy that can be asked for completions."""
+        return (self._connection.ask(WeightVersions, "GET", f"/v1/policies/{job_id}/versions")).items
+
+    def complete(
+        self, job_id: str, prompt: str, timeout_seconds: float = 120, **requested: Unpack[CompletionRequest]
+    ) -> Completions:
+        """Let a policy complete a prompt. Raises InvalidInput, NotReady while no replica serves the job."""
+        body = {"prompt": prompt, **requested}
+        path = f"/v1/policies/{job_id}/completions"
+        return self._connection.ask(Completions, "POST", path, json=body, timeout=timeout_seconds)

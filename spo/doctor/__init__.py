@@ -1,1 +1,0 @@
-"""`spo doctor`: what this machine has, what it lacks, and what to do about it."""

@@ -1,0 +1,653 @@
+"""The stage of a pipeline: a member of a consumer group reads entries, hands them to a handler, each run in a lane
+of its own, and forwards or finishes them.
+
+Fairness between the runs that share a stream: the entries of each run wait, are handled and fail by themselves.
+One thread reads; each run has a lane of entries in this process and threads of its own to handle them. What does not
+fit into a full lane is given back, so that a run with ten thousand entries hides no other's ten, and taken back by its
+id once there is room, unless another replica has it by then.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import redis
+
+from spo import redis_keys
+from spo.errors import NotFound
+from spo.messaging.redis_client import RedisClient
+from spo.messaging.streams import entries as entries_module, recovery
+from spo.messaging.streams.entries import Entry, entry_of, raw_entries
+from spo.messaging.streams.recovery import (
+    SAY_SECONDS,
+    THIS_PROCESS,
+    Fate,
+    StreamHolder,
+    TroubleNotes,
+    fate_of,
+    reason_of,
+)
+from spo.observability import get_logger
+
+log = get_logger("streams")
+
+# An entry that so many holders vanished with is handled alone: they had others too, and any of these may be to blame.
+ALONE_AFTER_DEATHS = 2
+# An entry is given up on after so many deaths of holders that had nothing else in hand ...
+MAX_LONE_DEATHS = 5
+# ... and had finished others before. The death of one that never finished anything weighs a tenth of that.
+PROVEN_WEIGHT = 10
+MAX_BACKOFF_SECONDS = 30.0
+SCANS_PER_READ = 20
+TIDY_SECONDS = 60.0
+# A member that holds nothing and has not read for so long is gone; should it come back, it is a member again.
+SILENT_SECONDS = 600.0
+MAX_REMEMBERED_FAILURES = 10_000
+# Redis' clock is not followed more closely; it must be more than an answer of Redis takes.
+LEAST_STEP_MS = 1000
+
+# An entry's id, its fields one after the other, and which delivery this is.
+RawDelivery = tuple[bytes, list[bytes], int]
+
+Handler = Callable[[list[Entry]], None]
+
+# After so many failures in a row of entries on their own it is not the entries.
+OUTAGE_AFTER_FAILURES = 3
+
+# Runs that are handled at a time; more take turns.
+MAX_LANES = 16
+# How much of one run waits in this process: so many calls of the handler per thread, and so many bytes. More would
+# only be memory, and keep it from other replicas.
+CALLS_AHEAD = 4
+LANE_BYTES = 32 << 20
+# Ids of entries of one run that were given back.
+MAX_GIVEN_BACK = 20_000
+READ_ENTRIES = 64
+RETRY_SECONDS = 1.0
+
+
+@dataclass(eq=False)
+class Consumer:
+    """One member of a consumer group.
+
+    reclaim_after_seconds must exceed the slowest legitimate handling of an entry: after it, a silent consumer's entries
+    are given to another. `keep_alive` resets that clock for entries still being worked on.
+
+    run_id: the run of a stream that belongs to one; the stream of a deleted run is not made again.
+    """
+
+    client: RedisClient
+    stream: str
+    group: str
+    name: str
+    reclaim_after_seconds: float = 60.0
+    run_id: str = ""
+    holder: StreamHolder = THIS_PROCESS
+    tidy_seconds: float = TIDY_SECONDS
+    silent_seconds: float = SILENT_SECONDS
+    _ready: bool = field(default=False, init=False)
+    _next_reclaim: float = field(default=0.0, init=False)
+    _next_tidy: float = field(default=0.0, init=False)
+    _cursor: str = field(default="0-0", init=False)
+    # Redis' time in ms at the last look, and when that was.
+    _clock: tuple[int, float] = field(default=(0, 0.0), init=False)
+    _unsure: bool = field(default=False, init=False)
+    _held: set[str] = field(default_factory=set, init=False)
+    # Entries whose handling failed alone -> how often: they go alone again, and each time later.
+    _failures: dict[str, int] = field(default_factory=dict, init=False)
+    _left: list[Entry] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self._notes = TroubleNotes(self.client)
+        recovery.show_none(self.stream)
+        self._reading = self.holder.reading(self.stream)
+        self._handling = self.holder.handling(self.stream)
+        self.holder.joined_by(self)
+        self._next_tidy = time.monotonic() + self.tidy_seconds / 2
+
+    # --- reading ---
+
+    def read(self, count: int, block_seconds: float = 1.0) -> list[Entry]:
+        """Return up to count entries, reclaimed ones first; waits at most block_seconds for new ones.
+
+        An entry that must be handled alone comes by itself; pass it to `begin_alone` before its handling starts.
+        A stream or group that vanished is made again. Raises redis.RedisError when the stream cannot be read, NotFound
+        (unknown_run) when its run is deleted.
+        """
+        begun = time.monotonic()
+        try:
+            entries = self._read_patiently(count, block_seconds)
+        except redis.RedisError as error:
+            self._ready = False
+            self._reading.failed(error)
+            raise
+        self._reading.over(begun)
+        self._held.update(entry.entry_id for entry in entries)
+        return entries
+
+    def _read_patiently(self, count: int, block_seconds: float) -> list[Entry]:
+        try:
+            return self._read(count, block_seconds)
+        except redis.ResponseError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            log.warning("a stream had lost its group; it is made again", stream=self.stream, group=self.group)
+            self._ready = False
+            return self._read(count, block_seconds)
+
+    def _read(self, count: int, block_seconds: float) -> list[Entry]:
+        self._release_left()
+        self._ensure_group()
+        self._remove_silent()
+        # A holder that has yet to show that it works begins with what nobody died of.
+        first = [] if self.holder.proven else self._new(count, min(block_seconds, 0.1))
+        return first or self._reclaim(count) or self._wait(count, block_seconds)
+
+    def _wait(self, count: int, block_seconds: float) -> list[Entry]:
+        """New entries; after a look that was not sure of the clock, those of silent consumers once it can be."""
+        if not self._unsure:
+            return self._new(count, block_seconds)
+        pause = min(block_seconds, max(0.0, self._next_reclaim - time.monotonic()))
+        return self._new(count, pause) or self._reclaim(count) or self._new(count, block_seconds - pause)
+
+    def _release_left(self) -> None:
+        # Taken out first: other threads add to the list meanwhile.
+        left, self._left = self._left, []
+        try:
+            self.release(left)
+        except redis.RedisError:
+            self._left += left
+            raise
+
+    def _new(self, count: int, block_seconds: float) -> list[Entry]:
+        replies = self.client.xreadgroup(
+            self.group, self.name, {self.stream: ">"}, count=count, block=max(1, int(block_seconds * 1000))
+        )
+        return [entry_of(entry_id, fields, 1) for entry_id, fields in raw_entries(replies)]
+
+    def begin_alone(self, entry: Entry) -> bool:
+        """Count this handling of a lone entry before it starts; a holder that survives it takes the count back.
+
+        False when it must not be handled: another consumer has it, or it killed too many and is a dead letter now.
+        """
+        weight = PROVEN_WEIGHT if self.holder.proven else 1
+        enough = MAX_LONE_DEATHS * PROVEN_WEIGHT
+        keys = self.stream, redis_keys.lone_deliveries(self.stream)
+        arguments = (self.group, self.name, entry.entry_id, weight, enough)
+        before = cast(int, self.client.eval(entries_module.BEGIN_ALONE, len(keys), *keys, *arguments))
+        if before < 0:
+            self._held.discard(entry.entry_id)
+            return False
+        died = entry.deliveries - 1
+        if before >= enough:
+            self.dead_letter(entry, f"{died} holders vanished with it, the last ones while they had nothing else")
+            return False
+        reason = f"{died} holders vanished with an entry; it is handled alone"
+        log.warning(reason, stream=self.stream, entry=entry.entry_id, run=self._run_of(entry))
+        self._notes.note(self._run_of(entry), self.stream, reason)
+        return True
+
+    # --- finishing ---
+
+    def keep_alive(self, entries: Sequence[Entry]) -> None:
+        """Reset the idle time of entries that are still being handled: their consumer is slow, not dead."""
+        ids = [entry.entry_id for entry in self.unfinished(entries)]
+        if ids:
+            self.client.eval(entries_module.KEEP_ALIVE, 1, self.stream, self.group, self.name, *ids)
+
+    def forward(self, entry: Entry, next_stream: str, payload: bytes, trace: str = "", run_id: str = "") -> bool:
+        """Write the next hop, acknowledge and delete, atomically; False if another delivery did so before.
+
+        The next hop belongs to the span `trace` and is counted for the run `run_id`, else as the entry was.
+        """
+        counted_for = run_id or entry.run_id
+        counts = redis_keys.entries_in_flight(counted_for)
+        keys = self.stream, next_stream, counts, redis_keys.lone_deliveries(self.stream)
+        arguments = (self.group, entry.entry_id, payload, trace or entry.trace, counted_for, entry.run_id)
+        done = bool(self.client.eval(entries_module.FORWARD, len(keys), *keys, *arguments))
+        self._done_with([entry])
+        return done
+
+    def finish(self, entries: Sequence[Entry]) -> None:
+        """Acknowledge and delete entries whose effect has been written elsewhere."""
+        lone = redis_keys.lone_deliveries(self.stream)
+        with self.client.pipeline(transaction=True) as pipe:
+            for entry in entries:
+                keys = self.stream, redis_keys.entries_in_flight(entry.run_id), lone
+                pipe.eval(entries_module.FINISH, len(keys), *keys, self.group, entry.entry_id, entry.run_id)
+            pipe.execute()
+        self._done_with(entries)
+
+    def dead_letter(self, entry: Entry, reason: str) -> None:
+        """Move an entry to the dead letters with its reason, counted for its run."""
+        recovery.write(self.client, self.stream, self.group, entry, reason, self._run_of(entry))
+        self._done_with([entry])
+
+    def fail(self, entry: Entry, error: Exception) -> Fate:
+        """Let the error of a handler decide on its entry: see `failures`. Raises redis.RedisError."""
+        fate = fate_of(error)
+        run_id = self._run_of(entry)
+        if fate is Fate.DROP and run_id and self.client.exists(redis_keys.run_spec(run_id)):
+            fate = Fate.RETRY
+        match fate:
+            case Fate.DEAD_LETTER:
+                self.dead_letter(entry, str(error))
+            case Fate.DROP:
+                log.warning("dropped an entry of a deleted run", stream=self.stream, entry=entry.entry_id)
+                self.finish([entry])
+            case Fate.RETRY:
+                self._retry_later(entry, error)
+        return fate
+
+    @contextmanager
+    def isolated(self, entry: Entry) -> Iterator[None]:
+        """Let what goes wrong in the body decide on this entry alone. Raises redis.RedisError as it comes."""
+        try:
+            yield
+        except redis.RedisError:
+            raise
+        except Exception as error:
+            # Whatever it was (a service away, a bug), the entry is still pending; its error decides what becomes of it.
+            if self.unfinished([entry]):
+                self.fail(entry, error)
+
+    def release(self, entries: Sequence[Entry], after_seconds: float = 0.0) -> None:
+        """Give entries back unfinished: any member may have them after so many seconds, as if for the first time."""
+        if entries:
+            idle_ms = max(0, int((self.reclaim_after_seconds - after_seconds) * 1000))
+            self._put_back([entry.entry_id for entry in entries], idle_ms, deliveries=0, forgive=True)
+            self._next_reclaim = min(self._next_reclaim, time.monotonic() + after_seconds)
+
+    def give_back(self) -> None:
+        """Release all that is in hand, of a process that is asked to stop; without Redis others reclaim it later."""
+        held = list(self._held)
+        try:
+            if held:
+                self._put_back(held, int(self.reclaim_after_seconds * 1000), deliveries=0, forgive=True)
+        except redis.RedisError as error:
+            log.warning("entries were not given back", stream=self.stream, reason=str(error))
+
+    def take_back(self, entry_ids: Sequence[str]) -> list[Entry]:
+        """Entries that were given back and that nobody has taken since, as if they had been read now."""
+        if not entry_ids:
+            return []
+        reply = self.client.eval(entries_module.TAKE_BACK, 1, self.stream, self.group, self.name, *entry_ids)
+        entries = [_reclaimed(raw) for raw in cast("list[RawDelivery]", reply) if raw[1]]
+        self._held.update(entry.entry_id for entry in entries)
+        return entries
+
+    def interrupted(self, entries: Sequence[Entry], error: redis.RedisError) -> None:
+        """Redis did not take the outcome of entries: the next read that works gives the unfinished ones back."""
+        self._handling.failed(error)
+        for entry in self.unfinished(entries):
+            self._notes.note(self._run_of(entry), self.stream, reason_of(error))
+            self._left.append(entry)
+
+    def unfinished(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Those of the entries that this consumer has not finished, failed or released since it read them."""
+        return [entry for entry in entries if entry.entry_id in self._held]
+
+    def failures(self, entry: Entry) -> int:
+        """How often the entry failed here, each time as the only one of its handling."""
+        return self._failures.get(entry.entry_id, 0)
+
+    # --- what it is made of ---
+
+    def _retry_later(self, entry: Entry, error: Exception) -> None:
+        failures = self._failures.get(entry.entry_id, 0) + 1
+        if len(self._failures) >= MAX_REMEMBERED_FAILURES:
+            self._failures.clear()
+        self._failures[entry.entry_id] = failures
+        self._handling.failed(error)
+        self._notes.note(self._run_of(entry), self.stream, reason_of(error))
+        self.release([entry], min(MAX_BACKOFF_SECONDS, self.reclaim_after_seconds, 2.0 ** min(failures - 1, 10)))
+
+    def _done_with(self, entries: Sequence[Entry]) -> None:
+        self.holder.proven = True
+        for entry in entries:
+            self._held.discard(entry.entry_id)
+            self._failures.pop(entry.entry_id, None)
+        self._handling.over(time.monotonic() - SAY_SECONDS)
+
+    def _put_back(self, ids: Sequence[str], idle_ms: int, deliveries: int, *, forgive: bool) -> None:
+        keys = self.stream, redis_keys.lone_deliveries(self.stream)
+        arguments: tuple[str | int, ...] = (self.group, self.name, idle_ms, deliveries, int(forgive), *ids)
+        try:
+            self.client.eval(entries_module.RELEASE, len(keys), *keys, *arguments)
+        except redis.ResponseError as error:
+            # Nothing to give back to: the stream came back empty.
+            if "NOGROUP" not in str(error):
+                raise
+        self._held.difference_update(ids)
+
+    def _run_of(self, entry: Entry) -> str:
+        return entry.run_id or self.run_id
+
+    def _ensure_group(self) -> None:
+        if self._ready:
+            return
+        needed = redis_keys.run_spec(self.run_id) if self.run_id else ""
+        if not self.client.eval(entries_module.ENSURE_GROUP, 2, self.stream, needed, self.group):
+            raise NotFound(f"the run {self.run_id} is deleted", code="unknown_run")
+        self._ready = True
+
+    def _remove_silent(self) -> None:
+        if time.monotonic() < self._next_tidy:
+            return
+        self._next_tidy = time.monotonic() + self.tidy_seconds
+        silent_ms = int(max(self.silent_seconds, 3 * self.reclaim_after_seconds) * 1000)
+        removed = self.client.eval(entries_module.REMOVE_SILENT, 1, self.stream, self.group, silent_ms)
+        if removed:
+            log.info("removed consumers that are gone", stream=self.stream, consumers=removed)
+
+    def _reclaim(self, count: int) -> list[Entry]:
+        """Entries of silent consumers, found by following the cursor through all that is pending."""
+        if time.monotonic() < self._next_reclaim:
+            return []
+        for _ in range(SCANS_PER_READ):
+            entries = self._scan(count)
+            if entries:
+                return self._lone_or_all(entries)
+            if self._cursor == "0-0" or self._unsure:
+                self._next_reclaim = time.monotonic() + min(5.0, self.reclaim_after_seconds / 4)
+                break
+        return []
+
+    def _scan(self, count: int) -> list[Entry]:
+        idle_ms = int(self.reclaim_after_seconds * 1000)
+        keys = self.stream, redis_keys.stream_clock(self.stream)
+        began = time.monotonic()
+        redis_ms, then = self._clock
+        expected = redis_ms + int((began - then) * 1000) if redis_ms else 0
+        tolerance = max(LEAST_STEP_MS, idle_ms // 4)
+        arguments = (self.group, self.name, idle_ms, self._cursor, count, expected, tolerance)
+        reply = self.client.eval(entries_module.RECLAIM, len(keys), *keys, *arguments)
+        cursor, found, at, clock = cast("tuple[bytes, list[RawDelivery], int, bytes]", reply)
+        self._cursor = cursor.decode()
+        # The later of two times here: an answer that took long looks like no step.
+        self._clock = at, time.monotonic()
+        self._unsure = clock == b"unsure"
+        if clock == b"stepped":
+            log.warning("the clock of Redis stepped; silent members keep entries from now on", stream=self.stream)
+        return [_reclaimed(raw) for raw in found if raw[1]]
+
+    def _lone_or_all(self, entries: list[Entry]) -> list[Entry]:
+        """The entries that may be handled together; if there is none, one that must be alone. The rest is put back."""
+        together = [entry for entry in entries if entry.deliveries <= ALONE_AFTER_DEATHS]
+        silent = [entry for entry in together if entry.deliveries > 1]
+        if silent:
+            log.warning("reclaimed entries of a silent consumer", stream=self.stream, entries=len(silent))
+        idle_ms = int(self.reclaim_after_seconds * 1000)
+        for entry in entries:
+            if entry.deliveries > ALONE_AFTER_DEATHS:
+                # As it was found: idle for long enough, and this look at it is no delivery.
+                self._put_back([entry.entry_id], idle_ms, entry.deliveries - 1, forgive=False)
+        return together or self._one_alone(idle_ms)
+
+    def _one_alone(self, idle_ms: int) -> list[Entry]:
+        keys = self.stream, redis_keys.lone_deliveries(self.stream)
+        arguments = (self.group, self.name, idle_ms, ALONE_AFTER_DEATHS - 1)
+        taken = cast(
+            "RawDelivery | tuple[()]", self.client.eval(entries_module.TAKE_LONE, len(keys), *keys, *arguments)
+        )
+        return [replace(_reclaimed(taken), alone=True)] if taken else []
+
+
+def _reclaimed(raw: RawDelivery) -> Entry:
+    entry_id, fields, deliveries = raw
+    return entry_of(entry_id, dict(zip(fields[::2], fields[1::2], strict=True)), deliveries)
+
+
+def consume(
+    consumer: Consumer,
+    handler: Handler,
+    stop: threading.Event,
+    *,
+    count: int = 16,
+    block_seconds: float = 1.0,
+    retry_seconds: float = 1.0,
+) -> None:
+    """Feed batches of entries to handler until stop is set.
+
+    The handler finishes entries itself (forward or finish) and may let an error decide on one (`Consumer.fail`), so
+    that the others of its batch go on. When it raises, what it left unfinished is handled again one by one: each entry
+    that fails on its own is failed by itself, and the others are finished. An entry whose holders vanished comes alone,
+    while no other thread of the process handles any.
+    """
+    while not stop.is_set():
+        try:
+            entries = consumer.read(count, block_seconds)
+        except (redis.RedisError, NotFound):
+            # The consumer has said what it was.
+            stop.wait(retry_seconds)
+            continue
+        try:
+            deliver(consumer, handler, entries)
+        except redis.RedisError as error:
+            consumer.interrupted(entries, error)
+            stop.wait(retry_seconds)
+
+
+def deliver(consumer: Consumer, handler: Handler, entries: Sequence[Entry]) -> None:
+    """Handle entries that were read. Raises redis.RedisError where Redis did not take the outcome."""
+    if not entries:
+        return
+    if entries[0].alone:
+        entry = entries[0]
+        with consumer.holder.alone(while_waiting=lambda: consumer.keep_alive([entry])):
+            if consumer.begin_alone(entry):
+                _attempt(consumer, handler, entry)
+        return
+    with consumer.holder.among_others():
+        failed_before = [entry for entry in entries if consumer.failures(entry)]
+        fresh = [entry for entry in entries if not consumer.failures(entry)]
+        if len(fresh) == 1:
+            _attempt(consumer, handler, fresh[0])
+        elif fresh:
+            _together(consumer, handler, fresh)
+        _one_by_one(consumer, handler, failed_before)
+
+
+def _together(consumer: Consumer, handler: Handler, entries: list[Entry]) -> None:
+    try:
+        handler(entries)
+    except redis.RedisError:
+        raise
+    except Exception:
+        # Which of them it was shows when each is on its own, and so does the error.
+        _one_by_one(consumer, handler, consumer.unfinished(entries))
+
+
+def _one_by_one(consumer: Consumer, handler: Handler, entries: Sequence[Entry]) -> None:
+    # In another order each time: an outage that is taken for granted early never hides the same entries twice.
+    order = random.sample(entries, len(entries))
+    failures = 0
+    for at, entry in enumerate(order):
+        failures = 0 if _attempt(consumer, handler, entry) else failures + 1
+        if failures == OUTAGE_AFTER_FAILURES:
+            consumer.release(order[at + 1 :], after_seconds=1.0)
+            return
+
+
+def _attempt(consumer: Consumer, handler: Handler, entry: Entry) -> bool:
+    """Whether the entry was finished, in whatever way, or given back by its handler."""
+    before = consumer.failures(entry)
+    with consumer.isolated(entry):
+        handler([entry])
+    return consumer.failures(entry) <= before
+
+
+@dataclass(eq=False)
+class RunLane:
+    """Entries of one run that wait here, those that were given back, and how many threads work on others of it."""
+
+    most: int
+    waiting: deque[Entry] = field(default_factory=deque)
+    waiting_bytes: int = 0
+    given_back: dict[str, None] = field(default_factory=dict)
+    threads: int = 0
+
+    @property
+    def room(self) -> int:
+        """How many more entries may wait here."""
+        return 0 if self.waiting_bytes >= LANE_BYTES else max(0, self.most - len(self.waiting))
+
+    def add(self, entry: Entry) -> None:
+        self.waiting.append(entry)
+        self.waiting_bytes += len(entry.payload)
+        self.given_back.pop(entry.entry_id, None)
+
+    def take(self, count: int) -> list[Entry]:
+        """The oldest entries, at most so many."""
+        taken = [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
+        self.waiting_bytes -= sum(len(entry.payload) for entry in taken)
+        return taken
+
+    def wanted_back(self) -> list[str]:
+        """Ids of the oldest entries given back that there is room for; they count as given back no more."""
+        ids = list(self.given_back)[: self.room] if len(self.waiting) <= self.most // 2 else []
+        for entry_id in ids:
+            del self.given_back[entry_id]
+        return ids
+
+
+class RunLanes:
+    """Feeds the entries of a shared stream to a handler as `consume` does, by run: `threads` of each run at a time.
+
+    A call of the handler gets at most `count` entries, all of one run; calls come from several threads.
+    """
+
+    def __init__(self, consumer: Consumer, handler: Handler, *, threads: int = 1, count: int = 1) -> None:
+        self.consumer = consumer
+        self.handler = handler
+        self.threads = threads
+        self.count = count
+        self._lock = threading.Lock()
+        self._lanes: dict[str, RunLane] = {}
+        self._held: dict[str, Entry] = {}
+
+    def run(self, stop: threading.Event) -> None:
+        """Read and handle until stop, then finish what is being handled and give back what waits."""
+        stopped = threading.Event()
+        alive = threading.Thread(target=self._keep_alive, args=(stopped,), name="lanes-alive", daemon=True)
+        alive.start()
+        try:
+            with ThreadPoolExecutor(MAX_LANES * self.threads, thread_name_prefix="lane") as pool:
+                while not stop.is_set():
+                    self._read(pool, stop)
+                self._give_back()
+        finally:
+            stopped.set()
+            alive.join()
+
+    def _read(self, pool: ThreadPoolExecutor, stop: threading.Event) -> None:
+        try:
+            entries = self.consumer.read(max(self.count, READ_ENTRIES))
+            if entries and entries[0].alone:
+                self._hold(entries)
+                self._deliver(entries)
+                return
+            full = [entry for entry in entries if not self._queue(entry, pool, stop)]
+            # Whoever finds them silent for long enough may have them.
+            self.consumer.release(full, after_seconds=self.consumer.reclaim_after_seconds)
+            self._note_given_back(full)
+        except (redis.RedisError, NotFound):
+            # The consumer has said what it was.
+            stop.wait(RETRY_SECONDS)
+
+    def _queue(self, entry: Entry, pool: ThreadPoolExecutor, stop: threading.Event) -> bool:
+        """Let an entry wait in its lane; False when that is full."""
+        with self._lock:
+            lane = self._lanes.setdefault(entry.run_id, RunLane(CALLS_AHEAD * self.threads * self.count))
+            if not lane.room:
+                return False
+            # One that comes again after a failure of its delivery is held already.
+            self._held[entry.entry_id] = entry
+            lane.add(entry)
+            if lane.threads < self.threads:
+                lane.threads += 1
+                pool.submit(self._work, entry.run_id, pool, stop)
+        return True
+
+    def _note_given_back(self, entries: Sequence[Entry]) -> None:
+        with self._lock:
+            for entry in entries:
+                lane = self._lanes.get(entry.run_id)
+                if lane and len(lane.given_back) < MAX_GIVEN_BACK:
+                    lane.given_back[entry.entry_id] = None
+
+    def _work(self, run_id: str, pool: ThreadPoolExecutor, stop: threading.Event) -> None:
+        """Handle some entries of a run, and queue up for more behind the other runs."""
+        entries = self._take(run_id, stop)
+        if entries:
+            self._deliver(entries)
+        with self._lock:
+            lane = self._lanes[run_id]
+            if (entries or lane.waiting or lane.given_back) and not stop.is_set():
+                with suppress(RuntimeError):
+                    # Else the pool is closed: the process stops, and what waits is given back.
+                    pool.submit(self._work, run_id, pool, stop)
+                    return
+            lane.threads -= 1
+            if not lane.threads and not lane.waiting:
+                del self._lanes[run_id]
+
+    def _take(self, run_id: str, stop: threading.Event) -> list[Entry]:
+        """The next entries of a run; a lane that runs empty is filled with what was given back."""
+        with self._lock:
+            lane = self._lanes[run_id]
+            ids = [] if stop.is_set() else lane.wanted_back()
+        try:
+            found = self.consumer.take_back(ids)
+        except redis.RedisError:
+            # They come by themselves, later.
+            found = []
+        with self._lock:
+            for entry in found:
+                self._held[entry.entry_id] = entry
+                lane.add(entry)
+            return [] if stop.is_set() else lane.take(self.count)
+
+    def _hold(self, entries: Sequence[Entry]) -> None:
+        with self._lock:
+            self._held.update({entry.entry_id: entry for entry in entries})
+
+    def _deliver(self, entries: Sequence[Entry]) -> None:
+        try:
+            deliver(self.consumer, self.handler, entries)
+        except redis.RedisError as error:
+            self.consumer.interrupted(entries, error)
+        except Exception:
+            # `deliver` lets errors decide on entries; this one is its own.
+            log.exception("entries were not delivered", stream=self.consumer.stream)
+        finally:
+            with self._lock:
+                for entry in entries:
+                    self._held.pop(entry.entry_id, None)
+
+    def _give_back(self) -> None:
+        with self._lock:
+            waiting = [entry for lane in self._lanes.values() for entry in lane.take(len(lane.waiting))]
+            for entry in waiting:
+                self._held.pop(entry.entry_id, None)
+        try:
+            self.consumer.release(waiting)
+        except redis.RedisError as error:
+            log.warning("entries were not given back; others take them over later", reason=str(error))
+
+    def _keep_alive(self, stopped: threading.Event) -> None:
+        while not stopped.wait(self.consumer.reclaim_after_seconds / 4):
+            with self._lock:
+                held = list(self._held.values())
+            try:
+                self.consumer.keep_alive(held)
+            except redis.RedisError as error:
+                log.warning("keep-alive failed; will try again", stream=self.consumer.stream, reason=str(error))

@@ -1,1 +1,0 @@
-"""Curves of jobs mirrored to TensorBoard, MLflow or Weights & Biases."""

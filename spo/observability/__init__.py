@@ -1,1 +1,0 @@
-"""Structured logs, Prometheus metrics and OpenTelemetry traces."""

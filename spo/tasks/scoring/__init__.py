@@ -1,1 +1,0 @@
-"""What decides about a response and runs nothing: comparisons of answers, penalties, compositions of verifiers."""

@@ -1,1 +1,0 @@
-"""The toy contest: generated word problems, a grammar, solutions, and a tiny model that is half right."""
