@@ -46,6 +46,7 @@ from spo.model.folder import (
     adapted_layers,
     adapter_of,
     inspect_model_folder,
+    is_optional,
     tensor_shapes,
 )
 from spo.spec.job_spec import LoraSpec
@@ -73,8 +74,6 @@ GLOO = "gloo"
 REFERENCE_VERSION = 0
 # Versions that are not read and hashed again: the newest, the one before it, and some under evaluation.
 REMEMBERED = 4
-# A model with tied embeddings may be written with or without this copy of them.
-_TIED = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -225,7 +224,7 @@ class GlooWeightTransfer(WeightTransferEngine[GlooInit, NCCLWeightTransferUpdate
         )
 
     def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
+        _begin_reload(self.model)
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
         model: Any = self.model
@@ -302,7 +301,7 @@ class PolicyWeightTransfer(WeightTransferEngine[JoinInit, NewWeights]):
         self._within_deadline(lambda inner: inner.init_transfer_engine(info))
 
     def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
+        _begin_reload(self.model)
 
     def receive_weights(self, update_info: NewWeights) -> None:
         if update_info.paths:
@@ -359,6 +358,20 @@ def _tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(path, framework="pt", device="cpu") as shard:
             for name in shard.keys():  # noqa: SIM118 - not a mapping
                 yield name, shard.get_tensor(name)
+
+
+def _begin_reload(model: torch.nn.Module) -> None:
+    """Have the model take all of its weights anew.
+
+    For the CPU vLLM packs experts into a kernel of their own only while it builds that: left in place it would go on
+    with weights that are not packed, and compute something else.
+    """
+    if current_platform.is_cpu():
+        for module in model.modules():
+            method: Any = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
+    initialize_layerwise_reload(model)
 
 
 def _tie_head_again(model: torch.nn.Module) -> None:
@@ -474,8 +487,8 @@ def _still_there(weights: Weights) -> bool:
 
 def _check_shapes(expected: Shapes, found: Shapes, what: str) -> None:
     """Raise IntegrityError: a missing tensor would keep its old value, an unknown one would stop the load half-way."""
-    for name in sorted((expected.keys() | found.keys()) - {_TIED}):
-        if expected.get(name) != found.get(name):
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name) and not is_optional(name):
             raise IntegrityError(
                 f"{what} does not fit the model: {name} is {found.get(name)}, not {expected.get(name)}"
             )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from services.orchestrator.datasets import INHERITED, TaskLibrary
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.replicas import LiveReplica, ReplicaRegistry
 from spo.errors import FieldViolation, InternalError, InvalidInput, NotFound, NotReady
-from spo.model.folder import ALL_LINEAR, ModelFolder, adapted_layers, inspect_model_folder, tensor_shapes
+from spo.model.folder import ALL_LINEAR, ONE_NAME, ModelFolder, adapted_layers, inspect_model_folder, tensor_shapes
 from spo.observability import get_logger
 from spo.rpc.pools import AddressRules
 from spo.spec.job_spec import JobSpec, ModelSpec, TasksSpec, parse_job_spec
@@ -58,6 +60,9 @@ log = get_logger("model-check")
 PROMPTS_AT_SUBMIT = 1000
 CPU_SECONDS = 20
 CPU_SECONDS_PER_PROMPT = 0.02
+# For the names of a model's tensors: most of it is torch's start.
+NAMES_CPU_SECONDS = 60
+LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
 # So much longer may it take on a machine that is busy.
 WALL_FACTOR = 3
 REMEMBERED = 256
@@ -233,6 +238,8 @@ class ModelCheck:
             return None, list(error.violations)
         engines = [replica.head_sizes for replica in self.replicas.live() if replica.pool == "inference"]
         faults = [*_config_faults(folder, spec.model, engines), *_adapter_faults(folder, spec.model)]
+        if not faults:
+            faults = name_faults(folder, adapter=spec.model.lora is not None)
         return folder, [*faults, *teacher_faults(folder, spec.algorithm, self.here)]
 
     def _too_many(self, spec: JobSpec, tasks: TaskSets, found: CheckedPrompts) -> Iterator[FieldViolation]:
@@ -298,12 +305,42 @@ def checked_prompts(folder: ModelFolder, model: ModelSpec, problems: Sequence[Pr
         "chat": asdict(model.chat_format),
         "prompts": prompts,
     }
-    found = _ask(request, int(CPU_SECONDS + CPU_SECONDS_PER_PROMPT * len(prompts)))
+    found = _ask("check_tokenizer", request, int(CPU_SECONDS + CPU_SECONDS_PER_PROMPT * len(prompts)))
+    _remember(key, found)
+    return found
+
+
+def name_faults(folder: ModelFolder, *, adapter: bool) -> list[FieldViolation]:
+    """Why the trainer cannot build it, or engines would refuse what it publishes. Raises NotReady, InternalError.
+
+    adapter: nothing else is published. Without torch here the trainer finds it out before its first step.
+    """
+    shapes = tensor_shapes(folder.safetensors_files)
+    layers = _number(folder.config, "num_hidden_layers")
+    numbers = (match for name in shapes if (match := LAYER.match(name)))
+    foreign = next((match for match in numbers if layers is not None and int(match[1]) >= layers), None)
+    if foreign and not adapter:
+        message = (
+            f"its folder holds {foreign.string}, and the model {layers} layers: the trainer knows no more than those"
+        )
+        return [FieldViolation("/model/path", message)]
+    if folder.config.get("model_type") in ONE_NAME or find_spec("torch") is None:
+        return []
+    told = json.dumps([adapter, folder.config, sorted(shapes.items())], sort_keys=True)
+    key = blake3(told.encode()).hexdigest()
+    with _lock:
+        known = _remembered.get(key)
+    if known is None:
+        known = _ask("check_names", {"folder": str(folder.path), "adapter": adapter}, NAMES_CPU_SECONDS)
+        _remember(key, known)
+    return list(known.faults)
+
+
+def _remember(key: str, found: CheckedPrompts) -> None:
     with _lock:
         _remembered[key] = found
         while len(_remembered) > REMEMBERED:
             _remembered.popitem(last=False)
-    return found
 
 
 def _content(folder: ModelFolder, model: ModelSpec, prompt_ids: Sequence[str]) -> str:
@@ -317,8 +354,8 @@ def _content(folder: ModelFolder, model: ModelSpec, prompt_ids: Sequence[str]) -
     return digest.hexdigest()
 
 
-def _ask(request: dict[str, object], cpu_seconds: int) -> CheckedPrompts:
-    command = [sys.executable, "-m", "spo.model.check_tokenizer", str(cpu_seconds)]
+def _ask(work: str, request: dict[str, object], cpu_seconds: int) -> CheckedPrompts:
+    command = [sys.executable, "-m", f"spo.model.{work}", str(cpu_seconds)]
     # Without our secrets, and without the network.
     environment = {name: os.environ[name] for name in INHERITED if name in os.environ}
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
@@ -332,27 +369,28 @@ def _ask(request: dict[str, object], cpu_seconds: int) -> CheckedPrompts:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        message = f"the model's tokenizer could not be tried in {WALL_FACTOR * cpu_seconds} s; try again"
+        message = f"the model could not be tried in {WALL_FACTOR * cpu_seconds} s; try again"
         raise NotReady(message, code="checks_busy") from None
     lines = ran.stdout.splitlines() or [b'{"stage": "it is started"}']
     if ran.returncode == 0:
         report = json.loads(lines[-1])
         faults = tuple(FieldViolation(pointer, message) for pointer, message in report["faults"])
         return CheckedPrompts(faults, dict(report["too_long"]))
-    return CheckedPrompts((FieldViolation("/model/path", _why_it_died(ran, lines, cpu_seconds)),), {})
+    tried = "its tokenizer or chat template" if work == "check_tokenizer" else "its config.json"
+    return CheckedPrompts((FieldViolation("/model/path", _why_it_died(tried, ran, lines, cpu_seconds)),), {})
 
 
-def _why_it_died(ran: subprocess.CompletedProcess[bytes], lines: list[bytes], cpu_seconds: int) -> str:
+def _why_it_died(tried: str, ran: subprocess.CompletedProcess[bytes], lines: list[bytes], cpu_seconds: int) -> str:
     """What the model did to its reader. Raises NotReady, InternalError when it was somebody else's doing."""
     at = next((json.loads(line)["stage"] for line in reversed(lines) if line.startswith(b'{"stage"')), "it is started")
     if ran.returncode == -signal.SIGXCPU:
-        return f"its tokenizer or chat template works for more than {cpu_seconds} s while {at}"
+        return f"{tried} works for more than {cpu_seconds} s while {at}"
     if ran.returncode in (-signal.SIGABRT, -signal.SIGSEGV) or b"MemoryError" in ran.stderr[-2000:]:
-        return f"its tokenizer or chat template takes too much memory, or breaks its reader, while {at}"
-    log.error("a tokenizer could not be tried", status=ran.returncode, stage=at, stderr=ran.stderr[-4000:].decode())
+        return f"{tried} takes too much memory, or breaks its reader, while {at}"
+    log.error("a model could not be tried", status=ran.returncode, stage=at, stderr=ran.stderr[-4000:].decode())
     if ran.returncode < 0:
-        raise NotReady("the process that tries tokenizers was ended; try again", code="checks_busy")
-    raise InternalError("tokenizers cannot be tried here; the orchestrator's log says why")
+        raise NotReady("the process that tries models was ended; try again", code="checks_busy")
+    raise InternalError("models cannot be tried here; the orchestrator's log says why")
 
 
 def _config_faults(

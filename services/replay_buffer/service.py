@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Iterator
 
 import grpc
 
 from services.replay_buffer.archive import BATCHES_KEPT, ArchivedTrajectories
 from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.sampling_index import SamplingIndex
-from services.replay_buffer.store import StorageMonitor, encode_batch
+from services.replay_buffer.store import StorageMonitor, encode_batch, encode_parts
 from services.replay_buffer.windows import SOURCES, Limiter, source_name
 from spo.errors import FieldViolation, InvalidInput, NotFound
 from spo.rpc.client import CHUNK_BYTES
@@ -51,7 +52,7 @@ def keep_large_buffers() -> None:
 
 
 class ReplayService(ReplayServiceServicer):
-    """Append, SampleBatch, status and listing; errors are typed in spo.rpc."""
+    """Append, SampleBatch, StreamBatch, status and listing; errors are typed in spo.rpc."""
 
     def __init__(
         self, sampler: BatchSampler, stop_memory_share: float = 0.9, archived: ArchivedTrajectories | None = None
@@ -69,6 +70,10 @@ class ReplayService(ReplayServiceServicer):
 
     def SampleBatch(self, request: replay.SampleBatchRequest, context: grpc.ServicerContext) -> bytes:  # type: ignore[override]
         return encode_batch(self.sampler.sample(request, wanted=lambda: context.is_active()))
+
+    def StreamBatch(self, request: replay.StreamBatchRequest, context: grpc.ServicerContext) -> Iterator[bytes]:  # type: ignore[override]
+        batch = self.sampler.sample(request.batch, wanted=lambda: context.is_active())
+        yield from encode_parts(batch, without_texts=request.without_texts)
 
     def GetReplayStatus(
         self, request: replay.GetReplayStatusRequest, context: grpc.ServicerContext

@@ -27,7 +27,7 @@ from spo.errors import IntegrityError, InvalidInput, NotFound
 from spo.messaging.redis_client import RedisClient, RedisScript
 from spo.messaging.run_specs import RunSpecs, estimates_are_pending, run_state, write_of_run
 from spo.observability import get_logger
-from spo.rpc.client import MAX_MESSAGE_BYTES
+from spo.rpc.client import MAX_MESSAGE_BYTES, PART_BYTES, chunks_by_bytes
 from spo.spec.job_spec import JobSpec, SourceName
 from spo.spec.reward import has_succeeded
 from spo.spec.section import ESTIMATED, TERMINAL, decode_state
@@ -68,6 +68,13 @@ class SampledPayload(NamedTuple):
         return Trajectory.FromString(self.payload)
 
 
+def without_text(payload: bytes) -> bytes:
+    """A serialized Trajectory without the text of its response."""
+    trajectory = Trajectory.FromString(payload)
+    trajectory.ClearField("response_text")
+    return trajectory.SerializeToString()
+
+
 class PayloadCache:
     """Payloads by id, read through to Redis; a payload never changes, so what is cached stays valid."""
 
@@ -99,6 +106,14 @@ class PayloadCache:
                 found[trajectory_id] = payload
                 self.put(run_id, trajectory_id, payload)
         return [found[trajectory_id] for trajectory_id in trajectory_ids]
+
+
+def encode_parts(batch: Sequence[SampledPayload], *, without_texts: bool) -> Iterator[bytes]:
+    """Serialized SampleBatchResponses of about PART_BYTES, which together hold the batch in order."""
+    if without_texts:
+        batch = [each._replace(payload=without_text(each.payload)) for each in batch]
+    for part in chunks_by_bytes([len(each.payload) for each in batch], PART_BYTES):
+        yield encode_batch(batch[part])
 
 
 def encode_batch(batch: Iterable[SampledPayload]) -> bytes:

@@ -22,7 +22,7 @@ from services.trainer.ranks import Ranks
 from spo.algorithm.collapse_guard import SAMPLER_MISMATCH
 from spo.algorithm.objectives import Difference, TokenBatch, effective_sample_share
 from spo.algorithm.values import q_of_two_rewards
-from spo.errors import IntegrityError, InvalidInput
+from spo.errors import IntegrityError, InvalidInput, PreconditionFailed
 from spo.model.chat import Mask, segment_faults, trained_mask, trained_tokens
 from spo.rpc.client import RpcClient
 from spo.spec.job_spec import JobSpec, RewardSpec, TrainerSpec
@@ -31,6 +31,10 @@ from spo.spec.section import wire_name
 from spo.v1 import replay_service_pb2 as wire
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_SHARED, Source
 from spo.v1.trajectory_pb2 import FINISH_REASON_LENGTH, Annotation, Trajectory
+
+# Beyond the wait for experience: for an answer, and for gigabytes of it over a slow network.
+ANSWER_SECONDS = 10.0
+TRANSFER_SECONDS = 600.0
 
 T = TypeVar("T")
 
@@ -87,11 +91,9 @@ class ReplayClient:
             policy_version=policy_version,
             wait_seconds=wait_seconds,
         )
-        response: wire.SampleBatchResponse = self.client.call(
-            "SampleBatch", request, deadline_seconds=wait_seconds + 10
-        )
-        if len(response.batch) != batch_size:
-            raise IntegrityError(f"asked for {batch_size} trajectories, got {len(response.batch)}")
+        batch = self._received(request)
+        if len(batch) != batch_size:
+            raise IntegrityError(f"asked for {batch_size} trajectories, got {len(batch)}")
         groups: dict[str, int] = {}
         return [
             TrainingSample(
@@ -101,9 +103,22 @@ class ReplayClient:
                 # Those of later references are not told.
                 sampled.qhat_0_error if refreshed is None and not sampled.trajectory.HasField("anchor") else 0.0,
             )
-            for sampled in response.batch
+            for sampled in batch
             if refreshed is None or sampled.trajectory.prompt_id in refreshed
         ]
+
+    def _received(self, request: wire.SampleBatchRequest) -> list[wire.SampledTrajectory]:
+        """The batch in parts, without texts; from a replay buffer of an older version as one message, if it fits."""
+        wanted = wire.StreamBatchRequest(batch=request, without_texts=True)
+        deadline_seconds = request.wait_seconds + ANSWER_SECONDS
+        try:
+            parts = self.client.stream("StreamBatch", wanted, deadline_seconds + TRANSFER_SECONDS)
+            return [sampled for part in parts for sampled in part.batch]
+        except PreconditionFailed as error:
+            if error.code != "unimplemented":
+                raise
+        whole: wire.SampleBatchResponse = self.client.call("SampleBatch", request, deadline_seconds=deadline_seconds)
+        return list(whole.batch)
 
     def _qhat_0(self, sampled: wire.SampledTrajectory, refreshed: Mapping[str, float] | None) -> float:
         if sampled.trajectory.HasField("anchor"):

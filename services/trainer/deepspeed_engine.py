@@ -19,6 +19,7 @@ import os
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
@@ -38,6 +39,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from services.trainer.ranks import Ranks
 from spo.errors import IntegrityError, PreconditionFailed
+from spo.model.folder_names import FolderNames, saved_buffers
 from spo.model.logprobs import checkpoint_activations, is_large
 from spo.spec.job_spec import TrainerSpec
 
@@ -140,12 +142,12 @@ class CutParameter(Protocol):
         """Free the whole, keep this rank's part."""
 
 
-def _as_cut(parameter: nn.Parameter) -> CutParameter | None:
+def _as_cut(parameter: Tensor) -> CutParameter | None:
     return cast(CutParameter, parameter) if hasattr(parameter, "ds_tensor") else None
 
 
-def put_values(parameter: nn.Parameter, values: Tensor) -> None:
-    """Give a parameter other values, whole on the CPU or mapped from a file; of one that is cut, this rank's part."""
+def put_values(parameter: Tensor, values: Tensor) -> None:
+    """Give a parameter or buffer other values, whole on the CPU or mapped from a file; of one that is cut, our part."""
     cut = _as_cut(parameter)
     if cut is None:
         parameter.copy_(values)
@@ -395,7 +397,8 @@ class DeepSpeedEngine:
     def full_parameters(self, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole parameter on the CPU) of what is trained, one at a time: no rank holds all of it twice.
 
-        wanted: names that this rank needs, None for all; every rank takes part in gathering each.
+        wanted: names that this rank needs, None for all; every rank takes part in gathering each. Of `wanted` buffers
+        that the model's folder holds come last.
         """
         for name, parameter in trained_parameters(self.model.module):
             needed = wanted is None or name in wanted
@@ -404,6 +407,14 @@ class DeepSpeedEngine:
                 whole = parameter.detach().to("cpu", copy=self.stage == 3).contiguous() if needed else None
             if whole is not None:
                 yield name, whole
+        for name, buffer in saved_buffers(self.model.module):
+            if wanted is not None and name in wanted:
+                yield name, buffer.detach().to("cpu").contiguous()
+
+    @cached_property
+    def folder_names(self) -> FolderNames:
+        """How what is published is called, where all weights are."""
+        return FolderNames(self.model.module)
 
     def parameter_bytes(self) -> dict[str, int]:
         """Bytes of each whole parameter that is trained, by its name, in the order of `full_parameters`."""

@@ -48,7 +48,8 @@ from spo.algorithm.objectives import (
     spo_loss,
 )
 from spo.errors import FieldViolation, InvalidInput
-from spo.model.folder import Adapter, inspect_model_folder
+from spo.model.folder import Adapter, inspect_model_folder, tensor_shapes
+from spo.model.folder_names import FolderNames
 from spo.model.logprobs import (
     DTYPES,
     PackedRow,
@@ -231,6 +232,9 @@ class Policy:
         self._device = device
         model = load_model(spec, device)
         lora = spec.model.lora
+        if not lora:
+            # An engine would refuse every version, after a step's work.
+            FolderNames(model).check(tensor_shapes(inspect_model_folder(spec.model.path).safetensors_files))
         self._adapter_config = add_adapter(model, lora.peft_options(), seed=spec.seed) if lora else {}
         if start:
             (take_adapter if self._adapter_config else take_weights)(model, start)

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
 from ulid import ULID
 
-from services.trainer.deepspeed_engine import DeepSpeedEngine, put_values, whole_shape
+from services.trainer.deepspeed_engine import DeepSpeedEngine, put_values
 from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
 from spo.errors import IntegrityError, InvalidInput
 from spo.manifest_folder import Manifest
-from spo.model.folder import TENSORS_FILE, Adapter
+from spo.model.folder import TENSORS_FILE, Adapter, tensor_shapes
+from spo.model.folder_names import FolderNames, tensors_of
 from spo.model.logprobs import adapter_name
 from spo.observability import WEIGHTS_BYTES, WEIGHTS_PUSH_SECONDS
 from spo.weights.store import StoredVersion, WeightStore
@@ -110,18 +113,17 @@ def _write_together(ranks: Ranks, engine: DeepSpeedEngine, place: _Place) -> lis
     writers = [rank for rank, sees in enumerate(ranks.gather(place.mark.exists())) if sees]
     if ranks.leads:
         place.mark.unlink()
-    sizes = engine.parameter_bytes()
-    shards = {TENSORS_FILE: list(sizes)} if place.adapter else _shards(sizes)
+    shards = {TENSORS_FILE: _adapter_units(engine)} if place.adapter else _shards(_model_units(engine))
     own = {
-        name: names
-        for number, (name, names) in enumerate(shards.items())
+        name: units
+        for number, (name, units) in enumerate(shards.items())
         if writers[number % len(writers)] == ranks.rank
     }
     problem = None
-    parameters = engine.full_parameters({name for names in own.values() for name in names})
+    makers = {name: unit for units in own.values() for unit in units for name in unit.sources}
+    parameters = engine.full_parameters(makers)
     try:
-        renamed = ((adapter_name(name), tensor) for name, tensor in parameters) if place.adapter else parameters
-        _write_shards(own, renamed, place.mark.parent)
+        _write_shards(own, _made(makers, parameters), place.mark.parent)
     except (OSError, RuntimeError, SafetensorError) as error:
         problem = OSError(getattr(error, "errno", None), f"rank {ranks.rank}: {error}")
     finally:
@@ -130,12 +132,43 @@ def _write_together(ranks: Ranks, engine: DeepSpeedEngine, place: _Place) -> lis
     return [found for found in ranks.gather(problem) if found]
 
 
-def _write_shards(shards: Mapping[str, Sequence[str]], parameters: Iterator[tuple[str, Tensor]], folder: Path) -> None:
+@dataclass(frozen=True)
+class _Unit:
+    """Tensors in memory that together become what a file holds of them, and the bytes of these."""
+
+    sources: frozenset[str]
+    size_bytes: int
+    make: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+
+
+def _model_units(engine: DeepSpeedEngine) -> list[_Unit]:
+    names = engine.folder_names
+    return [_Unit(frozenset(found.sources), names.size_bytes(found), found.apply_apart) for found in names.to_stored]
+
+
+def _adapter_units(engine: DeepSpeedEngine) -> list[_Unit]:
+    def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {adapter_name(name): tensor for name, tensor in tensors.items()}
+
+    return [_Unit(frozenset({name}), size, renamed) for name, size in engine.parameter_bytes().items()]
+
+
+def _made(makers: Mapping[str, _Unit], parameters: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """What each unit makes, once all of its parameters have come."""
+    held: dict[str, Tensor] = {}
+    for name, tensor in parameters:
+        held[name] = tensor
+        unit = makers[name]
+        if unit.sources <= held.keys():
+            yield unit.make({source: held.pop(source) for source in sorted(unit.sources)})
+
+
+def _write_shards(shards: Mapping[str, Sequence[_Unit]], made: Iterator[dict[str, Tensor]], folder: Path) -> None:
     """Write files while the next one's parameters are gathered: at most two files of them are in memory."""
     with ThreadPoolExecutor(1) as writer:
         before: Future[None] | None = None
-        for file, names in shards.items():
-            tensors = dict(islice(parameters, len(names)))
+        for file, units in shards.items():
+            tensors = {name: tensor for each in islice(made, len(units)) for name, tensor in each.items()}
             if before:
                 before.result()
             before = writer.submit(save_file, tensors, folder / file)
@@ -144,25 +177,32 @@ def _write_shards(shards: Mapping[str, Sequence[str]], parameters: Iterator[tupl
 
 
 @torch.no_grad()
-def take_weights(model: nn.Module, files: Sequence[Path]) -> None:
+def take_weights(model: PreTrainedModel, files: Sequence[Path]) -> None:
     """Put published weights in place of a model's own. Raises IntegrityError when they are another model's."""
-    parameters = dict(model.named_parameters())
-    for path in files:
-        # Mapped: a rank that holds a part of each parameter reads no more than that.
-        for name, tensor in load_file(path).items():
-            if name not in parameters or whole_shape(parameters[name]) != tensor.shape:
-                raise IntegrityError(f"{path} holds {name} as {tuple(tensor.shape)}, which the model has not")
-            put_values(parameters[name], tensor)
+    names = FolderNames(model)
+    found = tensor_shapes(files)
+    for name in sorted(found.keys() | names.shapes.keys()):
+        if found.get(name) != names.shapes.get(name):
+            raise IntegrityError(f"{files[0].parent} holds {name} as {found.get(name)}, not {names.shapes.get(name)}")
+    own = dict(tensors_of(model))
+    with ExitStack() as opened:
+        # Mapped: a rank that holds a part of each parameter reads no more than that, where nothing is to be joined.
+        shards = [opened.enter_context(safe_open(path, framework="pt", device="cpu")) for path in files]
+        holders = {name: shard for shard in shards for name in shard.keys()}  # noqa: SIM118 - not a mapping
+        for conversion in names.to_own:
+            read = {name: holders[name].get_tensor(name) for name in conversion.sources}
+            for name, values in conversion.apply(read).items():
+                put_values(own[name], values)
 
 
-def _shards(parameter_bytes: Mapping[str, int]) -> dict[str, list[str]]:
-    """Names of parameters by file, in order; files have about SHARD_BYTES, whoever writes them."""
-    shards: list[list[str]] = []
+def _shards(units: Sequence[_Unit]) -> dict[str, list[_Unit]]:
+    """Units by file, in order; files have about SHARD_BYTES, whoever writes them."""
+    shards: list[list[_Unit]] = []
     room = 0
-    for name, size in parameter_bytes.items():
+    for unit in units:
         if room <= 0:
             shards.append([])
             room = SHARD_BYTES
-        shards[-1].append(name)
-        room -= size
-    return {f"model-{number:05d}.safetensors": names for number, names in enumerate(shards, start=1)}
+        shards[-1].append(unit)
+        room -= unit.size_bytes
+    return {f"model-{number:05d}.safetensors": units for number, units in enumerate(shards, start=1)}

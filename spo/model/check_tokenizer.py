@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -114,18 +115,23 @@ def tell(stage: str) -> None:
     print(json.dumps({"stage": stage}), flush=True)
 
 
-def main(cpu_seconds: str) -> int:
-    """Answer the request on standard input; returns the exit status."""
+def answer(work: Callable[[dict[str, Any]], dict[str, Any]], cpu_seconds: str, memory_bytes: int) -> int:
+    """Confine this process and do the work of the request on standard input; returns the exit status."""
     # It has nothing to write but its answer.
-    limits = {resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: ANSWER_BYTES}
+    limits = {resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: ANSWER_BYTES}
     for limit, most in limits.items():
         resource.setrlimit(limit, (most, most))
     # Its end says which limit it was: SIGXCPU, as long as the harder limit is above.
     resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_seconds), int(cpu_seconds) + 5))
+    print(json.dumps(work(json.load(sys.stdin))), flush=True)
+    return 0
+
+
+def main(cpu_seconds: str) -> int:
+    """Answer the request on standard input; returns the exit status."""
     # Tokenizers do without, and it would cost most of the time and the memory.
     sys.modules["torch"] = None  # type: ignore[assignment]
-    print(json.dumps(check(json.load(sys.stdin))), flush=True)
-    return 0
+    return answer(check, cpu_seconds, MEMORY_BYTES)
 
 
 if __name__ == "__main__":

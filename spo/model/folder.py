@@ -32,6 +32,8 @@ PARTS = (".lora_A.weight", ".lora_B.weight")
 ALL_LINEAR: Literal["all-linear"] = "all-linear"
 # The embedding, and the layer that makes logits: log-probs are computed without calling it.
 NEVER_ADAPTED = frozenset({"lm_head", "embed_tokens", "embed_out", "wte", "wpe"})
+# A layer's experts are one stacked tensor in memory, their router a module of its own: peft finds no linear layers.
+ROUTERS = (".mlp.gate", ".mlp.router", ".block_sparse_moe.gate")
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -64,6 +66,13 @@ DTYPES = ("bfloat16", "float16", "float32", "float64", "auto")
 ENTRIES_MAXIMUM = 2000
 DEPTH_MAXIMUM = 2
 
+# Families whose tensors have one name each, in memory and in the folder, as a test of each of them shows; there is
+# nothing to find out by building the model.
+ONE_NAME = frozenset(
+    {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "olmo", "olmo2", "olmo3"}
+    | {"glm", "glm4", "granite", "smollm3"}
+)
+
 # A file and what changes when its content does: replaced files have another inode or time.
 StampedFile = tuple[Path, tuple[int, int, int]]
 
@@ -83,6 +92,11 @@ class Adapter:
 def adapter_of(files: Iterable[Path]) -> Path | None:
     """The adapter's folder where these files of a version are one; None where they are whole weights."""
     return next((file.parent for file in files if file.name == CONFIG_FILE), None)
+
+
+def is_optional(name: str) -> bool:
+    """Whether a folder may have a tensor or lack it: a tied copy of the embedding, angles of config.json."""
+    return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
 
 
 def tensor_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
@@ -112,9 +126,11 @@ def adapted_layers(shapes: Shapes, targets: str | Sequence[str]) -> list[str]:
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is the weight of a linear layer that may be adapted."""
+    """Whether a tensor is the weight of a linear layer that may be adapted; experts and their routers are none."""
     layer = name.removesuffix(".weight")
-    return layer != name and len(shape) == 2 and layer.rpartition(".")[2] not in NEVER_ADAPTED
+    if layer == name or len(shape) != 2 or ".experts." in layer or layer.endswith(ROUTERS):
+        return False
+    return layer.rpartition(".")[2] not in NEVER_ADAPTED
 
 
 @dataclass(frozen=True)

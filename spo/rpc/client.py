@@ -81,6 +81,8 @@ SILENT_SECONDS = 30.0
 
 # An answer may be some times as long as its question, and is one message too.
 CHUNK_BYTES = MAX_MESSAGE_BYTES // 4
+# Of an answer in parts: what is sent while the next is made.
+PART_BYTES = MAX_MESSAGE_BYTES // 8
 # A trajectory travels alone in the worst case, with what is added to it on the way.
 MAX_TRAJECTORY_BYTES = MAX_MESSAGE_BYTES // 2
 # Of a sampled token: its id, its log-prob and its text.
@@ -118,6 +120,10 @@ def error_of(failure: grpc.RpcError, service: str, address: str) -> errors.SpoEr
                 return kind(rich.message, code=detail.code, violations=violations)
     if status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
         return errors.Unreachable(f"{service} at {address} did not answer: {failure.details()}")
+    if status == grpc.StatusCode.UNIMPLEMENTED:
+        return errors.PreconditionFailed(
+            f"{service} at {address} has no such method: it is older", code="unimplemented"
+        )
     return _BY_STATUS.get(status, errors.InternalError)(f"{service} at {address}: {failure.details()}")
 
 

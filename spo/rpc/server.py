@@ -105,15 +105,16 @@ class _TypedErrors(grpc.ServerInterceptor):
                 with observability.span(method.rsplit("/", 1)[-1], parent=trace, kind="SERVER"):
                     yield from handler.unary_stream(request, context)
 
+        def encoded(answer: object) -> bytes:
+            # A handler may answer with its response's bytes: what is stored serialized is passed on as it is.
+            return answer if isinstance(answer, bytes) else bytes(serialize(answer))
+
         if handler.unary_stream is not None:
             return grpc.unary_stream_rpc_method_handler(
-                stream, request_deserializer=handler.request_deserializer, response_serializer=serialize
+                stream, request_deserializer=handler.request_deserializer, response_serializer=encoded
             )
         return grpc.unary_unary_rpc_method_handler(
-            behaviour,
-            request_deserializer=handler.request_deserializer,
-            # A handler may answer with its response's bytes: what is stored serialized is passed on as it is.
-            response_serializer=lambda answer: answer if isinstance(answer, bytes) else serialize(answer),
+            behaviour, request_deserializer=handler.request_deserializer, response_serializer=encoded
         )
 
     def _not_yet(self, request: object, context: grpc.ServicerContext) -> None:

@@ -68,6 +68,11 @@ __all__ = [
 
 Violation = tuple[str, str]
 
+# What Redis takes as one value (its proto-max-bulk-len).
+ENTRY_BYTES = 512 << 20
+# Of a prompt's token its id; of a response's also the sampler's and the reference's log-probs and the text.
+PROMPT_TOKEN_BYTES, RESPONSE_TOKEN_BYTES = 4, 20
+
 
 def violations(spec: JobSpec) -> list[Violation]:
     """Every broken rule of a spec whose sections are each valid."""
@@ -208,6 +213,18 @@ def groups_fit(spec: JobSpec) -> Iterator[Violation]:
             "trainer/batch_size",
             f"{online:g} online trajectories per batch are no whole number of groups of "
             f"{spec.rollout.samples_per_prompt}",
+        )
+
+
+def a_group_fits_into_an_entry(spec: JobSpec) -> Iterator[Violation]:
+    """A prompt's samples cross Redis together; batches, samples and scores travel in as many parts as they need."""
+    model, samples = spec.model, spec.rollout.samples_per_prompt
+    size = samples * (PROMPT_TOKEN_BYTES * model.max_prompt_tokens + RESPONSE_TOKEN_BYTES * model.max_response_tokens)
+    if size > ENTRY_BYTES:
+        yield (
+            "rollout/samples_per_prompt",
+            f"{samples} samples of up to {model.max_response_tokens} tokens have up to {size >> 20} MiB together, and "
+            f"an entry of Redis has {ENTRY_BYTES >> 20}",
         )
 
 
@@ -501,6 +518,7 @@ RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
     advantages_are_normalised_once,
     overlong_can_be_shaped,
     groups_fit,
+    a_group_fits_into_an_entry,
     pivotal_search_can_work,
     annotations_are_of_verdicts,
     samplers_can_draw,

@@ -228,6 +228,12 @@ class TrajectoryPool(ReplayServiceServicer):
         self.spoil(request.step, batch)
         return batch
 
+    def StreamBatch(
+        self, request: replay_wire.StreamBatchRequest, context: grpc.ServicerContext
+    ) -> Iterator[replay_wire.SampleBatchResponse]:
+        for sampled in self.SampleBatch(request.batch, context).batch:
+            yield replay_wire.SampleBatchResponse(batch=[sampled])
+
 
 def sampled_trajectories(
     model_path: Path, count: int, *, qhat_0: float = -0.3, seed: int = 0, longest: int = 12

@@ -185,6 +185,30 @@ class SampleBatchResponse(_message.Message):
 Global___SampleBatchResponse: _TypeAlias = SampleBatchResponse  # noqa: Y015
 
 @_typing.final
+class StreamBatchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCH_FIELD_NUMBER: _builtins.int
+    WITHOUT_TEXTS_FIELD_NUMBER: _builtins.int
+    without_texts: _builtins.bool
+    """Leave response texts out: they are not learned from."""
+    @_builtins.property
+    def batch(self) -> Global___SampleBatchRequest: ...
+    def __init__(
+        self,
+        *,
+        batch: Global___SampleBatchRequest | None = ...,
+        without_texts: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "without_texts", b"without_texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamBatchRequest: _TypeAlias = StreamBatchRequest  # noqa: Y015
+
+@_typing.final
 class SourceCount(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

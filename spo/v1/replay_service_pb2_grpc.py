@@ -44,6 +44,11 @@ class ReplayServiceStub:
                 request_serializer=spo_dot_v1_dot_replay__service__pb2.SampleBatchRequest.SerializeToString,
                 response_deserializer=spo_dot_v1_dot_replay__service__pb2.SampleBatchResponse.FromString,
                 _registered_method=True)
+        self.StreamBatch = channel.unary_stream(
+                '/spo.v1.ReplayService/StreamBatch',
+                request_serializer=spo_dot_v1_dot_replay__service__pb2.StreamBatchRequest.SerializeToString,
+                response_deserializer=spo_dot_v1_dot_replay__service__pb2.SampleBatchResponse.FromString,
+                _registered_method=True)
         self.GetReplayStatus = channel.unary_unary(
                 '/spo.v1.ReplayService/GetReplayStatus',
                 request_serializer=spo_dot_v1_dot_replay__service__pb2.GetReplayStatusRequest.SerializeToString,
@@ -77,6 +82,13 @@ class ReplayServiceServicer:
 
     def SampleBatch(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamBatch(self, request, context):
+        """The same batch in parts of whole trajectories, so that its size is bound by no message's.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -116,6 +128,11 @@ def add_ReplayServiceServicer_to_server(servicer, server):
             'SampleBatch': grpc.unary_unary_rpc_method_handler(
                     servicer.SampleBatch,
                     request_deserializer=spo_dot_v1_dot_replay__service__pb2.SampleBatchRequest.FromString,
+                    response_serializer=spo_dot_v1_dot_replay__service__pb2.SampleBatchResponse.SerializeToString,
+            ),
+            'StreamBatch': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamBatch,
+                    request_deserializer=spo_dot_v1_dot_replay__service__pb2.StreamBatchRequest.FromString,
                     response_serializer=spo_dot_v1_dot_replay__service__pb2.SampleBatchResponse.SerializeToString,
             ),
             'GetReplayStatus': grpc.unary_unary_rpc_method_handler(
@@ -192,6 +209,33 @@ class ReplayService:
             target,
             '/spo.v1.ReplayService/SampleBatch',
             spo_dot_v1_dot_replay__service__pb2.SampleBatchRequest.SerializeToString,
+            spo_dot_v1_dot_replay__service__pb2.SampleBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/spo.v1.ReplayService/StreamBatch',
+            spo_dot_v1_dot_replay__service__pb2.StreamBatchRequest.SerializeToString,
             spo_dot_v1_dot_replay__service__pb2.SampleBatchResponse.FromString,
             options,
             channel_credentials,

@@ -33,6 +33,8 @@ class ReplayServiceStub:
     def __new__(cls, channel: _aio.Channel) -> ReplayServiceAsyncStub: ...
     Append: _grpc.UnaryUnaryMultiCallable[_replay_service_pb2.AppendRequest, _replay_service_pb2.AppendResponse]
     SampleBatch: _grpc.UnaryUnaryMultiCallable[_replay_service_pb2.SampleBatchRequest, _replay_service_pb2.SampleBatchResponse]
+    StreamBatch: _grpc.UnaryStreamMultiCallable[_replay_service_pb2.StreamBatchRequest, _replay_service_pb2.SampleBatchResponse]
+    """The same batch in parts of whole trajectories, so that its size is bound by no message's."""
     GetReplayStatus: _grpc.UnaryUnaryMultiCallable[_replay_service_pb2.GetReplayStatusRequest, _replay_service_pb2.GetReplayStatusResponse]
     ListTrajectories: _grpc.UnaryUnaryMultiCallable[_replay_service_pb2.ListTrajectoriesRequest, _replay_service_pb2.ListTrajectoriesResponse]
     GetTrajectory: _grpc.UnaryUnaryMultiCallable[_replay_service_pb2.GetTrajectoryRequest, _replay_service_pb2.GetTrajectoryResponse]
@@ -43,6 +45,8 @@ class ReplayServiceAsyncStub(ReplayServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Append: _aio.UnaryUnaryMultiCallable[_replay_service_pb2.AppendRequest, _replay_service_pb2.AppendResponse]  # type: ignore[assignment]
     SampleBatch: _aio.UnaryUnaryMultiCallable[_replay_service_pb2.SampleBatchRequest, _replay_service_pb2.SampleBatchResponse]  # type: ignore[assignment]
+    StreamBatch: _aio.UnaryStreamMultiCallable[_replay_service_pb2.StreamBatchRequest, _replay_service_pb2.SampleBatchResponse]  # type: ignore[assignment]
+    """The same batch in parts of whole trajectories, so that its size is bound by no message's."""
     GetReplayStatus: _aio.UnaryUnaryMultiCallable[_replay_service_pb2.GetReplayStatusRequest, _replay_service_pb2.GetReplayStatusResponse]  # type: ignore[assignment]
     ListTrajectories: _aio.UnaryUnaryMultiCallable[_replay_service_pb2.ListTrajectoriesRequest, _replay_service_pb2.ListTrajectoriesResponse]  # type: ignore[assignment]
     GetTrajectory: _aio.UnaryUnaryMultiCallable[_replay_service_pb2.GetTrajectoryRequest, _replay_service_pb2.GetTrajectoryResponse]  # type: ignore[assignment]
@@ -62,6 +66,14 @@ class ReplayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _replay_service_pb2.SampleBatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replay_service_pb2.SampleBatchResponse, _abc.Awaitable[_replay_service_pb2.SampleBatchResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def StreamBatch(
+        self,
+        request: _replay_service_pb2.StreamBatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_replay_service_pb2.SampleBatchResponse], _abc.AsyncIterator[_replay_service_pb2.SampleBatchResponse]]:
+        """The same batch in parts of whole trajectories, so that its size is bound by no message's."""
 
     @_abc_1.abstractmethod
     def GetReplayStatus(

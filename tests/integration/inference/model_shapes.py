@@ -131,6 +131,25 @@ SHAPES = {
         tied=True,
         config={"query_pre_attn_scalar": 32, "sliding_window": 16},
     ),
+    # Experts are one matrix each in the folder, and stacked in memory.
+    "qwen3_moe": ModelShape(
+        "qwen3_moe",
+        CHATML_TOKENS,
+        eos="<|im_end|>",
+        turn_end="<|im_end|>",
+        template=CHATML + "{% endif %}",
+        file_ends=("<|im_end|>", "<|endoftext|>"),
+        config={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    ),
+    "mixtral": ModelShape(
+        "mixtral",
+        ("<s>", "</s>", "[INST]", "[/INST]"),
+        eos="</s>",
+        turn_end="</s>",
+        template="{{ bos_token }}" + TURNS + "{% if each.role == 'user' %}[INST] {{ each.content }}[/INST]"
+        "{% else %}{{ each.content }}{{ eos_token }}{% endif %}{% endfor %}",
+        config={"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
 }
 
 

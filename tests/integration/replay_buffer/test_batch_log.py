@@ -14,15 +14,21 @@ import redis
 
 from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.service import ReplayService
-from services.replay_buffer.store import ReplayStore
+from services.replay_buffer.store import ReplayStore, SampledPayload
+from services.trainer.batches import ReplayClient
 from spo import redis_keys
-from spo.errors import InvalidInput, NotFound
+from spo.errors import InvalidInput, NotFound, PreconditionFailed
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
+from spo.spec.job_spec import parse_job_spec
 from spo.testing.runs import RUN, start_run, trajectory
 from spo.v1 import replay_service_pb2 as replay
 from spo.v1.prompt_pb2 import SOURCE_HUMAN
-from spo.v1.replay_service_pb2_grpc import ReplayServiceStub, add_ReplayServiceServicer_to_server
+from spo.v1.replay_service_pb2_grpc import (
+    ReplayServiceServicer,
+    ReplayServiceStub,
+    add_ReplayServiceServicer_to_server,
+)
 
 BATCH = 8
 MIX = [{"source": "online", "share": 0.5}, {"source": "human", "share": 0.5}]
@@ -166,3 +172,65 @@ def test_a_trajectory_says_how_many_duplicates_it_stands_for(service: ReplayServ
 
     assert reply.trajectory.trajectory_id == spelled[0].trajectory_id
     assert reply.copies == 2
+
+
+def test_a_batch_in_parts_is_the_batch_of_the_step_without_its_texts(address: str) -> None:
+    client = RpcClient("replay-buffer", address, ReplayServiceStub)
+    request = replay.SampleBatchRequest(run_id=RUN, batch_size=BATCH, step=3)
+    wanted = replay.StreamBatchRequest(batch=request, without_texts=True)
+
+    streamed = [found for part in client.stream("StreamBatch", wanted, 10) for found in part.batch]
+    whole = list(client.call("SampleBatch", request).batch)
+
+    assert all(found.trajectory.response_text for found in whole)
+    for found in whole:
+        found.trajectory.response_text = ""
+    assert streamed == whole
+    request.run_id = "job_NONE"
+    with pytest.raises(NotFound, match="job_NONE"):
+        list(client.stream("StreamBatch", replay.StreamBatchRequest(batch=request), 10))
+
+
+class OlderService(ReplayService):
+    """Of a time before batches in parts."""
+
+    StreamBatch = ReplayServiceServicer.StreamBatch  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [(ReplayService, 60_000), (OlderService, 60_000), (OlderService, 6)])
+def test_the_trainer_gets_batches_that_no_message_holds_except_from_an_older_replay_buffer(
+    store: ReplayStore, monkeypatch: pytest.MonkeyPatch, kind: type[ReplayService], tokens: int
+) -> None:
+    count = 80
+    long = trajectory(0)
+    long.response_token_ids[:] = [150_000] * tokens
+    long.sampling_logprobs[:] = long.reference_logprobs[:] = [-1.0] * tokens
+    long.response_text = "word " * tokens
+    server = RpcServer("127.0.0.1", 0)
+    service = kind(BatchSampler(store))
+    payload = SampledPayload(long.SerializeToString(), -0.5)
+    monkeypatch.setattr(service.sampler, "sample", lambda request, wanted: [payload] * count)
+    add_ReplayServiceServicer_to_server(service, server.server)
+    server.start()
+    spec = parse_job_spec({"model": {"path": "/pi0"}, "trainer": {"batch_size": count}})
+    trainer = ReplayClient(RpcClient("replay-buffer", server.address, ReplayServiceStub), RUN, spec)
+    try:
+        if kind is OlderService and tokens > 6:
+            with pytest.raises(InvalidInput, match="more than a message's"):
+                trainer.sample(1, 0, 1.0, None)
+            return
+        batch = trainer.sample(1, 0, 1.0, None)
+    finally:
+        server.stop(1)
+    assert [len(row.trajectory.response_token_ids) for row in batch] == [tokens] * count
+    assert batch[-1].trajectory.reference_logprobs == long.reference_logprobs
+
+
+def test_a_service_without_the_method_says_that_it_is_older() -> None:
+    server = RpcServer("127.0.0.1", 0)
+    server.start()
+    client = RpcClient("replay-buffer", server.address, ReplayServiceStub)
+    with pytest.raises(PreconditionFailed, match="older") as caught:
+        list(client.stream("StreamBatch", replay.StreamBatchRequest(), 10))
+    server.stop(1)
+    assert caught.value.code == "unimplemented"

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from services.replay_buffer.store import CHUNK_BYTES, CHUNK_TRAJECTORIES, SampledPayload, chunks, encode_batch
+from services.replay_buffer.store import (
+    CHUNK_BYTES,
+    CHUNK_TRAJECTORIES,
+    SampledPayload,
+    chunks,
+    encode_batch,
+    encode_parts,
+)
+from spo.rpc.client import PART_BYTES
 from spo.testing.runs import trajectory
 from spo.v1.replay_service_pb2 import SampleBatchResponse, SampledTrajectory
 
@@ -35,3 +43,22 @@ def test_no_script_call_carries_too_much_and_none_is_left_out(sizes: list[int]) 
     for chunk in cut:
         assert 1 <= len(chunk) <= CHUNK_TRAJECTORIES
         assert len(chunk) == 1 or sum(map(len, chunk)) <= CHUNK_BYTES
+
+
+@pytest.mark.parametrize("megabytes", [[], [1], [9], [3] * 10, [9, 1, 9], [1, 7, 1, 8, 1]])
+@pytest.mark.parametrize("without_texts", [False, True])
+def test_parts_hold_the_batch_in_order_and_none_is_larger_than_it_must_be(
+    megabytes: list[int], without_texts: bool
+) -> None:
+    found = [trajectory(number, text="x" * (count << 20)) for number, count in enumerate(megabytes)]
+    payloads = [SampledPayload(sample.SerializeToString(), -0.5, 0.25) for sample in found]
+
+    parts = list(encode_parts(payloads, without_texts=without_texts))
+
+    for sample in found if without_texts else ():
+        sample.response_text = ""
+    received = [sampled for part in parts for sampled in SampleBatchResponse.FromString(part).batch]
+    assert received == [SampledTrajectory(trajectory=sample, qhat_0=-0.5, qhat_0_error=0.25) for sample in found]
+    for part in parts:
+        assert len(part) < PART_BYTES + 10_000 or len(SampleBatchResponse.FromString(part).batch) == 1
+    assert len(parts) <= 1 or not without_texts
