@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
 
 import httpx
 import jwt
@@ -23,27 +22,16 @@ import redis
 from limits import parse
 from limits.aio.storage import MemoryStorage
 from limits.aio.strategies import MovingWindowRateLimiter
-from pydantic import BaseModel
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.commit import timestamp
 from services.orchestrator.settings import Settings
+from spo.api import SCOPES, AuditRecord, Scope
 from spo.errors import FieldViolation, InvalidInput, NotFound
 from spo.messaging.redis_client import RedisClient, record_words, write_even_when_full
 from spo.observability import get_logger
 from spo.spec.section import record_of
 
-Scope = Literal[
-    "jobs:read",
-    "jobs:write",
-    "trajectories:read",
-    "weights:push",
-    "datasets:write",
-    "models:query",
-    "models:capture",
-    "admin",
-]
-SCOPES: frozenset[Scope] = frozenset(get_args(Scope))
 READING = ("GET", "HEAD")
 
 # Path, scope to read, scope to change; the first match counts, and a page needs what its REST counterpart needs.
@@ -146,19 +134,6 @@ def _resolved(path: str) -> Path:
     except (OSError, ValueError, RuntimeError):
         # A NUL byte or a circle of links leads nowhere, so not into a folder.
         return Path("/")
-
-
-class AuditRecord(BaseModel):
-    """One request that changed something or was refused."""
-
-    entry_id: str
-    at: str
-    principal: str
-    tenant: str
-    method: str
-    path: str
-    status: int
-    request_id: str
 
 
 class AuditLog:

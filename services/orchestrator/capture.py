@@ -14,14 +14,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import entry_points
-from typing import Literal
 
 import regex
-from pydantic import BaseModel, ConfigDict, Field
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.scoring import WAKING_SECONDS, judge_rows
 from spo import redis_keys
+from spo.api import CapturePolicy, Feedback, RedactionRule
 from spo.errors import FieldViolation, InvalidInput, NotFound, NotReady, SpoError
 from spo.experience.columns import StoredTrajectory, statement_digest
 from spo.experience.imports import ProblemIndex
@@ -38,7 +37,6 @@ from spo.v1.trajectory_pb2 import FinishReason, Trajectory
 ENTRY_POINTS = "spo.redaction"
 # Of all rules together on one completion; a pattern that takes longer costs the capture, not the service.
 REDACT_SECONDS = 0.5
-MOST_RULES = 32
 
 # Of one tenant; the oldest go first.
 MOST_CAPTURED = 50_000
@@ -57,15 +55,6 @@ class RedactionFailed(SpoError):
     """A completion that cannot be redacted is not captured."""
 
 
-class RedactionRule(BaseModel):
-    """What a regular expression matches becomes the replacement, taken literally."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    pattern: str = Field(min_length=1, max_length=500)
-    replacement: str = Field(default="[redacted]", max_length=100)
-
-
 def hooks() -> Mapping[str, Callable[[], Callable[[str], str]]]:
     """Installed hooks by name: entry points of the group spo.redaction, each a function from text to text."""
     return {found.name: found.load for found in entry_points(group=ENTRY_POINTS)}
@@ -75,6 +64,8 @@ def check_rules(rules: Sequence[RedactionRule], hook: str) -> None:
     """Raises InvalidInput with a pointer to each pattern that is none, and to a hook that is not installed."""
     violations = []
     for index, rule in enumerate(rules):
+        if not rule.pattern:
+            violations.append(FieldViolation(f"/redactions/{index}/pattern", "must not be empty"))
         try:
             regex.compile(rule.pattern)
         except (regex.error, OverflowError, MemoryError, RecursionError) as error:
@@ -120,47 +111,6 @@ class Redactor:
         except Exception as error:
             message = f"the hook {self._hook} failed: {type(error).__name__}: {error}"
             raise RedactionFailed(message[:500], code="redaction_failed") from error
-
-
-class CapturePolicy(BaseModel):
-    """How a tenant's traffic is captured where it is asked for."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    sampling_rate: float = Field(
-        default=1.0, strict=True, ge=0, le=1, description="Share of what is asked for that is kept."
-    )
-    redactions: list[RedactionRule] = Field(default=[], max_length=MOST_RULES)
-    hook: str = Field(default="", max_length=100, description="An installed entry point of spo.redaction.")
-    retention_days: float = Field(default=30, strict=True, gt=0, le=3650)
-    licence: str = Field(default="", max_length=200)
-    consent: str = Field(default="", max_length=200, description="Where a request says nothing of its own.")
-
-
-class Feedback(BaseModel):
-    """What somebody or something said of a completion later; what is not said again stays."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    score: float | None = Field(default=None, strict=True, ge=0, le=1)
-    thumbs: Literal["up", "down"] | None = None
-    test: Literal["passed", "failed"] | None = None
-    edited: str | None = Field(
-        default=None, min_length=1, max_length=1 << 20, description="The answer as it should be."
-    )
-    comment: str | None = Field(default=None, max_length=10_000)
-
-    def reward(self, text: str) -> float | None:
-        """Of the completion, best 0 and worst -1: by a test, else a score, thumbs, or whether it was edited."""
-        if self.test:
-            return 0.0 if self.test == "passed" else -1.0
-        if self.score is not None:
-            return self.score - 1.0
-        if self.thumbs:
-            return 0.0 if self.thumbs == "up" else -1.0
-        if self.edited is not None:
-            return 0.0 if self.edited.strip() == text.strip() else -1.0
-        return None
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from services.orchestrator.settings import Settings
 from services.orchestrator.steps import JobActions, JobPreparation, JobQueue, JobRunner, JobTraining
 from services.orchestrator.values import ReferenceRefresh, ValueProgress
 from spo import redis_keys
+from spo.api import JOB_ID_PATTERN
 from spo.errors import InvalidInput, NotFound, NotReady
 from spo.experience.store import ExperienceStore
 from spo.messaging.redis_client import RedisClient
@@ -317,7 +318,6 @@ def checks_of(request: Request) -> SharedThreads:
 
 ContextDep = Annotated[AppContext, Depends(_context)]
 PrincipalDep = Annotated[Principal, Depends(_principal)]
-JOB_ID_PATTERN = r"^job_[0-9A-HJKMNP-TV-Z]{26}$"
 
 
 async def _own_job(
@@ -346,6 +346,5 @@ JobId = Annotated[str, Depends(_own_job)]
 PromptId = Annotated[str, Path(pattern=r"^[0-9a-f]{1,128}$")]
 TrajectoryId = Annotated[str, Path(pattern=r"^traj_[0-9A-Za-z]{1,64}$")]
 
-RUN_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,199}$"
 Limit = Annotated[int, Query(ge=1, le=1000)]
 PolicyVersion = Annotated[int | None, Query(ge=0, le=2**53, description="Weight version; default: the newest, 0: pi0.")]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 import redis
 from blake3 import blake3
@@ -27,6 +27,7 @@ from ulid import ULID
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.commit import timestamp
 from services.orchestrator.jobs import JobStore
+from spo.api import DatasetState, FileFormat, TaskFormat
 from spo.errors import (
     Conflict,
     FieldViolation,
@@ -56,10 +57,6 @@ PART = "part-"
 COPIED_AT_ONCE = 1 << 20
 
 log = get_logger("datasets")
-
-State = Literal["uploading", "validating", "ready", "invalid"]
-TaskFormat = Literal["jsonl", "code_contests", "taco"]
-FileFormat = Literal["jsonl", "parquet"]
 
 LOOK_SECONDS = 1.0
 MAX_UPLOADS = 20
@@ -215,7 +212,7 @@ class Dataset:
     file_format: FileFormat
     size_bytes: int
     uploaded_bytes: int = 0
-    state: State = "uploading"
+    state: DatasetState = "uploading"
     created_at: str = ""
     touched_at: float = 0.0
     digest: str = ""
@@ -285,7 +282,7 @@ class Datasets:
             self._require_lead()
             stored = self.files.append(self._file(dataset), offset, part)
             done = offset + size == dataset.size_bytes
-            state: State = "validating" if done else "uploading"
+            state: DatasetState = "validating" if done else "uploading"
             parts = [*dataset.parts, stored] if stored else dataset.parts
             grown = replace(dataset, uploaded_bytes=offset + size, touched_at=time.time(), state=state, parts=parts)
             self._store(grown)
@@ -364,7 +361,7 @@ class Datasets:
             self._store(replace(dataset, state="invalid", report=report))
         elif dataset.state == "validating":
             report, digest = report_on(self.file_of(dataset), dataset.task_format)
-            state: State = "ready" if report["problems"] and not report["faults_total"] else "invalid"
+            state: DatasetState = "ready" if report["problems"] and not report["faults_total"] else "invalid"
             self._store(replace(dataset, state=state, report=report, digest=digest))
             log.info("dataset checked", dataset=dataset.id, state=state, problems=report["problems"])
         elif time.time() - dataset.touched_at > ABANDONED_SECONDS:

@@ -13,10 +13,11 @@ from typing import Literal
 
 from blake3 import blake3
 
-from services.orchestrator import schemas
 from services.orchestrator.datasets import prompt_of
 from services.orchestrator.jobs import seed_of
+from spo import api
 from spo.algorithm.values import ProblemCounts, distinct_correct, mean_pass_at_k
+from spo.api import ProblemScore
 from spo.errors import FieldViolation, InternalError, InvalidInput, NotReady, PreconditionFailed, SpoError
 from spo.experience.columns import StoredTrajectory
 from spo.experience.imports import (
@@ -85,26 +86,6 @@ class EvaluationTask:
     spec: JobSpec
     protocol: EvaluationSpec
     problems: Sequence[Problem]
-
-
-@dataclass(frozen=True)
-class ProblemScore:
-    """How the samples of one problem did; entropy in nats per token, under the sampling distribution.
-
-    public_only counts programs that pass the public tests and fail a hidden one, hard_coded those of them that seem to
-    print remembered answers. scores: of a verifier that knows more than right and wrong the mean, `score`, and by name
-    those of its parts; empty of others.
-    """
-
-    prompt_id: str
-    samples: int
-    correct: int
-    distinct: int
-    public_only: int
-    hard_coded: int
-    entropy: float
-    response_tokens: float
-    scores: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -213,7 +194,7 @@ def summary(task: EvaluationTask, found: Sequence[ProblemScore | Undecided]) -> 
         "decided": len(scores),
         "undecided": [asdict(each) for each in found if isinstance(each, Undecided)],
         "samples": task.protocol.samples,
-        "per_problem": [asdict(score) for score in scores],
+        "per_problem": [score.model_dump() for score in scores],
     }
 
 
@@ -381,7 +362,7 @@ def _key(problem: Problem, program: str) -> Key:
 
 
 @dataclass(frozen=True)
-class ImportOptions:
+class RequestedImport:
     """How to read an upload; `judging` says which rows are judged."""
 
     terms: ImportTerms
@@ -394,8 +375,8 @@ class ImportOptions:
 
 
 def import_rows(
-    store: ExperienceStore, judges: JudgePools, problems: Sequence[Problem], body: bytes, requested: ImportOptions
-) -> schemas.ImportReport:
+    store: ExperienceStore, judges: JudgePools, problems: Sequence[Problem], body: bytes, requested: RequestedImport
+) -> api.ImportReport:
     """Store a file's rows under the name of the terms; importing the same file again changes nothing.
 
     Raises InvalidInput (code "bad_rows", a violation per row) when rows are refused and the good ones are not to be
@@ -420,7 +401,7 @@ def import_rows(
             terms.run, "import", terms.task_set, reference_hash, licence=terms.licence, tenant=requested.tenant
         )
         store.write(origin, name, chosen)
-    return schemas.ImportReport(
+    return api.ImportReport(
         run=requested.terms.run,
         rows=rows,
         stored=len(unique),
@@ -434,9 +415,9 @@ def import_rows(
 
 def _sort_out(
     uploaded: Iterable[UploadedRow], index: ProblemIndex, terms: ImportTerms
-) -> tuple[list[StoredTrajectory], list[schemas.RowFault], int]:
+) -> tuple[list[StoredTrajectory], list[api.RowFault], int]:
     good: list[StoredTrajectory] = []
-    faults: list[schemas.RowFault] = []
+    faults: list[api.RowFault] = []
     rows = 0
     for row in uploaded:
         rows += 1
@@ -444,11 +425,11 @@ def _sort_out(
             good.append(stored_row(row, index, terms))
         except RowRefusal as refusal:
             fault = {"code": refusal.code, "pointer": refusal.pointer, "message": refusal.message}
-            faults.append(schemas.RowFault(row=row.number, **fault))
+            faults.append(api.RowFault(row=row.number, **fault))
     return good, faults, rows
 
 
-def _refusal(faults: Sequence[schemas.RowFault], rows: int) -> InvalidInput:
+def _refusal(faults: Sequence[api.RowFault], rows: int) -> InvalidInput:
     shown = tuple(
         FieldViolation(f"/rows/{fault.row}{fault.pointer}", f"{fault.code}: {fault.message}")
         for fault in faults[:SHOWN_FAULTS]

@@ -16,9 +16,9 @@ from typing import Any
 
 from pyarrow import parquet
 
-from services.orchestrator import redis_keys as own_keys, schemas
+from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.scoring import WAKING_SECONDS, RowJudge, judge_versions, pools_of
-from spo import redis_keys
+from spo import api, redis_keys
 from spo.errors import Conflict, FieldViolation, InvalidInput, NotFound
 from spo.experience.columns import SCHEMA, StoredTrajectory, fields_of, table_of
 from spo.experience.imports import ProblemIndex, UploadFormat
@@ -86,7 +86,7 @@ class RowFilter:
         )
 
 
-def runs(client: RedisClient, store: ExperienceStore, scope: Scope) -> list[schemas.StoredRun]:
+def runs(client: RedisClient, store: ExperienceStore, scope: Scope) -> list[api.StoredRun]:
     """What is stored, by name, newest first."""
     by_run: dict[str, list[StoredFile]] = defaultdict(list)
     for file in scope.files(store):
@@ -95,7 +95,7 @@ def runs(client: RedisClient, store: ExperienceStore, scope: Scope) -> list[sche
     return sorted(found, key=lambda stored: stored.stored_at, reverse=True)
 
 
-def statistics(store: ExperienceStore, scope: Scope) -> schemas.ExperienceStatistics:
+def statistics(store: ExperienceStore, scope: Scope) -> api.ExperienceStatistics:
     """Counts over a part of the store; a trajectory that is stored twice counts once."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     seen: set[str] = set()
@@ -119,7 +119,7 @@ def statistics(store: ExperienceStore, scope: Scope) -> schemas.ExperienceStatis
                 solved.add(row["prompt_id"])
                 counts["right"]["right"] += 1
     shown = ("runs", "sources", "outcomes", "judge_versions", "licences")
-    return schemas.ExperienceStatistics(
+    return api.ExperienceStatistics(
         trajectories=len(seen),
         right=counts["right"]["right"],
         prompts=len(counts["prompts"]),
@@ -137,10 +137,10 @@ def _counted(store: ExperienceStore, scope: Scope) -> Iterator[tuple[StoredFile,
             yield file, store.table(file, COUNTED).to_pylist()
 
 
-def rows(store: ExperienceStore, scope: Scope, wanted: RowFilter, limit: int, cursor: str) -> schemas.StoredRowPage:
+def rows(store: ExperienceStore, scope: Scope, wanted: RowFilter, limit: int, cursor: str) -> api.StoredRowPage:
     """A page of rows in the order of the files. Raises InvalidInput for an unknown cursor."""
     after = _decode_cursor(cursor) if cursor else ("", -1)
-    found: list[schemas.StoredRow] = []
+    found: list[api.StoredRow] = []
     for file in scope.files(store):
         if file.path < after[0]:
             continue
@@ -148,17 +148,17 @@ def rows(store: ExperienceStore, scope: Scope, wanted: RowFilter, limit: int, cu
         taken = numbers[: limit - len(found)]
         found += [_row(file, row) for row in store.rows(file, taken)]
         if len(found) == limit:
-            return schemas.StoredRowPage(items=found, next_cursor=_encode_cursor(file.path, taken[-1]))
-    return schemas.StoredRowPage(items=found, next_cursor=None)
+            return api.StoredRowPage(items=found, next_cursor=_encode_cursor(file.path, taken[-1]))
+    return api.StoredRowPage(items=found, next_cursor=None)
 
 
-def row(store: ExperienceStore, scope: Scope, trajectory_id: str) -> schemas.StoredRowDetail:
+def row(store: ExperienceStore, scope: Scope, trajectory_id: str) -> api.StoredRowDetail:
     """One row with all its columns. Raises NotFound."""
     for file in scope.files(store):
         ids = store.table(file, ("trajectory_id",))["trajectory_id"].to_pylist()
         if trajectory_id in ids:
             (found,) = store.rows(file, [ids.index(trajectory_id)])
-            return schemas.StoredRowDetail(run=file.origin.run, file=file.path, columns=fields_of(found))
+            return api.StoredRowDetail(run=file.origin.run, file=file.path, columns=fields_of(found))
     raise NotFound(f"no trajectory {trajectory_id} is stored", code="experience_not_found")
 
 
@@ -198,9 +198,9 @@ def _trained_tokens(row: Mapping[str, Any]) -> int:
     return len(row["response_token_ids"] or ()) - observed
 
 
-def _run(client: RedisClient, run: str, files: Sequence[StoredFile]) -> schemas.StoredRun:
+def _run(client: RedisClient, run: str, files: Sequence[StoredFile]) -> api.StoredRun:
     newest = max(file.written_unix_ms for file in files)
-    return schemas.StoredRun(
+    return api.StoredRun(
         run=run,
         kind=files[0].origin.kind,
         task_sets=sorted({file.origin.task_set for file in files}),
@@ -220,10 +220,10 @@ def _matching(store: ExperienceStore, file: StoredFile, wanted: RowFilter, after
     return [number for number, row in enumerate(found) if number > after and wanted.takes(row)]
 
 
-def _row(file: StoredFile, stored: StoredTrajectory) -> schemas.StoredRow:
+def _row(file: StoredFile, stored: StoredTrajectory) -> api.StoredRow:
     fields = fields_of(stored)
-    return schemas.StoredRow(
-        **{name: fields[name] for name in schemas.StoredRow.model_fields if name in fields}, run=file.origin.run
+    return api.StoredRow(
+        **{name: fields[name] for name in api.StoredRow.model_fields if name in fields}, run=file.origin.run
     )
 
 
@@ -268,7 +268,7 @@ def _parquet(rows: Iterable[StoredTrajectory]) -> Iterator[bytes]:
 
 def prune(
     client: RedisClient, store: ExperienceStore, scope: Scope, older_than_days: float | None, *, dry_run: bool
-) -> schemas.PruneReport:
+) -> api.PruneReport:
     """Remove files, or with dry_run report them. Raises InvalidInput without any filter, Conflict, NotFound."""
     if scope.run is None and scope.task_set is None and older_than_days is None:
         violation = FieldViolation("/run", "name a run, a task set or an age")
@@ -283,7 +283,7 @@ def prune(
             # First the files that were merged: without the merged file their rows would count again.
             for file in [*scope.superseded(store), *found]:
                 store.remove(file)
-    return schemas.PruneReport(
+    return api.PruneReport(
         runs=sorted({file.origin.run for file in found}),
         files=len(found),
         trajectories=sum(file.rows for file in found),
@@ -292,7 +292,7 @@ def prune(
     )
 
 
-def compact(client: RedisClient, store: ExperienceStore, scope: Scope, *, dry_run: bool) -> schemas.CompactReport:
+def compact(client: RedisClient, store: ExperienceStore, scope: Scope, *, dry_run: bool) -> api.CompactReport:
     """Merge many files into few, or with dry_run count them; skips runs that jobs add to. Raises Conflict, NotFound."""
     with _alone(client) as lock:
         found = [file for file in scope.files(store) if is_complete(client, file.origin.run)]
@@ -304,7 +304,7 @@ def compact(client: RedisClient, store: ExperienceStore, scope: Scope, *, dry_ru
             for files in quotas:
                 lock.reacquire()
                 merge(store, files)
-    return schemas.CompactReport(
+    return api.CompactReport(
         runs=sorted({files[0].origin.run for files in quotas}),
         trajectories=sum(file.rows for files in quotas for file in files),
         files_before=len(found),
@@ -342,10 +342,10 @@ class Rejudging:
     unknown: int = field(default=0, init=False)
     accepted: int = field(default=0, init=False)
     rejected: int = field(default=0, init=False)
-    changes: list[schemas.ChangedVerdict] = field(default_factory=list, init=False)
+    changes: list[api.ChangedVerdict] = field(default_factory=list, init=False)
     _seen: set[str] = field(default_factory=set, init=False)
 
-    def run(self, scope: Scope) -> schemas.RejudgeReport:
+    def run(self, scope: Scope) -> api.RejudgeReport:
         """Judge the rows and, if `writes`, store them under the new name; a second run changes nothing.
 
         Raises NotFound, NotReady, Unreachable.
@@ -359,7 +359,7 @@ class Rejudging:
             for file in files:
                 go_on()
                 self._file(file, index, versions, judge)
-        return schemas.RejudgeReport(
+        return api.RejudgeReport(
             run=self.name if self.writes and self.judged else None,
             looked_at=self.looked_at,
             judged=self.judged,
@@ -438,7 +438,7 @@ class Rejudging:
         if len(self.changes) == SHOWN_CHANGES:
             return
         self.changes.append(
-            schemas.ChangedVerdict(trajectory_id=old.trajectory_id, prompt_id=new.prompt_id, before=before, after=after)
+            api.ChangedVerdict(trajectory_id=old.trajectory_id, prompt_id=new.prompt_id, before=before, after=after)
         )
 
 

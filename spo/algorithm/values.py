@@ -322,7 +322,7 @@ class ProblemCounts:
 
 
 @dataclass(frozen=True)
-class PassAtK:
+class PassAtKEstimate:
     """Mean over problems with a bootstrap interval [low, high]."""
 
     mean: float
@@ -342,7 +342,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 def mean_pass_at_k(
     problems: Sequence[ProblemCounts], k: int, *, seed: int, level: float = 0.95, resamples: int = 2000
-) -> PassAtK:
+) -> PassAtKEstimate:
     """pass@k averaged over problems, with a percentile bootstrap over problems (the problems are the sample).
 
     Equal inputs and seed give equal intervals. Raises InvalidInput without problems, or as `pass_at_k`.
@@ -354,7 +354,7 @@ def mean_pass_at_k(
     # One resample at a time: thousands of problems by thousands of resamples need not lie in memory together.
     means = [score_P[rng.integers(len(score_P), size=len(score_P))].mean() for _ in range(resamples)]
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return PassAtK(mean=float(score_P.mean()), low=float(low), high=float(high))
+    return PassAtKEstimate(mean=float(score_P.mean()), low=float(low), high=float(high))
 
 
 def distinct_correct(programs: Sequence[str], correct: Sequence[bool]) -> int:

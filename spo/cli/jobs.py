@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from spo.client import DEFAULT_URL, Client
-from spo.client.models import EvaluationRequest, Event, ForkRequest, Job, JobSummary, JsonObject, LogLevel, LogLine
+from spo.client.models import EvaluationKeywords, Event, ForkKeywords, Job, JobSummary, JsonObject, LogLevel, LogLine
 from spo.client.waiting_view import ProgressBar
 from spo.console import (
     ExitCode,
@@ -230,7 +230,7 @@ def fork(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """A new job that starts from another's weights or goes on from its checkpoint."""
-    requested = ForkRequest(version=version, checkpoint_step=checkpoint, as_reference=as_reference)
+    requested = ForkKeywords(version=version, checkpoint_step=checkpoint, as_reference=as_reference)
     if overrides:
         requested["overrides"] = read_spec(overrides)
     with api() as client:
@@ -368,7 +368,7 @@ def evaluate(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Evaluate a weight version or checkpoint and wait for the result."""
-    wanted = EvaluationRequest(
+    wanted = EvaluationKeywords(
         version=version,
         checkpoint_step=checkpoint,
         tasks=read_spec(tasks) if tasks else None,

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import typer
 
 from spo.cli.jobs import JobId, LimitOption, OutputOption, api
-from spo.client.models import FileFormat, ImportOptions, JsonObject, Prune, Source
+from spo.client.models import FileFormat, ImportOptions, JsonObject, PruneKeywords, Source
 from spo.console import Output, console, print_document, print_entry, print_rows
 from spo.errors import IntegrityError, InvalidInput
 from spo.experience.known_logs import KnownLog
@@ -366,7 +366,7 @@ def prune(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Remove stored experience for good."""
-    requested = Prune(run=run, task_set=task_set, older_than_days=older_than_days, dry_run=True)
+    requested = PruneKeywords(run=run, task_set=task_set, older_than_days=older_than_days, dry_run=True)
     with api() as client:
         report = client.experience.prune(**requested)
         if not dry_run:

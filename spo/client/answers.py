@@ -62,7 +62,7 @@ def error_of(response: httpx.Response) -> errors.SpoError:
 def parsed(answer: type[Answer], content: object) -> Answer:
     """The content as a model. Raises InternalError (code "unexpected_answer") naming the first field that is wrong."""
     try:
-        return answer.model_validate(content)
+        return answer.model_validate(content, extra="ignore")
     except ValidationError as error:
         first = error.errors()[0]
         place = "/" + "/".join(map(str, first["loc"]))

@@ -28,8 +28,7 @@ import redis
 from blake3 import blake3
 
 from spo.client import Client
-from spo.client.models import Job
-from spo.client.models.documents import ContinualDetail, ContinualRound
+from spo.client.models import ContinualDetail, ContinualRound, Job
 from spo.console import ExitCode, console
 from spo.demo.demo import RECIPE, Demo, fresh_demo, machine, model_of
 from spo.errors import NotReady

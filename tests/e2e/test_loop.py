@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from spo.client.models.documents import ContinualRound
+from spo.client.models import ContinualRound
 from spo.demo.loop import (
     CONTINUAL,
     ENDED,

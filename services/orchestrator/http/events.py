@@ -31,12 +31,13 @@ from sse_starlette.sse import SendTimeoutError
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
-from services.orchestrator import redis_keys as own_keys, schemas
+from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext, ContextDep, JobId
 from services.orchestrator.jobs import JobEvent, JobStore, event_of
 from services.orchestrator.pipeline import SHARED_STREAMS, streams_of
 from services.orchestrator.replicas import POOLS
-from services.orchestrator.schemas import (
+from spo import api
+from spo.api import (
     DeadLetterDetail,
     DeadLetterPage,
     DeadLetterSummary,
@@ -257,7 +258,7 @@ class EventHeaders(BaseModel):
 
 @router.get(
     "/{job_id}/events",
-    response_model=schemas.EventPage,
+    response_model=api.EventPage,
     responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
 )
 async def events(
@@ -296,14 +297,14 @@ class LogFilter:
     service: str = ""
     level: LogLevel = "info"
 
-    def takes(self, line: schemas.LogLine) -> bool:
+    def takes(self, line: api.LogLine) -> bool:
         return line.level in LEVELS[LEVELS.index(self.level) :] and self.service in ("", line.service)
 
 
-def log_page(context: AppContext, job_id: str, wanted: LogFilter, limit: int, cursor: str) -> schemas.LogPage:
+def log_page(context: AppContext, job_id: str, wanted: LogFilter, limit: int, cursor: str) -> api.LogPage:
     """A page of lines, newest first. Raises NotFound."""
     context.jobs.state(job_id)
-    found: list[schemas.LogLine] = []
+    found: list[api.LogLine] = []
     scanned, newest = 0, f"({cursor}" if cursor else "+"
     while scanned < MAX_SCANNED:
         entries = context.redis.xrevrange(own_keys.job_logs(job_id), max=newest, count=SCAN)
@@ -312,22 +313,22 @@ def log_page(context: AppContext, job_id: str, wanted: LogFilter, limit: int, cu
             if wanted.takes(line):
                 found.append(line)
                 if len(found) == limit:
-                    return schemas.LogPage(items=found, next_cursor=entry_id.decode())
+                    return api.LogPage(items=found, next_cursor=entry_id.decode())
         if len(entries) < SCAN:
             break
         scanned += len(entries)
         newest = f"({entries[-1][0].decode()}"
-    return schemas.LogPage(items=found, next_cursor=None)
+    return api.LogPage(items=found, next_cursor=None)
 
 
-def _line(fields: dict[bytes, bytes]) -> schemas.LogLine:
+def _line(fields: dict[bytes, bytes]) -> api.LogLine:
     text = {name.decode(): value.decode(errors="replace") for name, value in fields.items()}
     try:
         parsed = json.loads(text["line"])
     except ValueError:
         # Cut off: the line was longer than a line may be.
         parsed = {"event": text["line"]}
-    return schemas.LogLine(
+    return api.LogLine(
         service=text["service"],
         replica_id=text["replica_id"],
         level="warning" if text["level"] == "warn" else "error" if text["level"] == "exception" else text["level"],
@@ -344,7 +345,7 @@ class LogQuery(BaseModel):
 
 
 @logs_router.get("/{job_id}/logs")
-def logs(context: ContextDep, job_id: JobId, query: Annotated[LogQuery, Query()]) -> schemas.LogPage:
+def logs(context: ContextDep, job_id: JobId, query: Annotated[LogQuery, Query()]) -> api.LogPage:
     """Lines of at least this level, newest first; the latest 20,000 of a job are kept."""
     return log_page(context, job_id, LogFilter(query.service, query.level), query.limit, query.cursor)
 

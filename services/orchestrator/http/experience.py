@@ -9,15 +9,14 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from starlette.concurrency import run_in_threadpool
 from ulid import ULID
 
-from services.orchestrator import schemas, stored_experience
+from services.orchestrator import stored_experience
 from services.orchestrator.auth import Principal
 from services.orchestrator.checks import parse_json
 from services.orchestrator.container import (
-    RUN_PATTERN,
     AppContext,
     ContextDep,
     Limit,
@@ -26,9 +25,10 @@ from services.orchestrator.container import (
     lasting_calls,
     require_own_job,
 )
-from services.orchestrator.datasets import Dataset, FileFormat, State, TaskFormat
-from services.orchestrator.scoring import ImportOptions, import_rows
+from services.orchestrator.datasets import Dataset
+from services.orchestrator.scoring import RequestedImport, import_rows
 from services.orchestrator.stored_experience import Rejudging, exported
+from spo import api
 from spo.errors import Conflict, FieldViolation, InvalidInput, NotFound, NotReady
 from spo.experience.imports import ImportTerms, UploadFormat
 from spo.experience.known_logs import KNOWN_LOGS, KnownLog
@@ -61,7 +61,7 @@ _PART: dict[str, object] = {
 
 
 class StoredRunQuery(BaseModel):
-    run: str | None = Field(None, pattern=RUN_PATTERN, description="A job's id or a name.")
+    run: str | None = Field(None, pattern=api.RUN_PATTERN, description="A job's id or a name.")
     task_set: str | None = Field(None, max_length=200)
 
 
@@ -76,15 +76,15 @@ class StoredRowQuery(StoredRunQuery):
 @router.get("")
 def list_runs(
     context: ContextDep, principal: PrincipalDep, query: Annotated[StoredRunQuery, Query()]
-) -> schemas.StoredRuns:
+) -> api.StoredRuns:
     """Stored runs and imports with their lineage, newest first."""
-    return schemas.StoredRuns(items=stored_experience.runs(context.redis, context.experience, _scope(principal, query)))
+    return api.StoredRuns(items=stored_experience.runs(context.redis, context.experience, _scope(principal, query)))
 
 
 @router.get("/stats")
 def statistics(
     context: ContextDep, principal: PrincipalDep, query: Annotated[StoredRunQuery, Query()]
-) -> schemas.ExperienceStatistics:
+) -> api.ExperienceStatistics:
     """Counts by run, source, outcome, judge and licence."""
     return stored_experience.statistics(context.experience, _scope(principal, query))
 
@@ -92,7 +92,7 @@ def statistics(
 @router.get("/rows")
 def list_rows(
     context: ContextDep, principal: PrincipalDep, query: Annotated[StoredRowQuery, Query()]
-) -> schemas.StoredRowPage:
+) -> api.StoredRowPage:
     """Stored trajectories, by run, prompt, source or outcome."""
     wanted = stored_experience.RowFilter(query.prompt_id, query.source or "", query.right)
     return stored_experience.rows(context.experience, _scope(principal, query), wanted, query.limit, query.cursor)
@@ -103,43 +103,13 @@ def get_row(
     context: ContextDep,
     principal: PrincipalDep,
     trajectory_id: Annotated[str, Path(pattern=r"^[A-Za-z0-9_.-]{1,200}$")],
-) -> schemas.StoredRowDetail:
+) -> api.StoredRowDetail:
     """One stored trajectory with every column of the file format."""
     return stored_experience.row(context.experience, stored_experience.Scope(principal.sees_tenant), trajectory_id)
 
 
-class StorePart(BaseModel):
-    """Part of the store in a request's body."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    run: str | None = Field(default=None, pattern=RUN_PATTERN)
-    task_set: str | None = Field(default=None, max_length=200)
-
-
-class Export(StorePart):
-    right: StrictBool | None = Field(default=None, description="Only successes, or only failures.")
-    format: Literal["jsonl", "parquet"] = "jsonl"
-
-
-class Rejudge(StorePart):
-    job: str | None = Field(default=None, pattern=r"^job_[0-9A-Z]{26}$", description="Judge by this job's tasks ...")
-    tasks: TasksSpec | None = Field(default=None, description="... or by these.")
-    name: str | None = Field(default=None, pattern=RUN_PATTERN, description="Of the new lineage; default: a new one.")
-    dry_run: StrictBool = False
-
-
-class Compact(StorePart):
-    dry_run: StrictBool = False
-
-
-class Prune(StorePart):
-    older_than_days: float | None = Field(default=None, ge=0, le=36500)
-    dry_run: StrictBool = False
-
-
 class ImportQuery(BaseModel):
-    name: str = Field(pattern=RUN_PATTERN, description="Of the import; jobs name it as their source.")
+    name: str = Field(pattern=api.RUN_PATTERN, description="Of the import; jobs name it as their source.")
     job: str | None = Field(None, pattern=r"^job_[0-9A-Z]{26}$")
     tasks: str | None = Field(None, max_length=10_000, description="TasksSpec as JSON, instead of a job.")
     licence: str = Field("", max_length=200)
@@ -157,7 +127,7 @@ class ImportQuery(BaseModel):
 @router.post("/import", status_code=201, openapi_extra={"requestBody": {"required": True, **_FILES}})
 async def import_experience(
     request: Request, context: ContextDep, principal: PrincipalDep, query: Annotated[ImportQuery, Query()]
-) -> schemas.ImportReport:
+) -> api.ImportReport:
     """Rows of prompts, responses and perhaps rewards; all or none are stored, unless the good ones are to be kept."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip()
     if kind not in UPLOAD_FORMATS:
@@ -166,7 +136,7 @@ async def import_experience(
     fields = _parse_fields(query.fields, query.log)
     body = await request.body()
 
-    def store() -> schemas.ImportReport:
+    def store() -> api.ImportReport:
         spec, model_hash = tasks_of(context, principal, query.job, tasks)
         check_import_name(context, principal, query.name, "import")
         terms = ImportTerms(
@@ -179,14 +149,14 @@ async def import_experience(
             model_hash=model_hash,
             licence=query.licence,
         )
-        options = ImportOptions(terms, UPLOAD_FORMATS[kind], query.judging, query.keep_good, principal.tenant, fields)
+        options = RequestedImport(terms, UPLOAD_FORMATS[kind], query.judging, query.keep_good, principal.tenant, fields)
         return import_rows(context.experience, context.judges, context.library.load(spec).train, body, options)
 
     return await lasting_calls().run(store)
 
 
 @router.post("/export", response_class=StreamingResponse, responses={200: _FILES})
-def export_experience(context: ContextDep, principal: PrincipalDep, body: Export) -> StreamingResponse:
+def export_experience(context: ContextDep, principal: PrincipalDep, body: api.Export) -> StreamingResponse:
     """The chosen trajectories as JSONL, a column per field, or as one Parquet file of the store's own format."""
     scope = _scope(principal, body)
     if body.run and stored_experience.is_on_its_way(context.redis, body.run):
@@ -200,7 +170,7 @@ def export_experience(context: ContextDep, principal: PrincipalDep, body: Export
 
 @router.post("/rejudge")
 @lasting
-def rejudge(context: ContextDep, principal: PrincipalDep, body: Rejudge) -> schemas.RejudgeReport:
+def rejudge(context: ContextDep, principal: PrincipalDep, body: api.Rejudge) -> api.RejudgeReport:
     """Judge stored trajectories by the tests that a task set has now; they are stored as a lineage of their own."""
     spec, _ = tasks_of(context, principal, body.job, body.tasks)
     name = body.name or f"rejudge-{ULID()}"
@@ -214,7 +184,7 @@ def rejudge(context: ContextDep, principal: PrincipalDep, body: Rejudge) -> sche
 
 @router.post("/compact")
 @lasting
-def compact(context: ContextDep, principal: PrincipalDep, body: Compact) -> schemas.CompactReport:
+def compact(context: ContextDep, principal: PrincipalDep, body: api.Compact) -> api.CompactReport:
     """Merge many small files into few; jobs under way are left alone, and what is read does not change."""
     scope = _scope(principal, body)
     return stored_experience.compact(context.redis, context.experience, scope, dry_run=body.dry_run)
@@ -222,13 +192,13 @@ def compact(context: ContextDep, principal: PrincipalDep, body: Compact) -> sche
 
 @router.post("/prune")
 @lasting
-def prune(context: ContextDep, principal: PrincipalDep, body: Prune) -> schemas.PruneReport:
+def prune(context: ContextDep, principal: PrincipalDep, body: api.Prune) -> api.PruneReport:
     """Remove stored experience for good: of one run, of a task set, or what is older than so many days."""
     scope = _scope(principal, body)
     return stored_experience.prune(context.redis, context.experience, scope, body.older_than_days, dry_run=body.dry_run)
 
 
-def _scope(principal: Principal, chosen: StoredRunQuery | StorePart) -> stored_experience.Scope:
+def _scope(principal: Principal, chosen: StoredRunQuery | api.StorePart) -> stored_experience.Scope:
     return stored_experience.Scope(principal.sees_tenant, chosen.run, chosen.task_set)
 
 
@@ -270,69 +240,15 @@ def check_import_name(context: AppContext, principal: Principal, name: str, kind
         raise Conflict(f"the name {name} is taken; choose another", code="name_taken")
 
 
-class DatasetRequest(BaseModel):
-    """What will be uploaded. Addresses are not fetched: send the bytes."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: str = Field(min_length=1, max_length=200)
-    task_format: TaskFormat = Field(default="jsonl", description="Whose schema the rows have.")
-    file_format: FileFormat = "jsonl"
-    size_bytes: int = Field(ge=1, le=1 << 50)
-    url: str | None = Field(default=None, max_length=2000, description="Refused: this platform fetches nothing.")
-
-
 class PartHeaders(BaseModel):
     upload_offset: int = Field(ge=0, le=1 << 50)
     content_digest: str = Field(pattern=r"^sha-256=:[A-Za-z0-9+/]{43}=:$", description="Of this part (RFC 9530).")
 
 
-class DatasetRowFault(BaseModel):
-    """place: a line or row of the file, counted from 1."""
-
-    place: str
-    message: str
-
-
-class DatasetReport(BaseModel):
-    """What the rows hold; left_out are those that no judge here can decide, faults the first thousand."""
-
-    rows: int
-    problems: int
-    left_out: int = 0
-    duplicates: int = 0
-    tests: int = 0
-    answers: int = 0
-    with_solutions: int = 0
-    difficulties: dict[str, int] = {}
-    faults_total: int
-    faults: list[DatasetRowFault]
-
-
-class DatasetView(BaseModel):
-    """uploaded_bytes is where the next part begins; usable by jobs when `ready`."""
-
-    id: str
-    name: str
-    task_format: TaskFormat
-    file_format: FileFormat
-    size_bytes: int
-    uploaded_bytes: int
-    state: State
-    created_at: str
-    digest: str
-    report: DatasetReport | None
-
-
-class DatasetPage(BaseModel):
-    """Reports without their faults."""
-
-    items: list[DatasetView]
-    next_cursor: str | None
-
-
 @datasets_router.post("", status_code=201)
-def create(context: ContextDep, principal: PrincipalDep, body: DatasetRequest, response: Response) -> DatasetView:
+def create(
+    context: ContextDep, principal: PrincipalDep, body: api.DatasetRequest, response: Response
+) -> api.DatasetView:
     """Begin an upload; its parts follow by PATCH."""
     if body.url is not None:
         message = "this platform fetches no addresses; upload the file in parts"
@@ -356,18 +272,14 @@ def list_datasets(
     principal: PrincipalDep,
     limit: Limit = 50,
     cursor: Annotated[str, Query(pattern=r"^(ds_[0-9A-HJKMNP-TV-Z]{26})?$")] = "",
-) -> DatasetPage:
+) -> api.DatasetPage:
     """Newest first."""
     found, next_cursor = context.datasets.page(principal.sees_tenant, cursor, limit)
-    shown = [_shown(dataset) for dataset in found]
-    for dataset in shown:
-        if dataset.report:
-            dataset.report.faults = []
-    return DatasetPage(items=shown, next_cursor=next_cursor)
+    return api.DatasetPage(items=[_without_faults(_shown(dataset)) for dataset in found], next_cursor=next_cursor)
 
 
 @datasets_router.get("/{dataset_id}")
-def get_dataset(context: ContextDep, principal: PrincipalDep, dataset_id: DatasetId) -> DatasetView:
+def get_dataset(context: ContextDep, principal: PrincipalDep, dataset_id: DatasetId) -> api.DatasetView:
     """One dataset with the report on its rows."""
     return _shown(context.datasets.get(dataset_id, principal.sees_tenant))
 
@@ -386,7 +298,7 @@ async def add_part(
     principal: PrincipalDep,
     dataset_id: DatasetId,
     headers: Annotated[PartHeaders, Header()],
-) -> DatasetView:
+) -> api.DatasetView:
     """Append a part. After a cut connection go on at `uploaded_bytes`: nothing counts before its digest was right."""
     if request.headers.get("content-type", "").partition(";")[0].strip() != PART_TYPE:
         raise InvalidInput(f"send parts as {PART_TYPE}", code="unsupported_media_type")
@@ -429,5 +341,10 @@ async def _write(request: Request, part: File) -> str:
     return f"sha-256=:{base64.b64encode(digest.digest()).decode()}:"
 
 
-def _shown(found: Dataset) -> DatasetView:
-    return DatasetView.model_validate(found, from_attributes=True)
+def _shown(found: Dataset) -> api.DatasetView:
+    return api.DatasetView.model_validate(found, from_attributes=True)
+
+
+def _without_faults(shown: api.DatasetView) -> api.DatasetView:
+    report = shown.report and shown.report.model_copy(update={"faults": []})
+    return shown.model_copy(update={"report": report})

@@ -11,14 +11,13 @@ from typing import Annotated
 from blake3 import blake3
 from fastapi import APIRouter, Body, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, Field
 
-from services.orchestrator import redis_keys as own_keys, schemas
+from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.auth import Principal
 from services.orchestrator.checks import require_followable
 from services.orchestrator.commit import now_ms
 from services.orchestrator.container import (
-    JOB_ID_PATTERN,
     AppContext,
     ContextDep,
     JobId,
@@ -32,7 +31,7 @@ from services.orchestrator.leases import training_series
 from services.orchestrator.pipeline import DISPATCHER, entries_in_pipeline, troubles_in_pipeline
 from services.orchestrator.replicas import announcement_of
 from services.orchestrator.values import require_stored
-from spo import redis_keys
+from spo import api, redis_keys
 from spo.errors import Conflict, InvalidInput, NotFound, NotReady, ResourceExhausted
 from spo.messaging.streams import oldest_unix_ms
 from spo.spec.job_spec import JobSpec
@@ -144,14 +143,14 @@ def require_quota(context: AppContext, principal: Principal) -> None:
         )
 
 
-def job_summary(context: AppContext, job_id: str) -> schemas.JobSummary:
+def job_summary(context: AppContext, job_id: str) -> api.JobSummary:
     """A job in one line. Raises NotFound."""
     for summary in job_summaries(context, [job_id]):
         return summary
     raise context.jobs.absent(job_id)
 
 
-def job_summaries(context: AppContext, job_ids: Sequence[str]) -> list[schemas.JobSummary]:
+def job_summaries(context: AppContext, job_ids: Sequence[str]) -> list[api.JobSummary]:
     """The jobs in one line each; those deleted meanwhile are left out."""
     with context.redis.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
@@ -167,7 +166,7 @@ def job_summaries(context: AppContext, job_ids: Sequence[str]) -> list[schemas.J
     ]
 
 
-def job_document(context: AppContext, job_id: str) -> schemas.Job:
+def job_document(context: AppContext, job_id: str) -> api.Job:
     """A job with all that is known of its progress. Raises NotFound."""
     # One round trip for all of it: jobs are looked at often, and by many.
     with context.redis.pipeline(transaction=False) as pipe:
@@ -188,10 +187,10 @@ def job_document(context: AppContext, job_id: str) -> schemas.Job:
     latest = _newest_evaluation(context, job_id, evaluated)
     failure = None
     if record.failure_code:
-        failure = schemas.Failure(code=record.failure_code, message=record.failure_message)
-    return schemas.Job(
+        failure = api.Failure(code=record.failure_code, message=record.failure_message)
+    return api.Job(
         **vars(summary),
-        progress=schemas.Progress(
+        progress=api.Progress(
             **context.value_progress.of(job_id, spec, values),
             values_total=record.prompts_total,
             values_provisional=provisional,
@@ -202,29 +201,27 @@ def job_document(context: AppContext, job_id: str) -> schemas.Job:
             weight_version=announcement_of(announced[0]).version if announced else 0,
             evaluations=len(evaluated),
         ),
-        latest_evaluation=evaluation_brief(latest) if latest else None,
+        latest_evaluation=api.StepEvaluation.model_validate(evaluation_brief(latest)) if latest else None,
         failure=failure,
         waits=[] if summary.state in TERMINAL else waits(context, job_id, summary.state),
         spec=spec.model_dump(mode="json"),
         missing_evaluations=[
-            schemas.MissingEvaluation(
-                step=failed.step, version=failed.version, code=failed.code, message=failed.message
-            )
+            api.MissingEvaluation(step=failed.step, version=failed.version, code=failed.code, message=failed.message)
             for failed in context.evaluations.schedule.given_up(job_id)
         ],
-        lineage=schemas.Lineage(**asdict(record.lineage)) if record.lineage else None,
+        lineage=api.Lineage(**asdict(record.lineage)) if record.lineage else None,
         warnings=[] if summary.state in TERMINAL else spec_warnings(context, spec, _mean_tokens(newest)),
     )
 
 
-def _solved(context: AppContext, job_id: str, spec: JobSpec) -> schemas.SolvedPrompts | None:
+def _solved(context: AppContext, job_id: str, spec: JobSpec) -> api.SolvedPrompts | None:
     """Of how many prompts rollouts found a right answer; None for a job that does not count them."""
     if not spec.counts_outcomes:
         return None
     found = context.redis.hvals(redis_keys.replay_outcomes(job_id))
     outcomes = [tuple(map(int, outcome.split(b":"))) for outcome in found]
     tried = [(right, wrong_since) for rollouts, right, wrong_since in outcomes if rollouts]
-    return schemas.SolvedPrompts(
+    return api.SolvedPrompts(
         tried=len(tried),
         never=sum(not right for right, _ in tried),
         once=sum(right == 1 for right, _ in tried),
@@ -232,9 +229,9 @@ def _solved(context: AppContext, job_id: str, spec: JobSpec) -> schemas.SolvedPr
     )
 
 
-def spec_warnings(context: AppContext, spec: JobSpec, mean_tokens: float | None = None) -> list[schemas.SpecWarning]:
+def spec_warnings(context: AppContext, spec: JobSpec, mean_tokens: float | None = None) -> list[api.SpecWarning]:
     """What speaks against a spec, on the replicas that live now and with the length of its responses, once known."""
-    return [schemas.SpecWarning(**asdict(found)) for found in context.plan_warnings.of(spec, mean_tokens)]
+    return [api.SpecWarning(**asdict(found)) for found in context.plan_warnings.of(spec, mean_tokens)]
 
 
 def _mean_tokens(newest: Sequence[tuple[bytes, float]]) -> float | None:
@@ -248,8 +245,8 @@ def evaluation_brief(evaluation: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in evaluation.items() if name != "per_problem"}
 
 
-def _summary(job_id: str, record: JobRecord, state: bytes, newest: list[tuple[bytes, float]]) -> schemas.JobSummary:
-    return schemas.JobSummary(
+def _summary(job_id: str, record: JobRecord, state: bytes, newest: list[tuple[bytes, float]]) -> api.JobSummary:
+    return api.JobSummary(
         id=job_id,
         name=record.name,
         labels=record.labels,
@@ -302,37 +299,6 @@ class JobQuery(BaseModel):
     cursor: str | None = Field(None, pattern=r"^[0-9]{1,15}$")
 
 
-class ForkRequest(BaseModel):
-    """Where to start: a weight version, by default the newest, or a checkpoint with its optimiser state."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    version: int | None = Field(default=None, ge=1, le=2**53, description="Start at step 0 with these weights.")
-    checkpoint_step: int | None = Field(default=None, ge=1, le=2**53, description="Go on from this checkpoint.")
-    as_reference: StrictBool = Field(
-        default=False, description="The weights become pi0, with new values; otherwise pi0 is the parent's."
-    )
-    overrides: dict[str, object] = Field(
-        default_factory=dict, max_length=64, description="Changes to the parent's JobSpec (JSON merge patch)."
-    )
-
-
-class JobChange(BaseModel):
-    """What may be changed of a job at any time."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: str = Field(min_length=1, max_length=200)
-
-
-class JobsToDelete(BaseModel):
-    """Jobs by id."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    job_ids: list[Annotated[str, Field(pattern=JOB_ID_PATTERN)]] = Field(min_length=1, max_length=200)
-
-
 _SPEC_BODY: dict[str, object] = {
     "requestBody": {
         "required": True,
@@ -341,7 +307,7 @@ _SPEC_BODY: dict[str, object] = {
 }
 
 
-@router.post("", status_code=202, response_model=schemas.Job, openapi_extra=_SPEC_BODY)
+@router.post("", status_code=202, response_model=api.Job, openapi_extra=_SPEC_BODY)
 async def submit(
     request: Request,
     context: ContextDep,
@@ -370,19 +336,19 @@ async def submit(
 
 
 @router.get("")
-def list_jobs(context: ContextDep, principal: PrincipalDep, query: Annotated[JobQuery, Query()]) -> schemas.JobPage:
+def list_jobs(context: ContextDep, principal: PrincipalDep, query: Annotated[JobQuery, Query()]) -> api.JobPage:
     """Jobs, newest first."""
     created = (_unix_ms(query.created_from), _unix_ms(query.created_to))
     states = [query.status] if query.status else []
     page = context.jobs.page(states, query.cursor, query.limit, principal.sees_tenant, query.label or (), created)
-    return schemas.JobPage(items=job_summaries(context, page.job_ids), next_cursor=page.next_cursor)
+    return api.JobPage(items=job_summaries(context, page.job_ids), next_cursor=page.next_cursor)
 
 
 def _unix_ms(at: AwareDatetime | None) -> int | None:
     return None if at is None else int(at.timestamp() * 1000)
 
 
-@router.get("/{job_id}", response_model=schemas.Job)
+@router.get("/{job_id}", response_model=api.Job)
 def get_job(request: Request, context: ContextDep, job_id: JobId) -> Response:
     """One job with its progress, its spec and who waits for whom."""
     return _with_etag(request, job_document(context, job_id))
@@ -395,14 +361,14 @@ def delete_job(context: ContextDep, job_id: JobId) -> None:
 
 
 @router.patch("/{job_id}")
-def change_job(context: ContextDep, principal: PrincipalDep, job_id: JobId, body: JobChange) -> schemas.JobSummary:
+def change_job(context: ContextDep, principal: PrincipalDep, job_id: JobId, body: api.JobChange) -> api.JobSummary:
     """Rename a job, whatever its state; its spec keeps the name it came with."""
     context.actions.rename(job_id, body.name, principal.name)
     return job_summary(context, job_id)
 
 
 @deletions.post("")
-def delete_jobs(context: ContextDep, principal: PrincipalDep, body: JobsToDelete) -> schemas.DeletedJobs:
+def delete_jobs(context: ContextDep, principal: PrincipalDep, body: api.JobsToDelete) -> api.DeletedJobs:
     """Delete several ended jobs, as DELETE does one; those that cannot be are named with the reason."""
     deleted, refused = [], []
     for job_id in dict.fromkeys(body.job_ids):
@@ -411,42 +377,42 @@ def delete_jobs(context: ContextDep, principal: PrincipalDep, body: JobsToDelete
             context.deletion.delete(job_id)
             deleted.append(job_id)
         except (NotFound, Conflict, NotReady) as error:
-            refused.append(schemas.NotDeleted(id=job_id, code=error.code, message=error.message))
-    return schemas.DeletedJobs(deleted=deleted, refused=refused)
+            refused.append(api.NotDeleted(id=job_id, code=error.code, message=error.message))
+    return api.DeletedJobs(deleted=deleted, refused=refused)
 
 
 @router.post("/{job_id}/cancel", status_code=202)
-def cancel(context: ContextDep, job_id: JobId) -> schemas.JobSummary:
+def cancel(context: ContextDep, job_id: JobId) -> api.JobSummary:
     """Stop a job for good."""
     return _act(context, job_id, CANCEL)
 
 
 @router.post("/{job_id}/pause", status_code=202)
-def pause(context: ContextDep, job_id: JobId) -> schemas.JobSummary:
+def pause(context: ContextDep, job_id: JobId) -> api.JobSummary:
     """Checkpoint a running job and let it wait."""
     return _act(context, job_id, PAUSE)
 
 
 @router.post("/{job_id}/resume", status_code=202)
-def resume(context: ContextDep, job_id: JobId) -> schemas.JobSummary:
+def resume(context: ContextDep, job_id: JobId) -> api.JobSummary:
     """Let a paused job go on as soon as there is a slot for it; until then it stays `paused` and `waits` says so."""
     return _act(context, job_id, RESUME)
 
 
 @router.post("/{job_id}/checkpoint", status_code=202)
-def checkpoint(context: ContextDep, job_id: JobId) -> schemas.JobSummary:
+def checkpoint(context: ContextDep, job_id: JobId) -> api.JobSummary:
     """Ask the trainer of a running job for a checkpoint now."""
     context.actions.ask_for_checkpoint(job_id)
     return job_summary(context, job_id)
 
 
-@router.post("/{job_id}/fork", status_code=202, response_model=schemas.Job)
+@router.post("/{job_id}/fork", status_code=202, response_model=api.Job)
 async def fork(
     request: Request,
     context: ContextDep,
     principal: PrincipalDep,
     job_id: JobId,
-    body: ForkRequest,
+    body: api.ForkRequest,
     idempotency_key: IdempotencyKey = None,
 ) -> Response:
     """A new job that starts from this one's weights or goes on from its checkpoint, whatever becomes of this one."""
@@ -469,22 +435,22 @@ async def fork(
 @router.post("/{job_id}/weights/push", status_code=202)
 def push_weights(
     context: ContextDep, job_id: JobId, version: Annotated[int, Body(embed=True, ge=1, le=2**53)]
-) -> dict[str, int]:
+) -> api.AnnouncedVersion:
     """Announce a published weight version to the replicas again."""
     context.jobs.state(job_id)
-    return {"version": context.weights.announce(job_id, version, "pushed").version}
+    return api.AnnouncedVersion(version=context.weights.announce(job_id, version, "pushed").version)
 
 
 @router.post("/{job_id}/weights/rollback", status_code=202)
 def rollback_weights(
     context: ContextDep, job_id: JobId, version: Annotated[int, Body(embed=True, ge=1, le=2**53)]
-) -> dict[str, int]:
+) -> api.AnnouncedVersion:
     """Make the replicas serve an older version until the trainer publishes the next one."""
     context.jobs.state(job_id)
-    return {"version": context.weights.announce(job_id, version, "rolled_back").version}
+    return api.AnnouncedVersion(version=context.weights.announce(job_id, version, "rolled_back").version)
 
 
-def _act(context: AppContext, job_id: str, action: JobAction) -> schemas.JobSummary:
+def _act(context: AppContext, job_id: str, action: JobAction) -> api.JobSummary:
     context.actions.act(job_id, action)
     if action is RESUME:
         context.queue.fill()

@@ -15,10 +15,9 @@ from typing import Annotated
 import redis
 from fastapi import APIRouter, Path, Query, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
-from services.orchestrator import redis_keys as own_keys, schemas
-from services.orchestrator.auth import SCOPES, ApiKey, AuditRecord, Principal, Scope
+from services.orchestrator import redis_keys as own_keys
+from services.orchestrator.auth import ApiKey, Principal
 from services.orchestrator.autoscaling import SCALABLE
 from services.orchestrator.commit import now_ms
 from services.orchestrator.container import AppContext, ContextDep, Limit, PrincipalDep, at_the_door
@@ -26,7 +25,7 @@ from services.orchestrator.http.events import DeadLetters
 from services.orchestrator.http.jobs import job_summaries, waits
 from services.orchestrator.job_records import JobFilter, page_of_jobs
 from services.orchestrator.pipeline import platform_depths
-from spo import redis_keys
+from spo import api, redis_keys
 from spo.error_codes import CATALOGUE
 from spo.errors import FieldViolation, InvalidInput, NotFound, NotReady
 from spo.messaging.streams.recovery import counts_of
@@ -44,28 +43,25 @@ FAILED_HOURS = 24
 _BUSY = re.compile(r"\d+ groups wait at |training waits for \d+ prompts|an evaluation \([^)]*\) is under way, [^:]*$")
 _LOGS = "its log says why: runs/<name>/logs with `spo up`, `kubectl logs --previous` in a cluster; then `spo doctor`"
 
-Entry = schemas.AttentionEntry
+Entry = api.AttentionEntry
 
 router = APIRouter(tags=["platform"])
 
 scale_router = APIRouter(prefix="/v1/scale", tags=["platform"])
 
-Count = Annotated[int, Field(ge=0, le=100_000)]
-
 keys_router = APIRouter(prefix="/v1", tags=["access"])
 
 KeyId = Annotated[str, Path(pattern=r"^[0-9a-f]{16}$")]
-Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._@-]*$")]
 
 
-def replica_documents(context: AppContext, tenant: str | None) -> list[schemas.Replica]:
+def replica_documents(context: AppContext, tenant: str | None) -> list[api.Replica]:
     """Every live registered replica; of those that serve another tenant's run, not which run and how it fares."""
     now = now_ms()
     live = context.replicas.live()
     runs = {replica.run_id for replica in live} - {""}
     hidden = {run for run in runs if tenant is not None and not _owns(context, tenant, run)}
     return [
-        schemas.Replica.model_validate(
+        api.Replica.model_validate(
             {name: value for name, value in vars(replica).items() if name != "last_seen_unix_ms"}
             | (UNKNOWN_RUN if replica.run_id in hidden else {})
             | {"last_seen_seconds_ago": max(0, now - replica.last_seen_unix_ms) / 1000}
@@ -74,16 +70,16 @@ def replica_documents(context: AppContext, tenant: str | None) -> list[schemas.R
     ]
 
 
-def platform_document(context: AppContext, tenant: str | None) -> schemas.PlatformView:
+def platform_document(context: AppContext, tenant: str | None) -> api.PlatformView:
     """What the platform is and what it lost; the lost jobs of the tenant, None: of all."""
     identity = context.redis.hgetall(redis_keys.platform())
-    return schemas.PlatformView(
+    return api.PlatformView(
         epoch=identity.get(b"epoch", b"").decode(),
         schema_version=identity.get(b"schema_version", b"").decode(),
         notice=context.watch.notice(),
-        losses=[schemas.PlatformLoss(**vars(loss)) for loss in context.watch.identity.losses()],
+        losses=[api.PlatformLoss(**vars(loss)) for loss in context.watch.identity.losses()],
         lost_jobs=[
-            schemas.LostJob(
+            api.LostJob(
                 id=manifest.id,
                 name=manifest.name,
                 tenant=manifest.tenant,
@@ -104,7 +100,7 @@ def _owns(context: AppContext, tenant: str, run_id: str) -> bool:
         return False
 
 
-def scale_document(context: AppContext) -> schemas.ScaleView:
+def scale_document(context: AppContext) -> api.ScaleView:
     """How many replicas each pool that scales has, should have and may have."""
     desired = context.scale.desired()
     live = context.replicas.live()
@@ -113,13 +109,13 @@ def scale_document(context: AppContext) -> schemas.ScaleView:
         low, high = context.scale.bounds[pool]
         members = [replica for replica in live if replica.pool == pool]
         draining = sum(replica.draining for replica in members)
-        pools[pool] = schemas.PoolView(
+        pools[pool] = api.PoolView(
             desired=desired[pool], live=len(members) - draining, draining=draining, minimum=low, maximum=high
         )
-    return schemas.ScaleView(scaler=context.scale.kind, pools=pools)
+    return api.ScaleView(scaler=context.scale.kind, pools=pools)
 
 
-def attention_list(context: AppContext, principal: Principal) -> schemas.AttentionList:
+def attention_list(context: AppContext, principal: Principal) -> api.AttentionList:
     """Everything that asks for a person, errors first; of jobs those that the principal may see."""
     found = [
         *_platform(context, principal),
@@ -128,7 +124,7 @@ def attention_list(context: AppContext, principal: Principal) -> schemas.Attenti
         *_jobs(context, principal),
         *_continual(context, principal),
     ]
-    return schemas.AttentionList(items=sorted(found, key=lambda entry: entry.severity != "error"))
+    return api.AttentionList(items=sorted(found, key=lambda entry: entry.severity != "error"))
 
 
 def _platform(context: AppContext, principal: Principal) -> Iterator[Entry]:
@@ -192,7 +188,7 @@ def _continual(context: AppContext, principal: Principal) -> Iterator[Entry]:
             yield _entry("warning", f"continual job {job.name}", reason[:500], remedy, page="/models")
 
 
-def _job(context: AppContext, job: schemas.JobSummary) -> Iterator[Entry]:
+def _job(context: AppContext, job: api.JobSummary) -> Iterator[Entry]:
     subject, page = f"job {job.name}", f"/jobs/{job.id}"
     if job.state is JobState.FAILED:
         record = context.jobs.record(job.id)
@@ -222,24 +218,15 @@ def _entry(severity: str, subject: str, message: str, remedy: str, job_id: str |
     )
 
 
-class RebuildRequest(BaseModel):
-    """Which lost jobs; null: all. Without `resume` those that had not ended come back as failed."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    job_ids: list[Annotated[str, Field(max_length=200)]] | None = Field(default=None, max_length=10_000)
-    resume: StrictBool = Field(default=False, description="Queue them again, to go on from their newest checkpoints.")
-
-
 def version() -> str:
     """Version of the installed platform."""
     return metadata.version("spo-platform")
 
 
 @router.get("/v1/replicas")
-def list_replicas(context: ContextDep, principal: PrincipalDep) -> schemas.Replicas:
+def list_replicas(context: ContextDep, principal: PrincipalDep) -> api.Replicas:
     """Every live registered replica: run, version, load, last heartbeat; another tenant's run is not named."""
-    return schemas.Replicas(items=replica_documents(context, principal.sees_tenant))
+    return api.Replicas(items=replica_documents(context, principal.sees_tenant))
 
 
 @router.get("/healthz")
@@ -267,13 +254,13 @@ def _readiness(context: AppContext) -> dict[str, str]:
 
 
 @router.get("/v1/platform")
-def show_platform(context: ContextDep, principal: PrincipalDep) -> schemas.PlatformView:
+def show_platform(context: ContextDep, principal: PrincipalDep) -> api.PlatformView:
     """Which platform this is, what it lost, and the jobs whose records are gone; tenants see their own jobs."""
     return platform_document(context, principal.sees_tenant)
 
 
 @router.post("/v1/platform/rebuild")
-def rebuild_jobs(context: ContextDep, principal: PrincipalDep, body: RebuildRequest) -> schemas.RebuiltJobs:
+def rebuild_jobs(context: ContextDep, principal: PrincipalDep, body: api.RebuildRequest) -> api.RebuiltJobs:
     """Make the records of lost jobs again from their manifests, and acknowledge the loss; needs the scope admin."""
     lost = {manifest.id: manifest for manifest in context.watch.lost()}
     named = list(lost) if body.job_ids is None else body.job_ids
@@ -287,19 +274,19 @@ def rebuild_jobs(context: ContextDep, principal: PrincipalDep, body: RebuildRequ
         for job_id in dict.fromkeys(named)
     ]
     context.watch.acknowledge()
-    return schemas.RebuiltJobs(items=[schemas.RebuiltJob(**vars(job)) for job in made])
+    return api.RebuiltJobs(items=[api.RebuiltJob(**vars(job)) for job in made])
 
 
 @router.get("/v1/attention")
-def show_attention(context: ContextDep, principal: PrincipalDep) -> schemas.AttentionList:
+def show_attention(context: ContextDep, principal: PrincipalDep) -> api.AttentionList:
     """What is wrong now and what to do about it, errors first: services, jobs, dead letters; tenants see their own."""
     return attention_list(context, principal)
 
 
 @router.get("/version")
-def show_version() -> schemas.Version:
+def show_version() -> api.Version:
     """Version of the platform."""
-    return schemas.Version(version=version())
+    return api.Version(version=version())
 
 
 @router.get("/metrics", response_class=Response)
@@ -324,72 +311,22 @@ def refresh_gauges(context: AppContext) -> None:
         STREAM_PENDING.labels(stream=stream).set(depth.pending)
 
 
-class ScaleRequest(BaseModel):
-    """Replicas by pool; a pool that is not named stays as it is."""
-
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
-
-    inference: Count | None = None
-    sandbox_judge: Count | None = Field(default=None, alias="sandbox-judge")
-    verifier: Count | None = None
-
-
 @scale_router.get("")
-def get_scale(context: ContextDep) -> schemas.ScaleView:
+def get_scale(context: ContextDep) -> api.ScaleView:
     """Desired and live replicas of the pools that scale."""
     return scale_document(context)
 
 
 @scale_router.put("", status_code=202)
-def put_scale(context: ContextDep, body: ScaleRequest) -> schemas.ScaleView:
+def put_scale(context: ContextDep, body: api.ScaleRequest) -> api.ScaleView:
     """Ask for other numbers of replicas; they join and drain while jobs run."""
     given = {"inference": body.inference, "sandbox-judge": body.sandbox_judge, "verifier": body.verifier}
     context.scale.request({pool: count for pool, count in given.items() if count is not None})
     return scale_document(context)
 
 
-class KeyRequest(BaseModel):
-    """A key to make: who it is for and what it may."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: Name
-    tenant: Name
-    scopes: list[Scope] = Field(min_length=1, max_length=len(SCOPES))
-    max_active_jobs: int | None = Field(default=None, ge=1, le=1_000_000, description="Quota; default: none.")
-    expires_in_seconds: int | None = Field(default=None, ge=60, le=10 * 365 * 86400)
-
-
-class Key(BaseModel):
-    """A key without its secret."""
-
-    key_id: str
-    name: str
-    tenant: str
-    scopes: list[Scope]
-    max_active_jobs: int | None
-    created_at: str
-    expires_unix: int
-    revoked_at: str
-
-
-class NewKey(Key):
-    """With the token, shown this once."""
-
-    token: str
-
-
-class Keys(BaseModel):
-    items: list[Key]
-
-
-class AuditPage(BaseModel):
-    items: list[AuditRecord]
-    next_cursor: str | None
-
-
 @keys_router.post("/keys", status_code=201)
-def create_key(context: ContextDep, body: KeyRequest) -> NewKey:
+def create_key(context: ContextDep, body: api.KeyRequest) -> api.NewKey:
     """Make a key. Its token is in this response and nowhere else."""
     key, token = context.authenticator.keys.create(
         body.name,
@@ -398,17 +335,17 @@ def create_key(context: ContextDep, body: KeyRequest) -> NewKey:
         body.max_active_jobs,
         body.expires_in_seconds,
     )
-    return NewKey.model_validate({**asdict(key), "token": token})
+    return api.NewKey.model_validate({**asdict(key), "token": token})
 
 
 @keys_router.get("/keys")
-def list_keys(context: ContextDep) -> Keys:
+def list_keys(context: ContextDep) -> api.Keys:
     """Every key, revoked ones too, without secrets."""
-    return Keys(items=[_shown(key) for key in context.authenticator.keys.all()])
+    return api.Keys(items=[_shown(key) for key in context.authenticator.keys.all()])
 
 
 @keys_router.delete("/keys/{key_id}")
-def revoke_key(context: ContextDep, key_id: KeyId) -> Key:
+def revoke_key(context: ContextDep, key_id: KeyId) -> api.Key:
     """Make a key useless, within five seconds."""
     return _shown(context.authenticator.keys.revoke(key_id))
 
@@ -418,11 +355,11 @@ def audit(
     context: ContextDep,
     limit: Limit = 100,
     cursor: Annotated[str, Query(pattern=r"^([0-9]{1,16}-[0-9]{1,16})?$")] = "",
-) -> AuditPage:
+) -> api.AuditPage:
     """Changes and refusals, newest first; the last million are kept."""
     entries, next_cursor = context.audit.page(cursor, limit)
-    return AuditPage(items=entries, next_cursor=next_cursor)
+    return api.AuditPage(items=entries, next_cursor=next_cursor)
 
 
-def _shown(key: ApiKey) -> Key:
-    return Key.model_validate(key, from_attributes=True)
+def _shown(key: ApiKey) -> api.Key:
+    return api.Key.model_validate(key, from_attributes=True)

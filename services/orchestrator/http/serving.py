@@ -9,28 +9,21 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
-from services.orchestrator.capture import Captured, CapturePolicy, CollectTerms, Feedback, collect
-from services.orchestrator.container import RUN_PATTERN, AppContext, ContextDep, Limit, PrincipalDep, lasting
+from services.orchestrator.capture import Captured, CollectTerms, collect
+from services.orchestrator.container import AppContext, ContextDep, Limit, PrincipalDep, lasting
 from services.orchestrator.continual import NAME, ContinualJob, ContinualSpec, Round
 from services.orchestrator.http.experience import check_import_name, tasks_of
 from services.orchestrator.serving import NAME_PATTERN, Change, ServedModel, Target
+from spo import api
 from spo.errors import FieldViolation, InvalidInput
-from spo.spec.job_spec import TasksSpec
 
 router = APIRouter(prefix="/v1/served-models", tags=["serving"])
 
 Name = Annotated[str, Path(max_length=100, pattern=NAME_PATTERN, description="The name that clients ask for.")]
-Note = Annotated[str, Field(max_length=2000, description="Why; kept in the history.")]
-Expected = Annotated[
-    int | None,
-    Field(ge=0, le=2**53, description="Refuse unless this is the number of the name's last change; 0: none."),
-]
 
 capture_router = APIRouter(prefix="/v1", tags=["capture"])
 
-ID_PATTERN = r"^(chatcmpl|cmpl)-[0-9A-HJKMNP-TV-Z]{26}$"
 NDJSON = "application/x-ndjson"
 
 continual_router = APIRouter(prefix="/v1/continual", tags=["continual jobs"])
@@ -38,73 +31,22 @@ continual_router = APIRouter(prefix="/v1/continual", tags=["continual jobs"])
 ContinualName = Annotated[str, Path(pattern=NAME, description="Name of a continual job, unique within the tenant.")]
 
 
-class Publication(BaseModel):
-    """What a name is to mean."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    job_id: str = Field(pattern=r"^job_[0-9A-HJKMNP-TV-Z]{26}$")
-    version: int | None = Field(default=None, ge=0, le=2**53, description="0: pi0; default: always the newest.")
-    note: Note = ""
-    expected_number: Expected = None
-    min_replicas: int | None = Field(
-        default=None,
-        ge=0,
-        le=1000,
-        description="Inference replicas that stay for it whoever asks; 0: none, as at first; default: as before.",
-    )
-
-
-class Rollback(BaseModel):
-    """Back to an earlier change, by default to what the name meant before."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    to_number: int | None = Field(default=None, ge=1, le=2**53)
-    note: Note = ""
-    expected_number: Expected = None
-
-
-class ServedTarget(BaseModel):
-    job_id: str
-    version: int | None
-
-
-class ServedModelView(ServedTarget):
-    """A name and what it means since its last change; `version` null: the newest of the job."""
-
-    name: str
-    tenant: str
-    number: int
-    at: str
-    by: str
-    note: str
-    before: ServedTarget | None
-    restores: int | None
-    removed: bool
-    min_replicas: int
-
-
-class ServedModelList(BaseModel):
-    items: list[ServedModelView]
-
-
 @router.get("")
-def list_served_models(context: ContextDep, principal: PrincipalDep) -> ServedModelList:
+def list_served_models(context: ContextDep, principal: PrincipalDep) -> api.ServedModelList:
     """Every name that means something now."""
     return _list(context.served_models.all(principal.sees_tenant))
 
 
 @router.get("/{name}")
-def get_served_model(context: ContextDep, principal: PrincipalDep, name: Name) -> ServedModelView:
+def get_served_model(context: ContextDep, principal: PrincipalDep, name: Name) -> api.ServedModelView:
     """What a name means now."""
     return _view(context.served_models.get(principal.tenant, name))
 
 
 @router.put("/{name}")
 def publish_served_model(
-    context: ContextDep, principal: PrincipalDep, name: Name, body: Publication
-) -> ServedModelView:
+    context: ContextDep, principal: PrincipalDep, name: Name, body: api.Publication
+) -> api.ServedModelView:
     """Make a name mean a weight version of a job, or its newest; what it means already is no change."""
     _check_replicas(context, principal, body.min_replicas)
     change = Change(principal.name, body.note, body.expected_number, body.min_replicas)
@@ -112,13 +54,15 @@ def publish_served_model(
 
 
 @router.delete("/{name}")
-def remove_served_model(context: ContextDep, principal: PrincipalDep, name: Name) -> ServedModelView:
+def remove_served_model(context: ContextDep, principal: PrincipalDep, name: Name) -> api.ServedModelView:
     """Let a name mean nothing; its history stays."""
     return _view(context.served_models.remove(principal.tenant, name, Change(principal.name)))
 
 
 @router.post("/{name}/rollback")
-def roll_back_served_model(context: ContextDep, principal: PrincipalDep, name: Name, body: Rollback) -> ServedModelView:
+def roll_back_served_model(
+    context: ContextDep, principal: PrincipalDep, name: Name, body: api.Rollback
+) -> api.ServedModelView:
     """Serve again what was served before; once more goes back one further."""
     change = Change(principal.name, body.note, body.expected_number)
     return _view(context.served_models.roll_back(principal.tenant, name, change, body.to_number))
@@ -127,7 +71,7 @@ def roll_back_served_model(context: ContextDep, principal: PrincipalDep, name: N
 @router.get("/{name}/history")
 def served_model_history(
     context: ContextDep, principal: PrincipalDep, name: Name, limit: Limit = 100
-) -> ServedModelList:
+) -> api.ServedModelList:
     """The changes of a name, newest first: who, when, from what; the last thousand are kept."""
     return _list(context.served_models.history(principal.tenant, name, limit))
 
@@ -142,79 +86,35 @@ def _check_replicas(context: ContextDep, principal: PrincipalDep, replicas: int 
         raise InvalidInput("outside the bounds", code="invalid_request", violations=(violation,))
 
 
-def _list(found: list[ServedModel]) -> ServedModelList:
-    return ServedModelList(items=[_view(each) for each in found])
+def _list(found: list[ServedModel]) -> api.ServedModelList:
+    return api.ServedModelList(items=[_view(each) for each in found])
 
 
-def _view(found: ServedModel) -> ServedModelView:
-    return ServedModelView.model_validate(found, from_attributes=True)
-
-
-class FeedbackRequest(Feedback):
-    """What is said of one choice of a completion."""
-
-    id: str = Field(pattern=ID_PATTERN, description="Of the completion, as its answer said.")
-    index: int = Field(default=0, ge=0, lt=64, description="Of the choice.")
-
-
-class FeedbackReceipt(BaseModel):
-    """What the choice is worth now, best 0 and worst -1; null: nothing says so yet."""
-
-    id: str
-    index: int
-    reward: float | None
-
-
-class CaptureView(BaseModel):
-    policy: CapturePolicy
-    captured: int
-
-
-class CollectRequest(BaseModel):
-    """Which traffic becomes trajectories, and under which name."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: str = Field(pattern=RUN_PATTERN, description="Of the stored experience; jobs name it as their source.")
-    job: str | None = Field(default=None, pattern=r"^job_[0-9A-Z]{26}$", description="Prompts are those of its tasks.")
-    tasks: TasksSpec | None = None
-    judge_unscored: StrictBool = Field(default=False, description="Judge what nobody scored by the tasks' verifier.")
-    after_unix_ms: int = Field(default=0, ge=0, lt=2**53, description="Only traffic since then.")
-
-
-class CollectReport(BaseModel):
-    """human: edited answers; unscored: left for later. newest_unix_ms: of the traffic that was looked at."""
-
-    run: str
-    looked_at: int
-    stored: int
-    human: int
-    judged: int
-    unscored: int
-    newest_unix_ms: int
+def _view(found: ServedModel) -> api.ServedModelView:
+    return api.ServedModelView.model_validate(found, from_attributes=True)
 
 
 @capture_router.post("/feedback")
-def give_feedback(context: ContextDep, principal: PrincipalDep, body: FeedbackRequest) -> FeedbackReceipt:
+def give_feedback(context: ContextDep, principal: PrincipalDep, body: api.FeedbackRequest) -> api.FeedbackReceipt:
     """Join a score, thumbs, a test's result or an edited answer to a captured completion; again is no change."""
-    said = Feedback.model_validate(body.model_dump(exclude={"id", "index"}))
-    if said == Feedback():
+    said = api.Feedback.model_validate(body.model_dump(exclude={"id", "index"}))
+    if said == api.Feedback():
         raise InvalidInput("feedback is a score, thumbs, a test, an edited answer or a comment", code="invalid_request")
     captured = context.captures.give_feedback(principal.tenant, body.id, body.index, said)
     choice = next(each for each in captured.choices if each.index == body.index)
     reward = captured.feedback[body.index].reward(choice.text)
-    return FeedbackReceipt(id=body.id, index=body.index, reward=reward)
+    return api.FeedbackReceipt(id=body.id, index=body.index, reward=reward)
 
 
 @capture_router.get("/capture")
-def describe_capture(context: ContextDep, principal: PrincipalDep) -> CaptureView:
+def describe_capture(context: ContextDep, principal: PrincipalDep) -> api.CaptureView:
     """How traffic is captured where it is asked for, and how much is kept."""
     tenant = principal.tenant
-    return CaptureView(policy=context.captures.policy(tenant), captured=context.captures.count(tenant))
+    return api.CaptureView(policy=context.captures.policy(tenant), captured=context.captures.count(tenant))
 
 
 @capture_router.put("/capture")
-def set_capture_policy(context: ContextDep, principal: PrincipalDep, body: CapturePolicy) -> CaptureView:
+def set_capture_policy(context: ContextDep, principal: PrincipalDep, body: api.CapturePolicy) -> api.CaptureView:
     """Change how traffic is captured from now on."""
     context.captures.set_policy(principal.tenant, body)
     return describe_capture(context, principal)
@@ -228,7 +128,7 @@ def export_captured(context: ContextDep, principal: PrincipalDep) -> StreamingRe
 
 @capture_router.post("/capture/collect")
 @lasting
-def collect_captured(context: ContextDep, principal: PrincipalDep, body: CollectRequest) -> CollectReport:
+def collect_captured(context: ContextDep, principal: PrincipalDep, body: api.CollectRequest) -> api.CollectReport:
     """Store captured traffic as trajectories, with what was said of it as their reward; again changes nothing."""
     spec = tasks_of(context, principal, body.job, body.tasks)[0] if body.job or body.tasks else None
     if body.judge_unscored and spec is None:
@@ -238,7 +138,7 @@ def collect_captured(context: ContextDep, principal: PrincipalDep, body: Collect
     task_set = spec.kind if spec else "traffic"
     terms = CollectTerms(body.name, principal.tenant, task_set, body.judge_unscored, body.after_unix_ms)
     found = collect(context.captures, context.experience, context.judges, problems, terms)
-    return CollectReport(
+    return api.CollectReport(
         run=body.name,
         looked_at=found.looked_at,
         stored=len(found.rows),
@@ -251,7 +151,7 @@ def collect_captured(context: ContextDep, principal: PrincipalDep, body: Collect
 
 @capture_router.delete("/capture/completions/{completion_id}", status_code=204, response_class=Response)
 def forget_captured(
-    context: ContextDep, principal: PrincipalDep, completion_id: Annotated[str, Path(pattern=ID_PATTERN)]
+    context: ContextDep, principal: PrincipalDep, completion_id: Annotated[str, Path(pattern=api.COMPLETION_ID_PATTERN)]
 ) -> Response:
     """Remove a captured completion and what was said of it; one that is gone already is no fault."""
     context.captures.forget(principal.tenant, completion_id)
@@ -265,75 +165,10 @@ def _lines(captured: Iterator[Captured]) -> Iterator[bytes]:
         yield json.dumps(document, ensure_ascii=False).encode() + b"\n"
 
 
-class RoundComparison(BaseModel):
-    """Mean pass@1 over `problems` of what was served and of the new version, their difference and its interval."""
-
-    served: float
-    candidate: float
-    gain: float
-    low: float
-    high: float
-    problems: int
-
-
-class RoundSource(BaseModel):
-    """A source of feedback: mean |Q_T - r| in reward units, how much above the others' median, and whether that is bad.
-
-    excess_error: the standard error of the excess over training steps.
-    """
-
-    source: str
-    residual: float
-    excess: float
-    excess_error: float
-    suspect: bool
-
-
-class ContinualRound(BaseModel):
-    """One round; learned_from: rows of each stored run when it began; served: its version was put in service."""
-
-    number: int
-    state: str
-    parent_job: str
-    parent_version: int
-    job_id: str
-    version: int
-    learned_from: dict[str, int]
-    evaluations: list[str]
-    comparison: RoundComparison | None
-    reason: str
-    began_at: str
-    ended_at: str
-    sources: list[RoundSource]
-
-
-class ContinualSummary(BaseModel):
-    """waits: what keeps it from going on, beside its schedule; waits_since: when that began; both "" for nothing."""
-
-    name: str
-    tenant: str
-    spec: dict[str, object]
-    created_at: str
-    waits: str
-    waits_since: str
-
-
-class ContinualDetail(ContinualSummary):
-    """new_trajectories: stored since its newest round began; round_wanted: somebody asked for one that is to begin."""
-
-    new_trajectories: int
-    round_wanted: bool
-    history: list[ContinualRound]
-
-
-class ContinualList(BaseModel):
-    items: list[ContinualSummary]
-
-
 @continual_router.put("/{name}")
 def put_continual(
     context: ContextDep, principal: PrincipalDep, name: ContinualName, body: ContinualSpec, response: Response
-) -> ContinualDetail:
+) -> api.ContinualDetail:
     """Make a continual job or change it; the served model that it names must be there."""
     if not principal.may("jobs:write"):
         raise InvalidInput("this key lacks the scope jobs:write", code="forbidden")
@@ -351,19 +186,19 @@ def put_continual(
 
 
 @continual_router.get("")
-def list_continual(context: ContextDep, principal: PrincipalDep) -> ContinualList:
+def list_continual(context: ContextDep, principal: PrincipalDep) -> api.ContinualList:
     """All of the tenant, by name."""
-    return ContinualList(items=[_summary(context, job) for job in context.continual.all(principal.sees_tenant)])
+    return api.ContinualList(items=[_summary(context, job) for job in context.continual.all(principal.sees_tenant)])
 
 
 @continual_router.get("/{name}")
-def get_continual(context: ContextDep, principal: PrincipalDep, name: ContinualName) -> ContinualDetail:
+def get_continual(context: ContextDep, principal: PrincipalDep, name: ContinualName) -> api.ContinualDetail:
     """One with its rounds, newest first."""
     return _detail(context, context.continual.get(name, principal.sees_tenant))
 
 
 @continual_router.post("/{name}/rounds", status_code=202)
-def begin_round(context: ContextDep, principal: PrincipalDep, name: ContinualName) -> ContinualDetail:
+def begin_round(context: ContextDep, principal: PrincipalDep, name: ContinualName) -> api.ContinualDetail:
     """Begin a round as soon as none is under way and there is anything new, whatever the schedule says."""
     job = context.continual.get(name, principal.sees_tenant)
     context.continual.want_round(job)
@@ -376,9 +211,9 @@ def delete_continual(context: ContextDep, principal: PrincipalDep, name: Continu
     context.continual.delete(context.continual.get(name, principal.sees_tenant))
 
 
-def _summary(context: AppContext, job: ContinualJob) -> ContinualSummary:
+def _summary(context: AppContext, job: ContinualJob) -> api.ContinualSummary:
     wait = context.continual.wait_of(job)
-    return ContinualSummary(
+    return api.ContinualSummary(
         name=job.name,
         tenant=job.tenant,
         spec=job.spec.model_dump(mode="json"),
@@ -388,10 +223,10 @@ def _summary(context: AppContext, job: ContinualJob) -> ContinualSummary:
     )
 
 
-def _detail(context: AppContext, job: ContinualJob) -> ContinualDetail:
+def _detail(context: AppContext, job: ContinualJob) -> api.ContinualDetail:
     rounds = context.continual.rounds(job)
     new = context.continual_loop.experience.new_rows(job, rounds)
-    return ContinualDetail(
+    return api.ContinualDetail(
         **dict(_summary(context, job)),
         new_trajectories=new,
         round_wanted=context.continual.is_round_wanted(job),
@@ -399,7 +234,7 @@ def _detail(context: AppContext, job: ContinualJob) -> ContinualDetail:
     )
 
 
-def _shown(each: Round) -> ContinualRound:
-    return ContinualRound(
+def _shown(each: Round) -> api.ContinualRound:
+    return api.ContinualRound(
         **{name: value for name, value in asdict(each).items() if name not in ("overrides", "parent_change")}
     )

@@ -14,10 +14,8 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path as FastapiPath, Query, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
 from ulid import ULID
 
-from services.orchestrator import schemas
 from services.orchestrator.auth import Principal
 from services.orchestrator.container import AppContext, ContextDep, JobId, PrincipalDep, lasting, require_own_job
 from services.orchestrator.evaluation import RequestedEvaluation
@@ -29,11 +27,13 @@ from services.orchestrator.leases import (
     training_series,
 )
 from services.orchestrator.replicas import applied_by
+from spo import api
+from spo.api import CompletionRequest, EvaluationRequest
 from spo.errors import FieldViolation, IntegrityError, InvalidInput, NotFound, NotReady, PreconditionFailed
 from spo.manifest_folder import told_when_full
 from spo.rpc.long_calls import generate
-from spo.spec.job_spec import EvaluationSpec, TasksSpec
-from spo.spec.section import TERMINAL, Temperature, TopP, wire_name
+from spo.spec.job_spec import EvaluationSpec
+from spo.spec.section import TERMINAL, wire_name
 from spo.v1.prompt_pb2 import Prompt, PromptGroup, Sampling
 from spo.v1.trajectory_pb2 import FinishReason
 from spo.weights.model_folders import TarMember, open_members, tar_bytes, tar_pieces, write_export
@@ -79,13 +79,13 @@ def _remove_abandoned(place: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def version_documents(context: AppContext, job_id: str) -> list[schemas.WeightVersion]:
+def version_documents(context: AppContext, job_id: str) -> list[api.WeightVersion]:
     """Published versions with the replicas that serve them. Raises NotFound."""
     context.jobs.state(job_id)
     announced = context.weights.announced(job_id)
     live = context.replicas.live()
     return [
-        schemas.WeightVersion.model_validate(
+        api.WeightVersion.model_validate(
             version
             | {"announced": announced is not None and announced.version == version["version"]}
             | applied_by(live, job_id, version["version"])
@@ -94,13 +94,13 @@ def version_documents(context: AppContext, job_id: str) -> list[schemas.WeightVe
     ]
 
 
-def checkpoint_documents(context: AppContext, job_id: str) -> list[schemas.Checkpoint]:
+def checkpoint_documents(context: AppContext, job_id: str) -> list[api.Checkpoint]:
     """Checkpoints that are there, by step. Raises NotFound."""
     context.jobs.state(job_id)
     found = kept_checkpoints(context.redis, context.files, job_id)
     parents = [None, *(record.step for record in found)]
     return [
-        schemas.Checkpoint(**record.model_dump(), parent=parent) for record, parent in zip(found, parents, strict=False)
+        api.Checkpoint(**record.model_dump(), parent=parent) for record, parent in zip(found, parents, strict=False)
     ]
 
 
@@ -112,34 +112,34 @@ def metrics(
     from_step: Annotated[int, Query(ge=0, le=2**53)] = 0,
     to_step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
     max_points: Annotated[int, Query(ge=1, le=100_000)] = 1000,
-) -> schemas.MetricSeries:
+) -> api.MetricSeries:
     """Named scalars as columns: `training` over steps, `platform` (queue depths, replicas) over unix milliseconds."""
     context.jobs.state(job_id)
     if kind == "platform":
         found = platform_series(context.redis, job_id, max_points)
-        return schemas.MetricSeries(axis="unix_ms", steps=found.steps, series=found.columns)
+        return api.MetricSeries(axis="unix_ms", steps=found.steps, series=found.columns)
     found = training_series(context.redis, job_id, from_step, to_step, max_points)
-    return schemas.MetricSeries(axis="step", steps=found.steps, series=found.columns)
+    return api.MetricSeries(axis="step", steps=found.steps, series=found.columns)
 
 
 @router.get("/{job_id}/evaluations")
-def evaluations(context: ContextDep, job_id: JobId) -> schemas.Evaluations:
+def evaluations(context: ContextDep, job_id: JobId) -> api.Evaluations:
     """pass@k with intervals, diversity and each problem's counts, in order of steps."""
     context.jobs.state(job_id)
-    return schemas.Evaluations(items=evaluation_results(context.redis, job_id))
+    return api.Evaluations.model_validate({"items": evaluation_results(context.redis, job_id)})
 
 
 @router.get("/{job_id}/weights")
-def weights(context: ContextDep, job_id: JobId) -> schemas.WeightVersions:
+def weights(context: ContextDep, job_id: JobId) -> api.WeightVersions:
     """Published versions and which replicas serve them, do not yet, or could not."""
-    return schemas.WeightVersions(items=version_documents(context, job_id))
+    return api.WeightVersions(items=version_documents(context, job_id))
 
 
 # A number, so that the verbs beside it stay verbs.
 @router.get("/{job_id}/weights/{version:int}")
 def weight_version(
     context: ContextDep, job_id: JobId, version: Annotated[int, FastapiPath(ge=1, le=2**53)]
-) -> schemas.WeightVersion:
+) -> api.WeightVersion:
     """One published version and which replicas serve it."""
     for found in version_documents(context, job_id):
         if found.version == version:
@@ -170,48 +170,15 @@ def download_weights(
 
 
 @router.get("/{job_id}/checkpoints")
-def checkpoints(context: ContextDep, job_id: JobId) -> schemas.Checkpoints:
+def checkpoints(context: ContextDep, job_id: JobId) -> api.Checkpoints:
     """Checkpoints by step."""
-    return schemas.Checkpoints(items=checkpoint_documents(context, job_id))
-
-
-class EvaluationRequest(BaseModel):
-    """What to evaluate and how. Without version and checkpoint_step: the newest version; 0 is the reference."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    job_id: str = Field(pattern=r"^job_[0-9A-HJKMNP-TV-Z]{26}$")
-    version: int | None = Field(default=None, ge=0, le=2**53)
-    checkpoint_step: int | None = Field(default=None, ge=1, le=2**53, description="The weights of this checkpoint.")
-    tasks: TasksSpec | None = Field(default=None, description="Whose held-out problems; default: the job's.")
-    samples: int = Field(default=20, ge=1, le=10_000)
-    temperature: Temperature = 0.4
-    top_p: TopP = 0.95
-    ks: tuple[Annotated[int, Field(ge=1, le=10_000)], ...] = Field(default=(1, 10), min_length=1, max_length=64)
-
-
-class Evaluation(BaseModel):
-    id: str
-    job_id: str
-    version: int
-    tasks: dict[str, object] | None
-    protocol: dict[str, object]
-    state: str
-    created_at: str
-    result: dict[str, object] | None
-    failure: dict[str, str]
-
-
-class EvaluationList(BaseModel):
-    """Without the tables of problems."""
-
-    items: list[Evaluation]
+    return api.Checkpoints(items=checkpoint_documents(context, job_id))
 
 
 @evaluations_router.post("", status_code=202)
 def request_evaluation(
     context: ContextDep, principal: PrincipalDep, body: EvaluationRequest, response: Response
-) -> Evaluation:
+) -> api.Evaluation:
     """Queue an evaluation; it is carried out once its job has replicas, or no job wants any."""
     context.jobs.state(body.job_id)
     require_own_job(context, principal, body.job_id)
@@ -232,23 +199,23 @@ def request_evaluation(
 
 
 @evaluations_router.get("")
-def list_evaluations(context: ContextDep, principal: PrincipalDep) -> EvaluationList:
+def list_evaluations(context: ContextDep, principal: PrincipalDep) -> api.EvaluationList:
     """Newest first."""
     found = [requested for requested in context.evaluations.requests.all() if _may_see(principal, requested)]
     for requested in found:
         if requested.result:
             requested.result.pop("per_problem", None)
-    return EvaluationList(items=[_shown(requested) for requested in found])
+    return api.EvaluationList(items=[_shown(requested) for requested in found])
 
 
 @evaluations_router.get("/{evaluation_id}")
-def get_evaluation(context: ContextDep, principal: PrincipalDep, evaluation_id: EvaluationId) -> Evaluation:
+def get_evaluation(context: ContextDep, principal: PrincipalDep, evaluation_id: EvaluationId) -> api.Evaluation:
     """One evaluation with its table of problems."""
     return _shown(_visible(context, principal, evaluation_id))
 
 
 @evaluations_router.post("/{evaluation_id}/cancel")
-def cancel_evaluation(context: ContextDep, principal: PrincipalDep, evaluation_id: EvaluationId) -> Evaluation:
+def cancel_evaluation(context: ContextDep, principal: PrincipalDep, evaluation_id: EvaluationId) -> api.Evaluation:
     """End an evaluation without a result; one that has ended otherwise is a conflict."""
     _visible(context, principal, evaluation_id)
     return _shown(context.evaluations.requests.cancel(evaluation_id, f"{principal.name} cancelled it"))
@@ -275,50 +242,23 @@ def _version(context: AppContext, body: EvaluationRequest) -> int:
     return heads[body.checkpoint_step].weight_version
 
 
-def _shown(requested: RequestedEvaluation) -> Evaluation:
-    return Evaluation.model_validate(asdict(requested))
+def _shown(requested: RequestedEvaluation) -> api.Evaluation:
+    return api.Evaluation.model_validate(asdict(requested))
 
 
 def _may_see(principal: Principal, requested: RequestedEvaluation) -> bool:
     return principal.sees_tenant in (None, requested.tenant)
 
 
-class CompletionRequest(BaseModel):
-    """What to ask the policy; `version` 0 is the reference, null the newest announced."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    prompt: str = Field(min_length=1, max_length=200_000)
-    version: int | None = Field(default=None, ge=0, le=2**53)
-    samples: int = Field(default=1, ge=1, le=64)
-    temperature: Temperature = 0.4
-    top_p: TopP = 0.95
-    max_tokens: int | None = Field(default=None, ge=1, le=131_072, description="Default: the job's response length.")
-    seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
-
-
-class Completion(BaseModel):
-    text: str
-    tokens: int
-    finish_reason: str
-    version: int
-    mean_logprob: float
-
-
-class Completions(BaseModel):
-    items: list[Completion]
-    seed: int
-
-
 @policies_router.get("/{job_id}/versions")
-def list_versions(context: ContextDep, job_id: JobId) -> schemas.WeightVersions:
+def list_versions(context: ContextDep, job_id: JobId) -> api.WeightVersions:
     """Published versions of a job's policy; version 0 is its reference."""
-    return schemas.WeightVersions(items=version_documents(context, job_id))
+    return api.WeightVersions(items=version_documents(context, job_id))
 
 
 @policies_router.post("/{job_id}/completions")
 @lasting
-def complete(context: ContextDep, job_id: JobId, body: CompletionRequest) -> Completions:
+def complete(context: ContextDep, job_id: JobId, body: CompletionRequest) -> api.Completions:
     """Sample the policy. Answers 503 while no replica serves the job, 412 when they serve another or it has ended."""
     spec = context.jobs.spec(job_id)
     seed = secrets.randbits(62) if body.seed is None else body.seed
@@ -345,9 +285,9 @@ def complete(context: ContextDep, job_id: JobId, body: CompletionRequest) -> Com
             raise
         message = f"job {job_id} has ended, and no replica serves it any more"
         raise PreconditionFailed(message, code="policy_not_served") from None
-    return Completions(
+    return api.Completions(
         items=[
-            Completion(
+            api.Completion(
                 text=trajectory.response_text,
                 tokens=len(trajectory.response_token_ids),
                 finish_reason=wire_name(FinishReason, trajectory.finish_reason),

@@ -8,7 +8,6 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query
 from pydantic import BaseModel, Field
 
-from services.orchestrator import schemas
 from services.orchestrator.container import (
     AppContext,
     ContextDep,
@@ -20,7 +19,7 @@ from services.orchestrator.container import (
     lasting,
 )
 from services.orchestrator.datasets import prompt_of
-from spo import redis_keys
+from spo import api, redis_keys
 from spo.errors import NotFound
 from spo.model.chat import turns
 from spo.spec.job_spec import SourceName
@@ -65,7 +64,7 @@ class TrajectoryFilter:
     verdict: str = ""
     policy_version: int | None = None
 
-    def takes(self, trajectory: schemas.Trajectory) -> bool:
+    def takes(self, trajectory: api.Trajectory) -> bool:
         """Whether verdict and weights fit; the replay buffer looks at prompt and source."""
         outcome = trajectory.verdict.outcome if trajectory.verdict else None
         first, last = trajectory.policy_version_first, trajectory.policy_version_last
@@ -77,7 +76,7 @@ ALL = TrajectoryFilter()
 
 def trajectory_page(
     context: AppContext, job_id: str, wanted: TrajectoryFilter = ALL, *, limit: int = 50, cursor: str = ""
-) -> schemas.TrajectoryPage:
+) -> api.TrajectoryPage:
     """A page of a job's trajectories, newest first; the filter may leave fewer than `limit`.
 
     Raises NotFound, Unreachable.
@@ -87,8 +86,8 @@ def trajectory_page(
     if wanted.source:
         request.source = Source.Value(f"SOURCE_{wanted.source.upper()}")
     reply: ListTrajectoriesResponse = context.replay.call("ListTrajectories", request, REPLAY_SECONDS)
-    found = (schemas.Trajectory.model_validate(_trajectory_fields(listed)) for listed in reply.trajectories)
-    return schemas.TrajectoryPage(
+    found = (api.Trajectory.model_validate(_trajectory_fields(listed)) for listed in reply.trajectories)
+    return api.TrajectoryPage(
         items=[trajectory for trajectory in found if wanted.takes(trajectory)], next_cursor=reply.next_cursor or None
     )
 
@@ -104,7 +103,7 @@ def stored_trajectory(
     return reply
 
 
-def trajectory_detail(reply: GetTrajectoryResponse) -> schemas.TrajectoryDetail:
+def trajectory_detail(reply: GetTrajectoryResponse) -> api.TrajectoryDetail:
     """One trajectory with tokens, log-probs and the steps that used it."""
     found = reply.trajectory
     tokens = {
@@ -119,18 +118,16 @@ def trajectory_detail(reply: GetTrajectoryResponse) -> schemas.TrajectoryDetail:
         "times_sampled": reply.times_sampled,
         "copies": reply.copies,
     }
-    return schemas.TrajectoryDetail.model_validate({**_trajectory_fields(found), **tokens})
+    return api.TrajectoryDetail.model_validate({**_trajectory_fields(found), **tokens})
 
 
-def valued_tokens(
-    context: AppContext, job_id: str, trajectory_id: str, policy_version: int | None
-) -> schemas.TokenValues:
+def valued_tokens(context: AppContext, job_id: str, trajectory_id: str, policy_version: int | None) -> api.TokenValues:
     """Q_t and advantage of each token under a weight version of the job (None: the newest). Raises NotFound."""
     context.jobs.state(job_id)
     request = value.GetTokenValuesRequest(run_id=job_id, trajectory_ids=[trajectory_id], policy_version=policy_version)
     reply: value.GetTokenValuesResponse = context.values.call("GetTokenValues", request, VALUES_SECONDS)
     found = reply.trajectories[0]
-    return schemas.TokenValues(
+    return api.TokenValues(
         trajectory_id=found.trajectory_id,
         policy_version=reply.policy_version,
         qhat_0=found.qhat_0,
@@ -157,13 +154,13 @@ def _trajectory_fields(found: Trajectory) -> dict[str, object]:
         "created_unix_ms": found.created_unix_ms,
         "reward": found.reward if found.HasField("reward") else None,
         "verdict": _verdict(found) if judged else None,
-        "hops": [schemas.Hop(service=hop.service, at_unix_ms=hop.at_unix_ms) for hop in found.hops],
+        "hops": [api.Hop(service=hop.service, at_unix_ms=hop.at_unix_ms) for hop in found.hops],
     }
 
 
-def _segments(found: Trajectory) -> list[schemas.ResponseSegment]:
+def _segments(found: Trajectory) -> list[api.ResponseSegment]:
     return [
-        schemas.ResponseSegment(
+        api.ResponseSegment(
             kind=wire_name(SegmentKind, turn.segment.kind),
             label=turn.segment.label,
             text=turn.text,
@@ -174,9 +171,9 @@ def _segments(found: Trajectory) -> list[schemas.ResponseSegment]:
     ]
 
 
-def _verdict(found: Trajectory) -> schemas.Verdict:
+def _verdict(found: Trajectory) -> api.Verdict:
     verdict = found.verdict
-    return schemas.Verdict(
+    return api.Verdict(
         outcome=wire_name(Outcome, verdict.outcome),
         tests_passed=verdict.tests_passed,
         tests_total=verdict.tests_total,
@@ -188,7 +185,7 @@ def _verdict(found: Trajectory) -> schemas.Verdict:
     )
 
 
-def prompt_document(context: AppContext, job_id: str, prompt_id: str) -> schemas.PromptView:
+def prompt_document(context: AppContext, job_id: str, prompt_id: str) -> api.PromptView:
     """A prompt's value and its latest trajectories. Raises NotFound (code "prompt_not_found")."""
     spec = context.jobs.spec(job_id)
     tasks = context.library.load(spec.tasks)
@@ -198,7 +195,7 @@ def prompt_document(context: AppContext, job_id: str, prompt_id: str) -> schemas
     raw = context.redis.hget(redis_keys.run_values(job_id), prompt_id)
     value = PromptValue.FromString(raw) if raw else None
     estimate = qhat_0(value, spec) if value else None
-    return schemas.PromptView(
+    return api.PromptView(
         prompt_id=prompt_id,
         text=problem.statement,
         samples=value.samples if value else None,
@@ -210,7 +207,7 @@ def prompt_document(context: AppContext, job_id: str, prompt_id: str) -> schemas
     )
 
 
-def prompt_page(context: AppContext, job_id: str, start: int, limit: int) -> schemas.PromptPage:
+def prompt_page(context: AppContext, job_id: str, start: int, limit: int) -> api.PromptPage:
     """Training prompts from place `start` on, in their order, with how pi0 did."""
     spec = context.jobs.spec(job_id)
     train = context.library.load(spec.tasks).train
@@ -218,15 +215,15 @@ def prompt_page(context: AppContext, job_id: str, start: int, limit: int) -> sch
     ids = [problem.problem_id for problem in shown]
     stored = context.redis.hmget(redis_keys.run_values(job_id), ids) if ids else []
     items = [_success(problem, raw, spec.tasks.reward) for problem, raw in zip(shown, stored, strict=True)]
-    return schemas.PromptPage(items=items, next_cursor=str(start + limit) if start + limit < len(train) else None)
+    return api.PromptPage(items=items, next_cursor=str(start + limit) if start + limit < len(train) else None)
 
 
-def _success(problem: Problem, raw: bytes | None, reward: RewardSpec) -> schemas.PromptSuccess:
+def _success(problem: Problem, raw: bytes | None, reward: RewardSpec) -> api.PromptSuccess:
     value = PromptValue.FromString(raw) if raw else None
     # Where there are only right and wrong, they are not stored one by one.
     known = [reward.best] * (value.successes > 0) + [reward.shift] * (value.successes < value.samples) if value else []
     rewards = list(value.rewards) if value and value.rewards else known
-    return schemas.PromptSuccess(
+    return api.PromptSuccess(
         prompt_id=problem.problem_id,
         text=problem.statement[:SHOWN_CHARACTERS],
         difficulty=problem.difficulty,
@@ -250,7 +247,7 @@ class TrajectoryQuery(BaseModel):
 @router.get("/{job_id}/trajectories")
 def list_trajectories(
     context: ContextDep, job_id: JobId, query: Annotated[TrajectoryQuery, Query()]
-) -> schemas.TrajectoryPage:
+) -> api.TrajectoryPage:
     """Trajectories of a job, by prompt, source, verdict or weights; a page may hold fewer than asked for."""
     wanted = TrajectoryFilter(query.prompt_id, query.source or "", query.verdict, query.policy_version)
     return trajectory_page(context, job_id, wanted, limit=query.limit, cursor=query.cursor)
@@ -263,7 +260,7 @@ def get_trajectory(
     trajectory_id: TrajectoryId,
     steps_from: Annotated[int, Query(ge=0, le=2**32)] = 0,
     steps_limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-) -> schemas.TrajectoryDetail:
+) -> api.TrajectoryDetail:
     """One trajectory with its tokens, log-probs, every hop, and the training steps that used it (a page of them)."""
     context.jobs.state(job_id)
     return trajectory_detail(
@@ -272,12 +269,12 @@ def get_trajectory(
 
 
 @router.get("/{job_id}/batches/{step}")
-def get_batch(context: ContextDep, job_id: JobId, step: Annotated[int, Path(ge=0, lt=2**32)]) -> schemas.BatchView:
+def get_batch(context: ContextDep, job_id: JobId, step: Annotated[int, Path(ge=0, lt=2**32)]) -> api.BatchView:
     """The trajectories that a training step got."""
     context.jobs.state(job_id)
     request = GetBatchRequest(run_id=job_id, step=step)
     reply: GetBatchResponse = context.replay.call("GetBatch", request, REPLAY_SECONDS)
-    return schemas.BatchView(step=step, trajectory_ids=list(reply.trajectory_ids))
+    return api.BatchView(step=step, trajectory_ids=list(reply.trajectory_ids))
 
 
 @router.get("/{job_id}/prompts")
@@ -286,13 +283,13 @@ def list_prompts(
     job_id: JobId,
     limit: Limit = 100,
     cursor: Annotated[str, Query(pattern=r"^[0-9]{0,9}$")] = "",
-) -> schemas.PromptPage:
+) -> api.PromptPage:
     """The training prompts of a job in their order, with how pi0 did on each."""
     return prompt_page(context, job_id, int(cursor or 0), limit)
 
 
 @router.get("/{job_id}/prompts/{prompt_id}")
-def get_prompt(context: ContextDep, job_id: JobId, prompt_id: PromptId) -> schemas.PromptView:
+def get_prompt(context: ContextDep, job_id: JobId, prompt_id: PromptId) -> api.PromptView:
     """A prompt, its Qhat_0 and its latest trajectories side by side."""
     return prompt_document(context, job_id, prompt_id)
 
@@ -311,14 +308,14 @@ class CalibrationQuery(BaseModel):
 @lasting
 def token_values(
     context: ContextDep, job_id: JobId, trajectory_id: TrajectoryId, policy_version: PolicyVersion = None
-) -> schemas.TokenValues:
+) -> api.TokenValues:
     """Q_t and advantage of each token of one trajectory, under a weight version of its job."""
     return valued_tokens(context, job_id, trajectory_id, policy_version)
 
 
 @values_router.get("/{job_id}/calibration")
 @lasting
-def calibration(context: ContextDep, job_id: JobId, query: Annotated[CalibrationQuery, Query()]) -> schemas.Calibration:
+def calibration(context: ContextDep, job_id: JobId, query: Annotated[CalibrationQuery, Query()]) -> api.Calibration:
     """Q_t's predicted success of pi0 against what pi0 did, by bin."""
     spec = context.jobs.spec(job_id)
     train = context.library.load(spec.tasks).train if query.continuations else ()
@@ -333,10 +330,10 @@ def calibration(context: ContextDep, job_id: JobId, query: Annotated[Calibration
         prompts=[prompt_of(problem, spec) for problem in train[::stride][: query.trajectories]],
     )
     reply: value.GetCalibrationResponse = context.values.call("GetCalibration", request, CALIBRATION_SECONDS)
-    return schemas.Calibration(
+    return api.Calibration(
         policy_version=reply.policy_version,
         bins=[
-            schemas.CalibrationBin(
+            api.CalibrationBin(
                 predicted=bucket.predicted,
                 observed=bucket.observed,
                 outcomes=bucket.outcomes,

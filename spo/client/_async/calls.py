@@ -24,15 +24,18 @@ from spo.client.models import (
     AuditRecord,
     BatchView,
     Calibration,
-    CalibrationDesign,
+    CalibrationKeywords,
     CaptureView,
     Checkpoint,
     Checkpoints,
     CollectReport,
-    Compact,
+    CompactKeywords,
     CompactReport,
-    CompletionRequest,
+    CompletionKeywords,
     Completions,
+    ContinualDetail,
+    ContinualList,
+    ContinualSummary,
     DatasetPage,
     DatasetView,
     DeadLetterDetail,
@@ -40,12 +43,14 @@ from spo.client.models import (
     DeadLetterSummary,
     DeadLetterTotals,
     Document,
+    Entry,
     Evaluation,
+    EvaluationKeywords,
     EvaluationList,
-    EvaluationRequest,
     Evaluations,
     ExperienceStatistics,
-    Export,
+    ExportKeywords,
+    FeedbackKeywords,
     FeedbackReceipt,
     FileFormat,
     ImportOptions,
@@ -58,19 +63,19 @@ from spo.client.models import (
     LogPage,
     MetricSeries,
     NewKey,
+    Page,
     PlatformView,
     PromptPage,
     PromptSuccess,
     PromptView,
-    Prune,
+    PruneKeywords,
     PruneReport,
     RebuiltJob,
     RebuiltJobs,
     Redriven,
-    Rejudge,
+    RejudgeKeywords,
     RejudgeReport,
     RowFilters,
-    Said,
     ScaleView,
     ServedModelList,
     ServedModelView,
@@ -91,7 +96,6 @@ from spo.client.models import (
     WeightVersion,
     WeightVersions,
 )
-from spo.client.models.documents import ContinualDetail, ContinualList, ContinualSummary, Entry, Page
 from spo.client.results import PLOTTED, plot
 
 if TYPE_CHECKING:
@@ -344,7 +348,7 @@ class AsyncExperienceCalls:
             timeout=LONG_SECONDS,
         )
 
-    async def export(self, target: Path, export_format: FileFormat, **requested: Unpack[Export]) -> int:
+    async def export(self, target: Path, export_format: FileFormat, **requested: Unpack[ExportKeywords]) -> int:
         """Write stored trajectories to a file, whole or not at all; returns its bytes.
 
         Raises InvalidInput (code "unwritable_file" for the target), NotFound, Unreachable when the connection breaks.
@@ -370,15 +374,15 @@ class AsyncExperienceCalls:
             writing.unlink(missing_ok=True)
         return target.stat().st_size
 
-    async def rejudge(self, **requested: Unpack[Rejudge]) -> RejudgeReport:
+    async def rejudge(self, **requested: Unpack[RejudgeKeywords]) -> RejudgeReport:
         """Judge stored trajectories by the tests that a job or `tasks` has today. Raises InvalidInput, NotFound."""
         return await self._post(RejudgeReport, "rejudge", requested)
 
-    async def compact(self, **requested: Unpack[Compact]) -> CompactReport:
+    async def compact(self, **requested: Unpack[CompactKeywords]) -> CompactReport:
         """Merge many small files into few. Raises NotFound, Conflict while another call does."""
         return await self._post(CompactReport, "compact", requested)
 
-    async def prune(self, **requested: Unpack[Prune]) -> PruneReport:
+    async def prune(self, **requested: Unpack[PruneKeywords]) -> PruneReport:
         """Remove stored experience. Raises NotFound, Conflict for a job that is not over."""
         return await self._post(PruneReport, "prune", requested)
 
@@ -450,7 +454,7 @@ class AsyncServingCalls:
         """Remove a captured completion and what was said of it."""
         await self._connection.content("DELETE", f"/v1/capture/completions/{completion_id}")
 
-    async def feedback(self, completion_id: str, index: int = 0, **said: Unpack[Said]) -> FeedbackReceipt:
+    async def feedback(self, completion_id: str, index: int = 0, **said: Unpack[FeedbackKeywords]) -> FeedbackReceipt:
         """Join a score, thumbs, a test's result, an edited answer or a comment to a captured completion.
 
         The same again changes nothing. Raises NotFound when the completion was not captured.
@@ -635,7 +639,7 @@ class AsyncTrainingCalls:
         """Evaluations that somebody asked for, newest first, without their tables of problems."""
         return (await self._connection.ask(EvaluationList, "GET", "/v1/evaluations")).items
 
-    async def request_evaluation(self, job_id: str, **wanted: Unpack[EvaluationRequest]) -> Evaluation:
+    async def request_evaluation(self, job_id: str, **wanted: Unpack[EvaluationKeywords]) -> Evaluation:
         """Queue an evaluation of a weight version or checkpoint. Raises InvalidInput with a pointer per fault."""
         body = {"job_id": job_id, **wanted}
         return await self._connection.ask(Evaluation, "POST", "/v1/evaluations", json=body, repeatable=False)
@@ -693,7 +697,7 @@ class AsyncTrainingCalls:
         return await self._connection.ask(BatchView, "GET", f"/v1/jobs/{job_id}/batches/{step}")
 
     async def calibration(
-        self, job_id: str, timeout_seconds: float = 600, **design: Unpack[CalibrationDesign]
+        self, job_id: str, timeout_seconds: float = 600, **design: Unpack[CalibrationKeywords]
     ) -> Calibration:
         """Predicted Q_t against the success of fresh continuations of stored prefixes."""
         path = f"/v1/jobs/{job_id}/calibration"
@@ -753,7 +757,7 @@ class AsyncTrainingCalls:
         return (await self._connection.ask(WeightVersions, "GET", f"/v1/policies/{job_id}/versions")).items
 
     async def complete(
-        self, job_id: str, prompt: str, timeout_seconds: float = 120, **requested: Unpack[CompletionRequest]
+        self, job_id: str, prompt: str, timeout_seconds: float = 120, **requested: Unpack[CompletionKeywords]
     ) -> Completions:
         """Let a policy complete a prompt. Raises InvalidInput, NotReady while no replica serves the job."""
         body = {"prompt": prompt, **requested}

@@ -40,7 +40,7 @@ from spo.client.models import (
     DeletedJobs,
     Event,
     EventPage,
-    ForkRequest,
+    ForkKeywords,
     Job,
     JobFilters,
     JobPage,
@@ -48,8 +48,8 @@ from spo.client.models import (
     JsonObject,
     Replica,
     Replicas,
+    ResolvedSpec,
 )
-from spo.client.models.jobs import ResolvedSpec
 from spo.spec.job_spec import JobSpec
 
 HEARTBEAT_SECONDS = 15.0
@@ -109,7 +109,7 @@ class AsyncClient(AsyncTrainingCalls):
         """Jobs, newest first, on as many pages as it takes."""
         return await self._connection.pages(JobPage, "/v1/jobs", filters, limit)
 
-    async def fork(self, job_id: str, idempotency_key: str | None = None, **requested: Unpack[ForkRequest]) -> Job:
+    async def fork(self, job_id: str, idempotency_key: str | None = None, **requested: Unpack[ForkKeywords]) -> Job:
         """A new job from a version or a checkpoint of this one; as_reference: its weights become the new pi0.
 
         By default from the newest version, with the parent's pi0 and values. Raises NotFound, and InvalidInput with a

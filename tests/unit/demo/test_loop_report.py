@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spo.client.models import Job
-from spo.client.models.documents import ContinualRound
+from spo.client.models import ContinualRound, Job
 from spo.demo.loop import Course, CourseOutcome, CrowdCount, Phase, TrafficCount, claims, write_report
 
 JOB = Job.model_construct(id="job_1")

@@ -17,7 +17,6 @@ from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.auth import Principal
 from services.orchestrator.checks import MAX_DEPTH
 from services.orchestrator.container import (
-    JOB_ID_PATTERN,
     AppContext,
     ContextDep,
     JobId,
@@ -43,7 +42,7 @@ from services.orchestrator.job_records import JobFilter
 from services.orchestrator.jobs import find_jobs
 from services.orchestrator.leases import evaluation_results
 from services.orchestrator.replicas import POOLS
-from spo import redis_keys
+from spo import api, redis_keys
 from spo.errors import FieldViolation, InvalidInput, SpoError
 from spo.spec.job_spec import JobSpec
 from spo.spec.section import TERMINAL, JobState
@@ -74,7 +73,8 @@ CURVES = (
     ("entropy", "Entropy, nats per token"),
 )
 JobIds = Annotated[
-    list[Annotated[str, StringConstraints(pattern=JOB_ID_PATTERN)]], Query(default_factory=list, max_length=MOST_RUNS)
+    list[Annotated[str, StringConstraints(pattern=api.JOB_ID_PATTERN)]],
+    Query(default_factory=list, max_length=MOST_RUNS),
 ]
 
 submission_router = APIRouter()

@@ -16,15 +16,15 @@ from markupsafe import Markup
 from pydantic import BaseModel, Field
 
 from services.orchestrator import stored_experience
-from services.orchestrator.auth import Principal, Scope, require_within
-from services.orchestrator.container import RUN_PATTERN, AppContext, ContextDep, PrincipalDep
-from services.orchestrator.datasets import Dataset, TaskFormat
+from services.orchestrator.auth import Principal, require_within
+from services.orchestrator.container import AppContext, ContextDep, PrincipalDep
+from services.orchestrator.datasets import Dataset
 from services.orchestrator.http.errors import is_part, show
 from services.orchestrator.http.jobs import job_summaries
 from services.orchestrator.http.platform import attention_list, replica_documents, scale_document
 from services.orchestrator.job_records import JobFilter, page_of_jobs
 from services.orchestrator.replicas import POOLS
-from spo import redis_keys
+from spo import api, redis_keys
 from spo.error_codes import CATALOGUE
 from spo.errors import InvalidInput, NotFound
 from spo.spec.job_spec import SourceName
@@ -91,7 +91,7 @@ def show_stored_run(
     request: Request,
     context: ContextDep,
     principal: PrincipalDep,
-    run: Annotated[str, Path(pattern=RUN_PATTERN)],
+    run: Annotated[str, Path(pattern=api.RUN_PATTERN)],
     query: Annotated[StoredRowsForm, Query()],
 ) -> Response:
     """One stored run: counts, lineage and its trajectories."""
@@ -131,7 +131,7 @@ def show_keys(
     entries, next_cursor = context.audit.page(cursor, AUDIT_ENTRIES)
     facts = {
         "keys": context.authenticator.keys.all()[::-1],
-        "scopes": get_args(Scope),
+        "scopes": get_args(api.Scope),
         "entries": entries,
         "older": urlencode({"cursor": next_cursor}) if next_cursor else "",
         "cursor": cursor,
@@ -152,7 +152,7 @@ def show_datasets(
     facts = {
         "datasets": [{"dataset": dataset, "jobs": _users(specs, dataset)[:SHOWN_JOBS]} for dataset in found],
         "older": urlencode({"cursor": after}) if after else "",
-        "formats": get_args(TaskFormat),
+        "formats": get_args(api.TaskFormat),
         "looked_at": LOOKED_AT,
     }
     return show(request, "datasets/table.html" if is_part(request) else "datasets/page.html", **facts)

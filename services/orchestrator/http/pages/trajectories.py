@@ -10,7 +10,6 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, Field
 
-from services.orchestrator import schemas
 from services.orchestrator.container import (
     AppContext,
     ContextDep,
@@ -33,7 +32,7 @@ from services.orchestrator.http.trajectories import (
     valued_tokens,
 )
 from services.orchestrator.scoring import upload_tests
-from spo import redis_keys
+from spo import api, redis_keys
 from spo.algorithm.values import PivotalToken, pivotal_tokens
 from spo.errors import NotFound, SpoError
 from spo.model.chat import action_mask
@@ -84,7 +83,7 @@ class ColouredToken:
     is_said: bool
 
 
-def coloured(values: schemas.TokenValues, trajectory: Trajectory, threshold: float | None) -> list[ColouredToken]:
+def coloured(values: api.TokenValues, trajectory: Trajectory, threshold: float | None) -> list[ColouredToken]:
     """Each token with its shade, relative to the largest advantage in this response; threshold None: none is pivotal.
 
     values are of this trajectory.
@@ -151,11 +150,9 @@ def show_trajectories(
     return show(request, "trajectories/list.html", tab="trajectories", **facts)
 
 
-def _page(
-    context: AppContext, job_id: str, wanted: TrajectoryFilter, cursor: str
-) -> tuple[list[schemas.Trajectory], str]:
+def _page(context: AppContext, job_id: str, wanted: TrajectoryFilter, cursor: str) -> tuple[list[api.Trajectory], str]:
     """A page of those wanted, read in bounded chunks, and the cursor of the next page ("" at the end)."""
-    found: list[schemas.Trajectory] = []
+    found: list[api.Trajectory] = []
     chunk = PAGE_LENGTH if not wanted.verdict and wanted.policy_version is None else CHUNK
     for _ in range(MAX_CHUNKS):
         page = trajectory_page(context, job_id, wanted, limit=chunk, cursor=cursor)
@@ -326,9 +323,9 @@ def _with_values(
     return rows
 
 
-def _groups(trajectories: Sequence[schemas.Trajectory]) -> list[tuple[str, list[schemas.Trajectory]]]:
+def _groups(trajectories: Sequence[api.Trajectory]) -> list[tuple[str, list[api.Trajectory]]]:
     """Responses by the group they were sampled in, latest group first."""
-    groups: dict[str, list[schemas.Trajectory]] = {}
+    groups: dict[str, list[api.Trajectory]] = {}
     for trajectory in trajectories:
         groups.setdefault(trajectory.group_id, []).append(trajectory)
     return list(groups.items())

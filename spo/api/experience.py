@@ -1,0 +1,231 @@
+"""The cross-run store of experience, and task sets uploaded in parts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, StrictBool
+
+from spo.api.document import RUN_PATTERN, Document, JsonObject, Listing, Page, RequestBody
+from spo.spec.tasks import TasksSpec
+
+TaskFormat = Literal["jsonl", "code_contests", "taco"]
+FileFormat = Literal["jsonl", "parquet"]
+DatasetState = Literal["uploading", "validating", "ready", "invalid"]
+
+
+class StoredRun(Document):
+    """Everything stored under one name; `complete` is false while a job may still add to it."""
+
+    run: str
+    kind: str
+    task_sets: list[str]
+    reference_hashes: list[str]
+    trajectories: int
+    files: int
+    size_bytes: int
+    licence: str
+    parents: list[str]
+    stored_at: str
+    complete: bool
+
+
+class StoredRuns(Listing[StoredRun]):
+    """Stored runs and imports, newest first."""
+
+
+class ExperienceStatistics(Document):
+    """Counts over the chosen part of the store; equal responses to a prompt count once as distinct."""
+
+    trajectories: int
+    right: int
+    prompts: int
+    prompts_with_success: int
+    distinct_responses: int
+    response_tokens: int
+    runs: dict[str, int]
+    sources: dict[str, int]
+    outcomes: dict[str, int]
+    judge_versions: dict[str, int]
+    licences: dict[str, int]
+
+
+class StoredRow(Document):
+    """One stored trajectory without its tokens."""
+
+    trajectory_id: str
+    run_id: str
+    run: str
+    source: str
+    prompt_id: str
+    statement: str
+    response_text: str
+    reward: float | None
+    outcome: str | None
+    judge_version: str | None
+    policy_version_first: int
+    licence: str
+    parents: list[str]
+
+
+class StoredRowPage(Page[StoredRow]):
+    """Stored trajectories."""
+
+
+class StoredRowDetail(Document):
+    """One stored trajectory with every column, by the names of the file format."""
+
+    run: str
+    file: str
+    columns: JsonObject
+
+
+class RowFault(Document):
+    """Why a row was refused; rows count from 1."""
+
+    row: int
+    code: str
+    pointer: str
+    message: str
+
+
+class ImportReport(Document):
+    """What became of the rows of a file."""
+
+    run: str
+    rows: int
+    stored: int
+    refused: int
+    judged: int
+    duplicates: int
+    faults: list[RowFault]
+    faults_by_code: dict[str, int]
+
+
+class StorePart(RequestBody):
+    """Part of the store in a request's body."""
+
+    run: str | None = Field(default=None, pattern=RUN_PATTERN)
+    task_set: str | None = Field(default=None, max_length=200)
+
+
+class Export(StorePart):
+    """Which stored trajectories become a file."""
+
+    right: StrictBool | None = Field(default=None, description="Only successes, or only failures.")
+    format: FileFormat = "jsonl"
+
+
+class Rejudge(StorePart):
+    """Which stored trajectories are judged again, by whose tests, and under which new name."""
+
+    job: str | None = Field(default=None, pattern=r"^job_[0-9A-Z]{26}$", description="Judge by this job's tasks ...")
+    tasks: TasksSpec | None = Field(default=None, description="... or by these.")
+    name: str | None = Field(default=None, pattern=RUN_PATTERN, description="Of the new lineage; default: a new one.")
+    dry_run: StrictBool = False
+
+
+class Compact(StorePart):
+    """Which files are merged; with dry_run the answer only says what would come of it."""
+
+    dry_run: StrictBool = False
+
+
+class Prune(StorePart):
+    """What is removed; with dry_run the answer only says what would be."""
+
+    older_than_days: float | None = Field(default=None, ge=0, le=36500)
+    dry_run: StrictBool = False
+
+
+class ChangedVerdict(Document):
+    """A trajectory whose outcome differs under the tests of today."""
+
+    trajectory_id: str
+    prompt_id: str
+    before: str
+    after: str
+
+
+class RejudgeReport(Document):
+    """What other tests, or another judge, say about stored trajectories; `run` names the new lineage, if written."""
+
+    run: str | None
+    looked_at: int
+    judged: int
+    unknown_problems: int
+    newly_accepted: int
+    newly_rejected: int
+    changed: list[ChangedVerdict]
+
+
+class CompactReport(Document):
+    """Files as they were and as they are, or would be."""
+
+    runs: list[str]
+    trajectories: int
+    files_before: int
+    files_after: int
+    left_over: int
+    compacted: bool
+
+
+class PruneReport(Document):
+    """What was removed, or would be."""
+
+    runs: list[str]
+    files: int
+    trajectories: int
+    size_bytes: int
+    removed: bool
+
+
+class DatasetRequest(RequestBody):
+    """What will be uploaded. Addresses are not fetched: send the bytes."""
+
+    name: str = Field(min_length=1, max_length=200)
+    task_format: TaskFormat = Field(default="jsonl", description="Whose schema the rows have.")
+    file_format: FileFormat = "jsonl"
+    size_bytes: int = Field(ge=1, le=1 << 50)
+    url: str | None = Field(default=None, max_length=2000, description="Refused: this platform fetches nothing.")
+
+
+class DatasetRowFault(Document):
+    """place: a line or row of the file, counted from 1."""
+
+    place: str
+    message: str
+
+
+class DatasetReport(Document):
+    """What the rows hold; left_out are those that no judge here can decide, faults the first thousand."""
+
+    rows: int
+    problems: int
+    left_out: int = 0
+    duplicates: int = 0
+    tests: int = 0
+    answers: int = 0
+    with_solutions: int = 0
+    difficulties: dict[str, int] = Field(default={})
+    faults_total: int
+    faults: list[DatasetRowFault]
+
+
+class DatasetView(Document):
+    """uploaded_bytes is where the next part begins; usable by jobs when `ready`."""
+
+    id: str
+    name: str
+    task_format: TaskFormat
+    file_format: FileFormat
+    size_bytes: int
+    uploaded_bytes: int
+    state: DatasetState
+    created_at: str
+    digest: str
+    report: DatasetReport | None
+
+
+class DatasetPage(Page[DatasetView]):
+    """Reports without their faults."""
