@@ -92,9 +92,11 @@ def test_a_pattern_that_takes_for_ever_costs_the_capture_and_not_the_service(cou
 
     assert counter.chat("a" * 400, headers=ASKED).status_code == 200
     assert counter.ask("GET", "/v1/capture").json()["captured"] == 0
-    refused = counter.ask("PUT", "/v1/capture", json={"redactions": [{"pattern": "("}], "hook": "nobody's"})
+    refused = counter.ask(
+        "PUT", "/v1/capture", json={"redactions": [{"pattern": "("}, {"pattern": ""}], "hook": "nobody's"}
+    )
     pointers = [fault["pointer"] for fault in refused.json()["errors"]]
-    assert pointers == ["/redactions/0/pattern", "/hook"]
+    assert pointers == ["/redactions/0/pattern", "/redactions/1/pattern", "/hook"]
 
 
 def test_feedback_is_joined_by_id_and_again_is_no_change(counter: Counter) -> None:
