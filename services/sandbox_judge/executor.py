@@ -131,21 +131,25 @@ def run_test(channel: socket.socket, stdin: bytes, limits: RunLimits, files: Seq
 
 
 class StartedTest:
-    """A run that has begun; a link is an end of a socket that the program finds after its files."""
+    """A run that has begun; a link is an end of a socket that the program finds after its files.
+
+    stdin: None for a program without standard streams, whose files then come first.
+    """
 
     def __init__(
         self,
         channel: socket.socket,
         limits: RunLimits,
-        stdin: bytes,
+        stdin: bytes | None,
         files: Sequence[bytes] = (),
         link: socket.socket | None = None,
     ) -> None:
         self._channel, self._limits = channel, limits
-        self._exchange, theirs = _open_pipes()
+        self._exchange, theirs = (_Exchange({}), []) if stdin is None else _open_pipes()
         try:
             try:
-                theirs.insert(0, _input_file(stdin))
+                if stdin is not None:
+                    theirs.insert(0, _input_file(stdin))
                 theirs += [memory_file("file", content) for content in files]
                 socket.send_fds(channel, [b"test"], [*theirs, *([link.fileno()] if link else [])])
             finally:
@@ -167,7 +171,7 @@ class StartedTest:
     def ended(self) -> ProgramRun:
         """What it did, when it has ended. Raises JudgeFault when its jail fails."""
         exchange = self._exchange
-        stdout, stderr = exchange.readers.values()
+        stdout, stderr = exchange.readers.values() or (b"", b"")
         try:
             _converse(exchange, self._channel, self._limits)
         except OSError as error:

@@ -118,6 +118,8 @@ _ENVIRONMENT = {
     "LC_ALL": "C.UTF-8",
     # One hash seed for all: a program's verdict must not depend on the order of a set.
     "PYTHONHASHSEED": "0",
+    # Each child would otherwise look up what the interpreter has not called by then.
+    "LD_BIND_NOW": "1",
     # Libraries that were imported before a fork must not have started threads, and pytest has no use for plugins here.
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
@@ -441,9 +443,9 @@ class OpenProgram:
         """One run from the program's pristine state. Raises JudgeFault."""
         return run_test(self.channel, stdin, self.limits, files)
 
-    def start(self, files: Sequence[bytes], link: socket.socket) -> StartedTest:
-        """Begin a run with an end of a socket. Raises JudgeFault."""
-        return StartedTest(self.channel, self.limits, b"", files, link)
+    def start(self, stdin: bytes | None, files: Sequence[bytes], link: socket.socket) -> StartedTest:
+        """Begin a run with an end of a socket; stdin: None for no standard streams. Raises JudgeFault."""
+        return StartedTest(self.channel, self.limits, stdin, files, link)
 
 
 class Zygote:

@@ -369,9 +369,12 @@ class PreparedProgram:
         """One run from the program's pristine state. Raises JudgeFault."""
         return self._classed(self.program.run(stdin, (*self.files, *files)))
 
-    def start(self, files: Sequence[bytes], link: socket.socket) -> StartedTest:
-        """Begin a run with an end of a socket; `ended` waits for it. Raises JudgeFault."""
-        return self.program.start((*self.files, *files), link)
+    def start(self, stdin: bytes | None, files: Sequence[bytes], link: socket.socket) -> StartedTest:
+        """Begin a run with an end of a socket; `ended` waits for it; stdin: None for no standard streams.
+
+        Raises JudgeFault.
+        """
+        return self.program.start(stdin, (*self.files, *files), link)
 
     def ended(self, started: StartedTest) -> ProgramRun:
         """What a run did that was begun here. Raises JudgeFault."""

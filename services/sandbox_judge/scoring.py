@@ -28,16 +28,17 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import TypeVar
 
 from services.sandbox_judge.comparison_child import Finding, read_frame, write_frame
 from services.sandbox_judge.executor import JudgeFault, ProgramRun, RunEnding, RunLimits, limits_of
 from services.sandbox_judge.isolation import Executable
-from services.sandbox_judge.jail.loading import Sent
+from services.sandbox_judge.jail.loading import UNCOMPILABLE, Sent
 from services.sandbox_judge.jail.proxies import LOST
 from services.sandbox_judge.jail.running import ENDED, NOT_A_PROGRAM, WRONG, proof_of
 from services.sandbox_judge.jail.supervisor import STARVATION
+from services.sandbox_judge.jail.tests_child import plan
 from services.sandbox_judge.program_judge import DETAIL_CHARACTERS, Cancelled, JudgeOptions, encoded, result_of
 from services.sandbox_judge.sandbox_worker import PreparedProgram, Role, SandboxWorker
 from spo.errors import NotReady
@@ -333,6 +334,11 @@ def judge_code(
     module = {"style": int(tests.style), "before": tests.before, "entry_point": tests.entry_point}
     response_part = module | {"response": source.decode("utf-8", "replace")}
     tests_part = module | {"code": tests.code, "nonce": nonce, "shared": shared}
+    if not shared:
+        try:
+            tests_part["plan"] = _plan(tests.style, tests.before, tests.code, tests.entry_point)
+        except UNCOMPILABLE as error:
+            return _no_program(f"{type(error).__name__}: {error}")
     with worker.open(role, Executable(), limits if shared else _limits_of_waiting(limits)) as testing:
         if shared:
             run = testing.run(b"", (_packed(tests_part | response_part),))
@@ -342,6 +348,14 @@ def judge_code(
     verdict = _verdict(run, proof_of(nonce), want_details=want_details)
     verdict.test_isolation = TestIsolation.TEST_ISOLATION_SHARED if shared else TestIsolation.TEST_ISOLATION_SEPARATE
     return verdict
+
+
+# Responses to one problem come together.
+_plan = lru_cache(maxsize=256)(plan)
+
+
+def _no_program(reason: str) -> Verdict:
+    return Verdict(outcome=Outcome.OUTCOME_INTERNAL_ERROR, runs=1, detail=f"the tests are no program: {reason}")
 
 
 def _packed(part: dict[str, object]) -> bytes:
@@ -359,9 +373,9 @@ def _run_apart(tests_side: Side, response_side: Side, outlives_seconds: float) -
     (testing, tests_part), (responding, response_part) = tests_side, response_side
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        response = responding.start((_packed(response_part),), theirs)
+        response = responding.start(None, (_packed(response_part),), theirs)
         try:
-            tests = testing.start((_packed(tests_part),), ours)
+            tests = testing.start(b"", (_packed(tests_part),), ours)
         except JudgeFault:
             response.stop()
             responding.ended(response)
@@ -385,7 +399,7 @@ def _together(tests: ProgramRun, response: ProgramRun) -> ProgramRun:
         wall_seconds=max(tests.wall_seconds, response.wall_seconds),
         memory_bytes=max(tests.memory_bytes, response.memory_bytes) if deciding is tests else response.memory_bytes,
         stdout=tests.stdout,
-        stderr=tests.stderr or response.stderr,
+        stderr=tests.stderr,
     )
 
 
@@ -394,7 +408,7 @@ def _verdict(run: ProgramRun, proof: bytes, *, want_details: bool) -> Verdict:
     words = report.decode(errors="replace").split(maxsplit=1) if found else []
     passed, total = 0, 1
     if words[:1] == ["broken"]:
-        return Verdict(outcome=Outcome.OUTCOME_INTERNAL_ERROR, runs=1, detail=f"the tests are no program: {words[1]}")
+        return _no_program(words[1])
     if words[:1] == ["passed"] and run.ending is RunEnding.EXITED:
         passed, total = map(int, words[1].split())
     result = result_of(run, lambda _: None)

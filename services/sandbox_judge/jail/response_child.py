@@ -14,14 +14,14 @@ import sys
 import threading
 from collections import namedtuple
 from collections.abc import Callable, Generator, Iterator
-from types import CodeType, CoroutineType, GeneratorType, ModuleType
+from types import CodeType, CoroutineType, FunctionType, GeneratorType, ModuleType
 from typing import NoReturn, cast
 
 from services.sandbox_judge.jail import loading
 from services.sandbox_judge.jail.wire import FIXED, NAMED, SPECIAL, Codec, Foreign, Link, Uncarriable
 
-LINK = 4
-_REHEARSALS = 16
+# What comes from the judge, in place of standard streams, and where the channel stays.
+_PAYLOAD, _SENT_LINK, LINK = 0, 1, 3
 _PRINTED_TOGETHER = 1 << 16
 # Frames below a function of the response: they must not shorten the recursion it may count on.
 _FRAMES = 12
@@ -32,10 +32,11 @@ Request = tuple[Foreign, ...]
 def run() -> NoReturn:
     """Serve the tests until they are through; the process ends here."""
     try:
-        sent = loading.received()
+        sent = loading.received(_PAYLOAD)
+        os.dup2(_SENT_LINK, LINK)
         # What is written past `sys.stdout` is nobody's: the tests could not see it.
         nowhere = os.open(os.devnull, os.O_RDWR)
-        for descriptor in (0, 1, 2):
+        for descriptor in {0, 1, 2} - {nowhere}:
             os.dup2(nowhere, descriptor)
         sys.setrecursionlimit(1000 + _FRAMES)
         _Host(Link(LINK), sent).serve()
@@ -43,17 +44,9 @@ def run() -> NoReturn:
         _exit(0)
 
 
-def rehearse() -> None:
-    """Do in the zygote what every fork would do for the first time."""
-    for _ in range(_REHEARSALS):
-        ours, theirs = Link(os.dup(0)), Codec()
-        sent = {"style": loading.COMPLETION, "before": "def f(x):\n    pass\n", "entry_point": "f"}
-        host = _Host(ours, {**sent, "response": "def f(x):\n    return [x, 1.5, 'a', (x,), {x: None}]\n"})
-        host.answer(("load", ("f", "g"), "f"))
-        theirs.loads(host.answer(("call", vars(host.module)["f"], (2,), {})))
-        host.loads(theirs.dumps(("call", [3, "b"], {"a": (1.5, True, None)})))
-        os.close(ours.descriptor)
-    sys.modules.pop("solution", None)
+def play(descriptor: int) -> None:
+    """The response's side of a rehearsal, over a socket."""
+    _Host(Link(descriptor), loading.REHEARSED).serve()
 
 
 class _Host(Codec):
@@ -181,7 +174,7 @@ class _Host(Codec):
             return number
         self._described.add(number)
         self._fresh.append(number)
-        special = tuple(name for name in SPECIAL if _differs(kind, name))
+        special = _OF_FUNCTIONS if kind is FunctionType else tuple(name for name in SPECIAL if _differs(kind, name))
         bases = tuple(self._class(base) for base in kind.__bases__)
         module = kind.__module__ if isinstance(kind.__module__, str) else ""
         return (number, kind.__name__, kind.__qualname__, module, bases, special, kind.__hash__ is None)
@@ -461,3 +454,5 @@ _RESOLVERS: dict[str, Callable[..., object]] = {
     "error": _visiting_error,
     "namedtuple": _named_tuple,
 }
+# Most responses have no other class to describe.
+_OF_FUNCTIONS = tuple(name for name in SPECIAL if _differs(FunctionType, name))

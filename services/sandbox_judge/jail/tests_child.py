@@ -9,29 +9,44 @@ from __future__ import annotations
 
 import ast
 import builtins
+import marshal
 import opcode
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import NoReturn
 
 from services.sandbox_judge.jail import loading, running, shared_child
-from services.sandbox_judge.jail.loading import COMPLETION, PYTEST, UNCOMPILABLE, Names, Sent
+from services.sandbox_judge.jail.loading import COMPLETION, PYTEST, Names, Sent
 from services.sandbox_judge.jail.proxies import Remote, forget
-from services.sandbox_judge.jail.wire import Codec, Foreign, Link
+from services.sandbox_judge.jail.wire import Foreign, Link
 
 LINK = 4
 # Proxies, and calls within calls, take more frames than a program's own.
 _RECURSION = 5000
-_REHEARSALS = 16
 # A function that only returns None is no longer in bytecode.
 _STUB_BYTES = 8
 # More of them take more than a byte in bytecode.
 _MOST_SHORT_NAMES = 256
 # Tests that use these may look for any name.
 _REACHING = frozenset({"globals", "eval", "exec", "vars", "locals"})
-_exit, _exec = os._exit, exec
+_exit, _exec, _compile = os._exit, exec, compile
+_REHEARSAL = """
+import math
+METADATA = {'author': 'somebody', 'dataset': 'test'}
+def check(candidate):
+    assert candidate([1.0, 2.5, 3.0], 0.5) == [[1.0, 2.5, 3.0], 0.5], "message"
+    assert candidate('some words', ['a', 'b']) == ['some words', ['a', 'b']]
+    assert candidate([1, 2, -3, 4, 5, 6, 7, 8, 9, 10], None) == [list(range(1, 11)), None] or True
+    assert candidate((1, 'a'), {'k': [1]}) == [(1, 'a'), {'k': [1]}] and not candidate(True, []) == candidate(False, 7)
+    assert math.fabs(candidate(1.5, -7)[0] - 1.5) < 1e-6 and candidate(1 << 70, set()) != [0, {1}]
+    try:
+        candidate(None, 'raise')
+    except ValueError as error:
+        assert str(error) == 'bad'
+check(f)
+"""
 
 
 def run() -> NoReturn:
@@ -44,29 +59,46 @@ def run() -> NoReturn:
         _exit(status)
 
 
-def rehearse() -> None:
-    """Do in the zygote what every fork would do for the first time: the parser's own types above all."""
-    before = "from typing import List\n\ndef f(x: List[int]):\n    pass\n"
-    for _ in range(_REHEARSALS):
-        remote = Remote(Link(-1))
-        tests = _Tests(COMPLETION, before, "def check(c):\n    assert c(1) == [2]\ncheck(f)\n", "f")
-        answer = Codec().dumps(("return", ("loaded", (("f", None),)), (), "noise"))
-        assert remote.loads(answer)
-        remote.dumps(("load", tests.wanted, "f"))
-        remote.dumps(("call", 1, ([2, "a"],), {}))
-        sys.setrecursionlimit(_RECURSION)
-        loading.sources(COMPLETION, before, "    return [x]\n", "f")
+def plan(style: int, before: str, code: str, entry_point: str) -> bytes:
+    """What the text of tests alone says, marshalled, so that their process has not to find it out for each response.
+
+    It is for the judge: nothing is executed. Raises one of UNCOMPILABLE.
+    """
+    tests = _compile(code, running.TESTS_FILE, "exec", dont_inherit=True, optimize=0)
+    names, begun = set[str](), list[CodeType]()
+    if style != PYTEST:
+        names = _names_in(tests)
+        # Most tests know all that they need but the function.
+        if before and (_REACHING & names or set(_lacking(names, {}, entry_point)) - _stored(tests)):
+            begun = loading.begun(before)
+            names = names.union(*map(_names_in, begun))
+    names |= {entry_point} if entry_point else set()
+    bound, capitals = frozenset[str](), frozenset[str]()
+    if style == PYTEST or names & _REACHING or any(_is_class_name(name) for name in names):
+        tree = ast.parse(code)
+        if style == PYTEST:
+            bound = frozenset(_bound(tree) | vars(builtins).keys()) - {entry_point}
+            words = set(_taken(tree))
+        else:
+            words = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - _bound(tree)
+        capitals = frozenset(filter(_is_class_name, words))
+    found = {"tests": tests, "begun": begun, "names": tuple(sorted(names)), "bound": bound, "capitals": capitals}
+    return marshal.dumps(found, 2)
+
+
+def play(descriptor: int) -> None:
+    """The tests' side of a rehearsal, over a socket."""
+    sent = loading.REHEARSED | {"code": _REHEARSAL, "nonce": b"", "plan": plan(COMPLETION, "", _REHEARSAL, "f")}
+    status = _judge(sent, Link(descriptor))
     forget()
+    if status:
+        raise RuntimeError("the rehearsal of tests failed")
 
 
 def _judge(sent: Sent, link: Link) -> int:
     sys.setrecursionlimit(_RECURSION)
     nonce, entry_point = sent["nonce"], sent["entry_point"]
-    try:
-        tests = _Tests(sent["style"], sent["before"], sent["code"], entry_point)
-    except UNCOMPILABLE as error:
-        running.report(nonce, f"broken {type(error).__name__}: {error}")
-        return running.FAILED
+    tests = _Tests(sent)
     remote = Remote(link)
     remote.kept, remote.named = tests.bound, tests.named()
     try:
@@ -87,25 +119,21 @@ def _judge(sent: Sent, link: Link) -> int:
 class _Tests:
     """Tests and what they have themselves: the names that they bind, and those that stand before the response."""
 
-    def __init__(self, style: int, before: str, code: str, entry_point: str) -> None:
-        self._style, self._source, self._entry_point = style, code, entry_point
-        self._trusted = dict(builtins.__dict__)
-        self._code = running.compiled(code, running.TESTS_FILE)
-        self._scope: Names = {"__builtins__": dict(self._trusted), "__name__": "tests"}
+    def __init__(self, sent: Sent) -> None:
+        self._style, self._source, self._entry_point = sent["style"], sent["code"], sent["entry_point"]
+        planned: Sent = marshal.loads(sent["plan"])
+        self._code, self._capitals, self.bound = planned["tests"], planned["capitals"], planned["bound"]
+        running.show(self._source, running.TESTS_FILE)
+        # The builtins themselves: to copy them would write to the pages of all of them.
+        self._scope: Names = {"__builtins__": vars(builtins), "__name__": "tests"}
         self._classes: set[str] = set()
-        names = set() if style == PYTEST else _names_in(self._code)
-        # Most tests know all that they need but the function.
-        if style != PYTEST and before and (_REACHING & names or set(self._lacking(names)) - _stored(self._code)):
-            names |= self._begin(before)
-        names |= {entry_point} if entry_point else set()
-        self.wanted = None if names & _REACHING else self._lacking(names)
-        self.bound = frozenset[str]()
-        if style == PYTEST:
-            self.bound = frozenset(_bound(ast.parse(code)) | self._trusted.keys()) - {entry_point}
+        if planned["begun"]:
+            self._begin(planned["begun"])
+        names = planned["names"]
+        self.wanted = None if not _REACHING.isdisjoint(names) else _lacking(names, self._scope, self._entry_point)
 
-    def _begin(self, before: str) -> set[str]:
+    def _begin(self, code: list[CodeType]) -> None:
         """Execute what stands before the response; of that, what the response does not have to define."""
-        code = loading.begun(before)
         for part in code:
             try:
                 _exec(part, self._scope)
@@ -117,34 +145,37 @@ class _Tests:
                 self._classes.add(name)
             if name == self._entry_point or (mine and (isinstance(value, type) or _is_stub(value))):
                 del self._scope[name]
-        return set().union(*map(_names_in, code))
-
-    def _lacking(self, names: set[str]) -> tuple[str, ...]:
-        own = self._scope.keys() | (self._trusted.keys() - {self._entry_point})
-        return tuple(sorted(name for name in names if name not in own and not name.startswith("__")))
 
     def named(self) -> frozenset[str]:
         """Classes of the response that are tested themselves: their names are words of the tests.
 
         A name counts that the tests take from the response, and that begins as the names of classes do.
         """
-        if self._style != PYTEST and not (self.wanted is None or any(name[:1].isupper() for name in self.wanted)):
-            return frozenset(self._classes)
-        tree = ast.parse(self._source)
-        if self._style == PYTEST:
-            names = set(_taken(tree))
-        else:
-            names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - _bound(tree)
-        return frozenset(name for name in names if name[:1].isupper()) - self._trusted.keys() | self._classes
+        takes_class = self._style == PYTEST or self.wanted is None or any(name[:1].isupper() for name in self.wanted)
+        return self._capitals | self._classes if takes_class else frozenset(self._classes)
 
     def run(self, names: Names, remote: Remote) -> str:
         """Run them with what the response defines; what to say of them."""
         sys.modules["solution"] = remote.module
         if self._style == PYTEST:
-            return running.pytest_file(self._source, self._trusted)(names)
-        own = self._scope.keys() | (self._trusted.keys() - {self._entry_point})
-        self._scope.update((name, value) for name, value in names.items() if name not in own)
+            return running.pytest_file(self._source, vars(builtins))(names)
+        wanted = _lacking(tuple(names), self._scope, self._entry_point, private=True)
+        self._scope.update((name, names[name]) for name in wanted)
         return running.asserts(self._code)(self._scope)
+
+
+def _is_class_name(name: str) -> bool:
+    return name[:1].isupper() and name not in vars(builtins)
+
+
+def _lacking(names: Iterable[str], scope: Names, entry_point: str, *, private: bool = False) -> tuple[str, ...]:
+    """Those names that the response has to define, among them private ones where it has."""
+    known = vars(builtins)
+    return tuple(
+        name
+        for name in names
+        if name not in scope and (name not in known or name == entry_point) and (private or not name.startswith("__"))
+    )
 
 
 def _names_in(code: CodeType) -> set[str]:

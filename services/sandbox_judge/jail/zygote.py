@@ -31,6 +31,8 @@ SCRATCH_INODES = 4096
 MOST_DESCRIPTORS = 8
 MOUNTED_DEVICES = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "console", "pts")]
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+# The two sides of responses and their tests, which rehearse with each other.
+_SIDES = {"tests_child": "response_child", "response_child": "tests_child"}
 # What contest programs import most. More would make every fork dearer (0.02-0.1 ms each); the rest is imported by those
 # programs that need it.
 COMMON_IMPORTS = """
@@ -45,8 +47,8 @@ def main() -> None:
     setting = marshal.loads(control.recv(1 << 20))
     try:
         python_child.input_as_file()
-        harness = _harness(setting)
-        landlock_abi = _settle(setting)
+        harness, rehearse = _harness(setting)
+        landlock_abi = _settle(setting, rehearse)
     except Exception as error:
         control.send(b"!" + repr(error).encode()[:4000])
         raise
@@ -73,7 +75,7 @@ def main() -> None:
     _serve(control, jail)
 
 
-def _settle(setting: dict[str, Any]) -> int:
+def _settle(setting: dict[str, Any], rehearse: Callable[[], None]) -> int:
     """Enter the state that all programs inherit; returns the Landlock version in force, 0 for none."""
     if setting["uid"] is not None:
         kernel.become(setting["uid"], setting["uid"], setting["capabilities"])
@@ -90,7 +92,7 @@ def _settle(setting: dict[str, Any]) -> int:
         for path in filter(os.path.ismount, ("/", "/dev", *MOUNTED_DEVICES)):
             kernel.remount_read_only(path)
         kernel.mount_tmpfs(setting["scratch"], SCRATCH_BYTES, SCRATCH_INODES)
-    _import_libraries(setting)
+    _import_libraries(setting, rehearse)
     if setting["imports"] and setting["scratch"]:
         program.empty_folder(setting["scratch"])
     if setting["namespaces"] and not landlock_abi:
@@ -124,35 +126,31 @@ def _import_usual_modules() -> None:
         setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
 
 
-def _harness(setting: dict[str, Any]) -> Callable[[], NoReturn] | None:
-    """What the children run where they are no programs; only zygotes that need it pay for its imports."""
+def _harness(setting: dict[str, Any]) -> tuple[Callable[[], NoReturn] | None, Callable[[], None]]:
+    """What the children run where they are no programs, and its rehearsal; only zygotes that need it pay for these."""
     if not setting["harness"]:
-        return None
-    run: Callable[[], NoReturn] = importlib.import_module(f"services.sandbox_judge.jail.{setting['harness']}").run
-    return run
+        return None, lambda: None
+    harness = _of_jail(setting["harness"])
+    run: Callable[[], NoReturn] = harness.run
+    if setting["harness"] in _SIDES:
+        loading, other = _of_jail("loading"), _of_jail(_SIDES[setting["harness"]])
+        return run, lambda: loading.rehearse(harness.play, other.play)
+    return run, lambda: harness.rehearse(setting["imports"])
 
 
-def _import_libraries(setting: dict[str, Any]) -> None:
+def _of_jail(name: str) -> Any:
+    return importlib.import_module(f"services.sandbox_judge.jail.{name}")
+
+
+def _import_libraries(setting: dict[str, Any], rehearse: Callable[[], None]) -> None:
     """Import what the children would, and let it do what is done once; no threads may be left of that."""
     sys.path += [path for path in setting["packages"] if os.path.isdir(path)]
     if setting["imports"] and setting["scratch"]:
         os.environ["MPLCONFIGDIR"] = setting["scratch"]  # matplotlib, which some library imports, insists on a folder
     for name in setting["imports"]:
         importlib.import_module(name)
-    if not setting["rehearsed"]:
-        return
-    if setting["harness"] == "scores_child":
-        from services.sandbox_judge.jail import scores_child
-
-        scores_child.rehearse(setting["imports"])
-    elif setting["harness"] == "tests_child":
-        from services.sandbox_judge.jail import tests_child
-
-        tests_child.rehearse()
-    elif setting["harness"] == "response_child":
-        from services.sandbox_judge.jail import response_child
-
-        response_child.rehearse()
+    if setting["rehearsed"]:
+        rehearse()
 
 
 def _limit_resources() -> None:
