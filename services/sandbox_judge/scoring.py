@@ -338,7 +338,9 @@ def judge_code(
         try:
             tests_part["plan"] = _plan(tests.style, tests.before, tests.code, tests.entry_point)
         except UNCOMPILABLE as error:
-            return _no_program(f"{type(error).__name__}: {error}")
+            broken = _no_program(f"{type(error).__name__}: {error}")
+            broken.test_isolation = TestIsolation.TEST_ISOLATION_SEPARATE
+            return broken
     with worker.open(role, Executable(), limits if shared else _limits_of_waiting(limits)) as testing:
         if shared:
             run = testing.run(b"", (_packed(tests_part | response_part),))

@@ -13,7 +13,7 @@ from services.sandbox_judge.stage import JudgeScheduler
 from spo.errors import InvalidInput
 from spo.v1 import verdict_pb2
 from spo.v1.judge_service_pb2 import Priority
-from spo.v1.verdict_pb2 import CodeTests, CodeTestStyle, Limits, Outcome, Verdict
+from spo.v1.verdict_pb2 import CodeTests, CodeTestStyle, Limits, Outcome, TestIsolation, Verdict
 
 MODULE = CodeTestStyle.CODE_TEST_STYLE_MODULE
 COMPLETION = CodeTestStyle.CODE_TEST_STYLE_COMPLETION
@@ -233,6 +233,7 @@ def test_tests_that_are_no_program_are_nobodys_wrong_answer_and_are_not_remember
     first, again = (judged(judge, tests, "def half(n): return n")[0] for _ in range(2))
 
     assert outcome_of(first) == outcome_of(again) == "internal_error"
+    assert first.test_isolation == TestIsolation.TEST_ISOLATION_SEPARATE
     assert first.detail.startswith("the tests are no program: SyntaxError")
     assert not again.cached
 

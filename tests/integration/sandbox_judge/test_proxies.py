@@ -22,6 +22,18 @@ NODE = "class ListNode:\n    def __init__(self, val=0, next=None):\n        self
 
 # Name of a table's row -> style, `before`, the tests, a right response.
 HONEST: dict[str, tuple[CodeTestStyle.ValueType, str, str, str]] = {
+    "builtins that the tests replace for themselves": (
+        MODULE,
+        "",
+        """
+import builtins
+kept, builtins.sorted = sorted, lambda xs: "ours"
+assert sorted([2, 1]) == "ours" and ordered([2, 1]) == [1, 2]
+builtins.sorted = kept
+assert sorted([2, 1]) == ordered([2, 1])
+""",
+        "def ordered(xs): return sorted(xs)\n",
+    ),
     "a class": (
         MODULE,
         "",
