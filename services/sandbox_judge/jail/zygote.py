@@ -19,6 +19,7 @@ import signal
 import struct
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NoReturn
 
 from services.sandbox_judge.jail import kernel, program, python_child
@@ -138,7 +139,7 @@ def _harness(setting: dict[str, Any]) -> tuple[Callable[[], NoReturn] | None, Ca
     return run, lambda: harness.rehearse(setting["imports"])
 
 
-def _of_jail(name: str) -> Any:
+def _of_jail(name: str) -> ModuleType:
     return importlib.import_module(f"services.sandbox_judge.jail.{name}")
 
 
