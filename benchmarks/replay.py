@@ -17,8 +17,9 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from benchmarks.frame import CpuClock, Row, compare, run
 from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.service import ReplayService
 from services.replay_buffer.store import ReplayStore
+from services.replay_buffer.windows import Candidate
 from spo import redis_keys
 from spo.local.launcher import server_command
 from spo.messaging.connection import connect
@@ -34,7 +36,7 @@ from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import parse_job_spec, spec_to_json
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
-from spo.v1.replay_service_pb2 import SampleBatchRequest
+from spo.v1.replay_service_pb2 import SampleBatchRequest, SourceShare
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub, add_ReplayServiceServicer_to_server
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.value_pb2 import PromptValue
@@ -45,6 +47,7 @@ BATCH = 128
 INSERTS_AT_ONCE = 256
 WINDOW = 2048
 PROMPTS = 64
+REMEMBERED, REMEMBERED_PROMPTS = 1_000_000, 100_000
 ROUNDS = 5
 # Inserts and samples against dm-reverb.
 REVERB_GOALS = {"2 KB": (8.0, 2.0), "32 KB": (4.0, 1.0)}
@@ -89,7 +92,43 @@ def measure() -> list[Row]:
                         rounds=ROUNDS,
                     )
                 )
-    return rows
+    return [*rows, _remembered()]
+
+
+def _remembered() -> Row:
+    """Batches half of which are answers from memory, beside batches of the window alone.
+
+    The mirror of memory is filled by hand: its members are the trajectories that were inserted, named again and again
+    under other prompts. A million in Redis would take minutes and change nothing of a draw.
+    """
+    tokens, inserts, batches = SIZES["2 KB"]
+    mix = [{"source": "online", "share": 0.5}, {"source": "memory", "share": 0.5}]
+    sections = {
+        "algorithm": {"losses": [{"objective": "supervised"}]},
+        "replay": {"mix": mix, "memory": {"per_prompt": REMEMBERED // REMEMBERED_PROMPTS}},
+    }
+    with _server() as (client, clock):
+        sampler = BatchSampler(ReplayStore(client))
+        with _service(client, sampler, sections) as (store, replay):
+            _Inserts(store, [_trajectory(number, tokens) for number in range(inserts)])(inserts)
+            both = _Draws(replay)
+            window = _Draws(replay, first=1_000_000, mix=[SourceShare(source=SOURCE_ONLINE, share=1)])
+            both(1)
+            index = sampler.index(RUN)
+            with index.lock:
+                names = sorted(index.memory.members())
+                for number in range(REMEMBERED):
+                    name, prompt_id = names[number % len(names)], f"{number % REMEMBERED_PROMPTS:064x}"
+                    index.memory.add(Candidate((name,), prompt_id, 1, True, (0.0,), f"{number:016x}"), number + 1)
+            return compare(
+                f"sample {BATCH}, half from a memory of {REMEMBERED:,} answers",
+                "batches per CPU s",
+                "the window alone",
+                lambda: batches / clock(lambda: both(batches)),
+                lambda: batches / clock(lambda: window(batches)),
+                goal=0.5,
+                rounds=ROUNDS,
+            )
 
 
 def _against_reverb(size: str, clock: Clock, enter: Callable[[int], None], draw: Callable[[int], None]) -> list[Row]:
@@ -188,14 +227,15 @@ class _Puts:
 class _Draws:
     """The batches of ever new steps, decoded."""
 
-    def __init__(self, replay: RpcClient) -> None:
+    def __init__(self, replay: RpcClient, first: int = 0, mix: Sequence[SourceShare] = ()) -> None:
         self.replay = replay
-        self.step = 0
+        self.step = first
+        self.mix = mix
 
     def __call__(self, count: int) -> None:
         for _ in range(count):
             self.step += 1
-            request = SampleBatchRequest(run_id=RUN, batch_size=BATCH, step=self.step)
+            request = SampleBatchRequest(run_id=RUN, batch_size=BATCH, step=self.step, mix=self.mix)
             assert len(self.replay.call("SampleBatch", request).batch) == BATCH
 
 
@@ -265,17 +305,19 @@ def _server() -> Iterator[tuple[RedisClient, Clock]]:
 
 
 @contextlib.contextmanager
-def _service(client: RedisClient) -> Iterator[tuple[ReplayStore, RpcClient]]:
-    """A replay buffer with a run that only samples online, and a client of it."""
+def _service(
+    client: RedisClient, sampler: BatchSampler | None = None, sections: Mapping[str, Any] | None = None
+) -> Iterator[tuple[ReplayStore, RpcClient]]:
+    """A replay buffer with a run that only samples online, or as `sections` have it, and a client of it."""
+    sampler = sampler or BatchSampler(ReplayStore(client))
+    own = sections or {"replay": {"mix": [{"source": "online", "share": 1}]}}
+    replay_section = {"online_capacity": WINDOW, "samples_per_insert": 1e6, **own["replay"]}
     spec = parse_job_spec(
         {
             "model": {"path": "/pi0", "max_prompt_tokens": 4096, "max_response_tokens": 4096},
             "trainer": {"batch_size": BATCH},
-            "replay": {
-                "mix": [{"source": "online", "share": 1}],
-                "online_capacity": WINDOW,
-                "samples_per_insert": 1e6,
-            },
+            **own,
+            "replay": replay_section,
         }
     )
     client.set(redis_keys.run_spec(RUN), spec_to_json(spec))
@@ -283,13 +325,12 @@ def _service(client: RedisClient) -> Iterator[tuple[ReplayStore, RpcClient]]:
         prompt_id = f"{number:064x}"
         value = PromptValue(prompt_id=prompt_id, samples=100, successes=number)
         client.hset(redis_keys.run_values(RUN), prompt_id, value.SerializeToString())
-    store = ReplayStore(client)
     server = RpcServer("127.0.0.1", 0)
-    add_ReplayServiceServicer_to_server(ReplayService(BatchSampler(store)), server.server)
+    add_ReplayServiceServicer_to_server(ReplayService(sampler), server.server)
     server.start()
     replay = RpcClient("replay-buffer", server.address, ReplayServiceStub)
     try:
-        yield store, replay
+        yield sampler.store, replay
     finally:
         replay.close()
         server.stop(1)

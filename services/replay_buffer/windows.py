@@ -349,6 +349,7 @@ class Memory:
         self._answers: dict[str, dict[str, tuple[int, Candidate]]] = {}
         # Sorted: what is drawn must not depend on the order in which a process met them.
         self._prompts: list[str] = []
+        self._held = 0
 
     def add(self, candidate: Candidate, number: int) -> None:
         """Remember a trajectory with its insertion number, if it is an answer that memory wants."""
@@ -360,6 +361,12 @@ class Memory:
             self._answers[candidate.prompt_id] = {}
             insort(self._prompts, candidate.prompt_id)
         answers = self._answers[candidate.prompt_id]
+        self._held -= len(answers)
+        self._admit(candidate, number, answers)
+        self._held += len(answers)
+
+    def _admit(self, candidate: Candidate, number: int, answers: dict[str, tuple[int, Candidate]]) -> None:
+        reward = candidate.rewards[0]
         if self._min_reward is not None:
             best = max((known.rewards[0] for _, known in answers.values()), default=reward)
             if reward < best:
@@ -377,6 +384,7 @@ class Memory:
             for digest, (_, candidate) in list(answers.items()):
                 if candidate.trajectory_ids[0] in gone:
                     del answers[digest]
+                    self._held -= 1
             if not answers:
                 del self._answers[prompt_id]
                 del self._prompts[bisect_left(self._prompts, prompt_id)]
@@ -387,7 +395,9 @@ class Memory:
         prompts: sorted; those that may be drawn, None for all. There must be one.
         """
         known = self._prompts if prompts is None else list(prompts)
-        return [self._one(rng, known[rank]) for rank in draw_ranks(rng, len(known), count)]
+        ranks = draw_ranks(rng, len(known), count)
+        luck_N = rng.random(count)
+        return [self._one(known[rank], luck) for rank, luck in zip(ranks, luck_N.tolist(), strict=True)]
 
     def prompts(self) -> list[str]:
         """Prompts with an answer, sorted."""
@@ -398,8 +408,9 @@ class Memory:
         return {candidate.trajectory_ids[0] for found in self._answers.values() for _, candidate in found.values()}
 
     def __len__(self) -> int:
-        return sum(map(len, self._answers.values()))
+        return self._held
 
-    def _one(self, rng: np.random.Generator, prompt_id: str) -> Candidate:
+    def _one(self, prompt_id: str, luck: float) -> Candidate:
+        """luck, in [0, 1), chooses among a prompt's answers in the order of the ledger."""
         answers = sorted(self._answers[prompt_id].values(), key=lambda answer: answer[0])
-        return answers[int(rng.integers(len(answers)))][1]
+        return answers[int(luck * len(answers))][1]
