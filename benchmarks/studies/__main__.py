@@ -9,17 +9,19 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.studies.carry_out import FOLDER, baselines, imitation, staleness
+from benchmarks.studies.carry_out import FOLDER, baselines, imitation, memory, staleness
 from benchmarks.studies.collect import write
 
 
 def main() -> int:
     """One study."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.studies", description=__doc__)
-    parser.add_argument("study", choices=["staleness", "imitation", "baselines"])
+    parser.add_argument("study", choices=["staleness", "imitation", "baselines", "memory"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     wanted = parser.parse_args()
-    {"staleness": staleness, "imitation": imitation, "baselines": baselines}[wanted.study](wanted.seeds)
+    {"staleness": staleness, "imitation": imitation, "baselines": baselines, "memory": memory}[wanted.study](
+        wanted.seeds
+    )
     write(wanted.study, FOLDER / wanted.study, Path("docs/results"))
     return 0
 

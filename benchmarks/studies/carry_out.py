@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.studies import baselines as published, imitation as beside, staleness as stale
+from benchmarks.studies import baselines as published, imitation as beside, memory as remembering, staleness as stale
 from benchmarks.studies.contest import EVALUATION_SAMPLES, UNTEMPERED, Contest
 from spo.algorithm.values import ProblemCounts, mean_pass_at_k
 from spo.demo.demo import toy_model
@@ -25,10 +25,10 @@ FOLDER = Path("runs/studies")
 TRAIN, HELD_OUT, TASK_SEED = 160, 80, 0
 
 
-def contest(difficulty: str) -> Contest:
-    """pi0 of that difficulty with the problems of the report."""
+def contest(difficulty: str, held_out: int = HELD_OUT) -> Contest:
+    """pi0 of that difficulty with the problems of the report, or with more that are held out."""
     torch.set_num_threads(1)
-    return Contest(toy_model(difficulty), toy_tasks(TRAIN, HELD_OUT, TASK_SEED))
+    return Contest(toy_model(difficulty), toy_tasks(TRAIN, held_out, TASK_SEED))
 
 
 def samples_of_pi0(found: Contest, count: int, spec: JobSpec) -> list[Trajectory]:
@@ -112,6 +112,21 @@ def baselines(seeds: Sequence[int]) -> None:
         run, began = todo[0], time.process_time()
         result = published.carry_out(run, found)
         kept(folder / f"{run.name}.json", result | {"cpu_seconds": time.process_time() - began})
+
+
+def memory(seeds: Sequence[int]) -> None:
+    """The study of runs that remember."""
+    folder, contests = FOLDER / "memory", dict[str, Contest]()
+    for run in remembering.planned(seeds):
+        path = folder / f"{run.name}.json"
+        if path.exists():
+            continue
+        if run.setting not in contests:
+            found = contest("hard" if run.setting == "hard" else "standard", remembering.HELD_OUT)
+            found.qhat_0 = {problem.problem_id: 0.0 for problem in found.tasks.train}
+            contests[run.setting] = found
+        began = time.process_time()
+        kept(path, remembering.carry_out(run, contests[run.setting]) | {"cpu_seconds": time.process_time() - began})
 
 
 def imitation(seeds: Sequence[int]) -> None:

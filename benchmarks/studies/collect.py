@@ -28,7 +28,8 @@ def write(study: str, folder: Path, documents: Path) -> None:
     before = json.loads(path.read_text()) if path.exists() else {}
     runs = {"samples_per_problem": EVALUATION_SAMPLES, "runs": found}
     path.write_text(json.dumps({**before, **runs}) + "\n")
-    fields = [name for name in ("method", "lag", "rate") if name in found[0]]
+    names = ("setting", "contestant") if study == "memory" else ("method", "lag", "rate")
+    fields = [name for name in names if name in found[0]]
     print("\n".join(table(", ".join(fields), by(found, *fields))))
     if study == "staleness":
         draw(found, documents / f"{study}.png")

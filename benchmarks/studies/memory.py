@@ -32,6 +32,7 @@ from spo.v1.prompt_pb2 import SOURCE_REFERENCE
 from spo.v1.trajectory_pb2 import Trajectory
 
 EXAMINED = (50, 100, 150)
+HELD_OUT = 200
 SAMPLES_AT_ONE = 5
 # Groups with both right and wrong answers that are kept for `replay: contrast`.
 KEPT_GROUPS = 512
@@ -67,11 +68,19 @@ class MemoryRun:
     replay_rows: int = 32
 
     @property
-    def name(self) -> str:
-        """A file's name: the settings that are not the default."""
+    def contestant(self) -> str:
+        """The settings that are not the default, but for the seed and the problems."""
         default = asdict(MemoryRun(self.method))
-        changed = [f"{key}{value}" for key, value in asdict(self).items() if key != "method" and value != default[key]]
-        return "-".join([self.method, *changed])
+        apart = {"method", "seed", "setting"}
+        changed = [
+            f"{key} {value}" for key, value in asdict(self).items() if key not in apart and value != default[key]
+        ]
+        return ", ".join([self.method, *changed])
+
+    @property
+    def name(self) -> str:
+        """A file's name."""
+        return f"{self.setting}-{self.contestant.replace(', ', '-').replace(' ', '')}-seed{self.seed}"
 
     def spec(self, pi0: Path) -> JobSpec:
         """The job whose losses and optimiser are used."""
@@ -83,6 +92,44 @@ class MemoryRun:
             terms.append({"objective": "supervised", "sources": ["reference"], "coefficient": self.own})
         document["algorithm"]["losses"] = terms
         return parse_job_spec(document)
+
+
+_OWN: Mapping[str, Any] = {"own": 0.1}
+_NEED: Mapping[str, Any] = {**_OWN, "need": 0.5}
+_LOST: Mapping[str, Any] = {**_OWN, "need": 0.75, "wanted": "lost"}
+# Whoever has the most to say first: what runs remember, the fresh objectives, their relatives with replay.
+CONTESTANTS: Sequence[Mapping[str, Any]] = (
+    {"method": "grpo", **_LOST},
+    {"method": "grpo"},
+    {"method": "grpo", **_NEED},
+    {"method": "grpo", **_OWN},
+    {"method": "spo_group_scaled_paper_beta", "own": 1.0, "need": 0.75, "wanted": "lost"},
+    {"method": "spo_group_scaled_paper_beta"},
+    {"method": "none", "own": 1.0, "own_rows": 64},
+    {"method": "dapo"},
+    {"method": "dr_grpo"},
+    {"method": "rloo"},
+    {"method": "oapl"},
+    {"method": "grpo", "replay": "contrast"},
+    {"method": "exgrpo", "replay": "experience"},
+    {"method": "asymre", "replay": "any"},
+    {"method": "topr", "replay": "any"},
+    # Of the first: each of its parts changed.
+    {"method": "grpo", **_NEED, "wanted": "lost"},
+    {"method": "grpo", **_NEED, "wanted": "lost", "draw": "weak"},
+    {"method": "grpo", **_NEED, "need_group": 16},
+    {"method": "grpo", **_NEED, "need_temperature": 1.3},
+)
+
+
+def planned(seeds: Sequence[int]) -> list[MemoryRun]:
+    """All contestants with one seed in both settings before the next seed."""
+    return [
+        MemoryRun(**each, setting=setting, seed=seed)
+        for seed in seeds
+        for each in CONTESTANTS
+        for setting in ("p160", "hard")
+    ]
 
 
 @dataclass
@@ -156,7 +203,14 @@ def carry_out(run: MemoryRun, contest: Contest) -> dict[str, Any]:
             plain = contest.sampled(policy.model, asked, run.seed + 2000, UNTEMPERED)
             found["at_one"][at] = sum(each.reward == 0 for each in plain) / len(plain)
             found["solved"][at] = len(memory.solved)
-    return {**asdict(run), "steps": STEPS, "rollouts": rollouts, "rows_learned": learned, **found}
+    return {
+        **asdict(run),
+        "contestant": run.contestant,
+        "steps": STEPS,
+        "rollouts": rollouts,
+        "rows_learned": learned,
+        **found,
+    }
 
 
 def _prompts(

@@ -27,6 +27,7 @@ from spo.spec.sections import (
     CollapseGuardSpec,
     CriticSpec,
     EvaluationSpec,
+    MemorySpec,
     OfflineSpec,
     PivotalSpec,
     ReplaySpec,
@@ -391,7 +392,8 @@ def memory_can_be_learned_from(spec: JobSpec) -> Iterator[Violation]:
     """Answers from memory come one by one, from the run's own rollouts, and somebody learns from them."""
     memory, fresh = spec.replay.memory, spec.replay.online_share
     if not spec.replay.remembers:
-        if memory.model_fields_set:
+        # A dumped spec names every default.
+        if memory != MemorySpec():
             yield "replay/memory", "replay.mix has no share of `memory`: nothing would be remembered"
     else:
         yield from _faults_of_remembering(spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import cast
 
@@ -12,11 +13,14 @@ from benchmarks.studies import baselines
 from benchmarks.studies.contest import Contest
 from benchmarks.studies.grading import Grader
 from benchmarks.studies.lag import steps_sampled_by
+from benchmarks.studies.memory import LOSSES, Memory
 from benchmarks.studies.sampling import Sampler, sample
 from benchmarks.studies.staleness import GROUP, LAGS, METHODS, RATES, StaleRun, planned, rows
+from spo.algorithm.objectives import TokenBatch
 from spo.model.logprobs import response_logprobs
 from spo.tasks.toy import toy_tasks
 from spo.testing.trainer import random_llama
+from spo.v1.prompt_pb2 import SOURCE_REFERENCE
 from spo.v1.trajectory_pb2 import Trajectory
 
 
@@ -87,3 +91,54 @@ def test_oapl_regresses_from_its_sampler_and_spo_from_pi0(group: list[Trajectory
     assert {tuple(row.trajectory.reference_logprobs) for row in oapl} == {(-1.0, -2.0)}
     assert [row.qhat_0 for row in oapl] == [pytest.approx(soft_mean)] * GROUP
     assert list(group[0].reference_logprobs) == [-3.0, -4.0]
+
+
+def test_memory_keeps_distinct_right_answers_and_knows_which_prompts_lack_one() -> None:
+    def tried(prompt_id: str, *outcomes: tuple[int, bool]) -> list[Trajectory]:
+        return [
+            Trajectory(prompt_id=prompt_id, response_token_ids=[tokens], reward=0.0 if right else -1.0)
+            for tokens, right in outcomes
+        ]
+
+    memory = Memory()
+    memory.add(tried("a", (1, True), (1, True), (2, True), (3, False)))
+    memory.add(tried("b", (1, False), (2, False)))
+    memory.add(tried("a", (4, False), (5, False)))
+
+    assert memory.solved == ["a"]
+    assert memory.lacking("unsolved") == ["b"]
+    assert memory.lacking("lost") == ["b", "a"]
+    again = memory.answers(6, "turn", random.Random(0))
+    assert {tuple(each.response_token_ids) for each in again} == {(1,), (2,)}
+    assert {each.source for each in again} == {SOURCE_REFERENCE}
+
+
+def test_losses_of_relatives_follow_their_papers() -> None:
+    mask_BL = torch.ones(4, 2, dtype=torch.bool)
+    sampled_BL = torch.log(torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.25, 0.5], [0.5, 0.25]]))
+    logprobs_BL = torch.log(torch.tensor([[0.5, 0.5], [0.5, 1.0], [0.5, 0.5], [0.25, 0.25]])).requires_grad_()
+    batch = TokenBatch(
+        input_ids_BL=mask_BL.long(),
+        attention_mask_BL=mask_BL,
+        response_mask_BL=mask_BL,
+        reference_logprobs_BL=sampled_BL,
+        sampling_logprobs_BL=sampled_BL,
+        reward_B=torch.tensor([0.0, -1.0, -1.0, 0.0]),
+        qhat_0_B=torch.zeros(4),
+        source_B=torch.tensor([1, 1, 1, 2]),
+        group_B=torch.tensor([0, 0, 1, 1]),
+    )
+
+    def gradient(name: str) -> list[float]:
+        logprobs_BL.grad = None
+        LOSSES[name](logprobs_BL, batch).backward()
+        assert logprobs_BL.grad is not None
+        return (4 * logprobs_BL.grad[:, 0]).tolist()
+
+    # Advantages .5 and -.5, the baseline .1 below the mean.
+    assert gradient("asymre") == pytest.approx([-0.6, 0.4, 0.4, -0.6])
+    # Wrong ones by pi / mu of the response, at most 1: 2 and 2 here.
+    assert gradient("topr") == pytest.approx([-1.0, 1.0, 1.0, -1.0])
+    # Advantages of a group of two over its deviation: .7071; of what is replayed the slope of w / (w + .1) at w = .5.
+    share = 0.5**0.5 / 2
+    assert gradient("exgrpo") == pytest.approx([-share, share, 2 * share, -share * 0.1 * 0.5 / 0.6**2], rel=1e-4)

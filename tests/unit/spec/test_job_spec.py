@@ -186,6 +186,9 @@ def test_remembered_answers_may_be_learned_by_imitation_and_by_value() -> None:
     assert spec.replay.remembers
     assert spec.counts_outcomes
     assert not parse_job_spec(MODEL).counts_outcomes
+    for document in (MODEL, remembering(AGAIN)):
+        whole = parse_job_spec(document)
+        assert parse_job_spec(whole.model_dump(mode="json")) == whole
     assert parse_job_spec({**MODEL, "rollout": {"unsolved_share": 0.5}}).counts_outcomes
 
 
