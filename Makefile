@@ -84,8 +84,8 @@ docs: $(DOCS_STAMP)  ## Build the documentation site into site/, strictly; insta
 sdk: $(STAMP)  ## Write the synchronous SDK, spo/client/_sync, from the asynchronous one
 	@python scripts/generate_client.py
 
-tree: $(STAMP)  ## Write README's tree of folders from their docstrings
-	@python scripts/readme_tree.py
+tree: $(STAMP)  ## Write CONTRIBUTING's tree of folders from their docstrings
+	@python scripts/folder_tree.py
 
 openapi: $(STAMP)  ## Write docs/openapi.json from the code
 	@PYTHONPATH=. python scripts/write_openapi.py

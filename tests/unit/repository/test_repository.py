@@ -233,11 +233,11 @@ def test_tests_are_named_as_sentences() -> None:
     assert terse == []
 
 
-def test_readmes_tree_is_what_the_packages_say() -> None:
-    program = "import readme_tree as tree; print(tree.with_tree((tree.ROOT / 'README.md').read_text()), end='')"
+def test_contributings_tree_is_what_the_packages_say() -> None:
+    program = "import folder_tree as tree; print(tree.with_tree((tree.ROOT / 'CONTRIBUTING.md').read_text()), end='')"
     command = [sys.executable, "-c", program]
     written = subprocess.run(command, cwd=ROOT / "scripts", capture_output=True, text=True, timeout=60, check=True)
-    assert (ROOT / "README.md").read_text() == written.stdout, "run: make tree"
+    assert (ROOT / "CONTRIBUTING.md").read_text() == written.stdout, "run: make tree"
 
 
 def _constants_of_seconds() -> dict[tuple[str, str], str]:

@@ -1,4 +1,4 @@
-"""Write README's tree of folders from the first line of each package's docstring: `make tree`; a test holds it."""
+"""Write CONTRIBUTING's tree of folders from the first lines of packages' docstrings: `make tree`; a test holds it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def tree() -> str:
     return "\n".join([*lines, "```"])
 
 
-def with_tree(readme: str) -> str:
-    """The README's text with a fresh tree. Raises ValueError when a marker is missing."""
-    before, rest = readme.split(BEGIN)
+def with_tree(document: str) -> str:
+    """The document's text with a fresh tree. Raises ValueError when a marker is missing."""
+    before, rest = document.split(BEGIN)
     return f"{before}{BEGIN}\n{tree()}\n{END}{rest.split(END)[1]}"
 
 
@@ -43,5 +43,5 @@ def _line(package: Path, level: int) -> str:
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(with_tree(readme.read_text()))
+    document = ROOT / "CONTRIBUTING.md"
+    document.write_text(with_tree(document.read_text()))
