@@ -40,7 +40,7 @@ _RULES: tuple[tuple[str, Scope, Scope], ...] = (
     (r"(/v1)?/(keys|audit|dead-letters)(/|$)", "admin", "admin"),
     (r"/v1/scale(/|$)", "jobs:read", "admin"),
     (r"/v1/continual(/|$)", "jobs:read", "weights:push"),
-    (r"/v1/(chat/completions|completions|models|feedback)(/|$)", "models:query", "models:query"),
+    (r"/v1/(chat|completions|models|feedback|messages|responses)(/|$)", "models:query", "models:query"),
     (r"/v1/capture(/|$)", "trajectories:read", "datasets:write"),
     (r"/v1/served-models(/|$)", "jobs:read", "weights:push"),
     (r"/v1/jobs/[^/]+/weights(/|$)", "jobs:read", "weights:push"),

@@ -253,6 +253,9 @@ class InferenceDouble(InferenceServiceServicer):
         self.unready = 0
         self.says: Callable[[inference.ServeRequest], str] = lambda request: "one two three"
         self.goes_on: threading.Event | None = None
+        # What each word's token looks like where log-probs are asked for.
+        self.shown: Callable[[str], inference.ServedToken] = lambda word: inference.ServedToken(text=word)
+        self.asked = inference.ServeRequest()
         self.serving = 0
         self.versions: list[int] = []
         self._lock = threading.Lock()
@@ -261,6 +264,7 @@ class InferenceDouble(InferenceServiceServicer):
         self, request: inference.ServeRequest, context: grpc.ServicerContext
     ) -> Iterator[inference.ServeResponse]:
         self.serving += 1
+        self.asked = request
         ended = threading.Event()
         context.add_callback(ended.set)
         words = self.says(request).split()
@@ -271,6 +275,8 @@ class InferenceDouble(InferenceServiceServicer):
                 for index in range(request.samples):
                     part = first.parts.add(index=index, text=text, token_ids=[number])
                     part.finish_reason = "stop" if number == len(words) else ""
+                    if request.logprobs:
+                        part.tokens.append(self.shown(text))
                 yield first
                 first = inference.ServeResponse()
                 while self.goes_on and not self.goes_on.wait(0.02) and not ended.is_set():

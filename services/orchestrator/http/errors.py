@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 import redis
 from fastapi import FastAPI, Request, Response
@@ -29,13 +30,29 @@ from spo.errors import SpoError
 from spo.observability import get_logger
 from spo.spec.section import JobState
 
-_PATHS = re.compile(r"/v1/(chat/completions|completions|models(/[^/]*)?)/?")
+# The first steps of the paths of each API, whether they are served or not; a base URL with /v1 at its end twice, too.
+_OPENAI = re.compile(
+    r"/v1/(assistants|audio|batches|chat|chatkit|completions|containers|conversations|edits|embeddings|engines|evals"
+    r"|files|fine-tunes|fine_tuning|images|models|moderations|organization|projects|realtime|responses|skills|threads"
+    r"|uploads|v1|vector_stores|videos)(/|$)"
+)
+_ANTHROPIC = re.compile(r"/v1/(complete|messages)(/|$)")
+_SHARED = re.compile(r"/v1/(files|models|organizations|skills|v1/messages)(/|$)")
+_UNSERVED = {"responses": "OpenAI's Responses", "messages": "Anthropic's Messages"}
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     409: "conflict_error",
     429: "rate_limit_error",
+}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 _CODES = {"unauthorized": "invalid_api_key", "prompt_too_long": "context_length_exceeded"}
 
@@ -84,18 +101,44 @@ _BY_CODE = {
 _CODES_BY_STATUS = {404: "not_found", 405: "method_not_allowed", 400: "bad_request"}
 
 
-def is_openai_path(path: str) -> bool:
-    """Whether a path is one of those that OpenAI's clients ask."""
-    return _PATHS.fullmatch(path) is not None
+def dialect(path: str, headers: Headers) -> Literal["openai", "anthropic"] | None:
+    """Whose clients ask a path, and so whose form its errors have; None: a path of the platform's own API."""
+    if _ANTHROPIC.match(path) or ("anthropic-version" in headers and _SHARED.match(path)):
+        return "anthropic"
+    return "openai" if _OPENAI.match(path) else None
+
+
+def _unserved(path: str) -> str:
+    """What is said of a path of theirs that is not served; "" of any other."""
+    if found := re.match(r"/v1/(responses|messages)(/|$)", path):
+        return f"{_UNSERVED[found[1]]} API ({path[:100]}) is not served yet: use /v1/chat/completions"
+    return ""
 
 
 def as_openai_error(response: JSONResponse) -> JSONResponse:
     """A problem document in OpenAI's form: what is wrong with a request is a 400 there."""
+    message, code, status, pointer = _problem_of(response)
+    return _shaped(response, _document(message, code, status, pointer), status)
+
+
+def as_anthropic_error(response: JSONResponse) -> JSONResponse:
+    """A problem document in Anthropic's form: what is wrong with a request is a 400 there."""
+    message, _, status, _ = _problem_of(response)
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return _shaped(response, {"type": "error", "error": {"type": kind, "message": message}}, status)
+
+
+def _problem_of(response: JSONResponse) -> tuple[str, str, int, str]:
+    """Message, code, status and pointer of a problem document, as both APIs have them."""
     problem = json.loads(bytes(response.body))
     status = 400 if response.status_code == 422 else response.status_code
     faults = problem["errors"]
     message = "; ".join(f"{fault['pointer'][1:]}: {fault['message']}" for fault in faults[:3]) or problem["detail"]
-    shaped = JSONResponse(_document(message, problem["code"], status, faults[0]["pointer"] if faults else ""), status)
+    return message, problem["code"], status, faults[0]["pointer"] if faults else ""
+
+
+def _shaped(response: JSONResponse, document: dict[str, object], status: int) -> JSONResponse:
+    shaped = JSONResponse(document, status)
     kept = ("retry-after", "www-authenticate", "connection", "allow")
     shaped.headers.update({name: value for name, value in response.headers.items() if name.lower() in kept})
     return shaped
@@ -240,9 +283,9 @@ def problem(error: errors.SpoError) -> JSONResponse:
 
 
 def as_page(path: str, headers: Headers, response: JSONResponse) -> Response:
-    """The problem as an HTML page where a browser asked for a page, in OpenAI's form on its paths, else unchanged."""
-    if is_openai_path(path):
-        return as_openai_error(response)
+    """The problem as a page if a browser asked for one, in OpenAI's or Anthropic's form on theirs, else unchanged."""
+    if spoken := dialect(path, headers):
+        return as_openai_error(response) if spoken == "openai" else as_anthropic_error(response)
     if not wants_page(path, headers):
         return response
     body = json.loads(bytes(response.body))
@@ -269,7 +312,8 @@ def install(app: FastAPI) -> None:
     def http_error(request: Request, error: HTTPException) -> Response:
         code = _CODES_BY_STATUS.get(error.status_code, "bad_request")
         kind = errors.NotFound if error.status_code == 404 else errors.InvalidInput
-        response = _respond(request, kind(str(error.detail), code=code))
+        detail = _unserved(request.url.path) if error.status_code in (404, 405) else ""
+        response = _respond(request, kind(detail or str(error.detail), code="path_not_served" if detail else code))
         response.headers.update(error.headers or {})
         if error.status_code == 405:
             # Starlette lists the methods of one route, but a path may have several routes.

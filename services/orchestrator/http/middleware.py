@@ -24,7 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from services.orchestrator.auth import READING, Principal, RateLimit
 from services.orchestrator.container import AppContext, at_the_door
-from services.orchestrator.http.errors import as_page, problem
+from services.orchestrator.http.errors import as_page, dialect, problem
 from services.orchestrator.settings import LOOPBACK
 from spo.errors import InvalidInput, NotReady, ResourceExhausted, SpoError, Unreachable
 from spo.observability import get_logger
@@ -274,8 +274,10 @@ class _AuditedRequest:
 
 
 def _authorization(path: str, headers: Headers) -> str:
-    """Clients of the Tinker API send the key in a header of its own, behind a prefix that they insist on."""
-    key = headers.get("x-api-key", "") if path.startswith(TINKER_PATHS) else ""
+    """Clients of the Tinker API send the key in a header of its own, behind a prefix that they insist on; so do
+    Anthropic's, without one."""
+    of_its_own = path.startswith(TINKER_PATHS) or dialect(path, headers) == "anthropic"
+    key = headers.get("x-api-key", "") if of_its_own else ""
     return f"Bearer {key.removeprefix(TINKER_PREFIX)}" if key else headers.get("authorization", "")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Mapping, Sequence
@@ -35,6 +36,8 @@ from spo.v1.inference_service_pb2 import ServedPart, ServedToken, ServeRequest, 
 MOST_TOKENS_IN_ALL = 262_144
 MOST_CHARACTERS = 1 << 20
 PLAIN_COMPLETION_TOKENS = 16
+# What OpenAI has for a sampled token without a log-prob.
+IMPOSSIBLE = -9999.0
 
 Text = Annotated[str, Field(max_length=MOST_CHARACTERS)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -85,13 +88,28 @@ class ChatMessage(OpenAiPart):
 
 class StreamOptions(OpenAiPart):
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+    continuous_usage_stats: Literal[False] = False
 
 
 class TextFormat(OpenAiPart):
     type: Literal["text"]
 
 
-class OpenAiRequest(OpenAiPart):
+class NoOps(OpenAiPart):
+    """Fields that clients send with the value that changes nothing, or that is a hint; with another it is refused."""
+
+    logit_bias: dict[str, float] = Field(default={}, max_length=0)
+    ignore_eos: Literal[False] = False
+    min_p: float = Field(default=0.0, ge=0, le=0)
+    min_tokens: Literal[0] = 0
+    repetition_penalty: float = Field(default=1.0, ge=1, le=1)
+    top_k: Literal[-1, 0] = -1
+    safety_identifier: str = Field(default="", max_length=200, description="As user: looked at by nobody.")
+    prompt_cache_key: str = Field(default="", max_length=200, description="Prefixes are shared without it.")
+
+
+class OpenAiRequest(NoOps):
     """What chats and plain completions share."""
 
     model: str = Field(min_length=1, max_length=200)
@@ -152,6 +170,15 @@ class ChatRequest(OpenAiRequest):
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=20)
     response_format: TextFormat | None = None
+    # Without effect.
+    tools: list[Json] = Field(default=[], max_length=0)
+    tool_choice: Literal["none", "auto"] = "auto"
+    parallel_tool_calls: bool = True
+    functions: list[Json] = Field(default=[], max_length=0)
+    function_call: Literal["none", "auto"] = "auto"
+    modalities: list[Literal["text"]] = Field(default=["text"], min_length=1, max_length=1)
+    service_tier: Literal["auto", "default"] = "auto"
+    verbosity: Literal["medium"] = "medium"
 
     @property
     def most_tokens(self) -> int:
@@ -167,6 +194,9 @@ class ChatRequest(OpenAiRequest):
         """The request as replicas take it. Raises InvalidInput with a pointer."""
         if self.top_logprobs and not self.logprobs:
             raise refused("/top_logprobs", "needs logprobs: true")
+        for index, message in enumerate(self.messages):
+            if message.name:
+                raise refused(f"/messages/{index}/name", "no model is shown who of several speaks")
         found = self.sampling(run_id, version)
         found.messages_json = json.dumps(self.turns)
         found.logprobs, found.top_logprobs = self.logprobs, self.top_logprobs
@@ -179,6 +209,7 @@ class PlainRequest(OpenAiRequest):
     prompt: Text | list[Token] | list[Text] | list[list[Token]] = Field(max_length=MOST_CHARACTERS)
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: Literal[False] = False
+    suffix: Literal[""] = ""
     best_of: int | None = Field(default=None, ge=1, le=16)
 
     @property
@@ -314,12 +345,21 @@ def event(document: Json) -> bytes:
 
 
 def _chat_logprobs(tokens: Iterable[ServedToken]) -> Json:
-    content = [{**_token(token), "top_logprobs": [_token(each) for each in token.top]} for token in tokens]
+    content = [{**_token(token), "top_logprobs": [_token(each) for each in _likely(token)]} for token in tokens]
     return {"content": content, "refusal": None}
 
 
+def _likely(token: ServedToken) -> list[ServedToken]:
+    """The likeliest in its place, without those that top-p leaves no chance: JSON has no -inf."""
+    return [each for each in token.top if math.isfinite(each.logprob)]
+
+
 def _token(token: ServedToken) -> Json:
-    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.text.encode())}
+    return {"token": token.text, "logprob": _nats(token), "bytes": list(token.text.encode())}
+
+
+def _nats(token: ServedToken) -> float:
+    return token.logprob if math.isfinite(token.logprob) else IMPOSSIBLE
 
 
 def _plain_logprobs(tokens: Iterable[ServedToken], offset: int = 0) -> Json:
@@ -330,8 +370,8 @@ def _plain_logprobs(tokens: Iterable[ServedToken], offset: int = 0) -> Json:
         offset += len(token.text)
     return {
         "tokens": [token.text for token in known],
-        "token_logprobs": [token.logprob for token in known],
-        "top_logprobs": [{each.text: each.logprob for each in token.top} for token in known],
+        "token_logprobs": [_nats(token) for token in known],
+        "top_logprobs": [{each.text: each.logprob for each in _likely(token)} for token in known],
         "text_offset": offsets,
     }
 

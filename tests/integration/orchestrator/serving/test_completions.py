@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from spo.testing.peers import wait_until
+from spo.v1.inference_service_pb2 import ServedToken
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 from tests.integration.orchestrator.serving.conftest import KEY, Counter
 
@@ -36,10 +37,117 @@ def test_errors_are_openais_on_its_paths_and_problems_elsewhere(counter: Counter
     assert error(counter.chat("x", token="wrong")) == (401, "authentication_error", "invalid_api_key")
     assert error(counter.chat("x", model="nobody")) == (404, "not_found_error", "model_not_found")
     assert error(counter.chat("x", temperature=3))[:2] == (400, "invalid_request_error")
-    assert counter.chat("x", tools=[]).json()["error"]["param"] == "tools"
+    assert counter.chat("x", audio={"voice": "a"}).json()["error"]["param"] == "audio"
     assert error(counter.ask("POST", "/v1/chat/completions", content=b"{"))[:2] == (400, "invalid_request_error")
     assert error(counter.chat("x", stop=["a"] * 5))[0] == 400
     assert counter.ask("GET", "/v1/nothing").headers["content-type"] == "application/problem+json"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        *(("POST", f"/v1/{path}", 404) for path in ("embeddings", "moderations", "images/generations", "audio/speech")),
+        *(
+            ("GET", f"/v1/{path}", 404)
+            for path in ("files", "batches/x", "fine_tuning/jobs", "threads/a/runs", "evals")
+        ),
+        *(("POST", f"/v1/{path}", 404) for path in ("chat", "chat/nothing", "v1/chat/completions", "models/a/b")),
+        *(("GET", f"/v1/{path}", 405) for path in ("chat/completions", "completions")),
+        ("DELETE", "/v1/models/x", 405),
+    ],
+)
+def test_paths_of_openais_that_are_not_served_answer_in_its_form(
+    counter: Counter, method: str, path: str, status: int
+) -> None:
+    found = counter.ask(method, path, json={} if method == "POST" else None)
+    code = {404: "not_found", 405: "method_not_allowed"}[status]
+    assert error(found) == (status, {404: "not_found_error"}.get(status, "invalid_request_error"), code)
+    assert ("allow" in found.headers) == (status == 405)
+
+
+def test_dialects_that_are_not_served_yet_say_so_in_their_own_form(open_counter: Callable[..., Counter]) -> None:
+    counter = open_counter(tenant="red")
+    red = counter.key("red", "models:query")
+    for path in ("/v1/responses", "/v1/responses/x/cancel"):
+        refused = counter.ask("POST", path, red, json={})
+        assert error(refused) == (404, "not_found_error", "path_not_served")
+        assert path in refused.json()["error"]["message"]
+    for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/batches"):
+        refused = counter.ask("POST", path, "none", json={}, headers={"authorization": "", "x-api-key": red})
+        assert (refused.status_code, refused.json()["type"]) == (404, "error")
+        assert refused.json()["error"]["type"] == "not_found_error"
+        assert "Anthropic's Messages" in refused.json()["error"]["message"]
+    denied = counter.ask("POST", "/v1/messages", "wrong", json={})
+    assert (denied.status_code, denied.json()["error"]["type"]) == (401, "authentication_error")
+    asked = counter.ask("GET", "/v1/files", red, headers={"anthropic-version": "2023-06-01", "x-api-key": red})
+    assert asked.json()["error"]["type"] == "permission_error"
+    for own in ("/v1/jobs/x", "/v1/evaluations/x", "/v1/nothing", "/v1/datasets/x"):
+        assert counter.ask("GET", own).headers["content-type"] == "application/problem+json"
+
+
+NO_OPS: dict[str, object] = {
+    "tools": [],
+    "tool_choice": "none",
+    "parallel_tool_calls": True,
+    "functions": [],
+    "function_call": "auto",
+    "logit_bias": {},
+    "service_tier": "auto",
+    "modalities": ["text"],
+    "verbosity": "medium",
+    "top_k": -1,
+    "min_p": 0,
+    "repetition_penalty": 1,
+    "ignore_eos": False,
+    "stop": [],
+    "metadata": {},
+    "response_format": {"type": "text"},
+    "prompt_cache_key": "a",
+    "audio": None,
+    "reasoning_effort": None,
+    "stream_options": {"include_obfuscation": False},
+}
+OBEYED_BY_NOBODY: dict[str, object] = {
+    "logit_bias": {"1": 5},
+    "service_tier": "flex",
+    "modalities": ["text", "audio"],
+    "functions": [{"name": "f"}],
+    "top_k": 5,
+    "repetition_penalty": 1.1,
+    "ignore_eos": True,
+    "reasoning_effort": "high",
+    "tool_choice": "required",
+    "response_format": {"type": "json_object"},
+    "messages": [{"role": "user", "content": "x", "name": "ann"}],
+}
+
+
+def test_values_that_change_nothing_are_accepted_and_others_refused_by_name(counter: Counter) -> None:
+    assert counter.chat("x", **NO_OPS).status_code == 200
+    for name, value in OBEYED_BY_NOBODY.items():
+        refused = counter.chat("x", **{name: value})
+        assert error(refused)[0] == 400
+        assert refused.json()["error"]["param"].startswith(name), name
+    plain = {"model": counter.job_id, "prompt": "x", "logit_bias": {}, "suffix": "", "echo": False, "top_k": 0}
+    assert counter.ask("POST", "/v1/completions", json=plain).status_code == 200
+
+
+def test_tokens_that_top_p_leaves_no_chance_are_left_out_of_the_likeliest(counter: Counter) -> None:
+    none = float("-inf")
+    likely = [ServedToken(text="a", logprob=-0.5), ServedToken(text="b", logprob=none)]
+    counter.peers.inference.shown = lambda word: ServedToken(
+        text=word, logprob=-0.5 if "o" in word else none, top=likely
+    )
+
+    whole = counter.chat("x", logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]
+    streamed = counter.chat("x", logprobs=True, top_logprobs=2, stream=True).text
+    body = {"model": counter.job_id, "prompt": "x", "logprobs": 2}
+    plain = counter.ask("POST", "/v1/completions", json=body).json()["choices"][0]["logprobs"]
+
+    assert [token["logprob"] for token in whole] == [-0.5, -0.5, -9999.0]
+    assert [[each["token"] for each in token["top_logprobs"]] for token in whole] == [["a"]] * 3
+    assert plain["top_logprobs"] == [{"a": -0.5}] * 3
+    assert "Infinity" not in streamed
 
 
 def test_only_a_key_for_it_may_ask_and_only_of_its_own_tenants_jobs(open_counter: Callable[..., Counter]) -> None:
