@@ -12,6 +12,7 @@ with the next in a new fork. The lines:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -40,6 +41,36 @@ _TEXT_OF_SIGNS = re.compile(r"\\(?:text|mbox|mathrm)\{\s*([,;]|\\\$|)\s*\}")
 _PARTED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,;: ]|~|[ \u00a0\u2009\u202f])\d{3})+(?![\d,])")
 # Rows and columns outside a matrix, and cases: more than one result.
 _SEVERAL = re.compile(r"\\\\(?![A-Za-z])(?=.*\S)|(?<!\\)&|\d\s*\?\s*\d|\\text\{[^{}]*\b(?:if|otherwise|unless|else)\b")
+# Signs by which an answer says that its sides are one number, or nearly one.
+_SAMENESS = re.compile(
+    r":=|=+|\\(?:equiv|approxeq|thickapprox|sim|thicksim|simeq|cong|doteq|fallingdotseq|risingdotseq|triangleq|"
+    r"coloneqq|eqqcolon)(?![A-Za-z])|[\u2261\u223c\u2243\u2245\u2250]"
+)
+# The package reads what stands before it.
+_ROUNDED = re.compile(r"\\approx(?![A-Za-z])|\u2248")
+# Signs between numbers that make no number of them; the package takes one side and leaves the other out.
+_PARTING = re.compile(
+    r"\\not\s*(?:=|\\[A-Za-z]+)|=/=|!=|<=>|<?[-=]+>|<-+|<>|\s~\s|\\[#&]|\\[hv]space\*?\s*\{[^{}]*\}|"
+    r"\\color\s*\{[^{}]*\}|(?:\.\.+|\u2026|\\[lc]?dots(?![A-Za-z]))(?=\s*[\d\\-])|"
+    r"\\(?:[A-Za-z]*(?:arrow|Arrow|mapsto)|to|gets|iff|implies|impliedby|therefore|because|(?:big)?(?:cup|cap|vee|wedge)|"
+    r"setminus|backslash|land|lor|neg|mid|parallel|perp|choose|atop|vdash|dashv|models|(?:sub|sup)set(?:eq|neq)?|ni|in|"
+    r"notin|uplus|sqcup|sqcap|oplus|ominus|otimes|odot|prec(?:eq)?|succ(?:eq)?|ll|gg|asymp|n(?:leq|geq|less|gtr|sim|mid|cong)|"
+    r"underbrace|overbrace|propto|amalg|diamond|wr|bowtie|triangle)(?![A-Za-z])|[\u2190-\u2199\u21d0-\u21d9\u2227-\u222a]|"
+    r"(?<=\d)\s*\|\s*(?=-?\d+\s*$)"
+)
+# Products by some, operations of any kind by others: no number unless an equation says what comes of it.
+_OPERATION = re.compile(r"(?<!\^)(?<!\^\{)\\(?:ast|star|bullet|circ)(?![A-Za-z])")
+_MARKS = re.compile(r"\\ |\\[()\[\]]|\\?\$|\\displaystyle|\\left(?![A-Za-z])|\\right(?![A-Za-z])")
+_OUTER = re.compile(r"(?:\\(?:boxed|fbox|mathbf|mathrm|bm))?\{(.*)\}|\((.*)\)", re.DOTALL)
+_UNIT = re.compile(
+    r"\\(?:text|mbox|mathrm|textbf)\s*\{([^{}]*)\}(?:\s*\^\s*\{?-?\d\}?)?|\^\s*\{?\\(circ)(?![A-Za-z])\}?"
+)
+# All that a number may be written with; letters may be symbols, and a subscript a base.
+_NUMERAL = re.compile(
+    r"(?:[\d.,+*/^(){}!%\s\u2212-]|\\[,!;:%\s]|\\(?:[dtc]?frac|sqrt|pi|cdot|times|div|binom|ln|log|exp|sin|cos|tan|quad)"
+    r"(?![A-Za-z]))+"
+)
+_SYMBOL = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?")
 # Generators whose scorers compare tuples, which JSON does not know.
 _OF_TUPLES = ("arc_agi", "rearc")
 
@@ -208,7 +239,7 @@ def _mathematics(sent: Sent) -> Score:
     logging.disable()  # its warning that time limits are left to the caller: they are set here
     wanted = [_expected(text) for text in sent["expected"]]
     # Where it is rows or cases that are expected, they are one result.
-    several = any(map(_SEVERAL.search, sent["expected"]))
+    several = any(_SEVERAL.search(text) or _contradicts_itself(text) for text in sent["expected"])
     unread = [text for text, found in zip(sent["expected"], wanted, strict=True) if not found]
     if unread:
         raise ValueError(f"math-verify cannot read the expected answer {unread[0][:80]!r}")
@@ -217,6 +248,9 @@ def _mathematics(sent: Sent) -> Score:
         found = mathematical(answer, whole=sent["whole"], several=several)
         if not found:
             raise Refused("math-verify finds no mathematics in the answer")
+        read = found[-1] if sent["whole"] and isinstance(found[-1], str) else answer
+        if not several and _contradicts_itself(read):
+            raise Refused("the answer holds several results")
         return float(any(verify(gold, found, timeout_seconds=None) for gold in wanted))
 
     return scored
@@ -261,6 +295,115 @@ def _as_mathematics(answer: str, *, several: bool) -> str:
     if len(distinct) > 1:
         return f"${', '.join(distinct)}$"
     return answer if pieces or "\\boxed" in answer or _DOLLAR.search(answer) else f"${answer}$"
+
+
+def _contradicts_itself(answer: str) -> bool:
+    """Whether an answer names several numbers as one: the sides of its equations differ, or other signs part them."""
+    text = _MARKS.sub(" ", answer).strip().strip("*").strip()
+    text = _unwrapped(text)
+    if "=" not in text:
+        text = _OPERATION.sub(r"\\cup ", text)
+    # A congruence says nothing of its sides being equal.
+    sameness = re.compile("=+") if "mod" in text else _SAMENESS
+    bare: list[str] = []
+    by_symbol: dict[str, list[str]] = {}
+    for part in _split(_PARTING, text):
+        exact, *rounded = _split(_ROUNDED, part)
+        sides = [side.strip() for side in _split(sameness, exact)]
+        numerals = [side for side in sides if _is_numeral(side)]
+        if _differ(numerals) or (numerals and not all(_rounds(numerals[-1], other) for other in rounded)):
+            return True
+        if numerals and len(numerals) == len([side for side in sides if side]):
+            bare.append(numerals[-1])
+        elif numerals and len(sides) == 2 and _SYMBOL.fullmatch(sides[0]):
+            by_symbol.setdefault(sides[0], []).append(numerals[-1])
+    return _differ(bare) or any(map(_differ, by_symbol.values()))
+
+
+def _unwrapped(text: str) -> str:
+    """A text without brackets around all of it."""
+    while outer := _OUTER.fullmatch(text):
+        inner: str = outer[1] if outer[1] is not None else outer[2]
+        if not _is_balanced(inner):
+            break
+        text = inner.strip()
+    return text
+
+
+def _is_numeral(text: str) -> bool:
+    return bool(_NUMERAL.fullmatch(_UNIT.sub("", text)) and re.search(r"\d|\\pi", text))
+
+
+def _rounds(numeral: str, other: str) -> bool:
+    """Whether what follows an approximation sign may be the numeral rounded, to an integer or to zeros at its end."""
+    if not _is_numeral(other) or not _differ([numeral, other]):
+        return True
+    integer = re.fullmatch(r"\s*-?[\d,]*?(0*)\s*", _UNIT.sub("", other))
+    values = [_value(_UNIT.sub("", text)) for text in (numeral, other)]
+    if integer is None or values[0] is None or values[1] is None:
+        return False
+    return bool(abs(values[0] - values[1]) <= 0.5 * 10.0 ** len(integer[1]))
+
+
+def _is_balanced(text: str) -> bool:
+    depth = 0
+    for sign in text:
+        depth += (sign in "({") - (sign in ")}")
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _split(signs: re.Pattern[str], text: str) -> list[str]:
+    """The pieces between signs that stand in no bracket."""
+    pieces, begin = [], 0
+    for sign in signs.finditer(text):
+        if _is_balanced(text[begin : sign.start()]):
+            pieces.append(text[begin : sign.start()])
+            begin = sign.end()
+    return [*pieces, text[begin:]]
+
+
+def _differ(numerals: list[str]) -> bool:
+    """Whether neighbours are certainly different numbers; those in different units are not compared."""
+    return any(
+        one != other and _are_of_one_unit(one, other) and not _is_near(_UNIT.sub("", one), _UNIT.sub("", other))
+        for one, other in itertools.pairwise(numerals)
+    )
+
+
+def _are_of_one_unit(one: str, other: str) -> bool:
+    """Whether two numerals may be compared: their unit is the same, or only one has one, other than a degree."""
+    units = [
+        sorted(filter(None, (word.strip() for found in _UNIT.findall(text) for word in found))) for text in (one, other)
+    ]
+    return units[0] == units[1] or (not all(units) and ["circ"] not in units)
+
+
+def _is_near(one: str, other: str) -> bool:
+    """Whether two numerals are one number up to the digits written; true as well where that cannot be found."""
+    values = [_value(text) for text in (one, other)]
+    if None in values:
+        return True
+    # Written with decimals, a number stands for its neighbours as well.
+    decimals = [len(found[1]) for text in (one, other) if (found := re.search(r"\d\.(\d+)", text))]
+    step = 10.0 ** -min(decimals) if decimals else 0.0
+    first, second = (value or 0.0 for value in values)
+    return any(
+        abs(first * here - second * there) <= max(step, 1e-9 * abs(first))
+        for here, there in ((1, 1), (100 if "%" in one else 1, 100 if "%" in other else 1))
+    )
+
+
+def _value(numeral: str) -> float | None:
+    """What a numeral is worth; None where the package reads no real number in it."""
+    from math_verify import parse
+
+    found = parse(f"${_unwrapped(numeral.strip())}$", parsing_timeout=None)
+    try:
+        return float(found[0])
+    except (IndexError, TypeError, ValueError, OverflowError):
+        return None
 
 
 _SCORERS: dict[str, Callable[[Sent], Score]] = {

@@ -31,7 +31,29 @@ SAME: dict[str, list[str]] = {
     r"(-\infty,3)\cup(5,\infty)": [r"(-\infty, 3) \cup (5, \infty)"],
     r"11,\! 111,\! 111,\! 100": ["11111111100"],
     r"x=1 \\ y=2": [r"x=1 \\ y=2"],
-    r"\frac{1}{2}": [r"\\frac{1}{2}", r"\\boxed{\\frac{1}{2}}"],
+    r"\frac{1}{2}": [
+        *(r"\frac{1}{2} = 0.5", "0.5 = 1/2", "1/2=2/4", r"\frac12\approx 0.5", r"\frac{1}{2} = 0.5 = 50\%"),
+        *(r"\\frac{1}{2}", r"\\boxed{\\frac{1}{2}}"),
+    ],
+    "2": [
+        *("x = 2", "2 = 2", "x=y=2", "1+1=2", r"\frac{4}{2} = 2", r"\sqrt{4}=2", "2=1+1", r"x\approx 2", r"\approx 2"),
+        *(
+            r"2x=4 \Rightarrow x=2",
+            r"2x = 4 \implies x = 2",
+            r"2x=4 \to 2",
+            "2 \u2248 2.0",
+            "f(1)=2",
+            "P(X=1)=2",
+            "|x|=2",
+        ),
+        *(r"\int_0^2 x dx = 2", r"2\text{ apples}", "x:=2", r"x\to 2", r"\lim_{x\to 1} 2x = 2", "x_1 = 2", "3 - 1 = 2"),
+        *(r"\binom{2}{1} = 2", "(1+1) = 2", "2.00 = 2", r"2 = 2\text{ apples}", r"10_2 = 2", "[2]", r"2^{1} = 2"),
+        *(r"2\text{ hours} = 120\text{ minutes}", r"2 = 2.0 \approx 2"),
+    ],
+    r"\sqrt{2}": [r"\sqrt{2}\approx 1.414", r"x=\sqrt2\approx1.41421", r"x = \sqrt{2} \approx 1.41"],
+    r"\frac{7}{3}": [r"\frac{7}{3} \approx 2", r"x = \frac{7}{3} \approx 2.33"],
+    "12345": [r"12345 \approx 12300", r"12,345"],
+    "1000": ["1000 = 10^3", r"10^3 = 1000"],
     "2, 3": ["3, 2", r"2 \text{ or } 3", "$2$ and $3$", r"x=2 \text{ or } x=3"],
 }
 # Two results, of which 2 would be right.
@@ -42,6 +64,15 @@ HEDGES = [
     *(r"\$1 or \$2", r"\$1,\$2", "$1 or $2", "$2 or $1", r"2 \text{ if } x>0, 3 \text{ otherwise}", "2 (or 3)"),
     *(r"\begin{cases}2\\3\end{cases}", r"1 \leq x \leq 2", "1<x<2", r"1\text{ to }2", "1-2", r"x\in\{1,2\}", "1\n2"),
     *(r"\text{either 1 or 2}", r"\text{2 or 3}", r"2\text{, }3", r"2 \text{ maybe } 3", "1?2", "2?3", r"\[1\]\[2\]"),
+    *(r"1 \cup 2", r"2 \cup 3", r"1 \cap 2", r"1\ \cup\ 2", "1=2", "3 = 2", "1==2", "x = 1 = 2", "1=2=2", "1+2=2"),
+    *(r"2\approx 3", r"2 \approx 2.9", r"3\approx 2", "2\u22483", r"1\sim 2", r"1\equiv 2", "1\u22612", "1/2=2"),
+    *(r"\frac{4}{2} = 3 = 2", "2=1+2", "(1=2)", "{1=2}", r"\boxed{1=2}", r"\left(1=2\right)", "$1=2$", r"\(3=2\)"),
+    *(r"1\to 2", r"2\to3", r"1\Rightarrow 2", r"1\implies 2", r"1\iff 2", "1 => 2", "1 -> 2", "1 <=> 2", "1 := 2"),
+    *(r"x=1 \Rightarrow x=2", r"x = 1 \to x = 2", r"1\mapsto 2", r"1\leftrightarrow 2", r"1 \mid 2", "3 | 2"),
+    *(r"1\setminus 2", r"1\wedge 2", r"1\land 2", r"1\parallel 2", r"1\choose 2", r"1\subset 2", r"1\ni 2", r"1\ll 2"),
+    *("2..3", "2\u20263", r"1 \not= 2", "1 =/= 2", "1 <> 2", "1 ~ 2", r"1 \& 2", r"1\ast 2", r"2\hspace{1cm}3"),
+    *(r"1\cong 2", "7 = 5 = 2", r"1 \lor 2", r"\frac{2}{3} = 2", r"x=3, 3=2", "f(1) = 3 = 2", r"\pi = 2", r"3 = \sqrt{4}"),
+    *(r"2\underbrace{3}", r"3 = 2\text{ apples}", r"1\text{ m} = 2\text{ m}", r"2 \text{ to } 3", r"\sqrt{9} = 2"),
     *("$1$$2$", r"\(1\) or \(2\)", "2&3", r"2,\ 3", r"2 \text{ unless } x=3, \text{ then } 3", "$2$ $3$"),
 ]  # fmt: skip
 
@@ -72,7 +103,7 @@ def test_an_answer_is_right_in_all_its_forms(expected: str) -> None:
 
 
 def test_an_answer_that_names_several_results_is_not_right_by_one_of_them() -> None:
-    assert len(HEDGES) >= 48
+    assert len(HEDGES) >= 120
     score = scorer("2")
     assert [answer for answer in HEDGES if is_right(score, answer)] == []
 
