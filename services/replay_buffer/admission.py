@@ -166,17 +166,30 @@ def content_digest(trajectory: Trajectory) -> str:
 
 
 def normalised_program(response_text: str) -> str:
-    """The program printed from its syntax tree, without spacing and comments; the stripped text where it has none."""
-    for text in dict.fromkeys((response_text, extract_program(response_text, "fenced"))):
-        if len(text) <= MAX_PARSED_CHARACTERS:
-            try:
-                # Programs with odd escapes warn on stderr, which belongs to the log.
-                with _PARSER, warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    return ast.unparse(ast.parse(text))
-            except (SyntaxError, ValueError, RecursionError, MemoryError):
-                continue
-    return response_text.strip()
+    """The program printed from its syntax tree, without spacing and comments; the stripped text where it has none.
+
+    Of several blocks the first and the last both count: which of them is judged is the problem's `response_format`.
+    """
+    if (whole := _printed(response_text)) is not None:
+        return whole
+    blocks = dict.fromkeys(extract_program(response_text, name) for name in ("fenced", "fenced_last"))
+    programs = [_printed(block) for block in blocks]
+    if all(program is None for program in programs):
+        return response_text.strip()
+    return repr([program or block.strip() for program, block in zip(programs, blocks, strict=True)])
+
+
+def _printed(text: str) -> str | None:
+    """A program as its syntax tree prints; None for a text that is none, or too long."""
+    if len(text) > MAX_PARSED_CHARACTERS:
+        return None
+    try:
+        # Programs with odd escapes warn on stderr, which belongs to the log.
+        with _PARSER, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ast.unparse(ast.parse(text))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
 
 
 def _refuse(trajectory: Trajectory, faults: Iterable[tuple[str, str, bool]]) -> None:

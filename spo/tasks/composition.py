@@ -236,7 +236,7 @@ def score_of(verdict: Verdict) -> float | None:
 def text_for(part: Part, response: str, language: str) -> str:
     """What a part is shown: programs in `language` are cut out of the response, all else sees the whole of it."""
     is_program = bool(part.verifier.tests) or part.verifier.HasField("code_tests")
-    return extract_program(response, "fenced", language) if is_program else response
+    return extract_program(response, part.response_format or "fenced", language) if is_program else response
 
 
 def gate_has_failed(composition: Composition, verdicts: Mapping[str, Verdict]) -> bool:

@@ -227,6 +227,8 @@ def _part(problem: Problem, part: PartSpec) -> Part:
     built = Part(name=part.name, weight=part.weight, gate=part.gate)
     if part.verifier is not None:
         built.verifier.CopyFrom(apply_verifier(problem, part.verifier))
+        if isinstance(part.verifier, ProgramVerifier) and problem.response_format == "fenced_last":
+            built.response_format = problem.response_format
     elif part.length is not None:
         built.length.CopyFrom(LengthPenalty(**part.length.model_dump()))
     elif part.language is not None:

@@ -496,10 +496,13 @@ class Part(_message.Message):
     VERIFIER_FIELD_NUMBER: _builtins.int
     LENGTH_FIELD_NUMBER: _builtins.int
     LANGUAGE_FIELD_NUMBER: _builtins.int
+    RESPONSE_FORMAT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     weight: _builtins.float
     gate: _builtins.bool
     """What fails this part scores 0 as a whole."""
+    response_format: _builtins.str
+    """How a verifier with tests finds the program in the response; empty: as `fenced`."""
     @_builtins.property
     def verifier(self) -> Global___TestSet: ...
     @_builtins.property
@@ -515,10 +518,11 @@ class Part(_message.Message):
         verifier: Global___TestSet | None = ...,
         length: Global___LengthPenalty | None = ...,
         language: Global___LanguagePenalty | None = ...,
+        response_format: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "language", b"language", "length", b"length", "verifier", b"verifier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "kind", b"kind", "language", b"language", "length", b"length", "name", b"name", "verifier", b"verifier", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "kind", b"kind", "language", b"language", "length", b"length", "name", b"name", "response_format", b"response_format", "verifier", b"verifier", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["verifier", "length", "language"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015

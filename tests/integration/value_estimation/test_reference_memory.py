@@ -47,6 +47,15 @@ def test_a_forward_without_memory_is_tried_with_fewer_tokens_and_gives_the_same(
     assert refused.value.code == "value_out_of_memory"
 
 
+def test_a_stored_response_reads_as_its_text_with_or_without_the_name_of_its_end(reference: Reference) -> None:
+    end = reference.tokenizer.eos_token
+    tokens = reference.encode_response("print(3)")
+    for text in ("print(3)", f"print(3){end}"):
+        assert reference.reads(tokens, text), text
+    for text in ("print(4)", f"print(4){end}", f"print(3){end}4", f"{end}print(3)", ""):
+        assert not reference.reads(tokens, text), text
+
+
 class FailingReferences(References):
     """Cannot load anything."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from services.replay_buffer.admission import content_digest
 from services.replay_buffer.store import (
     CHUNK_BYTES,
     CHUNK_TRAJECTORIES,
@@ -14,6 +15,7 @@ from services.replay_buffer.store import (
 )
 from spo.rpc.client import PART_BYTES
 from spo.testing.runs import trajectory
+from spo.v1.prompt_pb2 import SOURCE_HUMAN
 from spo.v1.replay_service_pb2 import SampleBatchResponse, SampledTrajectory
 
 
@@ -62,3 +64,28 @@ def test_parts_hold_the_batch_in_order_and_none_is_larger_than_it_must_be(
     for part in parts:
         assert len(part) < PART_BYTES + 10_000 or len(SampleBatchResponse.FromString(part).batch) == 1
     assert len(parts) <= 1 or not without_texts
+
+
+def block(program: str) -> str:
+    return f"```python\n{program}\n```\n"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("print(1)", "print( 1 )  # one", True),
+        (block("print(1)"), "So:\n" + block("print( 1 )"), True),
+        (block("print(1)") + block("print(2)"), block("print( 1 )") + "No.\n" + block("print(2)"), True),
+        (block("print(1)") + block("print(2)"), block("print(1)") + block("print(3)"), False),
+        (block("print(1)") + block("print(2)"), block("print(0)") + block("print(2)"), False),
+        (block("print(1)") + block("print(2)"), block("print(1)"), False),
+        ("the answer is 4", "the answer is 4 ", True),
+        ("the answer is 4", "the answer is 5", False),
+    ],
+)
+def test_offline_responses_are_the_same_by_the_programs_that_any_format_may_take(
+    one: str, other: str, same: bool
+) -> None:
+    digests = [content_digest(trajectory(0, source=SOURCE_HUMAN, text=text)) for text in (one, other)]
+    assert "" not in digests
+    assert (digests[0] == digests[1]) is same

@@ -71,7 +71,7 @@ HEDGES = [
     *(r"x=1 \Rightarrow x=2", r"x = 1 \to x = 2", r"1\mapsto 2", r"1\leftrightarrow 2", r"1 \mid 2", "3 | 2"),
     *(r"1\setminus 2", r"1\wedge 2", r"1\land 2", r"1\parallel 2", r"1\choose 2", r"1\subset 2", r"1\ni 2", r"1\ll 2"),
     *("2..3", "2\u20263", r"1 \not= 2", "1 =/= 2", "1 <> 2", "1 ~ 2", r"1 \& 2", r"1\ast 2", r"2\hspace{1cm}3"),
-    *(r"1\cong 2", "7 = 5 = 2", r"1 \lor 2", r"\frac{2}{3} = 2", r"x=3, 3=2", "f(1) = 3 = 2", r"\pi = 2", r"3 = \sqrt{4}"),
+    *(r"1\cong 2", "7 = 5 = 2", r"1 \lor 2", r"\frac{2}{3} = 2", r"x=3, 3=2", "f(1) = 3 = 2", r"\pi = 2"),
     *(r"2\underbrace{3}", r"3 = 2\text{ apples}", r"1\text{ m} = 2\text{ m}", r"2 \text{ to } 3", r"\sqrt{9} = 2"),
     *("$1$$2$", r"\(1\) or \(2\)", "2&3", r"2,\ 3", r"2 \text{ unless } x=3, \text{ then } 3", "$2$ $3$"),
 ]  # fmt: skip

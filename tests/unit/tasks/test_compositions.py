@@ -16,6 +16,7 @@ from spo.tasks.composition import (
     language_penalty,
     length_penalty,
     require_composable,
+    text_for,
 )
 from spo.v1 import verdict_pb2
 from spo.v1.verdict_pb2 import (
@@ -36,6 +37,25 @@ VERIFIER = verdict_pb2.TestSet(answer=AnswerRule(expected=["3"], comparison=1, e
 
 def part(name: str, weight: float = 1.0, *, gate: bool = False, **kind: Any) -> Part:
     return Part(name=name, weight=weight, gate=gate, **(kind or {"verifier": VERIFIER}))
+
+
+BLOCKS = "First:\n```python\nprint(1)\n```\nBetter:\n```python\nprint(2)\n```\n"
+
+
+@pytest.mark.parametrize(
+    ("response_format", "verifier", "shown"),
+    [
+        ("", verdict_pb2.TestSet(tests=[{"stdin": b""}]), "print(1)\n"),
+        ("fenced_last", verdict_pb2.TestSet(tests=[{"stdin": b""}]), "print(2)\n"),
+        ("fenced_last", verdict_pb2.TestSet(code_tests={"code": "assert f"}), "print(2)\n"),
+        ("fenced_last", VERIFIER, BLOCKS),
+    ],
+)
+def test_a_part_with_tests_is_shown_the_block_that_the_rows_format_names(
+    response_format: str, verifier: verdict_pb2.TestSet, shown: str
+) -> None:
+    built = Part(name="right", weight=1, verifier=verifier, response_format=response_format)
+    assert text_for(built, BLOCKS, "python") == shown
 
 
 def scored(score: float, *, right: bool = False, **fields: Any) -> Verdict:

@@ -93,6 +93,11 @@ def test_a_composition_holds_the_files_own_tests_and_sees_whole_responses(tmp_pa
     assert (built[3].language.script, built[4].length.most_characters) == ("latin", 20)
     assert (composed.language, composed.response_format) == ("python", "raw")
     assert composed.human_solutions == ("```python\nprint(3)\n```",)
+    assert [part.response_format for part in built] == [""] * 5
+    corrects = problem_of(
+        tmp_path, {**PROGRAM, "response_format": "fenced_last"}, {"kind": "composition", "parts": parts}
+    )
+    assert [part.response_format for part in corrects.tests.composition.parts] == ["", "fenced_last", "", "", ""]
 
 
 def test_each_row_is_decided_by_the_verifier_that_it_names(tmp_path: Path, scored: Path) -> None:
