@@ -95,7 +95,7 @@ def test_a_template_that_spins_is_refused_in_seconds(context: AppContext, docume
 def test_a_template_that_takes_all_memory_is_refused(context: AppContext, document: Document, tmp_path: Path) -> None:
     folder = with_template(model(tmp_path), HUNGRY)
 
-    assert "emory" in faults(context, document, model={"path": str(folder)})["/model/path"]
+    assert "too much at once" in faults(context, document, model={"path": str(folder)})["/model/path"]
 
 
 def test_a_system_prompt_counts_among_the_prompts_tokens(
