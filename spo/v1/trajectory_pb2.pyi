@@ -216,7 +216,7 @@ class Trajectory(_message.Message):
     SEGMENTS_FIELD_NUMBER: _builtins.int
     ANCHOR_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
-    """hash(run, prompt, sample index, attempt, policy version): see spo.trajectory_ids."""
+    """hash(run, prompt, sample index, attempt, policy version): see `trajectory_id` in spo/redis_keys.py."""
     group_id: _builtins.str
     run_id: _builtins.str
     prompt_id: _builtins.str

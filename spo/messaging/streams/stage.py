@@ -232,7 +232,7 @@ class Consumer:
         self._done_with([entry])
 
     def fail(self, entry: Entry, error: Exception) -> Fate:
-        """Let the error of a handler decide on its entry: see `failures`. Raises redis.RedisError."""
+        """Let the error of a handler decide on its entry: see `recovery.py`. Raises redis.RedisError."""
         fate = fate_of(error)
         run_id = self._run_of(entry)
         if fate is Fate.DROP and run_id and self.client.exists(redis_keys.run_spec(run_id)):
