@@ -359,8 +359,17 @@ class RpcClient:
         """The parts of an answer that may take any time, as they come; each is a sign of life.
 
         Raises the SpoError the server raised, Unreachable silent_seconds after the last part or soon after `wanted`
-        says no, UnknownMethod. The server is told when the iterator ends early.
+        says no, UnknownMethod. The server is told when the iterator ends early. Within a span the call is a span too.
         """
+        if not observability.current():
+            yield from self._received(method, request, wanted, silent_seconds)
+            return
+        with observability.span(method, kind="CLIENT", service=self.service):
+            yield from self._received(method, request, wanted, silent_seconds)
+
+    def _received(
+        self, method: str, request: Message, wanted: Callable[[], bool], silent_seconds: float
+    ) -> Iterator[Any]:
         try:
             reply = getattr(self._stub, method)(request, metadata=_trace())
         except ValueError:

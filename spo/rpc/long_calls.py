@@ -15,9 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
-from google.protobuf.message import Message
-
-from spo import observability
 from spo.errors import NotReady
 from spo.rpc.client import RpcClient, UnknownMethod
 from spo.v1.inference_service_pb2 import GenerateRequest, GenerateResponse
@@ -58,7 +55,7 @@ def generate(
     missing = [index for index in range(group.sampling.samples) if index not in kept]
     request = GenerateRequest(group=group, sample_indexes=missing if kept else [])
     try:
-        for part in _parts(inference, "GenerateParts", request, wanted) if missing else ():
+        for part in inference.parts("GenerateParts", request, wanted) if missing else ():
             alive()
             kept.update({trajectory.sample_index: trajectory for trajectory in part.finished})
     except UnknownMethod:
@@ -79,7 +76,7 @@ def judge(
 ) -> JudgeResponse:
     """The verdicts on programs. alive: called at each sign of life. Raises what `parts` raises."""
     try:
-        for part in _parts(judges, "JudgeParts", request, wanted):
+        for part in judges.parts("JudgeParts", request, wanted):
             alive()
             if part.HasField("response"):
                 found: JudgeResponse = part.response
@@ -87,14 +84,6 @@ def judge(
     except UnknownMethod:
         return judges.call_while("Judge", request, wanted, JudgeResponse)
     raise NotReady("the judge ended the call without verdicts", code="judge_incomplete")
-
-
-def _parts(client: RpcClient, method: str, request: Message, wanted: Callable[[], bool]) -> Iterator[Any]:
-    if not observability.current():
-        yield from client.parts(method, request, wanted)
-        return
-    with observability.span(method, kind="CLIENT", service=client.service):
-        yield from client.parts(method, request, wanted)
 
 
 # --- servers ---

@@ -23,8 +23,8 @@ WAY = [
     ("sandbox-judge", "judge"),
     ("replay-buffer", "ingest"),
     ("replay-buffer", "reference log-probs"),
-    ("replay-buffer", "ComputeReferenceLogprobs"),
-    ("value-estimation", "ComputeReferenceLogprobs"),
+    ("replay-buffer", "ReferenceLogprobsParts"),
+    ("value-estimation", "ReferenceLogprobsParts"),
 ]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
