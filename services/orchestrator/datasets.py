@@ -90,6 +90,7 @@ class FileReport(TypedDict):
     answers: NotRequired[int]
     with_solutions: NotRequired[int]
     difficulties: NotRequired[dict[str, int]]
+    notes: NotRequired[list[str]]
 
 
 def report_on(file: Path, task_format: str) -> tuple[FileReport, str]:

@@ -208,6 +208,7 @@ class DatasetReport(Document):
     answers: int = 0
     with_solutions: int = 0
     difficulties: dict[str, int] = Field(default={})
+    notes: list[str] = Field(default=[], description="What was not looked at, and why.")
     faults_total: int
     faults: list[DatasetRowFault]
 

@@ -2,7 +2,7 @@
 
 A process of its own, confined in memory and time. Prints one JSON object: rows, problems, left_out (rows that no judge
 here can decide), duplicates, tests, answers (problems that an answer solves), with_solutions, difficulties, faults (the
-first thousand, all those of a row) and faults_total.
+first thousand, all those of a row), faults_total and notes (what was not looked at, and why).
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from spo.errors import InvalidInput
+from spo.errors import FieldViolation, InvalidInput
 from spo.tasks.load import PARSERS
+from spo.tasks.mathematics import unreadable
+from spo.tasks.problem import Problem
 from spo.tasks.records import read_records
 
 MEMORY_BYTES = 4 << 30
@@ -32,6 +34,7 @@ def check_file(file: Path, task_format: str) -> dict[str, Any]:
     difficulties: Counter[str] = Counter()
     faults: list[dict[str, str]] = []
     seen: set[str] = set()
+    answered: list[Problem] = []
 
     def note(error: InvalidInput) -> None:
         for violation in error.violations:
@@ -55,16 +58,22 @@ def check_file(file: Path, task_format: str) -> dict[str, Any]:
             seen.add(problem.row_digest)
             counts["tests"] += len(problem.tests.tests)
             counts["answers"] += problem.tests.HasField("answer")
+            if problem.tests.HasField("answer"):
+                answered.append(problem)
             counts["with_solutions"] += bool(problem.human_solutions)
             difficulties[problem.difficulty or "unknown"] += 1
     except InvalidInput as error:
         note(error)
+    unread, not_looked_at = unreadable(answered)
+    if unread:
+        note(InvalidInput("unreadable", violations=tuple(FieldViolation("", fault) for fault in unread)))
     names = ("rows", "left_out", "duplicates", "tests", "answers", "with_solutions", "faults_total")
     return {
         **{name: counts[name] for name in names},
         "problems": len(seen),
         "difficulties": dict(difficulties.most_common(SHOWN_DIFFICULTIES)),
         "faults": faults,
+        "notes": [not_looked_at] if not_looked_at else [],
     }
 
 

@@ -358,7 +358,8 @@ def load_tasks(spec: TasksSpec) -> TaskSets:
         train=decided_by(chosen.train, spec.verifier),
         evaluation=decided_by(chosen.evaluation, spec.verifier),
     )
-    require_readable((*tasks.train, *tasks.evaluation))
+    if note := require_readable((*tasks.train, *tasks.evaluation)):
+        tasks = replace(tasks, notes=(*tasks.notes, note))
     return _distinct_when_decided(_with_environment(tasks, spec.environment) if spec.environment else tasks)
 
 

@@ -29,22 +29,32 @@ SHOWN_FAULTS = 20
 _INHERITED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR")
 
 
-def require_readable(problems: Iterable[Problem]) -> None:
+def require_readable(problems: Iterable[Problem]) -> str:
     """Raises InvalidInput (code "malformed_task") naming the rows whose expected answers the package cannot read.
 
-    Where it is not installed, or takes longer than READING_SECONDS, nothing is refused: the judge says it then.
+    Returns why nothing was looked at, "" where all was: nothing is refused then, and the judge says it.
     """
-    wanted = [(problem.place, text) for problem in problems for text in _expected(problem.tests)]
-    texts = list(dict.fromkeys(text for _, text in wanted))
-    if not texts or importlib.util.find_spec(LIBRARY) is None:
-        return
-    unread = {texts[place] for place in _unread(texts)}
-    faults = [f"{place or 'a problem'}: answer/expected: {text[:80]!r}" for place, text in wanted if text in unread]
+    faults, note = unreadable(problems)
     if faults:
-        message = "is nothing that math-verify can read, which the comparison math needs"
-        violations = tuple(FieldViolation("/tasks/path", f"{fault} {message}") for fault in faults[:SHOWN_FAULTS])
+        violations = tuple(FieldViolation("/tasks/path", fault) for fault in faults[:SHOWN_FAULTS])
         summary = f"{len(faults)} expected answers cannot be compared; the first: {violations[0].message}"
         raise InvalidInput(summary, code="malformed_task", violations=violations)
+    return note
+
+
+def unreadable(problems: Iterable[Problem]) -> tuple[list[str], str]:
+    """What is wrong with which rows' expected answers, and why none was looked at ("" where all were)."""
+    wanted = [(problem.place, text) for problem in problems for text in _expected(problem.tests)]
+    texts = list(dict.fromkeys(text for _, text in wanted))
+    if not texts:
+        return [], ""
+    places = _unread(texts) if importlib.util.find_spec(LIBRARY) else "math-verify is not installed here"
+    if isinstance(places, str):
+        return [], f"{len(texts)} expected answers of the comparison math were not looked at: {places}"
+    unread = {texts[place] for place in places}
+    message = "is nothing that math-verify can read, which the comparison math needs"
+    faults = [f"{at or 'a problem'}: answer/expected: {text[:80]!r} {message}" for at, text in wanted if text in unread]
+    return faults, ""
 
 
 def _expected(test_set: TestSet) -> list[str]:
@@ -57,7 +67,8 @@ def _is_mathematics(rule: AnswerRule) -> bool:
     return rule.comparison == AnswerComparison.ANSWER_COMPARISON_MATH
 
 
-def _unread(texts: Sequence[str]) -> list[int]:
+def _unread(texts: Sequence[str]) -> list[int] | str:
+    """The places of texts that cannot be read, or why that was not found out."""
     environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     try:
         ran = subprocess.run(
@@ -69,8 +80,10 @@ def _unread(texts: Sequence[str]) -> list[int]:
             check=False,
         )
         found: list[int] = json.loads(ran.stdout)
-    except (subprocess.TimeoutExpired, ValueError):
-        return []
+    except subprocess.TimeoutExpired:
+        return f"reading them took more than {READING_SECONDS} s"
+    except ValueError:
+        return "their reader broke"
     return found
 
 

@@ -13,6 +13,8 @@ import pytest
 from services.sandbox_judge.jail.scores_child import Refused, _mathematics
 from spo.errors import InvalidInput
 from spo.spec.job_spec import TasksSpec
+from spo.tasks import mathematics
+from spo.tasks.check_file import check_file
 from spo.tasks.load import load_tasks
 
 # An expected answer as MATH writes it, and answers that say the same.
@@ -116,6 +118,8 @@ def test_expected_answers_that_cannot_be_read_are_refused_by_their_rows(tmp_path
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     spec = TasksSpec(kind="jsonl", path=str(file), evaluation_problems=0)
 
+    report = check_file(file, "jsonl")
+    assert ([fault["place"] for fault in report["faults"]], report["notes"]) == (["line 4", "line 7"], [])
     with pytest.raises(InvalidInput) as refused:
         load_tasks(spec)
     assert refused.value.code == "malformed_task"
@@ -126,3 +130,20 @@ def test_expected_answers_that_cannot_be_read_are_refused_by_their_rows(tmp_path
 
     file.write_text("".join(json.dumps(row) + "\n" for row in rows if row["answer"]["expected"][0] not in ("\\", "$")))
     assert len(load_tasks(spec).train) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [("LIBRARY", "no_such_package", "math-verify is not installed here"), ("READING_SECONDS", 0.001, "took more than")],
+)
+def test_answers_that_nobody_looked_at_are_named_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object, reason: str
+) -> None:
+    monkeypatch.setattr(mathematics, name, value)
+    file = tmp_path / "a.jsonl"
+    answer = {"comparison": "math", "extraction": "boxed", "expected": ["$"]}
+    file.write_text(json.dumps({"statement": "?", "answer": answer}) + "\n")
+    (note,) = load_tasks(TasksSpec(kind="jsonl", path=str(file), evaluation_problems=0)).notes
+    assert note.startswith("1 expected answers of the comparison math were not looked at")
+    assert reason in note
+    assert check_file(file, "jsonl")["notes"] == [note]
