@@ -7,7 +7,8 @@
     |-- PreconditionFailed       REST 412, gRPC FAILED_PRECONDITION
     |   `-- LeaseLost            a fenced caller is no longer the owner
     |-- NotReady                 try again later; REST 503, gRPC UNAVAILABLE, retryable
-    |   `-- Unreachable          a service or Redis did not answer in time: names it and its address
+    |   |-- Unreachable          a service or Redis did not answer in time: names it and its address
+    |   `-- StorageUnavailable   a folder cannot be read or written now: names it, and what the system says
     |-- Unauthenticated          a service refused the caller's token; gRPC UNAUTHENTICATED, retryable: tokens change
     |-- ResourceExhausted        too large or too much at once; REST 429, gRPC RESOURCE_EXHAUSTED
     |-- IntegrityError           digest mismatch, malformed file; REST 500, gRPC DATA_LOSS
@@ -19,6 +20,8 @@ orchestrator.
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import dataclass
 
 
@@ -76,6 +79,10 @@ class Unreachable(NotReady):
     default_code = "unreachable"
 
 
+class StorageUnavailable(NotReady):
+    default_code = "storage_unavailable"
+
+
 class Unauthenticated(SpoError):
     # Retryable: while a platform's token is introduced or changed, its processes have it one after the other.
     default_code = "rpc_unauthenticated"
@@ -93,3 +100,63 @@ class IntegrityError(SpoError):
 
 class InternalError(SpoError):
     default_code = "internal"
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+# A file system that fails, or is away, as network mounts are: it comes back without a change of ours.
+_AWAY = (
+    *(
+        errno.EIO,
+        errno.ESTALE,
+        errno.EREMOTEIO,
+        errno.ETIMEDOUT,
+        errno.ENOTCONN,
+        errno.ECONNABORTED,
+        errno.ECONNREFUSED,
+    ),
+    *(errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ESHUTDOWN),
+    *(errno.ENODEV, errno.ENXIO, errno.ENOLINK, errno.ENOKEY, errno.EKEYEXPIRED, errno.EUCLEAN),
+)
+# A person's change takes these away again: a mount, an owner, a mode.
+_BARRED = (errno.EROFS, errno.EACCES, errno.EPERM)
+# Those that sockets have too, which name no file.
+_OF_FILES_ALONE = (*FULL, errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.EROFS)
+
+
+def storage_error(error: BaseException, place: str | os.PathLike[str] = "") -> SpoError | None:
+    """What an operating system's error on a file means: no room, or a place that cannot be used now; None: neither.
+
+    place: the folder that was read or written; "": where anything may have failed, so that only an error counts that
+    names a file, or that only file systems have.
+    """
+    number = storage_errno(error)
+    path = getattr(error, "filename", None)
+    if number is None or not (place or path or number in _OF_FILES_ALONE):
+        return None
+    named = f"{errno.errorcode[number]}: {os.strerror(number)}"
+    where = place or path or "a folder"
+    at = f", at {path}" if path and path != where else ""
+    if number in FULL:
+        return ResourceExhausted(f"no space is left in {where} ({named}{at})", code="disk_full")
+    return StorageUnavailable(f"{where} cannot be read or written now ({named}{at}); it is tried again")
+
+
+def storage_errno(error: BaseException) -> int | None:
+    """The number of a fault of storage that an error has, or what it comes of; None where there is none."""
+    known = (*FULL, *_AWAY, *_BARRED)
+    at: BaseException | None = error
+    while at is not None and not isinstance(at, SpoError):
+        # safetensors' and Rust libraries' errors have no errno, only its text.
+        found = getattr(at, "errno", None) or next((each for each in known if f"os error {each})" in str(at)), None)
+        if found in known:
+            return int(found)
+        at = at.__cause__
+    return None
+
+
+def raise_if_storage_is_away(error: BaseException, place: str | os.PathLike[str]) -> None:
+    """For readers to whom an unreadable file is its owner's mistake: raise StorageUnavailable where it is none."""
+    if storage_errno(error) in _AWAY:
+        found = storage_error(error, place)
+        assert found
+        raise found from error

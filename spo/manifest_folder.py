@@ -1,5 +1,5 @@
 """Folders that are whole or absent: files written aside, a manifest of digests last, one atomic rename; a full disk
-is one typed error.
+is one typed error, and a place that cannot be used now another.
 
 Weights and checkpoints are kept this way. A folder carries the epoch of the lease it was written under; only a newer
 epoch may replace it, so a trainer that lost its lease cannot overwrite what its successor wrote (a fencing token).
@@ -21,26 +21,30 @@ from typing import Any, TypedDict
 from blake3 import blake3
 from ulid import ULID
 
-from spo.errors import Conflict, IntegrityError, NotFound, ResourceExhausted
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+from spo.errors import FULL, Conflict, IntegrityError, NotFound, ResourceExhausted, storage_errno, storage_error
 
 MANIFEST = "manifest.json"
 ABANDONED_SECONDS = 3600.0
 
 
 @contextlib.contextmanager
-def told_when_full(folder: str | Path, needed_bytes: int = 0) -> Iterator[None]:
-    """Raise ResourceExhausted (code "disk_full"), naming folder and bytes needed, where the block finds no room.
+def storage_faults_named(folder: str | Path, needed_bytes: int = 0) -> Iterator[None]:
+    """Raise what may be tried again, naming the folder, where the block finds no room or a place that is not usable.
 
-    needed_bytes: about how much the block writes; 0: unknown.
+    That is ResourceExhausted (code "disk_full") with the bytes needed and free, and StorageUnavailable with the error's
+    name: read-only, failing, stale, forbidden or away. needed_bytes: about how much the block writes; 0: unknown.
     """
     try:
         yield
     except Exception as error:
-        if not _is_full(error):
+        found = storage_error(error, folder)
+        if found is None:
             raise
-        raise ResourceExhausted(_message(Path(folder), needed_bytes), code="disk_full") from error
+        if storage_errno(error) in FULL:
+            needed = f"{needed_bytes} bytes are needed, " if needed_bytes else ""
+            message = f"no space is left in {folder}: {needed}{_free_bytes(Path(folder))} are free"
+            found = ResourceExhausted(message, code="disk_full")
+        raise found from error
 
 
 def remove_tree(folder: Path) -> None:
@@ -51,15 +55,9 @@ def remove_tree(folder: Path) -> None:
             shutil.rmtree(folder)
 
 
-def _is_full(error: Exception) -> bool:
-    # safetensors' and Rust libraries' errors have no errno, only its text.
-    return getattr(error, "errno", None) in _FULL or any(f"os error {number})" in str(error) for number in _FULL)
-
-
-def _message(folder: Path, needed_bytes: int) -> str:
+def _free_bytes(folder: Path) -> int:
     there = next((place for place in (folder, *folder.parents) if place.exists()), Path("/"))
-    needed = f"{needed_bytes} bytes are needed, " if needed_bytes else ""
-    return f"no space is left in {folder}: {needed}{shutil.disk_usage(there).free} are free"
+    return shutil.disk_usage(there).free
 
 
 class FileEntry(TypedDict):
@@ -283,7 +281,12 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def _digest(path: Path) -> str:
-    return blake3().update_mmap(path).hexdigest() if path.stat().st_size else blake3(b"").hexdigest()
+    # Not mapped: where the disk fails, a read is an error and a mapped page the end of the process.
+    digest, buffer = blake3(), memoryview(bytearray(1 << 20))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
 
 
 def _fsync(path: Path) -> None:

@@ -37,6 +37,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from spo.errors import IntegrityError, SpoError
+from spo.manifest_folder import storage_faults_named
 from spo.model.folder import (
     CONFIG_FILE,
     PARTS,
@@ -435,7 +436,7 @@ class PolicyVersions:
         """
         if version == REFERENCE_VERSION:
             return self.reference
-        with self._lock:
+        with self._lock, storage_faults_named(self._store.backend.name):
             known = self._verified.pop((run_id, version), None)
             if not (known and manifest_digest in ("", known.digest) and _still_there(known)):
                 known = self._open(run_id, version, manifest_digest)

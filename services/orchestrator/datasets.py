@@ -37,8 +37,9 @@ from spo.errors import (
     NotReady,
     ResourceExhausted,
     SpoError,
+    StorageUnavailable,
 )
-from spo.manifest_folder import remove_tree, told_when_full
+from spo.manifest_folder import remove_tree, storage_faults_named
 from spo.observability import get_logger
 from spo.service.state import StateBucket, StatePlace
 from spo.spec.job_spec import JobSpec, TasksSpec
@@ -127,14 +128,15 @@ class DatasetFiles:
 
     def begin(self, dataset_id: str) -> None:
         """Make room for a new one. Raises ResourceExhausted, OSError."""
-        with told_when_full(self.root):
+        with storage_faults_named(self.root):
             (self.root / dataset_id).mkdir(parents=True)
 
     def new_part(self, dataset_id: str) -> Path:
         """Where to write a part on this machine."""
         if self._bucket:
             # Another machine may have begun the upload.
-            (self.root / dataset_id).mkdir(parents=True, exist_ok=True)
+            with storage_faults_named(self.root):
+                (self.root / dataset_id).mkdir(parents=True, exist_ok=True)
         return self.root / dataset_id / f"{PART}{ULID()}"
 
     def append(self, file: Path, offset: int, part: Path) -> str:
@@ -142,7 +144,7 @@ class DatasetFiles:
         if self._bucket:
             self._bucket.put(f"{FOLDER}/{file.parent.name}/{part.name}", part)
             return part.name
-        with told_when_full(file.parent, part.stat().st_size):
+        with storage_faults_named(file.parent, part.stat().st_size):
             file.touch()
             _copy_to(file, offset, part)
         return ""
@@ -157,7 +159,7 @@ class DatasetFiles:
             return file
         with self._fetching:
             if not _is_whole(file, size_bytes):
-                with told_when_full(self.root, size_bytes):
+                with storage_faults_named(self.root, size_bytes):
                     self._fetch(self._bucket, file, size_bytes, digest, parts)
         return file
 
@@ -346,11 +348,11 @@ class Datasets:
         """Advance one; its errors delay no other, and a bug makes it invalid instead of ending the process."""
         try:
             self._advance(dataset)
+        except (OSError, ResourceExhausted, StorageUnavailable) as error:
+            # A full disk, where its file has to be fetched from a bucket, or a place that cannot be read now.
+            log.warning("a dataset waits", dataset=dataset.id, reason=str(error))
         except (redis.RedisError, NotReady):
             raise
-        except (OSError, ResourceExhausted) as error:
-            # A full disk, where its file has to be fetched from a bucket.
-            log.warning("a dataset waits", dataset=dataset.id, reason=str(error))
         except Exception:
             log.exception("a dataset could not be checked", dataset=dataset.id)
             report = broken_report("it could not be checked; the log of the orchestrator has the reason")

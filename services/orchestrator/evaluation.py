@@ -32,7 +32,7 @@ from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import EvaluationFailure, failures_of
 from services.orchestrator.replicas import SERVED, ReplicaAssigner, WeightAnnouncements
 from services.orchestrator.scoring import EvaluationTask, Scorer, Stopped, is_passing, summary, upload_tests
-from spo.errors import Conflict, FieldViolation, InvalidInput, NotFound, ResourceExhausted, SpoError
+from spo.errors import Conflict, FieldViolation, InvalidInput, NotFound, ResourceExhausted, SpoError, storage_error
 from spo.observability import get_logger
 from spo.rpc.client import SILENT_SECONDS
 from spo.spec.job_spec import EvaluationSpec, TasksSpec
@@ -505,7 +505,8 @@ class EvaluationQueue:
             self.schedule.store(scheduled, {"step": scheduled.step, **result})
         except (Stopped, redis.RedisError):
             raise
-        except Exception as error:
+        except Exception as failure:
+            error = storage_error(failure) or failure
             passing = isinstance(error, SpoError) and is_passing(error)
             code = error.code if isinstance(error, SpoError) else "internal"
             self.schedule.note_failure(scheduled, code, _in_words(error), is_passing=passing)
@@ -543,6 +544,10 @@ class EvaluationQueue:
                 raise
             ended = requested.failed(error.code, error.message)
         except Exception as error:
+            away = storage_error(error)
+            if away:
+                self.requests.update(replace(requested, failure={"code": away.code, "message": away.message[:2000]}))
+                raise away from error
             # A fault of ours ends this evaluation, loudly, and no other.
             log.exception("an evaluation failed", evaluation=requested.id)
             ended = requested.failed("internal", _in_words(error))

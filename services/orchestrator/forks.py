@@ -23,7 +23,7 @@ from services.orchestrator.replicas import WeightAnnouncements
 from services.orchestrator.values import ReferenceRefresh
 from spo import redis_keys
 from spo.errors import FieldViolation, IntegrityError, InvalidInput, NotFound, PreconditionFailed, SpoError
-from spo.manifest_folder import told_when_full
+from spo.manifest_folder import storage_faults_named
 from spo.messaging.streams import append_words
 from spo.observability import get_logger
 from spo.spec.job_spec import JobSpec, parse_job_spec
@@ -90,7 +90,7 @@ class Forks:
             spec = self._spec(job_id, lineage, requested.overrides)
             check(spec)
             self.spec_check.require_possible(spec)
-            with told_when_full(self.files.state_path):
+            with storage_faults_named(self.files.state_path):
                 writes = [*self._start(job_id, lineage), ("SREM", own_keys.forks_under_way(), job_id)]
             writes.append(write_fields(job_id, lineage=lineage))
             new_job = NewJob(job_id, _request_digest(parent, requested), writes)
@@ -156,7 +156,7 @@ class Forks:
         if spec.model.lora != parent.model.lora and not lineage.as_reference:
             # What it would start from holds the tensors of the parent's adapter, or whole weights.
             raise _refusal("/overrides/model/lora", "a fork trains what its parent trains; one as_reference may change")
-        with told_when_full(self.files.state_path):
+        with storage_faults_named(self.files.state_path):
             path = self._model(job_id, Path(parent.model.path), lineage)
         return spec.model_copy(update={"model": spec.model.model_copy(update={"path": str(path)})})
 

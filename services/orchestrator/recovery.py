@@ -675,7 +675,7 @@ class RecoveryWatch:
                 if self.mend(job_id, None):
                     self.identity.tell("redis_behind", f"files of job {job_id} are newer than its records")
                     self.manifests.replace(job_id, self.identity.epoch)
-        except (OSError, Unreachable) as error:
+        except (OSError, Unreachable, StorageUnavailable) as error:
             log.warning("whether a job's files are newer than its records is not known", job=job_id, reason=str(error))
 
     def _make_good(self, behind: Sequence[JobManifest]) -> None:

@@ -42,7 +42,7 @@ from services.orchestrator.values import (
     write_prompts,
 )
 from spo import redis_keys
-from spo.errors import IntegrityError, NotFound, NotReady, SpoError, Unreachable
+from spo.errors import IntegrityError, NotFound, NotReady, SpoError, Unreachable, storage_error
 from spo.observability import get_logger
 from spo.rpc.pools import JudgePools
 from spo.spec.job_spec import JobSpec
@@ -459,6 +459,10 @@ class JobRunner:
         except NotFound:
             self._forget_ghost(job_id)
         except Exception as error:
+            away = storage_error(error)
+            if away:
+                # Its older events are in files: it is adopted when they can be read.
+                raise away from error
             self._quarantine(job_id, error)
 
     def _quarantine(self, job_id: str, error: Exception) -> None:
@@ -488,6 +492,11 @@ class JobRunner:
             else:
                 self.jobs.fail(job_id, error.code, error.message)
         except Exception as error:
+            away = storage_error(error)
+            if away:
+                log.warning("a job waits", job=job_id, reason=away.message)
+                self.monitor.note_wait(job_id, away.message)
+                return
             # A fault of ours ends this job, loudly, and no other.
             log.exception("advancing a job failed", job=job_id)
             self.jobs.fail(job_id, "internal", f"{type(error).__name__}: {error}")

@@ -23,7 +23,7 @@ from spo.errors import Conflict, FieldViolation, InvalidInput, NotFound
 from spo.experience.columns import SCHEMA, StoredTrajectory, fields_of, table_of
 from spo.experience.imports import ProblemIndex, UploadFormat
 from spo.experience.store import ExperienceStore, Origin, StoredFile, merge, plan
-from spo.manifest_folder import told_when_full
+from spo.manifest_folder import storage_faults_named
 from spo.messaging.redis_client import RedisClient, RedisLock
 from spo.rpc.pools import JudgePools
 from spo.spec.reward import is_success
@@ -252,7 +252,7 @@ def _json_lines(rows: Iterable[StoredTrajectory]) -> Iterator[bytes]:
 
 def _parquet(rows: Iterable[StoredTrajectory]) -> Iterator[bytes]:
     """Through a temporary file, since Parquet's footer comes last and memory must stay bounded."""
-    with told_when_full(tempfile.gettempdir()), tempfile.TemporaryFile() as target:
+    with storage_faults_named(tempfile.gettempdir()), tempfile.TemporaryFile() as target:
         with parquet.ParquetWriter(target, SCHEMA, compression="zstd") as writer:
             chunk: list[StoredTrajectory] = []
             for row in rows:

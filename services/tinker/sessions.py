@@ -30,7 +30,7 @@ from spo.manifest_folder import (
     remove_folder,
     seal_folder,
     staging_folder,
-    told_when_full,
+    storage_faults_named,
 )
 from spo.model.folder import TENSORS_FILE, Adapter
 from spo.v1 import tinker_service_pb2 as wire
@@ -230,7 +230,7 @@ class CheckpointStore:
         if not destination.exists():
             self._require_room(checkpoint)
         destination.parent.mkdir(parents=True, exist_ok=True)
-        with told_when_full(self.root), staging_folder(destination) as writing:
+        with storage_faults_named(self.root), staging_folder(destination) as writing:
             adapter.write(writing)
             save_file(saved.tensors, writing / TENSORS_FILE)
             if saved.moments:

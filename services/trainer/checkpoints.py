@@ -36,7 +36,7 @@ from spo.manifest_folder import (
     prune_folders,
     seal_folder,
     staging_folder,
-    told_when_full,
+    storage_faults_named,
     verify,
 )
 from spo.observability import get_logger
@@ -166,7 +166,8 @@ class CheckpointPlace(Protocol):
     ) -> Future[SavedCheckpoint] | None:
         """All ranks write their part; rank 0 gets what is done once the checkpoint is whole.
 
-        That may be later, while training goes on. Raises OSError, ResourceExhausted and Conflict, on rank 0 alone.
+        That may be later, while training goes on. Raises OSError, ResourceExhausted, StorageUnavailable and Conflict,
+        on rank 0 alone.
         """
 
     def steps(self) -> list[int]:
@@ -200,7 +201,7 @@ class CheckpointFolder:
                 _write_together(ranks, training, writing)
             return None
         saved: Future[SavedCheckpoint] = Future()
-        with told_when_full(self._root, bytes_of_all(ranks, training)):
+        with storage_faults_named(self._root, bytes_of_all(ranks, training)):
             saved.set_result(self._seal(ranks, training, progress, epoch))
         return saved
 
@@ -219,10 +220,12 @@ class CheckpointFolder:
         return SavedCheckpoint(progress, str(sealed.path.absolute()), sealed.manifest_digest)
 
     def steps(self) -> list[int]:
-        return [step for step, _ in numbered_folders(self._root)]
+        with storage_faults_named(self._root):
+            return [step for step, _ in numbered_folders(self._root)]
 
     def manifest(self, step: int, digest: str) -> Manifest:
-        found = open_folder(self._folder(step))
+        with storage_faults_named(self._root):
+            found = open_folder(self._folder(step))
         if digest not in ("", found.manifest_digest):
             raise IntegrityError(f"{found.path} is not the checkpoint that was reported")
         return found.manifest
@@ -231,7 +234,8 @@ class CheckpointFolder:
         return [self._folder(step) / name for name in sorted(names)]
 
     def prune(self, kept: Sequence[int], epoch: int) -> None:
-        prune_folders(self._root, kept, epoch)
+        with storage_faults_named(self._root):
+            prune_folders(self._root, kept, epoch)
 
     def abandon(self) -> None:
         """Nothing is on its way: a folder is sealed before training goes on."""
@@ -266,7 +270,7 @@ class CheckpointBucket:
         found = ranks.gather(written)
         problems = [each for each in found if isinstance(each, OSError)]
         if problems:
-            with told_when_full(self._cache, bytes_of_all(ranks, training)):
+            with storage_faults_named(self._cache, bytes_of_all(ranks, training)):
                 if ranks.leads:
                     raise problems[0]
             return None
@@ -329,9 +333,10 @@ class CheckpointBucket:
     def _fetched(self, step: int, entry: FileEntry) -> Path:
         """The verified file here, fetched by one process of this machine if it must be."""
         path = self._file(step, entry)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with storage_faults_named(self._cache):
+            path.parent.mkdir(parents=True, exist_ok=True)
         with (
-            told_when_full(self._cache, entry["size_bytes"]),
+            storage_faults_named(self._cache, entry["size_bytes"]),
             locked(path.with_name(f".lock-{path.name}"), FETCH_SECONDS),
         ):
             with contextlib.suppress(IntegrityError):
@@ -455,7 +460,7 @@ def save_checkpoint(
     """All ranks write their part; rank 0 gets what is done once the checkpoint is whole.
 
     None when it could not be written: logged, the previous one stays, training goes on. Raises, on rank 0 alone,
-    ResourceExhausted where there is no room and Conflict when a newer owner has written this step.
+    ResourceExhausted where there is no room, StorageUnavailable and Conflict when a newer owner has written this step.
     """
     try:
         return place.save(ranks, training, progress, epoch)
@@ -473,8 +478,11 @@ def load_checkpoint(
     and passed over, like one that another trainer put in its place; one of another number of ranks is resharded.
     Raises, on all ranks alike, PreconditionFailed when it was written at another ZeRO stage, Unreachable.
     """
-    candidates = _candidates(place, recorded) if ranks.leads else []
-    for step, digest in ranks.share(candidates):
+    candidates, problem = _candidates(place, recorded) if ranks.leads else ([], None)
+    candidates, problem = ranks.share((candidates, problem))
+    if problem:
+        raise problem
+    for step, digest in candidates:
         manifest = _told(ranks, step, *_manifest(place, step, digest) if ranks.leads else (None, None))
         if manifest is None:
             continue
@@ -492,16 +500,21 @@ def load_checkpoint(
             log.info("resuming", step=step, written_by_ranks=written_by, ranks=ranks.world_size)
         _load(ranks, training, files, written_by)
         return progress_in(manifest)
-    if candidates:
+    if candidates and ranks.leads:
         log.error("no checkpoint of the run is intact; training begins anew", tried=[step for step, _ in candidates])
     return None
 
 
-def _candidates(place: CheckpointPlace, recorded: wire.RecordedCheckpoints | None) -> list[tuple[int, str]]:
-    """(step, manifest digest or "" for any), the one to prefer first."""
-    if recorded is None:
-        return [(step, "") for step in reversed(place.steps())]
-    return [(each.step, each.manifest_digest) for each in recorded.items]
+def _candidates(
+    place: CheckpointPlace, recorded: wire.RecordedCheckpoints | None
+) -> tuple[list[tuple[int, str]], SpoError | None]:
+    """(step, manifest digest or "" for any), the one to prefer first; or why they cannot be listed."""
+    try:
+        if recorded is None:
+            return [(step, "") for step in reversed(place.steps())], None
+    except SpoError as error:
+        return [], error
+    return [(each.step, each.manifest_digest) for each in recorded.items], None
 
 
 def _manifest(place: CheckpointPlace, step: int, digest: str) -> tuple[Manifest | None, SpoError | None]:
@@ -543,7 +556,8 @@ def _passed_over(ranks: Ranks, step: int, problems: Sequence[SpoError | None]) -
 
 def _load(ranks: Ranks, training: TrainingState, files: Sequence[Path], written_by: int) -> None:
     if written_by == ranks.world_size:
-        tensors = load_file(files[0])
+        with storage_faults_named(files[0].parent):
+            tensors = load_file(files[0])
         torch.set_rng_state(tensors.pop("random.cpu"))
         if ranks.device.type == "cuda":
             torch.cuda.set_rng_state(tensors.pop("random.cuda"), ranks.device)

@@ -33,7 +33,16 @@ from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
 from spo import observability
 from spo.algorithm.collapse_guard import ALARMS, CollapseLimits, StepHealth, collapse_alarms
-from spo.errors import Conflict, IntegrityError, InternalError, LeaseLost, NotReady, ResourceExhausted, SpoError
+from spo.errors import (
+    Conflict,
+    IntegrityError,
+    InternalError,
+    LeaseLost,
+    NotReady,
+    ResourceExhausted,
+    SpoError,
+    StorageUnavailable,
+)
 from spo.observability import (
     POLICY_VERSION,
     TRAINER_COLLAPSE_ALARMS,
@@ -53,7 +62,7 @@ log = get_logger("controller")
 LOG_SECONDS = 10.0
 WAIT_SECONDS = 0.5
 MIN_CHECKPOINT_SECONDS = 10.0
-ROOM_SECONDS = 5.0
+STORAGE_SECONDS = 5.0
 # Commands that write files of the run.
 WRITING = ("publish", "checkpoint")
 
@@ -94,8 +103,8 @@ class RankRole(Protocol):
     ) -> None:
         """A checkpoint was tried; rank 0 gets what is done once it is whole, None when it could not be written."""
 
-    def no_room(self, error: ResourceExhausted) -> None:
-        """There is no room for weights or a checkpoint now: it is tried again."""
+    def cannot_write(self, error: SpoError) -> None:
+        """The place of weights or checkpoints is full, or cannot be used now: it is tried again."""
 
     def fail(self, error: SpoError) -> None:
         """The run cannot go on here."""
@@ -132,7 +141,7 @@ class Follower:
     ) -> None:
         """Rank 0 reports."""
 
-    def no_room(self, error: ResourceExhausted) -> None:
+    def cannot_write(self, error: SpoError) -> None:
         """Rank 0 writes."""
 
     def fail(self, error: SpoError) -> None:
@@ -247,8 +256,9 @@ class Controller:
         self._rows: Sequence[TrainingSample] = ()
         self._checkpoint_tried_at_step = -1
         self._resumed_step = 0
-        # A full disk is tried again from then on; until then training goes on without the checkpoint it owes.
-        self._room_again_at = 0.0
+        # A folder that is full or cannot be used is tried again from then on; until then training goes on without the
+        # checkpoint it owes.
+        self._storage_again_at = 0.0
         self._owes_checkpoint = False
         # Written here, and whole where it is kept a little later.
         self._saving: Future[SavedCheckpoint] | None = None
@@ -318,11 +328,13 @@ class Controller:
         trainer = self._spec.trainer
         done = progress.step >= trainer.steps
         if progress.weight_step != progress.step and (progress.step % trainer.update_interval == 0 or done):
-            return Command("publish") if self._may_find_room() else self._pause_a_little()
+            return Command("publish") if self._may_write() else self._pause_a_little()
         saved = self._is_saved(progress)
         if not saved and progress.step and (done or self._checkpoint_due(progress)):
             return Command("checkpoint")
         if self._lease.reference_version > progress.reference_version and not done:
+            if not self._may_write():
+                return self._pause_a_little()
             return Command("update_reference", reference_version=self._lease.reference_version)
         match self._lease.directive:
             case wire.DIRECTIVE_CHECKPOINT if not saved and not self._saving:
@@ -349,12 +361,12 @@ class Controller:
         return Command("wait")
 
     def _is_saved(self, progress: TrainingProgress) -> bool:
-        """Whether this step needs no further try: it is saved, or found no room a moment ago."""
+        """Whether this step needs no further try: it is saved, or could not be written a moment ago."""
         tried = self._checkpoint_tried_at_step == progress.step
-        return tried and not (self._owes_checkpoint and self._may_find_room())
+        return tried and not (self._owes_checkpoint and self._may_write())
 
-    def _may_find_room(self) -> bool:
-        return time.monotonic() >= self._room_again_at
+    def _may_write(self) -> bool:
+        return time.monotonic() >= self._storage_again_at
 
     def _is_paused_by_alarm(self) -> bool:
         """Whether an alarm has stopped the run until a person resumes it: no steps, no weights published."""
@@ -372,7 +384,7 @@ class Controller:
         if at_interval:
             return True
         if self._owes_checkpoint:
-            return self._may_find_room()
+            return self._may_write()
         share = self._settings.checkpoint_share
         if not share:
             return False
@@ -467,11 +479,11 @@ class Controller:
         else:
             self._outcome = RunOutcome("failed", error.code, error.message, give_back=True)
 
-    def no_room(self, error: ResourceExhausted) -> None:
-        """There is no room for weights or a checkpoint now: say so, and try again a little later."""
-        log.error("no room; tried again", run=self._lease.grant.run_id, reason=error.message)
+    def cannot_write(self, error: SpoError) -> None:
+        """The place of weights or checkpoints is full, or cannot be used now: say so, and try again a little later."""
+        log.error("a folder is full or cannot be used; tried again", run=self._lease.grant.run_id, reason=error.message)
         self._context.problem = error.message
-        self._room_again_at = time.monotonic() + ROOM_SECONDS
+        self._storage_again_at = time.monotonic() + STORAGE_SECONDS
 
     @contextmanager
     def owning(self) -> Iterator[None]:
@@ -505,7 +517,7 @@ class Controller:
         self._checkpoint_tried_at_step = self._saving_step = progress.step
         self._checkpoint_ended = time.monotonic()
         self._checkpoint_seconds = self._checkpoint_ended - self._command_started
-        self._owes_checkpoint = saved is None and not self._may_find_room()
+        self._owes_checkpoint = saved is None and not self._may_write()
         self._saving, self._place = saved, place
         if saved is None:
             return
@@ -525,7 +537,8 @@ class Controller:
                 saved = saving.result()
             except (OSError, NotReady, IntegrityError) as error:
                 log.error("a checkpoint did not arrive; tried again", step=self._saving_step, why=str(error))
-                self._owes_checkpoint, self._room_again_at = True, time.monotonic() + ROOM_SECONDS
+                self._context.problem = f"the checkpoint of step {self._saving_step} did not arrive: {error}"
+                self._owes_checkpoint, self._storage_again_at = True, time.monotonic() + STORAGE_SECONDS
                 return
             if self._lease.directive == wire.DIRECTIVE_PAUSE and self._saving_step != progress.step:
                 # Reporting it would complete the pause before the last steps are saved.
@@ -543,7 +556,10 @@ class Controller:
         )
         # Only now: a trainer that lost its lease removes nothing, and what is removed is recorded no longer.
         if kept:
-            place.prune(kept, self._lease.grant.epoch)
+            try:
+                place.prune(kept, self._lease.grant.epoch)
+            except StorageUnavailable as error:
+                log.warning("older checkpoints stay until the next one", reason=error.message)
 
     def conclude(self, progress: TrainingProgress) -> None:
         """Give the job back, or let go of it."""

@@ -48,6 +48,7 @@ from spo.algorithm.objectives import (
     spo_loss,
 )
 from spo.errors import FieldViolation, InvalidInput
+from spo.manifest_folder import storage_faults_named
 from spo.model.folder import Adapter, inspect_model_folder, tensor_shapes
 from spo.model.folder_names import FolderNames
 from spo.model.logprobs import (
@@ -211,7 +212,7 @@ def load_model(spec: JobSpec, device: torch.device, path: str = "") -> PreTraine
     on_cpu = spec.trainer.offload == "optimizer_and_parameters"
     cut = partitioned_loading(DTYPES[dtype], on_cpu=on_cpu) if spec.trainer.zero_stage == 3 else nullcontext()
     try:
-        with cut:
+        with cut, storage_faults_named(path):
             model = load_policy(path, dtype, packing=spec.trainer.packing)
         # As any module's: transformers hides its signature behind a wrapper.
         nn.Module.to(model, device)

@@ -17,6 +17,7 @@ import threading
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -44,7 +45,8 @@ from services.trainer.lease import (
 from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
 from services.trainer.weights import NewVersion, run_store, store_weights
-from spo.errors import NotReady, ResourceExhausted, SpoError
+from spo.errors import NotReady, ResourceExhausted, SpoError, StorageUnavailable
+from spo.manifest_folder import storage_faults_named
 from spo.observability import get_logger, lines_concern_run, serve_metrics
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
@@ -59,6 +61,9 @@ from spo.weights.model_folders import MadeModels
 from spo.weights.store import WeightStore
 
 log = get_logger("loop")
+
+# A folder that is full, or cannot be read or written now, delays a run and ends none.
+DELAYING = (ResourceExhausted, StorageUnavailable)
 
 # Commands with which nothing is in hand.
 IDLE = ("skip", "wait", "end")
@@ -158,8 +163,9 @@ class TrainingRun:
         """Load, resume, and carry out commands until rank 0 ends the run."""
         start = self._grant.start_version
         self._fetch_model()
-        files = self._store.open(self._grant.run_id, start).files if start else ()
-        self._learner = learner = Learner(self._ranks, self._spec, files)
+        files = self._files_of(start) if start else ()
+        with storage_faults_named(self._spec.model.path):
+            self._learner = learner = Learner(self._ranks, self._spec, files)
         self._checkpoints = checkpoint_place(self._grant, self._settings.state_path)
         self._resume(learner, self._checkpoints)
         while True:
@@ -177,7 +183,7 @@ class TrainingRun:
                 case "checkpoint":
                     self._checkpoint(learner, self._checkpoints)
                 case "update_reference":
-                    self._update_reference(learner, command.reference_version)
+                    self._refresh_reference(learner, command.reference_version)
                 case "wait":
                     pass
                 case "end":
@@ -194,6 +200,21 @@ class TrainingRun:
             problem = error
         except OSError as error:
             problem = NotReady(f"a model cannot be fetched: {error}")
+        self._raise_alike(problem)
+
+    def _files_of(self, version: int) -> tuple[Path, ...]:
+        """Verified files of a published version. Raises on every rank alike."""
+        files: tuple[Path, ...] = ()
+        problem: SpoError | None = None
+        try:
+            files = self._store.open(self._grant.run_id, version).files
+        except SpoError as error:
+            problem = error
+        self._raise_alike(problem)
+        return files
+
+    def _raise_alike(self, problem: SpoError | None) -> None:
+        """What any rank met, on all of them."""
         for found in self._ranks.gather(problem):
             if found:
                 raise found
@@ -237,12 +258,21 @@ class TrainingRun:
 
     def _update_reference(self, learner: Learner, version: int) -> None:
         """Take a published version as the reference from now on. Raises on every rank alike when it is damaged."""
-        learner.set_reference(self._store.open(self._grant.run_id, version).files)
+        files = self._files_of(version)
+        with storage_faults_named(self._store.backend.name):
+            learner.set_reference(files)
         self.progress = replace(self.progress, reference_version=version)
         log.info("the reference is refreshed", run=self._grant.run_id, version=version, step=self.progress.step)
 
+    def _refresh_reference(self, learner: Learner, version: int) -> None:
+        """Update the reference of a run that goes on: a store that cannot be read now is waited for."""
+        try:
+            self._update_reference(learner, version)
+        except DELAYING as error:
+            self._role.cannot_write(error)
+
     def _publish(self, learner: Learner) -> None:
-        before, no_room = self.progress, False
+        before, delayed = self.progress, False
         step, version = before.step, before.published_version + 1
         self.progress = replace(before, weight_version=version, weight_step=step, published_version=version)
         new = NewVersion(
@@ -257,16 +287,23 @@ class TrainingRun:
         with self._role.owning():
             try:
                 written = store_weights(self._ranks, learner.engine, store, new)
-            except ResourceExhausted as error:
-                no_room = True
-                self._role.no_room(error)
+            except DELAYING as error:
+                delayed = True
+                self._role.cannot_write(error)
             else:
                 self._role.published(written, self.progress)
                 # Only now: a trainer that lost its lease removes nothing.
                 if written:
-                    store.prune(self._grant.run_id, self._settings.weights_kept, spared)
-        if self._ranks.share(no_room):
+                    self._prune(store, spared)
+        if self._ranks.share(delayed):
             self.progress = before
+
+    def _prune(self, store: WeightStore, spared: set[int]) -> None:
+        try:
+            store.prune(self._grant.run_id, self._settings.weights_kept, spared)
+        except StorageUnavailable as error:
+            # The version is there and announced; the next publication prunes what this one leaves.
+            log.warning("older weights stay until the next publication", reason=error.message)
 
     @property
     def _store(self) -> WeightStore:
@@ -296,8 +333,8 @@ class TrainingRun:
                 saved = save_checkpoint(self._ranks, learner, place, self.progress, epoch=self._grant.epoch)
                 if saved:
                     self._saved.append((saved, self.progress.reference_version))
-            except ResourceExhausted as error:
-                self._role.no_room(error)
+            except DELAYING as error:
+                self._role.cannot_write(error)
             self._role.checkpointed(saved, place, self.progress)
 
 

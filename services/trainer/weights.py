@@ -110,9 +110,7 @@ def _write_together(ranks: Ranks, engine: DeepSpeedEngine, place: _Place) -> lis
 
     The ranks that see the mark have shares: a cache for an object store is on rank 0's machine only.
     """
-    writers = [rank for rank, sees in enumerate(ranks.gather(place.mark.exists())) if sees]
-    if ranks.leads:
-        place.mark.unlink()
+    writers = [rank for rank, sees in enumerate(ranks.gather(ranks.leads or _sees(place.mark))) if sees]
     shards = {TENSORS_FILE: _adapter_units(engine)} if place.adapter else _shards(_model_units(engine))
     own = {
         name: units
@@ -123,6 +121,8 @@ def _write_together(ranks: Ranks, engine: DeepSpeedEngine, place: _Place) -> lis
     makers = {name: unit for units in own.values() for unit in units for name in unit.sources}
     parameters = engine.full_parameters(makers)
     try:
+        if ranks.leads:
+            place.mark.unlink()
         _write_shards(own, _made(makers, parameters), place.mark.parent)
     except (OSError, RuntimeError, SafetensorError) as error:
         problem = OSError(getattr(error, "errno", None), f"rank {ranks.rank}: {error}")
@@ -130,6 +130,13 @@ def _write_together(ranks: Ranks, engine: DeepSpeedEngine, place: _Place) -> lis
         # Where writing fails half-way: the other ranks wait in the gathers that are left.
         deque(parameters, maxlen=0)
     return [found for found in ranks.gather(problem) if found]
+
+
+def _sees(mark: Path) -> bool:
+    try:
+        return mark.exists()
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from spo import redis_keys
 from spo.errors import FieldViolation, InvalidInput
 from spo.experience.columns import SCHEMA, StoredTrajectory, content_digest, segments_of, statement_digest
 from spo.experience.parquet_child import PRINTED_BYTES, REFUSED
-from spo.manifest_folder import told_when_full
+from spo.manifest_folder import storage_faults_named
 from spo.model.chat import USUAL, action_mask, reasoning_characters, segment_faults, segments_of_mask
 from spo.tasks.problem import Problem
 from spo.v1.prompt_pb2 import SOURCE_OTHER_RUN, Prompt
@@ -109,7 +109,7 @@ def _parquet_lines(body: bytes) -> Iterator[bytes]:
     """What the confined reader prints; its output is bounded too, since small files may unpack to anything."""
     with tempfile.TemporaryDirectory(prefix="spo-upload-") as folder:
         path, printed, said = (os.path.join(folder, name) for name in ("upload.parquet", "rows", "errors"))
-        with told_when_full(folder, len(body)), open(path, "wb") as stream:
+        with storage_faults_named(folder, len(body)), open(path, "wb") as stream:
             stream.write(body)
         with open(printed, "wb") as rows, open(said, "wb") as errors:
             status = _run_confined(path, rows, errors)

@@ -52,7 +52,7 @@ from spo.experience.columns import (
     statement_digest,
     table_of,
 )
-from spo.manifest_folder import told_when_full
+from spo.manifest_folder import storage_faults_named
 from spo.observability import get_logger
 from spo.spec.reward import is_success
 from spo.spec.sections import StoredExperience
@@ -194,7 +194,7 @@ class ExperienceStore:
         """
         path = f"{self._folder(origin)}/{name}.parquet"
         payload = _encode(origin, table, merged, written_unix_ms)
-        with self._reaching(), told_when_full(self.url, len(payload)):
+        with self._reaching(), storage_faults_named(self.url, len(payload)):
             self._write_whole(path, payload)
         return path
 

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Literal
 
 from blake3 import blake3
 
-from spo.errors import FieldViolation, InvalidInput
+from spo.errors import FieldViolation, InvalidInput, raise_if_storage_is_away
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
@@ -163,6 +163,7 @@ def inspect_model_folder(path: str | Path) -> ModelFolder:
     try:
         return _inspect(Path(path))
     except OSError as error:
+        raise_if_storage_is_away(error, path)
         # No right to read it, a name that is too long, a file that went away meanwhile.
         raise _refused(f"it cannot be read: {error.strerror}") from error
     except (ValueError, RuntimeError) as error:

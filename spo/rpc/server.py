@@ -61,6 +61,10 @@ def _as_statuses(context: grpc.ServicerContext, method: str) -> Iterator[None]:
     except NotImplementedError as error:
         context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method}: {error}")
     except Exception as error:
+        found = errors.storage_error(error)
+        if found:
+            log.warning("rpc handler failed on a file", method=method, reason=found.message)
+            context.abort_with_status(status_of(found))
         log.exception("rpc handler failed", method=method)
         context.abort_with_status(status_of(errors.InternalError(f"{type(error).__name__}: {error}")))
 

@@ -28,7 +28,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
-from spo.errors import FieldViolation, InvalidInput
+from spo.errors import FieldViolation, InvalidInput, raise_if_storage_is_away
 from spo.spec.tasks import ComparisonName, ExtractionName, StyleName
 from spo.tasks.answer import ANSWER_LANGUAGE, LONGEST_ANSWER, MAX_MARKER, XML_TAG, expectation_fault, number_of
 from spo.tasks.problem import DEFAULT_LIMITS, STATEMENT_BYTES_MAXIMUM, Problem, ResponseFormat
@@ -235,6 +235,7 @@ def _task_files(path: Path) -> list[Path]:
     try:
         return _files_at(path)
     except (OSError, ValueError) as error:
+        raise_if_storage_is_away(error, path)
         # No right to read it, or a name that no file can have.
         raise malformed(str(path)[:200], f"it cannot be read: {error}"[:300]) from error
 
@@ -260,6 +261,7 @@ def _json_lines(file: Path, on_fault: Callable[[InvalidInput], None] | None) -> 
     try:
         stream: IO[bytes] = gzip.GzipFile(file) if file.suffix == ".gz" else file.open("rb")  # type: ignore[assignment]
     except OSError as error:
+        raise_if_storage_is_away(error, file)
         raise malformed(str(file), f"it cannot be read: {error.strerror}") from error
     with stream:
         number = 0
@@ -284,6 +286,7 @@ def _line(stream: IO[bytes], file: Path) -> bytes:
     try:
         return stream.readline(LINE_BYTES_MAXIMUM + 1)
     except (OSError, EOFError, zlib.error) as error:
+        raise_if_storage_is_away(error, file)
         raise malformed(str(file), f"it cannot be read to its end: {error}"[:300]) from error
 
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
-from spo.errors import FieldViolation, InvalidInput
+from spo.errors import FieldViolation, InvalidInput, raise_if_storage_is_away
 from spo.spec.tasks import (
     DEFAULT,
     SERVED,
@@ -258,6 +258,7 @@ def _source_of(path: str, function: str) -> str:
         facts = Path(path).stat()
         return _read(path, function, facts.st_mtime, facts.st_size)
     except (OSError, ValueError) as error:
+        raise_if_storage_is_away(error, path)
         raise _unusable(path, f"it cannot be read: {error}"[:300]) from None
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spo.errors import IntegrityError, InvalidInput, NotFound, NotReady
-from spo.manifest_folder import link_files, remove_tree, told_when_full
+from spo.manifest_folder import link_files, remove_tree, storage_faults_named
 from spo.model.folder import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -296,7 +296,7 @@ class MadeModels:
             raise IntegrityError(f"the model of {folder.name} in the bucket has {wrong[0]!r}, which nothing here loads")
         self.root.mkdir(parents=True, exist_ok=True)
         size_bytes = sum(int(entry["size_bytes"]) for entry in entries)
-        with told_when_full(self.root, size_bytes), locked(self._lock_of(folder.name), FETCH_SECONDS):
+        with storage_faults_named(self.root, size_bytes), locked(self._lock_of(folder.name), FETCH_SECONDS):
             if folder.exists():
                 return
             self._forget(bucket)

@@ -51,7 +51,7 @@ from spo.manifest_folder import (
     remove_tree,
     seal_folder,
     staging_folder,
-    told_when_full,
+    storage_faults_named,
     verify,
 )
 from spo.model.folder import Adapter
@@ -245,8 +245,9 @@ class WeightCache:
 
         One process at a time has it. Raises NotReady when another had it for FETCH_SECONDS, ResourceExhausted.
         """
-        parent = self._root_for(size_bytes) / run_id
-        with told_when_full(parent, size_bytes), self._alone(run_id, name):
+        with storage_faults_named(self._roots[0], size_bytes):
+            parent = self._root_for(size_bytes) / run_id
+        with storage_faults_named(parent, size_bytes), self._alone(run_id, name):
             path = parent / f".stage-{name}"
             path.mkdir(parents=True, exist_ok=True)
             yield path
@@ -467,8 +468,8 @@ class WeightStore:
 
         size_bytes: about how large it will be. adapter: what the tensors adapt; being small, it is stored whole.
         Idempotent for equal content. Raises Conflict when a different version is there, written under this lease epoch
-        or a newer one, InvalidInput on unsafe names, and Unreachable; ResourceExhausted where no space is left. A crash
-        leaves nothing visible.
+        or a newer one, InvalidInput on unsafe names, and Unreachable; ResourceExhausted where no space is left, and
+        StorageUnavailable where the place cannot be used now. A crash leaves nothing visible.
         """
         head: Manifest = {"version": version, "parent": parent, "step": step, "dtype": dtype, "epoch": epoch}
         if adapter:
@@ -484,7 +485,7 @@ class WeightStore:
         """
         version, epoch = int(head["version"]), int(head["epoch"])
         _check(run_id, version)
-        with told_when_full(self.backend.name, size_bytes):
+        with storage_faults_named(self.backend.name, size_bytes):
             self._base_of.pop((run_id, version), None)
             staging_dir = self.backend.staging_dir(run_id, version)
             if staging_dir is not None and (self.anchor_interval == 1 or "base_model" in head):
@@ -507,7 +508,7 @@ class WeightStore:
         source = delta if based else whole
         staging_dir = self.backend.staging_dir(run_id, version)
         with (
-            told_when_full(self.backend.name, _bytes_in(source)),
+            storage_faults_named(self.backend.name, _bytes_in(source)),
             staging_dir or contextlib.nullcontext(source) as writing,
         ):
             if staging_dir:
@@ -540,7 +541,7 @@ class WeightStore:
     def adopt(self, run_id: str, version: int, source: StoredVersion, *, parent: int, step: int) -> StoredVersion:
         """Store another run's verified version as one of this run; it lives on when the other is removed."""
         _check(run_id, version)
-        with told_when_full(self.backend.name, source.size_bytes):
+        with storage_faults_named(self.backend.name, source.size_bytes):
             dtype = source.manifest.get("dtype", "")
             head = {"version": version, "parent": parent, "step": step, "dtype": dtype, "epoch": 0}
             if source.base_model:
@@ -559,9 +560,13 @@ class WeightStore:
     def open(self, run_id: str, version: int) -> StoredVersion:
         """Verify and return a version, fetched first where it must be.
 
-        Raises NotFound, IntegrityError naming the damaged file, Unreachable, or ResourceExhausted.
+        Raises NotFound, IntegrityError naming the damaged file, Unreachable, StorageUnavailable or ResourceExhausted.
         """
         _check(run_id, version)
+        with storage_faults_named(self.backend.name):
+            return self._opened(run_id, version)
+
+    def _opened(self, run_id: str, version: int) -> StoredVersion:
         try:
             manifest = self.backend.manifest(run_id, version)
         except NotFound:
@@ -618,7 +623,8 @@ class WeightStore:
 
     def versions(self, run_id: str) -> list[int]:
         """The stored versions, ascending; not verified."""
-        return self.backend.versions(_run(run_id))
+        with storage_faults_named(self.backend.name):
+            return self.backend.versions(_run(run_id))
 
     def prune(self, run_id: str, keep: int, spare: Container[int] = ()) -> None:
         """Remove all but the newest `keep` versions, those in `spare`, and what their deltas are based on."""
@@ -630,10 +636,11 @@ class WeightStore:
                 kept.add(base)
                 base = self._base(run_id, base)
         self._base_of = {key: base for key, base in self._base_of.items() if key[0] == run_id and key[1] in kept}
-        for version in versions:
-            if version not in kept:
-                self.backend.remove(run_id, version)
-        self.backend.tidy(run_id)
+        with storage_faults_named(self.backend.name):
+            for version in versions:
+                if version not in kept:
+                    self.backend.remove(run_id, version)
+            self.backend.tidy(run_id)
 
     def _base(self, run_id: str, version: int) -> int:
         """The version that a delta is based on; 0 for a whole version and for one that cannot be read."""
@@ -641,7 +648,8 @@ class WeightStore:
         if known is not None:
             return known
         try:
-            delta = self.backend.manifest(run_id, version).get("delta")
+            with storage_faults_named(self.backend.name):
+                delta = self.backend.manifest(run_id, version).get("delta")
         except (NotFound, IntegrityError):
             return 0
         base = self._base_of[run_id, version] = int(delta["base"]) if delta else 0

@@ -327,6 +327,10 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     def unexpected(request: Request, error: Exception) -> Response:
+        found = errors.storage_error(error)
+        if found:
+            log.warning("a file cannot be used", path=request.url.path, reason=found.message)
+            return _respond(request, found)
         log.error("request failed", path=request.url.path, error=f"{type(error).__name__}: {error}")
         return _respond(
             request, errors.InternalError("something went wrong on our side; the log of the orchestrator has it")

@@ -32,7 +32,7 @@ from spo import api
 from spo.errors import Conflict, FieldViolation, InvalidInput, NotFound, NotReady
 from spo.experience.imports import ImportTerms, UploadFormat
 from spo.experience.known_logs import KNOWN_LOGS, KnownLog
-from spo.manifest_folder import told_when_full
+from spo.manifest_folder import storage_faults_named
 from spo.model.folder import inspect_model_folder
 from spo.spec.job_spec import SourceName, TasksSpec
 from spo.spec.section import violations_of
@@ -322,7 +322,7 @@ async def add_part(
 async def _write(request: Request, part: File) -> str:
     """Stream the body into a file, little of it in memory at a time; returns its Content-Digest."""
     digest = hashlib.sha256()
-    with told_when_full(part.parent), part.open("wb") as file:
+    with storage_faults_named(part.parent), part.open("wb") as file:
 
         def write(chunk: bytes) -> None:
             digest.update(chunk)

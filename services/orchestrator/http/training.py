@@ -30,7 +30,7 @@ from services.orchestrator.replicas import applied_by
 from spo import api
 from spo.api import CompletionRequest, EvaluationRequest
 from spo.errors import FieldViolation, IntegrityError, InvalidInput, NotFound, NotReady, PreconditionFailed
-from spo.manifest_folder import told_when_full
+from spo.manifest_folder import storage_faults_named
 from spo.rpc.long_calls import generate
 from spo.spec.job_spec import EvaluationSpec
 from spo.spec.section import TERMINAL, wire_name
@@ -66,7 +66,7 @@ def weights_as_members(context: AppContext, job_id: str, version: int, *, merge:
     place = context.settings.state_path.absolute() / "downloads"
     place.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(place)
-    with told_when_full(place, stored.size_bytes), tempfile.TemporaryDirectory(dir=place) as writing:
+    with storage_faults_named(place, stored.size_bytes), tempfile.TemporaryDirectory(dir=place) as writing:
         model = context.files.models.expected(context.jobs.spec(job_id).model.path)
         write_export(model, stored, Path(writing) / "model", merge=merge)
         return open_members(Path(writing) / "model")
