@@ -20,9 +20,13 @@ orchestrator.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,9 @@ class InternalError(SpoError):
     default_code = "internal"
 
 
+# A folder that is full, or cannot be read or written now, delays a run and ends none.
+DELAYING = (ResourceExhausted, StorageUnavailable)
+
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # A file system that fails, or is away, as network mounts are: it comes back without a change of ours.
 _AWAY = (
@@ -160,3 +167,28 @@ def raise_if_storage_is_away(error: BaseException, place: str | os.PathLike[str]
         found = storage_error(error, place)
         assert found
         raise found from error
+
+
+@contextlib.contextmanager
+def storage_faults_named(folder: str | Path, needed_bytes: int = 0) -> Iterator[None]:
+    """Raise what may be tried again, naming the folder, where the block finds no room or a place that is not usable.
+
+    That is ResourceExhausted (code "disk_full") with the bytes needed and free, and StorageUnavailable with the error's
+    name: read-only, failing, stale, forbidden or away. needed_bytes: about how much the block writes; 0: unknown.
+    """
+    try:
+        yield
+    except Exception as error:
+        found = storage_error(error, folder)
+        if found is None:
+            raise
+        if storage_errno(error) in FULL:
+            needed = f"{needed_bytes} bytes are needed, " if needed_bytes else ""
+            message = f"no space is left in {folder}: {needed}{_free_bytes(Path(folder))} are free"
+            found = ResourceExhausted(message, code="disk_full")
+        raise found from error
+
+
+def _free_bytes(folder: Path) -> int:
+    there = next((place for place in (folder, *folder.parents) if place.exists()), Path("/"))
+    return shutil.disk_usage(there).free

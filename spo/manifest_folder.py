@@ -1,5 +1,4 @@
-"""Folders that are whole or absent: files written aside, a manifest of digests last, one atomic rename; a full disk
-is one typed error, and a place that cannot be used now another.
+"""Folders that are whole or absent: files written aside, a manifest of digests last, one atomic rename.
 
 Weights and checkpoints are kept this way. A folder carries the epoch of the lease it was written under; only a newer
 epoch may replace it, so a trainer that lost its lease cannot overwrite what its successor wrote (a fencing token).
@@ -21,30 +20,10 @@ from typing import Any, TypedDict
 from blake3 import blake3
 from ulid import ULID
 
-from spo.errors import FULL, Conflict, IntegrityError, NotFound, ResourceExhausted, storage_errno, storage_error
+from spo.errors import Conflict, IntegrityError, NotFound
 
 MANIFEST = "manifest.json"
 ABANDONED_SECONDS = 3600.0
-
-
-@contextlib.contextmanager
-def storage_faults_named(folder: str | Path, needed_bytes: int = 0) -> Iterator[None]:
-    """Raise what may be tried again, naming the folder, where the block finds no room or a place that is not usable.
-
-    That is ResourceExhausted (code "disk_full") with the bytes needed and free, and StorageUnavailable with the error's
-    name: read-only, failing, stale, forbidden or away. needed_bytes: about how much the block writes; 0: unknown.
-    """
-    try:
-        yield
-    except Exception as error:
-        found = storage_error(error, folder)
-        if found is None:
-            raise
-        if storage_errno(error) in FULL:
-            needed = f"{needed_bytes} bytes are needed, " if needed_bytes else ""
-            message = f"no space is left in {folder}: {needed}{_free_bytes(Path(folder))} are free"
-            found = ResourceExhausted(message, code="disk_full")
-        raise found from error
 
 
 def remove_tree(folder: Path) -> None:
@@ -53,11 +32,6 @@ def remove_tree(folder: Path) -> None:
         # What somebody else removes meanwhile is no fault.
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(folder)
-
-
-def _free_bytes(folder: Path) -> int:
-    there = next((place for place in (folder, *folder.parents) if place.exists()), Path("/"))
-    return shutil.disk_usage(there).free
 
 
 class FileEntry(TypedDict):

@@ -36,8 +36,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from spo.errors import IntegrityError, SpoError
-from spo.manifest_folder import storage_faults_named
+from spo.errors import IntegrityError, SpoError, storage_faults_named
 from spo.model.folder import (
     CONFIG_FILE,
     PARTS,

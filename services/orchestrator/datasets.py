@@ -38,8 +38,9 @@ from spo.errors import (
     ResourceExhausted,
     SpoError,
     StorageUnavailable,
+    storage_faults_named,
 )
-from spo.manifest_folder import remove_tree, storage_faults_named
+from spo.manifest_folder import remove_tree
 from spo.observability import get_logger
 from spo.service.state import StateBucket, StatePlace
 from spo.spec.job_spec import JobSpec, TasksSpec

@@ -22,8 +22,15 @@ from services.orchestrator.leases import CheckpointRecord, JobFiles, kept_checkp
 from services.orchestrator.replicas import WeightAnnouncements
 from services.orchestrator.values import ReferenceRefresh
 from spo import redis_keys
-from spo.errors import FieldViolation, IntegrityError, InvalidInput, NotFound, PreconditionFailed, SpoError
-from spo.manifest_folder import storage_faults_named
+from spo.errors import (
+    FieldViolation,
+    IntegrityError,
+    InvalidInput,
+    NotFound,
+    PreconditionFailed,
+    SpoError,
+    storage_faults_named,
+)
 from spo.messaging.streams import append_words
 from spo.observability import get_logger
 from spo.spec.job_spec import JobSpec, parse_job_spec

@@ -36,7 +36,7 @@ from services.orchestrator.job_records import label_writes, write_fields
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import CheckpointRecord, JobFiles, recorded_checkpoints
 from spo import redis_keys
-from spo.errors import IntegrityError, NotFound, PreconditionFailed, SpoError, Unreachable
+from spo.errors import IntegrityError, NotFound, PreconditionFailed, SpoError, StorageUnavailable, Unreachable
 from spo.messaging.redis_client import RedisClient, ServerFacts, StreamEntry
 from spo.messaging.streams import append_words
 from spo.observability import get_logger

@@ -19,11 +19,10 @@ from pyarrow import parquet
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.scoring import WAKING_SECONDS, RowJudge, judge_versions, pools_of
 from spo import api, redis_keys
-from spo.errors import Conflict, FieldViolation, InvalidInput, NotFound
+from spo.errors import Conflict, FieldViolation, InvalidInput, NotFound, storage_faults_named
 from spo.experience.columns import SCHEMA, StoredTrajectory, fields_of, table_of
 from spo.experience.imports import ProblemIndex, UploadFormat
 from spo.experience.store import ExperienceStore, Origin, StoredFile, merge, plan
-from spo.manifest_folder import storage_faults_named
 from spo.messaging.redis_client import RedisClient, RedisLock
 from spo.rpc.pools import JudgePools
 from spo.spec.reward import is_success

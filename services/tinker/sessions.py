@@ -22,7 +22,15 @@ from torch import Tensor
 from ulid import ULID
 
 from services.tinker.shared_model import LoraShape, TrainingAdapter
-from spo.errors import Conflict, IntegrityError, InvalidInput, NotFound, NotReady, ResourceExhausted
+from spo.errors import (
+    Conflict,
+    IntegrityError,
+    InvalidInput,
+    NotFound,
+    NotReady,
+    ResourceExhausted,
+    storage_faults_named,
+)
 from spo.manifest_folder import (
     MANIFEST,
     open_folder,
@@ -30,7 +38,6 @@ from spo.manifest_folder import (
     remove_folder,
     seal_folder,
     staging_folder,
-    storage_faults_named,
 )
 from spo.model.folder import TENSORS_FILE, Adapter
 from spo.v1 import tinker_service_pb2 as wire

@@ -25,7 +25,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from services.trainer.ranks import Ranks
-from spo.errors import IntegrityError, NotFound, NotReady, PreconditionFailed, SpoError, Unreachable
+from spo.errors import (
+    IntegrityError,
+    NotFound,
+    NotReady,
+    PreconditionFailed,
+    SpoError,
+    Unreachable,
+    storage_faults_named,
+)
 from spo.manifest_folder import (
     FileEntry,
     Manifest,
@@ -36,7 +44,6 @@ from spo.manifest_folder import (
     prune_folders,
     seal_folder,
     staging_folder,
-    storage_faults_named,
     verify,
 )
 from spo.observability import get_logger

@@ -47,8 +47,7 @@ from spo.algorithm.objectives import (
     sampler_log_weights,
     spo_loss,
 )
-from spo.errors import FieldViolation, InvalidInput
-from spo.manifest_folder import storage_faults_named
+from spo.errors import FieldViolation, InvalidInput, storage_faults_named
 from spo.model.folder import Adapter, inspect_model_folder, tensor_shapes
 from spo.model.folder_names import FolderNames
 from spo.model.logprobs import (

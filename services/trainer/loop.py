@@ -17,7 +17,6 @@ import threading
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -45,8 +44,7 @@ from services.trainer.lease import (
 from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
 from services.trainer.weights import NewVersion, run_store, store_weights
-from spo.errors import NotReady, ResourceExhausted, SpoError, StorageUnavailable
-from spo.manifest_folder import storage_faults_named
+from spo.errors import DELAYING, NotReady, SpoError, StorageUnavailable, storage_faults_named
 from spo.observability import get_logger, lines_concern_run, serve_metrics
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
@@ -61,9 +59,6 @@ from spo.weights.model_folders import MadeModels
 from spo.weights.store import WeightStore
 
 log = get_logger("loop")
-
-# A folder that is full, or cannot be read or written now, delays a run and ends none.
-DELAYING = (ResourceExhausted, StorageUnavailable)
 
 # Commands with which nothing is in hand.
 IDLE = ("skip", "wait", "end")
@@ -163,7 +158,7 @@ class TrainingRun:
         """Load, resume, and carry out commands until rank 0 ends the run."""
         start = self._grant.start_version
         self._fetch_model()
-        files = self._files_of(start) if start else ()
+        files = self._ranks.alike(lambda: self._store.open(self._grant.run_id, start)).files if start else ()
         with storage_faults_named(self._spec.model.path):
             self._learner = learner = Learner(self._ranks, self._spec, files)
         self._checkpoints = checkpoint_place(self._grant, self._settings.state_path)
@@ -191,33 +186,16 @@ class TrainingRun:
 
     def _fetch_model(self) -> None:
         """Raises, on every rank alike, where a model that a fork made is in a bucket and cannot be fetched."""
-        problem: SpoError | None = None
         models = MadeModels(self._settings.state_place, self._settings.state_path)
-        try:
-            for path in self._spec.model_paths.values():
-                models.here(path)
-        except SpoError as error:
-            problem = error
-        except OSError as error:
-            problem = NotReady(f"a model cannot be fetched: {error}")
-        self._raise_alike(problem)
 
-    def _files_of(self, version: int) -> tuple[Path, ...]:
-        """Verified files of a published version. Raises on every rank alike."""
-        files: tuple[Path, ...] = ()
-        problem: SpoError | None = None
-        try:
-            files = self._store.open(self._grant.run_id, version).files
-        except SpoError as error:
-            problem = error
-        self._raise_alike(problem)
-        return files
+        def fetch() -> None:
+            try:
+                for path in self._spec.model_paths.values():
+                    models.here(path)
+            except OSError as error:
+                raise NotReady(f"a model cannot be fetched: {error}") from error
 
-    def _raise_alike(self, problem: SpoError | None) -> None:
-        """What any rank met, on all of them."""
-        for found in self._ranks.gather(problem):
-            if found:
-                raise found
+        self._ranks.alike(fetch)
 
     def close(self) -> None:
         """Free the models."""
@@ -258,7 +236,7 @@ class TrainingRun:
 
     def _update_reference(self, learner: Learner, version: int) -> None:
         """Take a published version as the reference from now on. Raises on every rank alike when it is damaged."""
-        files = self._files_of(version)
+        files = self._ranks.alike(lambda: self._store.open(self._grant.run_id, version)).files
         with storage_faults_named(self._store.backend.name):
             learner.set_reference(files)
         self.progress = replace(self.progress, reference_version=version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar, cast
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from spo.errors import SpoError
 from spo.local.die_with_parent import die_with_torchrun
 
 T = TypeVar("T")
@@ -41,6 +43,18 @@ class Ranks:
     def share(self, value: T | None) -> T:
         """Everyone gets rank 0's value, whatever the others pass; None is a value too."""
         return cast(T, self.scatter([value] * self.world_size if self.leads else None))
+
+    def alike(self, call: Callable[[], T]) -> T:
+        """What the call gives on this rank. An SpoError that it met on any is raised on all, which call it together."""
+        problem: SpoError | None = None
+        try:
+            answer = call()
+        except SpoError as error:
+            problem = error
+        for found in self.gather(problem):
+            if found:
+                raise found
+        return answer
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in rank order, on every rank."""

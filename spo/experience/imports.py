@@ -25,10 +25,9 @@ import numpy as np
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from spo import redis_keys
-from spo.errors import FieldViolation, InvalidInput
+from spo.errors import FieldViolation, InvalidInput, storage_faults_named
 from spo.experience.columns import SCHEMA, StoredTrajectory, content_digest, segments_of, statement_digest
 from spo.experience.parquet_child import PRINTED_BYTES, REFUSED
-from spo.manifest_folder import storage_faults_named
 from spo.model.chat import USUAL, action_mask, reasoning_characters, segment_faults, segments_of_mask
 from spo.tasks.problem import Problem
 from spo.v1.prompt_pb2 import SOURCE_OTHER_RUN, Prompt

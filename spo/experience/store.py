@@ -41,7 +41,7 @@ from pyarrow import compute, parquet
 from ulid import ULID
 
 from spo import redis_keys
-from spo.errors import IntegrityError, InvalidInput, SpoError, Unreachable
+from spo.errors import IntegrityError, InvalidInput, SpoError, Unreachable, storage_faults_named
 from spo.experience.columns import (
     ADDED,
     FORMAT,
@@ -52,7 +52,6 @@ from spo.experience.columns import (
     statement_digest,
     table_of,
 )
-from spo.manifest_folder import storage_faults_named
 from spo.observability import get_logger
 from spo.spec.reward import is_success
 from spo.spec.sections import StoredExperience

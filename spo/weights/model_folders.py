@@ -23,8 +23,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from spo.errors import IntegrityError, InvalidInput, NotFound, NotReady
-from spo.manifest_folder import link_files, remove_tree, storage_faults_named
+from spo.errors import IntegrityError, InvalidInput, NotFound, NotReady, storage_faults_named
+from spo.manifest_folder import link_files, remove_tree
 from spo.model.folder import (
     CONFIG_FILE,
     INDEX_FILE,

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from spo import redis_keys
-from spo.errors import IntegrityError, InvalidInput, NotFound, NotReady
+from spo.errors import IntegrityError, InvalidInput, NotFound, NotReady, storage_faults_named
 from spo.manifest_folder import (
     MANIFEST,
     FileEntry,
@@ -51,7 +51,6 @@ from spo.manifest_folder import (
     remove_tree,
     seal_folder,
     staging_folder,
-    storage_faults_named,
     verify,
 )
 from spo.model.folder import Adapter
@@ -564,21 +563,18 @@ class WeightStore:
         """
         _check(run_id, version)
         with storage_faults_named(self.backend.name):
-            return self._opened(run_id, version)
-
-    def _opened(self, run_id: str, version: int) -> StoredVersion:
-        try:
-            manifest = self.backend.manifest(run_id, version)
-        except NotFound:
-            raise NotFound(f"run {run_id} has no weight version {version} in {self.backend.name}") from None
-        if manifest.get("version") != version:
-            where = self.backend.uri(run_id, version)
-            raise IntegrityError(f"{where} holds version {manifest.get('version')}, not {version}")
-        if "delta" not in manifest:
-            in_place = self.backend.in_place(run_id, version)
-            if in_place:
-                return self._version(run_id, in_place)
-        return self._version(run_id, ManifestFolder(Path(), manifest), self._cached(run_id, manifest))
+            try:
+                manifest = self.backend.manifest(run_id, version)
+            except NotFound:
+                raise NotFound(f"run {run_id} has no weight version {version} in {self.backend.name}") from None
+            if manifest.get("version") != version:
+                where = self.backend.uri(run_id, version)
+                raise IntegrityError(f"{where} holds version {manifest.get('version')}, not {version}")
+            if "delta" not in manifest:
+                in_place = self.backend.in_place(run_id, version)
+                if in_place:
+                    return self._version(run_id, in_place)
+            return self._version(run_id, ManifestFolder(Path(), manifest), self._cached(run_id, manifest))
 
     def _cached(self, run_id: str, manifest: Manifest) -> Cached:
         version, digest = int(manifest["version"]), digest_of(manifest)

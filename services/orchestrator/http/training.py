@@ -29,8 +29,15 @@ from services.orchestrator.leases import (
 from services.orchestrator.replicas import applied_by
 from spo import api
 from spo.api import CompletionRequest, EvaluationRequest
-from spo.errors import FieldViolation, IntegrityError, InvalidInput, NotFound, NotReady, PreconditionFailed
-from spo.manifest_folder import storage_faults_named
+from spo.errors import (
+    FieldViolation,
+    IntegrityError,
+    InvalidInput,
+    NotFound,
+    NotReady,
+    PreconditionFailed,
+    storage_faults_named,
+)
 from spo.rpc.long_calls import generate
 from spo.spec.job_spec import EvaluationSpec
 from spo.spec.section import TERMINAL, wire_name

@@ -14,9 +14,9 @@ import torch
 
 from services.orchestrator.datasets import DatasetFiles
 from services.trainer.checkpoints import CheckpointFolder
-from spo.errors import InvalidInput, NotReady, SpoError, StorageUnavailable, storage_error
+from spo.errors import InvalidInput, NotReady, SpoError, StorageUnavailable, storage_error, storage_faults_named
 from spo.experience.store import ExperienceStore, Origin
-from spo.manifest_folder import seal_folder, staging_folder, storage_faults_named
+from spo.manifest_folder import seal_folder, staging_folder
 from spo.model.folder import inspect_model_folder
 from spo.service.state import StateFolder
 from spo.tasks.records import read_records
