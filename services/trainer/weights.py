@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -110,7 +111,7 @@ def _write_together(ranks: Ranks, engine: DeepSpeedEngine, place: _Place) -> lis
 
     The ranks that see the mark have shares: a cache for an object store is on rank 0's machine only.
     """
-    writers = [rank for rank, sees in enumerate(ranks.gather(ranks.leads or _sees(place.mark))) if sees]
+    writers = [rank for rank, sees in enumerate(ranks.gather(ranks.leads or os.access(place.mark, os.F_OK))) if sees]
     shards = {TENSORS_FILE: _adapter_units(engine)} if place.adapter else _shards(_model_units(engine))
     own = {
         name: units
@@ -130,13 +131,6 @@ def _write_together(ranks: Ranks, engine: DeepSpeedEngine, place: _Place) -> lis
         # Where writing fails half-way: the other ranks wait in the gathers that are left.
         deque(parameters, maxlen=0)
     return [found for found in ranks.gather(problem) if found]
-
-
-def _sees(mark: Path) -> bool:
-    try:
-        return mark.exists()
-    except OSError:
-        return False
 
 
 @dataclass(frozen=True)
