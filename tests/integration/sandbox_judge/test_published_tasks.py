@@ -130,9 +130,20 @@ def assert_agrees_with_math_verify(judge: JudgeScheduler, cases: Sequence[tuple[
             # Its own limits are of wall time, which a busy machine reaches.
             gold, answer = (parse(text, parsing_timeout=PATIENT_SECONDS) for text in (expected, response))
             directly = verify(gold, answer, timeout_seconds=PATIENT_SECONDS)
-            assert (verdict.outcome == ACCEPTED) == directly, (expected, response, verdict.detail)
+            wanted = directly and (expected, response) not in FALSE_EQUATIONS
+            assert (verdict.outcome == ACCEPTED) == wanted, (expected, response, verdict.detail)
     finally:
         logging.disable(logging.NOTSET)
+
+
+# math-verify reads the last part of a chain of equations; an equation that does not hold names several results here.
+FALSE_EQUATIONS = {
+    ("$10/9$", r"Answer $ \frac{1}{2} \$ = \frac{10}{9} $"),
+    ("$x = 11$", "$x = 5+5+1 = 7 =11$"),
+    ("$x = 1/3$", r"$x = 5+5+1 = 1/3 \approx 11$"),
+    ("$1/3$", r"$x=1/3\approx1.3$"),
+    ("$z = 1 + 1 = 2$", "$z = 3+3 = 2$"),
+}
 
 
 def cases_of_math_verify() -> list[tuple[str, str]]:

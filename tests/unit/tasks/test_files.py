@@ -343,7 +343,7 @@ def test_of_a_conversation_the_last_action_holds_the_program(reasoning_character
     assert program_of(trajectory, "raw") == program
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("piece", ["```", "``` ", "```\n", "`", "<think>", "</think>", "<think", "```python", "\n```a"])
 def test_any_response_is_read_in_linear_time(piece: str) -> None:
     response = piece * (4_000_000 // len(piece))
