@@ -91,14 +91,14 @@ def test_floats_agree_with_exact_rationals(expected: object, actual: object, abs
     if absolute == relative == 0:
         absolute = relative = 1e-6
     wanted, got = Fraction(str(expected)), Fraction(str(actual))
-    close = abs(wanted - got) <= Fraction(absolute) + Fraction(relative) * abs(wanted)
+    close = abs(wanted - got) <= Fraction(str(absolute)) + Fraction(str(relative)) * abs(wanted)
 
     assert accepts(Checker.CHECKER_FLOAT, str(expected).encode(), str(actual).encode(), absolute, relative) == close
 
 
 @given(DECIMALS, st.sampled_from([1e-9, 1e-6, 0.25]), st.booleans())
 def test_the_tolerance_itself_is_still_inside(expected: object, absolute: float, above: bool) -> None:
-    edge = Fraction(str(expected)) + (1 if above else -1) * Fraction(absolute)
+    edge = Fraction(str(expected)) + (1 if above else -1) * Fraction(str(absolute))
     scale = 10**40
     digits = math.floor(edge * scale) if above else math.ceil(edge * scale)  # rounded towards expected
     sign, digits = ("-", -digits) if digits < 0 else ("", digits)
