@@ -345,7 +345,8 @@ def _remember(key: str, found: CheckedPrompts) -> None:
 
 def _content(folder: ModelFolder, model: ModelSpec, prompt_ids: Sequence[str]) -> str:
     """A digest of all that decides the answer; the ids of prompts are digests of their texts."""
-    digest = blake3(json.dumps([model.max_prompt_tokens, model.chat_format.address, *prompt_ids]).encode())
+    chat = model.chat_format
+    digest = blake3(json.dumps([model.max_prompt_tokens, chat.address, chat.tool_parser, *prompt_ids]).encode())
     for file in (folder.path / "config.json", *folder.tokenizer_files):
         digest.update(file.name.encode() + b"\0" + blake3(file.read_bytes()).digest())
     # Too large to be read each time: a copy keeps their times, another file has others.
