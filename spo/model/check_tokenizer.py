@@ -149,9 +149,14 @@ def answer(work: Callable[[dict[str, Any]], dict[str, Any]], cpu_seconds: str, m
 
 def main(cpu_seconds: str) -> int:
     """Answer the request on standard input; returns the exit status."""
-    # Tokenizers do without, and it would cost most of the time and the memory.
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    return answer(check, cpu_seconds, MEMORY_BYTES)
+    return answer(_checked, cpu_seconds, MEMORY_BYTES)
+
+
+def _checked(request: dict[str, Any]) -> dict[str, Any]:
+    if request["chat"]["tool_parser"] == "auto":
+        # Tokenizers do without, and it would cost most of the time and the memory; vLLM's parsers do not.
+        sys.modules["torch"] = None  # type: ignore[assignment]
+    return check(request)
 
 
 if __name__ == "__main__":
