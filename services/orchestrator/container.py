@@ -202,10 +202,9 @@ class AppContext:
         self.captures = CaptureStore(self.redis)
         self.audit = AuditLog(self.redis)
         identity = PlatformIdentity(self.redis, place, settings.weight_place)
-        self.watch = RecoveryWatch(self.jobs, identity, JobManifests(self.jobs, place))
-        self.jobs.absent = self.watch.absent
         self.job_rebuild = JobRebuild(self.jobs, self.files)
-        self.watch.mend = self.job_rebuild.mend
+        self.watch = RecoveryWatch(self.jobs, identity, JobManifests(self.jobs, place), self.job_rebuild.mend)
+        self.jobs.absent = self.watch.absent
 
     def _follow_replicas(self) -> None:
         settings = self.settings

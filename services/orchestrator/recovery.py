@@ -636,15 +636,23 @@ def _announcement(job_id: str, versions: Sequence[dict[str, Any]]) -> list[Write
 
 
 class RecoveryWatch:
-    """The platform's identity and its jobs' manifests, brought up to date every second."""
+    """The platform's identity and its jobs' manifests, brought up to date every second.
 
-    def __init__(self, jobs: JobStore, identity: PlatformIdentity, manifests: JobManifests) -> None:
+    mend: brings a job that Redis is behind of up to what is on disk (`JobRebuild.mend`).
+    """
+
+    def __init__(
+        self,
+        jobs: JobStore,
+        identity: PlatformIdentity,
+        manifests: JobManifests,
+        mend: Callable[[str, JobManifest | None], bool],
+    ) -> None:
         self.jobs = jobs
         self.identity = identity
         self.manifests = manifests
         self.append_only_file = AppendOnlyFile(jobs.client)
-        # Brings a job that Redis is behind of up to what is on disk.
-        self.mend: Callable[[str, JobManifest | None], bool] = lambda job_id, before: False
+        self.mend = mend
         self._mending = threading.Lock()
         self._notice: tuple[float, str] = (float("-inf"), "")
         # Why the files could not be read when `notice` looked last.

@@ -14,7 +14,9 @@ import redis
 
 from services.orchestrator.commit import Durability
 from services.orchestrator.jobs import JobStore
-from services.orchestrator.recovery import JobManifests, PlatformIdentity, RecoveryWatch
+from services.orchestrator.leases import JobFiles
+from services.orchestrator.recovery import JobManifests, JobRebuild, PlatformIdentity, RecoveryWatch
+from services.orchestrator.settings import Settings
 from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
@@ -131,7 +133,8 @@ def test_a_durable_commit_is_on_the_replica_or_is_not_acknowledged(pair: RedisPa
 def test_what_a_failover_lost_is_told(pair: RedisPair, client: redis.Redis, tmp_path: Path) -> None:
     store = JobStore(client)
     identity = PlatformIdentity(client, StateFolder(tmp_path / "state"), str(tmp_path / "weights"))
-    watch = RecoveryWatch(store, identity, JobManifests(store, StateFolder(tmp_path / "state")))
+    rebuild = JobRebuild(store, JobFiles.of(Settings(state_path=tmp_path / "state")))
+    watch = RecoveryWatch(store, identity, JobManifests(store, StateFolder(tmp_path / "state")), rebuild.mend)
     watch.look()
     early = store.submit(toy_spec({"model": {"path": "/pi0"}}))
     watch.look()

@@ -45,12 +45,16 @@ class Engine(InferenceServiceServicer, JudgeServiceServicer, ValueServiceService
     def GenerateParts(self, request: inference.GenerateRequest, context: Any) -> Iterator[inference.GeneratePart]:
         indexes = list(request.sample_indexes)
         self.asked.append(indexes)
-        for index in self.script(len(self.asked)):
-            if not context.is_active():
-                self.gone += 1
-                return
-            finished = [] if index is None else [Trajectory(sample_index=index)]
-            yield inference.GeneratePart(finished=finished)
+        try:
+            for index in self.script(len(self.asked)):
+                if not context.is_active():
+                    self.gone += 1
+                    return
+                finished = [] if index is None else [Trajectory(sample_index=index)]
+                yield inference.GeneratePart(finished=finished)
+        except GeneratorExit:
+            # The call ended between two parts: gRPC asks for no more.
+            self.gone += 1
 
 
 class OldEngine(InferenceServiceServicer, JudgeServiceServicer, ValueServiceServicer):  # type: ignore[misc]

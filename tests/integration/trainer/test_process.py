@@ -38,13 +38,13 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
 # The trainer with checkpoints that take as long as those of a large model.
 SLOW_CHECKPOINTS = """
 import os, sys, time
-from services.trainer import train
+from services.trainer import loop
 from services.trainer.__main__ import main
-save = train.save_checkpoint
+save = loop.save_checkpoint
 def save_slowly(*arguments, **options):
     time.sleep(float(os.environ["SLOW_SECONDS"]))
     return save(*arguments, **options)
-train.save_checkpoint = save_slowly
+loop.save_checkpoint = save_slowly
 sys.exit(main())
 """
 

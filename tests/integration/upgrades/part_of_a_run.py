@@ -8,19 +8,34 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
+from typing import Any
 
 import redis
 
 from services.orchestrator import redis_keys as own_keys
-from services.orchestrator.jobs import JobStore
-from services.replay_buffer.sampling import BatchSampler
-from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.section import JobState
-from spo.testing.runs import RUN, start_run, trajectory
 from spo.v1.replay_service_pb2 import SampleBatchRequest
 
+
+def at_home(name: str, *modules: str) -> Any:
+    """What a release calls by this name, in the first of the modules that has it: releases differ in where it is."""
+    for module in modules:
+        try:
+            return getattr(import_module(module), name)
+        except (ImportError, AttributeError):
+            continue
+    raise ImportError(f"none of {', '.join(modules)} has {name}")
+
+
+JobStore = at_home("JobStore", "services.orchestrator.jobs", "services.orchestrator.jobs.store")
+BatchSampler = at_home("BatchSampler", "services.replay_buffer.sampling", "services.replay_buffer.sampler")
+ReplayStore = at_home("ReplayStore", "services.replay_buffer.store")
+JobState = at_home("JobState", "spo.spec.section", "spo.spec.job_state")
+RUN, start_run, trajectory = (
+    at_home(name, "spo.testing.runs", "spo.testing.replay") for name in ("RUN", "start_run", "trajectory")
+)
 PER_STEP = 8
 REPLAY = {"min_online": 4, "max_times_sampled": 4, "mix": [{"source": "online", "share": 1}]}
 ORDER = (JobState.VALIDATING, JobState.ESTIMATING, JobState.RUNNING, JobState.PAUSING)
@@ -65,7 +80,7 @@ def main() -> None:
         add_fields(client, job_id)
 
 
-def _before(state: JobState) -> set[JobState]:
+def _before(state: Any) -> set[Any]:
     at = ORDER.index(state)
     return {ORDER[at - 1]} if at else {JobState.QUEUED}
 

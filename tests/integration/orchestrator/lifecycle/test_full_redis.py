@@ -12,7 +12,6 @@ from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
 from services.orchestrator.job_records import CANCEL, PAUSE
 from spo import redis_keys
-from spo.messaging.streams import Consumer, publish
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.section import JobState
 from spo.testing.peers import wait_until
@@ -112,17 +111,3 @@ def test_deleting_a_job_frees_its_memory_while_redis_is_full(
     context.deletion.sweep()
     assert redis_client.scard(own_keys.deleted_jobs()) == 0
     assert context.deletion.failing() == {}
-
-
-def test_an_entry_moves_on_or_aside_while_redis_is_full(redis_client: redis.Redis, fill: Callable[[], object]) -> None:
-    publish(redis_client, "from", [b"one", b"two"])
-    consumer = Consumer(redis_client, "from", "group", "member")
-    first, second = consumer.read(2, 1.0)
-    fill()
-
-    assert consumer.forward(first, "onwards", b"result")
-    consumer.dead_letter(second, "unusable")
-
-    assert redis_client.xlen("from") == 0
-    assert redis_client.xlen("onwards") == 1
-    assert redis_client.xlen(redis_keys.dead_letters("from")) == 1

@@ -79,7 +79,11 @@ def test_a_step_that_waits_for_a_service_says_what_for(
     assert roomy.monitor.waits(job_id, JobState.VALIDATING) == ["sandbox-judge at nowhere did not answer"]
     assert roomy.jobs.state(job_id) is JobState.VALIDATING
 
-    roomy.runner.tick()
+    def goes_on() -> bool:
+        roomy.runner.tick()
+        return roomy.jobs.state(job_id) is JobState.ESTIMATING
+
+    wait_until(goes_on, "its prompts are checked", 60)
     assert roomy.monitor.waits(job_id, JobState.VALIDATING) == []
 
 
