@@ -453,7 +453,7 @@ class SandboxWorker:
     _zygotes: dict[Role, Zygote] = field(default_factory=dict, init=False)
     _cgroups: dict[Role, MemoryCgroup] = field(default_factory=dict, init=False)
     _jails: dict[Role, KeptJail] = field(default_factory=dict, init=False)
-    _scratch: str | None = field(default=None, init=False)
+    _scratches: dict[Role, str] = field(default_factory=dict, init=False)
 
     def zygote(self, role: Role) -> Zygote:
         """The worker's zygote for a role. Raises StartFault when it cannot be started."""
@@ -465,7 +465,7 @@ class SandboxWorker:
     def _started(self, role: Role) -> Zygote:
         if self.cgroups and self.tier != "docker":
             self._cgroups[role] = _cgroup(self.cgroups / child_name(self.index, role.value))
-        scratch = self._private_folder() if role in _NEEDS_SCRATCH else None
+        scratch = self._private_folder(role) if role in _NEEDS_SCRATCH else None
         preload = PRELOADS.get(role)
         if preload and not self.rehearsed:
             preload = dataclasses.replace(preload, rehearsed=False)
@@ -556,9 +556,8 @@ class SandboxWorker:
         """End everything the worker has started; it can be used again."""
         for role in {*self._zygotes, *self._cgroups}:
             self._end(role)
-        if self._scratch:
-            shutil.rmtree(self._scratch, ignore_errors=True)
-            self._scratch = None
+        while self._scratches:
+            shutil.rmtree(self._scratches.popitem()[1], ignore_errors=True)
 
     def _end(self, role: Role) -> None:
         with contextlib.suppress(JudgeFault):  # its zygote ends in any case
@@ -568,15 +567,15 @@ class SandboxWorker:
         if cgroup := self._cgroups.pop(role, None):
             cgroup.remove()
 
-    def _private_folder(self) -> str | None:
-        """Where compilers write in tiers without a file system of their own."""
+    def _private_folder(self, role: Role) -> str | None:
+        """Where a role writes in tiers without a file system of its own: tests and response, say, have one each."""
         if self.tier != "seccomp+landlock":
             return None
-        if self._scratch is None:
-            self._scratch = tempfile.mkdtemp(prefix="spo-judge-")
+        if role not in self._scratches:
+            self._scratches[role] = folder = tempfile.mkdtemp(prefix="spo-judge-")
             if (uid := program_uid(self.index)) is not None:
-                os.chown(self._scratch, uid, uid)
-        return self._scratch
+                os.chown(folder, uid, uid)
+        return self._scratches[role]
 
 
 def start_zygote(

@@ -2,7 +2,8 @@
 
 No code of the response runs here. An object that is no plain value is a proxy. Comparisons and arithmetic between a
 proxy and a value of the tests would let the response see what is expected and say what it likes, so they are asked only
-of classes that the tests name; elsewhere such a proxy equals nothing but itself.
+of objects that the tests have made themselves of classes that they name; elsewhere such a proxy equals nothing but
+itself.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ _ASKED = ("__name__", "__qualname__", "__doc__", "__annotations__", "__members__
 _CONTAINERS = (list, dict, set, deque, defaultdict, str, bytes, int, float, tuple, frozenset, io.StringIO, io.BytesIO)
 # Exceptions of these are the test runner's own.
 _RUNNERS = ("pytest", "_pytest", "unittest", "pluggy")
+# What makes of an object another of its kind.
+_MAKING = {f"__{name}__" for name in ["neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil"]} | (
+    set(BINARY) - {f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+)
 _FORWARDED_BY_VALUES = ("__call__", "__enter__", "__exit__", "__get__", "__await__")
 
 
@@ -157,6 +162,16 @@ class Remote(Codec):
         self._handed_numbers: dict[tuple[str, int], int] = {}
         self._arguments: list[object] = []
         self._nested = self._drawn = 0
+        # Identities of what stands for objects that the tests have made themselves; where the response gives one for
+        # something else, another proxy stands for it there, unless the tests look at identities.
+        self._own: set[int] = set()
+        self._twins: dict[int, object] = {}
+        self.looks_at_identity: Callable[[], bool] = lambda: True
+        # Classes that the response has given for something else than a name of its own.
+        self._given_classes: set[type] = set()
+        self._named_now = False
+        # Assertions of the tests that failed where the response could catch what they raise.
+        self.failures: list[BaseException] = []
         _THE.append(self)
 
     def request(self, operation: str, *arguments: object) -> Foreign:
@@ -168,9 +183,11 @@ class Remote(Codec):
         self._nested += 1
         try:
             while True:
+                # Only the response's own names are words of its tests.
+                self._named_now = operation == "load" or (operation == "getattr" and arguments[0] is self.module)
                 answer = self._exchange(frame, sent)
                 if answer[0] != "ask":
-                    return self._given(operation, answer, sent)
+                    return self._owned(operation, arguments, self._given(operation, answer, sent))
                 frame = self._served(*answer[1:])
         finally:
             self._arguments = kept
@@ -208,12 +225,41 @@ class Remote(Codec):
             raise RuntimeError("the response raised StopIteration") from result
         raise result
 
+    def _owned(self, operation: str, arguments: tuple[Foreign, ...], result: Foreign) -> Foreign:
+        """What was given, which is the tests' own where they called its class, or an operator of one that is."""
+        kind = type(result)
+        if isinstance(kind, RemoteClass) and kind._remote_named and not vars(kind).keys().isdisjoint(BINARY):
+            by_class = operation == "call" and isinstance(arguments[0], RemoteClass)
+            is_own = (by_class and arguments[0] not in self._given_classes) or (
+                operation == "dunder" and arguments[0] in _MAKING and self.is_own(arguments[1])
+            )
+            if is_own:
+                result = self._proxies[self._numbers[id(result)]]
+                self._own.add(id(result))
+        return result
+
+    def is_own(self, value: object) -> bool:
+        """Whether the tests have made this object of the response's class themselves."""
+        return id(value) in self._own
+
+    def saw(self, error: object) -> None:
+        """Note an error of the tests that the response can catch: a failed assertion must not be lost with it."""
+        is_assertion = isinstance(error, AssertionError) or type(error).__module__ == "_pytest.outcomes"
+        if not isinstance(error, BaseException) or not is_assertion:
+            return
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        if trace is not None and trace.tb_frame.f_code is not Remote._given.__code__:
+            self.failures.append(error)
+
     def _served(self, operation: str, *arguments: Foreign) -> bytes:
         """Do what the response asks of an object that was handed to it; the frame that says what came of it."""
         try:
             result = _SERVED[operation](self, *arguments)
             return self.dumps(("return", result))
         except BaseException as error:
+            self.saw(error)
             return self.dumps(("raise", error))
 
     # What stands for values of the tests.
@@ -310,6 +356,13 @@ class Remote(Codec):
         self._classes[number] = found
         return found
 
+    def given_class(self, reference: object) -> type:
+        """A class that the response gives as a value. Raises Malformed."""
+        found = self.remote_class(reference)
+        if not self._named_now:
+            self._given_classes.add(found)
+        return found
+
     def _made(self, names: tuple[str, str, str], bases: tuple[type, ...], special: tuple[str, ...]) -> type:
         """A class derived from those that stand for its bases; of the builtin ones only what cannot change, and errors.
 
@@ -334,15 +387,25 @@ class Remote(Codec):
         """The one proxy for an object. Raises Malformed."""
         if type(number) is not int:
             raise Malformed("no object")
+        known = self._proxies.get(number)
         if number not in self._proxies:
-            kind = self.remote_class(reference)
-            if not isinstance(kind, RemoteClass) and not issubclass(kind, BaseException):
-                raise Malformed("no class of the response")
-            base = next(each for each in kind.__mro__ if not isinstance(each, RemoteClass) and each is not _Proxy)
-            self._proxies[number] = made = base.__new__(kind, *content)
-            if isinstance(kind, RemoteClass):
-                self._numbers[id(made)] = number
+            self._proxies[number] = self._standing(number, self.remote_class(reference), content)
+        elif id(known) in self._own and self.looks_at_identity():
+            self._own.discard(id(known))
+        elif id(known) in self._own:
+            if number not in self._twins:
+                self._twins[number] = self._standing(number, type(known), content)
+            return self._twins[number]
         return self._proxies[number]
+
+    def _standing(self, number: int, kind: type, content: tuple[object, ...]) -> object:
+        if not isinstance(kind, RemoteClass) and not issubclass(kind, BaseException):
+            raise Malformed("no class of the response")
+        base = next(each for each in kind.__mro__ if not isinstance(each, RemoteClass) and each is not _Proxy)
+        made: object = base.__new__(kind, *content)
+        if isinstance(kind, RemoteClass):
+            self._numbers[id(made)] = number
+        return made
 
     def once(self, target: _Number, make: Callable[[], Foreign]) -> Foreign:
         """What stands for an object of the response that is no proxy, made at its first mention."""
@@ -486,13 +549,20 @@ def _kept(before: Foreign, after: Foreign) -> Foreign:
 
 def _word_of(self: Foreign, other: object) -> bool:
     """Whether the response may see the other value of a comparison, and say what comes of it."""
-    return bool(type(self)._remote_named) or isinstance(type(other), RemoteClass)
+    return isinstance(type(other), RemoteClass) or (bool(type(self)._remote_named) and remote().is_own(self))
+
+
+def _by_content(self: Foreign, name: str, arguments: tuple[object, ...]) -> Foreign:
+    """What the builtin class of a value says, without asking the response."""
+    kinds = (kind for kind in type(self).__mro__ if not isinstance(kind, RemoteClass) and kind is not _Proxy)
+    found: Foreign = next((vars(kind)[name] for kind in kinds if name in vars(kind)), None)
+    return NotImplemented if found is None else found(self, *arguments)
 
 
 def _binary(name: str) -> Callable[..., Foreign]:
     def forward(self: Foreign, other: object, *more: object) -> Foreign:
         if not _word_of(self, other):
-            return NotImplemented
+            return _by_content(self, name, (other, *more))
         return remote().request("dunder", name, self, (other, *more))
 
     return forward
@@ -516,7 +586,13 @@ def _contains(self: Foreign, member: object) -> bool:
 
 
 def _left(self: Foreign, kind: object, error: object, _: object) -> Foreign:
+    remote().saw(error)
     return remote().request("dunder", "__exit__", self, (kind, error, None))
+
+
+def _left_later(self: Foreign, kind: object, error: object, _: object) -> Foreign:
+    remote().saw(error)
+    return remote().request("dunder", "__aexit__", self, (kind, error, None))
 
 
 def _bound(self: Foreign, instance: object, owner: object = None) -> Foreign:
@@ -540,6 +616,7 @@ _FORWARDS: dict[str, Callable[..., Foreign]] = {
     **{name: _binary(name) for name in BINARY},
     "__call__": _called,
     "__contains__": _contains,
+    "__aexit__": _left_later,
     "__exit__": _left,
     "__get__": _bound,
     "__next__": _next,
@@ -565,6 +642,7 @@ def _generator(sender: Remote, number: object) -> Generator[Foreign, Foreign, Fo
                 sender.request("close", target)
                 raise
             except BaseException as error:
+                sender.saw(error)
                 step = ("throw", target, error)
 
     made: Generator[Foreign, Foreign, Foreign] = sender.once(target, draw)
@@ -660,7 +738,7 @@ def _module(sender: Remote, name: object) -> object:
 
 
 _RESOLVERS: dict[str, Callable[..., object]] = {
-    "class": Remote.remote_class,
+    "class": Remote.given_class,
     "object": Remote.instance,
     "value": lambda sender, number, kind, content: sender.instance(number, kind, (content,)),
     "error": Remote.error,

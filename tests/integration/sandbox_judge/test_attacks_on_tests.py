@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from services.sandbox_judge.embedded import MemoryStore
-from services.sandbox_judge.probe import choose_tier
+from services.sandbox_judge.probe import choose_tier, why_not
+from services.sandbox_judge.sandbox_worker import SandboxWorker
+from services.sandbox_judge.scoring import judge_code
 from services.sandbox_judge.settings import Settings
 from services.sandbox_judge.stage import JudgeScheduler
 from spo.v1 import verdict_pb2
@@ -62,6 +64,26 @@ fill(node)
 assert node.is_right()
 """
 
+SOLUTION = "s = Solution()\nassert s.half(4) == 2\nassert [Solution().half(2 * n) for n in range(3)] == [0, 1, 2]\n"
+# What a response that shares a folder with its tests could do to their file.
+REPLACES = """import os, threading, time
+def look():
+    while True:
+        if os.path.exists('test_solution.py'):
+            with open('mine', 'w') as file: file.write('def test_half(): pass')
+            os.replace('mine', 'test_solution.py')
+threading.Thread(target=look, daemon=True).start()
+"""
+READS = """import os, threading, time
+seen = []
+def look():
+    while not seen:
+        if os.path.exists('test_solution.py'): seen.append(1)
+threading.Thread(target=look, daemon=True).start()
+def half(n):
+    time.sleep(.05)
+    return n / 2 if seen else 1
+"""
 # Tests, by name of style, and responses to them.
 ATTACKS: dict[str, tuple[CodeTestStyle.ValueType, str, str]] = {
     "runtest replaced": (
@@ -380,6 +402,84 @@ ATTACKS: dict[str, tuple[CodeTestStyle.ValueType, str, str]] = {
     ),
     "a name that looks alike": (COMPLETION, ASSERTS, "    return 1\ndef hal\u017f(number): return number / 2\n"),
     "what stands before it replaced": (MODULE, BY_ORACLE, "def oracle(n): return 1\n" + BAD),
+    "a method that gives its own object, equal to all": (
+        MODULE,
+        SOLUTION,
+        "class Solution:\n    def half(self, n): return self\n    def __eq__(self, o): return True\n",
+    ),
+    "a method that gives another object, equal to all": (
+        MODULE,
+        SOLUTION,
+        "class Solution:\n    def half(self, n): return Q()\n    def __eq__(self, o): return True\n"
+        "class Q(Solution): pass\n",
+    ),
+    "an attribute that is a class, whose objects are equal to all": (
+        MODULE,
+        SOLUTION,
+        "class Solution:\n    def __init__(self, *a): pass\n    def __eq__(self, o): return True\n"
+        "Solution.half = Solution\n",
+    ),
+    "one object for all, equal to all": (
+        MODULE,
+        SOLUTION,
+        "class Solution:\n    one = None\n    def __new__(cls):\n        cls.one = cls.one or object.__new__(cls)\n"
+        "        return cls.one\n    def half(self, n): return self\n    def __eq__(self, o): return True\n",
+    ),
+    "a number of a class that the tests name, equal to all": (
+        MODULE,
+        SOLUTION,
+        "class Solution(int):\n    def half(self, n): return self\n    def __eq__(self, o): return True\n"
+        "    __hash__ = int.__hash__\n",
+    ),
+    "a method that gives its own object, near to all": (
+        MODULE,
+        "assert abs(Solution().half(4) - 2) < 1e-6\n",
+        "class Solution:\n    def half(self, n): return self\n    def __sub__(self, o): return 0.0\n",
+    ),
+    "its own object handed to a function of the tests": (
+        MODULE,
+        "seen = []\nSolution().run(seen.append, 4)\nassert seen == [2]\n",
+        "class Solution:\n    def run(self, f, n): f(self)\n    def __eq__(self, o): return True\n",
+    ),
+    "identity, where the tests look at it": (
+        MODULE,
+        "s = Solution()\nassert s.half(4) == 2 and s is not Solution()\n",
+        "class Solution:\n    def half(self, n): return self\n    def __eq__(self, o): return True\n",
+    ),
+    "a member of an enumeration, equal to all": (
+        MODULE,
+        "assert Color.RED.value == 1 and name(Color.RED) == 'red'\n",
+        "import enum\nclass Color(enum.Enum):\n    RED = 1\n    def __eq__(self, o): return True\n"
+        "    __hash__ = None\ndef name(color): return color\n",
+    ),
+    "a context that swallows assertions": (
+        MODULE,
+        "with Opened() as o:\n    assert o.half(4) == 2\n",
+        "class Opened:\n    def __enter__(self): return self\n    def __exit__(self, *a): return True\n"
+        "    def half(self, n): return 1\n",
+    ),
+    "an asynchronous context that swallows assertions": (
+        MODULE,
+        "import asyncio\nasync def main():\n    async with Opened() as o:\n        assert o.half(4) == 2\n"
+        "asyncio.run(main())\n",
+        "class Opened:\n    async def __aenter__(self): return self\n    async def __aexit__(self, *a): return True\n"
+        "    def half(self, n): return 1\n",
+    ),
+    "a generator as context that swallows assertions": (
+        MODULE,
+        "import contextlib\nwith contextlib.contextmanager(opened)():\n    assert half(4) == 2\n",
+        "def opened():\n    try: yield\n    except BaseException: pass\n" + BAD,
+    ),
+    "a decorator that swallows assertions": (
+        MODULE,
+        "@again\ndef f():\n    assert half(4) == 2\nf()\n",
+        "def again(f):\n    def g():\n        try: f()\n        except BaseException: pass\n    return g\n" + BAD,
+    ),
+    "a function handed in whose assertions are swallowed": (
+        MODULE,
+        "def right(x): assert x == 2\nrun(right, 4)\n",
+        "def run(f, n):\n    try: f(1)\n    except BaseException: pass\n",
+    ),
 }
 
 
@@ -415,3 +515,16 @@ def test_no_attack_is_paid_and_its_neighbour_is(judge: JudgeScheduler, name: str
     assert attack.tests_passed < attack.tests_total
     assert attack.test_isolation == SEPARATE
     assert (neighbour.outcome, neighbour.detail) == (Outcome.OUTCOME_ACCEPTED, "")
+
+
+@pytest.mark.parametrize("response", [REPLACES + BAD, READS], ids=["replaces", "reads"])
+def test_tests_and_response_share_no_folder_where_the_tier_has_no_mounts(response: str) -> None:
+    if reason := why_not("seccomp+landlock"):
+        pytest.skip(reason)
+    worker = SandboxWorker("seccomp+landlock", 0, rehearsed=False)
+    test_set = verdict_pb2.TestSet(code_tests=CodeTests(style=PYTEST, code=PYTEST_FILE), limits=Limits(cpu_seconds=1))
+    try:
+        verdict = judge_code(worker, response, test_set, 1 << 16, want_details=False)
+    finally:
+        worker.close()
+    assert (verdict.outcome, verdict.tests_passed) == (Outcome.OUTCOME_WRONG_ANSWER, 0), verdict

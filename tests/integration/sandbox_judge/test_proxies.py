@@ -328,6 +328,39 @@ class Celsius(float):
         "assert count(980) == 980\n",
         "def count(n): return n and 1 + count(n - 1)\n",
     ),
+    "objects that the tests have made and the response gives back": (
+        MODULE,
+        "",
+        """
+m = Money(5)
+assert m.add(3) == Money(8) and m.add(3).amount == 8 and m == 5 and m + 1 == 6 and -m == -5 and m < 6
+m += 2
+assert m.itself().itself().amount == 7 and m == 7 and sum([m, m]) == 14 and Money(7) in [m]
+""",
+        """
+import functools
+@functools.total_ordering
+class Money:
+    def __init__(self, amount): self.amount = amount
+    def itself(self): return self
+    def add(self, k): return Money(self.amount + k)
+    def __add__(self, k): return Money(self.amount + getattr(k, "amount", k))
+    __radd__ = __add__
+    def __iadd__(self, k): self.amount += k; return self
+    def __neg__(self): return Money(-self.amount)
+    def __eq__(self, o): return self.amount == getattr(o, "amount", o)
+    def __lt__(self, o): return self.amount < getattr(o, "amount", o)
+""",
+    ),
+    "errors of the tests that the response is meant to catch": (
+        MODULE,
+        "",
+        """
+def bad(): assert 1 == 2
+assert safe(bad) is None and safe(lambda: 3) == 3
+""",
+        "def safe(f):\n    try: return f()\n    except Exception: return None\n",
+    ),
     "a function that stands before and is not written yet": (
         MODULE,
         "def oracle(n):\n    return n + 1\ndef todo(n):\n    '''Write it.'''\n    raise NotImplementedError\n",
