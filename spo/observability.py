@@ -60,6 +60,9 @@ _SAYINGS = ("can't allocate memory", "out of memory", "Cannot allocate memory", 
 _UNLIMITED = 1 << 60
 
 INFERENCE_TOKENS = Counter("spo_inference_tokens_total", "Response tokens generated")
+TOOL_CALLS = Counter(
+    "spo_tool_calls_total", "Calls of tools read from served answers, and answers with none", ["result"]
+)
 INFERENCE_RUNNING = Gauge("spo_inference_running_sequences", "Sequences being decoded")
 JUDGE_VERDICTS = Counter("spo_judge_verdicts_total", "Verdicts given", ["outcome"])
 JUDGE_CACHE_HITS = Counter("spo_judge_cache_hits_total", "Verdicts answered from the cache")

@@ -47,6 +47,8 @@ class ServedSampling:
     top_logprobs: int | None = None  # None: no log-probs at all; 0: those of the sampled tokens
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    # Parsers of tool calls look for them.
+    shows_special_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -279,6 +281,7 @@ def _sampling_params(request: SampleRequest) -> SamplingParams:
             stop=list(request.stop),
             stop_token_ids=list(request.end_token_ids),
             output_kind=kind,
+            skip_special_tokens=not served.shows_special_tokens,
         )
     return SamplingParams(
         temperature=request.temperature,

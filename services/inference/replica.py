@@ -30,6 +30,7 @@ from spo.messaging import streams
 from spo.messaging.redis_client import RedisClient
 from spo.model.folder import inspect_model_folder, tensor_shapes
 from spo.model.tokenizer import end_tokens, load_tokenizer
+from spo.model.tool_calls import ToolFormat, probe_tools
 from spo.observability import get_logger, lines_concern_run
 from spo.spec.job_spec import JobSpec, spec_from_json
 from spo.v1 import orchestrator_service_pb2 as orchestrator
@@ -64,6 +65,11 @@ class Assignment:
         """Tokens that end a response of this run."""
         folder = inspect_model_folder(self.engine_spec.model_path)
         return end_tokens(self.tokenizer, folder.end_token_ids, self.spec.model.chat_format)
+
+    @cached_property
+    def tool_format(self) -> ToolFormat:
+        """How this model's tools are written and read, as its chat template and vLLM's parsers have it."""
+        return probe_tools(self.tokenizer, self.spec.model.chat_format, self.end_token_ids)
 
     @property
     def policy_version(self) -> int:

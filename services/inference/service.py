@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -23,10 +25,11 @@ from services.inference.episodes import StartedEpisodes
 from services.inference.replica import Assignment, ServingReplica, engine_spec_of
 from services.inference.rollouts import StartedGroup, start_group
 from services.inference.sampling import TOKENIZER, end_token_ids
-from spo import redis_keys
+from spo import observability, redis_keys
 from spo.errors import InvalidInput, NotReady, PreconditionFailed, ResourceExhausted, SpoError, Unreachable
 from spo.messaging.redis_client import RedisClient
-from spo.model.tokenizer import encode_chat, encode_text
+from spo.model.tokenizer import encode_chat, encode_text, opens_reasoning
+from spo.model.tool_calls import AnswerReader
 from spo.rpc.client import DEFAULT_DEADLINE_SECONDS
 from spo.rpc.long_calls import Parts
 from spo.rpc.server import ANSWERING_THREADS
@@ -87,6 +90,7 @@ def responses(
     """
     weights = assignment.versions.resolve(request.run_id, request.policy_version)
     prompt = _prompt_tokens(assignment, request)
+    readers = _readers(assignment, request, prompt)
     inbox = _Inbox(context)
     group = SampleGroup(request.run_id, _requests(assignment, request, prompt), weights, on_part=inbox.put)
     group.future.add_done_callback(lambda _: inbox.wake())
@@ -103,6 +107,8 @@ def responses(
             parts = inbox.take(deadline, whole=0 if request.stream else unfinished, group=group)
             unfinished -= sum(bool(part.finish_reason) for _, part in parts)
             first.parts.extend(_on_the_wire(index, part, request) for index, part in parts)
+            if readers:
+                _read(readers, first.parts)
             yield first
             first = wire.ServeResponse()
     finally:
@@ -175,10 +181,39 @@ def _prompt_tokens(assignment: Assignment, request: wire.ServeRequest) -> list[i
         return list(request.token_ids)
     with TOKENIZER:
         if request.messages_json:
-            return encode_chat(
-                assignment.tokenizer, json.loads(request.messages_json), assignment.spec.model.chat_format
-            )
+            turns, tools = json.loads(request.messages_json), _tools_of(request)
+            if tools or any(turn.keys() - {"role", "content"} for turn in turns):
+                assignment.tool_format.require(turns, tools=bool(tools))
+            return encode_chat(assignment.tokenizer, turns, assignment.spec.model.chat_format, tools)
         return encode_text(assignment.tokenizer, request.text)
+
+
+def _tools_of(request: wire.ServeRequest) -> list[dict[str, Any]]:
+    tools: list[dict[str, Any]] = json.loads(request.tools_json) if request.tools_json else []
+    return tools
+
+
+def _readers(assignment: Assignment, request: wire.ServeRequest, prompt: Sequence[int]) -> list[AnswerReader]:
+    """One for each sample of a chat with tools; none of another."""
+    tools = _tools_of(request)
+    if not tools:
+        return []
+    chat = assignment.spec.model.chat_format
+    with TOKENIZER:
+        length = partial(chat.reasoning_length, opened=opens_reasoning(assignment.tokenizer, prompt, chat))
+    form = assignment.tool_format
+    return [AnswerReader(assignment.tokenizer, form, tools, length) for _ in range(request.samples)]
+
+
+def _read(readers: Sequence[AnswerReader], parts: Iterable[wire.ServedPart]) -> None:
+    """Put calls in the place of their text."""
+    for part in parts:
+        reader, ended = readers[part.index], bool(part.finish_reason)
+        with TOKENIZER:
+            part.text, calls = reader.take(part.text, ended=ended)
+        part.calls.extend(wire.ServedCall(id=each.id, name=each.name, arguments_json=each.arguments) for each in calls)
+        if calls or reader.malformed:
+            observability.TOOL_CALLS.labels(result="read" if calls else "malformed").inc(max(1, len(calls)))
 
 
 def _requests(assignment: Assignment, request: wire.ServeRequest, prompt: Sequence[int]) -> list[SampleRequest]:
@@ -197,6 +232,7 @@ def _requests(assignment: Assignment, request: wire.ServeRequest, prompt: Sequen
         request.top_logprobs if request.logprobs else None,
         request.frequency_penalty,
         request.presence_penalty,
+        shows_special_tokens=bool(request.tools_json),
     )
     return [
         SampleRequest(

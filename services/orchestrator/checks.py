@@ -60,6 +60,8 @@ log = get_logger("model-check")
 PROMPTS_AT_SUBMIT = 1000
 CPU_SECONDS = 20
 CPU_SECONDS_PER_PROMPT = 0.02
+# vLLM is imported for a parser that is named.
+PARSER_CPU_SECONDS = 60
 # For the names of a model's tensors: most of it is torch's start.
 NAMES_CPU_SECONDS = 60
 LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
@@ -305,7 +307,9 @@ def checked_prompts(folder: ModelFolder, model: ModelSpec, problems: Sequence[Pr
         "chat": asdict(model.chat_format),
         "prompts": prompts,
     }
-    found = _ask("check_tokenizer", request, int(CPU_SECONDS + CPU_SECONDS_PER_PROMPT * len(prompts)))
+    seconds = CPU_SECONDS + CPU_SECONDS_PER_PROMPT * len(prompts)
+    seconds += 0 if model.chat.tool_parser == "auto" else PARSER_CPU_SECONDS
+    found = _ask("check_tokenizer", request, int(seconds))
     _remember(key, found)
     return found
 
@@ -345,7 +349,8 @@ def _remember(key: str, found: CheckedPrompts) -> None:
 
 def _content(folder: ModelFolder, model: ModelSpec, prompt_ids: Sequence[str]) -> str:
     """A digest of all that decides the answer; the ids of prompts are digests of their texts."""
-    digest = blake3(json.dumps([model.max_prompt_tokens, model.chat_format.address, *prompt_ids]).encode())
+    chat = model.chat_format
+    digest = blake3(json.dumps([model.max_prompt_tokens, chat.address, chat.tool_parser, *prompt_ids]).encode())
     for file in (folder.path / "config.json", *folder.tokenizer_files):
         digest.update(file.name.encode() + b"\0" + blake3(file.read_bytes()).digest())
     # Too large to be read each time: a copy keeps their times, another file has others.

@@ -34,6 +34,8 @@ class ChatFormat:
     template_arguments: Mapping[str, TemplateArgument] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     reasoning: tuple[str, str] | None = ("<think>", "</think>")
+    # Of chats with tools alone: neither prompts nor responses of a job depend on it.
+    tool_parser: str = "auto"
 
     @property
     def address(self) -> str:
@@ -42,7 +44,7 @@ class ChatFormat:
         A part of every key under which something outlives a job that depends on its prompts or its responses' ends.
         """
         usual = asdict(USUAL)
-        chosen = {name: value for name, value in asdict(self).items() if value != usual[name]}
+        chosen = {name: value for name, value in asdict(self).items() if value != usual[name] and name != "tool_parser"}
         return json.dumps(chosen, sort_keys=True) if chosen else ""
 
     def cut(self, text: str) -> str:

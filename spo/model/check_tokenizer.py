@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,8 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
     chat = ChatFormat(**request["chat"])
     if tuple(chat.reasoning or ()) != USUAL.reasoning and (reason := reasoning_fault(tokenizer, chat)):
         faults.append(["/model/chat/reasoning", reason])
+    if chat.tool_parser != USUAL.tool_parser and (reason := _parser_fault(tokenizer, chat, request["folder"])):
+        faults.append(["/model/chat/tool_parser", reason])
     too_long: list[tuple[str, int]] = []
     for prompt_id, text in request["prompts"]:
         tell(f"prompt {prompt_id[:LONGEST_ID]} is rendered")
@@ -83,6 +86,23 @@ def _blame(tokenizer: PreTrainedTokenizerBase, text: str, chat: ChatFormat) -> s
             if without != chat and encode_prompt(tokenizer, text, without):
                 return pointer
     return MODEL
+
+
+def _parser_fault(tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, folder: str) -> str:
+    """Why a tool parser would read no call; "" where it does, or where only replicas have vLLM to try it."""
+    if find_spec("vllm") is None:
+        return ""
+    from spo.model.folder import inspect_model_folder
+    from spo.model.tokenizer import end_tokens
+    from spo.model.tool_calls import probe_tools
+
+    tell("the tool parser is tried")
+    try:
+        return probe_tools(
+            tokenizer, chat, end_tokens(tokenizer, inspect_model_folder(folder).end_token_ids, chat)
+        ).fault
+    except Exception as error:
+        return f"it cannot be tried: {type(error).__name__}: {error}"[:300]
 
 
 def _load(folder: str) -> tuple[PreTrainedTokenizerBase | None, list[list[str]]]:
@@ -129,9 +149,14 @@ def answer(work: Callable[[dict[str, Any]], dict[str, Any]], cpu_seconds: str, m
 
 def main(cpu_seconds: str) -> int:
     """Answer the request on standard input; returns the exit status."""
-    # Tokenizers do without, and it would cost most of the time and the memory.
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    return answer(check, cpu_seconds, MEMORY_BYTES)
+    return answer(_checked, cpu_seconds, MEMORY_BYTES)
+
+
+def _checked(request: dict[str, Any]) -> dict[str, Any]:
+    if request["chat"]["tool_parser"] == "auto":
+        # Tokenizers do without, and it would cost most of the time and the memory; vLLM's parsers do not.
+        sys.modules["torch"] = None  # type: ignore[assignment]
+    return check(request)
 
 
 if __name__ == "__main__":

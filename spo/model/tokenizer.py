@@ -61,7 +61,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, chat: ChatForma
         if chat.system is not None:
             raise InvalidInput("the model has no chat template that takes a system prompt", code="template_refused")
         return encode_text(tokenizer, text)
-    rendered = _rendered(tokenizer, _turns(text, chat), chat, asks=True)
+    rendered = render_turns(tokenizer, _turns(text, chat), chat, asks=True)
     if chat.system is not None and chat.system.strip() not in rendered:
         raise InvalidInput("the chat template leaves the system prompt out", code="template_refused")
     # Templates write the special tokens themselves.
@@ -80,20 +80,28 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def encode_chat(
-    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]], chat: ChatFormat = USUAL
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[Mapping[str, object]],
+    chat: ChatFormat = USUAL,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
-    """Return the prompt's tokens of a conversation so far (role and content of each turn), up to the model's next turn.
+    """Return the prompt's tokens of a conversation so far, up to the model's next turn, in which it may call tools.
 
-    A single turn of the user's gives what `encode_prompt` gives: the job's system prompt goes before it. Raises
-    InvalidInput (code "template_refused") as it does, and where a model without turns is sent more than one.
+    turns: role and content of each, with tool_calls, tool_call_id and name as chat templates take them; tools: OpenAI's
+    function tools. A single turn of the user's without tools gives what `encode_prompt` gives: the job's system prompt
+    goes before it. Raises InvalidInput (code "template_refused") as it does, and where a model without turns is sent
+    more than one; code "tools_not_taken" where the template leaves out a tool.
     """
-    if [turn["role"] for turn in turns] == ["user"]:
-        return encode_prompt(tokenizer, turns[0]["content"], chat)
+    if not tools and [turn["role"] for turn in turns] == ["user"]:
+        return encode_prompt(tokenizer, str(turns[0]["content"]), chat)
     if not _has_turns(tokenizer, chat):
         message = "the model has no chat template: send one message of the user's, or a prompt to /v1/completions"
         raise InvalidInput(message, code="template_refused")
     begins = [] if turns[0]["role"] == "system" or chat.system is None else _turns("", chat)[:1]
-    rendered = _rendered(tokenizer, [*begins, *map(dict, turns)], chat, asks=True)
+    rendered = render_turns(tokenizer, [*begins, *map(dict, turns)], chat, asks=True, tools=tools)
+    for name in (str(tool["function"]["name"]) for tool in tools):
+        if name not in rendered:
+            raise InvalidInput(f"the model's chat template leaves out the tool {name}", code="tools_not_taken")
     return list(tokenizer.encode(rendered, add_special_tokens=False))
 
 
@@ -158,7 +166,7 @@ def encode_observation(
     if not _has_turns(tokenizer, chat):
         return list(tokenizer.encode(shown, add_special_tokens=False))
     turns = [*_turns("x", chat), {"role": "assistant", "content": _SAID}, {"role": "user", "content": shown}]
-    between = _rendered(tokenizer, turns, chat, asks=True).partition(_SAID)[2]
+    between = render_turns(tokenizer, turns, chat, asks=True).partition(_SAID)[2]
     if shown.strip() not in between:
         raise InvalidInput("the chat template leaves out what an environment says", code="template_refused")
     # Some templates write white space before the end, which the model has not sampled.
@@ -198,7 +206,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> int | 
         return None
     turns = [*_turns("x", chat), {"role": "assistant", "content": _SAID}]
     try:
-        after = _rendered(tokenizer, turns, chat, asks=False).rpartition(_SAID)[2].lstrip()
+        after = render_turns(tokenizer, turns, chat, asks=False).rpartition(_SAID)[2].lstrip()
     except InvalidInput:
         # Some templates refuse what they are not asked for here: a last turn of the model's.
         return None
@@ -273,8 +281,18 @@ def _turns(text: str, chat: ChatFormat) -> list[dict[str, str]]:
     return [*system, {"role": "user", "content": text}]
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], chat: ChatFormat, *, asks: bool) -> str:
-    """The template's text of these turns; asks: and the beginning of the model's next."""
+def render_turns(
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[dict[str, Any]],
+    chat: ChatFormat,
+    *,
+    asks: bool,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """Return the template's text of these turns; asks: and the beginning of the model's next.
+
+    Raises InvalidInput (code "template_refused") where the template fails, or makes or works too much.
+    """
     # Here, because the base install has no jinja.
     import jinja2
 
@@ -283,9 +301,11 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], c
     bound_templates()
     arguments: dict[str, Any] = {"strftime_now": DAY.strftime, **chat.template_arguments}
     arguments.update(add_generation_prompt=asks, tokenize=False)
+    if tools:
+        arguments["tools"] = [dict(tool) for tool in tools]
     try:
-        with _time_limit(RENDER_SECONDS):
-            rendered = str(tokenizer.apply_chat_template(turns, **arguments))
+        with time_limit(RENDER_SECONDS, "the chat template"):
+            rendered = str(tokenizer.apply_chat_template(list(turns), **arguments))
     except (*_FAULTS, jinja2.TemplateError) as error:
         message = f"the chat template cannot render the prompt: {type(error).__name__}: {error}"
         raise InvalidInput(message[:500], code="template_refused") from error
@@ -296,7 +316,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], c
 
 
 @contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
+def time_limit(seconds: float, what: str) -> Iterator[None]:
     """Raise InvalidInput in this thread once Python code inside has worked for so long.
 
     A trace function sees every line that a compiled template executes; signals would reach the main thread only.
@@ -306,7 +326,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
     def on_line(frame: FrameType, event: str, argument: object) -> object:
         if time.thread_time() > deadline:
-            message = f"the chat template takes longer than {seconds:g} s for one prompt"
+            message = f"{what} takes longer than {seconds:g} s for one prompt"
             raise InvalidInput(message, code="template_refused")
         return on_line
 

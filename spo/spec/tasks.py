@@ -532,6 +532,12 @@ class ChatSpec(Section):
         description="What reasoning begins and ends with: it is trained on and kept out of the program or answer. "
         "null: a response is all answer.",
     )
+    tool_parser: str = Field(
+        default="auto",
+        pattern=r"^[A-Za-z0-9_.-]{1,64}$",
+        description="Which of vLLM's tool parsers reads the calls of a policy that is served with tools. auto: the "
+        "first that reads what the model's chat template writes.",
+    )
 
     @model_validator(mode="after")
     def a_template_takes_what_is_given(self) -> Self:

@@ -256,6 +256,7 @@ class InferenceDouble(InferenceServiceServicer):
         # What each word's token looks like where log-probs are asked for.
         self.shown: Callable[[str], inference.ServedToken] = lambda word: inference.ServedToken(text=word)
         self.asked = inference.ServeRequest()
+        self.calls: list[inference.ServedCall] = []
         self.serving = 0
         self.versions: list[int] = []
         self._lock = threading.Lock()
@@ -275,6 +276,7 @@ class InferenceDouble(InferenceServiceServicer):
                 for index in range(request.samples):
                     part = first.parts.add(index=index, text=text, token_ids=[number])
                     part.finish_reason = "stop" if number == len(words) else ""
+                    part.calls.extend(self.calls if part.finish_reason else ())
                     if request.logprobs:
                         part.tokens.append(self.shown(text))
                 yield first

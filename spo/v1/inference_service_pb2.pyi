@@ -174,6 +174,7 @@ class ServeRequest(_message.Message):
     STREAM_FIELD_NUMBER: _builtins.int
     FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
     PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    TOOLS_JSON_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     run_id: _builtins.str
     policy_version: _builtins.int
@@ -195,6 +196,8 @@ class ServeRequest(_message.Message):
     """Parts while it is sampled; otherwise one when it is finished."""
     frequency_penalty: _builtins.float
     presence_penalty: _builtins.float
+    tools_json: _builtins.str
+    """A JSON list of OpenAI's function tools that the template is given; empty: none, and no calls are looked for."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -219,10 +222,11 @@ class ServeRequest(_message.Message):
         stream: _builtins.bool = ...,
         frequency_penalty: _builtins.float = ...,
         presence_penalty: _builtins.float = ...,
+        tools_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages_json", b"messages_json", "policy_version", b"policy_version", "presence_penalty", b"presence_penalty", "request_id", b"request_id", "run_id", b"run_id", "samples", b"samples", "seed", b"seed", "stop", b"stop", "stream", b"stream", "temperature", b"temperature", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages_json", b"messages_json", "policy_version", b"policy_version", "presence_penalty", b"presence_penalty", "request_id", b"request_id", "run_id", b"run_id", "samples", b"samples", "seed", b"seed", "stop", b"stop", "stream", b"stream", "temperature", b"temperature", "text", b"text", "token_ids", b"token_ids", "tools_json", b"tools_json", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -273,6 +277,7 @@ class ServedPart(_message.Message):
     STOP_REASON_FIELD_NUMBER: _builtins.int
     VERSION_FIRST_FIELD_NUMBER: _builtins.int
     VERSION_LAST_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     text: _builtins.str
     finish_reason: _builtins.str
@@ -286,6 +291,10 @@ class ServedPart(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedToken]: ...
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedCall]:
+        """When it has finished: the calls of tools that were read from it. Their text is no part of `text`."""
+
     def __init__(
         self,
         *,
@@ -297,14 +306,41 @@ class ServedPart(_message.Message):
         stop_reason: _builtins.str = ...,
         version_first: _builtins.int = ...,
         version_last: _builtins.int = ...,
+        calls: _abc.Iterable[Global___ServedCall] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "tokens", b"tokens", "version_first", b"version_first", "version_last", b"version_last"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "finish_reason", b"finish_reason", "index", b"index", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "tokens", b"tokens", "version_first", b"version_first", "version_last", b"version_last"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ServedPart: _TypeAlias = ServedPart  # noqa: Y015
+
+@_typing.final
+class ServedCall(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    name: _builtins.str
+    arguments_json: _builtins.str
+    """An object."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServedCall: _TypeAlias = ServedCall  # noqa: Y015
 
 @_typing.final
 class ServeResponse(_message.Message):

@@ -10,7 +10,7 @@ import json
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Annotated, Any, Literal, TypeVar
@@ -31,10 +31,11 @@ from spo import observability
 from spo.errors import FieldViolation, InvalidInput, NotFound, NotReady, SpoError
 from spo.observability import get_logger
 from spo.spec.section import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, TopP
-from spo.v1.inference_service_pb2 import ServedPart, ServedToken, ServeRequest, ServeResponse
+from spo.v1.inference_service_pb2 import ServedCall, ServedPart, ServedToken, ServeRequest, ServeResponse
 
 MOST_TOKENS_IN_ALL = 262_144
 MOST_CHARACTERS = 1 << 20
+MOST_TOOLS = 128
 PLAIN_COMPLETION_TOKENS = 16
 # What OpenAI has for a sampled token without a log-prob.
 IMPOSSIBLE = -9999.0
@@ -42,6 +43,7 @@ IMPOSSIBLE = -9999.0
 Text = Annotated[str, Field(max_length=MOST_CHARACTERS)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 Json = dict[str, object]
@@ -74,16 +76,58 @@ class TextContent(OpenAiPart):
     text: Text
 
 
+class CalledFunction(OpenAiPart):
+    name: FunctionName
+    arguments: Text = ""
+
+
+class ChatCall(OpenAiPart):
+    """A call of a tool that the model made in an earlier turn."""
+
+    id: str = Field(min_length=1, max_length=200)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(OpenAiPart):
     """One turn; of several parts of text it is what they say one after the other."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | list[TextContent] = Field(default="", max_length=MOST_CHARACTERS)
     name: str = Field(default="", max_length=64)
+    tool_calls: list[ChatCall] = Field(default=[], max_length=MOST_TOOLS)
+    tool_call_id: str = Field(default="", max_length=200)
+    # As answers have them; without effect.
+    refusal: Literal[""] = ""
+    annotations: list[Json] = Field(default=[], max_length=0)
 
     @property
     def text(self) -> str:
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+    @property
+    def turn(self) -> dict[str, str]:
+        """Role and content, as chat templates take them."""
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+
+
+class ToolFunction(OpenAiPart):
+    """strict: arguments are not held to the schema, with it or without."""
+
+    name: FunctionName
+    description: Text = ""
+    parameters: Json = Field(default={"type": "object", "properties": {}})
+    strict: bool = False
+
+
+class ChatTool(OpenAiPart):
+    type: Literal["function"]
+    function: ToolFunction
+
+    @property
+    def shown(self) -> Json:
+        """The tool as chat templates take it."""
+        return {"type": "function", "function": self.function.model_dump(exclude={"strict"})}
 
 
 class StreamOptions(OpenAiPart):
@@ -170,10 +214,10 @@ class ChatRequest(OpenAiRequest):
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=20)
     response_format: TextFormat | None = None
-    # Without effect.
-    tools: list[Json] = Field(default=[], max_length=0)
+    tools: list[ChatTool] = Field(default=[], max_length=MOST_TOOLS)
     tool_choice: Literal["none", "auto"] = "auto"
     parallel_tool_calls: bool = True
+    # Without effect.
     functions: list[Json] = Field(default=[], max_length=0)
     function_call: Literal["none", "auto"] = "auto"
     modalities: list[Literal["text"]] = Field(default=["text"], min_length=1, max_length=1)
@@ -186,21 +230,65 @@ class ChatRequest(OpenAiRequest):
 
     @property
     def turns(self) -> list[dict[str, str]]:
-        """Role and content of each message, as chat templates take them."""
-        names = {"developer": "system"}
-        return [{"role": names.get(each.role, each.role), "content": each.text} for each in self.messages]
+        """Role and content of each message."""
+        return [each.turn for each in self.messages]
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether tools are offered, or were called earlier."""
+        return bool(self.tools) or any(each.tool_calls or each.role == "tool" for each in self.messages)
 
     def to_serve(self, run_id: str, version: int) -> ServeRequest:
         """The request as replicas take it. Raises InvalidInput with a pointer."""
         if self.top_logprobs and not self.logprobs:
             raise refused("/top_logprobs", "needs logprobs: true")
-        for index, message in enumerate(self.messages):
-            if message.name:
-                raise refused(f"/messages/{index}/name", "no model is shown who of several speaks")
+        if len({tool.function.name for tool in self.tools}) < len(self.tools):
+            raise refused("/tools", "two of them have the same name")
         found = self.sampling(run_id, version)
-        found.messages_json = json.dumps(self.turns)
+        found.messages_json = json.dumps(list(conversation(self.messages)))
         found.logprobs, found.top_logprobs = self.logprobs, self.top_logprobs
+        if self.tools and self.tool_choice != "none":
+            found.tools_json = json.dumps([tool.shown for tool in self.tools])
         return found
+
+
+def conversation(messages: Sequence[ChatMessage]) -> Iterator[Json]:
+    """The turns as chat templates take them: arguments of calls as objects, results with the name of their function.
+
+    Raises InvalidInput with a pointer to what stands at the wrong message, and to a result that no call asked for.
+    """
+    called: dict[str, str] = {}
+    for index, message in enumerate(messages):
+        at = f"/messages/{index}"
+        turn: Json = {**message.turn}
+        if message.role == "tool":
+            if message.tool_call_id not in called:
+                raise refused(f"{at}/tool_call_id", "must be the id of a call in an earlier message of the assistant's")
+            turn |= {"tool_call_id": message.tool_call_id, "name": called[message.tool_call_id]}
+        elif message.tool_call_id:
+            raise refused(f"{at}/tool_call_id", "belongs to messages of the role tool")
+        if message.name not in ("", turn.get("name", "")):
+            raise refused(f"{at}/name", "no model is shown who of several speaks")
+        if message.tool_calls and message.role != "assistant":
+            raise refused(f"{at}/tool_calls", "belong to messages of the role assistant")
+        calls = [
+            _as_shown(call, f"{at}/tool_calls/{number}/function/arguments")
+            for number, call in enumerate(message.tool_calls)
+        ]
+        called |= {call.id: call.function.name for call in message.tool_calls}
+        if calls:
+            turn["tool_calls"] = calls
+        yield turn
+
+
+def _as_shown(call: ChatCall, pointer: str) -> Json:
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise refused(pointer, "must be a JSON object")
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 class PlainRequest(OpenAiRequest):
@@ -244,6 +332,7 @@ class Choice:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     tokens: list[ServedToken] = field(default_factory=list)
+    calls: list[Json] = field(default_factory=list)
     finish_reason: str = ""
     version_first: int = 0
     version_last: int = 0
@@ -266,6 +355,8 @@ class OpenAiAnswer:
     prompt_token_ids: Sequence[int] = ()
     model_hash: str = ""
     sampler: str = ""
+    # Of each sample: more are left out, where the caller wants one at a time.
+    most_calls: int = MOST_TOOLS
 
     def add(self, response: ServeResponse) -> None:
         """Take in what a replica has sent."""
@@ -278,7 +369,10 @@ class OpenAiAnswer:
             choice.token_ids.extend(part.token_ids)
             choice.tokens.extend(part.tokens)
             if part.finish_reason:
+                choice.calls = [_call(call) for call in part.calls[: self.most_calls]]
                 choice.finish_reason = part.finish_reason
+                if choice.calls and part.finish_reason == "stop":
+                    choice.finish_reason = "tool_calls"
                 choice.version_first, choice.version_last = part.version_first, part.version_last
 
     @property
@@ -299,12 +393,16 @@ class OpenAiAnswer:
 
     def chunk(self, part: ServedPart) -> bytes:
         """What one sample has got since its last chunk, as an event."""
-        finish = part.finish_reason or None
+        sampled = self.choices[part.index]
+        finish = sampled.finish_reason if part.finish_reason else None
         if self.kind == "chat":
             logprobs = _chat_logprobs(part.tokens) if part.tokens else None
-            choice: Json = {"index": part.index, "delta": {"content": part.text}, "logprobs": logprobs}
+            delta: Json = {"content": part.text}
+            if finish and sampled.calls:
+                delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(sampled.calls)]
+            choice: Json = {"index": part.index, "delta": delta, "logprobs": logprobs}
         else:
-            offset = sum(map(len, self.choices[part.index].texts)) - len(part.text)
+            offset = sum(map(len, sampled.texts)) - len(part.text)
             logprobs = _plain_logprobs(part.tokens, offset) if part.tokens else None
             choice = {"index": part.index, "text": part.text, "logprobs": logprobs}
         return event({**self._head(".chunk"), "choices": [{**choice, "finish_reason": finish}]})
@@ -332,11 +430,18 @@ class OpenAiAnswer:
 
     def _choice(self, choice: Choice) -> Json:
         if self.kind == "chat":
-            said: Json = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+            message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
+            if choice.calls:
+                message |= {"content": choice.text or None, "tool_calls": choice.calls}
+            said: Json = {"message": message}
             said["logprobs"] = _chat_logprobs(choice.tokens) if choice.tokens else None
         else:
             said = {"text": choice.text, "logprobs": _plain_logprobs(choice.tokens) if choice.tokens else None}
         return {"index": choice.index, **said, "finish_reason": choice.finish_reason}
+
+
+def _call(call: ServedCall) -> Json:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
 
 
 def event(document: Json) -> bytes:
@@ -384,6 +489,11 @@ def asks_for_capture(principal: Principal, headers: Mapping[str, str], body: Cha
         raise InvalidInput(message, code="invalid_request", violations=(FieldViolation(f"/{CAPTURE}", message),))
     # Whoever may do everything has not asked for anything.
     by_key = "models:capture" in principal.scopes and not principal.is_admin
+    if isinstance(body, ChatRequest) and body.has_tools:
+        # What is kept are texts of turns, which would not say what was called.
+        if said == "true" or body.store:
+            raise refused("/store", "chats with tools are not captured")
+        return False
     return said == "true" if said else body.store or by_key
 
 
@@ -526,6 +636,7 @@ class _Completion:
             kind="chat" if chat else "plain",
             created=int(time.time()),
             choices=[Choice(index) for index in range(self.body.n)],
+            most_calls=MOST_TOOLS if not isinstance(self.body, ChatRequest) or self.body.parallel_tool_calls else 1,
         )
         wanted.request_id = answer.id
         capturing = asks_for_capture(self.principal, self.request.headers, self.body)

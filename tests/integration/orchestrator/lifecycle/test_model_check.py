@@ -21,6 +21,7 @@ from spo.spec.section import JobState
 from spo.testing.peers import wait_until
 from spo.testing.runs import distilled, write_model_without_weights
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
+from tests.support.scripted_model import write_scripted_model
 
 Document = dict[str, Any]
 SPINNING = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}x"
@@ -110,6 +111,18 @@ def test_a_system_prompt_counts_among_the_prompts_tokens(
     found = faults(context, document, model={**fits, "chat": {"system": "sum" * 9}}, tasks=tasks)
 
     assert "have more than 4 tokens" in found["/model/max_prompt_tokens"]
+
+
+def test_a_tool_parser_that_does_not_read_what_the_template_writes_is_refused_by_its_field(
+    context: AppContext, document: Document, tmp_path: Path
+) -> None:
+    write_scripted_model(tmp_path / "scripted")
+    document["model"] = {**document["model"], "path": str(tmp_path / "scripted"), "max_prompt_tokens": 256}
+    for parser in ("pythonic", "nobodys"):
+        found = faults(context, document, model={**document["model"], "chat": {"tool_parser": parser}})
+        assert "no such parser" in found["/model/chat/tool_parser"]
+    fits = {**document["model"], "chat": {"tool_parser": "hermes"}}
+    context.spec_check.require_possible(parse_job_spec({**document, "model": fits}))
 
 
 @pytest.mark.parametrize(

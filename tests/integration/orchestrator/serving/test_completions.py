@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import httpx
 import pytest
 
 from spo.testing.peers import wait_until
-from spo.v1.inference_service_pb2 import ServedToken
+from spo.v1.inference_service_pb2 import ServedCall, ServedToken
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 from tests.integration.orchestrator.serving.conftest import KEY, Counter
 
@@ -148,6 +149,81 @@ def test_tokens_that_top_p_leaves_no_chance_are_left_out_of_the_likeliest(counte
     assert [[each["token"] for each in token["top_logprobs"]] for token in whole] == [["a"]] * 3
     assert plain["top_logprobs"] == [{"a": -0.5}] * 3
     assert "Infinity" not in streamed
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "strict": True}}
+ASKED = {"role": "user", "content": "x"}
+CALLING = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"place": "Oslo"}'}}],
+}
+ANSWERED = {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "rain"}]}
+
+
+def test_calls_are_answered_in_openais_form_whole_and_in_events(counter: Counter) -> None:
+    double = counter.peers.inference
+    double.calls = [ServedCall(id=f"c{number}", name="weather", arguments_json="{}") for number in range(2)]
+    function = {"name": "weather", "arguments": "{}"}
+    calls = [{"id": f"c{number}", "type": "function", "function": function} for number in range(2)]
+
+    whole = counter.chat("x", tools=[TOOL]).json()["choices"][0]
+    events = counter.chat("x", tools=[TOOL], stream=True).text.split("\n\n")
+    last = json.loads(events[-3].removeprefix("data: "))["choices"][0]
+    one = counter.chat("x", tools=[TOOL], parallel_tool_calls=False).json()["choices"][0]
+
+    assert (whole["finish_reason"], whole["message"]["tool_calls"]) == ("tool_calls", calls)
+    assert last["finish_reason"] == "tool_calls"
+    assert last["delta"]["tool_calls"] == [{"index": number, **call} for number, call in enumerate(calls)]
+    assert one["message"]["tool_calls"] == calls[:1]
+    assert [tool["function"]["name"] for tool in json.loads(double.asked.tools_json)] == ["weather"]
+    assert counter.chat("x", tools=[TOOL], tool_choice="none").status_code == 200
+    assert not double.asked.tools_json
+
+
+def test_calls_and_their_results_reach_the_template_as_it_takes_them(counter: Counter) -> None:
+    found = counter.chat("", messages=[ASKED, CALLING, ANSWERED])
+
+    assert found.status_code == 200
+    call = {"name": "weather", "arguments": {"place": "Oslo"}}
+    assert json.loads(counter.peers.inference.asked.messages_json) == [
+        ASKED,
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", "type": "function", "function": call}]},
+        {"role": "tool", "content": "rain", "tool_call_id": "c1", "name": "weather"},
+    ]
+
+
+def _calling(arguments: str) -> dict[str, object]:
+    function = {"name": "weather", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [ASKED, ANSWERED]}, "messages.1.tool_call_id"),
+        ({"messages": [ASKED, ANSWERED, CALLING]}, "messages.1.tool_call_id"),
+        ({"messages": [ASKED, CALLING, {**ANSWERED, "tool_call_id": "c2"}]}, "messages.2.tool_call_id"),
+        ({"messages": [ASKED, CALLING, {"role": "tool", "content": "x"}]}, "messages.2.tool_call_id"),
+        ({"messages": [{**ASKED, "tool_call_id": "c1"}]}, "messages.0.tool_call_id"),
+        ({"messages": [{**CALLING, "role": "user"}]}, "messages.0.tool_calls"),
+        ({"messages": [ASKED, CALLING, {**ANSWERED, "name": "other"}]}, "messages.2.name"),
+        *(
+            ({"messages": [ASKED, _calling(text)]}, "messages.1.tool_calls.0.function.arguments")
+            for text in ("{", "[]", "3", '"x"', "null", "[" * 9999)
+        ),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "store": True}, "store"),
+    ],
+)
+def test_what_is_wrong_with_tools_is_refused_by_name(counter: Counter, fields: dict[str, object], param: str) -> None:
+    refused = counter.chat("x", **fields)
+    assert error(refused)[0] == 400
+    assert refused.json()["error"]["param"].startswith(param)
 
 
 def test_only_a_key_for_it_may_ask_and_only_of_its_own_tenants_jobs(open_counter: Callable[..., Counter]) -> None:

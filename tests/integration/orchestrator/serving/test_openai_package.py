@@ -9,11 +9,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionMessage
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.service import OrchestratorService
@@ -27,13 +30,14 @@ from spo.testing.trainer import write_random_llama
 from spo.v1.inference_service_pb2 import DescribeReplicaRequest
 from spo.v1.inference_service_pb2_grpc import InferenceServiceStub
 from spo.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServicer_to_server
+from tests.support.scripted_model import CALLED, TOOLS, write_scripted_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 # A replica needs about 15 s of CPU to start: on a busy machine that is minutes.
 WAIT_SECONDS = 200.0
 KEY = "the-operators-own-key"
-SAID = [{"role": "user", "content": "sum of the sorted numbers"}]
+SAID: Any = [{"role": "user", "content": "sum of the sorted numbers"}]
 
 
 @dataclass
@@ -56,51 +60,117 @@ class Serving:
 
 
 @pytest.fixture
-def serving(
+def serve_model(
     open_context: Callable[..., AppContext], serve: Callable[[AppContext], str], redis_server: str, tmp_path: Path
-) -> Iterator[Serving]:
+) -> Callable[[dict[str, Any]], AbstractContextManager[Serving]]:
+    """Serves a model, fields of a JobSpec's, by a real replica."""
+
+    @contextmanager
+    def build(model: dict[str, Any]) -> Iterator[Serving]:
+        context = open_context(api_key=KEY, serving_wait_seconds=WAIT_SECONDS)
+        server = RpcServer("127.0.0.1", 0, max_workers=64)
+        add_OrchestratorServiceServicer_to_server(OrchestratorService(context), server.server)
+        server.start()
+        job_id = context.jobs.submit(toy_spec({"model": model}))
+        # It has ended: that it is asked for brings a replica to it.
+        assert context.jobs.transition(job_id, JobState.CANCELLED, "test")
+        settings = {
+            "SPO_REDIS_URL": redis_server,
+            "SPO_ORCHESTRATOR_ADDRESS": server.address,
+            "SPO_STATE_PATH": str(tmp_path),
+            "SPO_INFERENCE_KV_CACHE_MEMORY_BYTES": str(64 << 20),
+            "OMP_NUM_THREADS": "1",
+        }
+        log = tmp_path / "replica.log"
+        with log.open("wb") as output:
+            replica = subprocess.Popen(
+                [sys.executable, "-m", "services.inference"], env=os.environ | settings, stderr=output, stdout=output
+            )
+        try:
+            yield Serving(context, serve(context), job_id)
+        finally:
+            replica.kill()
+            replica.wait(30)
+            server.stop(0)
+
+    return build
+
+
+def test_the_openai_package_works_unmodified(
+    serve_model: Callable[[dict[str, Any]], AbstractContextManager[Serving]], tmp_path: Path
+) -> None:
     write_random_llama(tmp_path / "pi0", seed=0)
     config = tmp_path / "pi0" / "config.json"
     # Room for a completion that would go on for minutes.
     config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 8192}))
-    context = open_context(api_key=KEY, serving_wait_seconds=WAIT_SECONDS)
-    server = RpcServer("127.0.0.1", 0, max_workers=64)
-    add_OrchestratorServiceServicer_to_server(OrchestratorService(context), server.server)
-    server.start()
-    model = {"path": str(tmp_path / "pi0"), "max_prompt_tokens": 64, "max_response_tokens": 8000}
-    job_id = context.jobs.submit(toy_spec({"model": model}))
-    # It has ended: that it is asked for brings a replica to it.
-    assert context.jobs.transition(job_id, JobState.CANCELLED, "test")
-    settings = {
-        "SPO_REDIS_URL": redis_server,
-        "SPO_ORCHESTRATOR_ADDRESS": server.address,
-        "SPO_STATE_PATH": str(tmp_path),
-        "SPO_INFERENCE_KV_CACHE_MEMORY_BYTES": str(64 << 20),
-        "OMP_NUM_THREADS": "1",
-    }
-    log = tmp_path / "replica.log"
-    with log.open("wb") as output:
-        replica = subprocess.Popen(
-            [sys.executable, "-m", "services.inference"], env=os.environ | settings, stderr=output, stdout=output
+    fields = {"path": str(tmp_path / "pi0"), "max_prompt_tokens": 64, "max_response_tokens": 8000}
+    with serve_model(fields) as serving:
+        client, model = serving.client(), serving.job_id
+        asks_and_is_answered(client, model)
+        streams(client, model)
+        tells_log_probs(client, model)
+        samples_several_and_stops(client, model)
+        refuses_in_openais_words(serving, client, model)
+        refuses_tools_that_the_template_leaves_out(client, model)
+        serves_names(serving, client)
+        fifty_at_once(client, model)
+        a_caller_that_leaves_ends_its_sampling(serving, client, model)
+
+
+def test_the_openai_package_calls_tools_and_answers_them(
+    serve_model: Callable[[dict[str, Any]], AbstractContextManager[Serving]], tmp_path: Path
+) -> None:
+    write_scripted_model(tmp_path / "pi0")
+    fields = {"path": str(tmp_path / "pi0"), "max_prompt_tokens": 1500, "max_response_tokens": 64}
+    with serve_model(fields) as serving:
+        client, model = serving.client(), serving.job_id
+        whole = client.chat.completions.create(model=model, messages=SAID, tools=TOOLS, temperature=0)
+        choice = whole.choices[0]
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "Let me look.\n"
+        assert choice.message.tool_calls is not None
+        assert [
+            (call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls
+        ] == CALLED
+        streams_what_it_answers_whole(client, model, choice.message)
+        second = answers_its_calls(client, model, choice.message)
+        assert second.usage is not None
+        assert whole.usage is not None
+        assert second.usage.prompt_tokens > whole.usage.prompt_tokens + whole.usage.completion_tokens
+        one = client.chat.completions.create(
+            model=model, messages=SAID, tools=TOOLS, temperature=0, parallel_tool_calls=False
         )
-    try:
-        yield Serving(context, serve(context), job_id)
-    finally:
-        replica.kill()
-        replica.wait(30)
-        server.stop(0)
+        assert len(one.choices[0].message.tool_calls or ()) == 1
+        cut = client.chat.completions.create(model=model, messages=SAID, tools=TOOLS, temperature=0, max_tokens=3)
+        assert cut.choices[0].finish_reason == "length"
+        assert cut.choices[0].message.tool_calls is None
+        assert "<tool_call>" in (cut.choices[0].message.content or "")
+        shy = client.chat.completions.create(model=model, messages=SAID, tools=TOOLS, tool_choice="none", temperature=0)
+        assert shy.choices[0].message.tool_calls is None
+        assert shy.usage is not None
+        assert shy.usage.prompt_tokens < whole.usage.prompt_tokens
 
 
-def test_the_openai_package_works_unmodified(serving: Serving) -> None:
-    client, model = serving.client(), serving.job_id
-    asks_and_is_answered(client, model)
-    streams(client, model)
-    tells_log_probs(client, model)
-    samples_several_and_stops(client, model)
-    refuses_in_openais_words(serving, client, model)
-    serves_names(serving, client)
-    fifty_at_once(client, model)
-    a_caller_that_leaves_ends_its_sampling(serving, client, model)
+def streams_what_it_answers_whole(client: openai.OpenAI, model: str, whole: ChatCompletionMessage) -> None:
+    with client.chat.completions.stream(model=model, messages=SAID, tools=TOOLS, temperature=0) as stream:
+        found = stream.get_final_completion().choices[0]
+    assert found.finish_reason == "tool_calls"
+    assert found.message.content == whole.content
+    assert [call.function.arguments for call in found.message.tool_calls or ()] == [
+        call.function.arguments for call in whole.tool_calls or ()
+    ]
+
+
+def answers_its_calls(client: openai.OpenAI, model: str, message: ChatCompletionMessage) -> ChatCompletion:
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in message.tool_calls or ()]
+    said = [*SAID, message.model_dump(), *results]
+    return client.chat.completions.create(model=model, messages=said, tools=TOOLS, temperature=0)
+
+
+def refuses_tools_that_the_template_leaves_out(client: openai.OpenAI, model: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=model, messages=SAID, tools=TOOLS)
+    assert refused.value.code == "tools_not_taken"
 
 
 def asks_and_is_answered(client: openai.OpenAI, model: str) -> None:
