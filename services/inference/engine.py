@@ -24,7 +24,7 @@ from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -49,6 +49,8 @@ class ServedSampling:
     presence_penalty: float = 0.0
     # Parsers of tool calls look for them.
     shows_special_tokens: bool = False
+    # What the answer is held to, as vLLM's JSON; "": nothing.
+    structural_tag: str = ""
 
 
 @dataclass(frozen=True)
@@ -266,6 +268,10 @@ def _shown(token_id: int, likely: Mapping[int, Logprob]) -> ShownToken:
     return ShownToken(token_id, sampled.decoded_token or "", sampled.logprob, top)
 
 
+def _grammar(served: ServedSampling) -> StructuredOutputsParams | None:
+    return StructuredOutputsParams(structural_tag=served.structural_tag) if served.structural_tag else None
+
+
 def _sampling_params(request: SampleRequest) -> SamplingParams:
     served = request.served
     if served:
@@ -282,6 +288,7 @@ def _sampling_params(request: SampleRequest) -> SamplingParams:
             stop_token_ids=list(request.end_token_ids),
             output_kind=kind,
             skip_special_tokens=not served.shows_special_tokens,
+            structured_outputs=_grammar(served),
         )
     return SamplingParams(
         temperature=request.temperature,

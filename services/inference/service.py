@@ -29,7 +29,7 @@ from spo import observability, redis_keys
 from spo.errors import InvalidInput, NotReady, PreconditionFailed, ResourceExhausted, SpoError, Unreachable
 from spo.messaging.redis_client import RedisClient
 from spo.model.tokenizer import encode_chat, encode_text, opens_reasoning
-from spo.model.tool_calls import AnswerReader
+from spo.model.tool_calls import AnswerReader, Constraint
 from spo.rpc.client import DEFAULT_DEADLINE_SECONDS
 from spo.rpc.long_calls import Parts
 from spo.rpc.server import ANSWERING_THREADS
@@ -92,14 +92,18 @@ def responses(
     prompt = _prompt_tokens(assignment, request)
     readers = _readers(assignment, request, prompt)
     inbox = _Inbox(context)
-    group = SampleGroup(request.run_id, _requests(assignment, request, prompt), weights, on_part=inbox.put)
+    served = _served(assignment, request, prompt)
+    group = SampleGroup(request.run_id, _requests(assignment, request, prompt, served), weights, on_part=inbox.put)
     group.future.add_done_callback(lambda _: inbox.wake())
     assignment.engine.submit(group)
     context.add_callback(lambda: _give_up(group))
     remaining = context.time_remaining()
     deadline = time.monotonic() + (DEFAULT_DEADLINE_SECONDS if remaining is None else remaining)
     first = wire.ServeResponse(
-        prompt_token_ids=prompt, model_hash=assignment.engine_spec.model_hash, sampler=assignment.sampler
+        prompt_token_ids=prompt,
+        model_hash=assignment.engine_spec.model_hash,
+        sampler=assignment.sampler,
+        constrained=bool(served.structural_tag),
     )
     try:
         unfinished = len(group.requests)
@@ -184,13 +188,42 @@ def _prompt_tokens(assignment: Assignment, request: wire.ServeRequest) -> list[i
             turns, tools = json.loads(request.messages_json), _tools_of(request)
             if tools or any(turn.keys() - {"role", "content"} for turn in turns):
                 assignment.tool_format.require(turns, tools=bool(tools))
-            return encode_chat(assignment.tokenizer, turns, assignment.spec.model.chat_format, tools)
+            return encode_chat(assignment.tokenizer, turns, assignment.spec.model.chat_format, _as_shown(tools))
         return encode_text(assignment.tokenizer, request.text)
 
 
 def _tools_of(request: wire.ServeRequest) -> list[dict[str, Any]]:
     tools: list[dict[str, Any]] = json.loads(request.tools_json) if request.tools_json else []
     return tools
+
+
+def _as_shown(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tools as templates take them: whether arguments are held to their schema is no matter of the model's."""
+    return [
+        {**tool, "function": {name: value for name, value in tool["function"].items() if name != "strict"}}
+        for tool in tools
+    ]
+
+
+def _served(assignment: Assignment, request: wire.ServeRequest, prompt: Sequence[int]) -> ServedSampling:
+    tools, chat = _tools_of(request), assignment.spec.model.chat_format
+    schema = json.loads(request.answer_schema_json) if request.answer_schema_json else None
+    tag = ""
+    if tools or schema is not None:
+        choice = json.loads(request.tool_choice_json or '"auto"')
+        with TOKENIZER:
+            opened = opens_reasoning(assignment.tokenizer, prompt, chat)
+            thought_end = chat.reasoning[1] if opened and chat.reasoning else ""
+            held = Constraint(tools, choice, schema, thought_end, request.one_call)
+            tag = held.structural_tag(assignment.tokenizer, assignment.tool_format.parser)
+    return ServedSampling(
+        request.stream,
+        request.top_logprobs if request.logprobs else None,
+        request.frequency_penalty,
+        request.presence_penalty,
+        shows_special_tokens=bool(tools),
+        structural_tag=tag,
+    )
 
 
 def _readers(assignment: Assignment, request: wire.ServeRequest, prompt: Sequence[int]) -> list[AnswerReader]:
@@ -216,7 +249,9 @@ def _read(readers: Sequence[AnswerReader], parts: Iterable[wire.ServedPart]) -> 
             observability.TOOL_CALLS.labels(result="read" if calls else "malformed").inc(max(1, len(calls)))
 
 
-def _requests(assignment: Assignment, request: wire.ServeRequest, prompt: Sequence[int]) -> list[SampleRequest]:
+def _requests(
+    assignment: Assignment, request: wire.ServeRequest, prompt: Sequence[int], served: ServedSampling
+) -> list[SampleRequest]:
     room = assignment.engine_spec.max_tokens - len(prompt)
     if room < max(1, request.max_tokens):
         message = (
@@ -227,13 +262,6 @@ def _requests(assignment: Assignment, request: wire.ServeRequest, prompt: Sequen
     if not 1 <= request.samples <= MOST_SAMPLES or not 0 <= request.top_logprobs <= MOST_TOP_LOGPROBS:
         raise InvalidInput(f"1 to {MOST_SAMPLES} samples and 0 to {MOST_TOP_LOGPROBS} top log-probs")
     chat = assignment.spec.model.chat_format
-    served = ServedSampling(
-        request.stream,
-        request.top_logprobs if request.logprobs else None,
-        request.frequency_penalty,
-        request.presence_penalty,
-        shows_special_tokens=bool(request.tools_json),
-    )
     return [
         SampleRequest(
             prompt_token_ids=tuple(prompt),

@@ -21,7 +21,7 @@ from spo.model.tokenizer import render_turns, time_limit
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A real answer takes less than a hundredth of it.
+# What a model writes takes less than a hundredth of it.
 PARSE_SECONDS = 2.0
 PROBED = "probe_8c1f"
 RESULT = "result-8c1f"
@@ -161,6 +161,59 @@ def read_calls(
     except Exception:
         return text, ()
     return found.content or "", calls
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What an answer is held to: OpenAI's tool_choice, strict tools, or a JSON schema.
+
+    thought_end: what ends reasoning that the prompt has begun, before which nothing is held; "" where it has not.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    choice: object = "auto"
+    schema: Mapping[str, Any] | None = None
+    thought_end: str = ""
+    one_call: bool = False
+
+    def structural_tag(self, tokenizer: PreTrainedTokenizerBase, parser: str) -> str:
+        """Return the grammar as vLLM takes it, JSON; "" where nothing is held.
+
+        Raises InvalidInput (code "tools_not_taken") where a call is asked for and vLLM has no grammar of the parser's.
+        """
+        form = self._calls(tokenizer, parser) if self.tools and self.choice != "none" else None
+        if self.schema is not None and self.choice in ("auto", "none"):
+            answer = {"type": "json_schema", "json_schema": dict(self.schema)}
+            form = answer if form is None else {"type": "or", "elements": [form, answer]}
+        if form is None:
+            return ""
+        if self.thought_end:
+            thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": self.thought_end}
+            form = {"type": "sequence", "elements": [thought, form]}
+        return json.dumps({"type": "structural_tag", "format": form})
+
+    def _calls(self, tokenizer: PreTrainedTokenizerBase, parser: str) -> object:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.tool_parsers import ToolParserManager
+        from vllm.tool_parsers.structural_tag_registry import limit_to_single_tool_call
+
+        # A call or an answer by the schema: text would be neither.
+        choice = "required" if self.choice == "auto" and self.schema is not None else self.choice
+        asked = {"model": "policy", "messages": [_ASKS], "tools": list(self.tools), "tool_choice": choice}
+        try:
+            request = ChatCompletionRequest.model_validate(asked)
+            # vLLM types a protocol that transformers' tokenizers do not declare.
+            reader = ToolParserManager.get_tool_parser(parser)(tokenizer, request.tools)  # type: ignore[arg-type]
+            tag = reader.get_structural_tag(request)
+        except (ValueError, TypeError, RecursionError) as error:
+            message = f"no grammar can be made of these tools: {error}"
+            raise InvalidInput(message[:500], code="tools_not_taken") from error
+        if tag is None and self.choice != "auto":
+            message = f"vLLM has no grammar of the calls that its parser {parser} reads: leave tool_choice at auto"
+            raise InvalidInput(message, code="tools_not_taken")
+        if tag is not None and self.one_call:
+            limit_to_single_tool_call(tag)
+        return None if tag is None else tag.model_dump()["format"]
 
 
 class AnswerReader:

@@ -175,6 +175,9 @@ class ServeRequest(_message.Message):
     FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
     PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
     TOOLS_JSON_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_JSON_FIELD_NUMBER: _builtins.int
+    ANSWER_SCHEMA_JSON_FIELD_NUMBER: _builtins.int
+    ONE_CALL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     run_id: _builtins.str
     policy_version: _builtins.int
@@ -198,6 +201,12 @@ class ServeRequest(_message.Message):
     presence_penalty: _builtins.float
     tools_json: _builtins.str
     """A JSON list of OpenAI's function tools that the template is given; empty: none, and no calls are looked for."""
+    tool_choice_json: _builtins.str
+    """OpenAI's tool_choice as JSON, where an answer has to hold a call; empty: the model chooses."""
+    answer_schema_json: _builtins.str
+    """A JSON schema that the answer is held to; empty: none."""
+    one_call: _builtins.bool
+    """Where a grammar holds calls: one and no more."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -223,10 +232,13 @@ class ServeRequest(_message.Message):
         frequency_penalty: _builtins.float = ...,
         presence_penalty: _builtins.float = ...,
         tools_json: _builtins.str = ...,
+        tool_choice_json: _builtins.str = ...,
+        answer_schema_json: _builtins.str = ...,
+        one_call: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages_json", b"messages_json", "policy_version", b"policy_version", "presence_penalty", b"presence_penalty", "request_id", b"request_id", "run_id", b"run_id", "samples", b"samples", "seed", b"seed", "stop", b"stop", "stream", b"stream", "temperature", b"temperature", "text", b"text", "token_ids", b"token_ids", "tools_json", b"tools_json", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_schema_json", b"answer_schema_json", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages_json", b"messages_json", "one_call", b"one_call", "policy_version", b"policy_version", "presence_penalty", b"presence_penalty", "request_id", b"request_id", "run_id", b"run_id", "samples", b"samples", "seed", b"seed", "stop", b"stop", "stream", b"stream", "temperature", b"temperature", "text", b"text", "token_ids", b"token_ids", "tool_choice_json", b"tool_choice_json", "tools_json", b"tools_json", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -350,8 +362,11 @@ class ServeResponse(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MODEL_HASH_FIELD_NUMBER: _builtins.int
     SAMPLER_FIELD_NUMBER: _builtins.int
+    CONSTRAINED_FIELD_NUMBER: _builtins.int
     model_hash: _builtins.str
     sampler: _builtins.str
+    constrained: _builtins.bool
+    """Tokens were drawn from what a grammar leaves, another distribution than the policy's own."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedPart]: ...
     @_builtins.property
@@ -365,10 +380,11 @@ class ServeResponse(_message.Message):
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         model_hash: _builtins.str = ...,
         sampler: _builtins.str = ...,
+        constrained: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_hash", b"model_hash", "parts", b"parts", "prompt_token_ids", b"prompt_token_ids", "sampler", b"sampler"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["constrained", b"constrained", "model_hash", b"model_hash", "parts", b"parts", "prompt_token_ids", b"prompt_token_ids", "sampler", b"sampler"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,10 +10,11 @@ import pytest
 from spo.errors import InvalidInput
 from spo.model.chat import USUAL, ChatFormat
 from spo.model.tokenizer import encode_chat
-from spo.model.tool_calls import AnswerReader, ToolFormat, before_call, probe_tools, read_calls
+from spo.model.tool_calls import AnswerReader, Constraint, ToolFormat, before_call, probe_tools, read_calls
 from tests.support.scripted_model import TEMPLATE, TOOLS, hermes_tokenizer
 
 HERMES = ToolFormat(shows_tools=True, shows_calls=True, shows_results=True, parser="hermes", opening="<tool_call>")
+LOOSE: Any = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
 LISTED = "{% if tools %}{{ tools | tojson }}{% endif %}"
 TURNS = (
     "{% for m in messages %}{{ '<ask>' if m.role == 'assistant' else '<turn>' }}{{ m.content }}CALLS<end>{% endfor %}"
@@ -140,3 +141,29 @@ def test_parts_of_an_answer_make_what_the_whole_makes(
 )
 def test_text_is_shown_until_a_call_may_begin(text: str, sure: int) -> None:
     assert before_call(text, "<tool_call>") == sure
+
+
+@pytest.mark.parametrize(
+    ("held", "kind"),
+    [
+        (Constraint(TOOLS, "required"), "tags_with_separator"),
+        (Constraint(TOOLS, {"type": "function", "function": {"name": "weather"}}), "tags_with_separator"),
+        (Constraint(TOOLS), "triggered_tags"),
+        (Constraint(LOOSE), None),
+        (Constraint(LOOSE, "none"), None),
+        (Constraint(LOOSE, schema={"type": "object"}), "or"),
+        (Constraint(schema={"type": "object"}), "json_schema"),
+        (Constraint(schema={"type": "object"}, thought_end="</think>"), "sequence"),
+        (Constraint(), None),
+    ],
+)
+def test_an_answer_is_held_to_what_the_caller_chose(held: Constraint, kind: str | None) -> None:
+    tag = held.structural_tag(hermes_tokenizer(), "hermes")
+    assert (json.loads(tag)["format"]["type"] if tag else None) == kind
+
+
+def test_a_call_that_no_grammar_describes_cannot_be_asked_for() -> None:
+    with pytest.raises(InvalidInput) as refused:
+        Constraint(TOOLS, "required").structural_tag(hermes_tokenizer(), "pythonic")
+    assert refused.value.code == "tools_not_taken"
+    assert Constraint(TOOLS).structural_tag(hermes_tokenizer(), "pythonic") == ""

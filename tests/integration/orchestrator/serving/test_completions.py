@@ -118,7 +118,7 @@ OBEYED_BY_NOBODY: dict[str, object] = {
     "ignore_eos": True,
     "reasoning_effort": "high",
     "tool_choice": "required",
-    "response_format": {"type": "json_object"},
+    "response_format": {"type": "json_schema"},
     "messages": [{"role": "user", "content": "x", "name": "ann"}],
 }
 
@@ -181,6 +181,34 @@ def test_calls_are_answered_in_openais_form_whole_and_in_events(counter: Counter
     assert not double.asked.tools_json
 
 
+@pytest.mark.parametrize(
+    ("fields", "choice", "schema"),
+    [
+        ({"tools": [TOOL], "tool_choice": "required"}, "required", None),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+            {"type": "function", "function": {"name": "weather"}},
+            None,
+        ),
+        ({"tools": [TOOL], "tool_choice": "auto"}, None, None),
+        ({"response_format": {"type": "json_object"}}, None, {"type": "object"}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}},
+            None,
+            {"type": "integer"},
+        ),
+        ({"response_format": {"type": "text"}}, None, None),
+    ],
+)
+def test_what_an_answer_is_held_to_reaches_the_replica(
+    counter: Counter, fields: dict[str, object], choice: object, schema: object
+) -> None:
+    assert counter.chat("x", **fields).status_code == 200
+    asked = counter.peers.inference.asked
+    assert (json.loads(asked.tool_choice_json) if asked.tool_choice_json else None) == choice
+    assert (json.loads(asked.answer_schema_json) if asked.answer_schema_json else None) == schema
+
+
 def test_calls_and_their_results_reach_the_template_as_it_takes_them(counter: Counter) -> None:
     found = counter.chat("", messages=[ASKED, CALLING, ANSWERED])
 
@@ -215,8 +243,9 @@ def _calling(arguments: str) -> dict[str, object]:
         ({"tools": [TOOL, TOOL]}, "tools"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "sun"}}}, "tool_choice.function"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice.function.name"),
         ({"tools": [TOOL], "store": True}, "store"),
     ],
 )

@@ -149,6 +149,33 @@ def test_the_openai_package_calls_tools_and_answers_them(
         assert shy.choices[0].message.tool_calls is None
         assert shy.usage is not None
         assert shy.usage.prompt_tokens < whole.usage.prompt_tokens
+        calls_where_it_has_to(client, model)
+        answers_by_a_schema(client, model)
+
+
+def calls_where_it_has_to(client: openai.OpenAI, model: str) -> None:
+    """The model would say something else first."""
+    place = {"type": "object", "properties": {"place": {"enum": ["Oslo"]}}, "required": ["place"]}
+    tools: Any = [
+        {"type": "function", "function": {"name": name, "parameters": place, "strict": True}}
+        for name in ("sun", "rain")
+    ]
+    named: Any = {"type": "function", "function": {"name": "rain"}}
+    for choice in ("required", named):
+        found = client.chat.completions.create(
+            model=model, messages=SAID, tools=tools, tool_choice=choice, temperature=0, parallel_tool_calls=False
+        )
+        (call,) = found.choices[0].message.tool_calls or ()
+        assert call.type == "function"
+        assert json.loads(call.function.arguments) == {"place": "Oslo"}
+        assert call.function.name == "rain" or choice == "required"
+
+
+def answers_by_a_schema(client: openai.OpenAI, model: str) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"], "additionalProperties": False}
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema}}
+    found = client.chat.completions.create(model=model, messages=SAID, response_format=wanted, temperature=0)
+    assert json.loads(found.choices[0].message.content or "") == {"n": 7}
 
 
 def streams_what_it_answers_whole(client: openai.OpenAI, model: str, whole: ChatCompletionMessage) -> None:
