@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: images hashes docs sdk tree openapi help setup system-deps proto format check ready test chart-test chart-files compose-test demo chaos screenshots demo-experience demo-loop real-demo reproduce up down bench gpu-check clean
+.PHONY: images hashes docs sdk tree openapi help setup system-deps proto format check ready test test-nightly chart-test chart-files compose-test demo chaos screenshots demo-experience demo-loop real-demo reproduce up down bench gpu-check clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -49,7 +49,8 @@ check: $(STAMP)  ## Lint, types, import contracts, freshness of generated code
 	bash scripts/check_proto.sh
 
 # The slow tier (whole platforms, kills, thousands of steps) and the chart run in CI and by `make test CI=true`.
-TIER := $(if $(filter true,$(CI)),,-m "not slow")
+# What is long and guards little that no shorter test guards runs in `make test-nightly` alone.
+TIER := -m "$(if $(filter true,$(CI)),not nightly,not slow and not nightly)"
 
 # The S3 server of the tests, in an environment of its own: its packages want older ones than the platform's.
 S3_STAMP := .venv-s3/.installed
@@ -61,9 +62,12 @@ $(S3_STAMP): tests/s3/requirements.txt
 ready: check system-deps $(S3_STAMP) $(if $(filter true,$(CI)),chart-test)  ## Check, and install what tests need (CI=true: test the chart)
 
 # Beside each other: pip and mypy take one core, and the chart and the S3 server need nothing of what these install.
-test:  ## Check, then every test but the slow tier (CI=true: all); pytest's count is the last line
+test:  ## Check, then every test but the slow tier (CI=true: that too); pytest's count is the last line
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line ready
 	@bash scripts/run_tests.sh $(TIER) $(PYTEST_ARGUMENTS)
+
+test-nightly:  ## Every test and every row of every table, also what CI leaves out: before an issue is closed
+	@SPO_TEST_ALL=1 $(MAKE) --no-print-directory test CI=true TIER=
 
 chart-test:  ## The Helm chart against an emulated cluster, by the real Helm engine (needs Python 3.12 or newer)
 	@bash scripts/chart_test.sh $(if $(filter true,$(CI)),-q)

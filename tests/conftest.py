@@ -17,6 +17,8 @@ import pytest
 import redis
 import structlog
 
+pytest_plugins = ["tests.support.budget"]
+
 PLATFORMS = "platforms"
 
 

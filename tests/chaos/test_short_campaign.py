@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 MINUTES = 1.0
 LIMIT_SECONDS = 1500
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(LIMIT_SECONDS + 60)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(LIMIT_SECONDS + 60)]
 
 
 def test_a_platform_under_faults_loses_nothing_and_its_jobs_succeed(tmp_path: Path) -> None:

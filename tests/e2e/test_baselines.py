@@ -1,4 +1,4 @@
-"""Every method of the recipes as a job of one running platform: each ends with a higher pass@1 than it began."""
+"""Methods of the recipes as jobs of one running platform: each ends with a higher pass@1 than it began."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from spo.client import Client
+from tests.support.budget import sampled
 from tests.support.platform import running_platform
 
 ROOT = Path(__file__).parents[2]
@@ -22,9 +23,22 @@ SHORTENED: dict[str, dict[str, Any]] = {
     "trainer": {"steps": STEPS, "checkpoint_interval": STEPS},
     "evaluation": {"interval_steps": STEPS, "samples": 10, "ks": [1]},
 }
+# One sample per prompt says little of each: it takes more problems and steps to show on held-out ones. Of a residual's
+# variance the noise of so few samples of the reference is a sixteenth.
+A_STAR_PO: dict[str, dict[str, Any]] = {
+    "tasks": {"train_problems": 160},
+    "value": {"samples": 16},
+    "trainer": {"steps": 2 * STEPS, "checkpoint_interval": 2 * STEPS},
+    "evaluation": {"interval_steps": 2 * STEPS, "samples": 20},
+}
+OWN = {"a_star_po": A_STAR_PO}
 JOB_SECONDS = 600.0
+# What each loss does to a batch is tested at every run, in tests/unit/spec/test_published_recipes.py.
+METHODS = sampled(
+    ["sft", "ppo", "grpo", "expert_iteration", "a_star_po"], 1, lambda method: [f"deploy/recipes/toy/{method}.yaml"]
+)
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.cpu_seconds(400), pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -38,40 +52,21 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         yield connected
 
 
-def shortened(method: str, reference_model: Path, **changes: dict[str, Any]) -> dict[str, Any]:
-    """The method's recipe on fewer problems, for fewer steps; `changes` by section come last."""
+def shortened(method: str, reference_model: Path) -> dict[str, Any]:
+    """The method's recipe on fewer problems, for fewer steps."""
     recipe: dict[str, Any] = yaml.safe_load((RECIPES / f"{method}.yaml").read_text())
     for section in SHORTENED:
         if recipe[section] is not None:
-            recipe[section] |= SHORTENED[section] | changes.get(section, {})
+            recipe[section] |= SHORTENED[section] | OWN.get(method, {}).get(section, {})
     recipe["model"]["path"] = str(reference_model)
     return recipe
 
 
-@pytest.mark.parametrize("method", ["sft", "ppo", "grpo", "expert_iteration"])
-def test_a_baseline_ends_with_a_higher_pass_at_1_than_it_began(
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_ends_with_a_higher_pass_at_1_than_it_began(
     client: Client, reference_model: Path, method: str
 ) -> None:
     before, after = run(client, shortened(method, reference_model))
-
-    assert after > before
-
-
-def test_a_star_po_ends_with_a_higher_pass_at_1_than_it_began(client: Client, reference_model: Path) -> None:
-    # One sample per prompt says little of each: it takes more problems and steps to show on held-out ones.
-    steps = 80
-    trainer = {"steps": steps, "checkpoint_interval": steps}
-    spec = shortened(
-        "a_star_po",
-        reference_model,
-        tasks={"train_problems": 160},
-        # Of a residual's variance the noise of so few is a sixteenth.
-        value={"samples": 16},
-        trainer=trainer,
-        evaluation={"interval_steps": steps, "samples": 20},
-    )
-
-    before, after = run(client, spec)
 
     assert after > before
 

@@ -46,7 +46,7 @@ KILLS_WHILE_TRAINING = (
 )
 JOB_SECONDS = 1200.0
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.cpu_seconds(400), pytest.mark.timeout(1800)]
 
 
 @pytest.fixture

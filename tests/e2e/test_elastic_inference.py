@@ -49,7 +49,7 @@ SHORTENED: dict[str, dict[str, Any]] = {
 # Replicas of one pool would share a port, so inference is left out.
 METERED = ("sandbox-judge", "replay-buffer", "value-estimation", "trainer")
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ PRINTS = {"expected": ["(?s).*print.*"], "comparison": "regular_expression", "ex
 # Right is every program that runs to its end.
 RUNS = {"style": "module", "before": "def input(): return '1'", "code": "assert True", "entry_point": ""}
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.cpu_seconds(400), pytest.mark.timeout(900)]
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ COURSE = Course(
 HONEST = (Crowd("north", 0.5, 0.0), Crowd("west", 0.5, 0.0))
 POISONED = (Crowd("north", 0.5, 1.0), Crowd("west", 0.5, 1.0))
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.cpu_seconds(400), pytest.mark.timeout(1800)]
 
 
 def test_a_round_is_served_a_poisoned_one_is_kept_and_one_call_rolls_back_bit_for_bit(

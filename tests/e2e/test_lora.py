@@ -27,7 +27,7 @@ SHORT = {
     "evaluation": {"interval_steps": 40, "samples": 10, "ks": [1]},
 }
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.cpu_seconds(400), pytest.mark.timeout(900)]
 
 
 def test_an_adapter_learns_through_a_killed_trainer_and_is_forked_and_exported(

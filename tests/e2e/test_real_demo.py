@@ -30,7 +30,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "evaluation": {"interval_steps": STEPS, "samples": 2, "ks": [1]},
 }
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

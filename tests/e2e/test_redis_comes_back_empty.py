@@ -20,7 +20,7 @@ LONG = {**SHORT, "trainer": {**SHORT["trainer"], "steps": STEPS, "checkpoint_int
 # None of them holds anything of the job that only a restart would clear.
 UNDISTURBED = ("orchestrator", "sandbox-judge", "replay-buffer", "value-estimation")
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.cpu_seconds(400), pytest.mark.timeout(1800)]
 
 
 def is_told_as_lost(client: Client, job_id: str) -> bool:

@@ -31,7 +31,7 @@ SHORT = {
     "evaluation": {"interval_steps": 30, "samples": 8, "ks": [1]},
 }
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.cpu_seconds(400), pytest.mark.timeout(600)]
 
 
 def test_success_within_three_attempts_rises_through_a_killed_pool(tmp_path: Path, reference_model: Path) -> None:

@@ -32,7 +32,7 @@ LONG = {
     "evaluation": {"interval_steps": STEPS, "samples": 2, "ks": [1]},
 }
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(2400)]
 
 
 def _in(release: Path) -> list[str]:

@@ -16,7 +16,7 @@ from spo.local.launcher import server_command
 from tests.conftest import require
 from tests.e2e.conftest import ROOT, SHORT, demo_spec
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 NODES = ("127.0.0.1", "127.0.0.2")
 LIMIT_SECONDS = 1000

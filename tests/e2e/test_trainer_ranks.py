@@ -31,7 +31,7 @@ KILLS = ((8, "1"), (17, "0"), (26, "torchrun"))
 # From a death to training again: torchrun's own grace for the rank that is left, imports, a lease that runs out.
 LIMIT_SECONDS = 120
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.cpu_seconds(400), pytest.mark.timeout(900)]
 
 
 @pytest.fixture

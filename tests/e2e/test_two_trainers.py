@@ -24,7 +24,7 @@ LEASE_SECONDS = 6
 STEPS = 120
 STOP_SECONDS = 30.0
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.cpu_seconds(400), pytest.mark.timeout(1200)]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from spo.client import Client
 
 ROOT = Path(__file__).parents[3]
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.cpu_seconds(400), pytest.mark.timeout(1200)]
 
 
 def spo(live: Any, *arguments: str, seconds: float = 120) -> subprocess.CompletedProcess[str]:

@@ -27,7 +27,7 @@ WAY = [
     ("value-estimation", "ReferenceLogprobsParts"),
 ]
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.cpu_seconds(400), pytest.mark.timeout(1200)]
 
 
 def whole_trace(spans: list[ReceivedSpan]) -> list[ReceivedSpan]:

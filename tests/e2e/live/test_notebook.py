@@ -13,7 +13,7 @@ NOTEBOOK = Path(__file__).parents[3] / "docs" / "tutorials" / "a_job_in_a_notebo
 API = "http://127.0.0.1:8000"
 CELL_SECONDS = 600
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.cpu_seconds(400), pytest.mark.timeout(900)]
 
 
 def kinds_of_outputs(notebook: Any) -> list[list[str]]:

@@ -1,0 +1,170 @@
+"""What a run of the tests may cost: each test a budget of CPU seconds, each long table a sample of its rows.
+
+CPU seconds of a test and its children, not seconds: on a busy machine a test waits, but does not compute more. The ten
+longest are printed. Of a table that is sampled a run takes what the day chooses and every row whose files changed.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+Row = TypeVar("Row")
+
+ROOT = Path(__file__).parents[2]
+ALL, DAY, SINCE = "SPO_TEST_ALL", "SPO_TEST_DAY", "SPO_TEST_SINCE"
+BUDGET_SECONDS = 60
+SLOW_BUDGET_SECONDS = 300
+REPORTED = 10
+PROPERTY = "cpu_seconds"
+# Shorter tests are not worth a look through all processes.
+SCANNED_AFTER_SECONDS = 0.5
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def sampled(rows: Sequence[Row], count: int, files: Callable[[Row], Iterable[str]]) -> list[Row]:
+    """The rows whose files (paths from the root, or folders) changed, and `count` others that the day chooses.
+
+    All rows with SPO_TEST_ALL=1. SPO_TEST_DAY=2026-11-25 repeats a day, SPO_TEST_SINCE=<commit> counts as changed what
+    is not as it was in that commit; without it, in the one before the last.
+    """
+    if ALL in os.environ:
+        return list(rows)
+    changed = {place for place, row in enumerate(rows) if any(has_changed(path) for path in files(row))}
+    by_chance = sorted(range(len(rows)), key=lambda place: zlib.crc32(f"{day()} {place} {len(rows)}".encode()))
+    chosen = {*changed, *[place for place in by_chance if place not in changed][:count]}
+    return [row for place, row in enumerate(rows) if place in chosen]
+
+
+def day() -> str:
+    """The seed of all samples."""
+    return os.environ.setdefault(DAY, datetime.now(UTC).date().isoformat())
+
+
+def has_changed(path: str) -> bool:
+    """Whether a file, or anything in a folder, is other than it was."""
+    return any(changed == path or changed.startswith(f"{path}/") for changed in changed_files())
+
+
+@cache
+def changed_files() -> frozenset[str]:
+    """Paths of the work tree that are not as they were in SPO_TEST_SINCE; none outside a repository."""
+    found: set[str] = set()
+    since = os.environ.get(SINCE, "HEAD~1")
+    for command in (["diff", "--name-only", since], ["ls-files", "--others", "--exclude-standard"]):
+        ran = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        found |= set(ran.stdout.splitlines())
+    return frozenset(found)
+
+
+def seconds_of(who: int) -> float:
+    """CPU seconds of resource.RUSAGE_SELF, or of RUSAGE_CHILDREN, which are those that ended and were waited for."""
+    used = resource.getrusage(who)
+    return used.ru_utime + used.ru_stime
+
+
+def living_seconds(root: int) -> float:
+    """CPU seconds of the descendants of a process that run now and of what they have waited for; 0 without /proc."""
+    parents: dict[int, int] = {}
+    seconds: dict[int, float] = {}
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if not name.isdecimal():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        parents[int(name)] = int(fields[1])
+        seconds[int(name)] = sum(map(int, fields[11:15])) / _TICKS
+
+    def descends(process: int) -> bool:
+        while process in parents:
+            process = parents[process]
+            if process == root:
+                return True
+        return False
+
+    return sum(seconds[process] for process in seconds if descends(process))
+
+
+class Costs:
+    """The CPU seconds of one test after the other."""
+
+    def __init__(self) -> None:
+        self._own, self._ended, self._living = (
+            seconds_of(resource.RUSAGE_SELF),
+            seconds_of(resource.RUSAGE_CHILDREN),
+            0.0,
+        )
+        self._since = time.monotonic()
+
+    def next(self) -> float:
+        """CPU seconds since the last call."""
+        own, ended, living = seconds_of(resource.RUSAGE_SELF), seconds_of(resource.RUSAGE_CHILDREN), self._living
+        # Those that ended are no longer among the living.
+        if ended > self._ended or time.monotonic() - self._since > SCANNED_AFTER_SECONDS:
+            living = living_seconds(os.getpid())
+        cost = own + ended + living - self._own - self._ended - self._living
+        self._own, self._ended, self._living, self._since = own, ended, living, time.monotonic()
+        return max(0.0, cost)
+
+
+class Budget:
+    """The plugin: in workers it measures, in the process that reports it adds up."""
+
+    def __init__(self) -> None:
+        self._costs = Costs()
+        self._longest: Counter[str] = Counter()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+        """Attach the cost to the last of a test's reports, which fails where it is over the budget."""
+        report: Any = yield
+        if call.when == "teardown":
+            cost = self._costs.next()
+            report.user_properties.append((PROPERTY, cost))
+            mark = item.get_closest_marker(PROPERTY)
+            slow = item.get_closest_marker("slow")
+            budget = mark.args[0] if mark else SLOW_BUDGET_SECONDS if slow else BUDGET_SECONDS
+            if cost > budget and report.passed:
+                report.outcome = "failed"
+                report.longrepr = (
+                    f"{cost:.0f} CPU s, over the budget of {budget}: make it cheaper, "
+                    f"or mark it with its cost, @pytest.mark.{PROPERTY}(...)"
+                )
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note the cost."""
+        if cost := dict(report.user_properties).get(PROPERTY):
+            self._longest[report.nodeid] = cost  # type: ignore[assignment]
+
+    def pytest_report_header(self) -> str:
+        """Say what the sampled tables were sampled by."""
+        return f"sampled tables: {'all rows' if ALL in os.environ else f'of {DAY}={day()}; all rows by {ALL}=1'}"
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Print the longest."""
+        total = sum(self._longest.values())
+        terminalreporter.section(f"longest of {total:.0f} CPU s")
+        for name, cost in self._longest.most_common(REPORTED):
+            terminalreporter.write_line(f"{cost:7.1f} s  {name}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the plugin."""
+    # Before the workers start: all of them collect the same rows, whatever the clock says meanwhile.
+    day()
+    config.pluginmanager.register(Budget())

@@ -1,0 +1,70 @@
+"""What keeps the tests cheap: costs with children, a budget that fails, and samples that hold what changed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import budget
+from tests.support.budget import ALL, DAY, Costs, sampled
+
+ROOT = Path(__file__).parents[3]
+ROWS = [f"row {number}" for number in range(20)]
+BURN = "import time\nwhile time.process_time() < 0.7: pass"
+
+
+def of_day(day: str, patch: pytest.MonkeyPatch) -> list[str]:
+    patch.setenv(DAY, day)
+    return sampled(ROWS, 5, lambda row: [f"programs/{row}.yaml", "folder"] if row == "row 7" else [])
+
+
+def test_a_table_is_sampled_by_the_day_and_holds_every_row_whose_files_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ALL, raising=False)
+    monkeypatch.setattr(budget, "changed_files", lambda: frozenset())
+    days = [of_day(f"2026-11-{day}", monkeypatch) for day in range(10, 30)]
+
+    assert all(len(rows) == 5 for rows in days)
+    assert of_day("2026-11-10", monkeypatch) == days[0]
+    assert {row for rows in days for row in rows} == set(ROWS), "every row has its day"
+
+    for changed in ("programs/row 7.yaml", "folder/below/it.py"):
+        monkeypatch.setattr(budget, "changed_files", lambda changed=changed: frozenset({changed}))
+        days = [of_day(f"2026-11-{day}", monkeypatch) for day in range(10, 30)]
+        assert all("row 7" in rows and len(rows) == 6 for rows in days)
+
+    monkeypatch.setenv(ALL, "1")
+    assert of_day("2026-11-10", monkeypatch) == ROWS
+
+
+def test_the_cost_of_a_test_is_that_of_its_children_too_whether_they_ended_or_live() -> None:
+    costs = Costs()
+    subprocess.run([sys.executable, "-c", BURN], check=True, timeout=60)
+    ended = costs.next()
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{BURN}\nprint(flush=True)\ninput()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        living = costs.next()
+        child.communicate(b"\n", timeout=60)
+    after = costs.next()
+
+    assert ended > 0.6
+    assert living > 0.6
+    assert after < 0.5, "counted once"
+
+
+@pytest.mark.parametrize(("allowed", "status"), [("", 0), ("@pytest.mark.cpu_seconds(0.01)", 1)])
+def test_a_test_over_its_budget_fails_and_the_longest_are_named(tmp_path: Path, allowed: str, status: int) -> None:
+    burning = "\n    ".join(["def test_it() -> None:", "import time", "while time.process_time() < 3: pass"])
+    (tmp_path / "test_burns.py").write_text(f"import pytest\n\n{allowed}\n{burning}\n")
+    command = ["-m", "pytest", "-p", "tests.support.budget", "-p", "no:cacheprovider", "-c", "/dev/null", str(tmp_path)]
+
+    ran = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+    assert ran.returncode == status, ran.stdout
+    assert "s  test_burns.py::test_it" in ran.stdout
+    assert ("over the budget" in ran.stdout) == bool(status)
