@@ -41,7 +41,7 @@ def test_a_table_is_sampled_by_the_day_and_holds_every_row_whose_files_changed(m
 
 def test_the_cost_of_a_test_is_that_of_its_children_too_whether_they_ended_or_live() -> None:
     costs = Costs()
-    subprocess.run([sys.executable, "-c", BURN], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", BURN], check=True, timeout=250)
     ended = costs.next()
     with subprocess.Popen(
         [sys.executable, "-c", f"{BURN}\nprint(flush=True)\ninput()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -49,7 +49,7 @@ def test_the_cost_of_a_test_is_that_of_its_children_too_whether_they_ended_or_li
         assert child.stdout is not None
         child.stdout.readline()
         living = costs.next()
-        child.communicate(b"\n", timeout=60)
+        child.communicate(b"\n", timeout=250)
     after = costs.next()
 
     assert ended > 0.6
@@ -57,14 +57,28 @@ def test_the_cost_of_a_test_is_that_of_its_children_too_whether_they_ended_or_li
     assert after < 0.5, "counted once"
 
 
-@pytest.mark.parametrize(("allowed", "status"), [("", 0), ("@pytest.mark.cpu_seconds(0.01)", 1)])
-def test_a_test_over_its_budget_fails_and_the_longest_are_named(tmp_path: Path, allowed: str, status: int) -> None:
-    burning = "\n    ".join(["def test_it() -> None:", "import time", "while time.process_time() < 3: pass"])
-    (tmp_path / "test_burns.py").write_text(f"import pytest\n\n{allowed}\n{burning}\n")
-    command = ["-m", "pytest", "-p", "tests.support.budget", "-p", "no:cacheprovider", "-c", "/dev/null", str(tmp_path)]
+def test_a_test_over_its_budget_fails_and_the_longest_are_named(tmp_path: Path) -> None:
+    burning = "\n    ".join(["", "import time", "while time.process_time() < 1: pass"])
+    tests = (
+        f"def test_within() -> None:{burning}\n\n@pytest.mark.cpu_seconds(0.001)\ndef test_over() -> None:{burning}\n"
+    )
+    (tmp_path / "test_burns.py").write_text(f"import pytest\n\n{tests}")
+    command = [
+        "-m",
+        "pytest",
+        "-p",
+        "tests.support.budget",
+        "-p",
+        "no:cacheprovider",
+        "-ra",
+        "-c",
+        "/dev/null",
+        str(tmp_path),
+    ]
 
-    ran = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
 
-    assert ran.returncode == status, ran.stdout
-    assert "s  test_burns.py::test_it" in ran.stdout
-    assert ("over the budget" in ran.stdout) == bool(status)
+    assert ran.returncode == 1
+    assert "ERROR test_burns.py::test_over\n" in ran.stdout
+    assert ran.stdout.count("over the budget of 0.001") == 1
+    assert "s  test_burns.py::test_within" in ran.stdout
