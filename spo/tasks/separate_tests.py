@@ -56,6 +56,7 @@ _COMPUTING = frozenset(
         "numpy",
         "operator",
         "os",
+        "pathlib",
         "pprint",
         "pytest",
         "queue",
@@ -94,6 +95,14 @@ _REACHING = {
     "pytest": {"warns", "deprecated_call", "importorskip"},
     "unittest": {"assertWarns", "assertLogs", "assertNoLogs"},
 }
+# What paths do beyond naming a place.
+_OF_FILES = frozenset(
+    [
+        *("read_text", "write_text", "read_bytes", "write_bytes", "open", "touch", "mkdir", "rmdir", "unlink"),
+        *("exists", "is_file", "is_dir", "iterdir", "glob", "rglob", "stat", "lstat", "rename", "replace", "resolve"),
+        *("samefile", "symlink_to", "hardlink_to", "chmod", "owner", "cwd", "home", "walk"),
+    ]
+)
 _OF_OS = frozenset({"path", "linesep", "sep", "devnull"})
 _METHODS = frozenset({"assertWarns", "assertWarnsRegex", "assertLogs", "assertNoLogs"})
 _FIXTURES = frozenset(
@@ -137,6 +146,7 @@ def _imports(tree: Tree) -> Iterator[str]:
 
 
 def _uses(tree: Tree) -> Iterator[str]:
+    paths = any(_module_of(node) == "pathlib" for node in ast.walk(tree))
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             library = node.value.id
@@ -144,6 +154,8 @@ def _uses(tree: Tree) -> Iterator[str]:
                 library == "os" and node.attr not in ("path", "linesep", "sep")
             ):
                 yield f"line {node.lineno} uses {library}.{node.attr}"
+        if isinstance(node, ast.Attribute) and paths and node.attr in _OF_FILES:
+            yield f"line {node.lineno} uses files by {node.attr}"
         if isinstance(node, ast.Attribute) and node.attr in _METHODS:
             yield f"line {node.lineno} uses {node.attr}"
         if isinstance(node, ast.ImportFrom) and (names := _reaching(node)):
@@ -153,6 +165,13 @@ def _uses(tree: Tree) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             wanted = {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)} & _FIXTURES
             yield from (f"line {node.lineno} takes {name}" for name in sorted(wanted))
+
+
+def _module_of(node: ast.AST) -> str:
+    """The module of an import, the first of several."""
+    if isinstance(node, ast.Import):
+        return node.names[0].name
+    return node.module or "" if isinstance(node, ast.ImportFrom) else ""
 
 
 def _is_nowhere(call: ast.Call) -> bool:

@@ -47,6 +47,7 @@ def received(descriptor: int = PAYLOAD) -> Sent:
 
 def sources(style: int, before: str, response: str, entry_point: str) -> list[CodeType]:
     """What is executed, in order. Raises one of UNCOMPILABLE where it is no program."""
+    response = response.removeprefix("\ufeff")
     if style == PYTEST:
         return [_compiled(response)]
     if style == COMPLETION and not _defines(response, entry_point):
@@ -54,7 +55,13 @@ def sources(style: int, before: str, response: str, entry_point: str) -> list[Co
     if style == COMPLETION:
         # The function anew: what stands before it still brings the imports and helpers.
         return [*begun(before), _compiled(response)]
-    return [_compiled(f"{before}\n{response}" if before else response)]
+    try:
+        return [_compiled(f"{before}\n{response}" if before else response)]
+    except SyntaxError:
+        # An import from the future stands at the beginning of a file.
+        if "__future__" not in response:
+            raise
+        return [_compiled(before), _compiled(response)]
 
 
 def begun(before: str) -> list[CodeType]:
@@ -133,13 +140,13 @@ def _play_all(play: Callable[[int], object], pairs: list[list[int]]) -> None:
 @contextlib.contextmanager
 def _nothing_kept() -> Iterator[None]:
     """Put back what either side changes in a process that is its own."""
-    streams, limit, asked = (sys.stdin, sys.stdout), sys.getrecursionlimit(), builtins.input
+    streams, limit, asked = (sys.stdin, sys.stdout, sys.stderr), sys.getrecursionlimit(), builtins.input
     output, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     try:
         yield
     finally:
-        (sys.stdin, sys.stdout), builtins.input = streams, asked
+        (sys.stdin, sys.stdout, sys.stderr), builtins.input = streams, asked
         sys.setrecursionlimit(limit)
         sys.modules.pop("solution", None)
         os.dup2(output, 1)

@@ -15,7 +15,7 @@ import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine, Generator
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, CoroutineType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import NoReturn, cast
 
 from services.sandbox_judge.jail.wire import (
@@ -28,6 +28,8 @@ from services.sandbox_judge.jail.wire import (
     Link,
     Malformed,
     Uncarriable,
+    chance_of,
+    chances,
     end,
 )
 
@@ -159,8 +161,11 @@ class Remote(Codec):
         self._classes: dict[int, type] = {}
         self._numbers: dict[int, int] = {id(self.module): 0}
         self._handed: list[tuple[str, Foreign]] = []
-        self._handed_numbers: dict[tuple[str, int], int] = {}
+        self._handed_numbers: dict[tuple[object, ...], int] = {}
         self._arguments: list[object] = []
+        # Whether the tests seed what is random, and in which state the response has it.
+        self.seeds = False
+        self._sown: dict[str, object] = {}
         self._nested = self._drawn = 0
         # Identities of what stands for objects that the tests have made themselves; where the response gives one for
         # something else, another proxy stands for it there, unless the tests look at identities.
@@ -178,6 +183,8 @@ class Remote(Codec):
         """Have the response do something; what it gives, or raises, is given or raised here."""
         if self._nested >= MOST_NESTED:
             raise RecursionError("calls between tests and response are nested too deeply")
+        if self.seeds and operation != "sow":
+            self._sow()
         frame = self.dumps((operation, *arguments))
         kept, sent = self._arguments, self.mutables
         self._nested += 1
@@ -215,7 +222,7 @@ class Remote(Codec):
         for place, value in changes:
             _refresh(sent[place], value)
         if printed:
-            sys.stdout.write(printed)
+            _serve_output(self, printed)
         if outcome == "return":
             return result
         if not isinstance(result, BaseException):
@@ -224,6 +231,13 @@ class Remote(Codec):
             # It would end a loop of the tests early.
             raise RuntimeError("the response raised StopIteration") from result
         raise result
+
+    def _sow(self) -> None:
+        """Bring what is random on the response's side into the state that the tests have brought it to here."""
+        for library, state in chances():
+            if self._sown.get(library) != state:
+                self._sown[library] = state
+                self.request("sow", library, state)
 
     def _owned(self, operation: str, arguments: tuple[Foreign, ...], result: Foreign) -> Foreign:
         """What was given, which is the tests' own where they called its class, or an operator of one that is."""
@@ -295,6 +309,10 @@ class Remote(Codec):
             return ("visitor", self._hand("visit", value), kind.__name__, special)
         if hasattr(kind, "__next__"):
             return ("iterator", self._hand("next", value))
+        if kind is CoroutineType:
+            return ("coroutine", self._hand("await", value))
+        if found := chance_of(value):
+            return ("chance", *found)
         raise Uncarriable(f"the tests hand in {kind.__name__}, which cannot be carried; that needs isolation: shared")
 
     def _put_reference(self, value: object) -> None:
@@ -307,7 +325,10 @@ class Remote(Codec):
 
     def _hand(self, use: str, value: object) -> int:
         """The number under which the response may use an object, in this way and no other."""
-        key = use, id(value)
+        key: tuple[object, ...] = use, id(value)
+        if isinstance(value, MethodType | BuiltinFunctionType) and value.__self__ is not None:
+            # Bound anew each time that somebody asks for it.
+            key = use, id(value.__self__), value.__name__
         if key not in self._handed_numbers:
             self._handed_numbers[key] = len(self._handed)
             self._handed.append((use, value))
@@ -414,8 +435,14 @@ class Remote(Codec):
             self._numbers[id(made)] = target.number
         return self._proxies[target.number]
 
-    def error(self, number: object, reference: object, arguments: object) -> object:
-        """An exception of the response. Raises Malformed."""
+    def error(self, number: object, reference: object, arguments: object, cause: object = None) -> object:
+        """An exception of the response, and what it says caused it. Raises Malformed."""
+        found = self._error(number, reference, arguments)
+        if type(cause) is tuple and len(cause) == 3:
+            found.__cause__ = self._error(*cause)
+        return found
+
+    def _error(self, number: object, reference: object, arguments: object) -> Foreign:
         if type(arguments) is not tuple:
             raise Malformed("no exception")
         kind = self.remote_class(reference)
@@ -712,10 +739,25 @@ def _serve_stdin(sender: Remote, method: object, size: object) -> str:
     return str(getattr(sys.stdin, method)(size))
 
 
-def _serve_output(sender: Remote, text: object) -> None:
-    if type(text) is str:
-        with contextlib.suppress(ValueError):
-            sys.stdout.write(text)
+def _serve_output(sender: Remote, texts: Foreign) -> None:
+    """What the response has printed, and what of errors; those only where the tests look at them."""
+    printed, errors = texts
+    with contextlib.suppress(ValueError):
+        sys.stdout.write(printed)
+        if errors and sys.stderr is not sys.__stderr__:
+            sys.stderr.write(errors)
+
+
+def _serve_await(sender: Remote, number: object) -> object:
+    """What a coroutine of the tests comes to: in a thread, since this one may be in a loop that waits for it."""
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
+    async def waited() -> object:
+        return await sender.handed("await", number)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, waited()).result()
 
 
 _SERVED: dict[object, Callable[..., object]] = {
@@ -727,6 +769,7 @@ _SERVED: dict[object, Callable[..., object]] = {
     "input": _serve_input,
     "stdin": _serve_stdin,
     "output": _serve_output,
+    "await": _serve_await,
 }
 
 

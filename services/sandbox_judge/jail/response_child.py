@@ -18,7 +18,7 @@ from types import CodeType, CoroutineType, FunctionType, GeneratorType, ModuleTy
 from typing import NoReturn, cast
 
 from services.sandbox_judge.jail import loading
-from services.sandbox_judge.jail.wire import FIXED, NAMED, SPECIAL, Codec, Foreign, Link, Uncarriable
+from services.sandbox_judge.jail.wire import FIXED, NAMED, SPECIAL, Codec, Foreign, Link, Uncarriable, chance_in, sow
 
 # What comes from the judge, in place of standard streams, and where the channel stays.
 _PAYLOAD, _SENT_LINK, LINK = 0, 1, 3
@@ -63,12 +63,12 @@ class _Host(Codec):
         self._guests: dict[int, Foreign] = {}
         self._guest_numbers: dict[int, int] = {}
         self._lock = threading.RLock()
-        self.printed = _Printed(self)
+        self.printed, self.complained = _Printed(self), _Printed(self)
         self.module = ModuleType("solution")
 
     def serve(self) -> None:
         """Answer requests until the tests' process is gone."""
-        sys.stdout, sys.stdin = self.printed, _Typed(self)
+        sys.stdout, sys.stderr, sys.stdin = self.printed, self.complained, _Typed(self)
         builtins.input = lambda prompt="", /: self.ask("input", str(prompt))
         while True:
             try:
@@ -88,8 +88,13 @@ class _Host(Codec):
         changed = self._changes(mutables, roots) if mutables else ()
         for place, mutable in enumerate(mutables):
             if mutable is result:
-                return self._framed((outcome, _Argument(place), changed, self.printed.taken()))
-        return self._framed((outcome, result, changed, self.printed.taken()))
+                return self._framed((outcome, _Argument(place), changed, self.taken()))
+        return self._framed((outcome, result, changed, self.taken()))
+
+    def taken(self) -> tuple[str, str] | None:
+        """What was printed, and what of errors, since the last time; None for nothing."""
+        texts = self.printed.taken(), self.complained.taken()
+        return texts if any(texts) else None
 
     def ask(self, operation: str, *arguments: object) -> Foreign:
         """Have the tests' process do something and serve it meanwhile."""
@@ -112,7 +117,7 @@ class _Host(Codec):
             return self.dumps(message)
         except BaseException as error:
             text = f"the response's value cannot be carried: {error}"
-            return self.dumps(("raise", TypeError(text), (), ""))
+            return self.dumps(("raise", TypeError(text), (), None))
 
     def _changes(self, mutables: list[object], roots: list[tuple[int, bytes]]) -> tuple[tuple[int, object], ...]:
         """What of the arguments the response has changed in place."""
@@ -151,7 +156,7 @@ class _Host(Codec):
         if kind is GeneratorType or kind is CoroutineType:
             return ("generator" if kind is GeneratorType else "coroutine", number)
         if isinstance(value, BaseException):
-            return ("error", number, self._class(kind), tuple(map(_plain, value.args)))
+            return ("error", *self._error(value), value.__cause__ and self._error(value.__cause__))
         for base in FIXED:
             if isinstance(value, base):
                 return ("value", number, self._class(kind), _content(base, value))
@@ -164,6 +169,12 @@ class _Host(Codec):
             number = self._numbers[id(value)] = len(self.objects)
             self.objects.append(value)
         return number
+
+    def _error(self, value: BaseException) -> tuple[object, ...]:
+        kind = type(value)
+        if isinstance(value, BaseExceptionGroup) and NAMED.get(kind.__name__) is kind:
+            return (self._number(value), kind.__name__, (str(value.message), list(value.exceptions)))
+        return (self._number(value), self._class(kind), tuple(map(_plain, value.args)))
 
     def _class(self, kind: type) -> object:
         """A class: its name where it is builtin, its number, or where it is new all of it."""
@@ -227,7 +238,7 @@ class _Argument:
 
 
 class _Printed(io.TextIOBase):
-    """Standard output: goes to the tests' with the next answer."""
+    """Standard output or error: goes to the tests' with the next answer."""
 
     encoding = "utf-8"
 
@@ -246,7 +257,7 @@ class _Printed(io.TextIOBase):
         self._parts.append(text)
         self._size += len(text)
         if self._size > _PRINTED_TOGETHER:
-            self._host.ask("output", self.taken())
+            self._host.ask("output", self._host.taken())
         return len(text)
 
     def taken(self) -> str:
@@ -373,8 +384,16 @@ _OPERATIONS: dict[str, Callable[..., object]] = {
     "close": lambda host, generator: generator.close(),
     "await": _awaited,
     "copy": lambda host, target: _copied(host, target, deep=False),
+    "sow": lambda host, library, state: sow(library, state),
     "deepcopy": lambda host, target: _copied(host, target, deep=True),
 }
+
+
+def _coroutine(host: _Host, number: int) -> object:
+    async def awaited() -> object:
+        return host.ask("await", number)
+
+    return host.guest(number, awaited)
 
 
 def _function(host: _Host, number: int, name: str, document: str | None) -> object:
@@ -449,6 +468,8 @@ _RESOLVERS: dict[str, Callable[..., object]] = {
     "global": _global,
     "function": _function,
     "iterator": _iterator,
+    "coroutine": _coroutine,
+    "chance": lambda host, library, state: chance_in(library, state),
     "visitor": _visitor,
     "class": _visiting_class,
     "error": _visiting_error,

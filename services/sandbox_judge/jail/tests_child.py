@@ -102,6 +102,7 @@ def _judge(sent: Sent, link: Link) -> int:
     tests = _Tests(sent)
     remote = Remote(link)
     remote.kept, remote.named = tests.bound, tests.named()
+    remote.seeds = "seed(" in sent["code"]
     remote.looks_at_identity = cache(lambda: _looks_at_identity(sent["code"]))
     try:
         found, *rest = remote.request("load", tests.wanted, entry_point)

@@ -13,7 +13,7 @@ import struct
 import sys
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, cast
 
 # What the other side has made, or people's own tests: nobody here knows its type.
@@ -568,6 +568,53 @@ class Link:
         if not found:
             raise EOFError
         return found
+
+
+def chances() -> Iterator[tuple[str, object]]:
+    """The states of what is random in this process, by library, as plain values."""
+    if "random" in sys.modules:
+        yield "random", cast("Foreign", sys.modules["random"]).getstate()
+    if "numpy.random" in sys.modules:
+        name, keys, *rest = cast("Foreign", sys.modules["numpy.random"]).get_state()
+        yield "numpy", (name, keys.tobytes(), *rest)
+
+
+def sow(library: str, state: Foreign) -> None:
+    """Bring what is random in this process into such a state."""
+    if library == "random":
+        import random
+
+        random.setstate(state)
+    else:
+        import numpy
+
+        name, keys, *rest = state
+        numpy.random.set_state((name, numpy.frombuffer(keys, numpy.uint32), *rest))
+
+
+def chance_of(value: Foreign) -> tuple[object, ...] | None:
+    """A source of random numbers by library and state; None for anything else."""
+    kind = type(value)
+    if kind.__module__ == "random" and kind.__name__ == "Random":
+        return "random", value.getstate()
+    if kind.__module__.startswith("numpy.random") and kind.__name__ == "Generator":
+        return "numpy", value.bit_generator.state
+    return None
+
+
+def chance_in(library: str, state: Foreign) -> object:
+    """A source of random numbers in such a state."""
+    if library == "random":
+        import random
+
+        source = random.Random()
+        source.setstate(state)
+        return source
+    import numpy
+
+    bits = getattr(numpy.random, state["bit_generator"])()
+    bits.state = state
+    return numpy.random.Generator(bits)
 
 
 def end(status: int, text: str = "") -> NoReturn:

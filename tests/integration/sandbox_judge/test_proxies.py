@@ -361,6 +361,96 @@ assert safe(bad) is None and safe(lambda: 3) == 3
 """,
         "def safe(f):\n    try: return f()\n    except Exception: return None\n",
     ),
+    "what is random, seeded by the tests": (
+        MODULE,
+        "",
+        """
+import random
+import numpy as np
+random.seed(1)
+expected = [random.random() for _ in range(3)]
+random.seed(1)
+assert draw(3) == expected
+np.random.seed(2)
+numbers = np.random.rand(2).tolist()
+np.random.seed(2)
+assert rolled(2) == numbers
+assert first(random.Random(5)) == random.Random(5).random()
+assert rolled_from(np.random.default_rng(3)) == np.random.default_rng(3).random()
+""",
+        """
+import random
+import numpy
+def draw(n): return [random.random() for _ in range(n)]
+def rolled(n): return numpy.random.rand(n).tolist()
+def first(source): return source.random()
+def rolled_from(source): return source.random()
+""",
+    ),
+    "causes and groups of exceptions": (
+        MODULE,
+        "",
+        """
+try: chained()
+except ValueError as error: assert isinstance(error.__cause__, KeyError) and error.__cause__.args == ("x",)
+else: assert False
+try: group()
+except* ValueError as found: assert [str(each) for each in found.exceptions] == ["a"]
+""",
+        """
+def chained():
+    try: {}["x"]
+    except KeyError as error: raise ValueError("no") from error
+def group(): raise ExceptionGroup("g", [ValueError("a")])
+""",
+    ),
+    "methods and coroutines handed in": (
+        MODULE,
+        "",
+        """
+import asyncio
+got, bus = [], Bus()
+bus.on(got.append); bus.emit(3); bus.off(got.append); bus.emit(4)
+assert got == [3]
+async def more(x): return x + 1
+async def main(): return await both(more, 1)
+assert asyncio.run(main()) == [2, 3]
+""",
+        """
+import asyncio
+class Bus:
+    def __init__(self): self.handlers = []
+    def on(self, f): self.handlers.append(f)
+    def off(self, f): self.handlers.remove(f)
+    def emit(self, x):
+        for f in self.handlers: f(x)
+async def both(f, x): return await asyncio.gather(f(x), f(x + 1))
+""",
+    ),
+    "errors printed, and paths": (
+        PYTEST,
+        "",
+        """
+from pathlib import Path
+from solution import complain, joined
+def test_complain(capsys):
+    complain()
+    assert capsys.readouterr() == ("out\\n", "bad\\n")
+def test_joined(): assert joined("a", "b") == Path("a/b")
+""",
+        """
+import sys
+from pathlib import Path
+def complain(): print("out"); print("bad", file=sys.stderr)
+def joined(*names): return Path(*names)
+""",
+    ),
+    "a byte-order mark and an import from the future": (
+        MODULE,
+        "import math\n",
+        "assert more(1) == 2 and math.floor(1.5) == 1\n",
+        "\ufefffrom __future__ import annotations\ndef more(x: Number) -> Number: return x + 1\n",
+    ),
     "a function that stands before and is not written yet": (
         MODULE,
         "def oracle(n):\n    return n + 1\ndef todo(n):\n    '''Write it.'''\n    raise NotImplementedError\n",
