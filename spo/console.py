@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
@@ -20,6 +21,10 @@ from spo.error_codes import CATALOGUE
 NARROWEST_COLUMN = 20
 # What a column's name does not say to people who are new here.
 HEADINGS = {"reward": "reward (0: solved)"}
+
+# Rows beside the first that has a fault are named, so many.
+SHOWN_PLACES = 5
+_ROW = re.compile(r"\b(?:line|row) \d+\b")
 
 console = Console()
 error_console = Console(stderr=True)
@@ -78,12 +83,27 @@ def exit_code_of(error: errors.SpoError) -> int:
 def print_error(error: errors.SpoError) -> None:
     """Message, faulty fields and the next step on standard error."""
     error_console.print(f"[bold red]error[/] {escape(error.message)} [dim]({escape(error.code)})[/]", highlight=False)
-    for violation in error.violations:
-        error_console.print(f"  [yellow]{escape(violation.pointer)}[/] {escape(violation.message)}", highlight=False)
+    for alike in grouped(error.violations):
+        first = alike[0]
+        error_console.print(f"  [yellow]{escape(first.pointer)}[/] {escape(first.message)}", highlight=False)
+        if len(alike) > 1:
+            places = [found[0] for each in alike[1:] if (found := _ROW.search(f"{each.pointer} {each.message}"))]
+            where = (
+                f": {', '.join(places[:SHOWN_PLACES])}{', ...' if len(places) > SHOWN_PLACES else ''}" if places else ""
+            )
+            error_console.print(f"    [dim]and {len(alike) - 1} more like it{where}[/]", highlight=False)
     # The step of an exit code fits no error exactly; the catalogue's does.
     entry = CATALOGUE.get(error.code)
     next_step = entry.remedy if entry else _NEXT_STEP[exit_code_of(error)]
     error_console.print(f"[dim]{escape(next_step)}[/]", highlight=False)
+
+
+def grouped(violations: Sequence[errors.FieldViolation]) -> list[list[errors.FieldViolation]]:
+    """Violations that differ only in their row together, in the order of the first of each."""
+    groups: dict[tuple[str, str], list[errors.FieldViolation]] = {}
+    for violation in violations:
+        groups.setdefault((_ROW.sub("", violation.pointer), _ROW.sub("", violation.message)), []).append(violation)
+    return list(groups.values())
 
 
 def print_failure(code: str, message: str) -> None:

@@ -7,18 +7,27 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 import yaml
-from pydantic import ValidationError
 
-from spo.cli.tasks import probed_prompts, prompt_counter, tasks_and_model
+from spo.cli.tasks import (
+    SUFFIXES_OF_SPECS,
+    Preview,
+    previews,
+    print_preview,
+    print_response,
+    probed_prompts,
+    prompt_counter,
+    tasks_and_model,
+)
 from spo.console import ExitCode, Output, console, error_console, print_document, print_rows
-from spo.errors import FieldViolation, InvalidInput
+from spo.errors import InvalidInput
+from spo.local.judge_client import AUTO
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.plan import (
     GIGABYTE,
@@ -32,11 +41,13 @@ from spo.spec.plan import (
     unlearned_shares,
 )
 from spo.spec.section import read_spec
-from spo.spec.tasks import ComparisonName, ExtractionName
+from spo.spec.tasks import ComparisonName, ExtractionName, TasksSpec
 from spo.tasks.answer import ANSWER_LANGUAGE
+from spo.tasks.foreign import OWN_PROBLEMS, Findings, read_foreign, spec_lines
+from spo.tasks.foreign_answers import Wish
 from spo.tasks.load import MOST_PROBED, PROBE_SAMPLES, Learnability, learnability, load_tasks, probe_document
 from spo.tasks.problem import Problem
-from spo.tasks.records import ProblemRow, Record, read_records
+from spo.tasks.records import Record, jsonl_problem
 
 PROBE_SECONDS = 10
 # So many problems are read through the tokenizer; the longest of more is guessed by characters.
@@ -54,20 +65,6 @@ RATES = (
     (0, 4.0e-4, "as the toy contest's model learns with, deploy/recipes/toy"),
 )
 ADAPTER_FACTOR = 10
-
-COLUMNS = (
-    *("prompt", "question", "problem", "messages", "data_source", "reward_model"),
-    *("solution", "answer", "ground_truth", "completion"),
-)
-ANSWER_COLUMNS = ("ground_truth", "answer", "solution")
-# verl's data sources -> how its own scorers find and compare an answer.
-RULES: dict[str, dict[str, str]] = {
-    "openai/gsm8k": {"extraction": "after_marker", "marker": "####", "comparison": "numeric"},
-    "lighteval/MATH": {"extraction": "boxed", "comparison": "math"},
-    "DigitalLearningGmbH/MATH-lighteval": {"extraction": "boxed", "comparison": "math"},
-    "HuggingFaceH4/MATH-500": {"extraction": "boxed", "comparison": "math"},
-}
-MOST_FAULTS = 20
 
 Trainer = Literal["verl", "trl"]
 # Their field -> ours. What is null, or means "none" by a value <= 0, is left out.
@@ -124,7 +121,11 @@ REASONS = {
     "train_batch_size": "prompts run ahead of training here: replay.samples_per_insert bounds by how much",
 }
 
-convert = typer.Typer(no_args_is_help=True, help="Files of verl and TRL as files of this platform.")
+# Of a file that is looked at: shown, and read to know what it is.
+SHOWN_ROWS, LOOKED_AT = 3, 100
+
+convert = typer.Typer(no_args_is_help=True, help="Files of verl, TRL and others as files of this platform.")
+data = typer.Typer(no_args_is_help=True, help="What a file of other projects is, and how the platform takes it.")
 
 
 @dataclass(frozen=True)
@@ -229,10 +230,21 @@ Sections = dict[str, list[Field]]
 
 
 def write_job(
-    name: str, model: ModelFacts, tasks: TaskFacts, machine: MachineFacts, probed: Learnability | None = None
+    name: str,
+    model: ModelFacts,
+    tasks: TaskFacts,
+    machine: MachineFacts,
+    probed: Learnability | None = None,
+    *,
+    system: str = "",
 ) -> str:
-    """The file's text; it is a valid JobSpec. Raises InvalidInput where none can be made of it."""
+    """The file's text; it is a valid JobSpec. Raises InvalidInput where none can be made of it.
+
+    system: the system prompt of the problems' source.
+    """
     sections = _sections(model, tasks, machine)
+    if system:
+        sections["model"].append(Field("chat", {"system": system}, "as the rows had it"))
     notes = _fit(sections, name, model, machine)
     head = [
         f"# Written by `spo init` for {in_words(model.shape.parameters)} parameters and {tasks.problems} problems.",
@@ -357,12 +369,17 @@ def _of_probe(probed: Learnability | None) -> list[str]:
 
 
 def init(
-    model: Annotated[Path, typer.Argument(help="Folder of the model to start from.", exists=True, file_okay=False)],
-    tasks: Annotated[Path, typer.Argument(help="Problems: a file, a folder, or a `tasks` section.", exists=True)],
+    first: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of the model to start from.", exists=True)],
+    second: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TASKS", help="Problems of any project, or a `tasks` section; in either order.", exists=True
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", help="File to write; one that is there stays.")] = Path("job.yaml"),
     kind: Annotated[
-        str, typer.Option("--kind", help="Of a file of problems: jsonl, taco, code_contests, ...")
-    ] = "jsonl",
+        str | None, typer.Option("--kind", help="Of a file of problems: jsonl, taco, ...; default: as its rows say.")
+    ] = None,
     *,
     probe: Annotated[
         bool, typer.Option("--probe", help="Ask the running platform what the model makes of the problems first.")
@@ -370,27 +387,53 @@ def init(
     timeout: Annotated[float, typer.Option("--timeout", help="Longest wait for the probe, seconds.")] = 86_400,
 ) -> None:
     """Look at a model and problems and write a commented job whose settings fit them and this machine."""
+    model, tasks = (second, first) if (second / "config.json").is_file() else (first, second)
     if out.exists():
         raise InvalidInput(f"{out} is there already; name another with --out", code="unwritable_file")
     about = look_at_model(model)
-    wanted, _ = tasks_and_model(tasks, kind, read_spec)
+    wanted, system = _wanted_tasks(tasks, kind, out)
     problems = load_tasks(wanted.model_copy(update={"evaluation_problems": 0})).train
     source = Path(wanted.path) if wanted.path else tasks
     facts = look_at_problems(source, wanted.kind, problems, about)
     machine = look_at_machine()
     name = f"{model.absolute().name} on {source.stem}"
-    text = write_job(name, about, facts, machine)
+    text = write_job(name, about, facts, machine, system=system)
     if probe:
         document = probe_document(yaml.safe_load(text), PROBE_SAMPLES, MOST_PROBED)
         found = learnability(probed_prompts(document, MOST_PROBED, timeout))
-        text = write_job(name, about, facts, machine, found)
-    try:
-        with out.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise InvalidInput(f"cannot write {out}: {error.strerror}", code="unwritable_file") from None
+        text = write_job(name, about, facts, machine, found, system=system)
+    _write(out, text)
     console.print(f"{out}: {facts.problems} problems, {machine.words}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"next: spo job submit {out} --wait", markup=False, highlight=False, soft_wrap=True)
+
+
+def _wanted_tasks(file: Path, kind: str | None, out: Path) -> tuple[TasksSpec, str]:
+    """The tasks of a file, and the system prompt of its rows; rows of another project are converted beside the job."""
+    if kind is not None or file.is_dir() or (file.suffix in SUFFIXES_OF_SPECS and not _holds_rows(file)):
+        return tasks_and_model(file, kind or "jsonl", read_spec)[0], ""
+    # A file may be long, and what it is stands in its first rows.
+    found = read_foreign(file, most=LOOKED_AT)
+    if not found.read or set(found.shapes) == {OWN_PROBLEMS} or not (found.taken or found.refused):
+        return tasks_and_model(file, "jsonl", read_spec)[0], ""
+    if found.makes == "experience":
+        message = f"{file} holds responses and no problems: `spo data look {file}` says how they are imported"
+        raise InvalidInput(message, code="invalid_tasks")
+    if len(found.kinds) == 1 and (read_by := next(iter(found.kinds))) and file.suffix in (".jsonl", ".gz", ".parquet"):
+        return tasks_and_model(file, read_by, read_spec)[0], ""
+    whole = convert_rows(file, {}, leave_out=True)
+    converted = out.with_name(f"{file.name.partition('.')[0]}_converted.jsonl")
+    _write(converted, _json_lines(whole.rows))
+    console.print(f"{converted}: {len(whole.rows)} problems", markup=False, highlight=False, soft_wrap=True)
+    for line in _said_of(whole.findings):
+        error_console.print(line, markup=False, highlight=False, soft_wrap=True)
+    has_one = len(whole.systems) == 1 and whole.findings.systems.total() == whole.findings.taken
+    return tasks_and_model(converted, "jsonl", read_spec)[0], whole.systems[0] if has_one else ""
+
+
+def _holds_rows(file: Path) -> bool:
+    """Whether a file of JSON is a list of rows and no spec."""
+    with file.open(encoding="utf-8", errors="replace") as opened:
+        return file.suffix == ".json" and opened.read(1024).lstrip().startswith("[")
 
 
 def plan(
@@ -424,86 +467,24 @@ def plan(
 
 @dataclass(frozen=True)
 class ConvertedRows:
-    """Rows for a problem file, and the system prompts that stood before the questions."""
+    """Rows for a file of problems or of experience, and the one system prompt that stood before all questions."""
 
     rows: list[dict[str, object]]
     systems: tuple[str, ...]
+    findings: Findings
 
 
-def convert_rows(path: Path, rule: Mapping[str, str], answer: str | None = None) -> ConvertedRows:
-    """Convert a JSONL or Parquet file; `rule` decides for rows whose data source says nothing, `answer` names a column.
+def convert_rows(
+    path: Path, rule: Mapping[str, str], answer: str | None = None, *, leave_out: bool = False
+) -> ConvertedRows:
+    """Convert a file of another project; `rule` decides for rows that do not say it, `answer` names a column.
 
-    Raises InvalidInput with the place of each bad row.
+    Raises InvalidInput with the place of each bad row, unless those are left out.
     """
-    rows: list[dict[str, object]] = []
-    systems: dict[str, None] = {}
-    faults: list[FieldViolation] = []
-    for record in _records(path, answer):
-        try:
-            row, system = _converted(record, rule, answer)
-            ProblemRow.model_validate(row)
-        except ValidationError as error:
-            faults.append(FieldViolation(record.place, str(error.errors()[0]["msg"])))
-        except ValueError as error:
-            faults.append(FieldViolation(record.place, str(error)))
-        else:
-            rows.append(row)
-            systems |= {system: None} if system else {}
-    if faults or not rows:
-        message = f"{len(faults)} rows cannot be converted" if faults else f"{path} holds no row"
-        raise InvalidInput(message, code="invalid_tasks", violations=tuple(faults[:MOST_FAULTS]))
-    return ConvertedRows(rows, tuple(systems))
-
-
-def _records(path: Path, answer: str | None) -> Iterator[Record]:
-    return read_records(path, (*COLUMNS, answer) if answer else COLUMNS)
-
-
-def _converted(record: Record, rule: Mapping[str, str], answer: str | None) -> tuple[dict[str, object], str]:
-    fields = record.fields
-    if not isinstance(fields, dict):
-        raise ValueError("a row is a mapping of columns")
-    statement, system = _asked(fields)
-    chosen = RULES.get(str(fields.get("data_source")), rule)
-    row: dict[str, object] = {"statement": statement, "answer": {"expected": [_truth(fields, answer)], **chosen}}
-    if completion := _said(fields.get("completion")):
-        row["human_solutions"] = [completion]
-    return row, system
-
-
-def _asked(fields: Mapping[str, object]) -> tuple[str, str]:
-    """The question and the system prompt before it, of text or of messages."""
-    names = ("prompt", "question", "problem", "messages")
-    asked = next((fields[name] for name in names if fields.get(name) is not None), None)
-    if isinstance(asked, str) and asked:
-        return asked, ""
-    if not isinstance(asked, Sequence) or not asked:
-        raise ValueError(f"no question: it is looked for in {', '.join(names)}")
-    said = [(str(turn.get("role")), turn.get("content")) for turn in asked if isinstance(turn, Mapping)]
-    system = "\n".join(str(text) for role, text in said if role == "system")
-    questions = [text for role, text in said if role != "system"]
-    if len(questions) != 1 or not isinstance(questions[0], str):
-        raise ValueError("a conversation of several turns: see docs/conversations.md")
-    return questions[0], system
-
-
-def _truth(fields: Mapping[str, object], answer: str | None) -> str:
-    reward = fields.get("reward_model")
-    found = reward.get("ground_truth") if isinstance(reward, Mapping) else None
-    for name in (answer,) if answer else ANSWER_COLUMNS:
-        found = fields.get(name) if found is None or answer else found
-    if not isinstance(found, str | int | float):
-        raise ValueError("no answer: it is looked for in reward_model.ground_truth, " + ", ".join(ANSWER_COLUMNS))
-    return str(found)
-
-
-def _said(completion: object) -> str:
-    """A completion as text, of text or of one message."""
-    if isinstance(completion, str):
-        return completion
-    if isinstance(completion, Sequence) and len(completion) == 1 and isinstance(completion[0], Mapping):
-        return str(completion[0].get("content", ""))
-    return ""
+    found = read_foreign(path, Wish(rule, answer))
+    if not found.rows or (found.refused and not leave_out):
+        raise found.refusal()
+    return ConvertedRows(found.rows, tuple(found.systems), found)
 
 
 @dataclass(frozen=True)
@@ -607,29 +588,137 @@ def _short(value: object) -> str:
     return " ".join(str(value).split())[:80]
 
 
+AnswerOption = Annotated[str | None, typer.Option("--answer", help="The column of the right answer.")]
+ExtractionOption = Annotated[
+    ExtractionName | None,
+    typer.Option("--extraction", help="Where a response has its answer; default: where the prompt asks for it."),
+]
+ComparisonOption = Annotated[
+    ComparisonName | None, typer.Option("--comparison", help="When it is right; default: as the answers need.")
+]
+MarkerOption = Annotated[str, typer.Option("--marker", help="Of the extraction after_marker or xml_tag.")]
+
+
+def _rule(extraction: str | None, comparison: str | None, marker: str) -> dict[str, str]:
+    given = {"extraction": extraction, "comparison": comparison, "marker": marker}
+    return {name: value for name, value in given.items() if value}
+
+
 @convert.command("rows")
 def rows(
-    source: Annotated[Path, typer.Argument(help="Their rows, JSONL or Parquet.", exists=True)],
-    out: Annotated[Path, typer.Argument(help="Problem file to write, JSONL; one that is there stays.")],
-    answer: Annotated[str | None, typer.Option("--answer", help="The column of the right answer.")] = None,
-    extraction: Annotated[
-        ExtractionName, typer.Option("--extraction", help="Where a response has its answer.")
-    ] = "boxed",
-    comparison: Annotated[ComparisonName, typer.Option("--comparison", help="When it is right.")] = "math",
-    marker: Annotated[str, typer.Option("--marker", help="Of the extraction after_marker or xml_tag.")] = "",
+    files: Annotated[
+        tuple[Path, Path],
+        typer.Argument(metavar="FILE OUT", help="Their rows; the JSONL file to write: one that is there stays."),
+    ],
+    answer: AnswerOption = None,
+    extraction: ExtractionOption = None,
+    comparison: ComparisonOption = None,
+    marker: MarkerOption = "",
+    *,
+    leave_out: Annotated[
+        bool, typer.Option("--leave-out", help="Write the other rows where some cannot be taken.")
+    ] = False,
 ) -> None:
-    """Rows with a prompt and an answer as problems; data sources that verl scores itself keep its rules."""
-    rule: dict[str, str] = {
-        "extraction": extraction,
-        "comparison": comparison,
-        **({"marker": marker} if marker else {}),
-    }
-    found = convert_rows(source, rule, answer)
-    _write(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found.rows))
-    console.print(f"{out}: {len(found.rows)} problems", markup=False, highlight=False, soft_wrap=True)
-    for system in found.systems[:3]:
-        say = f"they had a system prompt: say it as model.chat.system: {json.dumps(system, ensure_ascii=False)[:300]}"
-        error_console.print(say, markup=False, highlight=False, soft_wrap=True)
+    """Rows of another project as problems, or as experience where they hold rated responses.
+
+    `spo data look FILE` says first what a file is. Data sources that verl scores itself keep its rules.
+    """
+    source, out = files
+    found = convert_rows(source, _rule(extraction, comparison, marker), answer, leave_out=leave_out)
+    _write(out, _json_lines(found.rows))
+    say = f"{out}: {len(found.rows)} {'problems' if found.findings.makes == 'problems' else 'responses'}"
+    console.print(say, markup=False, highlight=False, soft_wrap=True)
+    for line in _said_of(found.findings):
+        error_console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for line in _next_commands(found.findings, out, is_written=True):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _json_lines(rows: Iterable[Mapping[str, object]]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def _said_of(found: Findings) -> Iterator[str]:
+    """What was changed or left out, each thing once with its number of rows."""
+    for text, count in found.added.most_common():
+        yield f"{count} rows: their prompt did not ask for what decides, so this stands behind it: {text}"
+    for text, count in found.notes.most_common():
+        yield f"{count} rows: {text}"
+    for reason in found.reasons():
+        yield f"left out: {reason}"
+    if len(found.systems) == 1 and found.systems.total() == found.taken:
+        said = json.dumps(next(iter(found.systems)), ensure_ascii=False)[:300]
+        yield f"they had a system prompt: say it as model.chat.system: {said}"
+    elif found.systems:
+        yield f"{found.systems.total()} rows: their system prompts differ, so each stands before its question"
+
+
+def _next_commands(found: Findings, out: Path, *, is_written: bool) -> Iterator[str]:
+    """What to do with a file of this kind."""
+    if found.makes == "problems":
+        return
+    tasks = out.with_suffix(".tasks.yaml")
+    problems = out.with_suffix(".problems.jsonl")
+    if is_written:
+        statements = dict.fromkeys(str(row.get("statement", "")) for row in found.rows)
+        _write(problems, _json_lines({"statement": text, "arguments": {}} for text in statements if text))
+        _write(tasks, spec_lines(found, problems))
+        yield f"{problems}: {len(statements)} questions that they answer; {tasks}: the tasks that hold these"
+    judge = "" if all("reward" in row for row in found.rows) else " --judge all"
+    yield f"next: spo experience import {out} --name {found.path.stem.replace('.', '_')} --tasks {tasks}{judge}"
+
+
+@data.command("look")
+def look(
+    file: Annotated[Path, typer.Argument(help="Rows of any project: JSONL, JSON, Parquet or Arrow.", exists=True)],
+    answer: AnswerOption = None,
+    extraction: ExtractionOption = None,
+    comparison: ComparisonOption = None,
+    marker: MarkerOption = "",
+    output: Annotated[Output, typer.Option("--output", "-o")] = Output.TABLE,
+) -> None:
+    """Say what a file is, show three of its rows as they would be asked and judged, and write the lines of the spec."""
+    found = read_foreign(file, Wish(_rule(extraction, comparison, marker), answer))
+    if not found.rows:
+        raise found.refusal()
+    where, runs = os.environ.get("SPO_SANDBOX_JUDGE_ADDRESS", AUTO), os.environ.get("SPO_LAUNCHER_RUNS_PATH", "runs")
+    shown: list[Preview] = []
+    if found.makes == "problems":
+        first = [jsonl_problem(Record(str(file), row)) for row in found.rows[:SHOWN_ROWS]]
+        shown = list(previews(first, lambda statement: statement, where, Path(runs)))
+    out = file.with_name(f"{file.name.partition('.')[0]}_converted.jsonl")
+    is_experience = found.makes == "experience"
+    lines = spec_lines(found, out.with_suffix(".problems.jsonl") if is_experience else out)
+    commands = []
+    if is_experience or str(out.absolute()) in lines:
+        commands = [f"spo convert rows {file} {out}{' --leave-out' if found.refused else ''}"]
+    commands += [line.removeprefix("next: ") for line in _next_commands(found, out, is_written=False)]
+    if output is Output.TABLE:
+        _print_look(found, shown, lines, commands)
+        return
+    document: dict[str, object] = {"file": str(file), "rows": found.read, "taken": found.taken, "makes": found.makes}
+    document |= {"shapes": dict(found.shapes), "notes": list(_said_of(found)), "left_out": found.refused}
+    document |= {"previews": [asdict(one) for one in shown], "converted": found.rows[:SHOWN_ROWS]}
+    print_document(document | {"spec": lines, "commands": commands}, output)
+
+
+def _print_look(found: Findings, shown: Sequence[Preview], lines: str, commands: Sequence[str]) -> None:
+    names = ", ".join(f"{count} of {name}" for name, count in found.shapes.most_common())
+    _tell(f"{found.path}: {found.read} rows, {names}; taken as {found.makes}")
+    for line in _said_of(found):
+        _tell(line)
+    for place, one in enumerate(shown, start=1):
+        print_preview(place, one)
+    for row in found.rows[:SHOWN_ROWS] if found.makes == "experience" else ():
+        print_response(row)
+    console.rule("in the job's spec", align="left")
+    _tell(lines.rstrip())
+    for command in commands:
+        _tell(f"next: {command}")
+
+
+def _tell(text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @convert.command("config")

@@ -21,6 +21,7 @@ from spo.local.judge_client import AUTO, JudgeClient
 from spo.model.chat import ChatFormat
 from spo.spec.section import read_spec, violations_of, wire_name
 from spo.spec.tasks import ModelSpec, TasksSpec
+from spo.tasks.foreign import OWN_PROBLEMS, read_foreign
 from spo.tasks.load import (
     MOST_PROBED,
     PROBE_SAMPLES,
@@ -32,6 +33,7 @@ from spo.tasks.load import (
     probe_document,
 )
 from spo.tasks.problem import Problem, TaskSets, extract_program, write_response
+from spo.tasks.records import SUFFIXES
 from spo.tasks.verifier import pool_of
 from spo.v1.verdict_pb2 import (
     OUTCOME_ACCEPTED,
@@ -276,6 +278,17 @@ def _is_as_expected(problem: Problem, outcome: Outcome.ValueType, *, is_right: b
     return (outcome == OUTCOME_ACCEPTED) == is_right
 
 
+def naming_their_project(file: Path, error: InvalidInput) -> InvalidInput:
+    """The error for a file that is none of problems here; where it is of another project, with what says more of it."""
+    if error.code != "malformed_task" or not file.name.endswith((*SUFFIXES, ".json")):
+        return error
+    shapes = [name for name in read_foreign(file, most=1).shapes if name != OWN_PROBLEMS]
+    if not shapes:
+        return error
+    message = f"{file} holds rows of {shapes[0]}: `spo data look {file}` says how they are taken. {error.message}"
+    return InvalidInput(message, code=error.code, violations=error.violations)
+
+
 @tasks.command()
 def preview(
     source: Annotated[Path, typer.Argument(help="A job's spec, a `tasks` section, or a file or folder of problems.")],
@@ -294,7 +307,10 @@ def preview(
     Exit status 1 when it says otherwise than expected.
     """
     found, spec = tasks_and_model(source, kind, read_spec)
-    chosen = chosen_problems(found, problems)
+    try:
+        chosen = chosen_problems(found, problems)
+    except InvalidInput as error:
+        raise naming_their_project(source, error) from None
     for note in chosen.notes:
         error_console.print(note, highlight=False)
     render = rendering(model, spec.chat_format)
@@ -303,7 +319,7 @@ def preview(
     for place, one in enumerate(previews(chosen.train, render, where, runs), start=1):
         shown.append(one)
         if output is Output.TABLE:
-            _print_preview(place, one)
+            print_preview(place, one)
     if output is not Output.TABLE:
         print_document([asdict(one) for one in shown], output)
     decisions = [decision for one in shown for decision in (one.right, one.wrong) if decision is not None]
@@ -372,7 +388,8 @@ def generators(output: OutputOption = Output.TABLE) -> None:
         print_document(found, output)
 
 
-def _print_preview(place: int, one: Preview) -> None:
+def print_preview(place: int, one: Preview) -> None:
+    """A problem as a person sees it, with the verdicts on its known responses."""
     difficulty = f" ({one.difficulty})" if one.difficulty else ""
     console.rule(f"{place}{difficulty} {one.problem_id[:12]}", align="left")
     console.print(_short(one.prompt), markup=False, highlight=False, soft_wrap=True)
@@ -381,6 +398,15 @@ def _print_preview(place: int, one: Preview) -> None:
             console.print(f"[dim]{name} response: the task set has none[/]")
         else:
             _print_decision(name, decision)
+
+
+def print_response(row: Mapping[str, object]) -> None:
+    """A row of experience as a person sees it."""
+    console.rule(align="left")
+    console.print(_short(str(row.get("statement", ""))), markup=False, highlight=False, soft_wrap=True)
+    reward = "to be judged" if "reward" not in row else f"reward {row['reward']}"
+    console.print(f"[bold]response[/], {reward}", highlight=False)
+    console.print(_short(str(row["response_text"])), markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_decision(name: str, decision: Decision) -> None:

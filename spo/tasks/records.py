@@ -193,9 +193,9 @@ class Record:
 
 
 def read_records(
-    path: str | Path, columns: Iterable[str], on_fault: Callable[[InvalidInput], None] | None = None
+    path: str | Path, columns: Iterable[str] | None, on_fault: Callable[[InvalidInput], None] | None = None
 ) -> Iterator[Record]:
-    """Yield the rows of a file, or of all files of a folder in order of name; only `columns` of columnar files.
+    """Yield the rows of a file, or of all files of a folder in order of name; of columnar files only `columns`, or all.
 
     on_fault hears of lines that are no JSON, and reading goes on; without it they are raised.
     """
@@ -211,7 +211,7 @@ def read_problems(
 
 
 def rows_of(
-    file: Path, columns: Iterable[str], on_fault: Callable[[InvalidInput], None] | None = None
+    file: Path, columns: Iterable[str] | None, on_fault: Callable[[InvalidInput], None] | None = None
 ) -> Iterator[Record]:
     """The rows of one regular file; as `read_records`."""
     match file.suffix:
@@ -314,7 +314,7 @@ def _integer(digits: str) -> int | str:
     return int(digits) if len(digits) < 4000 else digits
 
 
-def _parquet_rows(file: Path, columns: Iterable[str]) -> Iterator[Record]:
+def _parquet_rows(file: Path, columns: Iterable[str] | None) -> Iterator[Record]:
     # Here, because only columnar files need it and the base install goes without.
     import pyarrow
     from pyarrow import parquet
@@ -324,7 +324,7 @@ def _parquet_rows(file: Path, columns: Iterable[str]) -> Iterator[Record]:
             for group in range(source.metadata.num_row_groups):
                 if source.metadata.row_group(group).total_byte_size > ROW_GROUP_BYTES_MAXIMUM:
                     raise malformed(f"{file}, row group {group}", f"unpacks to over {ROW_GROUP_BYTES_MAXIMUM} bytes")
-            present = [name for name in columns if name in source.schema_arrow.names]
+            present = None if columns is None else [name for name in columns if name in source.schema_arrow.names]
             yield from _rows(file, source.iter_batches(ROWS_PER_READ, columns=present))
     except (pyarrow.ArrowException, OSError) as error:
         raise malformed(str(file), f"not a readable Parquet file: {error}") from error

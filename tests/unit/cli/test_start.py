@@ -15,8 +15,10 @@ from typer.testing import CliRunner
 from spo.cli import start as cli_start
 from spo.cli.app import app
 from spo.cli.start import MachineFacts, convert_config, convert_rows
+from spo.console import grouped
 from spo.errors import InvalidInput
-from spo.spec.job_spec import parse_job_spec
+from spo.spec.job_spec import TasksSpec, parse_job_spec
+from spo.tasks.load import load_tasks
 from spo.tasks.records import read_jsonl
 from spo.testing.runs import write_model_without_weights
 
@@ -83,22 +85,28 @@ def test_a_model_without_sizes_and_a_file_without_problems_are_refused(model: Pa
     assert not (tmp_path / "a").exists()
 
 
-def test_rows_of_verl_keep_the_rules_of_their_source(tmp_path: Path) -> None:
-    pq.write_table(pa.Table.from_pylist([VERL_ROW] * 2 + [VERL_ROW | {"data_source": "mine"}]), tmp_path / "t.parquet")
-    done = run("convert", "rows", tmp_path / "t.parquet", tmp_path / "t.jsonl")
-    assert done.exit_code == 0, done.output
-    rows = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+def test_rows_of_verl_keep_the_rules_of_their_source_and_unknown_ones_are_refused(tmp_path: Path) -> None:
+    mine = VERL_ROW | {"data_source": "mine"}
+    pq.write_table(pa.Table.from_pylist([VERL_ROW] * 2 + [mine]), tmp_path / "t.parquet")
+    files = (tmp_path / "t.parquet", tmp_path / "t.jsonl")
+    refused = run("convert", "rows", *files)
+    assert isinstance(refused.exception, InvalidInput)
+    assert [each.pointer.rpartition(", ")[2] for each in refused.exception.violations] == ["row 3"]
+    assert not files[1].exists()
 
-    assert rows[0]["statement"] == "2 + 2?"
-    assert rows[0]["answer"] == {
-        "expected": ["4"],
-        "extraction": "after_marker",
-        "marker": "####",
-        "comparison": "numeric",
-    }
-    assert rows[2]["answer"]["comparison"] == "math"
+    done = run("convert", "rows", *files, "--leave-out")
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in files[1].read_text().splitlines()]
+    rule = {"extraction": "after_marker", "marker": "####", "comparison": "numeric"}
+    assert [row["answer"] for row in rows] == [{"expected": ["4"], **rule}] * 2
+    assert rows[0]["statement"].startswith("2 + 2?\n\nThink step by step.")
     assert "Be short." in done.output
-    assert len(list(read_jsonl(str(tmp_path / "t.jsonl")))) >= 1
+    assert "left out: 1 rows: data source 'mine'" in done.output
+    assert len(list(read_jsonl(str(files[1])))) == 2
+
+    one = run("convert", "rows", files[0], tmp_path / "own.jsonl", "--extraction", "boxed", "--comparison", "math")
+    assert one.exit_code == 0, one.output
+    assert json.loads((tmp_path / "own.jsonl").read_text().splitlines()[2])["answer"]["comparison"] == "math"
 
 
 def test_rows_of_trl_bring_answers_and_completions_and_bad_ones_are_named(tmp_path: Path) -> None:
@@ -116,6 +124,67 @@ def test_rows_of_trl_bring_answers_and_completions_and_bad_ones_are_named(tmp_pa
         convert_rows(file, {})
     assert len(refused.value.violations) == len(bad)
     assert "line 1" in refused.value.violations[0].pointer
+
+
+def test_preferences_become_experience_with_the_tasks_it_answers_and_the_command_is_printed(tmp_path: Path) -> None:
+    file, out = tmp_path / "pairs.jsonl", tmp_path / "rated.jsonl"
+    file.write_text(json.dumps({"prompt": "Hi?", "chosen": "Yes", "rejected": "No"}))
+    done = run("convert", "rows", file, out)
+    assert done.exit_code == 0, done.output
+
+    assert [json.loads(line)["reward"] for line in out.read_text().splitlines()] == [0.0, -1.0]
+    section = yaml.safe_load((tmp_path / "rated.tasks.yaml").read_text())["tasks"]
+    (problem,) = load_tasks(TasksSpec.model_validate(section)).train
+    assert problem.statement == "Hi?"
+    words = done.output.split()
+    assert (
+        f"next: spo experience import {out} --name pairs --tasks {tmp_path / 'rated.tasks.yaml'}".split() == words[-8:]
+    )
+
+
+def test_a_job_is_written_for_rows_of_another_project_in_either_order(model: Path, tmp_path: Path) -> None:
+    rows = [VERL_ROW | {"prompt": [{"role": "user", "content": f"{number} + 2?"}]} for number in range(40)]
+    (tmp_path / "verl.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    done = run("init", tmp_path / "verl.jsonl", model, "--out", tmp_path / "job.yaml")
+    assert done.exit_code == 0, done.output
+    spec = parse_job_spec(yaml.safe_load((tmp_path / "job.yaml").read_text()))
+    assert spec.tasks.path == str(tmp_path / "verl_converted.jsonl")
+    assert spec.tasks.evaluation_problems == 4
+    assert len(load_tasks(spec.tasks).train) == 36
+
+    (tmp_path / "gsm.jsonl").write_text(
+        "\n".join(
+            json.dumps({"question": f"{number} + 1?", "answer": f"So.\n#### {number + 1}"}) for number in range(40)
+        )
+    )
+    assert run("init", model, tmp_path / "gsm.jsonl", "--out", tmp_path / "gsm.yaml").exit_code == 0
+    spec = parse_job_spec(yaml.safe_load((tmp_path / "gsm.yaml").read_text()))
+    assert (spec.tasks.kind, spec.tasks.path) == ("gsm8k", str(tmp_path / "gsm.jsonl"))
+    # Their published solutions are right responses of people.
+    assert [source.source for source in spec.replay.mix] == ["online", "reference", "human"]
+
+
+def test_a_look_says_what_a_file_is_judges_three_rows_and_writes_the_spec(tmp_path: Path) -> None:
+    rows = [{"question": f"{number} + 1?", "answer": f"So.\n#### {number + 1}"} for number in range(20)]
+    (tmp_path / "gsm.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    done = run("data", "look", tmp_path / "gsm.jsonl", "-o", "json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+
+    assert (found["rows"], found["taken"], found["shapes"], found["left_out"]) == (20, 20, {"GSM8K": 20}, {})
+    assert [one["right"]["outcome"] for one in found["previews"]] == ["accepted"] * 3
+    assert [one["right"]["invented"] for one in found["previews"]] == [False] * 3
+    assert [one["wrong"]["as_expected"] for one in found["previews"]] == [True] * 3
+    spec = TasksSpec.model_validate(yaml.safe_load(found["spec"])["tasks"])
+    assert (spec.kind, len(load_tasks(spec).train), found["commands"]) == ("gsm8k", 18, [])
+
+    foreign = run("tasks", "preview", tmp_path / "gsm.jsonl")
+    assert "rows of GSM8K: `spo data look" in str(foreign.exception)
+    (tmp_path / "poems.jsonl").write_text('{"prompt": "Write a poem."}\n' * 40)
+    refused = run("data", "look", tmp_path / "poems.jsonl").exception
+    assert isinstance(refused, InvalidInput)
+    assert len(refused.violations) == 40
+    assert [len(alike) for alike in grouped(refused.violations)] == [40]
 
 
 def test_a_configuration_of_verl_becomes_a_job(tmp_path: Path) -> None:
