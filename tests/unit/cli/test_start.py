@@ -138,7 +138,7 @@ def test_preferences_become_experience_with_the_tasks_it_answers_and_the_command
     assert problem.statement == "Hi?"
     words = done.output.split()
     assert (
-        f"next: spo experience import {out} --name pairs --tasks {tmp_path / 'rated.tasks.yaml'}".split() == words[-8:]
+        f"next: spo experience import {out} --name pairs --tasks {tmp_path / 'rated.tasks.yaml'}".split() == words[-9:]
     )
 
 
