@@ -63,6 +63,11 @@ INFERENCE_TOKENS = Counter("spo_inference_tokens_total", "Response tokens genera
 TOOL_CALLS = Counter(
     "spo_tool_calls_total", "Calls of tools read from served answers, and answers with none", ["result"]
 )
+AGENT_CALLS = Counter("spo_agents_calls_total", "Calls of agents' sessions, stored", ["dialect"])
+AGENT_BREAKS = Counter("spo_agents_breaks_total", "Calls that did not go on from their session's tokens", ["reason"])
+AGENT_REPEATED = Counter(
+    "spo_agents_prefill_repeated_tokens_total", "Prompt tokens of calls that a break has written anew", ["reason"]
+)
 INFERENCE_RUNNING = Gauge("spo_inference_running_sequences", "Sequences being decoded")
 JUDGE_VERDICTS = Counter("spo_judge_verdicts_total", "Verdicts given", ["outcome"])
 JUDGE_CACHE_HITS = Counter("spo_judge_cache_hits_total", "Verdicts answered from the cache")

@@ -103,6 +103,7 @@ class SampleGroup:
 
     alone: with no other group in the engine, since one died while it worked on this one. on_part: of a group that
     somebody reads, whose sequences come in parts to it, in the engine's thread; such a group is taken before others.
+    any_version: without weights, whichever version of the run is loaded, so that no turn is waited for.
     """
 
     run_id: str
@@ -112,6 +113,7 @@ class SampleGroup:
     on_part: Callable[[int, SampledPart], None] | None = None
     # Called with each finished sequence's place, in the engine's thread.
     on_sample: Callable[[int, Sample], None] | None = None
+    any_version: bool = False
     future: Future[list[Sample]] = field(default_factory=Future)
     request_ids: list[str] = field(default_factory=list)
     samples: dict[str, Sample] = field(default_factory=dict)
@@ -228,6 +230,8 @@ class EngineThread:
         return self.loaded != NOTHING_WHOLE and bool(self._waiting or self._running)
 
     def _weights_of(self, group: SampleGroup) -> Weights:
+        if group.any_version and self.loaded.run_id == group.run_id:
+            return self.loaded
         return group.weights or self._newest.get(group.run_id, self._reference)
 
     def _schedule(self) -> None:

@@ -28,7 +28,7 @@ from services.inference.sampling import TOKENIZER, end_token_ids
 from spo import observability, redis_keys
 from spo.errors import InvalidInput, NotReady, PreconditionFailed, ResourceExhausted, SpoError, Unreachable
 from spo.messaging.redis_client import RedisClient
-from spo.model.tokenizer import encode_chat, encode_text, opens_reasoning
+from spo.model.tokenizer import encode_chat, encode_following, encode_text, opens_reasoning
 from spo.model.tool_calls import AnswerReader, Constraint
 from spo.rpc.client import DEFAULT_DEADLINE_SECONDS
 from spo.rpc.long_calls import Parts
@@ -88,12 +88,14 @@ def responses(
 
     Raises InvalidInput on what can never be served, NotFound or IntegrityError when the version is not available.
     """
-    weights = assignment.versions.resolve(request.run_id, request.policy_version)
+    any_version = request.loaded_version and request.policy_version > 0
+    weights = None if any_version else assignment.versions.resolve(request.run_id, request.policy_version)
     prompt = _prompt_tokens(assignment, request)
     readers = _readers(assignment, request, prompt)
     inbox = _Inbox(context)
     served = _served(assignment, request, prompt)
-    group = SampleGroup(request.run_id, _requests(assignment, request, prompt, served), weights, on_part=inbox.put)
+    requests = _requests(assignment, request, prompt, served)
+    group = SampleGroup(request.run_id, requests, weights, on_part=inbox.put, any_version=any_version)
     group.future.add_done_callback(lambda _: inbox.wake())
     assignment.engine.submit(group)
     context.add_callback(lambda: _give_up(group))
@@ -188,7 +190,12 @@ def _prompt_tokens(assignment: Assignment, request: wire.ServeRequest) -> list[i
             turns, tools = json.loads(request.messages_json), _tools_of(request)
             if tools or any(turn.keys() - {"role", "content"} for turn in turns):
                 assignment.tool_format.require(turns, tools=bool(tools))
-            return encode_chat(assignment.tokenizer, turns, assignment.spec.model.chat_format, _as_shown(tools))
+            chat, shown, context = assignment.spec.model.chat_format, _as_shown(tools), request.context_token_ids
+            if context:
+                after = encode_following(assignment.tokenizer, turns, request.context_turns, chat, shown, said=context)
+                if after is not None:
+                    return [*context, *after]
+            return encode_chat(assignment.tokenizer, turns, chat, shown)
         return encode_text(assignment.tokenizer, request.text)
 
 

@@ -41,6 +41,8 @@ _RULES: tuple[tuple[str, Scope, Scope], ...] = (
     (r"/v1/scale(/|$)", "jobs:read", "admin"),
     (r"/v1/continual(/|$)", "jobs:read", "weights:push"),
     (r"/v1/(chat|completions|models|feedback|messages|responses)(/|$)", "models:query", "models:query"),
+    (r"/s/ses_[^/]+(/|$)", "models:query", "models:query"),
+    (r"/v1/agents(/|$)", "jobs:read", "agents:run"),
     (r"/v1/capture(/|$)", "trajectories:read", "datasets:write"),
     (r"/v1/served-models(/|$)", "jobs:read", "weights:push"),
     (r"/v1/jobs/[^/]+/weights(/|$)", "jobs:read", "weights:push"),

@@ -307,9 +307,8 @@ def checked_prompts(folder: ModelFolder, model: ModelSpec, problems: Sequence[Pr
         "chat": asdict(model.chat_format),
         "prompts": prompts,
     }
-    seconds = CPU_SECONDS + CPU_SECONDS_PER_PROMPT * len(prompts)
-    seconds += 0 if model.chat.tool_parser == "auto" else PARSER_CPU_SECONDS
-    found = _ask("check_tokenizer", request, int(seconds))
+    beside = 0 if model.chat.tool_parser == "auto" else PARSER_CPU_SECONDS
+    found = _ask("check_tokenizer", request, int(beside + CPU_SECONDS + CPU_SECONDS_PER_PROMPT * len(prompts)))
     _remember(key, found)
     return found
 

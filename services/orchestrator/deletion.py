@@ -57,6 +57,7 @@ def keys_of(client: RedisClient, run_id: str) -> Iterator[list[str]]:
     prompts |= {raw.decode() for raw in client.smembers(redis_keys.prompts_in_progress(run_id))}
     yield [redis_keys.value_progress(run_id, prompt_id) for prompt_id in sorted(prompts)]
     versions = _fields(client, own_keys.job_weights(run_id))
+    yield from ([key(each) for key in SESSION for each in ids] for ids in _ids(client, own_keys.agent_sessions(run_id)))
     yield [redis_keys.run_values_under(run_id, int(version)) for version in versions]
     yield [redis_keys.replay_source(run_id, source) for source in get_args(SourceName)]
     of_prompts = (
@@ -81,6 +82,7 @@ def families(*modules: ModuleType) -> set[str]:
     return {key.__name__ for key in many} - {key.__name__ for key in single_keys(*modules)}
 
 
+SESSION = (own_keys.agent_session, own_keys.agent_nodes, own_keys.agent_states)
 ONLY_A_RUN = tuple((name,) for name in _OF_A_RUN)
 
 

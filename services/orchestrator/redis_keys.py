@@ -228,6 +228,29 @@ def served_model_changes(name: str) -> str:
     return f"spo:orchestrator:served_model:{digest(name)}:changes"
 
 
+def agent_sessions(job_id: str) -> str:
+    """Sorted set: ids of the job's agent sessions by when they end (unix ms). Orchestrator."""
+    return f"spo:{job_id}:orchestrator:agent_sessions"
+
+
+def agent_session(session_id: str) -> str:
+    """Hash: record (JSON of the session), calls, tokens and bytes so far, closed (why), outcome (JSON); expires.
+    Orchestrator."""
+    return f"spo:orchestrator:agent_session:{session_id}"
+
+
+def agent_nodes(session_id: str) -> str:
+    """Hash of a session's calls: number -> JSON of it, number:read and number:sampled -> int32 tokens,
+    number:logprobs -> float32; expires. Orchestrator."""
+    return f"spo:orchestrator:agent_session:{session_id}:nodes"
+
+
+def agent_states(session_id: str) -> str:
+    """Hash: digest of messages up to an answer, or retry:<digest of a request> -> number of the call that gave it;
+    expires. Orchestrator."""
+    return f"spo:orchestrator:agent_session:{session_id}:states"
+
+
 def idempotency(key_digest: str) -> str:
     """Hash: job_id, body_digest of a POST with an Idempotency-Key; expires after a day. Orchestrator."""
     return f"spo:orchestrator:idempotency:{key_digest}"

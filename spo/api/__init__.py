@@ -1,5 +1,6 @@
 """The documents of the REST API, each once: what the orchestrator answers and takes, and what the SDK returns."""
 
+from spo.api.agents import *
 from spo.api.document import *
 from spo.api.experience import *
 from spo.api.jobs import *

@@ -17,6 +17,7 @@ Scope = Literal[
     "datasets:write",
     "models:query",
     "models:capture",
+    "agents:run",
     "admin",
 ]
 SCOPES: frozenset[Scope] = frozenset(get_args(Scope))

@@ -176,6 +176,54 @@ def encode_observation(
     return list(tokenizer.encode(between, add_special_tokens=False))
 
 
+def encode_following(
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[Mapping[str, object]],
+    known: int,
+    chat: ChatFormat = USUAL,
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    said: Sequence[int],
+) -> list[int] | None:
+    """Return the tokens between what the model has sampled and its next turn, in which turns[known:] are said to it.
+
+    turns[known - 1] is what the model said, whose own tokens `said` ends with; it is not written again. The rest is
+    what the template writes for it after a history of one question, as in `encode_observation`. None where the template
+    writes earlier turns anew once more follow, or leaves some out: then all of it has to be rendered.
+    """
+    following = [_shown_turn(tokenizer, turn) for turn in turns[known:]]
+    if not _has_turns(tokenizer, chat) or not following or not 0 < known <= len(turns):
+        return None
+    answered = {**turns[known - 1], "content": _SAID}
+    asked, plain = [*_turns("x", chat)], {"role": "assistant", "content": _SAID}
+    try:
+        end = render_turns(tokenizer, [*asked, plain], chat, asks=False, tools=tools).rpartition(_SAID)[2]
+        before = _from_answer(render_turns(tokenizer, [*asked, answered], chat, asks=False, tools=tools))
+        after = _from_answer(render_turns(tokenizer, [*asked, answered, *following], chat, asks=True, tools=tools))
+    except InvalidInput:
+        # Whether it takes these turns at all shows when all of them are rendered.
+        return None
+    between = end + after[len(before) :]
+    texts = (str(turn["content"]).strip() for turn in following)
+    if not (after.startswith(before) and before.endswith(end)) or any(text not in between for text in texts):
+        return None
+    # Some templates write white space before the end, which the model has not sampled.
+    tokens = list(tokenizer.encode(between.lstrip(), add_special_tokens=False))
+    if tokens[:1] == list(said[-1:]):
+        return tokens[1:]
+    return list(tokenizer.encode(between, add_special_tokens=False))
+
+
+def _from_answer(rendered: str) -> str:
+    """What follows the text of the answer; some templates leave it out where there are calls."""
+    return rendered.rpartition(_SAID)[2] if _SAID in rendered else rendered
+
+
+def _shown_turn(tokenizer: PreTrainedTokenizerBase, turn: Mapping[str, object]) -> dict[str, object]:
+    """A turn without names of special tokens, so that what is observed ends no turn."""
+    return {**turn, "content": _without_special(tokenizer, str(turn.get("content") or ""))}
+
+
 def _without_special(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     names = _special_names(tokenizer)
     while any(name in text for name in names):

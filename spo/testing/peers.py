@@ -256,6 +256,7 @@ class InferenceDouble(InferenceServiceServicer):
         # What each word's token looks like where log-probs are asked for.
         self.shown: Callable[[str], inference.ServedToken] = lambda word: inference.ServedToken(text=word)
         self.asked = inference.ServeRequest()
+        self.prompt_of: Callable[[inference.ServeRequest], list[int]] = lambda request: [1, 2]
         self.calls: list[inference.ServedCall] = []
         self.serving = 0
         self.versions: list[int] = []
@@ -269,7 +270,7 @@ class InferenceDouble(InferenceServiceServicer):
         ended = threading.Event()
         context.add_callback(ended.set)
         words = self.says(request).split()
-        first = inference.ServeResponse(prompt_token_ids=[1, 2], model_hash="f" * 64, sampler="double")
+        first = inference.ServeResponse(prompt_token_ids=self.prompt_of(request), model_hash="f" * 64, sampler="double")
         try:
             for number, word in enumerate(words, 1):
                 text = word if number == len(words) else f"{word} "

@@ -178,6 +178,9 @@ class ServeRequest(_message.Message):
     TOOL_CHOICE_JSON_FIELD_NUMBER: _builtins.int
     ANSWER_SCHEMA_JSON_FIELD_NUMBER: _builtins.int
     ONE_CALL_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CONTEXT_TURNS_FIELD_NUMBER: _builtins.int
+    LOADED_VERSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     run_id: _builtins.str
     policy_version: _builtins.int
@@ -207,10 +210,19 @@ class ServeRequest(_message.Message):
     """A JSON schema that the answer is held to; empty: none."""
     one_call: _builtins.bool
     """Where a grammar holds calls: one and no more."""
+    context_turns: _builtins.int
+    loaded_version: _builtins.bool
+    """Of the run's versions the one that is loaded, rather than waiting for policy_version; version 0 does not count."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def context_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens of the first `context_turns` messages as they were sampled and read; the rest is written after them.
+        Where the template writes it otherwise the prompt is all of it anew, and does not begin with these.
+        """
+
     def __init__(
         self,
         *,
@@ -235,10 +247,13 @@ class ServeRequest(_message.Message):
         tool_choice_json: _builtins.str = ...,
         answer_schema_json: _builtins.str = ...,
         one_call: _builtins.bool = ...,
+        context_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        context_turns: _builtins.int = ...,
+        loaded_version: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_schema_json", b"answer_schema_json", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages_json", b"messages_json", "one_call", b"one_call", "policy_version", b"policy_version", "presence_penalty", b"presence_penalty", "request_id", b"request_id", "run_id", b"run_id", "samples", b"samples", "seed", b"seed", "stop", b"stop", "stream", b"stream", "temperature", b"temperature", "text", b"text", "token_ids", b"token_ids", "tool_choice_json", b"tool_choice_json", "tools_json", b"tools_json", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_schema_json", b"answer_schema_json", "context_token_ids", b"context_token_ids", "context_turns", b"context_turns", "frequency_penalty", b"frequency_penalty", "loaded_version", b"loaded_version", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages_json", b"messages_json", "one_call", b"one_call", "policy_version", b"policy_version", "presence_penalty", b"presence_penalty", "request_id", b"request_id", "run_id", b"run_id", "samples", b"samples", "seed", b"seed", "stop", b"stop", "stream", b"stream", "temperature", b"temperature", "text", b"text", "token_ids", b"token_ids", "tool_choice_json", b"tool_choice_json", "tools_json", b"tools_json", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

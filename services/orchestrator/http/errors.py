@@ -38,6 +38,8 @@ _OPENAI = re.compile(
 )
 _ANTHROPIC = re.compile(r"/v1/(complete|messages)(/|$)")
 _SHARED = re.compile(r"/v1/(files|models|organizations|skills|v1/messages)(/|$)")
+# Where a session's calls go; its address may carry its key.
+SESSION = re.compile(r"/s/(ses_[0-9A-Z]{26})(\.[A-Za-z0-9_-]+)?(?=/|$)")
 _UNSERVED = {"responses": "OpenAI's Responses", "messages": "Anthropic's Messages"}
 _TYPES = {
     401: "authentication_error",
@@ -102,7 +104,12 @@ _CODES_BY_STATUS = {404: "not_found", 405: "method_not_allowed", 400: "bad_reque
 
 
 def dialect(path: str, headers: Headers) -> Literal["openai", "anthropic"] | None:
-    """Whose clients ask a path, and so whose form its errors have; None: a path of the platform's own API."""
+    """Whose clients ask a path, and so whose form its errors have; None: a path of the platform's own API.
+
+    A session's own paths are those of both below its address, and all others there are taken for OpenAI's.
+    """
+    if session := SESSION.match(path):
+        return dialect(path[session.end() :], headers) or "openai"
     if _ANTHROPIC.match(path) or ("anthropic-version" in headers and _SHARED.match(path)):
         return "anthropic"
     return "openai" if _OPENAI.match(path) else None
@@ -110,7 +117,7 @@ def dialect(path: str, headers: Headers) -> Literal["openai", "anthropic"] | Non
 
 def _unserved(path: str) -> str:
     """What is said of a path of theirs that is not served; "" of any other."""
-    if found := re.match(r"/v1/(responses|messages)(/|$)", path):
+    if found := re.search(r"/v1/(responses|messages)(/|$)", path):
         return f"{_UNSERVED[found[1]]} API ({path[:100]}) is not served yet: use /v1/chat/completions"
     return ""
 

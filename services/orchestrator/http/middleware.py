@@ -24,7 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from services.orchestrator.auth import READING, Principal, RateLimit
 from services.orchestrator.container import AppContext, at_the_door
-from services.orchestrator.http.errors import as_page, dialect, problem
+from services.orchestrator.http.errors import SESSION, as_page, dialect, problem
 from services.orchestrator.settings import LOOPBACK
 from spo.errors import InvalidInput, NotReady, ResourceExhausted, SpoError, Unreachable
 from spo.observability import get_logger
@@ -43,6 +43,8 @@ PART_SECONDS = 1800.0
 # Takes whole files in one body.
 IMPORT_PATH = "/v1/experience/import"
 IMPORTS_AT_ONCE = 4
+# Agents send the whole conversation with each call.
+SESSION_BODY_BYTES = 32 << 20
 # Parts of datasets are written to disk as they arrive, so they are not read here.
 STREAMED_PATHS = "/v1/datasets/"
 TINKER_PATHS, TINKER_PREFIX = "/tinker/", "tml-"
@@ -93,6 +95,7 @@ class RequestMiddleware:
         self.max_part_bytes = settings.max_part_bytes
         self.has_key = settings.api_key is not None
         self.authenticator = context.authenticator
+        self.sessions = context.agent_sessions
         self.audit = context.audit
         self.leadership = context.leadership
         self.rate = RateLimit(settings.rate_limit)
@@ -143,10 +146,14 @@ class RequestMiddleware:
     async def _admit(self, audited: _AuditedRequest, scope: Scope) -> None:
         client = scope.get("client") or ("unknown", 0)
         try:
-            authorization = _authorization(audited.path, Headers(scope=scope))
-            # Most principals were seen a moment ago: they are known without Redis, so without a thread.
-            known = self.authenticator.known(authorization)
-            found = known if known else await at_the_door(partial(self.authenticator.principal, authorization))
+            authorization = _authorization(scope["path"], Headers(scope=scope))
+            if session := SESSION.match(scope["path"]):
+                key = f"{session[1]}{session[2]}" if session[2] else authorization.removeprefix("Bearer ")
+                found = await at_the_door(partial(self.sessions.principal, session[1], key))
+            else:
+                # Most principals were seen a moment ago: they are known without Redis, so without a thread.
+                known = self.authenticator.known(authorization)
+                found = known if known else await at_the_door(partial(self.authenticator.principal, authorization))
             audited.principal = found
         except InvalidInput:
             # Guessing is limited by address, so that it cannot use up the rate of a principal.
@@ -191,6 +198,8 @@ class RequestMiddleware:
         most_bytes = self.max_import_bytes if scope["path"] == IMPORT_PATH else self.max_body_bytes
         if streamed:
             most_bytes = self.max_part_bytes
+        elif SESSION.match(scope["path"]):
+            most_bytes = max(most_bytes, SESSION_BODY_BYTES)
         declared = headers.get("content-length", "0")
         if not declared.isdecimal() or int(declared) > most_bytes:
             raise _too_large(most_bytes)
@@ -250,7 +259,8 @@ class _AuditedRequest:
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.method: str = scope["method"]
-        self.path: str = scope["path"]
+        # A session's address may carry its key, which is nobody's to read.
+        self.path: str = SESSION.sub(r"/s/\1", scope["path"])
         self.request_id = str(ULID())
         self.principal = NOBODY
         self.status = 0
@@ -260,6 +270,7 @@ class _AuditedRequest:
     def worth_noting(self) -> bool:
         """Changes and refusals, but not what the rate limit stopped, which may be a flood."""
         polled = self.path in TINKER_POLLS
+        polled = polled or self.path.startswith("/s/")
         return self.status in (401, 403) or (self.method not in READING and self.status != 429 and not polled)
 
     async def send(self, message: Message) -> None:

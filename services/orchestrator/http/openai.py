@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Literal, TypeVar
@@ -44,7 +44,7 @@ router = APIRouter(prefix="/v1", tags=["serving"])
 
 EVENT_STREAM = "text/event-stream"
 Sampled = TypeVar("Sampled")
-_WHOLE: dict[int | str, dict[str, object]] = {200: {"content": {"application/json": {}, EVENT_STREAM: {}}}}
+WHOLE: dict[int | str, dict[str, object]] = {200: {"content": {"application/json": {}, EVENT_STREAM: {}}}}
 
 
 @dataclass
@@ -78,6 +78,7 @@ class OpenAiAnswer:
     prompt_token_ids: Sequence[int] = ()
     model_hash: str = ""
     sampler: str = ""
+    constrained: bool = False
     # Of each sample: more are left out, where the caller wants one at a time.
     most_calls: int = MOST_TOOLS
 
@@ -86,6 +87,7 @@ class OpenAiAnswer:
         if response.prompt_token_ids:
             self.prompt_token_ids = tuple(response.prompt_token_ids)
             self.model_hash, self.sampler = response.model_hash, response.sampler
+            self.constrained = response.constrained
         for part in response.parts:
             choice = self.choices[part.index]
             choice.texts.append(part.text)
@@ -320,23 +322,23 @@ def get_openai_model(context: ContextDep, principal: PrincipalDep, model: str) -
     return OpenAiModel(id=model, created=created, owned_by=owner, root=_root(target))
 
 
-@router.post("/chat/completions", response_class=JSONResponse, responses=_WHOLE)
+@router.post("/chat/completions", response_class=JSONResponse, responses=WHOLE)
 async def chat_completion(
     request: Request, context: ContextDep, principal: PrincipalDep, body: ChatRequest
 ) -> Response:
     """The model's next turn; the body is OpenAI's, and so is the answer."""
-    return await _Completion(context, principal, request, body).respond()
+    return await ServedCompletion(context, principal, request, body).respond()
 
 
-@router.post("/completions", response_class=JSONResponse, responses=_WHOLE)
+@router.post("/completions", response_class=JSONResponse, responses=WHOLE)
 async def plain_completion(
     request: Request, context: ContextDep, principal: PrincipalDep, body: PlainRequest
 ) -> Response:
     """How the model goes on after a prompt; the body is OpenAI's, and so is the answer."""
-    return await _Completion(context, principal, request, body).respond()
+    return await ServedCompletion(context, principal, request, body).respond()
 
 
-class _Completion:
+class ServedCompletion:
     """One request on its way through the pool."""
 
     def __init__(
@@ -349,21 +351,11 @@ class _Completion:
         self.capture: Captured | None = None
 
     async def respond(self) -> Response:
-        target, version = await run_in_threadpool(self._target)
+        target, version = await run_in_threadpool(self.target)
         wanted = self.body.to_serve(target.job_id, version)
-        chat = isinstance(self.body, ChatRequest)
-        answer = OpenAiAnswer(
-            id=f"{'chatcmpl' if chat else 'cmpl'}-{ULID()}",
-            model=self.body.model,
-            job_id=target.job_id,
-            kind="chat" if chat else "plain",
-            created=int(time.time()),
-            choices=[Choice(index) for index in range(self.body.n)],
-            most_calls=MOST_TOOLS if not isinstance(self.body, ChatRequest) or self.body.parallel_tool_calls else 1,
-        )
+        answer = self.answer_of(target)
         wanted.request_id = answer.id
-        capturing = asks_for_capture(self.principal, self.request.headers, self.body)
-        self.capture = capture_terms(self.request.headers, self.principal, self.body, wanted) if capturing else None
+        await run_in_threadpool(self.prepare, wanted)
         parts = self._sampled(wanted, answer)
         if not self.body.stream:
             return await self._whole(parts, answer)
@@ -375,7 +367,35 @@ class _Completion:
             raise
         return StreamingResponse(self._events(first, parts, answer), media_type=EVENT_STREAM)
 
-    def _target(self) -> tuple[Target, int]:
+    def answer_of(self, target: Target) -> OpenAiAnswer:
+        """The answer before anything of it is there."""
+        chat = isinstance(self.body, ChatRequest)
+        return OpenAiAnswer(
+            id=f"{'chatcmpl' if chat else 'cmpl'}-{ULID()}",
+            model=self.body.model,
+            job_id=target.job_id,
+            kind="chat" if chat else "plain",
+            created=int(time.time()),
+            choices=[Choice(index) for index in range(self.body.n)],
+            most_calls=MOST_TOOLS if not isinstance(self.body, ChatRequest) or self.body.parallel_tool_calls else 1,
+        )
+
+    def prepare(self, wanted: ServeRequest) -> None:
+        """Look at what is asked for before anything is sampled, and perhaps change it. Raises SpoError."""
+        if asks_for_capture(self.principal, self.request.headers, self.body):
+            self.capture = capture_terms(self.request.headers, self.principal, self.body, wanted)
+
+    def keep(self, answer: OpenAiAnswer) -> None:
+        """Store what was sampled, before its end is told."""
+        if self.capture:
+            keep(self.context.captures, self.capture, answer)
+
+    @contextlib.contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Around the sampling."""
+        yield
+
+    def target(self) -> tuple[Target, int]:
         """What is asked for, and the weight version that it means now."""
         served, who = self.context.served_models, self.principal
         target = served.resolve(who.tenant, self.body.model, of_anyone=who.is_admin)
@@ -386,16 +406,16 @@ class _Completion:
 
     async def _sampled(self, wanted: ServeRequest, answer: OpenAiAnswer) -> AsyncGenerator[ServeResponse, None]:
         quota = self.context.serving_quota
-        with quota.completion(self.principal.tenant):
+        with quota.completion(self.principal.tenant), self.under_way():
             try:
                 async with contextlib.aclosing(self.context.serving_pool.serve(wanted)) as parts:
                     async for response in parts:
                         answer.add(response)
+                        if answer.is_whole:
+                            await run_in_threadpool(self.keep, answer)
                         yield response
             finally:
                 quota.spend(self.principal.tenant, answer.tokens)
-        if self.capture and answer.is_whole:
-            await run_in_threadpool(keep, self.context.captures, self.capture, answer)
 
     async def _whole(self, parts: AsyncGenerator[ServeResponse, None], answer: OpenAiAnswer) -> Response:
         try:

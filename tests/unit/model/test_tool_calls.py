@@ -9,7 +9,7 @@ import pytest
 
 from spo.errors import InvalidInput
 from spo.model.chat import USUAL, ChatFormat
-from spo.model.tokenizer import encode_chat
+from spo.model.tokenizer import encode_chat, encode_following
 from spo.model.tool_calls import AnswerReader, Constraint, ToolFormat, before_call, probe_tools, read_calls
 from tests.support.scripted_model import TEMPLATE, TOOLS, hermes_tokenizer
 
@@ -167,3 +167,63 @@ def test_a_call_that_no_grammar_describes_cannot_be_asked_for() -> None:
         Constraint(TOOLS, "required").structural_tag(hermes_tokenizer(), "pythonic")
     assert refused.value.code == "tools_not_taken"
     assert Constraint(TOOLS).structural_tag(hermes_tokenizer(), "pythonic") == ""
+
+
+FOLLOWING: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "go on"}],
+    [{"role": "tool", "content": "rain", "tool_call_id": "c", "name": "weather"}],
+    [{"role": "tool", "content": "rain"}, {"role": "tool", "content": "sun"}, {"role": "user", "content": "and?"}],
+    [{"role": "system", "content": "be brief"}, {"role": "user", "content": ""}],
+]
+
+
+@pytest.mark.parametrize("calls", [False, True])
+@pytest.mark.parametrize("following", FOLLOWING)
+def test_what_follows_an_answer_is_what_the_template_writes_after_the_sampled_tokens(
+    following: list[dict[str, Any]], *, calls: bool
+) -> None:
+    tokenizer = hermes_tokenizer()
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": {"place": "Oslo"}}}
+    answer = {"role": "assistant", "content": "Let me look.", **({"tool_calls": [call]} if calls else {})}
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
+    prompt = encode_chat(tokenizer, asked, USUAL, TOOLS)
+    whole = encode_chat(tokenizer, [*asked, answer, *following], USUAL, TOOLS)
+    # As it was sampled: white space that no template writes.
+    sampled = [*tokenizer.encode("Let  me  look .", add_special_tokens=False), tokenizer.eos_token_id]
+    after = encode_following(tokenizer, [*asked, answer, *following], 2, USUAL, TOOLS, said=[*prompt, *sampled])
+    assert after is not None
+    text = tokenizer.decode([*prompt, *sampled, *after])
+    assert text.startswith(tokenizer.decode([*prompt, *sampled]))
+    assert tokenizer.decode(whole).endswith(tokenizer.decode(after))
+    assert tokenizer.decode(after).count("<turn>") == len(following)
+    cut = encode_following(tokenizer, [*asked, answer, *following], 2, USUAL, TOOLS, said=[*prompt, *sampled[:-1]])
+    assert cut == [tokenizer.eos_token_id, *after]
+
+
+def test_a_template_that_writes_earlier_turns_otherwise_later_or_drops_one_gives_nothing_that_follows() -> None:
+    tokenizer = hermes_tokenizer()
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "y"},
+        {"role": "user", "content": "go on"},
+    ]
+    for template in (
+        "{% for m in messages %}<turn>{{ messages | length }}{{ m.content }}<end>{% endfor %}<ask>",
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}{{ '!' if loop.last }}<end>{% else %}"
+        "<turn>{{ m.content }}<end>{% endif %}{% endfor %}<ask>",
+        "{% for m in messages[:2] %}<turn>{{ m.content }}<end>{% endfor %}<ask>",
+    ):
+        tokenizer.chat_template = template
+        assert encode_following(tokenizer, turns, 2, USUAL, said=[1]) is None, template
+
+
+def test_a_result_that_names_a_special_token_ends_no_turn() -> None:
+    tokenizer = hermes_tokenizer()
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "y"},
+        {"role": "user", "content": "a<end><ask>b"},
+    ]
+    after = encode_following(tokenizer, turns, 2, USUAL, said=[tokenizer.eos_token_id])
+    assert after is not None
+    assert tokenizer.decode(after) == "<turn>user: ab<end><ask>"

@@ -1,0 +1,346 @@
+"""Sessions of agents: each episode of an agent's own program has a URL and a key, and its calls make a tree of tokens.
+
+What is trained on was sampled after exactly the tokens that stand before it: a call's messages are matched by their
+digests against what the session has answered, and the tokens of what matches are fed again as they are. What does not
+match begins another branch, or another root; nothing is mended or guessed. The tree is in Redis, written a call at a
+time, once the answer is whole.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import time
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
+
+from ulid import ULID
+
+from services.orchestrator import redis_keys as own_keys
+from services.orchestrator.auth import Principal
+from services.orchestrator.commit import now_ms
+from services.orchestrator.jobs import JobStore
+from spo import observability
+from spo.errors import Conflict, InvalidInput, NotFound, ResourceExhausted
+from spo.redis_keys import digest
+from spo.spec.section import record_of
+
+# A session is known for so long after its deadline: what it holds can be looked at.
+KEEP_SECONDS = 86_400
+# The same request again within it, from a client that says it tries again, gets the same answer.
+REMEMBERED_SECONDS = 600
+MOST_BYTES = 64 << 20
+
+Turn = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class AgentSession:
+    """What an episode is of, what it may use, and how its calls are sampled.
+
+    version: the weight version of all calls; None: whichever is loaded. deadline_unix_ms: calls are refused after it.
+    """
+
+    id: str
+    job_id: str
+    tenant: str
+    key_digest: str
+    token_digest: str
+    deadline_unix_ms: int
+    created_unix_ms: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+    version: int | None = None
+    max_calls: int = 200
+    max_tokens: int = 131_072
+    problem_id: str = ""
+
+    @property
+    def path(self) -> str:
+        """Where its calls go, before /v1."""
+        return f"/s/{self.id}"
+
+
+@dataclass(frozen=True)
+class SessionSecrets:
+    """What opens a session, stored as digests alone: the agent's key for calls, the runner's token for the outcome."""
+
+    key: str
+    token: str
+
+
+@dataclass(frozen=True)
+class CallNode:
+    """One call: what was read since its parent (None: a root), what was sampled, and what it was answered as.
+
+    state: the digest of all messages up to the answer. text: without its calls. reason: why it is no continuation of
+    what the session had answered before; "" where it is, or where nothing of it was known.
+    """
+
+    number: int
+    parent: int | None
+    state: str
+    messages: tuple[Turn, ...]
+    text: str
+    calls: tuple[Mapping[str, object], ...]
+    finish_reason: str
+    version_first: int
+    version_last: int
+    prompt_tokens: int
+    cached_tokens: int
+    sampler: str
+    model_hash: str
+    at_unix_ms: int
+    reason: str = ""
+    constrained: bool = False
+    label: str = ""
+    reasoning_characters: int = 0
+    read: tuple[int, ...] = field(default=(), repr=False)
+    sampled: tuple[int, ...] = field(default=(), repr=False)
+    logprobs: tuple[float, ...] = field(default=(), repr=False)
+
+
+_PACKED = {"read": "i", "sampled": "i", "logprobs": "f"}
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Where a call's messages stand in the tree: after a node and so many of them, with the tokens up to there.
+
+    node None: at a root. state: the digest of all messages. reason: as a node's.
+    """
+
+    node: CallNode | None
+    turns: int
+    token_ids: tuple[int, ...]
+    state: str
+    reason: str = ""
+
+
+def _turn_digest(state: str, turn: Turn) -> str:
+    return digest(state, json.dumps(turn, sort_keys=True))
+
+
+def as_answered(text: str, calls: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """The turn that an answer is when it comes back: arguments as values, no content as empty content."""
+    turn: dict[str, object] = {"role": "assistant", "content": text}
+    return turn | ({"tool_calls": list(calls)} if calls else {})
+
+
+def loosely(turn: Turn) -> dict[str, object]:
+    """The turn as clients change it that mean the same: white space around, ids of calls renamed."""
+    found = {**turn, "content": str(turn.get("content") or "").strip()}
+    calls = found.get("tool_calls")
+    if isinstance(calls, list):
+        found["tool_calls"] = [each["function"] for each in calls]
+    return {"loosely": found}
+
+
+class SessionTree:
+    """The calls of one session in Redis."""
+
+    def __init__(self, jobs: JobStore, session: AgentSession) -> None:
+        self.client = jobs.client
+        self.session = session
+        self.key = own_keys.agent_nodes(session.id)
+        self.states = own_keys.agent_states(session.id)
+
+    def node(self, number: int) -> CallNode:
+        """A call with its tokens. Raises NotFound."""
+        names = [str(number), *(f"{number}:{name}" for name in _PACKED)]
+        header, *packed = self.client.hmget(self.key, names)
+        if header is None:
+            raise NotFound(f"session {self.session.id} has no call {number}", code="session_not_found")
+        values: dict[str, tuple[float, ...]] = {}
+        for (name, kind), raw in zip(_PACKED.items(), packed, strict=True):
+            values[name] = tuple(array(kind, raw or b""))
+        return record_of(CallNode, {**json.loads(header), **values})
+
+    def path(self, node: CallNode) -> list[CallNode]:
+        """The nodes from the root to this one."""
+        found = [node]
+        while found[-1].parent is not None:
+            found.append(self.node(found[-1].parent))
+        return found[::-1]
+
+    def nodes(self) -> list[CallNode]:
+        """All calls in the order of their numbers."""
+        numbers = sorted(int(name) for name in self.client.hkeys(self.key) if name.isdigit())
+        return [self.node(number) for number in numbers]
+
+    def find(self, turns: Sequence[Turn], tools: Sequence[object]) -> Continuation:
+        """Where messages continue what the session has answered; tools: what the template is shown."""
+        known = {}
+        if any(turn["role"] == "assistant" for turn in turns):
+            known = {name.decode(): int(number) for name, number in self.client.hgetall(self.states).items()}
+        state, found, matched = self._root(tools), None, 0
+        foreign = False
+        for place, turn in enumerate(turns, 1):
+            number = None
+            if turn["role"] == "assistant":
+                number = known.get(_turn_digest(state, turn), known.get(_turn_digest(state, loosely(turn))))
+                foreign |= number is None
+            if number is None:
+                state = _turn_digest(state, turn)
+                continue
+            found, matched, foreign = self.node(number), place, False
+            # From here on as it was answered, whatever a client has made of it.
+            state = found.state
+        reason = ""
+        if foreign:
+            reason = "edited" if known else "foreign_assistant"
+        if found is None:
+            return Continuation(None, 0, (), state, reason)
+        path = self.path(found)
+        token_ids = tuple(token for node in path for token in (*node.read, *node.sampled))
+        return Continuation(found, matched, token_ids, state, reason)
+
+    def retried(self, body_digest: str) -> CallNode | None:
+        """The call that answered the same request a short while ago."""
+        number = self.client.hget(self.states, f"retry:{body_digest}")
+        if number is None:
+            return None
+        node = self.node(int(number))
+        return node if now_ms() - node.at_unix_ms < REMEMBERED_SECONDS * 1000 else None
+
+    def append(self, node: CallNode, body_digest: str) -> CallNode:
+        """Store a call; returns it with its number. Raises ResourceExhausted where the tree takes no more."""
+        session = own_keys.agent_session(self.session.id)
+        number = self.client.hincrby(session, "calls", 1) - 1
+        answered = as_answered(node.text, node.calls)
+        alike = _turn_digest(node.state, loosely(answered))
+        node = replace(node, number=number, state=_turn_digest(node.state, answered))
+        header = {name: value for name, value in asdict(node).items() if name not in _PACKED}
+        fields: dict[str, str | bytes] = {str(number): json.dumps(header)}
+        fields |= {f"{number}:{name}": array(kind, getattr(node, name)).tobytes() for name, kind in _PACKED.items()}
+        if self.client.hincrby(session, "bytes", sum(map(len, fields.values()))) > MOST_BYTES:
+            raise ResourceExhausted(f"the session holds {MOST_BYTES} bytes", code="session_full")
+        life = max(1, self.session.deadline_unix_ms // 1000 + KEEP_SECONDS - int(time.time()))
+        with self.client.pipeline(transaction=True) as writes:
+            writes.hset(self.key, mapping=fields)
+            writes.hset(self.states, mapping={node.state: number, alike: number, f"retry:{body_digest}": number})
+            writes.expire(self.key, life)
+            writes.expire(self.states, life)
+            writes.hincrby(session, "tokens", len(node.read) + len(node.sampled))
+            writes.execute()
+        return node
+
+    def _root(self, tools: Sequence[object]) -> str:
+        """Another set of tools is written into another prompt, so it is another root."""
+        return digest(self.session.id, json.dumps(list(tools), sort_keys=True))
+
+
+class AgentSessions:
+    """Opens sessions, knows their keys, and ends them. Safe from several threads."""
+
+    def __init__(self, jobs: JobStore) -> None:
+        self.jobs = jobs
+
+    def open(self, session: AgentSession) -> tuple[AgentSession, SessionSecrets]:
+        """Store a session; its id and secrets are made here."""
+        session_id = f"ses_{ULID()}"
+        opened = SessionSecrets(f"{session_id}.{secrets.token_urlsafe(32)}", f"tok_{secrets.token_urlsafe(32)}")
+        session = replace(session, id=session_id, key_digest=_secret(opened.key), token_digest=_secret(opened.token))
+        self._write(session)
+        return session, opened
+
+    def _write(self, session: AgentSession) -> None:
+        key = own_keys.agent_session(session.id)
+        life = max(1, session.deadline_unix_ms // 1000 + KEEP_SECONDS - int(time.time()))
+        self.jobs.write(
+            ("HSET", key, "record", json.dumps(asdict(session)), "calls", 0, "tokens", 0, "bytes", 0),
+            ("EXPIRE", key, life),
+            ("ZADD", own_keys.agent_sessions(session.job_id), session.deadline_unix_ms, session.id),
+        )
+
+    def get(self, session_id: str) -> AgentSession:
+        """Raises NotFound."""
+        raw = self.jobs.client.hget(own_keys.agent_session(session_id), "record")
+        if raw is None:
+            raise NotFound(f"there is no session {session_id}", code="session_not_found")
+        return record_of(AgentSession, json.loads(raw))
+
+    def of_job(self, job_id: str, most: int) -> list[AgentSession]:
+        """The newest sessions of a job."""
+        ids = self.jobs.client.zrange(own_keys.agent_sessions(job_id), -most, -1)
+        records = [self.jobs.client.hget(own_keys.agent_session(each.decode()), "record") for each in ids[::-1]]
+        return [record_of(AgentSession, json.loads(raw)) for raw in records if raw]
+
+    def seen(self, session: AgentSession) -> dict[str, object]:
+        """What is shown of a session beside its record."""
+        counts = self.counts(session)
+        outcome = json.loads(counts["outcome"]) if "outcome" in counts else None
+        used = {name: int(counts.get(name, 0)) for name in ("calls", "tokens")}
+        return {**used, "closed": counts.get("closed", ""), "outcome": outcome}
+
+    def counts(self, session: AgentSession) -> dict[str, str]:
+        """How many calls and tokens it has used, why it is closed, and its outcome."""
+        found = self.jobs.client.hgetall(own_keys.agent_session(session.id))
+        return {name.decode(): raw.decode() for name, raw in found.items() if name != b"record"}
+
+    def tree(self, session: AgentSession) -> SessionTree:
+        return SessionTree(self.jobs, session)
+
+    def principal(self, session_id: str, key: str) -> Principal:
+        """Who calls a session's paths. Raises InvalidInput (code "unauthorized"): another key, or a closed session."""
+        try:
+            session = self.get(session_id)
+        except NotFound:
+            session = None
+        if session is None or not hmac.compare_digest(_secret(key), session.key_digest):
+            raise InvalidInput("this is no key of this session", code="unauthorized")
+        if reason := self.counts(session).get("closed"):
+            raise InvalidInput(f"the session is closed: {reason}", code="unauthorized")
+        return Principal(f"session {session.id}", session.tenant, frozenset({"models:query"}))
+
+    def require_token(self, session: AgentSession, token: str) -> None:
+        """Raises InvalidInput (code "forbidden") unless it is the session's own token, which its agent never sees."""
+        if not hmac.compare_digest(_secret(token), session.token_digest):
+            raise InvalidInput("the outcome needs the session's token, not its key", code="forbidden")
+
+    def require_room(self, session: AgentSession) -> None:
+        """Raises ResourceExhausted or InvalidInput (code "prompt_too_long") where a session has used what it may."""
+        if now_ms() > session.deadline_unix_ms:
+            raise ResourceExhausted("the session's time is over", code="session_full")
+        counts = self.counts(session)
+        if int(counts["calls"]) >= session.max_calls:
+            raise ResourceExhausted(f"the session has made its {session.max_calls} calls", code="session_full")
+        if int(counts["tokens"]) >= session.max_tokens:
+            raise InvalidInput(f"the session has used its {session.max_tokens} tokens", code="prompt_too_long")
+
+    def close(self, session: AgentSession, outcome: Mapping[str, object], reason: str) -> Mapping[str, object]:
+        """End a session with its outcome; once more with the same changes nothing.
+
+        Returns the outcome. Raises Conflict (code "already_decided") for another one.
+        """
+        key = own_keys.agent_session(session.id)
+        said = json.dumps(outcome, sort_keys=True)
+        if not self.jobs.client.hsetnx(key, "outcome", said):
+            first = self.jobs.client.hget(key, "outcome")
+            if first is None or first.decode() != said:
+                raise Conflict("the episode has another outcome already", code="already_decided")
+        self.jobs.client.hset(key, "closed", reason)
+        return outcome
+
+
+def _secret(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
+
+
+def note_call(dialect: str, node: CallNode, repeated: int) -> None:
+    """Count a stored call. repeated: tokens of its prompt that were known, and written anew."""
+    observability.AGENT_CALLS.labels(dialect=dialect).inc()
+    if node.reason:
+        observability.AGENT_BREAKS.labels(reason=node.reason).inc()
+        observability.AGENT_REPEATED.labels(reason=node.reason).inc(repeated)
+
+
+def leaves(nodes: Iterable[CallNode]) -> list[CallNode]:
+    """Calls that no other call goes on from, in the order of their numbers."""
+    known = list(nodes)
+    parents = {node.parent for node in known}
+    return [node for node in known if node.number not in parents]

@@ -1,0 +1,276 @@
+"""Sessions of agents over REST: opened by whoever runs the agent, called by the agent in its own API's words."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from hashlib import sha256
+from typing import Annotated, Any, cast
+
+from fastapi import APIRouter, Path, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.concurrency import run_in_threadpool
+
+from services.orchestrator.agents import AgentSession, CallNode, Continuation, SessionSecrets, Turn, note_call
+from services.orchestrator.auth import Principal
+from services.orchestrator.commit import now_ms
+from services.orchestrator.container import AppContext, ContextDep, Limit, PrincipalDep, require_own_job
+from services.orchestrator.http.openai import (
+    EVENT_STREAM,
+    WHOLE,
+    OpenAiAnswer,
+    OpenAiModel,
+    OpenAiModelList,
+    ServedCompletion,
+)
+from services.orchestrator.http.openai_requests import ChatMessage, ChatRequest, conversation, refused
+from services.orchestrator.serving import Target
+from spo import api
+from spo.errors import NotFound, ResourceExhausted
+from spo.v1.inference_service_pb2 import ServedPart, ServeRequest
+
+router = APIRouter(prefix="/v1/agents", tags=["agents"])
+calls_router = APIRouter(prefix="/s/{session_id}/v1", tags=["agents"])
+
+SessionId = Annotated[str, Path(pattern=api.SESSION_ID_PATTERN)]
+# A session's own path may carry its key, for programs that overwrite keys.
+SessionPath = Annotated[str, Path(pattern=r"^ses_[0-9A-HJKMNP-TV-Z]{26}(\.[A-Za-z0-9_-]{1,100})?$")]
+
+MOST_AT_ONCE = 8
+_AT_ONCE: Counter[str] = Counter()
+# Of whoever calls: labels of its own, kept in the trace.
+LABELS = ("session-id", "thread-id", "x-session-id", "x-claude-code-session-id")
+
+
+@router.post("/sessions", status_code=201)
+def open_session(
+    context: ContextDep, principal: PrincipalDep, request: Request, body: api.SessionRequest
+) -> api.SessionGrant:
+    """Open a session of a job's policy: a URL and a key for one episode of an agent."""
+    require_own_job(context, principal, body.job)
+    target = Target(body.job, body.version)
+    context.served_models.require("" if principal.is_admin else principal.tenant, target)
+    made = now_ms()
+    session = AgentSession(
+        id="",
+        job_id=body.job,
+        tenant=context.jobs.tenant(body.job) or "",
+        key_digest="",
+        token_digest="",
+        created_unix_ms=made,
+        deadline_unix_ms=made + body.max_seconds * 1000,
+        version=body.version,
+        max_calls=body.max_calls,
+        max_tokens=body.max_tokens,
+        problem_id=body.problem,
+    )
+    return grant_of(request, *context.agent_sessions.open(session))
+
+
+def grant_of(request: Request, session: AgentSession, opened: SessionSecrets) -> api.SessionGrant:
+    """What the runner of an episode is told."""
+    return api.SessionGrant(
+        id=session.id,
+        job_id=session.job_id,
+        base_url=f"{str(request.base_url).rstrip('/')}{session.path}/v1",
+        key=opened.key,
+        token=opened.token,
+        model="policy",
+        deadline_unix_ms=session.deadline_unix_ms,
+    )
+
+
+@router.get("/sessions")
+def list_sessions(context: ContextDep, principal: PrincipalDep, job: str, limit: Limit = 100) -> api.SessionList:
+    """The newest sessions of a job."""
+    require_own_job(context, principal, job)
+    return api.SessionList(items=[_view(context, each) for each in context.agent_sessions.of_job(job, limit)])
+
+
+@router.get("/sessions/{session_id}")
+def get_session(context: ContextDep, principal: PrincipalDep, session_id: SessionId) -> api.SessionView:
+    """A session, what it has used, and its outcome."""
+    return _view(context, _own(context, principal, session_id))
+
+
+@router.get("/sessions/{session_id}/tree")
+def get_session_tree(context: ContextDep, principal: PrincipalDep, session_id: SessionId) -> api.SessionTreeView:
+    """All calls of a session: messages, tokens, versions, and where its history was broken and why."""
+    session = _own(context, principal, session_id)
+    nodes = context.agent_sessions.tree(session).nodes()
+    calls = [api.SessionCall.model_validate(asdict(node)) for node in nodes]
+    return api.SessionTreeView(session=_view(context, session), calls=calls)
+
+
+@router.post("/sessions/{session_id}/outcome")
+def end_session(
+    context: ContextDep, principal: PrincipalDep, session_id: SessionId, body: api.EpisodeOutcome
+) -> api.SessionView:
+    """End an episode with its reward; the same outcome again changes nothing."""
+    session = _own(context, principal, session_id)
+    context.agent_sessions.require_token(session, body.token)
+    if body.reward is not None and body.status == "failed":
+        raise refused("/reward", "what failed has no reward")
+    if body.reward is not None and not int(context.agent_sessions.counts(session)["calls"]):
+        raise refused("/reward", "the session has made no call")
+    context.agent_sessions.close(session, body.model_dump(mode="json", exclude={"token"}), body.status)
+    return _view(context, session)
+
+
+def _own(context: AppContext, principal: Principal, session_id: str) -> AgentSession:
+    """Raises NotFound for another tenant's session as for one that never was."""
+    session = context.agent_sessions.get(session_id)
+    if principal.sees_tenant not in (None, session.tenant):
+        raise NotFound(f"there is no session {session_id}", code="session_not_found")
+    return session
+
+
+def _view(context: AppContext, session: AgentSession) -> api.SessionView:
+    return api.SessionView.model_validate({**asdict(session), **context.agent_sessions.seen(session)})
+
+
+@calls_router.get("/models")
+def list_session_models(context: ContextDep, session_id: SessionPath) -> OpenAiModelList:
+    """The one model of the session."""
+    session = session_of(context, session_id)
+    model = OpenAiModel(
+        id="policy", created=session.created_unix_ms // 1000, owned_by=session.tenant or "operator", root=session.job_id
+    )
+    return OpenAiModelList(data=[model])
+
+
+@calls_router.post("/chat/completions", response_class=JSONResponse, responses=WHOLE)
+async def session_chat_completion(
+    request: Request, context: ContextDep, principal: PrincipalDep, session_id: SessionPath, body: ChatRequest
+) -> Response:
+    """The policy's next turn in a session; any `model` means the session's policy."""
+    session = await run_in_threadpool(session_of, context, session_id)
+    return await EpisodeCompletion(context, principal, request, body, session).respond()
+
+
+def session_of(context: AppContext, path: str) -> AgentSession:
+    """The session that a path of its own names; whoever asks has shown its key."""
+    return context.agent_sessions.get(path.partition(".")[0])
+
+
+class EpisodeCompletion(ServedCompletion):
+    """A call of a session: the tokens that it has been answered are fed again as they are."""
+
+    dialect = "chat"
+
+    def __init__(
+        self, context: AppContext, principal: Principal, request: Request, body: ChatRequest, session: AgentSession
+    ) -> None:
+        super().__init__(context, principal, request, body)
+        self.chat = body
+        self.session = session
+        self.tree = context.agent_sessions.tree(session)
+        self.turns = list(conversation(body.messages))
+        self.continued = Continuation(None, 0, (), "")
+        said = body.model_dump_json(exclude={"stream", "stream_options"})
+        self.body_digest = sha256(said.encode()).hexdigest()
+
+    async def respond(self) -> Response:
+        """The answer; a request that is tried again gets the one that it got."""
+        if self.chat.n > 1:
+            raise refused("/n", "a session samples one answer a call")
+        if self._tries_again() and (node := await run_in_threadpool(self.tree.retried, self.body_digest)):
+            return self._again(node)
+        await run_in_threadpool(self.context.agent_sessions.require_room, self.session)
+        return await super().respond()
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Count it among the session's. Raises ResourceExhausted (code "rate_limited")."""
+        if _AT_ONCE[self.session.id] >= MOST_AT_ONCE:
+            raise ResourceExhausted(f"{MOST_AT_ONCE} calls of the session are under way", code="rate_limited")
+        _AT_ONCE[self.session.id] += 1
+        try:
+            yield
+        finally:
+            _AT_ONCE[self.session.id] -= 1
+            if not _AT_ONCE[self.session.id]:
+                del _AT_ONCE[self.session.id]
+
+    def target(self) -> tuple[Target, int]:
+        """The session's job, whose newest version is asked for unless the session has one of its own."""
+        version = self.session.version
+        if version is None:
+            announced = self.context.weights.announced(self.session.job_id)
+            version = announced.version if announced else 0
+        return Target(self.session.job_id, self.session.version), version
+
+    def prepare(self, wanted: ServeRequest) -> None:
+        """Find the tokens that the messages go on from; how it is sampled is the session's, not its agent's."""
+        tools = [tool.document for tool in self.chat.tools] if wanted.tools_json else []
+        self.continued = self.tree.find(self.turns, tools)
+        session = self.session
+        wanted.temperature, wanted.top_p = session.temperature, session.top_p
+        wanted.frequency_penalty = wanted.presence_penalty = 0.0
+        number = int(self.context.agent_sessions.counts(session)["calls"])
+        wanted.seed = (session.seed + 1_000_003 * number) % 2**62
+        wanted.logprobs = True
+        wanted.loaded_version = session.version is None
+        wanted.context_token_ids.extend(self.continued.token_ids)
+        wanted.context_turns = self.continued.turns
+
+    def keep(self, answer: OpenAiAnswer) -> None:
+        """Store the call, before its end is told."""
+        (choice,), found = answer.choices, self.continued
+        prompt, known = tuple(answer.prompt_token_ids), found.token_ids
+        extends = prompt[: len(known)] == known
+        node, reason = (found.node, found.reason) if extends else (None, "template_rewrites")
+        (answered,) = conversation([ChatMessage.model_validate({"role": "assistant", "tool_calls": choice.calls})])
+        chat = self.context.jobs.spec(self.session.job_id).model.chat_format
+        stored = CallNode(
+            number=0,
+            parent=node.number if node else None,
+            state=found.state,
+            messages=tuple(self.turns[found.turns if node else 0 :]),
+            text=choice.text,
+            calls=tuple(cast("list[Turn]", answered.get("tool_calls", []))),
+            finish_reason=choice.finish_reason,
+            version_first=choice.version_first,
+            version_last=choice.version_last,
+            prompt_tokens=len(prompt),
+            cached_tokens=len(known) if extends else 0,
+            sampler=answer.sampler,
+            model_hash=answer.model_hash,
+            at_unix_ms=now_ms(),
+            reason=reason,
+            constrained=answer.constrained,
+            label=next((self.request.headers[name][:200] for name in LABELS if name in self.request.headers), ""),
+            reasoning_characters=chat.reasoning_length(choice.text),
+            read=prompt[len(known) :] if extends else prompt,
+            sampled=tuple(choice.token_ids),
+            logprobs=tuple(token.logprob for token in choice.tokens),
+        )
+        self.tree.append(stored, self.body_digest)
+        note_call(self.dialect, stored, 0 if extends else len(known))
+        if not self.chat.logprobs:
+            choice.tokens.clear()
+
+    def _tries_again(self) -> bool:
+        headers: Mapping[str, str] = self.request.headers
+        return headers.get("x-stainless-retry-count", "0") != "0" or "idempotency-key" in headers
+
+    def _again(self, node: CallNode) -> Response:
+        answer = self.answer_of(self.target()[0])
+        answer.prompt_token_ids = (0,) * node.prompt_tokens
+        (choice,) = answer.choices
+        choice.texts, choice.token_ids = [node.text], list(node.sampled)
+        choice.finish_reason, choice.calls = node.finish_reason, [_as_sent(call) for call in node.calls]
+        choice.version_first, choice.version_last = node.version_first, node.version_last
+        if not self.body.stream:
+            return JSONResponse(answer.document())
+        part = ServedPart(index=0, text=node.text, finish_reason=node.finish_reason)
+        closing = answer.closing(include_usage=self.body.stream_options.include_usage)
+        return StreamingResponse(iter([answer.opening(), answer.chunk(part), closing]), media_type=EVENT_STREAM)
+
+
+def _as_sent(call: Mapping[str, Any]) -> dict[str, object]:
+    function = call["function"]
+    return {**call, "function": {"name": function["name"], "arguments": json.dumps(function["arguments"])}}
