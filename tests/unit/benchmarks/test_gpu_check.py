@@ -31,6 +31,7 @@ def test_a_part_that_breaks_or_takes_too_long_is_said_to_have_failed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_dry_run_gives_the_figures_of_every_part_but_the_demo(tmp_path: Path) -> None:
     output = tmp_path / "dry-run.json"
