@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
-from benchmarks.studies.carry_out import FOLDER, baselines, imitation, memory, staleness
+from benchmarks.studies.carry_out import DOCUMENTS, FOLDER, baselines, imitation, memory, staleness
 from benchmarks.studies.collect import write
 
 
@@ -22,7 +21,7 @@ def main() -> int:
     {"staleness": staleness, "imitation": imitation, "baselines": baselines, "memory": memory}[wanted.study](
         wanted.seeds
     )
-    write(wanted.study, FOLDER / wanted.study, Path("docs/results"))
+    write(wanted.study, FOLDER / wanted.study, DOCUMENTS)
     return 0
 
 

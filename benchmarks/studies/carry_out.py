@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.studies import baselines as published, imitation as beside, memory as remembering, staleness as stale
+from benchmarks.studies.collect import results
 from benchmarks.studies.contest import EVALUATION_SAMPLES, UNTEMPERED, Contest
 from spo.algorithm.values import ProblemCounts, mean_pass_at_k
 from spo.demo.demo import toy_model
@@ -21,14 +22,14 @@ from spo.v1.prompt_pb2 import SOURCE_REFERENCE
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.value_pb2 import PromptValue
 
-FOLDER = Path("runs/studies")
+FOLDER, DOCUMENTS = Path("runs/studies"), Path("docs/results")
 TRAIN, HELD_OUT, TASK_SEED = 160, 80, 0
 
 
-def contest(difficulty: str, held_out: int = HELD_OUT) -> Contest:
-    """pi0 of that difficulty with the problems of the report, or with more that are held out."""
+def contest(difficulty: str, held_out: int = HELD_OUT, task_seed: int = TASK_SEED) -> Contest:
+    """pi0 of that difficulty with the problems of the report, or with others."""
     torch.set_num_threads(1)
-    return Contest(toy_model(difficulty), toy_tasks(TRAIN, held_out, TASK_SEED))
+    return Contest(toy_model(difficulty), toy_tasks(TRAIN, held_out, task_seed))
 
 
 def samples_of_pi0(found: Contest, count: int, spec: JobSpec) -> list[Trajectory]:
@@ -115,18 +116,24 @@ def baselines(seeds: Sequence[int]) -> None:
 
 
 def memory(seeds: Sequence[int]) -> None:
-    """The study of runs that remember."""
-    folder, contests = FOLDER / "memory", dict[str, Contest]()
-    for run in remembering.planned(seeds):
-        path = folder / f"{run.name}.json"
-        if path.exists():
-            continue
-        if run.setting not in contests:
-            found = contest("hard" if run.setting == "hard" else "standard", remembering.HELD_OUT)
+    """The study of runs that remember; what the committed document holds is done."""
+    folder, contests = FOLDER / "memory", dict[tuple[str, bool], Contest]()
+    while run := remembering.next_run(_remembered(results(folder, DOCUMENTS / "memory.json")), seeds):
+        key = run.setting, run.searched
+        if key not in contests:
+            held_out = remembering.SEARCH_HELD_OUT if run.searched else remembering.HELD_OUT
+            tasks = remembering.SEARCH_TASKS if run.searched else remembering.REPORTED_TASKS
+            found = contest("hard" if run.setting == "hard" else "standard", held_out, tasks)
             found.qhat_0 = {problem.problem_id: 0.0 for problem in found.tasks.train}
-            contests[run.setting] = found
+            contests[key] = found
         began = time.process_time()
-        kept(path, remembering.carry_out(run, contests[run.setting]) | {"cpu_seconds": time.process_time() - began})
+        result = remembering.carry_out(run, contests[key])
+        kept(folder / f"{run.name}.json", result | {"cpu_seconds": time.process_time() - began})
+
+
+def _remembered(found: Sequence[dict[str, Any]]) -> dict[remembering.MemoryRun, float]:
+    """pass@10 at the end of each run."""
+    return {remembering.run_of(each): score(each["correct"][str(stale.STEPS)], 10) for each in found}
 
 
 def imitation(seeds: Sequence[int]) -> None:

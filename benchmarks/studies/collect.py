@@ -1,6 +1,7 @@
 """What the runs came to: tables with intervals, a picture, and the counts of each problem, below a folder.
 
-Intervals are 95 % bootstraps over seeds and held-out problems together, as in the report.
+Intervals are 95 % bootstraps over seeds and held-out problems together, as in the report; of runs that remember
+Student's t over seeds, since a bootstrap of three seeds covers less than it says.
 """
 
 from __future__ import annotations
@@ -11,25 +12,36 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.studies.contest import EVALUATION_SAMPLES
+from benchmarks.studies.memory import RATES, run_of
 from spo.reproduce.report import Estimate, mean_score, score_table
 
 Result = dict[str, Any]
 
+# Student's t at .975 for 2, 3, ... seeds.
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
-def results(folder: Path) -> list[Result]:
-    """All that were kept."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+def results(folder: Path, document: Path | None = None) -> list[Result]:
+    """All that were kept in the folder, and those of a written document that have no file there."""
+    found = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    if document is None or not document.exists():
+        return list(found.values())
+    written = [each for each in json.loads(document.read_text())["runs"] if run_of(each).name + ".json" not in found]
+    return [*written, *found.values()]
 
 
 def write(study: str, folder: Path, documents: Path) -> None:
     """The document and, of the ages of samples, the picture, among the results in `documents`; prints the table."""
-    found = results(folder)
     path = documents / f"{study}.json"
+    found = results(folder, path if study == "memory" else None)
     before = json.loads(path.read_text()) if path.exists() else {}
     runs = {"samples_per_problem": EVALUATION_SAMPLES, "runs": found}
     path.write_text(json.dumps({**before, **runs}) + "\n")
-    names = ("setting", "contestant") if study == "memory" else ("method", "lag", "rate")
-    fields = [name for name in names if name in found[0]]
+    if study == "memory":
+        print("\n".join(remembering_table(found)))
+        draw_memory(found, documents / "memory.png")
+        return
+    fields = [name for name in ("method", "lag", "rate") if name in found[0]]
     print("\n".join(table(", ".join(fields), by(found, *fields))))
     if study == "staleness":
         draw(found, documents / f"{study}.png")
@@ -48,6 +60,84 @@ def table(title: str, found: Mapping[str, Sequence[Result]]) -> list[str]:
         one, ten = estimate(runs, 1), estimate(runs, 10)
         lines.append(f"| {name} | {len(runs)} | {_said(one)} | {_said(ten)} |")
     return lines
+
+
+def remembering_table(found: Sequence[Result]) -> list[str]:
+    """Runs that remember: a row for each contestant with its rate, with how wide its search was."""
+    lines = [
+        "| problems, contestant | rate (searched) | seeds | pass@1 | pass@10 | T 1 | ever solved | distinct | CPU s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    reported = [each for each in found if not each.get("searched")]
+    for name, runs in by(reported, "setting", "contestant", "rate").items():
+        title, _, rate = name.rpartition(", ")
+        searched = sorted(
+            each["rate"]
+            for each in found
+            if each.get("searched") and all(each[key] == runs[0][key] for key in ("setting", "contestant"))
+        )
+        bounds = f"{searched[0]:g} to {searched[-1]:g}" if searched else "not"
+        means = [sum(last(each, field) for each in runs) / len(runs) for field in ("at_one", "solved", "distinct")]
+        cpu = sum(each["cpu_seconds"] for each in runs) / len(runs)
+        scores = " | ".join(_by_seeds([_mean_pass(each, k) for each in runs]) for k in (1, 10))
+        lines.append(
+            f"| {title} | {rate} ({bounds}) | {len(runs)} | {scores} | {means[0]:.2f} | {means[1]:.0f} | "
+            f"{means[2]:.1f} | {cpu:.0f} |"
+        )
+    return lines
+
+
+def last(result: Result, field: str) -> float:
+    """What a run came to at its end."""
+    return float(list(result[field].values())[-1])
+
+
+def _mean_pass(result: Result, k: int, step: str | None = None) -> float:
+    correct = result["correct"][step or list(result["correct"])[-1]]
+    return mean_score(score_table([correct], [[EVALUATION_SAMPLES] * len(correct)], k)).mean
+
+
+def _by_seeds(scores: Sequence[float]) -> str:
+    """Mean and half of the 95 % interval by Student's t, which of one seed there is none of."""
+    mean = sum(scores) / len(scores)
+    if len(scores) < 2:
+        return f"{mean:.3f}"
+    deviation = (sum((score - mean) ** 2 for score in scores) / (len(scores) - 1)) ** 0.5
+    return f"{mean:.3f} ± {T_975[len(scores) - 2] * deviation / len(scores) ** 0.5:.3f}"
+
+
+def draw_memory(found: Sequence[Result], path: Path) -> None:
+    """The searches of rates, and pass@10 over rollouts of each contestant at its rate; a thin line is a seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(13, 5), constrained_layout=True)
+    names = sorted({(each["setting"], each["contestant"]) for each in found if each.get("searched")})
+    for number, (setting, contestant) in enumerate(names):
+        runs = [each for each in found if (each["setting"], each["contestant"]) == (setting, contestant)]
+        color, label = f"C{number % 10}", contestant if setting == "p160" else f"{setting}: {contestant}"
+        searched = {each["rate"]: _mean_pass(each, 10) for each in runs if each.get("searched")}
+        rates = [rate for rate in RATES if rate in searched]
+        style = "-" if number < 10 else "--"
+        axes[0].plot(rates, [searched[rate] for rate in rates], style, marker="o", color=color, label=label)
+        best = max(searched, key=searched.__getitem__)
+        seeds = [each for each in runs if not each.get("searched") and each["rate"] == best]
+        curves = [[_mean_pass(each, 10, step) for step in each["correct"]] for each in seeds]
+        if curves:
+            rollouts = [int(step) * seeds[0]["rollouts"] / seeds[0]["steps"] for step in seeds[0]["correct"]]
+            for curve in curves:
+                axes[1].plot(rollouts, curve, style, color=color, alpha=0.25)
+            means = [sum(each) / len(each) for each in zip(*curves, strict=True)]
+            axes[1].plot(rollouts, means, style, color=color, linewidth=2, label=f"{label} ({len(curves)})")
+    axes[0].set(xscale="log", xlabel="rate", ylabel="pass@10 on the search's problems")
+    axes[1].set(xlabel="rollouts", ylabel="held-out pass@10")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize="x-small")
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)
 
 
 def by(found: Iterable[Result], *names: str) -> dict[str, list[Result]]:

@@ -4,13 +4,15 @@ Each step samples 64 fresh rollouts in groups of 8. A contestant may also learn 
 (`own`: right answers by their NLL, prompt by prompt), spend a share of its prompts where memory is empty (`need`), or
 replay as its paper has it (`replay`). Relatives are reduced to what this world has: one update a step, rewards 0 and 1,
 no clip range to search. Their papers' other parts are named where they are left out.
+
+Rates are chosen on other problems than are reported, and until the best has a worse one on both sides.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +35,11 @@ from spo.v1.trajectory_pb2 import Trajectory
 
 EXAMINED = (50, 100, 150)
 HELD_OUT = 200
+# The problems on which rates are chosen: fewer, and others, of which only the end is examined.
+SEARCH_HELD_OUT = 100
+REPORTED_TASKS, SEARCH_TASKS = 0, 1
+RATES = (6.25e-5, 1.25e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+FIRST_RATES = (5e-4, 1e-3)
 SAMPLES_AT_ONE = 5
 # Groups with both right and wrong answers that are kept for `replay: contrast`.
 KEPT_GROUPS = 512
@@ -42,7 +49,7 @@ ASYMMETRY = 0.1
 SHAPING = 0.1
 
 Loss = Callable[[Tensor, TokenBatch], Tensor]
-Replay = Literal["", "any", "contrast", "experience"]
+Replay = Literal["", "any", "contrast", "experience", "mixed"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class MemoryRun:
 
     draw: whose answers are learned again: of each prompt in turn, or more often where the latest rollouts were wrong.
     wanted: prompts that need rollouts: never solved, or also those whose latest rollouts were all wrong.
+    searched: part of the choice of a rate, and in no table.
     """
 
     method: str
@@ -66,12 +74,13 @@ class MemoryRun:
     need_temperature: float = 1.0
     replay: Replay = ""
     replay_rows: int = 32
+    searched: bool = False
 
     @property
     def contestant(self) -> str:
-        """The settings that are not the default, but for the seed and the problems."""
+        """The settings that are not the default, but for rate, seed and problems."""
         default = asdict(MemoryRun(self.method))
-        apart = {"method", "seed", "setting"}
+        apart = {"method", "seed", "setting", "rate", "searched"}
         changed = [
             f"{key} {value}" for key, value in asdict(self).items() if key not in apart and value != default[key]
         ]
@@ -80,7 +89,8 @@ class MemoryRun:
     @property
     def name(self) -> str:
         """A file's name."""
-        return f"{self.setting}-{self.contestant.replace(', ', '-').replace(' ', '')}-seed{self.seed}"
+        contestant = self.contestant.replace(", ", "-").replace(" ", "")
+        return f"{self.setting}-{contestant}-rate{self.rate:g}-{'search' if self.searched else 'seed'}{self.seed}"
 
     def spec(self, pi0: Path) -> JobSpec:
         """The job whose losses and optimiser are used."""
@@ -97,39 +107,68 @@ class MemoryRun:
 _OWN: Mapping[str, Any] = {"own": 0.1}
 _NEED: Mapping[str, Any] = {**_OWN, "need": 0.5}
 _LOST: Mapping[str, Any] = {**_OWN, "need": 0.75, "wanted": "lost"}
-# Whoever has the most to say first: what runs remember, the fresh objectives, their relatives with replay.
+# Whoever has the most to say first. GRPO with truncated weights is GRPO where all samples are fresh.
 CONTESTANTS: Sequence[Mapping[str, Any]] = (
-    {"method": "grpo", **_LOST},
     {"method": "grpo"},
     {"method": "grpo", **_NEED},
-    {"method": "grpo", **_OWN},
-    {"method": "spo_group_scaled_paper_beta", "own": 1.0, "need": 0.75, "wanted": "lost"},
-    {"method": "spo_group_scaled_paper_beta"},
-    {"method": "none", "own": 1.0, "own_rows": 64},
-    {"method": "dapo"},
-    {"method": "dr_grpo"},
-    {"method": "rloo"},
-    {"method": "oapl"},
     {"method": "grpo", "replay": "contrast"},
+    {"method": "dapo"},
+    {"method": "grpo", **_NEED, "replay": "mixed"},
+    {"method": "grpo_tis", "replay": "contrast"},
+    {"method": "rloo"},
+    {"method": "dr_grpo"},
+    {"method": "spo_group_scaled_paper_beta"},
+    {"method": "spo_group_scaled_paper_beta", "own": 1.0, "need": 0.5},
+    {"method": "dapo", "replay": "contrast"},
+    {"method": "oapl"},
+    {"method": "rloo", "replay": "contrast"},
+    {"method": "dr_grpo", "replay": "contrast"},
+    {"method": "oapl", "replay": "contrast"},
+    {"method": "grpo", **_OWN},
+    {"method": "none", "own": 1.0, "own_rows": 64},
     {"method": "exgrpo", "replay": "experience"},
     {"method": "asymre", "replay": "any"},
     {"method": "topr", "replay": "any"},
-    # Of the first: each of its parts changed.
+    # Of the second: each of its parts changed.
     {"method": "grpo", **_NEED, "wanted": "lost"},
+    {"method": "grpo", **_LOST},
     {"method": "grpo", **_NEED, "wanted": "lost", "draw": "weak"},
     {"method": "grpo", **_NEED, "need_group": 16},
     {"method": "grpo", **_NEED, "need_temperature": 1.3},
 )
 
 
-def planned(seeds: Sequence[int]) -> list[MemoryRun]:
-    """All contestants with one seed in both settings before the next seed."""
-    return [
-        MemoryRun(**each, setting=setting, seed=seed)
-        for seed in seeds
-        for each in CONTESTANTS
-        for setting in ("p160", "hard")
-    ]
+def next_run(done: Mapping[MemoryRun, float], seeds: Sequence[int]) -> MemoryRun | None:
+    """What to carry out now: a contestant's search, then its seeds, then the next one's; None where all is done.
+
+    done: pass@10 of each run so far.
+    """
+    for setting in ("p160", "hard"):
+        for each in CONTESTANTS:
+            search = MemoryRun(**each, setting=setting, searched=True)
+            found = {run.rate: score for run, score in done.items() if replace(run, rate=search.rate) == search}
+            if (rate := rate_to_try(found)) is not None:
+                return replace(search, rate=rate)
+            best = max(found, key=found.__getitem__)
+            for seed in seeds:
+                if (run := replace(search, rate=best, seed=seed, searched=False)) not in done:
+                    return run
+    return None
+
+
+def rate_to_try(found: Mapping[float, float]) -> float | None:
+    """The next rate of a search, given the scores of earlier ones; None where the best lies between two worse ones."""
+    for rate in FIRST_RATES:
+        if rate not in found:
+            return rate
+    best = RATES.index(max(found, key=found.__getitem__))
+    around = [RATES[at] for at in (best + 1, best - 1) if 0 <= at < len(RATES)]
+    return next((rate for rate in around if rate not in found), None)
+
+
+def run_of(result: Mapping[str, Any]) -> MemoryRun:
+    """The run that a result is of."""
+    return MemoryRun(**{each.name: result[each.name] for each in fields(MemoryRun) if each.name in result})
 
 
 @dataclass
@@ -170,6 +209,14 @@ class Memory:
             chosen += rng.sample(known, len(known))
         return [_as_reference(rng.choice(list(self.right[prompt_id].values()))) for prompt_id in chosen[:count]]
 
+    def mixed(self, group: list[Trajectory], rng: random.Random) -> list[Trajectory]:
+        """Half of a group that is all wrong gives way to right answers of its prompt, where there are any."""
+        known = list(self.right.get(group[0].prompt_id, {}).values())
+        if not known or any(each.reward == 0 for each in group):
+            return group
+        answers = rng.sample(known, min(len(group) // 2, len(known)))
+        return [*answers, *group[len(answers) :]]
+
     def lacking(self, wanted: str) -> list[str]:
         """Prompts that were tried, and are not known to be solvable; with "lost" also those that no longer are."""
         never = [prompt_id for prompt_id, answers in self.right.items() if not answers]
@@ -196,7 +243,7 @@ def carry_out(run: MemoryRun, contest: Contest) -> dict[str, Any]:
         if batch:
             policy.learn(batch)
         learned += len(batch)
-        if step in EXAMINED:
+        if step in (EXAMINED[-1:] if run.searched else EXAMINED):
             at = str(step)
             found["correct"][at], found["distinct"][at] = _examined(contest, policy, run.seed + 1000)
             asked = [problem for problem in contest.tasks.evaluation for _ in range(SAMPLES_AT_ONE)]
@@ -262,6 +309,8 @@ def _batch(
     if run.replay == "contrast" and memory.groups:
         # TRL's experimental trainer: groups without contrast give way to earlier ones with it.
         groups = [group if len({each.reward for each in group}) > 1 else rng.choice(memory.groups) for group in groups]
+    if run.replay == "mixed":
+        groups = [memory.mixed(group, rng) for group in groups]
     if run.replay == "any" and memory.all:
         groups += [[each] for each in rng.sample(memory.all, min(run.replay_rows, len(memory.all)))]
     if run.replay == "experience":
