@@ -15,7 +15,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -35,8 +35,8 @@ POLL_SECONDS = 2.0
 class Sink(Protocol):
     """Takes the points of one job; `curve` is "training" or "evaluation"."""
 
-    def last_step(self, curve: str) -> int:
-        """The last step it has of a curve, NEVER before the first."""
+    def steps(self, curve: str) -> Collection[int]:
+        """The steps it has of a curve; of "training", whose points come in order, the last one is enough."""
 
     def write(self, curve: str, step: int, scalars: Mapping[str, float]) -> None:
         """Take one point."""
@@ -79,21 +79,20 @@ class TensorBoardSink:
     """Event files in a folder of the job's own, read back for the last step."""
 
     def __init__(self, folder: Path) -> None:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         folder.mkdir(parents=True, exist_ok=True)
-        written = EventAccumulator(str(folder), size_guidance={"scalars": 1})
-        written.Reload()
-        self._last: dict[str, int] = {}
-        for tag in written.Tags()["scalars"]:
-            curve = tag.partition("/")[0]
-            self._last[curve] = max(self._last.get(curve, NEVER), written.Scalars(tag)[-1].step)
+        self._steps: dict[str, set[int]] = {"training": set(), "evaluation": set()}
+        for file in sorted(folder.glob("*tfevents*")):
+            for event in EventFileLoader(str(file)).Load():
+                for curve in {value.tag.partition("/")[0] for value in event.summary.value} & self._steps.keys():
+                    self._steps[curve].add(event.step)
         self._open: Callable[[], Any] = lambda: EventFileWriter(str(folder))
         self._writer: Any = None
 
-    def last_step(self, curve: str) -> int:
-        return self._last.get(curve, NEVER)
+    def steps(self, curve: str) -> Collection[int]:
+        return self._steps[curve]
 
     def write(self, curve: str, step: int, scalars: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -128,14 +127,14 @@ class MlflowSink:
         found = self._client.search_runs([experiment], f"tags.`spo.job` = '{job_id}'", max_results=1)
         run = found[0] if found else self._client.create_run(experiment, run_name=name, tags={"spo.job": job_id})
         self._run_id = run.info.run_id
-        self._last: dict[str, int] = {}
+        self._steps: dict[str, set[int]] = {"training": set(), "evaluation": set()}
         for tag in run.data.metrics:
-            curve = tag.partition("/")[0]
-            steps = [point.step for point in self._client.get_metric_history(self._run_id, tag)]
-            self._last[curve] = max(self._last.get(curve, NEVER), *steps)
+            if (curve := tag.partition("/")[0]) in self._steps:
+                history = self._client.get_metric_history(self._run_id, tag)
+                self._steps[curve].update(point.step for point in history)
 
-    def last_step(self, curve: str) -> int:
-        return self._last.get(curve, NEVER)
+    def steps(self, curve: str) -> Collection[int]:
+        return self._steps[curve]
 
     def write(self, curve: str, step: int, scalars: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
@@ -180,20 +179,22 @@ class WandbSink:
             self._run.define_metric(f"{curve}/step")
             self._run.define_metric(f"{curve}/*", step_metric=f"{curve}/step")
         self._note = Path(self._run.settings.wandb_dir) / f"spo-{job_id}.json"
-        self._last: dict[str, int] = {}
+        self._steps: dict[str, set[int]] = {"training": set(), "evaluation": set()}
         with contextlib.suppress(OSError, ValueError):
-            self._last = json.loads(self._note.read_text())
+            for curve, written in json.loads(self._note.read_text()).items():
+                # An earlier version noted the last step alone.
+                self._steps[curve] = set(written if isinstance(written, list) else range(written + 1))
 
-    def last_step(self, curve: str) -> int:
-        return self._last.get(curve, NEVER)
+    def steps(self, curve: str) -> Collection[int]:
+        return self._steps[curve]
 
     def write(self, curve: str, step: int, scalars: Mapping[str, float]) -> None:
         self._run.log({f"{curve}/step": step, **{f"{curve}/{name}": value for name, value in scalars.items()}})
-        self._last[curve] = step
+        self._steps[curve] = self._steps[curve] | {step} if curve == "evaluation" else {step}
 
     def flush(self) -> None:
         writing = self._note.with_suffix(".partial")
-        writing.write_text(json.dumps(self._last))
+        writing.write_text(json.dumps({curve: sorted(steps) for curve, steps in self._steps.items()}))
         writing.replace(self._note)
 
     def close(self) -> None:
@@ -208,32 +209,35 @@ class JobMirror:
         self._client = client
         self._job_id = job.id
         self._sink = open_sink(target, job.id, job.name or job.id)
-        self._steps = {curve: self._sink.last_step(curve) for curve in ("training", "evaluation")}
+        self._last_step = max(self._sink.steps("training"), default=NEVER)
+        # One that took long may come after those of later steps.
+        self._evaluated = set(self._sink.steps("evaluation"))
         self.written = 0
 
     def catch_up(self) -> None:
         """Write every point that the API has and the sink has not."""
         newest = self._client.get(self._job_id).progress.step
         while True:
-            start = max(0, self._steps["training"] + 1)
+            start = max(0, self._last_step + 1)
             end = start + WINDOW_STEPS - 1
             series = self._client.metrics(self._job_id, from_step=start, to_step=end, max_points=WINDOW_STEPS)
             for index, step in enumerate(series.steps):
                 point = {name: column[index] for name, column in series.series.items()}
-                self._write("training", step, point)
+                if step > self._last_step:
+                    self._write("training", step, point)
+                    self._last_step = step
             if end >= newest:
                 break
             # Steps without a report, if any, are gone past.
-            self._steps["training"] = max(self._steps["training"], end)
+            self._last_step = max(self._last_step, end)
         for result in self._client.evaluations(self._job_id):
-            self._write("evaluation", result.step, _scores(result))
+            if result.step not in self._evaluated:
+                self._write("evaluation", result.step, _scores(result))
+                self._evaluated.add(result.step)
         self._sink.flush()
 
     def _write(self, curve: str, step: int, point: dict[str, float | None]) -> None:
-        if step <= self._steps[curve]:
-            return
         self._sink.write(curve, step, {name: value for name, value in point.items() if value is not None})
-        self._steps[curve] = step
         self.written += 1
 
     def close(self) -> None:
