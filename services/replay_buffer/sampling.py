@@ -14,7 +14,17 @@ import redis
 
 from services.replay_buffer.sampling_index import FOLLOWED_POSITION, SamplingIndex
 from services.replay_buffer.store import ReplayStore, SampledPayload
-from services.replay_buffer.windows import SOURCES, Limiter, as_memory, is_marked, marked, source_name, without_mark
+from services.replay_buffer.windows import (
+    SOURCES,
+    Candidate,
+    Limiter,
+    as_memory,
+    is_served_as_memory,
+    joined,
+    marked,
+    source_name,
+    without_mark,
+)
 from spo import observability, redis_keys
 from spo.algorithm.replay_sampling import exact_counts
 from spo.errors import Conflict, FieldViolation, IntegrityError, InvalidInput, NotReady, PreconditionFailed
@@ -184,10 +194,16 @@ class BatchSampler:
                 self.store.note_policy_version(request.run_id, request.policy_version)
                 index.counters["policy_version"] = request.policy_version
             quotas = _without_empty_memory(quotas, index)
+            fresh: list[Candidate] = []
             for quota in quotas:
                 rule, count = quota.rule, quota.count
                 self._check(index, rule, count)
+                if rule.source == "memory":
+                    joining = index.joining(rng, fresh, count)
+                    sampled += [(joined(one.trajectory_ids[0]), one.prompt_id) for one in joining]
+                    count -= len(joining)
                 chosen = index.draw(rng, rule, count)
+                fresh += chosen if rule.source == "online" else []
                 if rule.source in LIVE_SOURCES:
                     newest = index.newest_version(rule.source)
                     ages = sum(newest - candidate.version for candidate in chosen if candidate.version < newest)
@@ -252,7 +268,7 @@ class BatchSampler:
         for (trajectory_id, prompt_id), payload in zip(sampled, payloads, strict=True):
             if payload is None:
                 raise IntegrityError(f"step {request.step}: trajectory {trajectory_id} is gone from the buffer")
-            if is_marked(trajectory_id):
+            if is_served_as_memory(trajectory_id):
                 payload = as_memory(payload)
             qhat_0, error, _ = values[prompt_id]
             batch.append(SampledPayload(payload, qhat_0, error))
@@ -276,10 +292,13 @@ def _quotas_of(request: SampleBatchRequest, index: SamplingIndex) -> list[Source
 
 
 def _without_empty_memory(quotas: Sequence[SourceQuota], index: SamplingIndex) -> Sequence[SourceQuota]:
-    """The quotas; as long as nothing is remembered, fresh samples take memory's places."""
+    """The quotas, memory last; as long as nothing is remembered, fresh samples take memory's places."""
     memory = next((quota for quota in quotas if quota.rule.source == "memory"), None)
-    if memory is None or index.remembers() or not any(quota.rule.source == "online" for quota in quotas):
+    if memory is None or not any(quota.rule.source == "online" for quota in quotas):
         return quotas
+    if index.remembers():
+        # Last, since what it gives depends on the groups that were drawn.
+        return sorted(quotas, key=lambda quota: quota is memory)
     return [
         SourceQuota(quota.rule, quota.count + (memory.count if quota.rule.source == "online" else 0))
         for quota in quotas

@@ -21,7 +21,7 @@ from services.replay_buffer.windows import (
     Memory,
     OfflineWindow,
     in_pairs,
-    is_marked,
+    is_remembered,
     read_fact,
     rule_of,
 )
@@ -89,7 +89,7 @@ class SampleCounts:
                 # One that is gone was forgotten since the log was read: nothing of it is served any more.
                 for trajectory_id in ids.decode().split() if ids else ():
                     # What is learned again from memory is no turn of the window's.
-                    if is_marked(trajectory_id):
+                    if is_remembered(trajectory_id):
                         continue
                     self._steps.setdefault(trajectory_id, array("L")).append(int(step))
             self.batches_read = int(steps[-1][1])
@@ -222,6 +222,11 @@ class SamplingIndex:
         else:
             ranks = draw_ranks(rng, len(candidates), units)
         return [candidates[rank] for rank in ranks]
+
+    def joining(self, rng: np.random.Generator, fresh: Iterable[Candidate], count: int) -> list[Candidate]:
+        """What of memory's `count` places goes to fresh groups without contrast."""
+        most = self.spec.replay.memory.contrast
+        return self.memory.joining(rng, fresh, most, count // 2) if most else []
 
     def remembers(self) -> bool:
         """Whether memory holds an answer that may be drawn now."""

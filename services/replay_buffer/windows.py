@@ -48,8 +48,8 @@ MAX_ADMISSIBLE = 1_000_000
 
 SOURCES = tuple(code for code in Source.values() if code != SOURCE_UNSPECIFIED)
 
-# Ids are word characters, dots and dashes.
-_MARK = "*"
+# Ids are word characters, dots and dashes. Drawn from memory: to be learned again by itself, or in a fresh group.
+_MARK, _JOINED = "*", "+"
 # Appended to a serialized trajectory: of a field that stands twice the last one counts.
 _SERVED_AS_MEMORY = Trajectory(source=SOURCE_MEMORY).SerializeToString()
 
@@ -319,14 +319,24 @@ def marked(trajectory_id: str) -> str:
     return trajectory_id + _MARK
 
 
-def is_marked(recorded: str) -> bool:
+def joined(trajectory_id: str) -> str:
+    """An id as a batch's record names it where it was drawn from memory and joined a fresh group."""
+    return trajectory_id + _JOINED
+
+
+def is_remembered(recorded: str) -> bool:
     """Whether a batch's record says that this was drawn from memory."""
+    return recorded.endswith((_MARK, _JOINED))
+
+
+def is_served_as_memory(recorded: str) -> bool:
+    """Whether it was drawn from memory by itself; what joined a group keeps its source."""
     return recorded.endswith(_MARK)
 
 
 def without_mark(recorded: str) -> str:
     """The trajectory's id in a batch's record."""
-    return recorded.removesuffix(_MARK)
+    return recorded.removesuffix(_MARK).removesuffix(_JOINED)
 
 
 def ids_of(record: bytes | None) -> list[str]:
@@ -398,6 +408,21 @@ class Memory:
         ranks = draw_ranks(rng, len(known), count)
         luck_N = rng.random(count)
         return [self._one(known[rank], luck) for rank, luck in zip(ranks, luck_N.tolist(), strict=True)]
+
+    def joining(self, rng: np.random.Generator, fresh: Iterable[Candidate], most: int, places: int) -> list[Candidate]:
+        """Answers that join fresh groups of equal failures: at most `most` each and `places` in all."""
+        groups = list(fresh)
+        there = {trajectory_id for group in groups for trajectory_id in group.trajectory_ids}
+        found: list[Candidate] = []
+        for group in groups:
+            if group.correct or group.has_contrast:
+                continue
+            answers = sorted(self._answers.get(group.prompt_id, {}).values(), key=lambda answer: answer[0])
+            known = [candidate for _, candidate in answers if candidate.trajectory_ids[0] not in there]
+            chosen = rng.permutation(len(known))[: min(most, places - len(found))].tolist()
+            found += [known[rank] for rank in chosen]
+            there.update(known[rank].trajectory_ids[0] for rank in chosen)
+        return found
 
     def prompts(self) -> list[str]:
         """Prompts with an answer, sorted."""

@@ -35,7 +35,13 @@ from services.trainer.batches import (
 from services.trainer.deepspeed_engine import DeepSpeedEngine, ReferenceModel, partitioned_loading, whole_shape
 from services.trainer.ranks import Ranks
 from services.trainer.weights import take_weights
-from spo.algorithm.baselines import BatchTotals, generalised_advantages, kl_regularised_rewards, value_loss
+from spo.algorithm.baselines import (
+    BatchTotals,
+    generalised_advantages,
+    kl_regularised_rewards,
+    teaching_rows,
+    value_loss,
+)
 from spo.algorithm.objectives import (
     Difference,
     Rounding,
@@ -280,17 +286,40 @@ class Policy:
 
     def loss(self, micro_batch: MicroBatch, means: WeightedMeans) -> Tensor:
         """The mean loss of a micro-batch; what was measured on the way goes into `means`. Raises InvalidInput."""
-        batch = self.batch(micro_batch)
+        kept = self._without_skipped(micro_batch)
+        batch = self.batch(kept)
         logprobs_BL = self.logprobs(batch)
         algorithm = self._spec.algorithm
         loss, parts = spo_loss(logprobs_BL, batch, algorithm.losses, algorithm.beta, algorithm.value_noise)
+        # Of the whole micro-batch: what was skipped adds 0.
+        share = len(kept.rows) / len(micro_batch.rows)
+        loss = loss * share
         if micro_batch.idle:
             return loss
-        diagnostics = batch_diagnostics(logprobs_BL.detach(), batch, algorithm.beta)
-        means.add({"loss": loss.item(), **parts, **named_diagnostics(diagnostics)}, micro_batch.weight)
-        self._measure_samples(micro_batch, logprobs_BL.detach(), means)
-        self._measure_sources(micro_batch, logprobs_BL.detach(), means)
+        parts = {name: part * share for name, part in parts.items()}
+        skipped = {} if self._spec.trainer.skip_rows == "none" else {"skipped": 1 - share}
+        means.add({"loss": loss.item(), **parts, **skipped}, micro_batch.weight)
+        means.add(named_diagnostics(batch_diagnostics(logprobs_BL.detach(), batch, algorithm.beta)), kept.weight)
+        self._measure_samples(kept, logprobs_BL.detach(), means)
+        self._measure_sources(kept, logprobs_BL.detach(), means)
         return loss
+
+    def _without_skipped(self, micro_batch: MicroBatch) -> MicroBatch:
+        """The rows that a forward is needed for, by `trainer.skip_rows`; never none, since ranks go in step."""
+        skip, algorithm = self._spec.trainer.skip_rows, self._spec.algorithm
+        if skip == "none":
+            return micro_batch
+        batch = self.batch(micro_batch)
+        contrast_only = skip == "without_contrast"
+        kept_B = teaching_rows(batch, algorithm.losses, algorithm.beta, contrast_only=contrast_only)
+        if not kept_B.any():
+            kept_B = batch.group_B == batch.group_B[0]
+        if kept_B.all():
+            return micro_batch
+        rows = [row for row, is_kept in zip(micro_batch.rows, kept_B.tolist(), strict=True) if is_kept]
+        kept = MicroBatch(rows, micro_batch.idle)
+        kept.keep(batch.select(kept_B))
+        return kept
 
     def _measure_sources(self, micro_batch: MicroBatch, logprobs_BL: Tensor, means: WeightedMeans) -> None:
         """How far the rewards of each source of feedback are from what the policy has learned from all of them."""

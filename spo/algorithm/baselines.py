@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from spo.algorithm.objectives import TokenBatch, advantages, terminal_q
-from spo.algorithm.registry import Baseline, KlEstimator, LossTerm, Normalise, Surrogate
+from spo.algorithm.registry import PRESETS, Baseline, KlEstimator, LossTerm, Normalise, Surrogate
 from spo.errors import InvalidInput
 
 # Nats. Beyond e^20 a ratio says nothing any more, but its square leaves float32; its gradient there is 0.
@@ -201,6 +201,43 @@ def _regularisers(logprobs_BL: Tensor, batch: TokenBatch, surrogate: Surrogate, 
     return found_BL
 
 
+def teaching_rows(batch: TokenBatch, terms: Sequence[LossTerm], beta: float, *, contrast_only: bool) -> Tensor:
+    """Mask over B of the rows that a forward is needed for; a group that a term compares is in it whole, or not.
+
+    Left out are rows whose gradient is exactly 0 under every term: no term reads them, or those that do find all
+    advantages 0 and add no KL and no entropy. contrast_only: terms that compare groups count as if they added none.
+    """
+    found_B = torch.zeros_like(batch.reward_B, dtype=torch.bool)
+    compared: list[Tensor] = []
+    for term in terms:
+        rows_B = batch.learned_from(term.sources, in_groups=term.needs("groups"))
+        if rows_B.any():
+            found_B[rows_B] |= _teaches(batch.select(rows_B), term, beta, contrast_only=contrast_only)
+        if term.needs("groups"):
+            compared.append(rows_B)
+    while True:
+        before = int(found_B.sum())
+        for rows_B in compared:
+            found_B = found_B | (rows_B & torch.isin(batch.group_B, batch.group_B[rows_B & found_B]))
+        if int(found_B.sum()) == before:
+            return found_B
+
+
+def _teaches(batch: TokenBatch, term: LossTerm, beta: float, *, contrast_only: bool) -> Tensor:
+    """Mask over the rows of one term."""
+    all_B = torch.ones_like(batch.reward_B, dtype=torch.bool)
+    if not term.needs("groups"):
+        return all_B
+    if contrast_only or term.objective == "dpo":
+        same_BB = batch.group_B[:, None] == batch.group_B[None, :]
+        return (same_BB & (batch.reward_B[:, None] != batch.reward_B[None, :])).any(dim=1)
+    surrogate = term.surrogate
+    pulls = surrogate.kl_in == "loss" and (surrogate.kl_coefficient is None or surrogate.kl_coefficient > 0)
+    if term.objective not in PRESETS or pulls or surrogate.entropy or surrogate.normalise == "batch":
+        return all_B
+    return (raw_advantages(batch, surrogate, beta) != 0).any(dim=1)
+
+
 def dpo(logprobs_BL: Tensor, batch: TokenBatch, beta: float) -> Tensor:
     """-ln sigmoid(h_w - h_l), h = beta ln pi / pi0 of a response, over the pairs of a prompt with r_w > r_l; (B,).
 
@@ -326,6 +363,16 @@ def soft_policy_gradient(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *,
     """
     advantage_B = batch.reward_B - terminal_q(logprobs_BL.detach(), batch, beta)
     return clipped_surrogate(logprobs_BL, batch, advantage_B[:, None].expand_as(logprobs_BL), clip=clip).sum(dim=1)
+
+
+def kl_to_reference(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, kl: KlEstimator | None) -> Tensor:
+    """The KL to pi0 of a response, the sum over its tokens of k3 or k2; (B,), nats. Neither reward nor beta is read.
+
+    A term beside `group_centred_squared`, whose residuals are alike where a group has collapsed onto one answer: then
+    nothing else pulls it back. This one does, each token by 1 - pi0 / pi (k3) or ln pi / pi0 (k2).
+    """
+    log_ratio_BL = torch.where(batch.response_mask_BL, logprobs_BL - batch.reference_logprobs_BL, 0.0)
+    return kl_estimate(log_ratio_BL, kl or "k3").sum(dim=1)
 
 
 def supervised(logprobs_BL: Tensor, batch: TokenBatch, beta: float, *, min_reference_logprob: float | None) -> Tensor:

@@ -157,6 +157,7 @@ LOSSES: dict[str, Loss] = {
     "group_centred_squared": Loss("objectives.group_centred_squared", ("normalise",), needs=["groups"]),
     "policy_gradient": Loss("baselines.soft_policy_gradient", ("clip",), needs=["value", "behaviour"]),
     "supervised": Loss("baselines.supervised", ("min_reference_logprob",)),
+    "kl_to_reference": Loss("baselines.kl_to_reference", ("kl",)),
     "ppo": Loss("baselines.ppo", ("clip",), needs=["critic", "behaviour"]),
     "distillation": Loss("baselines.distillation", ("clip",), needs=["behaviour", "teacher"]),
     "dpo": Loss("baselines.dpo", needs=["groups", "pairs"]),
@@ -278,6 +279,12 @@ class LossTerm(BaseModel):
             kl_coefficient=preset.kl_coefficient if self.kl_coefficient is None else self.kl_coefficient,
             entropy=self.entropy_coefficient,
         )
+
+    @model_validator(mode="after")
+    def the_kl_has_a_gradient(self) -> Self:
+        if self.objective == "kl_to_reference" and self.kl == "k1":
+            raise ValueError("kl_to_reference: the gradient of k1 is 0 in the mean; take k2 or k3")
+        return self
 
     def settings(self) -> dict[str, object]:
         """What its objective's function takes by keyword."""

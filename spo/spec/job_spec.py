@@ -429,6 +429,24 @@ def _faults_of_remembering(spec: JobSpec) -> Iterator[Violation]:
                 f"{count} trajectories: a whole number of them",
             )
     yield from _faults_of_known_answers(spec)
+    yield from _faults_of_contrast(spec)
+
+
+def _faults_of_contrast(spec: JobSpec) -> Iterator[Violation]:
+    """Answers that join a group are its prompt's, by the policy at some time, and right where all others are wrong."""
+    memory = spec.replay.memory
+    if not memory.contrast:
+        return
+    if spec.replay.unit != "group":
+        yield "replay/memory/contrast", "answers join whole groups: replay.unit group"
+    if memory.also or memory.min_reward is not None:
+        yield (
+            "replay/memory/contrast",
+            "what joins a group is a right rollout of the run: no also, no min_reward",
+        )
+    comparing = [term for term in spec.algorithm.losses if term.needs("groups")]
+    if not any(term.sources is None or "online" in term.sources for term in comparing):
+        yield "replay/memory/contrast", "no term compares the trajectories of a group"
 
 
 def _faults_of_known_answers(spec: JobSpec) -> Iterator[Violation]:

@@ -298,6 +298,13 @@ class MemorySpec(Section):
     also: tuple[Literal["reference", "human", "other_run"], ...] = Field(
         default=(), max_length=3, description="Offline sources of the job whose answers count as found, too."
     )
+    contrast: int = Field(
+        default=0,
+        ge=0,
+        le=10_000,
+        description="Most answers that join each fresh group without a right one, as members of it and in the places "
+        "of memory's share, at most half of them: what failed now is compared with what succeeded before.",
+    )
 
 
 class ReplaySpec(Section):
@@ -392,6 +399,13 @@ class TrainerSpec(Section):
     )
     micro_batch_size: int | None = Field(
         default=None, ge=1, le=1_000_000, description="Most trajectories of one forward; by default only tokens count."
+    )
+    skip_rows: Literal["none", "without_gradient", "without_contrast"] = Field(
+        default="none",
+        description="Rows left out of the forward. without_gradient: those that no term learns from, as of groups with "
+        "equal rewards under a relative of GRPO without KL. without_contrast: of each term that compares a group all "
+        "with equal rewards, though its KL or residuals would pull. The loss divides by the whole batch; curves of the "
+        "policy speak of the other rows.",
     )
     packing: bool = Field(
         default=True, description="No padding in a forward, where that is right for the model; value-estimation alike."

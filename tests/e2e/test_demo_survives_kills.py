@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,10 +12,18 @@ from typing import Any
 
 import pytest
 
+from services.replay_buffer.sampling import BatchSampler
+from services.replay_buffer.store import ReplayStore
+from spo import redis_keys
 from spo.client import Client
 from spo.client.models import Job
+from spo.demo.demo import RECIPE
 from spo.local.launcher import LocalPlatform
+from spo.messaging.connection import connect
+from spo.reproduce.plan import merged
+from spo.spec.section import read_spec
 from spo.testing.peers import wait_until
+from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from tests.e2e.conftest import demo_spec
 from tests.support.platform import check_ledgers, child_of, running_platform, wait_for_progress
 
@@ -45,6 +54,17 @@ KILLS_WHILE_TRAINING = (
     (40, "trainer"),
 )
 JOB_SECONDS = 1200.0
+REMEMBERING: dict[str, dict[str, Any]] = {
+    "tasks": {"train_problems": 16, "evaluation_problems": 4},
+    "rollout": {"samples_per_prompt": 4},
+    "replay": {"min_online": 16, "error_buffer": 16, "memory": {"per_prompt": 3, "contrast": 2}},
+    "trainer": {"steps": 36, "batch_size": 24, "update_interval": 2, "checkpoint_interval": 4},
+    "evaluation": {"interval_steps": 36, "samples": 2, "ks": [1]},
+}
+MOMENTS = sorted(random.Random(36).sample(range(1, 33), 10))
+KILLED_WHILE_REMEMBERING = [
+    (step, ("replay-buffer", "orchestrator", "trainer")[number % 3]) for number, step in enumerate(MOMENTS)
+]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.cpu_seconds(400), pytest.mark.timeout(1800)]
 
@@ -82,6 +102,44 @@ def test_a_job_outlives_the_death_of_every_service_and_loses_nothing(
     killed = Counter(service for _, service in (*KILLS_WHILE_ESTIMATING, *KILLS_WHILE_TRAINING))
     assert {name: count for name, count in restarts.items() if count} == dict(killed)
     check_ledgers(platform, job_id)
+
+
+def test_after_ten_kills_the_memory_of_a_job_is_what_its_ledger_says(
+    platform: LocalPlatform, reference_model: Path
+) -> None:
+    recipe = read_spec(RECIPE.with_name("online_memory.yaml"))
+    spec = merged(recipe, REMEMBERING, {"model": {"path": str(reference_model)}})
+    with Client(platform.http_url, retry_seconds=120) as client:
+        job_id = client.submit(spec).id
+        for step, service in KILLED_WHILE_REMEMBERING:
+            wait_for_progress(client, job_id, _steps(step))
+            _kill(platform, service)
+        job = client.wait(job_id, JOB_SECONDS)
+    assert job.state == "succeeded", job.failure
+    check_ledgers(platform, job_id)
+
+    with connect(platform.redis_url) as redis_client:
+        index = BatchSampler(ReplayStore(redis_client)).index(job_id)
+        index.refresh(["online", "memory"])
+        ledger = redis_client.zrange(redis_keys.replay_ids(job_id), 0, -1)
+        found = ReplayStore(redis_client).get(job_id, [name.decode() for name in ledger])
+    rollouts = [each for each in found if each is not None and each.source == SOURCE_ONLINE]
+    assert len(rollouts) == len(ledger) >= 16 * REMEMBERING["trainer"]["steps"]
+    newest: dict[str, dict[tuple[int, ...], str]] = {}
+    outcomes: dict[str, list[bool]] = {}
+    for each in rollouts:
+        outcomes.setdefault(each.prompt_id, []).append(each.reward == 0)
+        if each.reward == 0:
+            answers = newest.setdefault(each.prompt_id, {})
+            answers.pop(tuple(each.response_token_ids), None)
+            answers[tuple(each.response_token_ids)] = each.trajectory_id
+    expected = {name for answers in newest.values() for name in list(answers.values())[-3:]}
+    assert expected
+    assert index.memory.members() == expected
+    solved = job.progress.solved
+    assert solved
+    assert (solved.tried, solved.never) == (len(outcomes), sum(not any(right) for right in outcomes.values()))
+    assert solved.once == sum(sum(right) == 1 for right in outcomes.values())
 
 
 def _values(least: int) -> Callable[[Job], bool]:

@@ -17,7 +17,7 @@ from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.errors import InvalidInput
 from spo.experience.store import ExperienceStore
-from spo.testing.runs import PROMPTS, RUN, start_run, trajectory
+from spo.testing.runs import PROMPTS, RUN, start_run, toy_spec, trajectory
 from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_MEMORY, SOURCE_ONLINE
 from spo.v1.replay_service_pb2 import SampleBatchRequest
 from spo.v1.trajectory_pb2 import Trajectory
@@ -71,6 +71,27 @@ def buffer(redis_client: redis.Redis, tmp_path: Path) -> Buffer:
     return Buffer(redis_client, tmp_path)
 
 
+GROUP_LOSSES = [{"objective": "group_centred_squared", "sources": ["online"]}, LOSSES[1]]
+
+
+def start_with_groups(client: redis.Redis, contrast: int) -> None:
+    """Groups of two; a batch of 8 has two fresh ones, and memory's four places."""
+    replay = {"mix": MIX, "unit": "group", "online_capacity": 4, "min_online": 4, "samples_per_insert": 1000}
+    memory = {"per_prompt": PER_PROMPT, "contrast": contrast}
+    losses = {"losses": GROUP_LOSSES}
+    rollout = {"samples_per_prompt": 2}
+    start_run(client, replay={**replay, "memory": memory}, algorithm=losses, rollout=rollout, trainer={"batch_size": 8})
+    client.set(redis_keys.run_state(RUN), "running")
+
+
+def grouped(number: int, tokens: int, *, right: bool, prompt: int) -> Trajectory:
+    """Trajectory `number`, of group number // 2, of a prompt."""
+    made = trajectory(number, right=right, group_size=2)
+    made.prompt_id = PROMPTS[prompt]
+    made.response_token_ids[:] = [3, 4, 10 + tokens]
+    return made
+
+
 def start(client: redis.Redis, **replay: Any) -> None:
     chosen = {"mix": MIX, "online_capacity": 8, "min_online": 4, "samples_per_insert": 1000, **replay}
     chosen = {"memory": {"per_prompt": PER_PROMPT}, **chosen}
@@ -96,6 +117,75 @@ def test_fresh_samples_take_the_places_of_memory_until_an_answer_is_found(buffer
 
     buffer.insert(answer(8, 0))
     assert Counter(each.source for each in buffer.batch(2)) == {SOURCE_ONLINE: 4, SOURCE_MEMORY: 4}
+
+
+# Of the two fresh groups, by prompt and outcomes; prompt 0 has two answers in memory, prompt 1 has one.
+@pytest.mark.parametrize(
+    ("contrast", "fresh", "joining"),
+    [
+        (0, [(0, "--"), (2, "--")], {}),
+        (1, [(0, "--"), (2, "--")], {0: 1}),
+        (2, [(0, "--"), (2, "--")], {0: 2}),
+        (5, [(0, "--"), (1, "--")], {0: 2}),
+        (1, [(0, "--"), (1, "--")], {0: 1, 1: 1}),
+        (2, [(0, "-+"), (1, "--")], {1: 1}),
+        (2, [(0, "++"), (2, "--")], {}),
+        (2, [(2, "--"), (3, "--")], {}),
+    ],
+)
+def test_answers_join_fresh_groups_that_are_all_wrong_in_memorys_places(
+    redis_client: redis.Redis, tmp_path: Path, contrast: int, fresh: list[tuple[int, str]], joining: dict[int, int]
+) -> None:
+    start_with_groups(redis_client, contrast)
+    buffer = Buffer(redis_client, tmp_path)
+    buffer.insert(grouped(0, 0, right=True, prompt=0), grouped(1, 1, right=True, prompt=0))
+    buffer.insert(grouped(2, 2, right=True, prompt=1), grouped(3, 3, right=False, prompt=1))
+    newest = [
+        grouped(4 + 2 * place + member, 10 + 2 * place + member, right=mark == "+", prompt=prompt)
+        for place, (prompt, outcomes) in enumerate(fresh)
+        for member, mark in enumerate(outcomes)
+    ]
+    buffer.insert(*newest)
+
+    served = buffer.batch(1)
+
+    online = [each for each in served if each.source == SOURCE_ONLINE]
+    joined = [each for each in online if each.trajectory_id not in {one.trajectory_id for one in newest}]
+    found = Counter(PROMPTS.index(each.prompt_id) for each in joined)
+    # Two fresh groups of all wrong ones share the two places: the first that was drawn takes what it may.
+    assert found == joining or (contrast == 5 and found == {1: 1, 0: 1})
+    assert {each.reward for each in joined} <= {0.0}
+    assert len({each.trajectory_id for each in online}) == len(online) == 4 + sum(found.values())
+    assert len(served) == 8
+    assert buffer.batch(1) == Buffer(redis_client, tmp_path).batch(1) == served
+    assert redis_client.hget(redis_keys.replay_counters(RUN), "sampled:memory") == b"4"
+    index = buffer.sampler.index(RUN)
+    index.sample_counts.refresh()
+    assert {index.sample_counts.times(each.trajectory_id) for each in joined} <= {0}
+
+
+@pytest.mark.parametrize(
+    ("sections", "pointer"),
+    [
+        ({"replay": {"unit": "trajectory"}}, "/replay/memory/contrast"),
+        ({"replay": {"memory": {"contrast": 2, "min_reward": -0.5}}}, "/replay/memory/contrast"),
+        ({"replay": {"memory": {"contrast": 2, "also": ["human"]}}}, "/replay/memory/contrast"),
+        ({"algorithm": {"losses": LOSSES}}, "/replay/memory/contrast"),
+        ({"replay": {"mix": [{"source": "online", "share": 1.0}]}}, "/replay/memory"),
+    ],
+)
+def test_contrast_that_nothing_could_come_of_is_refused(sections: dict[str, Any], pointer: str) -> None:
+    replay = {"mix": MIX, "unit": "group", "memory": {"contrast": 2}} | sections.get("replay", {})
+    document = {
+        "model": {"path": "/pi0"},
+        "algorithm": {"losses": GROUP_LOSSES},
+        "rollout": {"samples_per_prompt": 2},
+        "offline": {"human_solutions": True},
+        "trainer": {"batch_size": 8},
+    }
+    with pytest.raises(InvalidInput) as refused:
+        toy_spec({**document, **sections, "replay": replay})
+    assert pointer in [violation.pointer for violation in refused.value.violations]
 
 
 def test_a_step_gets_the_same_batch_again_with_the_same_sources_from_whichever_process(

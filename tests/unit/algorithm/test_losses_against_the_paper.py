@@ -211,7 +211,7 @@ every_beta = pytest.mark.parametrize("beta", [PAPER_BETA, 1 / math.log(100), 1.0
 
 
 def test_every_objective_has_a_reading_here_or_among_the_baselines() -> None:
-    baselines = {"policy_gradient", "supervised", "ppo", "dpo", "kto", "distillation", *PRESETS}
+    baselines = {"policy_gradient", "supervised", "ppo", "dpo", "kto", "distillation", "kl_to_reference", *PRESETS}
     assert set(READINGS) == set(LOSSES) - baselines
 
 

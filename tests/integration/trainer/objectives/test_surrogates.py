@@ -77,6 +77,25 @@ def test_the_whole_batchs_numbers_reach_every_forward(
     assert parts.metrics["grad_norm"] == pytest.approx(whole.metrics["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.parametrize("objective", ["dr_grpo", "dapo"])
+def test_rows_without_gradient_are_skipped_and_the_update_is_the_same(
+    ranks: Ranks, tiny_model_path: Path, rows: list[TrainingSample], objective: str
+) -> None:
+    without = [
+        TrainingSample(Trajectory.FromString(row.trajectory.SerializeToString()), 0.0, row.group) for row in rows
+    ]
+    for row in without[4:]:
+        row.trajectory.reward = -1.0
+    term = {"objective": objective}
+    whole, weights = learned(ranks, tiny_model_path, without, term)
+    skipping, same = learned(ranks, tiny_model_path, without, term, skip_rows="without_gradient")
+
+    assert (skipping.refused, skipping.metrics["skipped"]) == ("", 0.5)
+    for name in ("loss", "grad_norm"):
+        assert skipping.metrics[name] == pytest.approx(whole.metrics[name], rel=1e-4)
+    assert all(torch.allclose(weights[name], same[name], atol=1e-6) for name in weights)
+
+
 def test_the_ratio_of_a_corrected_loss_counts_from_the_policy_before_the_first_update(
     ranks: Ranks, tiny_model_path: Path, rows: list[TrainingSample]
 ) -> None:
