@@ -28,6 +28,15 @@ Scores = NDArray[np.float64]
 
 Result = Mapping[str, Any]
 
+# What the paper's 85 % faster comes to as a ratio of times.
+PAPERS_PUSHES = 1.85
+READING = (
+    "- Rows in which half-online SPO is compared with online SPO, PPO or GRPO show one effect many times: it has",
+    "  offline data that these lack. Count it once.",
+    "- An interval of three seeds covers the truth in 87 to 92 cases of 100, not in 95 (simulated with this report's",
+    "  spread), and nothing corrects for the number of rows.",
+    "- Rates are those of the recipes; where a study searched them, its page says so.",
+)
 Verdict = Literal["reproduced", "not reproduced", "unclear"]
 # Smaller differences in pass@k are no difference worth a claim.
 SAME_WITHIN = 0.05
@@ -338,8 +347,12 @@ def _faster_pushes(results: Results, method: str) -> ClaimFinding:
     if not all(times):
         return ClaimFinding(claim, "paper", "pushes", measured, None, "unclear", "not run")
     estimate = ratio(*times)
-    verdict, reason = judged(Estimate(estimate.mean - 1, estimate.low - 1, estimate.high - 1, estimate.seeds), "higher")
-    return ClaimFinding(claim, "paper", "pushes", measured, estimate, verdict, reason.replace("0", "1"))
+    faster = Estimate(estimate.mean - 1, estimate.low - 1, estimate.high - 1, estimate.seeds)
+    verdict, reason = judged(faster, "higher")
+    reason = reason.replace("0", "1")
+    if verdict == "reproduced" and estimate.high < PAPERS_PUSHES:
+        verdict, reason = "unclear", f"{reason}: faster, but by less than the paper's {PAPERS_PUSHES:g}"
+    return ClaimFinding(claim, "paper", "pushes", measured, estimate, verdict, reason)
 
 
 def _half_the_rollouts(results: Results, setting: str) -> ClaimFinding:
@@ -349,8 +362,9 @@ def _half_the_rollouts(results: Results, setting: str) -> ClaimFinding:
     if not half or not online:
         return ClaimFinding(claim, "paper", setting, measured, None, "unclear", "not run")
     estimate = ratio(*([float(run["rollouts"]["online"]) for run in row] for row in (half, online)))
-    verdict: Verdict = "reproduced" if estimate.mean < 0.65 else "not reproduced"
-    return ClaimFinding(claim, "paper", setting, measured, estimate, verdict, "a count: no seed changes it by much")
+    # Half of each batch is offline by the recipe: a check of the bookkeeping, and no finding.
+    verdict: Verdict = "unclear" if estimate.mean < 0.65 else "not reproduced"
+    return ClaimFinding(claim, "paper", setting, measured, estimate, verdict, "a count, true by construction")
 
 
 def _stable(results: Results, method: str) -> ClaimFinding:
@@ -592,7 +606,8 @@ def markdown(report: Mapping[str, Any], plots: Sequence[str]) -> Iterator[str]:
         )
     yield from ("", "## At a glance", "")
     yield from overview(report)
-    yield from ("", "## Claims", "", "| claim | setting | ours | verdict | why |", "|---|---|---|---|---|")
+    yield from ("", "## Claims", "", *READING, "")
+    yield from ("| claim | setting | ours | verdict | why |", "|---|---|---|---|---|")
     for claim in report["claims"]:
         mark = "" if claim["source"] == "paper" else " (ours)"
         numbers = f"{_interval(claim['estimate'])}, {claim['measured']}" if claim["estimate"] else "-"
