@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: images hashes docs sdk tree openapi help setup system-deps proto format check ready test test-nightly chart-test chart-files compose-test demo chaos screenshots demo-experience demo-loop real-demo reproduce up down bench gpu-check clean
+.PHONY: images hashes docs sdk tree openapi help setup system-deps proto format check ready test test-nightly chart-test chart-files compose-test demo chaos screenshots demo-experience demo-loop real-demo reproduce up down benchmarks gpu-check clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -130,8 +130,8 @@ up: setup system-deps  ## Start all services on this machine and stay in the for
 down: setup  ## Stop what `make up` started
 	@spo down
 
-bench: setup system-deps  ## Run every benchmark into benchmarks/results/
-	@python -m benchmarks
+benchmarks: setup system-deps  ## Run every benchmark into benchmarks/results/ and print one table (SMOKE=1: seconds, no verdict)
+	@python -m benchmarks $(if $(SMOKE),--smoke)
 
 gpu-check: setup  ## On a machine with a GPU: speed, memory, transfer and the real demo into benchmarks/results/gpu.json (30 min; DRY=1: CPU)
 	@python -m benchmarks.gpu $(if $(DRY),--dry-run)

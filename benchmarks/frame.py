@@ -2,6 +2,7 @@
 
     python -m benchmarks.<name>          prints a table
     python -m benchmarks.<name> --json   prints one JSON object
+    python -m benchmarks.<name> --smoke  smallest sizes, seconds: whether it still runs; its figures mean nothing
     python -m benchmarks                 runs all of them and writes benchmarks/results/<name>.json
 
 Product and yardstick are measured in the same run, in turns, so that a noisy neighbour hits both; what is reported is
@@ -12,12 +13,13 @@ the median, with the spread between the quartiles beside it in the table. Where 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -154,13 +156,28 @@ def as_table(benchmark: str, rows: Sequence[Row]) -> Table:
     return table
 
 
-def run(benchmark: str, measure: Callable[[], Sequence[Row]], arguments: Sequence[str] | None = None) -> int:
-    """The command line of one benchmark: measure, then print a table, or with --json the object."""
+def run(
+    benchmark: str,
+    measure: Callable[[], Sequence[Row]],
+    arguments: Sequence[str] | None = None,
+    smoke: Mapping[str, object] | None = None,
+) -> int:
+    """The command line of one benchmark: measure, then print a table, or with --json the object.
+
+    smoke: its sizes, by the names of its module, for a run of seconds; one without any refuses --smoke.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{benchmark}", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    wants_json = parser.parse_args(arguments).json
-    rows = measure()
-    if wants_json:
+    parser.add_argument("--smoke", action="store_true", help="smallest sizes, one round: whether it still runs")
+    wanted = parser.parse_args(arguments)
+    if wanted.smoke:
+        if smoke is None:
+            parser.error(f"{benchmark} has no smallest sizes: it takes minutes whatever they are")
+        vars(sys.modules[measure.__module__]).update(smoke)
+    # Libraries print where they like; the object stands alone.
+    with contextlib.redirect_stdout(sys.stderr) if wanted.json else contextlib.nullcontext():
+        rows = measure()
+    if wanted.json:
         print(as_json(benchmark, rows))
     else:
         Console().print(as_table(benchmark, rows))

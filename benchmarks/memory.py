@@ -96,5 +96,8 @@ def _append(store: ReplayStore, number: int) -> None:
     store.append(RUN, [trajectory])
 
 
+SMOKE: dict[str, object] = {"TRAJECTORIES": 20, "JOBS": 5, "EVENTS": 20, "STEPS": 20}
+
+
 if __name__ == "__main__":
-    sys.exit(run("memory", measure))
+    sys.exit(run("memory", measure, smoke=SMOKE))

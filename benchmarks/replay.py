@@ -336,5 +336,14 @@ def _service(
         server.stop(1)
 
 
+SMOKE: dict[str, object] = {
+    "WINDOW": 256,
+    "ROUNDS": 1,
+    "REMEMBERED": 2000,
+    "REMEMBERED_PROMPTS": 200,
+    "SIZES": {"2 KB": (140, 512, 2), "32 KB": (2400, 256, 1)},
+}
+
+
 if __name__ == "__main__":
-    raise SystemExit(run("replay", measure))
+    raise SystemExit(run("replay", measure, smoke=SMOKE))

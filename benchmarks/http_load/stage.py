@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import resource
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -22,6 +20,7 @@ import httpx
 from spo.local.launcher import server_command
 from spo.messaging.connection import connect
 from spo.messaging.redis_client import RedisClient
+from spo.testing.runs import write_model_without_weights
 
 KEY = "the-key-of-the-benchmark"
 START_SECONDS = 60.0
@@ -49,9 +48,7 @@ class Platform:
         """A job that can be accepted: a model folder without weights to speak of and a small toy contest."""
         model = self.folder / "pi0"
         if not model.exists():
-            model.mkdir()
-            (model / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-            (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+            write_model_without_weights(model)
         tasks = {"kind": "toy", "train_problems": 6, "evaluation_problems": 3}
         return {"name": "benchmark", "labels": {"team": "a"}, "model": {"path": str(model)}, "tasks": tasks}
 
