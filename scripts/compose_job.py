@@ -23,7 +23,7 @@ MODEL_SECONDS, VALUES_SECONDS, REPLICA_SECONDS, JOB_SECONDS, COMMAND_SECONDS = 9
 POLL_SECONDS = 1.0
 MODEL = """
 import json, sys, yaml
-spec = yaml.safe_load(open("/usr/share/spo/recipes/toy/demo.yaml"))
+spec = yaml.safe_load(open("/usr/share/spo/recipes/toy/with_people.yaml"))
 spec["model"]["path"], steps = sys.argv[1], int(sys.argv[2])
 spec["trainer"].update(steps=steps, checkpoint_interval=steps)
 spec["tasks"].update(train_problems=60, evaluation_problems=40)

@@ -1,6 +1,6 @@
 """Photograph the pages of the web interface that docs/web_page.md shows, with a live job on them, into docs/images.
 
-`make screenshots` runs it. A shortened demo job (deploy/recipes/toy/demo.yaml) trains while the pictures are taken.
+`make screenshots` runs it. A shortened job of toy/with_people trains while the pictures are taken.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 from spo.client import Client
-from spo.demo.demo import RECIPE, fresh_demo, model_of
+from spo.demo.demo import WITH_PEOPLE, fresh_demo, model_of
 from spo.spec.section import read_spec
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
@@ -36,9 +36,9 @@ SHORT: dict[str, dict[str, Any]] = {
 def main() -> None:
     """Run a job, photograph it from its middle on; exits with what went wrong."""
     IMAGES.mkdir(parents=True, exist_ok=True)
-    recipe = read_spec(RECIPE)
+    recipe = read_spec(WITH_PEOPLE)
     document = recipe | {name: {**recipe[name], **changes} for name, changes in SHORT.items()}
-    document |= {"name": "the toy contest", "labels": {"recipe": "toy/demo", "team": "examples"}}
+    document |= {"name": "the toy contest", "labels": {"recipe": "toy/with_people", "team": "examples"}}
     chromium = shutil.which("chromium")
     if chromium is None:
         sys.exit("chromium is not installed; `make system-deps` installs it")

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from benchmarks.hacked.planted import prints_a_constant
 from spo.client import Client
-from spo.demo.demo import RECIPE
+from spo.demo.demo import WITH_PEOPLE
 from spo.spec.section import read_spec
 
 STEPS = 60
@@ -34,7 +34,7 @@ def regressing(run: str, tasks: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _from_the_store(run: str, tasks: Mapping[str, object], which: Mapping[str, object]) -> dict[str, Any]:
-    document = read_spec(RECIPE)
+    document = read_spec(WITH_PEOPLE)
     return {
         **document,
         "name": f"from {run}",

@@ -60,7 +60,7 @@ def contestants() -> dict[str, Contestant]:
     """All, by name."""
     return {
         "spo": Jobs({FIRST: _recipe("thrifty"), SECOND: _recipe("thrifty_second")}),
-        "spo-demo": Jobs({"SPO, the demo's recipe": read_spec(RECIPE)}),
+        "spo-with-people": Jobs({"SPO, people's programs imitated": _recipe("with_people")}),
         "spo-online": Jobs({"a run that remembers, rollouts alone": _recipe("online_memory")}),
         "sft": Trainers("TRL SFT", (SFT,)),
         "sft-grpo": Trainers("TRL SFT, then GRPO", (SHORT_SFT, _grpo(**ONE_STEP))),

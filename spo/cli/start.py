@@ -65,6 +65,17 @@ RATES = (
     (0, 4.0e-4, "as the toy contest's model learns with, deploy/recipes/toy"),
 )
 ADAPTER_FACTOR = 10
+NO_VALUES = "value: null  # nothing here reads Qhat_0"
+# The recipe that remembers, as `deploy/recipes/toy/online_memory.yaml` has it.
+GROUP = 8
+MIX: list[dict[str, object]] = [
+    {"source": "online", "share": 0.6666666666666667},
+    {"source": "memory", "share": 0.3333333333333333},
+]
+LOSSES: list[dict[str, object]] = [
+    {"objective": "grpo", "normalise": "deviation", "sources": ["online"]},
+    {"objective": "supervised", "sources": ["memory"], "coefficient": 0.1},
+]
 
 Trainer = Literal["verl", "trl"]
 # Their field -> ours. What is null, or means "none" by a value <= 0, is left out.
@@ -269,7 +280,7 @@ def in_words(count: int) -> str:
 def _text(name: str, sections: Sections, head: Sequence[str]) -> str:
     lines = [*head, f"name: {json.dumps(name, ensure_ascii=False)}", "seed: 0"]
     for section, fields in sections.items():
-        lines += [f"{section}:", *(field.line() for field in fields)]
+        lines += [f"{section}:" if fields else NO_VALUES, *(field.line() for field in fields)]
     return "\n".join(lines) + "\n"
 
 
@@ -277,11 +288,14 @@ def _sections(model: ModelFacts, tasks: TaskFacts, machine: MachineFacts) -> Sec
     tiny = model.shape.parameters < RATES[1][0]
     prompt, response = _lengths(model, tasks)
     rate, source = next((rate, source) for least, rate, source in RATES if model.shape.parameters >= least)
-    steps, batch = (500, 128) if machine.accelerated else (100, 32)
+    steps, prompts_per_batch = (500, 8) if machine.accelerated else (100, 2)
+    # Two thirds of a batch are fresh groups, one third is memory.
+    fresh = prompts_per_batch * GROUP
+    also = [Field("memory", {"also": ["human"]}, "people's answers count as found")] if tasks.with_solutions else []
+    batch = fresh * 3 // 2
     held_out = min(MOST_EVALUATED, tasks.problems // 10) if tasks.problems >= LEAST_SPLIT else 0
     why_held_out = "split off the file, and never trained on" if held_out else "too few to split"
     prompts = f"the longest prompt has {tasks.prompt_tokens} tokens, {model.counted_by}"
-    samples = 32 if machine.accelerated else 16
     return {
         "model": [
             Field("path", str(model.path)),
@@ -294,17 +308,35 @@ def _sections(model: ModelFacts, tasks: TaskFacts, machine: MachineFacts) -> Sec
             Field("path", str(tasks.path), f"decided by {tasks.decided_by}"),
             Field("evaluation_problems", held_out, why_held_out),
         ],
-        "value": [
-            Field("samples", samples, "of each problem by the model itself, before the first step"),
-            Field("unsolved", "floor", "of problems it never solves; drop leaves them out"),
+        "algorithm": [
+            Field("losses", LOSSES, "fresh groups by GRPO, what memory holds by token: docs/results/memory.md")
         ],
-        "rollout": [Field("samples_per_prompt", 4)],
-        "offline": [Field("human_solutions", bool(tasks.with_solutions), f"{tasks.with_solutions} problems have some")],
-        "replay": [Field("mix", _mix(tasks), "shares of each batch")],
+        "value": [],
+        "rollout": [
+            Field("samples_per_prompt", GROUP),
+            Field("temperature", 1.0),
+            Field("top_p", 1.0, "as the objective's importance ratios suppose"),
+            Field("unsolved_share", 0.5, "of the prompts go to those without a right answer so far"),
+        ],
+        "offline": [
+            Field("human_solutions", bool(tasks.with_solutions), f"{tasks.with_solutions} problems have some"),
+            Field("keep_reference_samples", value=False),
+        ],
+        "replay": [
+            Field("mix", MIX, "shares of each batch"),
+            Field("unit", "group"),
+            *also,
+            Field("max_staleness", 4),
+            Field("samples_per_insert", 1.0, "every rollout is learned from once, and again where it is remembered"),
+            Field("max_times_sampled", 1),
+            Field("min_online", fresh),
+            Field("error_buffer", fresh),
+        ],
         "trainer": [
             Field("steps", steps),
             Field("batch_size", batch, "trajectories a step"),
             Field("learning_rate", rate, source),
+            Field("update_interval", 1),
         ],
         "evaluation": [
             Field("interval_steps", max(1, steps // 5)),
@@ -332,13 +364,6 @@ def _why_response(tasks: TaskFacts) -> str:
     if tasks.solution_tokens:
         return f"the longest solution has {tasks.solution_tokens} tokens"
     return "the problems have no solutions to measure; raise it where responses are cut off"
-
-
-def _mix(tasks: TaskFacts) -> list[dict[str, object]]:
-    reference: dict[str, object] = {"source": "reference", "share": 0.5, "correct_only": True}
-    if not tasks.with_solutions:
-        return [{"source": "online", "share": 0.5}, reference]
-    return [{"source": "online", "share": 0.5}, reference | {"share": 0.25}, {"source": "human", "share": 0.25}]
 
 
 def _fit(sections: Sections, name: str, model: ModelFacts, machine: MachineFacts) -> list[str]:

@@ -68,6 +68,8 @@ PANELS = {
 
 NAME = "demo"
 RECIPE = Path(__file__).parents[2] / "deploy" / "recipes" / "toy" / "demo.yaml"
+# Where people's programs are imitated too, and prompts have values.
+WITH_PEOPLE = RECIPE.with_name("with_people.yaml")
 LONGEST_DEMO_SECONDS = 3600.0
 MODEL_SECONDS = 900.0
 POLL_SECONDS = 1.0
@@ -128,10 +130,10 @@ def _line(snapshot: Snapshot, elapsed: float) -> str:
     else:
         progress = snapshot.job.progress
         parts += [
-            f"values {progress.values_done}/{progress.values_total or '?'}"
-            + (f" and {progress.values_provisional} provisional" if progress.values_provisional else ""),
+            _values(snapshot.job),
             f"step {progress.step}/{progress.steps}",
             _scores(snapshot.evaluations),
+            _solved(snapshot.job),
             f"restarts {sum(service['restarts'] for service in snapshot.services)}",
             f"{snapshot.memory_bytes / 2**30:.1f} GiB",
         ]
@@ -150,6 +152,26 @@ def _scores(evaluations: Sequence[StepEvaluation]) -> str:
     return f"{scores} at step {newest.step}"
 
 
+def _has_values(job: Job) -> bool:
+    """Whether the job estimates Qhat_0 of its prompts."""
+    return job.spec.get("value") is not None
+
+
+def _values(job: Job) -> str:
+    """How many prompts have a value, of a job that estimates them."""
+    progress = job.progress
+    if not _has_values(job):
+        return ""
+    provisional = f" and {progress.values_provisional} provisional" if progress.values_provisional else ""
+    return f"values {progress.values_done}/{progress.values_total or '?'}{provisional}"
+
+
+def _solved(job: Job) -> str:
+    """How many of the prompts that were tried rollouts have solved, where the job counts them."""
+    found = job.progress.solved
+    return f"prompts solved {found.tried - found.never}/{found.tried}" if found and found.tried else ""
+
+
 def _picture(snapshot: Snapshot, elapsed: float) -> RenderableType:
     job = snapshot.job
     heading = Text.assemble(("SPO demo ", "bold"), f"{job.id if job else ''}  ", (snapshot.stage, "cyan"))
@@ -158,7 +180,7 @@ def _picture(snapshot: Snapshot, elapsed: float) -> RenderableType:
     if snapshot.evaluations:
         rows.append(_curve(snapshot.evaluations))
     if job:
-        rows.append(Text(_numbers(snapshot)))
+        rows.append(Text("  ".join(part for part in (_numbers(snapshot), _solved(job)) if part)))
         rows += [Text(f"  {reason}", style="yellow") for reason in job.waits[:3]]
     rows.append(_services(snapshot))
     return Group(*rows)
@@ -170,7 +192,8 @@ def _bars(snapshot: Snapshot) -> Table:
         bars.add_row("pi0", *_bar(snapshot.model_done, snapshot.model_total))
     else:
         progress = snapshot.job.progress
-        bars.add_row("values of prompts", *_bar(progress.values_done, progress.values_total or 0))
+        if _has_values(snapshot.job):
+            bars.add_row("values of prompts", *_bar(progress.values_done, progress.values_total or 0))
         bars.add_row("training steps", *_bar(progress.step, progress.steps))
     return bars
 

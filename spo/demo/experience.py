@@ -20,12 +20,12 @@ from typing import Any
 
 from spo.client import Client
 from spo.console import ExitCode, console
-from spo.demo.demo import RECIPE, Demo, DemoOutcome, fresh_demo, model_of, report_of
+from spo.demo.demo import WITH_PEOPLE, Demo, DemoOutcome, fresh_demo, model_of, report_of
 from spo.errors import NotReady
 from spo.spec.section import read_spec
 
 NAME = "demo-experience"
-SECOND_RECIPE = RECIPE.with_name("experience.yaml")
+SECOND_RECIPE = WITH_PEOPLE.with_name("experience.yaml")
 MEASURE = "10"
 PROMISED_SHARE = 0.5
 ALL_ROLLOUTS = 1_000_000
@@ -55,7 +55,7 @@ class RunCost:
 
 def run_demo_experience() -> None:
     """Run both jobs in the foreground; exits with a status that says whether the promise held. Raises SpoError."""
-    first_document, second_document = read_spec(RECIPE), read_spec(SECOND_RECIPE)
+    first_document, second_document = read_spec(WITH_PEOPLE), read_spec(SECOND_RECIPE)
     with fresh_demo(NAME, model_of(first_document)) as demo:
         first = _measure(demo, first_document)
         _await_stored(demo, first.outcome.job.id)

@@ -30,7 +30,7 @@ from blake3 import blake3
 from spo.client import Client
 from spo.client.models import ContinualDetail, ContinualRound, Job
 from spo.console import ExitCode, console
-from spo.demo.demo import RECIPE, Demo, fresh_demo, machine, model_of
+from spo.demo.demo import WITH_PEOPLE, Demo, fresh_demo, machine, model_of
 from spo.errors import NotReady
 from spo.experience.store import ExperienceStore
 from spo.messaging.connection import open_server
@@ -354,7 +354,7 @@ class CourseOutcome:
 
 def first_job(course: Course) -> dict[str, Any]:
     """A little of the demo's job: what it leaves to be learned is what traffic is to teach."""
-    document = read_spec(RECIPE)
+    document = read_spec(WITH_PEOPLE)
     return {
         **document,
         "name": "what is served first",
@@ -662,7 +662,7 @@ def _facts(phase: Phase) -> dict[str, Any]:
 def run_demo_loop(seed: int = 0) -> None:
     """Run the course and write the report; exits with a status that says whether all claims held. Raises SpoError."""
     configure_logs("launcher", level="error", log_format="console")
-    with fresh_demo(NAME, model_of(read_spec(RECIPE))) as demo:
+    with fresh_demo(NAME, model_of(read_spec(WITH_PEOPLE))) as demo:
         outcome = Loop(demo, Course(seed=seed)).run()
         cpu = {name: round(seconds, 1) for name, seconds in demo.platform.cpu_seconds().items()}
         seconds = round(time.monotonic() - demo.view.began, 1)

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from spo.demo.demo import RECIPE
+from spo.demo.demo import WITH_PEOPLE
 from spo.errors import NotReady
 from spo.reproduce.plan import merged
 from spo.spec.section import read_spec
@@ -58,7 +58,7 @@ def carry_out(minutes: float, seed: int, kinds: Sequence[str], ranks: int, resul
         console.print(f"{seconds // 60:02d}:{seconds % 60:02d}  {words}", highlight=False, markup=False, soft_wrap=True)
 
     say("pi0 and the platform start")
-    spec = merged(read_spec(RECIPE), JOB, {"model": {"path": str(reference_model())}})
+    spec = merged(read_spec(WITH_PEOPLE), JOB, {"model": {"path": str(reference_model())}})
     logs = ROOT / "runs" / f"chaos-{seed}-{int(time.time())}"
     platform = ChaosPlatform(logs, trainer_ranks=ranks)
     campaign = None

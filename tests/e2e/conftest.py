@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spo.demo.demo import RECIPE
+from spo.demo.demo import WITH_PEOPLE
 from spo.reproduce.plan import merged
 from spo.spec.section import read_spec
 
@@ -38,7 +38,7 @@ SHORT: dict[str, dict[str, Any]] = {
 
 def demo_spec(reference_model: Path, *changes: dict[str, Any]) -> dict[str, Any]:
     """The demo's job on this pi0, with changes by section."""
-    return merged(read_spec(RECIPE), *changes, {"model": {"path": str(reference_model)}})
+    return merged(read_spec(WITH_PEOPLE), *changes, {"model": {"path": str(reference_model)}})
 
 
 @pytest.fixture(scope="session")

@@ -59,7 +59,9 @@ def test_a_job_is_written_that_fits_model_problems_and_machine(model: Path, prob
     assert spec.tasks.path == str(problems)
     assert spec.tasks.evaluation_problems == 4
     assert spec.model.dtype == "float32"
-    assert [source.source for source in spec.replay.mix] == ["online", "reference", "human"]
+    assert [source.source for source in spec.replay.mix] == ["online", "memory"]
+    assert spec.replay.memory.also == ("human",)
+    assert spec.rollout.unsolved_share > 0
     assert "40 problems have some" in text
     assert all("#" in line for line in text.splitlines() if "learning_rate" in line)
     assert isinstance(run("init", model, problems, "--out", job).exception, InvalidInput)
