@@ -308,8 +308,5 @@ def _human_eval() -> Row:
         )
 
 
-SMOKE: dict[str, object] = {"PROBLEMS": 1, "SAMPLES": 2, "FUNCTIONS": 1, "ROUNDS": 1}
-
-
 if __name__ == "__main__":
-    sys.exit(run("verifiers", measure, smoke=SMOKE))
+    sys.exit(run("verifiers", measure))

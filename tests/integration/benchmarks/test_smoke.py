@@ -13,10 +13,10 @@ from benchmarks.__main__ import names, smoked
 from benchmarks.frame import Row
 
 ROOT = Path(__file__).parents[3]
-# Those that start an engine, load torch or simulate hours whatever their sizes are: by `make benchmarks` alone.
+# Those that start an engine, a browser, many jails or torch, or simulate hours, whatever their sizes are.
 TAKE_MINUTES = {
-    *("autoscaling", "inference", "judge_soak", "learning", "real_widths", "rejudging", "replicas"),
-    *("scale", "serving", "soak", "trainer", "value", "weights"),
+    *("api", "autoscaling", "inference", "judge_soak", "learning", "real_widths", "rejudging", "replicas"),
+    *("scale", "serving", "soak", "trainer", "value", "verifiers", "weights"),
 }
 
 
