@@ -23,7 +23,7 @@ from spo.cli import (
 )
 from spo.cli.jobs import LimitOption, OutputOption, api
 from spo.console import ExitCode, Output, console, error_console, exit_code_of, print_document, print_error, print_rows
-from spo.errors import SpoError
+from spo.errors import PreconditionFailed, SpoError
 
 keys = typer.Typer(no_args_is_help=True, help="API keys; needs the scope admin.")
 
@@ -83,7 +83,6 @@ def repair_redis(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Check the append-only file of the Redis that `spo up` starts, and with --cut make it loadable, after a backup."""
-    # Like the launcher: needs the extra `embedded`.
     from spo.local.launcher import check_append_only_file
     from spo.service.settings import PlatformSettings
 
@@ -199,8 +198,7 @@ def options(
     """Soft Policy Optimization: post-train language models from any experience."""
 
 
-# The launcher needs the `embedded` extra, so its modules are imported by the commands that use them and not above:
-# a client-only install can still submit and watch jobs.
+# Demos and the launcher are imported by the commands that use them and not above: `spo job` starts without them.
 
 
 @app.command()
@@ -320,6 +318,14 @@ def main() -> None:
     except SpoError as error:
         print_error(error)
         sys.exit(exit_code_of(error))
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "spo", "services"):
+            raise
+        # Clients and images hold what their own commands need.
+        message = f"this command needs the package {package}, which is not installed here"
+        print_error(PreconditionFailed(message, code="package_missing"))
+        sys.exit(ExitCode.CONFLICT)
     except KeyboardInterrupt:
         error_console.print("interrupted")
         sys.exit(ExitCode.INTERRUPTED)

@@ -39,7 +39,7 @@ from rich.text import Text
 from spo.client import Client
 from spo.client.models import Event, Job, MetricSeries, StepEvaluation
 from spo.console import ExitCode, console, error_console
-from spo.errors import InternalError, InvalidInput, NotReady, SpoError
+from spo.errors import InternalError, InvalidInput, NotReady, PreconditionFailed, SpoError
 from spo.local.judge_client import ChildStatus, bound_to_this_process, running_platforms
 from spo.local.launcher import Interrupted, LauncherSettings, LocalPlatform, signals_interrupt
 from spo.observability import configure_logs
@@ -392,6 +392,8 @@ class ReferenceModelBuild:
     """pi0 being built (or found) by a child process, while the services start."""
 
     def __init__(self, cache: Path, name: str, log_path: Path, niceness: int = 0) -> None:
+        if importlib.util.find_spec("torch") is None:
+            raise PreconditionFailed("pi0 is made with torch, which is not installed here", code="package_missing")
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self.log_path = log_path
         self.done, self.total = 0, 0

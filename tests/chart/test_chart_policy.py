@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import re
 from typing import Any
 
 import pytest
-from conftest import SETS, rendered
+from conftest import SETS, Helm, merged, rendered
 
 Object = dict[str, Any]
 
@@ -384,3 +385,75 @@ def test_large_numbers_reach_the_process_as_they_were_written() -> None:
         each["name"]: each.get("value") for each in pods(rendered("everything"))["orchestrator"]["containers"][0]["env"]
     }
     assert variables["SPO_ORCHESTRATOR_MAX_BODY_BYTES"] == "268435456"
+
+
+UNITS = {"m": 1e-3, "Mi": 2.0**20, "Gi": 2.0**30, "Ki": 2.0**10, "M": 1e6, "G": 1e9, "": 1.0}
+
+
+def quantity(text: Any) -> float:
+    """CPUs or bytes of a Kubernetes quantity."""
+    found = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", str(text))
+    assert found, text
+    return float(found[1]) * UNITS[found[2]]
+
+
+def requested(pod: Object, resource: str) -> float:
+    """What the scheduler keeps free for a pod: its containers with sidecars, or the most of its init containers."""
+
+    def of(container: Object) -> float:
+        held = container.get("resources", {})
+        return quantity(held.get("requests", {}).get(resource, held.get("limits", {}).get(resource, 0)))
+
+    running, starting = sum(map(of, pod["containers"])), [0.0]
+    for init in pod.get("initContainers", []):
+        if init.get("restartPolicy") == "Always":
+            running += of(init)
+        else:
+            starting.append(of(init))
+    return max(running, *starting)
+
+
+def copies(each: Object) -> int:
+    """Pods that a workload has at once."""
+    if each["kind"] == "Job":
+        return int(each["spec"].get("parallelism", 1))
+    return int(each["spec"].get("replicas", 1)) if each["kind"] != "Pod" else 1
+
+
+@pytest.mark.parametrize(
+    ("pod", "cpus"),
+    [
+        ({"containers": [{"resources": {"requests": {"cpu": "250m"}}}, {"resources": {"limits": {"cpu": 1}}}]}, 1.25),
+        ({"containers": [{}], "initContainers": [{"resources": {"requests": {"cpu": "2"}}}]}, 2),
+        (
+            {
+                "containers": [{"resources": {"requests": {"cpu": ".5"}}}],
+                "initContainers": [
+                    {"resources": {"requests": {"cpu": "100m"}}, "restartPolicy": "Always"},
+                    {"resources": {"requests": {"cpu": "400m"}}},
+                ],
+            },
+            0.6,
+        ),
+    ],
+)
+def test_requests_are_added_up_as_the_scheduler_does(pod: Object, cpus: float) -> None:
+    assert requested(pod, "cpu") == pytest.approx(cpus)
+
+
+def test_a_laptops_node_has_room_for_every_pod_and_job_at_once(helm: Helm) -> None:
+    values = merged(SETS["single-node"], {"models": {"toy": True}})
+    objects = helm.install(values)
+    helm.test()
+    workloads = of_kind([*objects, *helm.cluster.of_kind("Pod").values()], *WORKLOADS)
+    assert {"models", "test", "redis", *SERVICES} == {
+        component(pod_of(each)["metadata"]["labels"]) for each in workloads
+    }
+    needs = {
+        resource: sum(copies(each) * requested(pod_of(each)["spec"], resource) for each in workloads)
+        for resource in ("cpu", "memory")
+    }
+    assert all(requested(pod_of(each)["spec"], "cpu") > 0 for each in workloads)
+    # Of 2 CPUs the nodes' own pods take up to .95 (kind).
+    assert 0.5 < needs["cpu"] <= 1.0
+    assert 1 << 30 < needs["memory"] <= 4 << 30
