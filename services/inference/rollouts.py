@@ -194,7 +194,8 @@ class RolloutWorker:
         consumer: Consumer | None = None
         while not stop.is_set():
             assignment = self._replica.current()
-            if assignment is None:
+            # Groups that agents play are the orchestrator's; their calls come as any completion.
+            if assignment is None or assignment.spec.tasks.harness is not None:
                 stop.wait(BLOCK_SECONDS / 4)
                 continue
             if consumer is None or consumer.run_id != assignment.run_id:

@@ -260,6 +260,9 @@ def _requests(
     assignment: Assignment, request: wire.ServeRequest, prompt: Sequence[int], served: ServedSampling
 ) -> list[SampleRequest]:
     room = assignment.engine_spec.max_tokens - len(prompt)
+    if request.path_tokens:
+        room = min(room, request.path_tokens - len(prompt))
+        request.max_tokens = min(request.max_tokens or room, max(1, room))
     if room < max(1, request.max_tokens):
         message = (
             f"the model takes {assignment.engine_spec.max_tokens} tokens in all; the prompt has {len(prompt)} of them, "

@@ -24,7 +24,7 @@ def main() -> int:
     context = AppContext(settings, client, process.stop, leadership)
     add_OrchestratorServiceServicer_to_server(OrchestratorService(context), process.server.server)
     http = HttpServer(context)
-    jobs = (context.runner, context.dispatcher, context.evaluations, context.deletion)
+    jobs = (context.runner, context.dispatcher, context.agent_episodes, context.evaluations, context.deletion)
     loops = (*jobs, context.datasets, context.watch, context.continual_loop, context.autoscaling)
     process.workers += [leadership.run, *(leadership.while_leading(loop.run) for loop in loops), http.run, freeze_gc]
     process.on_drain = context.close

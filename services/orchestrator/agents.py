@@ -58,6 +58,9 @@ class AgentSession:
     max_calls: int = 200
     max_tokens: int = 131_072
     problem_id: str = ""
+    # Of a path that is to be trained on; None: as far as the engine goes.
+    max_prompt_tokens: int | None = None
+    max_response_tokens: int | None = None
 
     @property
     def path(self) -> str:
@@ -273,9 +276,8 @@ class AgentSessions:
     def seen(self, session: AgentSession) -> dict[str, object]:
         """What is shown of a session beside its record."""
         counts = self.counts(session)
-        outcome = json.loads(counts["outcome"]) if "outcome" in counts else None
         used = {name: int(counts.get(name, 0)) for name in ("calls", "tokens")}
-        return {**used, "closed": counts.get("closed", ""), "outcome": outcome}
+        return {**used, "closed": counts.get("closed", ""), "outcome": self.outcome(session)}
 
     def counts(self, session: AgentSession) -> dict[str, str]:
         """How many calls and tokens it has used, why it is closed, and its outcome."""
@@ -311,6 +313,11 @@ class AgentSessions:
             raise ResourceExhausted(f"the session has made its {session.max_calls} calls", code="session_full")
         if int(counts["tokens"]) >= session.max_tokens:
             raise InvalidInput(f"the session has used its {session.max_tokens} tokens", code="prompt_too_long")
+
+    def outcome(self, session: AgentSession) -> dict[str, object] | None:
+        """How it ended; None while it is open."""
+        raw = self.jobs.client.hget(own_keys.agent_session(session.id), "outcome")
+        return None if raw is None else dict(json.loads(raw))
 
     def close(self, session: AgentSession, outcome: Mapping[str, object], reason: str) -> Mapping[str, object]:
         """End a session with its outcome; once more with the same changes nothing.

@@ -22,6 +22,7 @@ from anyio.lowlevel import RunVar
 from fastapi import Depends, Path, Query, Request
 from starlette.concurrency import run_in_threadpool
 
+from services.orchestrator.agent_episodes import AgentEpisodes
 from services.orchestrator.agents import AgentSessions
 from services.orchestrator.auth import AuditLog, Authenticator, Principal, require_within
 from services.orchestrator.autoscaling import Autoscaling, Scale, ServingTraffic
@@ -202,6 +203,7 @@ class AppContext:
         self.authenticator = Authenticator(settings, self.redis)
         self.captures = CaptureStore(self.redis)
         self.agent_sessions = AgentSessions(self.jobs)
+        self.agent_episodes = AgentEpisodes(self.jobs, self.agent_sessions)
         self.audit = AuditLog(self.redis)
         identity = PlatformIdentity(self.redis, place, settings.weight_place)
         self.job_rebuild = JobRebuild(self.jobs, self.files)

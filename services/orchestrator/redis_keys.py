@@ -233,6 +233,11 @@ def agent_sessions(job_id: str) -> str:
     return f"spo:{job_id}:orchestrator:agent_sessions"
 
 
+def agent_episodes(job_id: str) -> str:
+    """Hash: group id/sample -> JSON of an episode of a group that is open. Orchestrator."""
+    return f"spo:{job_id}:orchestrator:agent_episodes"
+
+
 def agent_session(session_id: str) -> str:
     """Hash: record (JSON of the session), calls, tokens and bytes so far, closed (why), outcome (JSON); expires.
     Orchestrator."""

@@ -47,6 +47,44 @@ class EpisodeOutcome(RequestBody):
     metrics: dict[Annotated[str, Field(max_length=64)], float] = Field(default={}, max_length=64)
 
 
+class LeaseRequest(RequestBody):
+    """Which episodes a runner takes, and for how long it waits for one."""
+
+    pool: str = Field(default="default", min_length=1, max_length=100)
+    most: int = Field(default=1, ge=1, le=64)
+    wait_seconds: float = Field(default=20, ge=0, le=30, allow_inf_nan=False)
+
+
+class LeaseToken(RequestBody):
+    """Whose lease it is."""
+
+    token: Token
+
+
+class EpisodeLease(Document):
+    """One episode of a job: what is played, by what, and the session that its agent calls."""
+
+    lease_id: str
+    fence: int = Field(description="How often the episode was begun anew.")
+    lease_until_unix_ms: int = Field(description="Renew it before; then it is another runner's.")
+    harness: str
+    arguments: JsonObject
+    problem_id: str
+    statement: str
+    seed: int
+    session: SessionGrant
+
+
+class LeaseList(Document):
+    """What was leased; empty where nothing waited in time."""
+
+    items: list[EpisodeLease]
+
+
+class RenewedLease(Document):
+    lease_until_unix_ms: int
+
+
 class SessionView(Document):
     """A session and what it has used."""
 

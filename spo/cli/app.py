@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from spo.cli import (
+    agents as cli_agents,
     jobs as cli_jobs,
     judge as cli_judge,
     start as cli_start,
@@ -180,6 +181,7 @@ app.add_typer(cli_judge.verifier, name="verifier")
 app.add_typer(platform, name="platform")
 app.add_typer(cli_jobs.dead_letters, name="dead-letters")
 app.add_typer(cli_training.continual, name="continual")
+app.add_typer(cli_agents.agents, name="agents")
 
 
 def _print_version(asked: object) -> None:

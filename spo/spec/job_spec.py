@@ -293,6 +293,18 @@ def pairs_are_whole(spec: JobSpec) -> Iterator[Violation]:
                     yield f"{at}/sampler", f"{term.objective} compares two trajectories of a prompt: sampler pairs"
 
 
+def episodes_of_agents_are_learned_from(spec: JobSpec) -> Iterator[Violation]:
+    """Nobody else plays the problems: pi0's responses would be of another kind than an agent's episodes."""
+    if spec.tasks.harness is None:
+        return
+    if spec.value is not None:
+        yield "value", "values are of single responses; with tasks.harness null, and an objective that compares groups"
+    if {part.source for part in spec.replay.mix if part.share > 0} != {"online"}:
+        yield "replay/mix", "with tasks.harness all trajectories are online: episodes that agents have played"
+    if spec.tasks.evaluation_problems or spec.tasks.evaluation_path:
+        yield "tasks/evaluation_problems", "evaluations sample single responses: 0 with tasks.harness"
+
+
 def turns_suffice(spec: JobSpec) -> Iterator[Violation]:
     """Where turns are counted, no trajectory is in a batch twice: the window fills a batch."""
     live = max((part.share for part in spec.replay.mix if part.source in LIVE_SOURCES), default=0.0)
@@ -544,6 +556,7 @@ RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
     samplers_can_draw,
     memory_can_be_learned_from,
     pairs_are_whole,
+    episodes_of_agents_are_learned_from,
     turns_suffice,
     critic_belongs_to_ppo,
     teacher_is_asked,

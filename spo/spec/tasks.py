@@ -467,6 +467,20 @@ class EnvironmentSpec(Section):
     )
 
 
+class HarnessSpec(Section):
+    """The program of somebody's that plays a job's problems, an agent, and what an episode of it may use."""
+
+    name: Name = Field(description="What runners know it by, such as the name of a command or an image.")
+    runner_pool: Name = Field(default="default", description="Which runners lease the episodes.")
+    max_calls: int = Field(default=200, ge=1, le=10_000, description="Calls of the policy in an episode.")
+    max_seconds: int = Field(default=7200, ge=1, le=604_800, description="Longest episode.")
+    reward: Literal["runner", "verifier"] = Field(
+        default="runner",
+        description="runner: what it posts, from 0 to 1. verifier: that of the problem decides about the answer.",
+    )
+    arguments: dict[Name, _Value] = Field(default_factory=dict, max_length=32, description="Passed on to the runner.")
+
+
 @dataclass(frozen=True)
 class ConversationSetup:
     """One conversation: at most so many turns of the policy, observations cut to so many tokens.
@@ -644,6 +658,9 @@ class TasksSpec(Section):
     environment: EnvironmentSpec | None = Field(
         default=None, description="What answers the policy's turns; default: one response, and no conversation."
     )
+    harness: HarnessSpec | None = Field(
+        default=None, description="An agent in its own program that plays the problems; default: none does."
+    )
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
 
     @property
@@ -665,6 +682,12 @@ class TasksSpec(Section):
             raise impossible(("evaluation_kind", "there is no evaluation_path that it would describe"))
         if self.reward.tests == "public" and all(one.kind != "program" for _, one in verifiers_in(self.verifier)):
             raise impossible(("reward/tests", "no verifier of kind program has tests that could be public"))
+        return self
+
+    @model_validator(mode="after")
+    def one_plays(self) -> Self:
+        if self.environment is not None and self.harness is not None:
+            raise impossible(("harness", "either an environment answers the policy's turns, or an agent plays"))
         return self
 
     @model_validator(mode="after")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,10 +16,12 @@ from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
+from services.orchestrator.agent_episodes import Leased
 from services.orchestrator.agents import AgentSession, CallNode, Continuation, SessionSecrets, Turn, note_call
 from services.orchestrator.auth import Principal
 from services.orchestrator.commit import now_ms
 from services.orchestrator.container import AppContext, ContextDep, Limit, PrincipalDep, require_own_job
+from services.orchestrator.http.dialects import MessagesRequest, ResponsesRequest, answered
 from services.orchestrator.http.openai import (
     EVENT_STREAM,
     WHOLE,
@@ -29,7 +33,8 @@ from services.orchestrator.http.openai import (
 from services.orchestrator.http.openai_requests import ChatMessage, ChatRequest, conversation, refused
 from services.orchestrator.serving import Target
 from spo import api
-from spo.errors import NotFound, ResourceExhausted
+from spo.errors import Conflict, InvalidInput, NotFound, ResourceExhausted
+from spo.spec.section import JobState
 from spo.v1.inference_service_pb2 import ServedPart, ServeRequest
 
 router = APIRouter(prefix="/v1/agents", tags=["agents"])
@@ -40,6 +45,7 @@ SessionId = Annotated[str, Path(pattern=api.SESSION_ID_PATTERN)]
 SessionPath = Annotated[str, Path(pattern=r"^ses_[0-9A-HJKMNP-TV-Z]{26}(\.[A-Za-z0-9_-]{1,100})?$")]
 
 MOST_AT_ONCE = 8
+LOOK_SECONDS = 0.2
 _AT_ONCE: Counter[str] = Counter()
 # Of whoever calls: labels of its own, kept in the trace.
 LABELS = ("session-id", "thread-id", "x-session-id", "x-claude-code-session-id")
@@ -110,14 +116,22 @@ def end_session(
     context: ContextDep, principal: PrincipalDep, session_id: SessionId, body: api.EpisodeOutcome
 ) -> api.SessionView:
     """End an episode with its reward; the same outcome again changes nothing."""
+    session, outcome = _ended(context, principal, session_id, body)
+    context.agent_sessions.close(session, outcome, body.status)
+    return _view(context, session)
+
+
+def _ended(
+    context: AppContext, principal: Principal, session_id: str, body: api.EpisodeOutcome
+) -> tuple[AgentSession, dict[str, object]]:
+    """The session and what is said of its end. Raises InvalidInput for a reward of what cannot have one."""
     session = _own(context, principal, session_id)
     context.agent_sessions.require_token(session, body.token)
     if body.reward is not None and body.status == "failed":
         raise refused("/reward", "what failed has no reward")
-    if body.reward is not None and not int(context.agent_sessions.counts(session)["calls"]):
-        raise refused("/reward", "the session has made no call")
-    context.agent_sessions.close(session, body.model_dump(mode="json", exclude={"token"}), body.status)
-    return _view(context, session)
+    if body.status != "failed" and not int(context.agent_sessions.counts(session)["calls"]):
+        raise refused("/status", "the session has made no call: it has failed")
+    return session, body.model_dump(mode="json", exclude={"token"})
 
 
 def _own(context: AppContext, principal: Principal, session_id: str) -> AgentSession:
@@ -130,6 +144,72 @@ def _own(context: AppContext, principal: Principal, session_id: str) -> AgentSes
 
 def _view(context: AppContext, session: AgentSession) -> api.SessionView:
     return api.SessionView.model_validate({**asdict(session), **context.agent_sessions.seen(session)})
+
+
+@router.post("/leases")
+async def lease_episodes(
+    context: ContextDep, principal: PrincipalDep, request: Request, body: api.LeaseRequest
+) -> api.LeaseList:
+    """Episodes that wait for a runner, as soon as there are some; each is this runner's until its lease runs out."""
+    until = time.monotonic() + body.wait_seconds
+    while True:
+        leased = await run_in_threadpool(_leased, context, principal, body)
+        if leased or time.monotonic() >= until or context.stop.is_set():
+            break
+        await asyncio.sleep(min(LOOK_SECONDS, max(0.0, until - time.monotonic())))
+    return api.LeaseList(items=[_lease_view(request, each) for each in leased])
+
+
+def _leased(context: AppContext, principal: Principal, body: api.LeaseRequest) -> list[Leased]:
+    running = context.jobs.in_states((JobState.RUNNING,))
+    own = [each for each in running if principal.sees_tenant in (None, context.jobs.tenant(each))]
+    return context.agent_episodes.lease(own, body.pool, body.most)
+
+
+def _lease_view(request: Request, leased: Leased) -> api.EpisodeLease:
+    return api.EpisodeLease(
+        lease_id=leased.session.id,
+        fence=leased.episode.attempt,
+        lease_until_unix_ms=leased.episode.lease_until_unix_ms,
+        harness=leased.harness.name,
+        arguments=dict(leased.harness.arguments),
+        problem_id=leased.session.problem_id,
+        statement=leased.statement,
+        seed=leased.session.seed,
+        session=grant_of(request, leased.session, leased.opened),
+    )
+
+
+@router.post("/leases/{session_id}/renew")
+def renew_lease(
+    context: ContextDep, principal: PrincipalDep, session_id: SessionId, body: api.LeaseToken
+) -> api.RenewedLease:
+    """Hold an episode for longer. 412 `lease_lost`: it is another runner's, or its job has ended: stop the agent."""
+    session = _own(context, principal, session_id)
+    context.agent_sessions.require_token(session, body.token)
+    renewed = context.agent_episodes.renew(session)
+    return api.RenewedLease(lease_until_unix_ms=renewed.lease_until_unix_ms)
+
+
+@router.post("/leases/{session_id}/outcome")
+def end_episode(
+    context: ContextDep, principal: PrincipalDep, session_id: SessionId, body: api.EpisodeOutcome
+) -> api.SessionView:
+    """End an episode with its reward; one that failed is begun anew. The same outcome again changes nothing."""
+    session, outcome = _ended(context, principal, session_id, body)
+    context.agent_episodes.end(session, outcome)
+    return _view(context, session)
+
+
+@router.post("/leases/{session_id}/give-back")
+def give_episode_back(
+    context: ContextDep, principal: PrincipalDep, session_id: SessionId, body: api.LeaseToken
+) -> api.SessionView:
+    """Give an episode back that is not at fault: another runner gets it."""
+    session = _own(context, principal, session_id)
+    context.agent_sessions.require_token(session, body.token)
+    context.agent_episodes.give_up(session)
+    return _view(context, session)
 
 
 @calls_router.get("/models")
@@ -151,6 +231,24 @@ async def session_chat_completion(
     return await EpisodeCompletion(context, principal, request, body, session).respond()
 
 
+@calls_router.post("/responses", response_class=JSONResponse, responses=WHOLE)
+async def session_response(
+    request: Request, context: ContextDep, principal: PrincipalDep, session_id: SessionPath, body: ResponsesRequest
+) -> Response:
+    """The same, as OpenAI's Responses API has it."""
+    session = await run_in_threadpool(session_of, context, session_id)
+    return await answered(EpisodeCompletion(context, principal, request, body.chat(), session), body)
+
+
+@calls_router.post("/messages", response_class=JSONResponse, responses=WHOLE)
+async def session_message(
+    request: Request, context: ContextDep, principal: PrincipalDep, session_id: SessionPath, body: MessagesRequest
+) -> Response:
+    """The same, as Anthropic's Messages API has it."""
+    session = await run_in_threadpool(session_of, context, session_id)
+    return await answered(EpisodeCompletion(context, principal, request, body.chat(), session), body)
+
+
 def session_of(context: AppContext, path: str) -> AgentSession:
     """The session that a path of its own names; whoever asks has shown its key."""
     return context.agent_sessions.get(path.partition(".")[0])
@@ -158,8 +256,6 @@ def session_of(context: AppContext, path: str) -> AgentSession:
 
 class EpisodeCompletion(ServedCompletion):
     """A call of a session: the tokens that it has been answered are fed again as they are."""
-
-    dialect = "chat"
 
     def __init__(
         self, context: AppContext, principal: Principal, request: Request, body: ChatRequest, session: AgentSession
@@ -216,13 +312,23 @@ class EpisodeCompletion(ServedCompletion):
         wanted.loaded_version = session.version is None
         wanted.context_token_ids.extend(self.continued.token_ids)
         wanted.context_turns = self.continued.turns
+        if session.max_response_tokens is not None:
+            root = self.tree.path(self.continued.node)[0] if self.continued.node else None
+            begins = len(root.read) if root else session.max_prompt_tokens or 0
+            wanted.path_tokens = begins + session.max_response_tokens
 
     def keep(self, answer: OpenAiAnswer) -> None:
         """Store the call, before its end is told."""
+        if self.context.agent_sessions.outcome(self.session) is not None:
+            raise Conflict("the session has ended meanwhile: nothing more is stored", code="already_decided")
         (choice,), found = answer.choices, self.continued
         prompt, known = tuple(answer.prompt_token_ids), found.token_ids
         extends = prompt[: len(known)] == known
         node, reason = (found.node, found.reason) if extends else (None, "template_rewrites")
+        most = self.session.max_prompt_tokens
+        if node is None and most is not None and len(prompt) > most:
+            message = f"the agent's first prompt has {len(prompt)} tokens, more than model.max_prompt_tokens {most}"
+            raise InvalidInput(message, code="prompt_too_long")
         (answered,) = conversation([ChatMessage.model_validate({"role": "assistant", "tool_calls": choice.calls})])
         chat = self.context.jobs.spec(self.session.job_id).model.chat_format
         stored = CallNode(
@@ -249,7 +355,7 @@ class EpisodeCompletion(ServedCompletion):
             logprobs=tuple(token.logprob for token in choice.tokens),
         )
         self.tree.append(stored, self.body_digest)
-        note_call(self.dialect, stored, 0 if extends else len(known))
+        note_call(self.form.dialect, stored, 0 if extends else len(known))
         if not self.chat.logprobs:
             choice.tokens.clear()
 

@@ -17,6 +17,7 @@ from starlette.staticfiles import StaticFiles
 from services.orchestrator.container import AppContext, threads_for_checks
 from services.orchestrator.http import errors
 from services.orchestrator.http.agents import calls_router as agent_calls_router, router as agents_router
+from services.orchestrator.http.dialects import router as dialects_router
 from services.orchestrator.http.errors import MEDIA_TYPE, STATIC, ProblemDocument
 from services.orchestrator.http.events import LiveEvents, dead_letters_router, logs_router, router as events_router
 from services.orchestrator.http.experience import datasets_router, router as experience_router
@@ -217,6 +218,7 @@ def create_app(context: AppContext) -> FastAPI:
         scale_router,
         served_models_router,
         openai_router,
+        dialects_router,
         agents_router,
         agent_calls_router,
         capture_router,

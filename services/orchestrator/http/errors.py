@@ -40,7 +40,7 @@ _ANTHROPIC = re.compile(r"/v1/(complete|messages)(/|$)")
 _SHARED = re.compile(r"/v1/(files|models|organizations|skills|v1/messages)(/|$)")
 # Where a session's calls go; its address may carry its key.
 SESSION = re.compile(r"/s/(ses_[0-9A-Z]{26})(\.[A-Za-z0-9_-]+)?(?=/|$)")
-_UNSERVED = {"responses": "OpenAI's Responses", "messages": "Anthropic's Messages"}
+_OF = {"responses": "OpenAI's Responses", "messages": "Anthropic's Messages"}
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -117,8 +117,8 @@ def dialect(path: str, headers: Headers) -> Literal["openai", "anthropic"] | Non
 
 def _unserved(path: str) -> str:
     """What is said of a path of theirs that is not served; "" of any other."""
-    if found := re.search(r"/v1/(responses|messages)(/|$)", path):
-        return f"{_UNSERVED[found[1]]} API ({path[:100]}) is not served yet: use /v1/chat/completions"
+    if found := re.search(r"/v1/(responses|messages)(?=/)", path):
+        return f"of {_OF[found[1]]} API {path[:100]} is not served: only POST {found[0]} is"
     return ""
 
 
@@ -154,6 +154,11 @@ def _shaped(response: JSONResponse, document: dict[str, object], status: int) ->
 def error_document(error: SpoError, status: int) -> dict[str, object]:
     """An error after the answer has begun."""
     return _document(error.message, error.code, status, "")
+
+
+def anthropic_error(error: SpoError) -> dict[str, object]:
+    """The same in Anthropic's form."""
+    return {"type": "error", "error": {"type": "api_error", "message": error.message}}
 
 
 def _document(message: str, code: str, status: int, pointer: str) -> dict[str, object]:

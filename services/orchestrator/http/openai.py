@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import redis
 from fastapi import APIRouter, Request, Response
@@ -67,7 +67,12 @@ class Choice:
 
 @dataclass
 class OpenAiAnswer:
-    """A completion as it grows: what clients are told of it, and what may be captured."""
+    """A completion as it grows: what clients are told of it, and what may be captured.
+
+    Responses and Messages write the same otherwise (`dialects.py`).
+    """
+
+    dialect: ClassVar[str] = "chat"
 
     id: str
     model: str
@@ -143,6 +148,10 @@ class OpenAiAnswer:
         """The last chunks."""
         usage = event({**self._head(".chunk"), "choices": [], "usage": self.usage()}) if include_usage else b""
         return usage + b"data: [DONE]\n\n"
+
+    def failure(self, error: SpoError) -> bytes:
+        """What the client is told of an answer that breaks off."""
+        return event(error_document(error, 500))
 
     def usage(self) -> Json:
         """Tokens of the prompt and of all samples."""
@@ -339,7 +348,9 @@ async def plain_completion(
 
 
 class ServedCompletion:
-    """One request on its way through the pool."""
+    """One request on its way through the pool. form: how the answer is written."""
+
+    form: type[OpenAiAnswer] = OpenAiAnswer
 
     def __init__(
         self, context: AppContext, principal: Principal, request: Request, body: ChatRequest | PlainRequest
@@ -370,7 +381,7 @@ class ServedCompletion:
     def answer_of(self, target: Target) -> OpenAiAnswer:
         """The answer before anything of it is there."""
         chat = isinstance(self.body, ChatRequest)
-        return OpenAiAnswer(
+        return self.form(
             id=f"{'chatcmpl' if chat else 'cmpl'}-{ULID()}",
             model=self.body.model,
             job_id=target.job_id,
@@ -450,7 +461,7 @@ class ServedCompletion:
                 yield b"".join(map(answer.chunk, response.parts))
             yield answer.closing(include_usage=self.body.stream_options.include_usage)
         except SpoError as error:
-            yield event(error_document(error, 500))
+            yield answer.failure(error)
         finally:
             await parts.aclose()
 

@@ -44,6 +44,7 @@ from spo.client.models import (
     DeadLetterTotals,
     Document,
     Entry,
+    EpisodeLease,
     Evaluation,
     EvaluationKeywords,
     EvaluationList,
@@ -58,6 +59,7 @@ from spo.client.models import (
     JsonObject,
     Key,
     Keys,
+    LeaseList,
     LogFilters,
     LogLine,
     LogPage,
@@ -75,10 +77,13 @@ from spo.client.models import (
     Redriven,
     RejudgeKeywords,
     RejudgeReport,
+    RenewedLease,
     RowFilters,
     ScaleView,
     ServedModelList,
     ServedModelView,
+    SessionTreeView,
+    SessionView,
     StepEvaluation,
     StoredRow,
     StoredRowDetail,
@@ -468,6 +473,33 @@ class AsyncServingCalls:
         """Store captured traffic as trajectories under a name; prompts are those of a job. Raises Conflict."""
         body = {"name": name, "job": job, "judge_unscored": judge_unscored, "after_unix_ms": after_unix_ms}
         return await self._connection.ask(CollectReport, "POST", "/v1/capture/collect", json=body)
+
+
+class AsyncAgentCalls:
+    """Episodes that agents play in their own programs: leased, renewed and ended by runners."""
+
+    def __init__(self, connection: AsyncConnection) -> None:
+        self._connection = connection
+
+    async def tree(self, session_id: str) -> SessionTreeView:
+        """All calls of a session. Raises NotFound."""
+        return await self._connection.ask(SessionTreeView, "GET", f"/v1/agents/sessions/{session_id}/tree")
+
+    async def lease(self, pool: str, most: int, wait_seconds: float) -> list[EpisodeLease]:
+        """Episodes that wait for a runner of the pool; none where there are none in time."""
+        body = {"pool": pool, "most": most, "wait_seconds": wait_seconds}
+        request = RequestOptions(json=body, timeout=wait_seconds + self._connection.timeout_seconds)
+        return (await self._connection.ask(LeaseList, "POST", "/v1/agents/leases", repeatable=False, **request)).items
+
+    async def renew(self, lease_id: str, token: str) -> RenewedLease:
+        """Hold an episode for longer. Raises PreconditionFailed (code "lease_lost")."""
+        path = f"/v1/agents/leases/{lease_id}/renew"
+        return await self._connection.ask(RenewedLease, "POST", path, json={"token": token})
+
+    async def end(self, lease_id: str, outcome: Mapping[str, object], *, leased: bool = True) -> SessionView:
+        """End an episode, or a session that was not leased, with its outcome. Raises Conflict, PreconditionFailed."""
+        path = f"/v1/agents/{'leases' if leased else 'sessions'}/{lease_id}/outcome"
+        return await self._connection.ask(SessionView, "POST", path, json=dict(outcome))
 
 
 class AsyncContinualCalls:

@@ -26,6 +26,7 @@ from ulid import ULID
 
 from spo import errors
 from spo.client._async.calls import (
+    AsyncAgentCalls,
     AsyncConnection,
     AsyncContinualCalls,
     AsyncDatasetCalls,
@@ -215,6 +216,11 @@ class AsyncClient(AsyncTrainingCalls):
     def continual(self) -> AsyncContinualCalls:
         """Calls about jobs that train from stored experience by a schedule and serve what is better."""
         return AsyncContinualCalls(self._connection)
+
+    @property
+    def agents(self) -> AsyncAgentCalls:
+        """Episodes that agents play in their own programs."""
+        return AsyncAgentCalls(self._connection)
 
     @property
     def serving(self) -> AsyncServingCalls:

@@ -33,6 +33,7 @@ from spo.client._sync.calls import (
     ExperienceCalls,
     PlatformCalls,
     ServingCalls,
+    SyncAgentCalls,
     TrainingCalls,
 )
 from spo.client.answers import error_of, parsed
@@ -215,6 +216,11 @@ class Client(TrainingCalls):
     def continual(self) -> ContinualCalls:
         """Calls about jobs that train from stored experience by a schedule and serve what is better."""
         return ContinualCalls(self._connection)
+
+    @property
+    def agents(self) -> SyncAgentCalls:
+        """Episodes that agents play in their own programs."""
+        return SyncAgentCalls(self._connection)
 
     @property
     def serving(self) -> ServingCalls:

@@ -66,14 +66,16 @@ def test_paths_of_openais_that_are_not_served_answer_in_its_form(
     assert ("allow" in found.headers) == (status == 405)
 
 
-def test_dialects_that_are_not_served_yet_say_so_in_their_own_form(open_counter: Callable[..., Counter]) -> None:
+def test_what_of_the_other_dialects_is_not_served_is_told_in_their_own_form(
+    open_counter: Callable[..., Counter],
+) -> None:
     counter = open_counter(tenant="red")
     red = counter.key("red", "models:query")
-    for path in ("/v1/responses", "/v1/responses/x/cancel"):
+    for path in ("/v1/responses/x/input_items", "/v1/responses/x/cancel"):
         refused = counter.ask("POST", path, red, json={})
         assert error(refused) == (404, "not_found_error", "path_not_served")
         assert path in refused.json()["error"]["message"]
-    for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/batches"):
+    for path in ("/v1/messages/count_tokens", "/v1/messages/batches"):
         refused = counter.ask("POST", path, "none", json={}, headers={"authorization": "", "x-api-key": red})
         assert (refused.status_code, refused.json()["type"]) == (404, "error")
         assert refused.json()["error"]["type"] == "not_found_error"

@@ -1,0 +1,374 @@
+"""Episodes of jobs whose problems agents play in their own programs: leased to runners, ended by them, passed on.
+
+A group of prompts stays on its stream until each of its samples has an outcome or is lost; what runners have said is in
+Redis from the moment they are answered, so that whoever leads next goes on with it. A runner that falls silent loses
+its episode, which begins anew elsewhere in another session; what it says later changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Literal
+
+import redis
+
+from services.orchestrator import redis_keys as own_keys
+from services.orchestrator.agents import AgentSession, AgentSessions, CallNode, SessionSecrets
+from services.orchestrator.commit import NotLeading, now_ms
+from services.orchestrator.jobs import JobStore, seed_of
+from spo import redis_keys
+from spo.errors import InvalidInput, LeaseLost, NotFound
+from spo.messaging.streams import Consumer, Entry
+from spo.observability import get_logger
+from spo.spec.job_spec import JobSpec
+from spo.spec.section import JobState, record_of
+from spo.spec.tasks import HarnessSpec
+from spo.v1.prompt_pb2 import PromptGroup
+from spo.v1.trajectory_pb2 import (
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
+    SEGMENT_KIND_ACTION,
+    SEGMENT_KIND_OBSERVATION,
+    Hop,
+    RolloutGroup,
+    Segment,
+    Trajectory,
+)
+from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict
+
+# A runner that is silent for so long has lost its episodes.
+LEASE_SECONDS = 60.0
+POLL_SECONDS = 0.5
+# Groups of a job that are open at once; an episode may take hours.
+MOST_OPEN_GROUPS = 64
+MOST_ATTEMPTS = 3
+RECLAIM_SECONDS = 30.0
+CONSUMER = "agents"
+
+EpisodeState = Literal["waiting", "leased", "done", "lost"]
+
+log = get_logger("agents")
+
+
+@dataclass(frozen=True)
+class AgentEpisode:
+    """One sample of a group. attempt: how often it was begun anew, the fence of its lease."""
+
+    job_id: str
+    group_id: str
+    sample: int
+    attempt: int = 0
+    state: EpisodeState = "waiting"
+    session_id: str = ""
+    lease_until_unix_ms: int = 0
+    reward: float | None = None
+    answer: str = ""
+    is_cut: bool = False
+    reason: str = ""
+
+    @property
+    def field(self) -> str:
+        return f"{self.group_id}/{self.sample}"
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in ("done", "lost")
+
+
+@dataclass(frozen=True)
+class Leased:
+    """What a runner gets: the episode, its problem, and the session that its agent calls."""
+
+    episode: AgentEpisode
+    session: AgentSession
+    opened: SessionSecrets
+    harness: HarnessSpec
+    statement: str
+
+
+@dataclass
+class OpenGroup:
+    """A group whose episodes are not over, and its entry on the stream."""
+
+    consumer: Consumer
+    entry: Entry
+    request: PromptGroup
+    episodes: list[AgentEpisode] = field(default_factory=list)
+
+
+class AgentEpisodes:
+    """Holds the open groups of running jobs with a harness. Safe from several threads."""
+
+    def __init__(self, jobs: JobStore, sessions: AgentSessions) -> None:
+        self.jobs = jobs
+        self.sessions = sessions
+        self._lock = threading.RLock()
+        self._open: dict[str, dict[str, OpenGroup]] = {}
+        self._consumers: dict[str, Consumer] = {}
+
+    def run(self, stop: threading.Event) -> None:
+        """Take groups, take back what silent runners hold, pass on what is over, until stop."""
+        while not stop.wait(POLL_SECONDS):
+            try:
+                running = [each for each in self.jobs.in_states((JobState.RUNNING,)) if self._harness(each)]
+                for job_id in running:
+                    self.look_after(job_id)
+                with self._lock:
+                    for ended in set(self._open) - set(running):
+                        self._open.pop(ended)
+                        self._consumers.pop(ended, None)
+            except (redis.RedisError, NotLeading, NotFound) as error:
+                log.warning("episodes of agents wait", reason=str(error)[:300])
+
+    def look_after(self, job_id: str) -> None:
+        """One round of a job."""
+        with self._lock:
+            held = self._open.setdefault(job_id, {})
+            consumer = self._consumers.get(job_id)
+            if consumer is None:
+                consumer = Consumer(
+                    self.jobs.client,
+                    redis_keys.prompts(job_id),
+                    redis_keys.INFERENCE_GROUP,
+                    CONSUMER,
+                    RECLAIM_SECONDS,
+                    run_id=job_id,
+                )
+                self._consumers[job_id] = consumer
+            if len(held) < MOST_OPEN_GROUPS:
+                for entry in consumer.read(MOST_OPEN_GROUPS - len(held), 0.01):
+                    self._take(consumer, entry, held)
+            consumer.keep_alive([group.entry for group in held.values()])
+            self._take_back(held)
+            for group in [each for each in held.values() if all(episode.is_over for episode in each.episodes)]:
+                self._pass_on(group)
+                held.pop(group.request.group_id)
+
+    def _harness(self, job_id: str) -> HarnessSpec | None:
+        return self.jobs.spec(job_id).tasks.harness
+
+    def _take(self, consumer: Consumer, entry: Entry, held: dict[str, OpenGroup]) -> None:
+        with consumer.isolated(entry):
+            if entry.alone and not consumer.begin_alone(entry):
+                return
+            request = PromptGroup.FromString(entry.payload)
+            begun = [
+                AgentEpisode(request.run_id, request.group_id, sample) for sample in range(request.sampling.samples)
+            ]
+            key = own_keys.agent_episodes(request.run_id)
+            stored = self.jobs.client.hmget(key, [episode.field for episode in begun])
+            episodes = [
+                record_of(AgentEpisode, json.loads(raw)) if raw else episode
+                for raw, episode in zip(stored, begun, strict=True)
+            ]
+            held[request.group_id] = OpenGroup(consumer, entry, request, episodes)
+
+    def lease(self, job_ids: Collection[str], pool: str, most: int) -> list[Leased]:
+        """Lease episodes of these jobs that wait for a runner of the pool."""
+        found: list[Leased] = []
+        with self._lock:
+            for job_id in job_ids:
+                spec = self.jobs.spec(job_id)
+                harness = spec.tasks.harness
+                if harness is None or harness.runner_pool != pool:
+                    continue
+                for group in self._open.get(job_id, {}).values():
+                    for index, episode in enumerate(group.episodes):
+                        if len(found) < most and episode.state == "waiting":
+                            found.append(self._begin(group, index, spec, harness))
+        return found
+
+    def _begin(self, group: OpenGroup, index: int, spec: JobSpec, harness: HarnessSpec) -> Leased:
+        episode, sampling = group.episodes[index], group.request.sampling
+        made = now_ms()
+        draw = random.Random(seed_of(sampling.seed, "episode", episode.sample, episode.attempt))
+        session, opened = self.sessions.open(
+            AgentSession(
+                id="",
+                job_id=episode.job_id,
+                tenant=self.jobs.tenant(episode.job_id) or "",
+                key_digest="",
+                token_digest="",
+                created_unix_ms=made,
+                deadline_unix_ms=made + harness.max_seconds * 1000,
+                temperature=draw.uniform(sampling.temperature_min, sampling.temperature_max),
+                top_p=sampling.top_p,
+                seed=draw.getrandbits(61),
+                max_calls=harness.max_calls,
+                max_tokens=harness.max_calls * (spec.model.max_prompt_tokens + spec.model.max_response_tokens),
+                max_prompt_tokens=spec.model.max_prompt_tokens,
+                max_response_tokens=spec.model.max_response_tokens,
+                problem_id=group.request.prompt.prompt_id,
+            )
+        )
+        leased = replace(episode, state="leased", session_id=session.id, lease_until_unix_ms=made + _LEASE_MS)
+        self._store(group, index, leased)
+        return Leased(leased, session, opened, harness, group.request.prompt.text)
+
+    def renew(self, session: AgentSession) -> AgentEpisode:
+        """Hold an episode for longer. Raises LeaseLost where it is another's now, or over."""
+        with self._lock:
+            group, index = self._held(session)
+            renewed = replace(group.episodes[index], lease_until_unix_ms=now_ms() + _LEASE_MS)
+            self._store(group, index, renewed)
+            return renewed
+
+    def end(self, session: AgentSession, outcome: Mapping[str, object]) -> None:
+        """Take an outcome: what failed is begun anew. Raises LeaseLost; Conflict for another one than was said."""
+        with self._lock:
+            if self.sessions.outcome(session) is not None:
+                self.sessions.close(session, outcome, str(outcome["status"]))
+                return
+            group, index = self._held(session)
+            scored = outcome["status"] != "failed"
+            harness = self._harness(session.job_id)
+            if scored and harness and harness.reward == "runner" and outcome.get("reward") is None:
+                raise InvalidInput("an episode of this job needs the runner's reward", code="invalid_request")
+            # The session first: whoever leads next finds its outcome, and an episode that is leased until it runs out.
+            self.sessions.close(session, outcome, str(outcome["status"]))
+            self._settle(group, index, outcome)
+
+    def give_up(self, session: AgentSession) -> None:
+        """Give an episode back that is not at fault. Raises LeaseLost."""
+        with self._lock:
+            group, index = self._held(session)
+            self.sessions.close(session, {"status": "given_up"}, "given up")
+            self._store(group, index, replace(group.episodes[index], state="waiting", session_id=""))
+
+    def _settle(self, group: OpenGroup, index: int, outcome: Mapping[str, object]) -> None:
+        episode = group.episodes[index]
+        if outcome["status"] not in ("finished", "cut"):
+            self._again(group, index, "its runner failed")
+            return
+        reward = outcome.get("reward")
+        done = replace(
+            episode,
+            state="done",
+            reward=float(reward) if isinstance(reward, int | float) else None,
+            answer=str(outcome.get("answer") or ""),
+            is_cut=outcome["status"] == "cut",
+        )
+        self._store(group, index, done)
+
+    def _held(self, session: AgentSession) -> tuple[OpenGroup, int]:
+        for group in self._open.get(session.job_id, {}).values():
+            for index, episode in enumerate(group.episodes):
+                if episode.session_id == session.id and episode.state == "leased":
+                    return group, index
+        raise LeaseLost(
+            "the episode is another runner's, or over: what it still does counts for nothing", code="lease_lost"
+        )
+
+    def _take_back(self, held: Mapping[str, OpenGroup]) -> None:
+        """Begin anew what a silent runner holds; what it had said before it fell silent holds."""
+        for group in held.values():
+            for index, episode in enumerate(group.episodes):
+                if episode.state != "leased" or now_ms() < episode.lease_until_unix_ms:
+                    continue
+                session = self.sessions.get(episode.session_id)
+                outcome = self.sessions.outcome(session)
+                if outcome is None:
+                    self.sessions.close(session, {"status": "lost"}, "its runner fell silent")
+                    self._again(group, index, "its runner fell silent")
+                else:
+                    self._settle(group, index, outcome)
+
+    def _again(self, group: OpenGroup, index: int, reason: str) -> None:
+        episode = group.episodes[index]
+        last = episode.attempt + 1 >= MOST_ATTEMPTS
+        begun = replace(episode, attempt=episode.attempt + 1, session_id="", reason=reason)
+        self._store(group, index, replace(begun, state="lost" if last else "waiting"))
+
+    def _store(self, group: OpenGroup, index: int, episode: AgentEpisode) -> None:
+        self.jobs.write(("HSET", own_keys.agent_episodes(episode.job_id), episode.field, json.dumps(asdict(episode))))
+        group.episodes[index] = episode
+
+    def _pass_on(self, group: OpenGroup) -> None:
+        """Forward what the group's episodes have taught; what was lost is missing, never a reward of 0."""
+        request = group.request
+        # What goes wrong here is tried again, with what the episodes have in Redis.
+        with group.consumer.isolated(group.entry):
+            trajectories = list(self._trajectories(request, [each for each in group.episodes if each.state == "done"]))
+            if trajectories:
+                payload = RolloutGroup(request=request, trajectories=trajectories).SerializeToString()
+                stream = redis_keys.rollouts_of(request.prompt.verifier_pool)
+                group.consumer.forward(group.entry, stream, payload, run_id=request.run_id)
+            else:
+                group.consumer.finish([group.entry])
+            fields = [episode.field for episode in group.episodes]
+            self.jobs.write(("HDEL", own_keys.agent_episodes(request.run_id), *fields))
+
+    def _trajectories(self, request: PromptGroup, episodes: Sequence[AgentEpisode]) -> Iterator[Trajectory]:
+        for episode in episodes:
+            session = self.sessions.get(episode.session_id)
+            nodes = self.sessions.tree(session).nodes()
+            path = self.sessions.tree(session).path(nodes[-1]) if nodes else []
+            if path:
+                yield trajectory_of(request, episode, session, path)
+            else:
+                log.warning("an episode ended without a call", session=episode.session_id)
+
+
+_LEASE_MS = int(LEASE_SECONDS * 1000)
+
+
+def trajectory_of(
+    request: PromptGroup, episode: AgentEpisode, session: AgentSession, path: Sequence[CallNode]
+) -> Trajectory:
+    """The path that an episode's last call ends: what was read and sampled, in order, and its reward.
+
+    Where the runner has none, a judge decides about the answer, which stands in the place of the last text.
+    """
+    root, *_ = path
+    found = Trajectory(
+        trajectory_id=redis_keys.trajectory_id(
+            request.run_id, request.group_id, episode.sample, episode.attempt, root.version_first
+        ),
+        group_id=request.group_id,
+        run_id=request.run_id,
+        prompt_id=request.prompt.prompt_id,
+        sample_index=episode.sample,
+        attempt=episode.attempt,
+        source=request.source,
+        prompt_token_ids=root.read,
+        policy_version_first=min(node.version_first for node in path),
+        policy_version_last=max(node.version_last for node in path),
+        temperature=session.temperature,
+        top_p=session.top_p,
+        seed=session.seed,
+        finish_reason=FINISH_REASON_LENGTH if episode.is_cut else FINISH_REASON_STOP,
+        sampler=root.sampler,
+        created_unix_ms=now_ms(),
+        hops=[Hop(service="inference", at_unix_ms=now_ms())],
+    )
+    for node in path:
+        if node is not root:
+            _append(found, SEGMENT_KIND_OBSERVATION, node.read, (0.0,) * len(node.read), _read_text(node))
+        last = node is path[-1]
+        text = episode.answer if last and episode.answer else _sampled_text(node)
+        if last:
+            found.reasoning_characters = 0 if episode.answer else len(found.response_text) + node.reasoning_characters
+        _append(found, SEGMENT_KIND_ACTION, node.sampled, node.logprobs, text)
+    if episode.reward is not None:
+        outcome = OUTCOME_ACCEPTED if episode.reward >= 1 else OUTCOME_WRONG_ANSWER
+        found.verdict.CopyFrom(Verdict(outcome=outcome, score=episode.reward, judge_version="runner"))
+    return found
+
+
+def _append(found: Trajectory, kind: int, token_ids: Sequence[int], logprobs: Sequence[float], text: str) -> None:
+    found.response_token_ids.extend(token_ids)
+    found.sampling_logprobs.extend(logprobs)
+    found.response_text += text
+    found.segments.append(Segment(kind=kind, tokens=len(token_ids), characters=len(text)))  # type: ignore[arg-type]
+
+
+def _read_text(node: CallNode) -> str:
+    return "".join(f"\n[{turn['role']}]\n{turn['content']}\n" for turn in node.messages)
+
+
+def _sampled_text(node: CallNode) -> str:
+    return node.text + "".join(f"\n{json.dumps(call['function'])}" for call in node.calls)

@@ -1,0 +1,269 @@
+"""`spo agents`: a runner that leases episodes of jobs and plays each with a command, and the trace of a session.
+
+The command is somebody's own program, unchanged: it gets the address and key of its episode's session as the clients of
+OpenAI and Anthropic expect them, the problem in files, and an empty folder of its own. It runs as whoever starts the
+runner, without the runner's own environment: programs that are not trusted belong into a container.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spo.cli.jobs import OutputOption, api
+from spo.client import Client
+from spo.client.models import EpisodeLease
+from spo.console import ExitCode, Output, console, error_console, print_document, print_rows
+from spo.errors import PreconditionFailed, SpoError
+from spo.observability import get_logger
+
+agents = typer.Typer(no_args_is_help=True, help="Agents in their own programs: runners of episodes, and traces.")
+
+WAIT_SECONDS = 20.0
+RENEW_SECONDS = 15.0
+PAUSE_SECONDS = 2.0
+# Of what a command has printed, its end: the answer where a verifier decides, the reason where it failed.
+MOST_ANSWER_CHARACTERS = 65_536
+# So long may a command go on that was asked to end.
+END_SECONDS = 5.0
+SCORE_SECONDS = 600.0
+INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR", "NO_PROXY", "no_proxy")
+
+log = get_logger("agents")
+
+
+@dataclass(frozen=True)
+class Played:
+    """How a command ended: its status as an outcome has it, what it printed, and the reward that scoring found."""
+
+    status: str
+    printed: str
+    reward: float | None = None
+
+
+class EpisodeRunner:
+    """Plays leased episodes with commands, at most so many at once.
+
+    commands: by the harness's name. score: run in the episode's folder once the agent has ended; the last line that it
+    prints is the reward. None: the job's verifier decides about what the agent has printed.
+    """
+
+    def __init__(
+        self, client: Client, pool: str, commands: Mapping[str, str], score: str | None = None, most: int = 1
+    ) -> None:
+        self.client = client
+        self.pool = pool
+        self.commands = {name: shlex.split(command) for name, command in commands.items()}
+        self.score = shlex.split(score) if score else None
+        self.most = most
+        self.ended = 0
+
+    def run(self, stop: threading.Event, episodes: int | None = None) -> None:
+        """Lease and play until stop, or until so many episodes have ended; while the API is away, wait."""
+        begun = 0
+        running: set[Future[None]] = set()
+        with ThreadPoolExecutor(self.most, thread_name_prefix="episode") as threads:
+            while not stop.is_set() and (episodes is None or begun < episodes):
+                room = self.most - len(running)
+                if episodes is not None:
+                    room = min(room, episodes - begun)
+                if room > 0:
+                    leased = self._lease(room, stop)
+                    begun += len(leased)
+                    running |= {threads.submit(self.play, lease, stop) for lease in leased}
+                if running:
+                    running -= wait(running, PAUSE_SECONDS, "FIRST_COMPLETED").done
+
+    def _lease(self, most: int, stop: threading.Event) -> list[EpisodeLease]:
+        try:
+            return self.client.agents.lease(self.pool, most, WAIT_SECONDS)
+        except SpoError as error:
+            if not error.retryable:
+                raise
+            log.warning("no episodes can be leased now", reason=error.message)
+            stop.wait(PAUSE_SECONDS)
+            return []
+
+    def play(self, lease: EpisodeLease, stop: threading.Event) -> None:
+        """Play one episode and post its outcome; of a lost lease nothing is posted."""
+        try:
+            with tempfile.TemporaryDirectory(prefix="spo-episode-") as folder:
+                played = self._played(lease, Path(folder), stop)
+            outcome = {
+                "token": lease.session.token,
+                "status": played.status,
+                "reward": played.reward,
+                "answer": "" if played.status == "failed" else played.printed,
+            }
+            self.client.agents.end(lease.lease_id, outcome)
+            self.ended += 1
+            said = {"printed": played.printed[-500:]} if played.status == "failed" else {}
+            log.info("an episode has ended", session=lease.lease_id, status=played.status, reward=played.reward, **said)
+        except PreconditionFailed as error:
+            log.warning("an episode was lost", session=lease.lease_id, reason=error.message)
+        except (SpoError, OSError) as error:
+            log.error("an episode could not be played", session=lease.lease_id, reason=str(error)[:500])
+
+    def _played(self, lease: EpisodeLease, folder: Path, stop: threading.Event) -> Played:
+        command = self.commands.get(lease.harness)
+        if command is None:
+            return Played("failed", f"this runner has no harness {lease.harness}")
+        write_problem(lease, folder)
+        environment = environment_of(lease, folder)
+        status, printed = self._attended(lease, command, folder, environment, stop)
+        if status == "failed" or self.score is None:
+            return Played(status, printed)
+        (folder / "answer.txt").write_text(printed)
+        # The agent has ended: what scores it was never within its reach.
+        for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
+            environment.pop(name)
+        scored = subprocess.run(
+            self.score, cwd=folder, env=environment, capture_output=True, text=True, timeout=SCORE_SECONDS, check=False
+        )
+        reward = reward_in(scored.stdout) if scored.returncode == 0 else None
+        if reward is None:
+            return Played("failed", f"{scored.stdout}{scored.stderr}"[-MOST_ANSWER_CHARACTERS:])
+        return Played(status, printed, reward)
+
+    def _attended(
+        self,
+        lease: EpisodeLease,
+        command: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        stop: threading.Event,
+    ) -> tuple[str, str]:
+        """Run the command to its end or the session's, renewing the lease meanwhile. Raises PreconditionFailed."""
+        with (folder.parent / f"{folder.name}.out").open("w+b") as output:
+            Path(output.name).unlink()
+            process = subprocess.Popen(
+                command, cwd=folder, env=dict(environment), stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+            try:
+                status = self._waited(lease, process, stop)
+            finally:
+                end_group(process)
+            output.seek(max(0, output.seek(0, os.SEEK_END) - 4 * MOST_ANSWER_CHARACTERS))
+            return status, output.read().decode(errors="replace").strip()[-MOST_ANSWER_CHARACTERS:]
+
+    def _waited(self, lease: EpisodeLease, process: subprocess.Popen[bytes], stop: threading.Event) -> str:
+        renew_at = time.monotonic() + RENEW_SECONDS
+        while True:
+            try:
+                return "finished" if process.wait(0.2) == 0 else "failed"
+            except subprocess.TimeoutExpired:
+                pass
+            if time.time() * 1000 > lease.session.deadline_unix_ms:
+                return "cut"
+            if stop.is_set():
+                return "failed"
+            if time.monotonic() >= renew_at:
+                self.client.agents.renew(lease.lease_id, lease.session.token)
+                renew_at = time.monotonic() + RENEW_SECONDS
+
+
+def write_problem(lease: EpisodeLease, folder: Path) -> None:
+    """Put the problem where the command looks for it: its statement, and all that is known as JSON."""
+    known = {
+        "statement": lease.statement,
+        "arguments": lease.arguments,
+        "problem_id": lease.problem_id,
+        "seed": lease.seed,
+        "session": lease.session.id,
+    }
+    (folder / "statement.txt").write_text(lease.statement)
+    (folder / "problem.json").write_text(json.dumps(known))
+
+
+def environment_of(lease: EpisodeLease, folder: Path) -> dict[str, str]:
+    """What the command sees: its session's address and key in the words of OpenAI's and Anthropic's clients."""
+    session = lease.session
+    return {
+        **{name: os.environ[name] for name in INHERITED if name in os.environ},
+        "HOME": str(folder),
+        "OPENAI_BASE_URL": session.base_url,
+        "OPENAI_API_BASE": session.base_url,
+        "OPENAI_API_KEY": session.key,
+        "ANTHROPIC_BASE_URL": session.base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": session.key,
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+        "SPO_MODEL": session.model,
+        "SPO_PROBLEM": str(folder / "problem.json"),
+    }
+
+
+def reward_in(printed: str) -> float | None:
+    """The number from 0 to 1 in the last line; None where there is none."""
+    lines = printed.strip().splitlines()
+    try:
+        reward = float(lines[-1]) if lines else None
+    except ValueError:
+        return None
+    return reward if reward is not None and 0 <= reward <= 1 else None
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End the command and what it has started in its group."""
+    for kill in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, kill)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+
+
+@agents.command("run")
+def run_episodes(
+    harness: Annotated[list[str], typer.Option("--harness", help="NAME=COMMAND, as tasks.harness.name has it.")],
+    pool: Annotated[str, typer.Option("--pool", help="tasks.harness.runner_pool of the jobs.")] = "default",
+    score: Annotated[
+        str | None, typer.Option("--score", help="Command whose last line is the reward; default: the job's verifier.")
+    ] = None,
+    most: Annotated[int, typer.Option("--most", min=1, max=64, help="Episodes at once.")] = 1,
+    episodes: Annotated[
+        int | None, typer.Option("--episodes", min=1, help="End after so many; default: never.")
+    ] = None,
+) -> None:
+    """Play episodes of jobs with your own commands; needs the scope agents:run."""
+    named = dict(each.partition("=")[::2] for each in harness)
+    if not all(name and command for name, command in named.items()):
+        error_console.print("--harness is NAME=COMMAND")
+        raise typer.Exit(ExitCode.INVALID_INPUT)
+    stop = threading.Event()
+    with api() as client:
+        runner = EpisodeRunner(client, pool, named, score, most)
+        try:
+            runner.run(stop, episodes)
+        except KeyboardInterrupt:
+            stop.set()
+        console.print(f"{runner.ended} episodes have ended")
+
+
+@agents.command("trace")
+def show_trace(session_id: Annotated[str, typer.Argument(help="ses_...")], output: OutputOption = Output.TABLE) -> None:
+    """The calls of a session: what each goes on from, and where history was broken and why."""
+    with api() as client:
+        found = client.agents.tree(session_id)
+    if output is Output.TABLE:
+        columns = ("number", "parent", "reason", "finish_reason", "version_last", "text")
+        print_rows(found.calls, columns, output)
+    else:
+        print_document(found, output)

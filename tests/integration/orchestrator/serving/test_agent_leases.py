@@ -1,0 +1,248 @@
+"""Episodes of a job with a harness: leased, played by a program that knows nothing of the platform, and passed on."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from services.orchestrator import redis_keys as own_keys
+from services.orchestrator.commit import now_ms
+from spo import redis_keys
+from spo.cli.agents import EpisodeRunner
+from spo.client import Client
+from spo.errors import InvalidInput
+from spo.messaging.streams import publish
+from spo.spec.section import JobState
+from spo.testing.runs import toy_spec
+from spo.v1.inference_service_pb2 import ServedToken, ServeRequest
+from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
+from spo.v1.prompt_pb2 import SOURCE_ONLINE, Prompt, PromptGroup, Sampling
+from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
+from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_UNSPECIFIED
+from tests.integration.orchestrator.serving.conftest import KEY, Counter
+from tests.integration.orchestrator.serving.test_agent_sessions import written
+
+HARNESS: dict[str, Any] = {"name": "guess", "max_calls": 5}
+PLAYED = {
+    "tasks": {"train_problems": 6, "evaluation_problems": 0, "harness": HARNESS},
+    "value": None,
+    "algorithm": {"losses": [{"objective": "group_centred_squared"}]},
+    "replay": {"mix": [{"source": "online", "share": 1.0}], "unit": "group"},
+    "offline": {"human_solutions": False, "keep_reference_samples": False},
+    "rollout": {"samples_per_prompt": 2},
+}
+# Anybody's script: it knows the package and the variables that the package reads.
+GUESS = """
+import openai, sys
+client = openai.OpenAI(max_retries=0)
+said = [{"role": "system", "content": "s"}, {"role": "user", "content": open("statement.txt").read()}]
+for turn in range(2):
+    answer = client.chat.completions.create(model="gpt-5", messages=said)
+    said += [answer.choices[0].message.model_dump(), {"role": "user", "content": "higher"}]
+print(answer.choices[0].message.content)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+class Played:
+    """A running job whose problems agents play, with one group of two samples on its way."""
+
+    def __init__(self, counter: Counter, **harness: object) -> None:
+        self.counter, self.context = counter, counter.context
+        tasks = {**PLAYED["tasks"], "harness": {**HARNESS, **harness}}  # type: ignore[dict-item]
+        model = {"path": "/models/pi0", "max_prompt_tokens": 64, "max_response_tokens": 256}
+        self.job_id = self.context.jobs.submit(toy_spec({**PLAYED, "model": model, "tasks": tasks}))
+        for state in (JobState.VALIDATING, JobState.ESTIMATING, JobState.RUNNING):
+            assert self.context.jobs.transition(self.job_id, state, "test")
+        beat = HeartbeatRequest(
+            replica_id="inference-1", pool="inference", address=counter.peers.address, run_id=self.job_id
+        )
+        self.context.replicas.beat(beat)
+        counter.peers.inference.prompt_of = written
+        counter.peers.inference.shown = lambda word: ServedToken(text=word, logprob=-0.5)
+        sampling = Sampling(samples=2, temperature_min=0.5, temperature_max=1, top_p=0.9, max_tokens=256, seed=3)
+        prompt = Prompt(prompt_id="ab", text="guess", response_format="raw", language="text")
+        group = PromptGroup(
+            group_id=f"{self.job_id}-0", run_id=self.job_id, prompt=prompt, sampling=sampling, source=SOURCE_ONLINE
+        )
+        publish(self.context.redis, redis_keys.prompts(self.job_id), [group.SerializeToString()])
+        self.look()
+
+    def look(self) -> None:
+        self.context.agent_episodes.look_after(self.job_id)
+
+    def lease(self, most: int = 1, pool: str = "default") -> list[dict[str, Any]]:
+        body = {"pool": pool, "most": most, "wait_seconds": 0}
+        items: list[dict[str, Any]] = self.counter.ask("POST", "/v1/agents/leases", json=body).json()["items"]
+        return items
+
+    def end(self, lease: dict[str, Any], **outcome: object) -> httpx.Response:
+        body = {"token": lease["session"]["token"], "status": "finished", **outcome}
+        return self.counter.ask("POST", f"/v1/agents/leases/{lease['lease_id']}/outcome", json=body)
+
+    def call(self, lease: dict[str, Any], *messages: str, **fields: object) -> httpx.Response:
+        said = [{"role": "user", "content": text} for text in messages]
+        with httpx.Client(timeout=60, trust_env=False) as client:
+            return client.post(
+                f"{lease['session']['base_url']}/chat/completions",
+                json={"model": "x", "messages": said, **fields},
+                headers={"Authorization": f"Bearer {lease['session']['key']}"},
+            )
+
+    def silence(self) -> None:
+        """Let the leases run out."""
+        groups = self.context.agent_episodes._open[self.job_id].values()
+        for group in groups:
+            group.episodes[:] = [replace(each, lease_until_unix_ms=now_ms() - 1) for each in group.episodes]
+        self.look()
+
+    def rollouts(self) -> list[Trajectory]:
+        self.look()
+        found = self.context.redis.xrange(redis_keys.rollouts())
+        groups = [RolloutGroup.FromString(fields[b"payload"]) for _, fields in found]
+        return [each for group in groups for each in group.trajectories]
+
+
+@pytest.fixture
+def counter(open_counter: Callable[..., Counter]) -> Counter:
+    # A program takes its time to start, and nothing beats for the double.
+    return open_counter(replica_silence_seconds=600)
+
+
+@pytest.fixture
+def played(counter: Counter) -> Played:
+    return Played(counter)
+
+
+@pytest.mark.parametrize("score", [None, f"{sys.executable} -c print(0.25)"])
+def test_an_unmodified_program_plays_episodes_that_become_rollouts_token_for_token(
+    counter: Counter, tmp_path: Path, score: str | None
+) -> None:
+    played = Played(counter, reward="runner" if score else "verifier")
+    (tmp_path / "guess.py").write_text(GUESS)
+    with Client(counter.url, KEY) as client:
+        runner = EpisodeRunner(client, "default", {"guess": f"{sys.executable} {tmp_path}/guess.py 0"}, score, 2)
+        runner.run(threading.Event(), episodes=2)
+
+    rollouts = played.rollouts()
+    assert [each.sample_index for each in rollouts] == [0, 1]
+    for each in rollouts:
+        root, second = counter.ask("GET", f"/v1/agents/sessions/{_session(played, each)}/tree").json()["calls"]
+        assert list(each.prompt_token_ids) == root["read"] == [100 + byte for byte in b"<system>s<user>guess"]
+        assert list(each.response_token_ids) == [*root["sampled"], *second["read"], *second["sampled"]]
+        assert [(part.kind, part.tokens) for part in each.segments] == [(1, 3), (2, len(second["read"])), (1, 3)]
+        assert list(each.sampling_logprobs) == [-0.5] * 3 + [0.0] * len(second["read"]) + [-0.5] * 3
+        assert sum(part.characters for part in each.segments) == len(each.response_text)
+        assert each.response_text.endswith("one two three")
+        assert each.verdict.score == (0.25 if score else 0)
+        assert (each.verdict.outcome == OUTCOME_UNSPECIFIED) == (score is None)
+    assert 0.5 <= rollouts[0].temperature <= 1
+    assert rollouts[0].temperature != rollouts[1].temperature
+    assert counter.context.redis.xlen(redis_keys.prompts(played.job_id)) == 0
+    assert not counter.context.redis.hgetall(own_keys.agent_episodes(played.job_id))
+
+
+def _session(played: Played, trajectory: Trajectory) -> str:
+    sessions = played.context.agent_sessions.of_job(played.job_id, 10)
+    return next(each.id for each in sessions if each.seed == trajectory.seed)
+
+
+def test_what_fails_is_begun_anew_and_lost_at_the_third_time_and_never_a_reward_of_0(
+    played: Played, tmp_path: Path
+) -> None:
+    (tmp_path / "guess.py").write_text(GUESS)
+    with Client(played.counter.url, KEY) as client:
+        runner = EpisodeRunner(client, "default", {"guess": f"{sys.executable} {tmp_path}/guess.py 1"}, None, 1)
+        runner.run(threading.Event(), episodes=3)
+    (lease,) = played.lease(most=5)
+    assert (lease["fence"], lease["session"]["model"]) == (0, "policy")
+    played.call(lease, "x")
+    assert played.end(lease, reward=1).status_code == 200
+    (rollout,) = played.rollouts()
+    assert (rollout.sample_index, rollout.attempt, rollout.verdict.outcome) == (1, 0, OUTCOME_ACCEPTED)
+
+
+def test_a_silent_runners_episode_is_anothers_and_what_it_says_later_counts_for_nothing(played: Played) -> None:
+    first, other = played.lease(most=2)
+    played.call(first, "x")
+    token = {"token": first["session"]["token"]}
+    renewed = played.counter.ask("POST", f"/v1/agents/leases/{first['lease_id']}/renew", json=token)
+    assert renewed.json()["lease_until_unix_ms"] >= first["lease_until_unix_ms"]
+    assert not played.lease()
+
+    played.silence()
+    again = played.lease(most=2)
+    assert [each["fence"] for each in again] == [1, 1]
+    assert {each["lease_id"] for each in again}.isdisjoint({first["lease_id"], other["lease_id"]})
+    assert played.end(first, reward=1).status_code == 409
+    assert played.call(first, "x").status_code == 401
+    assert played.counter.ask("POST", f"/v1/agents/leases/{first['lease_id']}/renew", json=token).status_code == 412
+    for lease in again:
+        played.call(lease, "y")
+        assert played.end(lease, reward=0.5).status_code == 200
+        assert played.end(lease, reward=0.5).status_code == 200
+        assert played.end(lease, reward=1).status_code == 409
+    assert [(each.attempt, each.verdict.score) for each in played.rollouts()] == [(1, 0.5), (1, 0.5)]
+    assert len(played.rollouts()) == 2
+
+
+def test_an_orchestrator_that_ends_between_two_outcomes_loses_neither(
+    played: Played, open_context: Callable[..., Any]
+) -> None:
+    one, two = played.lease(most=2)
+    for lease in (one, two):
+        played.call(lease, "x")
+    assert played.end(one, reward=1).status_code == 200
+    # Said to the session, and not yet to the episode.
+    session = played.context.agent_sessions.get(two["lease_id"])
+    outcome = {"status": "cut", "reward": 0.0, "answer": "", "metrics": {}}
+    played.context.agent_sessions.close(session, outcome, "cut")
+
+    played.context = open_context(api_key=KEY)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("services.orchestrator.agent_episodes.RECLAIM_SECONDS", 0.01)
+        played.look()
+        while not played.context.agent_episodes._open[played.job_id]:
+            played.look()
+    played.silence()
+    assert [(each.verdict.score, each.sample_index) for each in played.rollouts()] == [(1, 0), (0, 1)]
+
+
+def test_pools_rooms_and_rewards_are_the_jobs(played: Played) -> None:
+    assert not played.lease(pool="docker")
+    (lease,) = played.lease()
+    give_back = f"/v1/agents/leases/{lease['lease_id']}/give-back"
+    assert played.counter.ask("POST", give_back, json={"token": lease["session"]["key"]}).status_code == 403
+    assert played.counter.ask("POST", give_back, json={"token": lease["session"]["token"]}).status_code == 200
+    (lease,) = played.lease()
+    assert lease["fence"] == 0
+    too_long = played.call(lease, "a" * 100)
+    assert (too_long.status_code, too_long.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert played.end(lease, reward=1).status_code == 422
+    played.call(lease, "x", max_tokens=9)
+    asked: ServeRequest = played.counter.peers.inference.asked
+    assert (asked.path_tokens, asked.max_tokens, asked.top_p) == (64 + 256, 9, pytest.approx(0.9))
+    assert played.end(lease).status_code == 422
+    assert played.end(lease, status="cut", reward=0).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("changed", "pointer"),
+    [
+        ({"value": {}}, "/value"),
+        ({"tasks": {**PLAYED["tasks"], "evaluation_problems": 3}}, "/tasks/evaluation_problems"),  # type: ignore[dict-item]
+        ({"tasks": {**PLAYED["tasks"], "environment": {"name": "python"}}}, "/tasks/harness"),  # type: ignore[dict-item]
+        ({"replay": {"mix": [{"source": "online", "share": 0.5}, {"source": "human", "share": 0.5}]}}, "/replay/mix"),
+    ],
+)
+def test_a_job_that_agents_cannot_play_is_refused(changed: dict[str, Any], pointer: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        toy_spec({**PLAYED, "model": {"path": "/models/pi0"}, **changed})
+    assert pointer in [each.pointer for each in refused.value.violations]
