@@ -6,6 +6,7 @@ longest are printed. Of a table that is sampled a run takes what the day chooses
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import subprocess
@@ -121,6 +122,15 @@ class Costs:
         return max(0.0, cost)
 
 
+def budget_of(item: pytest.Item) -> float:
+    """CPU seconds that a test may cost; what runs at night may take what it takes."""
+    if mark := item.get_closest_marker(PROPERTY):
+        return float(mark.args[0])
+    if item.get_closest_marker("nightly"):
+        return math.inf
+    return SLOW_BUDGET_SECONDS if item.get_closest_marker("slow") else BUDGET_SECONDS
+
+
 class Budget:
     """The plugin: in workers it measures, in the process that reports it adds up."""
 
@@ -135,9 +145,7 @@ class Budget:
         if call.when == "teardown":
             cost = self._costs.next()
             report.user_properties.append((PROPERTY, cost))
-            mark = item.get_closest_marker(PROPERTY)
-            slow = item.get_closest_marker("slow")
-            budget = mark.args[0] if mark else SLOW_BUDGET_SECONDS if slow else BUDGET_SECONDS
+            budget = budget_of(item)
             if cost > budget and report.passed:
                 report.outcome = "failed"
                 report.longrepr = (
@@ -156,11 +164,14 @@ class Budget:
         return f"sampled tables: {'all rows' if ALL in os.environ else f'of {DAY}={day()}; all rows by {ALL}=1'}"
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print the longest."""
-        total = sum(self._longest.values())
-        terminalreporter.section(f"longest of {total:.0f} CPU s")
-        for name, cost in self._longest.most_common(REPORTED):
-            terminalreporter.write_line(f"{cost:7.1f} s  {name}")
+        """Print the longest, and the files that add up to most."""
+        terminalreporter.section(f"longest of {sum(self._longest.values()):.0f} CPU s")
+        files: Counter[str] = Counter()
+        for name, cost in self._longest.items():
+            files[name.partition("::")[0]] += cost  # type: ignore[assignment]
+        for longest in (self._longest, files):
+            for name, cost in longest.most_common(REPORTED):
+                terminalreporter.write_line(f"{cost:7.1f} s  {name}")
 
 
 def pytest_configure(config: pytest.Config) -> None:

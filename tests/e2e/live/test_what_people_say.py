@@ -8,9 +8,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from spo.client import Client
 from spo.client.models import ContinualRound
 from spo.demo.loop import (
     CONTINUAL,
@@ -29,7 +31,6 @@ from spo.local.launcher import LocalPlatform
 from spo.spec.job_spec import TasksSpec
 from spo.tasks.load import load_tasks
 from spo.testing.peers import wait_until
-from tests.support.platform import running_platform
 
 COURSE = Course(
     train_problems=16,
@@ -48,9 +49,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.cpu_seconds(400), p
 
 
 def test_a_round_is_served_a_poisoned_one_is_kept_and_one_call_rolls_back_bit_for_bit(
-    tmp_path: Path, reference_model: Path
+    live: Any, client: Client, reference_model: Path
 ) -> None:
-    with running_platform(tmp_path) as platform, _people(platform) as people:
+    platform = live.platform
+    with _people(platform) as people:
         spo = people.spo
         document = first_job(COURSE)
         first = spo.wait(spo.submit({**document, "model": {**document["model"], "path": str(reference_model)}}).id, 600)
