@@ -45,6 +45,8 @@ SAMPLES_AT_ONE = 5
 KEPT_GROUPS = 512
 # AsymRE (Arnal et al. 2025): the baseline lies this much below the mean reward.
 ASYMMETRY = 0.1
+# Most answers that join a group under `replay: mixed`.
+JOINING = 2
 # ExGRPO (Zhan et al. 2025): w / (w + this) in place of a clip, on what is replayed.
 SHAPING = 0.1
 
@@ -209,13 +211,12 @@ class Memory:
             chosen += rng.sample(known, len(known))
         return [_as_reference(rng.choice(list(self.right[prompt_id].values()))) for prompt_id in chosen[:count]]
 
-    def mixed(self, group: list[Trajectory], rng: random.Random) -> list[Trajectory]:
-        """Half of a group that is all wrong gives way to right answers of its prompt, where there are any."""
+    def joining(self, group: Sequence[Trajectory], most: int, rng: random.Random) -> list[Trajectory]:
+        """Right answers that join a group of equal failures, as `replay.memory.contrast` has it."""
         known = list(self.right.get(group[0].prompt_id, {}).values())
-        if not known or any(each.reward == 0 for each in group):
-            return group
-        answers = rng.sample(known, min(len(group) // 2, len(known)))
-        return [*answers, *group[len(answers) :]]
+        if any(each.reward == 0 for each in group):
+            return []
+        return rng.sample(known, min(JOINING, most, len(known)))
 
     def lacking(self, wanted: str) -> list[str]:
         """Prompts that were tried, and are not known to be solvable; with "lost" also those that no longer are."""
@@ -238,7 +239,9 @@ def carry_out(run: MemoryRun, contest: Contest) -> dict[str, Any]:
         for group in fresh:
             memory.add(group)
         if run.own:
-            answers = memory.answers(run.own_rows, run.draw, rng)
+            # What joined groups took places of these; a step without it has none too many.
+            joined = max(0, len(batch) - PROMPTS_PER_STEP * GROUP) if run.replay == "mixed" else 0
+            answers = memory.answers(run.own_rows - joined, run.draw, rng)
             batch += [TrainingSample(each, 0.0, len(batch) + number) for number, each in enumerate(answers)]
         if batch:
             policy.learn(batch)
@@ -310,7 +313,9 @@ def _batch(
         # TRL's experimental trainer: groups without contrast give way to earlier ones with it.
         groups = [group if len({each.reward for each in group}) > 1 else rng.choice(memory.groups) for group in groups]
     if run.replay == "mixed":
-        groups = [memory.mixed(group, rng) for group in groups]
+        for group in groups:
+            joined = sum(map(len, groups)) - len(groups) * GROUP
+            group += memory.joining(group, run.own_rows // 2 - joined, rng)
     if run.replay == "any" and memory.all:
         groups += [[each] for each in rng.sample(memory.all, min(run.replay_rows, len(memory.all)))]
     if run.replay == "experience":

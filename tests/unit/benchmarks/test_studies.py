@@ -13,7 +13,7 @@ from benchmarks.studies import baselines
 from benchmarks.studies.contest import Contest
 from benchmarks.studies.grading import Grader
 from benchmarks.studies.lag import steps_sampled_by
-from benchmarks.studies.memory import LOSSES, Memory
+from benchmarks.studies.memory import CONTESTANTS, JOINING, LOSSES, Memory, MemoryRun, next_run, rate_to_try, run_of
 from benchmarks.studies.sampling import Sampler, sample
 from benchmarks.studies.staleness import GROUP, LAGS, METHODS, RATES, StaleRun, planned, rows
 from spo.algorithm.objectives import TokenBatch
@@ -111,6 +111,56 @@ def test_memory_keeps_distinct_right_answers_and_knows_which_prompts_lack_one() 
     again = memory.answers(6, "turn", random.Random(0))
     assert {tuple(each.response_token_ids) for each in again} == {(1,), (2,)}
     assert {each.source for each in again} == {SOURCE_REFERENCE}
+
+
+@pytest.mark.parametrize(
+    ("found", "rate"),
+    [
+        ({}, 5e-4),
+        ({5e-4: 0.5}, 1e-3),
+        ({5e-4: 0.5, 1e-3: 0.7}, 2e-3),
+        ({5e-4: 0.5, 1e-3: 0.7, 2e-3: 0.6}, None),
+        ({5e-4: 0.5, 1e-3: 0.7, 2e-3: 0.8}, 4e-3),
+        ({5e-4: 0.8, 1e-3: 0.7}, 2.5e-4),
+        ({2.5e-4: 0.6, 5e-4: 0.8, 1e-3: 0.7}, None),
+        # The end of the ladder is one side of the bracket.
+        ({4e-3: 0.1, 8e-3: 0.2, 5e-4: 0.0, 1e-3: 0.0}, None),
+    ],
+)
+def test_a_search_goes_on_until_the_best_rate_lies_between_two_worse_ones(
+    found: dict[float, float], rate: float | None
+) -> None:
+    assert rate_to_try(found) == rate
+
+
+def test_a_contestants_seeds_follow_its_search_at_the_rate_that_was_best_on_other_problems() -> None:
+    done: dict[MemoryRun, float] = {}
+    while len(done) < 8:
+        run = next_run(done, [0, 1])
+        assert run is not None
+        done[run] = 1 - abs(run.rate - 5e-4)
+        assert run_of({**vars(run), "correct": {}}) == run
+    first = [run for run in done if run.contestant == MemoryRun(**CONTESTANTS[0]).contestant]
+    assert [(run.rate, run.searched, run.seed) for run in first] == [
+        (5e-4, True, 0),
+        (1e-3, True, 0),
+        (2.5e-4, True, 0),
+        (5e-4, False, 0),
+        (5e-4, False, 1),
+    ]
+    assert len({run.name for run in done}) == 8
+
+
+def test_answers_join_groups_that_are_all_wrong_and_known() -> None:
+    memory, wrong = Memory(), [Trajectory(prompt_id="a", response_token_ids=[9], reward=-1.0)]
+    rng = random.Random(0)
+    assert memory.joining(wrong, 5, rng) == []
+    right = [Trajectory(prompt_id="a", response_token_ids=[token], reward=0.0) for token in range(4)]
+    memory.add([*right, *wrong])
+    assert memory.joining([right[0], *wrong], 5, rng) == []
+    joined = memory.joining(wrong, 5, rng)
+    assert len(joined) == len({tuple(each.response_token_ids) for each in joined}) == JOINING
+    assert memory.joining(wrong, 1, rng)[0].reward == 0
 
 
 def test_losses_of_relatives_follow_their_papers() -> None:
