@@ -322,6 +322,10 @@ class DeepSpeedEngine:
         half = next(model.parameters()).dtype == torch.bfloat16
         # Only the ZeRO optimisers keep fp32 master weights for bfloat16; stage 1 differs from 0 in nothing else.
         self.stage = max(spec.zero_stage, 1) if half else spec.zero_stage
+        self._widened = half and spec.gradient_dtype == "float32"
+        if self._widened:
+            # At stage 1 DeepSpeed would take an optimiser of another kind for it, whose state is laid out otherwise.
+            self.stage = max(self.stage, 2)
         self._max_grad_norm = spec.max_grad_norm
         # One pass over the state in place of a dozen, on CPU and GPU.
         groups = _groups(model, spec.weight_decay)
@@ -352,6 +356,9 @@ class DeepSpeedEngine:
             # At stage 0 DeepSpeed clips without telling the norm, so `step` clips.
             "gradient_clipping": self._max_grad_norm if self.stage else 0.0,
             "bf16": {"enabled": half},
+            **(
+                {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"} if self._widened else {}
+            ),
         }
 
     def _share_masters(self) -> None:

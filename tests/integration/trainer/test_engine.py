@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 
 from services.trainer.deepspeed_engine import DeepSpeedEngine
@@ -97,6 +98,39 @@ def test_layers_that_run_twice_learn_the_same_from_less_memory(
 def _counted(sizes: list[int], tensor: Tensor) -> Tensor:
     sizes.append(tensor.numel())
     return tensor
+
+
+def added_up(path: Path, stage: int, gradient_dtype: Any) -> float:
+    """How far the gradient of 64 micro-batches is from their sum in float32, as a share of it."""
+    rows = torch.randint(4, 60, (64, 8), generator=torch.Generator().manual_seed(0))
+    weights = torch.linspace(-1, 1, 64)
+    plain = load_policy(path, "bfloat16")
+    true: dict[str, Tensor] = {}
+    for row, weight in zip(rows, weights, strict=True):
+        plain.zero_grad()
+        (token_logprobs(plain, row[None], torch.ones_like(row[None])).sum() * weight).backward()
+        for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None
+            true[name] = true.get(name, 0) + parameter.grad.float()
+    engine = DeepSpeedEngine(
+        load_policy(path, "bfloat16"), TrainerSpec(zero_stage=stage, gradient_dtype=gradient_dtype), passes=64
+    )
+    for index, row in enumerate(rows):
+        loss = token_logprobs(engine.model, row[None], torch.ones_like(row[None])).sum() * weights[index]
+        engine.backward(loss, last=index == 63)
+    found = {name: safe_get_full_grad(parameter) for name, parameter in engine.model.module.named_parameters()}
+    distance = sum(float((found[name].float() - grad).norm() ** 2) for name, grad in true.items())
+    assert engine.step(learning_rate=1e-2)
+    engine.close()
+    return (distance / sum(float(grad.norm() ** 2) for grad in true.values())) ** 0.5
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_are_added_up_in_float32_where_that_is_asked_for(
+    ranks: Ranks, tiny_model_path: Path, stage: int
+) -> None:
+    assert added_up(tiny_model_path, stage, "float32") < 1e-5
+    assert added_up(tiny_model_path, stage, "model") > 1e-3
 
 
 @STAGES

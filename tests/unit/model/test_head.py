@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from spo.model import logprobs
@@ -66,6 +67,30 @@ def test_bfloat16_errs_no_more_than_the_plain_path() -> None:
     ours, theirs = gradients(chosen_logprobs, *given), gradients(widened, *given)
     for found, other, true in zip(ours, theirs, truth, strict=True):
         assert (found.double() - true).norm() <= 1.2 * (other.double() - true).norm() + 1e-6
+    # Logits are never rounded to bfloat16, where the plain path's are.
+    assert (ours[0] - truth[0]).abs().max() < 1e-4 < 1e-2 < (theirs[0] - truth[0]).abs().max()
+
+
+class AskedOfTheHost(TorchDispatchMode):
+    """Notes the operations whose result's shape or value the host must know before it goes on."""
+
+    WAITS = ("nonzero", "item", "local_scalar_dense", "masked_select", "unique", "index.Tensor", "index_put")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.waited += [str(func) for name in self.WAITS if name in str(func)]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.usefixtures("blocks")
+def test_no_block_makes_a_device_wait_for_the_host(bias: bool) -> None:
+    with AskedOfTheHost() as found:
+        gradients(chosen_logprobs, *example(torch.float32, bias=bias))
+    assert found.waited == []
 
 
 def test_what_autograd_keeps_grows_with_the_hidden_states_and_not_with_the_words() -> None:
