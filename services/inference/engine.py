@@ -1,9 +1,10 @@
 """One in-process vLLM engine, driven by one thread.
 
 `add` and `step` give continuous batching; `load` swaps the weights of the live engine. Three rules keep a swap
-correct and are all in `load`: the scheduler is paused first (otherwise the engine dies), tensors go through vLLM's
-layerwise reload (a bare load_weights is wrong on CPU), and the prefix cache is emptied after (its blocks were
-computed with the old weights, and would silently be reused).
+correct: the scheduler is paused first (otherwise the engine dies), tensors go through vLLM's layerwise reload (a bare
+load_weights is wrong on CPU), and each load has a salt of its own in the prefix cache, so that no later sequence meets
+blocks that were computed with other weights. Sequences that run go on with the blocks they have, or, where
+`in_flight` is keep, compute them anew.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +22,7 @@ import vllm
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMClientError
+from vllm.inputs import TokensPrompt
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -28,7 +31,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from services.inference.settings import Settings
+from services.inference.settings import CPU_CACHE_BYTES, Settings
 from services.inference.weights import BACKEND, AdapterRoom, JoinedBroadcast, WorkerExtension, write_neutral_adapter
 from spo.errors import InvalidInput
 from spo.model.folder import Shapes, adapter_of, tensor_shapes
@@ -141,11 +144,18 @@ class Engine:
     def __init__(self, spec: EngineSpec, settings: Settings) -> None:
         # In this process: one thread steps and swaps weights, without the memory of a second process.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        # Workers of a cut model: a fork would copy locks that gRPC's threads hold, and never see them released.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        if settings.tensor_parallel_size > 1:
+            # On a CPU vLLM would give each worker a NUMA node of its own, and refuse where there are fewer.
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         self._llm = LLMEngine.from_engine_args(_engine_args(spec, settings))
         # After the build, which sets it: vLLM would log every pause.
         logging.getLogger("vllm").setLevel(logging.WARNING)
+        self._recomputes = settings.in_flight == "keep"
+        self._loads = 0
         self._served: set[str] = set()
         self._base: Shapes = {}
         # Every request names this one adapter, also at version 0: what is loaded in its place then holds for those
@@ -162,9 +172,8 @@ class Engine:
             params = _sampling_params(request)
             if request.served:
                 self._served.add(request_id)
-            self._llm.add_request(
-                request_id, {"prompt_token_ids": list(request.prompt_token_ids)}, params, lora_request=self._adapter
-            )
+            prompt = TokensPrompt(prompt_token_ids=list(request.prompt_token_ids), cache_salt=self.salt())
+            self._llm.add_request(request_id, prompt, params, lora_request=self._adapter)
         except (VLLMClientError, ValueError, TypeError, OverflowError) as error:
             # Too long, token ids outside the vocabulary, or sampling that vLLM does not do.
             self._served.discard(request_id)
@@ -190,7 +199,7 @@ class Engine:
         self._llm.abort_request(list(request_ids))
 
     def load(self, paths: Sequence[Path], version: int) -> None:
-        """Swap in these weights, or the adapter that they are; running sequences go on, their prefixes recomputed."""
+        """Swap in these weights, or the adapter that they are; running sequences go on."""
         self._llm.sleep(level=0, mode="keep")
         if self._adapter:
             self._load_adapter(self._adapter, adapter_of(paths))
@@ -204,8 +213,14 @@ class Engine:
         Whatever it raises: the model may be half of each version then, and nothing may run until `load`.
         """
         self._llm.sleep(level=0, mode="keep")
-        self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {"joined": joined}})
-        self._update({}, version)
+        try:
+            self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {"joined": joined}})
+            self._update({}, version)
+        except BaseException:
+            # Where it was one worker of several, the others are in the middle of an update.
+            with suppress(Exception):
+                self._llm.collective_rpc("forget_weight_update")
+            raise
 
     def _update(self, update_info: dict[str, list[str]], version: int) -> None:
         self._llm.collective_rpc("start_weight_update")
@@ -215,7 +230,9 @@ class Engine:
 
     def _take_up(self, version: int) -> None:
         """Go on with what was swapped in."""
-        self.reset_prefix_cache()
+        self._loads += 1
+        if self._recomputes:
+            self.reset_prefix_cache()
         self._llm.set_weight_version(str(version))
         self._llm.wake_up(["scheduling"])
 
@@ -226,6 +243,10 @@ class Engine:
                 folder = Path(neutral)
                 write_neutral_adapter(folder, self._base)
             self._llm.add_lora(LoRARequest(adapter.lora_name, adapter.lora_int_id, str(folder), load_inplace=True))
+
+    def salt(self) -> str:
+        """What sequences share blocks by that begin now: the same version loaded again is another load."""
+        return str(self._loads)
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache; running sequences are preempted and recompute theirs."""
@@ -333,7 +354,7 @@ def _engine_args(spec: EngineSpec, settings: Settings) -> EngineArgs:
         dtype=spec.dtype,
         max_model_len=spec.max_tokens,
         max_num_seqs=settings.max_sequences,
-        kv_cache_memory_bytes=settings.kv_cache_memory_bytes or None,
+        kv_cache_memory_bytes=cache_bytes(settings, on_cpu=on_cpu) or None,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         tensor_parallel_size=settings.tensor_parallel_size,
         block_size=CPU_BLOCK_TOKENS if on_cpu else None,
@@ -351,6 +372,13 @@ def _engine_args(spec: EngineSpec, settings: Settings) -> EngineArgs:
         worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
         **_adapter_args(spec.adapters),
     )
+
+
+def cache_bytes(settings: Settings, *, on_cpu: bool) -> int:
+    """What the KV cache takes; 0: what the weights leave of the card's share."""
+    if settings.kv_cache_memory_bytes is None:
+        return CPU_CACHE_BYTES if on_cpu else 0
+    return settings.kv_cache_memory_bytes
 
 
 def _adapter_args(room: AdapterRoom | None) -> dict[str, Any]:

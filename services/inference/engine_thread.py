@@ -110,6 +110,8 @@ class SampleGroup:
     requests: Sequence[SampleRequest]
     weights: Weights | None
     alone: bool = False
+    # Whether its sequences may go on under a newer version of their run.
+    may_switch: bool = True
     on_part: Callable[[int, SampledPart], None] | None = None
     # Called with each finished sequence's place, in the engine's thread.
     on_sample: Callable[[int, Sample], None] | None = None
@@ -245,7 +247,7 @@ class EngineThread:
                 newest,
                 [self._weights_of(group) for group in self._waiting],
                 running=bool(self._running),
-                running_may_switch=self._settings.in_flight == "keep" and self._all_running_follow(newest),
+                running_may_switch=self._settings.in_flight != "finish" and self._all_running_follow(newest),
                 turn_is_up=time.monotonic() >= self._turn_ends,
             )
         if decision.load is not None:
@@ -254,8 +256,10 @@ class EngineThread:
             self._admit()
 
     def _all_running_follow(self, newest: Weights) -> bool:
-        return all(
-            group.weights is None and self._newest.get(group.run_id) == newest for group in self._running.values()
+        """Whether what runs may go on under `newest`; after a rollback nothing may: a response's versions only grow."""
+        return newest.version > self.loaded.version and all(
+            group.may_switch and group.weights is None and self._newest.get(group.run_id) == newest
+            for group in self._running.values()
         )
 
     @property

@@ -115,7 +115,8 @@ class Episode:
         self.reasoning_characters = len(self.text) + reasoned if reasoned else 0
         if not self.turns:
             self.version_first = sample.version_first
-        self.version_last = sample.version_last
+        # After a rollback a turn's version is an older one.
+        self.version_last = max(self.version_last, sample.version_last)
         self.turns += 1
         self._append(SEGMENT_KIND_ACTION, sample.token_ids, sample.logprobs, text)
         self.finished = not sample.stopped
@@ -219,7 +220,8 @@ class StartedEpisodes:
 
     def _sample(self, episode: Episode) -> None:
         """Submit the policy's next turn to the engine."""
-        samples = SampleGroup(self.request.run_id, [episode.request()], self.weights, self.alone)
+        may_switch = not self.assignment.spec.algorithm.anchors_by_rollouts
+        samples = SampleGroup(self.request.run_id, [episode.request()], self.weights, self.alone, may_switch)
         self._running[episode] = samples
         samples.future.add_done_callback(partial(self._sampled, episode))
         try:

@@ -157,7 +157,8 @@ def start_group(
         raise InvalidInput(f"a group of {len(requests)} samples has none of {max(indexes)}")
     indexes = indexes or range(len(requests))
     requests = [requests[index] for index in indexes]
-    samples = SampleGroup(group.run_id, requests, weights, alone, on_sample=on_sample)
+    may_switch = not assignment.spec.algorithm.anchors_by_rollouts
+    samples = SampleGroup(group.run_id, requests, weights, alone, may_switch, on_sample=on_sample)
     assignment.engine.submit(samples)
     with TOKENIZER:
         opened = opens_reasoning(assignment.tokenizer, prompt_token_ids, chat)

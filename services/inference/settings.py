@@ -8,14 +8,20 @@ from pydantic import Field
 
 from spo.service.settings import ServiceSettings
 
+CPU_CACHE_BYTES = 256 << 20
+
 
 class Settings(ServiceSettings, service="inference"):
     """SPO_INFERENCE_* of one replica."""
 
-    kv_cache_memory_bytes: int = Field(
-        default=256 << 20, ge=0, description="KV cache; 0 takes gpu_memory_utilization of the device instead."
+    kv_cache_memory_bytes: int | None = Field(
+        default=None,
+        ge=0,
+        description="KV cache; 0: what gpu_memory_utilization leaves. Default: 256 MiB on CPU, 0 on a GPU.",
     )
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1, description="Used when kv_cache_memory_bytes is 0.")
+    gpu_memory_utilization: float = Field(
+        default=0.9, gt=0, le=1, description="Share of a GPU for weights and cache, where the cache has no size."
+    )
     tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs that share the model.")
     max_sequences: int = Field(default=256, ge=1, description="Sequences decoded at once.")
     enforce_eager: bool | None = Field(default=None, description="Default: eager on CPU, captured graphs on GPUs.")
@@ -23,9 +29,10 @@ class Settings(ServiceSettings, service="inference"):
     served_streams: int = Field(
         default=256, ge=1, le=4096, description="Completions of people and programs that are sampled at once."
     )
-    in_flight: Literal["finish", "keep"] = Field(
-        default="finish",
-        description="New weights: finish started groups on the old ones first, or go on with them under the new.",
+    in_flight: Literal["auto", "finish", "keep", "keep_cache"] = Field(
+        default="auto",
+        description="New weights: finish started groups on the old ones first; or go on with them under the new, their "
+        "prefixes computed anew (keep) or left as they are (keep_cache). auto: keep_cache where the job allows it.",
     )
     weight_transfer: Literal["files", "broadcast"] = Field(
         default="files", description="broadcast: take new versions from trainers that send them; files where it fails."

@@ -12,6 +12,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -298,7 +299,7 @@ class PolicyWeightTransfer(WeightTransferEngine[JoinInit, NewWeights]):
                 packed=True,
                 packed_buffer_size_bytes=BUFFER_BYTES,
             )
-        self._within_deadline(lambda inner: inner.init_transfer_engine(info))
+        self._joined_within_deadline(info)
 
     def start_weight_update(self) -> None:
         _begin_reload(self.model)
@@ -337,6 +338,33 @@ class PolicyWeightTransfer(WeightTransferEngine[JoinInit, NewWeights]):
         if self._inner:
             self._inner.shutdown()
         self._inner = None
+
+    def _joined_within_deadline(self, info: WeightTransferInitInfo) -> None:
+        """Form the group, or leave what hangs in it to a thread that nobody waits for: raises BroadcastFailed.
+
+        NCCL's communicator cannot be aborted before it is there, and a peer that died after it joined never comes.
+        """
+        inner, device, ended = self._inner, self.device, Future[None]()
+        if inner is None:
+            raise BroadcastFailed("no broadcast was joined")
+
+        def init() -> None:
+            try:
+                if device.type == "cuda":
+                    torch.cuda.set_device(device)
+                inner.init_transfer_engine(info)
+                ended.set_result(None)
+            except BaseException as error:
+                ended.set_exception(error)
+
+        threading.Thread(target=init, name="joins-broadcast", daemon=True).start()
+        try:
+            ended.result(max(0.0, self._ends - time.monotonic()))
+        except TimeoutError:
+            if ended.done():
+                raise
+            self._inner = None
+            raise BroadcastFailed("a peer of the broadcast did not come to its group in time") from None
 
     def _within_deadline(self, call: Callable[[WeightTransferEngine[Any, Any]], None]) -> None:
         """NCCL itself waits for ever: its communicator is aborted from outside."""
@@ -387,6 +415,12 @@ def _tie_head_again(model: torch.nn.Module) -> None:
 
 class WorkerExtension:
     """Makes each of vLLM's worker processes import this module, and so register the transfers below."""
+
+    def forget_weight_update(self) -> None:
+        """After one that failed in another worker: this one would refuse to begin the next."""
+        worker: Any = self
+        worker._weight_update_active = False
+        worker.weight_transfer_engine.reset_weight_update_target()
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, PolicyWeightTransfer)

@@ -76,7 +76,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, deaths: EngineDeaths) -> It
     write_version(store, 1, models[1])
     reference = reference_weights(model_path, "hash")
     engines: list[Engine] = []
-    settings = Settings(max_sequences=32, kv_cache_memory_bytes=32 << 20, turn_seconds=0.05)
+    settings = Settings(max_sequences=32, kv_cache_memory_bytes=32 << 20, turn_seconds=0.05, in_flight="finish")
 
     def build() -> Engine:
         engines.append(Engine(EngineSpec(model_path, "hash", "float32", 128), settings))
@@ -118,11 +118,10 @@ def test_greedy_output_equals_transformers_after_a_live_weight_update(served: Se
 def test_the_comparison_with_transformers_would_have_caught_a_stale_prefix_cache(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(served.engine, "salt", lambda: "one for all loads")
     served.sample(greedy_request(), weights=served.reference)
-    monkeypatch.setattr(served.engine, "reset_prefix_cache", lambda: None)
     stale = served.sample(greedy_request(), weights=served.versions.resolve(RUN, 1))[0]
     monkeypatch.undo()
-    served.engine.reset_prefix_cache()
 
     assert stale.token_ids != transformers_greedy(served.models[1])
 
@@ -220,37 +219,71 @@ def test_newest_means_the_announced_version_and_running_groups_finish_on_theirs(
     served.thread.announce("job_other", served.reference)
 
 
-def test_kept_groups_go_on_under_new_weights_with_true_logprobs_and_versions(
-    served: Served, deaths: EngineDeaths
-) -> None:
-    settings = Settings(max_sequences=32, in_flight="keep")
+def switched(
+    served: Served,
+    deaths: EngineDeaths,
+    requests: list[SampleRequest],
+    *,
+    versions: tuple[int, int] = (0, 1),
+    may_switch: bool = True,
+    recompute: bool = False,
+) -> list[Sample]:
+    """Samples of a group that runs under the first version while the second is announced."""
+    before, after = (served.versions.resolve(RUN, version) for version in versions)
     # Once the module's own thread is idle, this one may drive its engine.
     served.sample(greedy_request(1))
     wait_until(
         lambda: served.thread.loaded == served.reference, "the engine to be idle at version 0", WAIT_SECONDS, 0.002
     )
-    thread = EngineThread(lambda: served.engine, served.reference, settings, deaths)
+    thread = EngineThread(lambda: served.engine, served.reference, Settings(max_sequences=32), deaths)
     thread.start()
-    requests = [sampled_request(seed, 1.0, 1.0, max_tokens=100) for seed in range(32)]
-    group = SampleGroup(RUN, requests, None)
-    thread.submit(group)
-    wait_until(lambda: thread.running_sequences > 0, "sequences to run", WAIT_SECONDS, 0.002)
-    thread.announce(RUN, served.versions.resolve(RUN, 1))
-    samples = group.future.result(WAIT_SECONDS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(served.engine, "_recomputes", recompute)
+        thread.announce(RUN, before)
+        wait_until(lambda: thread.loaded == before, "the first version", WAIT_SECONDS, 0.002)
+        group, later = (
+            SampleGroup(RUN, asked, None, may_switch=may_switch) for asked in (requests, [greedy_request()])
+        )
+        thread.submit(group)
+        wait_until(lambda: thread.running_sequences > 0, "sequences to run", WAIT_SECONDS, 0.002)
+        thread.announce(RUN, after)
+        thread.submit(later)
+        samples = group.future.result(WAIT_SECONDS)
+        # What begins under the second version shares no block with what began under the first.
+        assert later.future.result(WAIT_SECONDS)[0].token_ids == transformers_greedy(served.models[versions[1]])
     thread.announce(RUN, served.reference)
     wait_until(lambda: thread.loaded == served.reference, "the weights to be put back", WAIT_SECONDS, 0.002)
     thread.stop()
+    return samples
 
-    switched = [sample for sample in samples if (sample.version_first, sample.version_last) == (0, 1)]
-    assert switched
-    for sample in switched:
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_kept_groups_go_on_under_new_weights_with_true_logprobs_and_versions(
+    served: Served, deaths: EngineDeaths, recompute: bool
+) -> None:
+    requests = [sampled_request(seed, 1.0, 1.0, max_tokens=100) for seed in range(32)]
+    samples = switched(served, deaths, requests, recompute=recompute)
+
+    found = [sample for sample in samples if (sample.version_first, sample.version_last) == (0, 1)]
+    assert found
+    for sample in found:
         request = requests[samples.index(sample)]
         sampled = torch.tensor(sample.logprobs)
         old, new = (sampling_logprobs(served.models[version], request, sample.token_ids) for version in (0, 1))
         is_old, is_new = (sampled - old).abs() < 1e-3, (sampled - new).abs() < 1e-3
         at = int(is_old.long().cumprod(0).sum())
         assert at > 0
-        assert is_new[at:].all()
+        # With the blocks of the old version what follows is of neither alone.
+        assert bool(is_new[at:].all()) == recompute
+
+
+@pytest.mark.parametrize(("versions", "may_switch"), [((0, 1), False), ((1, 0), True)])
+def test_groups_finish_on_a_version_that_is_their_anchor_or_is_rolled_back(
+    served: Served, deaths: EngineDeaths, versions: tuple[int, int], may_switch: bool
+) -> None:
+    requests = [sampled_request(seed, 1.0, 1.0, max_tokens=60) for seed in range(8)]
+    samples = switched(served, deaths, requests, versions=versions, may_switch=may_switch)
+    assert {(sample.version_first, sample.version_last) for sample in samples} == {(versions[0],) * 2}
 
 
 def test_temperatures_and_seeds_are_drawn_from_the_groups_seed() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+import torch
+
 from services.inference.engine_thread import EngineThread
 from services.inference.settings import Settings
-from services.inference.weights import Weights
+from services.inference.weights import PolicyWeightTransfer, Weights
 from spo.testing.peers import wait_until
 from spo.weights.broadcast import BroadcastFailed
 
@@ -54,3 +59,27 @@ def test_files_that_are_announced_while_a_broadcast_fails_are_loaded_and_not_ask
 
     assert engine.versions == [5]
     assert thread.take_missing() is None
+
+
+@pytest.mark.parametrize("comes", ["never", "broken", "in time"])
+def test_a_group_that_a_dead_peer_never_joins_ends_at_the_deadline(comes: str) -> None:
+    """As NCCL's communicator: nothing aborts it before it is there."""
+    release = threading.Event()
+
+    class Inner:
+        def init_transfer_engine(self, info: object) -> None:
+            if comes == "never":
+                release.wait(60)
+            if comes == "broken":
+                raise RuntimeError("ncclInvalidUsage")
+
+    transfer = cast(Any, PolicyWeightTransfer.__new__(PolicyWeightTransfer))
+    transfer._inner, transfer.device, transfer._ends = Inner(), torch.device("cpu"), time.monotonic() + 5.0
+    if comes == "in time":
+        transfer._joined_within_deadline(None)
+        return
+    if comes == "never":
+        transfer._ends = time.monotonic() + 0.1
+    with pytest.raises(BroadcastFailed if comes == "never" else RuntimeError):
+        transfer._joined_within_deadline(None)
+    release.set()
