@@ -36,12 +36,14 @@ from spo.observability import get_logger
 from spo.rpc.pools import AddressRules
 from spo.spec.job_spec import JobSpec, ModelSpec, TasksSpec, parse_job_spec
 from spo.spec.plan import (
+    LIKELY_SHARE,
     USABLE_SHARE,
     ModelShape,
     in_gigabytes,
     inference_memory,
     memory_advice,
     shape_of_folder,
+    system_limits,
     unlearned_shares,
     value_memory,
 )
@@ -70,9 +72,6 @@ WALL_FACTOR = 3
 REMEMBERED = 256
 NAMED_PROMPTS = 5
 SAMPLE_PROMPT = ("sample", "Write a program that prints the sum of two numbers.")
-
-# Responses are seldom as long as they may be, and seldom shorter than this share of it.
-LIKELY_SHARE = 0.25
 
 MAX_DEPTH = 32
 
@@ -457,9 +456,13 @@ def _in_words(faults: Sequence[FieldViolation]) -> InvalidInput:
 
 @dataclass(frozen=True)
 class PlanWarnings:
-    """Compares specs with the replicas that live now; a role that none has told of is left out."""
+    """Compares specs with the replicas that live now; a role that none has told of is left out.
+
+    redis_bytes: maxmemory of Redis, 0: without one.
+    """
 
     replicas: ReplicaRegistry
+    redis_bytes: Callable[[], int] = lambda: 0
 
     def of(self, spec: JobSpec, mean_tokens: float | None = None) -> list[FieldViolation]:
         """A pointer to a field that would help, and why, for each role in which the job fits nobody's devices.
@@ -467,6 +470,8 @@ class PlanWarnings:
         mean_tokens: length of the job's responses so far; None before any is known.
         """
         found = [*unlearned_shares(spec), *_of_rates(spec), *_of_temperature(spec, mean_tokens), *_of_sharpness(spec)]
+        limits = system_limits(spec, redis_bytes=self.redis_bytes())
+        found += [FieldViolation(limit.pointer, limit.words) for limit in limits if not limit.is_met]
         try:
             shape = shape_of_folder(Path(spec.model.path))
         except InvalidInput:
@@ -542,6 +547,13 @@ def _of_trainers(spec: JobSpec, shape: ModelShape, trainers: Sequence[LiveReplic
 
 
 def _of_engines(spec: JobSpec, shape: ModelShape, engines: Sequence[LiveReplica]) -> Iterator[FieldViolation]:
+    widths = sorted({len(engine.device_memory_bytes) for engine in engines})
+    if widths and not any(map(shape.can_be_cut, widths)):
+        yield FieldViolation(
+            "/model/path",
+            f"its {shape.heads} attention heads ({shape.kv_heads} of keys and values) cannot be cut over the "
+            f"{' or '.join(map(str, widths))} devices of an inference replica: another tensor_parallel_size",
+        )
     found = [
         inference_memory(spec, shape, min(engine.device_memory_bytes), len(engine.device_memory_bytes))
         for engine in engines

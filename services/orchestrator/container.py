@@ -255,7 +255,7 @@ class AppContext:
         self.model_check = ModelCheck(self.replicas, settings.max_dead_letter_share, self.files.models.expected)
         self.spec_check = SpecCheck(self.library, self.model_check, AddressRules.of(settings.verifier_http_hosts))
         self.forks = Forks(jobs, self.spec_check, self.weights, self.references, self.files)
-        self.plan_warnings = PlanWarnings(self.replicas)
+        self.plan_warnings = PlanWarnings(self.replicas, lambda: self.redis.info("memory")["maxmemory"])
         self.monitor = JobMonitor(jobs, self.leases, self.assigner, settings.stall_seconds)
         self.monitor.evaluations = self.evaluations.standing
         preparation = JobPreparation(jobs, self.library, self.model_check, self.judges)

@@ -15,6 +15,7 @@ from services.replay_buffer.store import StorageMonitor, encode_batch, encode_pa
 from services.replay_buffer.windows import SOURCES, Limiter, source_name
 from spo.errors import FieldViolation, InvalidInput, NotFound
 from spo.rpc.client import CHUNK_BYTES
+from spo.spec.job_spec import longest_trajectory_bytes
 from spo.v1 import replay_service_pb2 as replay
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_UNSPECIFIED, Source
 from spo.v1.replay_service_pb2_grpc import ReplayServiceServicer
@@ -106,7 +107,7 @@ class ReplayService(ReplayServiceServicer):
         cursor, scanned, held = request.cursor, 0, 0
         while len(found) < limit and scanned < MAX_SCANNED and held < CHUNK_BYTES:
             count = min(limit - len(found), READ_AT_ONCE)
-            page, cursor = self.store.newest_first(request.run_id, request.prompt_id, cursor, count)
+            page, cursor = self.store.newest_first(request.run_id, request.prompt_id, cursor, count, CHUNK_BYTES)
             found += [trajectory for trajectory in page if request.source in (SOURCE_UNSPECIFIED, trajectory.source)]
             held += sum(trajectory.ByteSize() for trajectory in page)
             scanned += len(page)
@@ -127,6 +128,7 @@ class ReplayService(ReplayServiceServicer):
         if self.archived is None:
             return replay.ListTrajectoriesResponse()
         after = "" if cursor == "0" else cursor
+        limit = min(limit, max(1, CHUNK_BYTES // longest_trajectory_bytes(self.store.spec(request.run_id).model)))
         page = self.archived.page(request.run_id, request.prompt_id, "online", after, limit)
         in_redis = self.store.in_redis(request.run_id, [trajectory.trajectory_id for trajectory in page.trajectories])
         left = [trajectory for trajectory in page.trajectories if trajectory.trajectory_id not in in_redis]

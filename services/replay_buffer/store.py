@@ -407,15 +407,21 @@ class ReplayStore:
         found = self.client.hget(redis_keys.replay_copies(run_id), trajectory_id)
         return int(found or 0)
 
-    def newest_first(self, run_id: str, prompt_id: str, after: str, count: int) -> tuple[list[Trajectory], str]:
+    def newest_first(
+        self, run_id: str, prompt_id: str, after: str, count: int, most_bytes: int = MAX_MESSAGE_BYTES
+    ) -> tuple[list[Trajectory], str]:
         """A page of what is in Redis, newest first; `after` is the cursor of the page before ('' starts).
 
-        prompt_id '' means all prompts.
+        prompt_id '' means all prompts. most_bytes: the page ends before it has more, unless one alone does.
         """
         page = self._of_prompt(run_id, prompt_id, after, count) if prompt_id else self._of_all(run_id, after, count)
         found = self.get(run_id, [trajectory_id for trajectory_id, _ in page])
         cursor = str(page[-1][1]) if len(page) == count else ""
-        return [trajectory for trajectory in found if trajectory is not None], cursor
+        sizes = [trajectory.ByteSize() if trajectory is not None else 0 for trajectory in found]
+        first = next(chunks_by_bytes(sizes, most_bytes), slice(0, 0))
+        if first.stop < len(page):
+            cursor = str(page[first.stop - 1][1])
+        return [trajectory for trajectory in found[first] if trajectory is not None], cursor
 
     def note_policy_version(self, run_id: str, policy_version: int) -> None:
         """Store the newest version a trainer has named: the limiter does not count what is too stale for it.

@@ -466,6 +466,7 @@ def plan(
     gpus: Annotated[int, typer.Option(min=1, help="Devices of the trainer.")] = 8,
     gpu_memory: Annotated[float, typer.Option(min=1, help="Of each device, GB.")] = 80,
     model_shape: Annotated[str | None, typer.Option(help="A published model's sizes in place of the folder's.")] = None,
+    redis_memory: Annotated[float, typer.Option(min=0, help="maxmemory of Redis, GB; 0: not asked.")] = 0,
     output: Annotated[Output, typer.Option("--output", "-o")] = Output.TABLE,
 ) -> None:
     """Memory of every role, sizes on disk, modelled speed; fails when it does not fit, saying what would.
@@ -476,7 +477,8 @@ def plan(
     document.setdefault("model", {}).setdefault("path", "/models/pi0")
     spec = parse_job_spec(document)
     shape = named_shape(model_shape) if model_shape else shape_of_folder(Path(spec.model.path))
-    found = plan_job(spec, shape, gpus, Device(memory_bytes=int(gpu_memory * GIGABYTE)))
+    device = Device(memory_bytes=int(gpu_memory * GIGABYTE))
+    found = plan_job(spec, shape, gpus, device, int(redis_memory * GIGABYTE))
     unlearned = list(unlearned_shares(spec))
     if output is Output.TABLE:
         print_rows(plan_rows(found), ("role", "what", "needs"), output)

@@ -217,10 +217,15 @@ def groups_fit(spec: JobSpec) -> Iterator[Violation]:
         )
 
 
+def longest_trajectory_bytes(model: ModelSpec) -> int:
+    """Of one of a job's: its tokens, log-probs and text."""
+    return PROMPT_TOKEN_BYTES * model.max_prompt_tokens + RESPONSE_TOKEN_BYTES * model.max_response_tokens
+
+
 def a_group_fits_into_an_entry(spec: JobSpec) -> Iterator[Violation]:
     """A prompt's samples cross Redis together; batches, samples and scores travel in as many parts as they need."""
     model, samples = spec.model, spec.rollout.samples_per_prompt
-    size = samples * (PROMPT_TOKEN_BYTES * model.max_prompt_tokens + RESPONSE_TOKEN_BYTES * model.max_response_tokens)
+    size = samples * longest_trajectory_bytes(model)
     if size > ENTRY_BYTES:
         yield (
             "rollout/samples_per_prompt",

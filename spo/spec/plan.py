@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from spo.errors import FieldViolation, InvalidInput
-from spo.spec.job_spec import JobSpec
+from spo.spec.job_spec import ENTRY_BYTES, JobSpec, longest_trajectory_bytes
+from spo.spec.section import LIVE_SOURCES
 from spo.spec.tasks import LoraSpec
 
 # Of DeepSpeed's reduction, elements; its default.
@@ -42,6 +43,18 @@ USABLE_SHARE = 0.92
 GIGABYTE = 10**9
 WIDTHS = (1, 2, 4, 8)
 
+# A trajectory alone, with what is added to it on its way (spo.rpc.client).
+MESSAGE_BYTES = 32 << 20
+# Of a trajectory in Redis: an id and two log-probs a token, and its places in the ledger; both measured.
+STORED_TOKEN_BYTES, STORED_BYTES = 14, 1000
+# Responses are seldom as long as they may be, and seldom shorter than this share of it.
+LIKELY_SHARE = 0.25
+# Steps whose batches are kept: since the oldest of the trainer's checkpoints, and until the next.
+CHECKPOINTS = 3
+# Where Redis stops taking work, of its maxmemory (the replay buffer's stop_memory_share).
+STOP_SHARE = 0.9
+MOST_RANKS = 4096
+
 # The plan errs by less than this; where it says that a trainer fits which does not, so much less is asked for.
 PLAN_ERROR = 0.15
 
@@ -58,6 +71,8 @@ class ModelShape:
     vocabulary: int
     tied: bool
     head_size: int
+    # Tokens of prompt and response that it was made for; 0: not known.
+    positions: int = field(default=0, compare=False)
 
     @property
     def linears(self) -> tuple[tuple[int, int], ...]:
@@ -73,17 +88,22 @@ class ModelShape:
         tables = self.vocabulary * self.hidden * (1 if self.tied else 2)
         return self.layers * block + tables + self.hidden
 
+    def can_be_cut(self, devices: int) -> bool:
+        """Whether vLLM cuts it over so many: whole heads on each, those of keys and values repeated if they are few."""
+        few, many = sorted((self.kv_heads, devices))
+        return self.heads % devices == 0 and many % few == 0
+
     def adapter_parameters(self, rank: int) -> int:
         """Of LoRA on every linear layer of the blocks."""
         return self.layers * rank * sum(width + height for width, height in self.linears)
 
 
 NAMED = {
-    "smollm2-135m": ModelShape(576, 30, 9, 3, 1536, 49152, tied=True, head_size=64),
-    "qwen2.5-0.5b": ModelShape(896, 24, 14, 2, 4864, 151936, tied=True, head_size=64),
-    "qwen2.5-1.5b": ModelShape(1536, 28, 12, 2, 8960, 151936, tied=True, head_size=128),
-    "llama-3-8b": ModelShape(4096, 32, 32, 8, 14336, 128256, tied=False, head_size=128),
-    "llama-3-70b": ModelShape(8192, 80, 64, 8, 28672, 128256, tied=False, head_size=128),
+    "smollm2-135m": ModelShape(576, 30, 9, 3, 1536, 49152, tied=True, head_size=64, positions=8192),
+    "qwen2.5-0.5b": ModelShape(896, 24, 14, 2, 4864, 151936, tied=True, head_size=64, positions=32768),
+    "qwen2.5-1.5b": ModelShape(1536, 28, 12, 2, 8960, 151936, tied=True, head_size=128, positions=32768),
+    "llama-3-8b": ModelShape(4096, 32, 32, 8, 14336, 128256, tied=False, head_size=128, positions=131072),
+    "llama-3-70b": ModelShape(8192, 80, 64, 8, 28672, 128256, tied=False, head_size=128, positions=131072),
 }
 
 
@@ -123,6 +143,7 @@ def shape_of_config(config: Mapping[str, object]) -> ModelShape:
         vocabulary=number("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
         head_size=number("head_dim", hidden // heads),
+        positions=number("max_position_embeddings", 0),
     )
 
 
@@ -170,6 +191,78 @@ def longest(spec: JobSpec) -> int:
     return spec.model.max_prompt_tokens + spec.model.max_response_tokens
 
 
+@dataclass(frozen=True)
+class SystemLimit:
+    """What bounds a job whatever its devices; pointer: the field that changes `needed`."""
+
+    name: str
+    pointer: str
+    needed: int
+    most: int
+    unit: str = "bytes"
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the job stays within it."""
+        return self.needed <= self.most
+
+    @property
+    def words(self) -> str:
+        """As people write it."""
+        if self.unit == "bytes":
+            return f"{self.name}: {in_gigabytes(self.needed)} of {in_gigabytes(self.most)}"
+        return f"{self.name}: {self.needed:,} of {self.most:,} {self.unit}"
+
+
+def system_limits(spec: JobSpec, shape: ModelShape | None = None, redis_bytes: int = 0) -> list[SystemLimit]:
+    """Every bound that is not a device's: of messages, of Redis, of the model, of the batch.
+
+    What travels in parts (batches, answers of engines, judges and value-estimation, pages) has none. redis_bytes: its
+    maxmemory, 0: not known or without one.
+    """
+    trajectory = longest_trajectory_bytes(spec.model)
+    found = [
+        SystemLimit("a trajectory in a message", "/model/max_response_tokens", trajectory, MESSAGE_BYTES),
+        SystemLimit(
+            "a prompt's samples in an entry of Redis",
+            "/rollout/samples_per_prompt",
+            spec.rollout.samples_per_prompt * trajectory,
+            ENTRY_BYTES,
+        ),
+    ]
+    if shape and shape.positions:
+        found.append(
+            SystemLimit(
+                "prompt and response in the model's positions",
+                "/model/max_response_tokens",
+                longest(spec),
+                shape.positions,
+                "tokens",
+            )
+        )
+    if redis_bytes:
+        window, batches = stored_bytes(spec)
+        pointer = "/trainer/checkpoint_interval" if batches > window else "/replay/online_capacity"
+        most = int(STOP_SHARE * redis_bytes)
+        found.append(SystemLimit("trajectories in Redis", pointer, window + batches, most))
+    return found
+
+
+def stored_bytes(spec: JobSpec) -> tuple[int, int]:
+    """What Redis holds of the job's live trajectories at a quarter of their length: the window, and batches.
+
+    Batches are those that a trainer which resumes from its oldest checkpoint takes again.
+    """
+    if not spec.trainer.steps:
+        return 0, 0
+    one = STORED_BYTES + int(STORED_TOKEN_BYTES * LIKELY_SHARE * longest(spec))
+    live = sum(part.share for part in spec.replay.mix if part.source in LIVE_SOURCES)
+    steps = min(spec.trainer.steps, CHECKPOINTS * spec.trainer.checkpoint_interval)
+    # A trajectory is in several batches.
+    fresh = steps * spec.trainer.batch_size * live / max(1.0, spec.replay.samples_per_insert)
+    return (spec.replay.online_capacity * one if live else 0), int(fresh) * one
+
+
 def tokens_of_a_forward(spec: JobSpec) -> int:
     """The most tokens of a micro-batch."""
     most = max(spec.trainer.max_tokens_per_micro_batch, longest(spec))
@@ -191,6 +284,9 @@ def trainer_memory(spec: JobSpec, shape: ModelShape, ranks: int) -> TrainerMemor
     width, trained = bytes_of(spec.model.dtype), trained_parameters(spec, shape)
     half = width < FLOAT
     stage = max(spec.trainer.zero_stage, 1) if half else spec.trainer.zero_stage
+    gradient = FLOAT if spec.trainer.gradient_dtype == "float32" else width
+    if half and gradient == FLOAT:
+        stage = max(stage, 2)
     models = 2 if spec.algorithm.critic else 1
     whole, part = 1.0, 1 / ranks
     own = part if stage else whole
@@ -216,8 +312,8 @@ def trainer_memory(spec: JobSpec, shape: ModelShape, ranks: int) -> TrainerMemor
         teacher=int(teacher),
         masters=int(models * masters),
         moments=int(models * 2 * FLOAT * trained * own),
-        gradients=int(models * width * trained * (part if stage >= 2 else whole)),
-        buckets=width * min(trained, BUCKET_ELEMENTS) if stage else 0,
+        gradients=int(models * gradient * trained * (part if stage >= 2 else whole)),
+        buckets=gradient * min(trained, BUCKET_ELEMENTS) if stage else 0,
         activations=int(activations),
         logits=LOGITS_COPIES * LOGITS_BLOCK_BYTES + FLOAT * tokens * shape.hidden,
         step=int((2 if half else 1) * FLOAT * trained * own),
@@ -326,6 +422,30 @@ def what_fits(spec: JobSpec, shape: ModelShape, ranks: int, device_bytes: int) -
     return next((each for each in _changes(spec) if fits(changed(spec, each), shape, ranks, device_bytes)), None)
 
 
+def fewest_ranks(spec: JobSpec, shape: ModelShape, device_bytes: int) -> tuple[int, dict[str, Any]] | None:
+    """The least number of ranks on which all weights train, and the settings with it; None where none is enough.
+
+    No more ranks than a batch has trajectories: others would have nothing to do.
+    """
+    ranks = 1
+    while ranks <= min(MOST_RANKS, spec.trainer.batch_size):
+        changes = what_fits(spec, shape, ranks, device_bytes)
+        if changes is not None and "lora" not in changes:
+            return ranks, changes
+        ranks *= 2
+    return None
+
+
+def what_is_not_cut(spec: JobSpec, shape: ModelShape) -> str:
+    """What a rank holds however many there are, in words."""
+    cut = changed(spec, {"zero_stage": 3, "activation_checkpointing": True, "offload": "optimizer"})
+    memory = trainer_memory(changed(cut, {"max_tokens_per_micro_batch": longest(spec)}), shape, MOST_RANKS)
+    return (
+        f"one trajectory of {longest(spec):,} tokens alone takes {in_gigabytes(memory.activations + memory.logits)} on "
+        "a rank, and ranks share no trajectory: shorter responses, or larger devices"
+    )
+
+
 def _changes(spec: JobSpec) -> Iterator[dict[str, Any]]:
     stages = [stage for stage in (1, 2, 3) if stage > spec.trainer.zero_stage]
     tokens = spec.trainer.max_tokens_per_micro_batch
@@ -357,6 +477,11 @@ class Plan:
     checkpoint_bytes: int
     trained_tokens_per_second: float
     sampled_tokens_per_second: float
+    stored_bytes: int
+    limits: list[SystemLimit]
+    # The least number of ranks that train all weights, and with what settings; None: none is enough, and why.
+    fewest: tuple[int, dict[str, Any]] | None
+    not_cut: str
 
     @property
     def warnings(self) -> list[str]:
@@ -372,18 +497,30 @@ class Plan:
             yield f"an inference replica over {self.inference.tensor_parallel} devices has no room for 16 sequences"
         if self.value_bytes > usable:
             yield f"value-estimation needs {in_gigabytes(self.value_bytes)} on one device"
+        for limit in self.limits:
+            if not limit.is_met:
+                yield f"{limit.pointer}: {limit.words}"
 
     def _help(self) -> str:
-        return "no setting makes it fit, take more devices" if self.changes is None else words_of(self.changes)
+        if self.changes is not None:
+            return words_of(self.changes)
+        if self.fewest is None:
+            return f"no setting makes it fit, and no number of devices: {self.not_cut}"
+        ranks, changes = self.fewest
+        return f"no setting makes it fit, take {ranks} devices" + (f" {words_of(changes)}" if changes else "")
 
     def document(self) -> dict[str, Any]:
         """As JSON, with the peak and the warnings."""
         return {**asdict(self), "trainer_peak": self.trainer.peak, "warnings": self.warnings}
 
 
-def plan_job(spec: JobSpec, shape: ModelShape, ranks: int, device: Device) -> Plan:
-    """So many ranks of the trainer, a device each; inference takes the fewest devices on which a replica fits."""
-    widths = [width for width in WIDTHS if width <= ranks] or [1]
+def plan_job(spec: JobSpec, shape: ModelShape, ranks: int, device: Device, redis_bytes: int = 0) -> Plan:
+    """So many ranks of the trainer, a device each; inference takes the fewest devices on which a replica fits.
+
+    redis_bytes: maxmemory of Redis, 0: not known.
+    """
+    # Each device has whole heads.
+    widths = [width for width in WIDTHS if width <= ranks and shape.can_be_cut(width)]
     replicas = [inference_memory(spec, shape, device.memory_bytes, width) for width in widths]
     replica = next((found for found in replicas if found.fits), replicas[-1])
     return Plan(
@@ -398,6 +535,10 @@ def plan_job(spec: JobSpec, shape: ModelShape, ranks: int, device: Device) -> Pl
         checkpoint_bytes=checkpoint_bytes(spec, shape),
         trained_tokens_per_second=training_tokens(spec, shape, device, ranks),
         sampled_tokens_per_second=sampled_tokens(spec, shape, device, replica),
+        stored_bytes=sum(stored_bytes(spec)),
+        limits=system_limits(spec, shape, redis_bytes),
+        fewest=fewest_ranks(spec, shape, device.memory_bytes),
+        not_cut=what_is_not_cut(spec, shape),
     )
 
 
@@ -425,7 +566,11 @@ def rows(plan: Plan) -> list[dict[str, str]]:
         ("value-estimation", "peak", in_gigabytes(plan.value_bytes)),
         ("weights", "a push", in_gigabytes(plan.push_bytes)),
         ("weights", "a checkpoint", in_gigabytes(plan.checkpoint_bytes)),
+        ("Redis", "window and batches, of a quarter of the length", in_gigabytes(plan.stored_bytes)),
     ]
+    found += [("limits", limit.name, limit.words.removeprefix(f"{limit.name}: ")) for limit in plan.limits]
+    if plan.fewest:
+        found.append(("trainer", "fewest devices, all weights", str(plan.fewest[0])))
     return [{"role": role, "what": what, "needs": needs} for role, what, needs in found]
 
 

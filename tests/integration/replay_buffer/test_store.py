@@ -15,6 +15,7 @@ from services.replay_buffer.service import ReplayService
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.errors import Conflict, InvalidInput, NotFound, NotReady, PreconditionFailed
+from spo.rpc.client import MAX_MESSAGE_BYTES
 from spo.testing.runs import PROMPTS, RUN, start_run, trajectory
 from spo.v1.prompt_pb2 import SOURCE_ANNOTATED, SOURCE_HUMAN, SOURCE_ONLINE, SOURCE_REFERENCE
 from spo.v1.replay_service_pb2 import (
@@ -302,6 +303,26 @@ def test_the_ledger_is_listed_newest_first_page_by_page(store: ReplayStore) -> N
 
     assert [sample.trajectory_id[-1] for sample in first + second] == ["4", "3", "2", "1", "0"]
     assert end == ""
+
+
+@pytest.mark.parametrize("characters", [1 << 20, 9 << 20, 17 << 20, 30 << 20])
+def test_a_page_of_long_trajectories_is_one_message_and_nothing_is_passed_over(
+    store: ReplayStore, sampler: BatchSampler, characters: int
+) -> None:
+    service, request = ReplayService(sampler), ListTrajectoriesRequest(run_id=RUN, limit=50)
+    rows = [trajectory(number) for number in range(5)]
+    for row in rows:
+        row.response_text = "x" * characters
+    store.append(RUN, rows)
+    found: list[str] = []
+    while True:
+        page = service.ListTrajectories(request, None)
+        assert page.ByteSize() < MAX_MESSAGE_BYTES
+        found += [each.trajectory_id[-1] for each in page.trajectories]
+        if not page.next_cursor:
+            break
+        request.cursor = page.next_cursor
+    assert found == ["4", "3", "2", "1", "0"]
 
 
 def test_trajectories_are_listed_by_prompt_and_source(store: ReplayStore, sampler: BatchSampler) -> None:

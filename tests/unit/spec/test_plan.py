@@ -117,6 +117,43 @@ def test_the_first_settings_that_fit_are_those_that_cost_least() -> None:
     assert what_fits(spec_of(), named_shape("llama-3-70b"), 1, DEVICE_BYTES) is None
 
 
+@pytest.mark.parametrize(
+    ("shape", "tokens", "device_gb", "fewest"),
+    [
+        ("qwen2.5-0.5b", 4096, 80, 1),
+        ("llama-3-8b", 4096, 80, 1),
+        ("llama-3-8b", 32_768, 80, 1),
+        ("llama-3-70b", 8192, 80, 8),
+        ("llama-3-70b", 16_384, 80, 16),
+        ("llama-3-70b", 65_536, 80, None),
+        ("llama-3-70b", 131_072, 141, None),
+    ],
+)
+def test_the_fewest_devices_are_found_or_it_is_said_that_no_number_is_enough(
+    shape: str, tokens: int, device_gb: int, fewest: int | None
+) -> None:
+    spec = parse_job_spec({"model": {"path": "/models/pi0", "max_response_tokens": tokens}})
+    found = plan_job(spec, named_shape(shape), 1, Device(memory_bytes=device_gb * 10**9))
+    if fewest is None:
+        assert found.fewest is None
+        assert any("no number of devices" in told and "one trajectory of" in told for told in found.warnings)
+        return
+    assert found.fewest is not None
+    ranks, changes = found.fewest
+    assert ranks == fewest
+    assert fits(changed(spec, changes), named_shape(shape), ranks, device_gb * 10**9)
+    half = what_fits(spec, named_shape(shape), ranks // 2, device_gb * 10**9) if ranks > 1 else None
+    assert half is None or "lora" in half
+
+
+@pytest.mark.parametrize(
+    ("shape", "widths"),
+    [("qwen2.5-0.5b", [1, 2]), ("qwen2.5-1.5b", [1, 2, 4]), ("llama-3-8b", [1, 2, 4, 8]), ("smollm2-135m", [1])],
+)
+def test_a_replica_has_whole_heads_on_each_device(shape: str, widths: list[int]) -> None:
+    assert [width for width in (1, 2, 4, 8) if named_shape(shape).can_be_cut(width)] == widths
+
+
 @pytest.mark.parametrize(("name", "shape", "ranks"), REAL)
 def test_a_recipe_fits_the_devices_that_it_names(name: str, shape: str, ranks: int) -> None:
     found = planned(name, shape, ranks)
