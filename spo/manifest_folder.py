@@ -12,10 +12,11 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 from blake3 import blake3
 from ulid import ULID
@@ -24,6 +25,11 @@ from spo.errors import Conflict, IntegrityError, NotFound
 
 MANIFEST = "manifest.json"
 ABANDONED_SECONDS = 3600.0
+# Files hashed at once.
+MOST_THREADS = 16
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 def remove_tree(folder: Path) -> None:
@@ -93,7 +99,7 @@ def seal_folder(writing: Path, destination: Path, head: Manifest) -> ManifestFol
     Idempotent: an equal folder already there is returned. Raises Conflict when another one, of this epoch or a newer
     one, is there.
     """
-    manifest = {**head, "files": [entry_of(path) for path in sorted(writing.iterdir())]}
+    manifest = {**head, "files": _beside(entry_of, sorted(writing.iterdir()))}
     (writing / MANIFEST).write_bytes(encode_manifest(manifest))
     for path in writing.iterdir():
         _fsync(path)
@@ -138,8 +144,7 @@ def open_folder(path: Path) -> ManifestFolder:
     if not path.is_dir():
         raise NotFound(f"there is no folder {path}")
     manifest = read_manifest(path / MANIFEST)
-    for entry in manifest["files"]:
-        verify(path / entry["name"], entry)
+    _beside(lambda entry: verify(path / entry["name"], entry), manifest["files"])
     return ManifestFolder(path, manifest)
 
 
@@ -252,6 +257,18 @@ def check_entry(entry: FileEntry) -> None:
 def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of a manifest, and what its digest is of."""
     return json.dumps(manifest, sort_keys=True, indent=1).encode()
+
+
+def _beside(call: Callable[[T], U], files: Sequence[T]) -> list[U]:
+    """The call's answers in order, several files at once: one thread hashes 3 GB a second, a large model has hundreds.
+
+    Raises what the first of them that fails raises.
+    """
+    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)), len(files))
+    if threads <= 1:
+        return [call(file) for file in files]
+    with ThreadPoolExecutor(threads, thread_name_prefix="digest") as pool:
+        return list(pool.map(call, files))
 
 
 def _digest(path: Path) -> str:

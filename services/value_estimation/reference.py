@@ -294,6 +294,10 @@ class References:
 
     def _switch(self, key: ModelKey) -> None:
         began = time.monotonic()
+        # The one before goes first: a device that holds a model has no room for two.
+        self._loaded = {}
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         self._loaded = {key: self._load(key)}
         loaded = self._used_at = time.monotonic()
         self._turn_ends = loaded + min(MAX_TURN_SECONDS, TURN_PER_LOAD_SECONDS * (loaded - began))

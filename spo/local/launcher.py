@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import httpx
@@ -56,6 +57,9 @@ LOOK_SECONDS = 1.0
 SERVICES = ("orchestrator", "sandbox-judge", "verifier", "replay-buffer", "inference", "value-estimation", "trainer")
 REDIS = "redis"
 DEATHS_BEFORE_READY = 3
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+# Of a GPU that an engine shares with a trainer or a reference.
+SHARED_GPU_SHARE = "0.3"
 # glibc raises its thresholds with every large tensor that is freed, until tensors lie between small objects and their
 # memory never goes back: fixed ones keep a sixth of a trainer's peak, at no measurable cost in time.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20), "MALLOC_TRIM_THRESHOLD_": str(8 << 20)}
@@ -238,6 +242,42 @@ class LocalReplicas:
         return {pool.decode(): int(count) for pool, count in stored.items()}
 
 
+def gpus_here() -> list[str]:
+    """The GPUs that this process may give to its children, as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get(VISIBLE)
+    if named is not None:
+        return [name for name in named.split(",") if name.strip()]
+    try:
+        command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return []
+
+
+def gpu_environment(name: str, gpus: list[str], ranks: int, width: int) -> dict[str, str]:
+    """What tells a child its GPUs: the first ones the trainer's ranks, the last one value-estimation.
+
+    Those between are the replicas', `width` each, in turn where there are too few. With one GPU for all an engine takes
+    a part of it.
+    """
+    pool, _, number = name.partition("-") if name.startswith("inference") else (name, "", "")
+    if not gpus or pool not in ("trainer", "inference", "value-estimation"):
+        return {VISIBLE: ",".join(gpus)} if gpus else {}
+    if len(gpus) == 1:
+        shared = {"SPO_INFERENCE_GPU_MEMORY_UTILIZATION": SHARED_GPU_SHARE} if pool == "inference" else {}
+        return {VISIBLE: gpus[0], **shared}
+    trainers = gpus[: max(1, min(ranks, len(gpus) - 1))]
+    others = gpus[len(trainers) :]
+    engines = others[:-1] or others
+    places = max(1, len(engines) // width)
+    first = (int(number or 1) - 1) % places * width
+    given = {"trainer": trainers, "value-estimation": others[-1:], "inference": engines[first : first + width]}[pool]
+    found = {VISIBLE: ",".join(given)}
+    if pool == "inference" and len(others) == 1:
+        found["SPO_INFERENCE_GPU_MEMORY_UTILIZATION"] = SHARED_GPU_SHARE
+    return found
+
+
 class LauncherSettings(BaseSettings):
     """SPO_LAUNCHER_*: how the platform runs on one machine."""
 
@@ -277,6 +317,10 @@ class LocalPlatform:
     _ready: bool = field(default=False, init=False)
     _replicas: LocalReplicas = field(init=False)
     _held: ExitStack = field(default_factory=ExitStack, init=False)
+
+    @cached_property
+    def _gpus(self) -> list[str]:
+        return gpus_here()
 
     @property
     def folder(self) -> Path:
@@ -426,8 +470,10 @@ class LocalPlatform:
 
     def _service(self, name: str, service: str, address: str, ports: dict[str, int], shared: dict[str, str]) -> Child:
         prefix = f"SPO_{_underscored(service).upper()}"
+        width = int(os.environ.get("SPO_INFERENCE_TENSOR_PARALLEL_SIZE", "1"))
         environment = {
-            **shared,
+            **gpu_environment(name, self._gpus, self.settings.trainer_ranks, width),
+            **{name: value for name, value in shared.items() if name != VISIBLE or not self._gpus},
             f"{prefix}_HOST": "127.0.0.1",
             f"{prefix}_PORT": address.rpartition(":")[2],
             f"{prefix}_DRAIN_SECONDS": str(self.settings.drain_seconds),

@@ -16,7 +16,7 @@ import pytest
 
 from spo.errors import Conflict, NotReady, Unreachable
 from spo.local.judge_client import Child, bound_to_this_process, read_state, running_platforms, write_state
-from spo.local.launcher import LauncherSettings, LocalPlatform, free_ports
+from spo.local.launcher import LauncherSettings, LocalPlatform, free_ports, gpu_environment
 from spo.testing.peers import wait_until
 
 SLEEPER = [sys.executable, "-S", "-c", "import time; print('up', flush=True); time.sleep(600)"]
@@ -184,3 +184,30 @@ def test_the_port_of_a_server_that_just_ended_is_free() -> None:
         calling.close()
 
     assert free_ports(["http"], preferred={"http": port})["http"] == port
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "width", "expected"),
+    [
+        ("", 1, 1, {"trainer": None, "inference": None, "value-estimation": None}),
+        ("0", 1, 1, {"trainer": "0", "inference": "0", "value-estimation": "0"}),
+        ("0 1", 1, 1, {"trainer": "0", "inference": "1", "value-estimation": "1"}),
+        ("0 1 2 3", 1, 1, {"trainer": "0", "inference": "1", "inference-2": "2", "inference-3": "1"}),
+        ("0 1 2 3", 8, 1, {"trainer": "0,1,2", "inference": "3", "value-estimation": "3"}),
+        (
+            "4 5 6 7 8 9 10 11",
+            3,
+            2,
+            {"trainer": "4,5,6", "inference": "7,8", "inference-2": "9,10", "inference-3": "7,8"},
+        ),
+        ("0 1 2", 1, 1, {"sandbox-judge": "0,1,2", "value-estimation": "2"}),
+    ],
+)
+def test_each_role_of_a_machine_has_its_own_gpus_as_far_as_there_are(
+    gpus: str, ranks: int, width: int, expected: dict[str, str | None]
+) -> None:
+    for name, devices in expected.items():
+        found = gpu_environment(name, gpus.split(), ranks, width)
+        assert found.get("CUDA_VISIBLE_DEVICES") == devices
+        shares = name.startswith("inference") and devices == expected.get("value-estimation") is not None
+        assert ("SPO_INFERENCE_GPU_MEMORY_UTILIZATION" in found) == shares

@@ -22,8 +22,10 @@ class CountedReferences(References):
     def __init__(self, client: redis.Redis) -> None:
         super().__init__(client, 1, "cpu")
         self.loads: list[str] = []
+        self.held_beside = 0
 
     def _load(self, model: ModelSpec) -> Reference:
+        self.held_beside = max(self.held_beside, len(self._loaded))
         time.sleep(LOAD_SECONDS)
         self.loads.append(model.path)
         return Reference(None, None, model.path, 1, threading.Lock())  # type: ignore[arg-type]
@@ -50,3 +52,4 @@ def test_two_runs_of_different_models_are_served_in_turns(redis_client: redis.Re
     assert sorted(served) == ["/a"] * 2 * CALLS + ["/b"] * 2 * CALLS, "everybody was served with its own model"
     # A load per call, as calls come in turn, would be 160.
     assert 2 <= len(references.loads) <= 16
+    assert references.held_beside == 0, "the one before has gone when another is loaded"

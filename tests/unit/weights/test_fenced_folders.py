@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from spo import manifest_folder
-from spo.errors import Conflict
+from spo.errors import Conflict, IntegrityError
 from spo.manifest_folder import numbered_folders, open_folder, prune_folders, seal_folder, staging_folder
 
 
@@ -20,6 +23,33 @@ def seal(destination: Path, epoch: int, content: str) -> None:
 
 def epoch_of(folder: Path) -> int:
     return int(open_folder(folder).manifest["epoch"])
+
+
+def test_files_are_hashed_several_at_once_and_the_damaged_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
+    three, digest = threading.Barrier(3), manifest_folder._digest
+
+    def together(path: Path) -> str:
+        three.wait(30)
+        return digest(path)
+
+    monkeypatch.setattr(manifest_folder, "_digest", together)
+    with staging_folder(tmp_path / "1") as writing:
+        for number in range(6):
+            (writing / f"part-{number}").write_text("content" * number)
+        sealed = seal_folder(writing, tmp_path / "1", {"epoch": 1})
+    names = [entry["name"] for entry in sealed.manifest["files"]]
+    assert names == [f"part-{number}" for number in range(6)]
+    assert [entry["blake3"] for entry in sealed.manifest["files"]] == [
+        blake3(("content" * number).encode()).hexdigest() for number in range(6)
+    ]
+    assert open_folder(tmp_path / "1").manifest == sealed.manifest
+    for number in (3, 5):
+        (tmp_path / "1" / f"part-{number}").write_text("CONTENT" * number)
+    with pytest.raises(IntegrityError, match="part-3"):
+        open_folder(tmp_path / "1")
 
 
 def test_an_older_epoch_does_not_even_replace_a_damaged_folder_of_a_newer_one(tmp_path: Path) -> None:
