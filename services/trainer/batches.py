@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from services.trainer.ranks import Ranks
@@ -150,7 +151,7 @@ def _sampling_fault(trajectory: Trajectory, *, wanted: bool) -> str:
     known, length = len(trajectory.sampling_logprobs), len(trajectory.response_token_ids)
     if known != length and (known or (wanted and trajectory.source in (SOURCE_ONLINE, SOURCE_SHARED))):
         return f"{known} sampling log-probs for {length} tokens"
-    if not all(map(math.isfinite, trajectory.sampling_logprobs)):
+    if not np.isfinite(np.array(trajectory.sampling_logprobs)).all():
         return "a sampling log-prob is not finite"
     return ""
 
@@ -174,7 +175,7 @@ def _fault(row: TrainingSample, *, cached_reference: bool) -> str:
         return "an annotation is impossible"
     if cached_reference and len(trajectory.reference_logprobs) != length:
         return f"{len(trajectory.reference_logprobs)} reference log-probs for {length} tokens"
-    if cached_reference and not all(map(math.isfinite, trajectory.reference_logprobs)):
+    if cached_reference and not np.isfinite(np.array(trajectory.reference_logprobs)).all():
         return "a reference log-prob is not finite"
     return ""
 
@@ -202,14 +203,14 @@ def token_batch(rows: Sequence[TrainingSample], value_beta: float, reward: Rewar
     for index, row in enumerate(rows):
         trajectory = row.trajectory
         start, end = len(trajectory.prompt_token_ids), length_of(row)
-        input_ids_BL[index, :start] = torch.tensor(list(trajectory.prompt_token_ids))
-        input_ids_BL[index, start:end] = torch.tensor(list(trajectory.response_token_ids))
+        input_ids_BL[index, :start] = _tensor(trajectory.prompt_token_ids, np.int64)
+        input_ids_BL[index, start:end] = _tensor(trajectory.response_token_ids, np.int64)
         attention_mask_BL[index, :end] = 1
         response_mask_BL[index, start:end] = torch.from_numpy(trained_mask(trajectory))
         if len(trajectory.reference_logprobs) == end - start:
-            reference_logprobs_BL[index, start:end] = torch.tensor(list(trajectory.reference_logprobs))
+            reference_logprobs_BL[index, start:end] = _tensor(trajectory.reference_logprobs, np.float32)
         if len(trajectory.sampling_logprobs) == end - start:
-            sampling_logprobs_BL[index, start:end] = torch.tensor(list(trajectory.sampling_logprobs))
+            sampling_logprobs_BL[index, start:end] = _tensor(trajectory.sampling_logprobs, np.float32)
         for position, target in annotated_targets(trajectory, value_beta, reward).items():
             annotated_q_BL[index, start + position - 1] = target
             annotated_mask_BL[index, start + position - 1] = True
@@ -227,6 +228,11 @@ def token_batch(rows: Sequence[TrainingSample], value_beta: float, reward: Rewar
         annotated_q_BL=annotated_q_BL,
         annotated_mask_BL=annotated_mask_BL,
     )
+
+
+def _tensor(values: Sequence[int] | Sequence[float], dtype: type[np.generic]) -> torch.Tensor:
+    """Of a message's numbers: numpy copies their memory, where a list of them takes a hundred times as long."""
+    return torch.from_numpy(np.array(values, dtype))
 
 
 def annotated_targets(trajectory: Trajectory, value_beta: float, reward: RewardSpec) -> dict[int, float]:

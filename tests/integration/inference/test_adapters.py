@@ -70,7 +70,7 @@ def test_samples_are_of_the_base_with_the_adapter_that_is_loaded_running_ones_in
     versions = PolicyVersions(store, reference, room)
     models = {version: write_adapter(store, model_path, version)[1] for version in (1, 2)}
     spec = EngineSpec(model_path, "hash", "float32", 128, room)
-    settings = Settings(max_sequences=8, kv_cache_memory_bytes=32 << 20, turn_seconds=0.05)
+    settings = Settings(max_sequences=8, kv_cache_memory_bytes=32 << 20, turn_seconds=0.05, in_flight="keep")
     engine = Engine(spec, settings)
     for version in (0, 1, 2, 0):
         weights = versions.resolve(RUN, version)
@@ -85,7 +85,7 @@ def test_samples_are_of_the_base_with_the_adapter_that_is_loaded_running_ones_in
         for sample, logprobs in zip(samples, expected, strict=True):
             assert sample.logprobs == pytest.approx(logprobs, abs=1e-3)
 
-    # A sequence that runs while adapters are swapped goes on with the new one.
+    # A sequence that runs while adapters are swapped goes on with the new one, its prefix computed anew.
     first = versions.resolve(RUN, 1)
     switched = sampled(engine, swap_after=10, to=first)[0]
     assert (switched.version_first, switched.version_last) == (0, 1)
