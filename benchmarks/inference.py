@@ -20,7 +20,7 @@ from pathlib import Path
 import vllm
 
 from benchmarks.frame import CpuClock, Row, compare, run
-from services.inference.engine import CPU_BLOCK_TOKENS, cache_bytes
+from services.inference.engine import CPU_BLOCK_TOKENS
 from services.inference.replica import ServingReplica
 from services.inference.rollouts import RolloutWorker
 from services.inference.settings import Settings
@@ -128,7 +128,7 @@ class RawVllm:
             max_model_len=64 + MAX_TOKENS,
             max_num_seqs=settings.max_sequences,
             block_size=CPU_BLOCK_TOKENS,
-            kv_cache_memory_bytes=cache_bytes(settings, on_cpu=True),
+            kv_cache_memory_bytes=settings.cache_bytes(on_cpu=True),
             logprobs_mode="processed_logprobs",
         )
         self._params = vllm.SamplingParams(

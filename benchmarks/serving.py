@@ -24,7 +24,7 @@ import httpx
 import psutil
 
 from benchmarks.frame import Row, compare, run
-from services.inference.engine import CPU_BLOCK_TOKENS, CPU_PREFILL_TOKENS, cache_bytes
+from services.inference.engine import CPU_BLOCK_TOKENS, CPU_PREFILL_TOKENS
 from services.inference.settings import Settings
 from spo.client import Client
 from spo.local.launcher import free_ports, server_command
@@ -172,7 +172,7 @@ def _vllm_server(folder: Path, model: Path) -> Iterator[Side]:
         "dtype": "float32",
         "max-model-len": PROMPT_TOKENS + ANSWER_TOKENS,
         "max-num-seqs": settings.max_sequences,
-        "kv-cache-memory-bytes": cache_bytes(settings, on_cpu=True),
+        "kv-cache-memory-bytes": settings.cache_bytes(on_cpu=True),
         "block-size": CPU_BLOCK_TOKENS,
         "max-num-batched-tokens": CPU_PREFILL_TOKENS,
         "uvicorn-log-level": "warning",

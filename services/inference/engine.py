@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,8 +30,15 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from services.inference.settings import CPU_CACHE_BYTES, Settings
-from services.inference.weights import BACKEND, AdapterRoom, JoinedBroadcast, WorkerExtension, write_neutral_adapter
+from services.inference.settings import Settings
+from services.inference.weights import (
+    BACKEND,
+    AdapterRoom,
+    JoinedBroadcast,
+    WorkerExtension,
+    forgotten_where_it_fails,
+    write_neutral_adapter,
+)
 from spo.errors import InvalidInput
 from spo.model.folder import Shapes, adapter_of, tensor_shapes
 from spo.observability import memory_limit_bytes
@@ -213,14 +219,9 @@ class Engine:
         Whatever it raises: the model may be half of each version then, and nothing may run until `load`.
         """
         self._llm.sleep(level=0, mode="keep")
-        try:
+        with forgotten_where_it_fails(self._llm.collective_rpc):
             self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {"joined": joined}})
             self._update({}, version)
-        except BaseException:
-            # Where it was one worker of several, the others are in the middle of an update.
-            with suppress(Exception):
-                self._llm.collective_rpc("forget_weight_update")
-            raise
 
     def _update(self, update_info: dict[str, list[str]], version: int) -> None:
         self._llm.collective_rpc("start_weight_update")
@@ -354,7 +355,7 @@ def _engine_args(spec: EngineSpec, settings: Settings) -> EngineArgs:
         dtype=spec.dtype,
         max_model_len=spec.max_tokens,
         max_num_seqs=settings.max_sequences,
-        kv_cache_memory_bytes=cache_bytes(settings, on_cpu=on_cpu) or None,
+        kv_cache_memory_bytes=settings.cache_bytes(on_cpu=on_cpu) or None,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         tensor_parallel_size=settings.tensor_parallel_size,
         block_size=CPU_BLOCK_TOKENS if on_cpu else None,
@@ -372,13 +373,6 @@ def _engine_args(spec: EngineSpec, settings: Settings) -> EngineArgs:
         worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
         **_adapter_args(spec.adapters),
     )
-
-
-def cache_bytes(settings: Settings, *, on_cpu: bool) -> int:
-    """What the KV cache takes; 0: what the weights leave of the card's share."""
-    if settings.kv_cache_memory_bytes is None:
-        return CPU_CACHE_BYTES if on_cpu else 0
-    return settings.kv_cache_memory_bytes
 
 
 def _adapter_args(room: AdapterRoom | None) -> dict[str, Any]:

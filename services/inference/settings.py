@@ -41,3 +41,9 @@ class Settings(ServiceSettings, service="inference"):
         default=1.0, gt=0, description="How long one weight version may be served while another is waited for."
     )
     reclaim_after_seconds: float = Field(default=20.0, gt=0, description="A silent replica's groups go to another.")
+
+    def cache_bytes(self, *, on_cpu: bool) -> int:
+        """What the KV cache takes; 0: what the weights leave of the card's share."""
+        if self.kv_cache_memory_bytes is None:
+            return CPU_CACHE_BYTES if on_cpu else 0
+        return self.kv_cache_memory_bytes

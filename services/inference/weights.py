@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -421,6 +422,17 @@ class WorkerExtension:
         worker: Any = self
         worker._weight_update_active = False
         worker.weight_transfer_engine.reset_weight_update_target()
+
+
+@contextmanager
+def forgotten_where_it_fails(call_workers: Callable[[str], object]) -> Iterator[None]:
+    """Around an update: where it fails in one worker of several, the others are in the middle of it."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            call_workers("forget_weight_update")
+        raise
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, PolicyWeightTransfer)

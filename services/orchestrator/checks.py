@@ -37,15 +37,13 @@ from spo.rpc.pools import AddressRules
 from spo.spec.job_spec import JobSpec, ModelSpec, TasksSpec, parse_job_spec
 from spo.spec.plan import (
     LIKELY_SHARE,
-    USABLE_SHARE,
     ModelShape,
-    in_gigabytes,
-    inference_memory,
+    engine_warnings,
+    limit_warnings,
     memory_advice,
     shape_of_folder,
-    system_limits,
     unlearned_shares,
-    value_memory,
+    value_warnings,
 )
 from spo.spec.section import TERMINAL
 from spo.spec.sections import LEAST_OF_ADAPTERS, LIVING_NATS_PER_TOKEN, AlgorithmSpec
@@ -470,8 +468,7 @@ class PlanWarnings:
         mean_tokens: length of the job's responses so far; None before any is known.
         """
         found = [*unlearned_shares(spec), *_of_rates(spec), *_of_temperature(spec, mean_tokens), *_of_sharpness(spec)]
-        limits = system_limits(spec, redis_bytes=self.redis_bytes())
-        found += [FieldViolation(limit.pointer, limit.words) for limit in limits if not limit.is_met]
+        found += limit_warnings(spec, self.redis_bytes())
         try:
             shape = shape_of_folder(Path(spec.model.path))
         except InvalidInput:
@@ -481,8 +478,9 @@ class PlanWarnings:
         pools = {pool: [each for each in live if each.pool == pool] for pool in {replica.pool for replica in live}}
         found += _of_trainers(spec, shape, pools.get("trainer", []))
         # What an engine may take on a CPU is a setting of its own.
-        found += _of_engines(spec, shape, [each for each in pools.get("inference", []) if each.accelerated])
-        found += _of_values(spec, shape, pools.get("value-estimation", []))
+        engines = [each.device_memory_bytes for each in pools.get("inference", []) if each.accelerated]
+        found += engine_warnings(spec, shape, engines)
+        found += value_warnings(spec, shape, [each.device_memory_bytes for each in pools.get("value-estimation", [])])
         return found
 
 
@@ -544,41 +542,6 @@ def _of_trainers(spec: JobSpec, shape: ModelShape, trainers: Sequence[LiveReplic
     helps = next(iter(advice.changes or {}), "")
     pointer = "/model/lora" if helps == "lora" else f"/trainer/{helps}".rstrip("/")
     yield FieldViolation(pointer, f"the job does not fit the trainer: {advice.words}")
-
-
-def _of_engines(spec: JobSpec, shape: ModelShape, engines: Sequence[LiveReplica]) -> Iterator[FieldViolation]:
-    widths = sorted({len(engine.device_memory_bytes) for engine in engines})
-    if widths and not any(map(shape.can_be_cut, widths)):
-        yield FieldViolation(
-            "/model/path",
-            f"its {shape.heads} attention heads ({shape.kv_heads} of keys and values) cannot be cut over the "
-            f"{' or '.join(map(str, widths))} devices of an inference replica: another tensor_parallel_size",
-        )
-    found = [
-        inference_memory(spec, shape, min(engine.device_memory_bytes), len(engine.device_memory_bytes))
-        for engine in engines
-    ]
-    if found and not any(memory.fits for memory in found):
-        best = max(found, key=lambda memory: memory.sequences)
-        yield FieldViolation(
-            "/model/max_response_tokens",
-            f"by `spo plan` the largest inference replica (tensor_parallel_size {best.tensor_parallel}) has room for "
-            f"{best.sequences} sequences of full length beside weights of {in_gigabytes(best.weights)} on each device: "
-            "take more or larger devices, shorter responses, or a smaller model",
-        )
-
-
-def _of_values(spec: JobSpec, shape: ModelShape, estimators: Sequence[LiveReplica]) -> Iterator[FieldViolation]:
-    if not estimators:
-        return
-    needed = value_memory(spec, shape)
-    usable = USABLE_SHARE * max(max(each.device_memory_bytes) for each in estimators)
-    if needed > usable:
-        yield FieldViolation(
-            "/model/path",
-            f"by `spo plan` value-estimation needs {in_gigabytes(needed)} on one device and has "
-            f"{in_gigabytes(usable)} to use: take a larger device, or a smaller model",
-        )
 
 
 @dataclass(frozen=True)

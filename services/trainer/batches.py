@@ -203,14 +203,18 @@ def token_batch(rows: Sequence[TrainingSample], value_beta: float, reward: Rewar
     for index, row in enumerate(rows):
         trajectory = row.trajectory
         start, end = len(trajectory.prompt_token_ids), length_of(row)
-        input_ids_BL[index, :start] = _tensor(trajectory.prompt_token_ids, np.int64)
-        input_ids_BL[index, start:end] = _tensor(trajectory.response_token_ids, np.int64)
+        input_ids_BL[index, :start] = torch.from_numpy(np.array(trajectory.prompt_token_ids, np.int64))
+        input_ids_BL[index, start:end] = torch.from_numpy(np.array(trajectory.response_token_ids, np.int64))
         attention_mask_BL[index, :end] = 1
         response_mask_BL[index, start:end] = torch.from_numpy(trained_mask(trajectory))
         if len(trajectory.reference_logprobs) == end - start:
-            reference_logprobs_BL[index, start:end] = _tensor(trajectory.reference_logprobs, np.float32)
+            reference_logprobs_BL[index, start:end] = torch.from_numpy(
+                np.array(trajectory.reference_logprobs, np.float32)
+            )
         if len(trajectory.sampling_logprobs) == end - start:
-            sampling_logprobs_BL[index, start:end] = _tensor(trajectory.sampling_logprobs, np.float32)
+            sampling_logprobs_BL[index, start:end] = torch.from_numpy(
+                np.array(trajectory.sampling_logprobs, np.float32)
+            )
         for position, target in annotated_targets(trajectory, value_beta, reward).items():
             annotated_q_BL[index, start + position - 1] = target
             annotated_mask_BL[index, start + position - 1] = True
@@ -228,11 +232,6 @@ def token_batch(rows: Sequence[TrainingSample], value_beta: float, reward: Rewar
         annotated_q_BL=annotated_q_BL,
         annotated_mask_BL=annotated_mask_BL,
     )
-
-
-def _tensor(values: Sequence[int] | Sequence[float], dtype: type[np.generic]) -> torch.Tensor:
-    """Of a message's numbers: numpy copies their memory, where a list of them takes a hundred times as long."""
-    return torch.from_numpy(np.array(values, dtype))
 
 
 def annotated_targets(trajectory: Trajectory, value_beta: float, reward: RewardSpec) -> dict[int, float]:

@@ -9,7 +9,7 @@ gradients and AdamW's own temporaries of the rank's part). The sums follow DeepS
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -607,6 +607,47 @@ def memory_advice(spec: JobSpec, shape: ModelShape, ranks: int, device_bytes: in
     usable = int(USABLE_SHARE * device_bytes)
     wanted = device_bytes if needed > usable else int((1 - PLAN_ERROR) * needed / USABLE_SHARE)
     return MemoryAdvice(ranks, needed, usable, what_fits(spec, shape, ranks, wanted))
+
+
+def limit_warnings(spec: JobSpec, redis_bytes: int) -> Iterator[FieldViolation]:
+    """Each limit of the system that the job goes beyond."""
+    for limit in system_limits(spec, redis_bytes=redis_bytes):
+        if not limit.is_met:
+            yield FieldViolation(limit.pointer, limit.words)
+
+
+def engine_warnings(spec: JobSpec, shape: ModelShape, engines: Sequence[Sequence[int]]) -> Iterator[FieldViolation]:
+    """Where no inference replica can serve the job; engines: bytes of each device of each."""
+    widths = sorted({len(devices) for devices in engines})
+    if widths and not any(map(shape.can_be_cut, widths)):
+        yield FieldViolation(
+            "/model/path",
+            f"its {shape.heads} attention heads ({shape.kv_heads} of keys and values) cannot be cut over the "
+            f"{' or '.join(map(str, widths))} devices of an inference replica: another tensor_parallel_size",
+        )
+    found = [inference_memory(spec, shape, min(devices), len(devices)) for devices in engines]
+    if found and not any(memory.fits for memory in found):
+        best = max(found, key=lambda memory: memory.sequences)
+        yield FieldViolation(
+            "/model/max_response_tokens",
+            f"by `spo plan` the largest inference replica (tensor_parallel_size {best.tensor_parallel}) has room for "
+            f"{best.sequences} sequences of full length beside weights of {in_gigabytes(best.weights)} on each device: "
+            "take more or larger devices, shorter responses, or a smaller model",
+        )
+
+
+def value_warnings(spec: JobSpec, shape: ModelShape, estimators: Sequence[Sequence[int]]) -> Iterator[FieldViolation]:
+    """Where the reference fits no device of value-estimation; estimators: bytes of each device of each."""
+    if not estimators:
+        return
+    needed = value_memory(spec, shape)
+    usable = USABLE_SHARE * max(max(devices) for devices in estimators)
+    if needed > usable:
+        yield FieldViolation(
+            "/model/path",
+            f"by `spo plan` value-estimation needs {in_gigabytes(needed)} on one device and has "
+            f"{in_gigabytes(usable)} to use: take a larger device, or a smaller model",
+        )
 
 
 def unlearned_shares(spec: JobSpec) -> Iterator[FieldViolation]:
