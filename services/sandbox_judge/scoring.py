@@ -45,7 +45,7 @@ from spo.errors import NotReady
 from spo.observability import get_logger
 from spo.redis_keys import digest
 from spo.spec.reward import reaches
-from spo.tasks.answer import LONGEST_ANSWER, UNBOUNDED, answer_in, fault_of
+from spo.tasks.answer import LONGEST_ANSWER, UNBOUNDED, answer_in, fault_of, is_close, number_of
 from spo.tasks.separate_tests import is_shared
 from spo.v1.verdict_pb2 import (
     AnswerComparison,
@@ -81,7 +81,7 @@ _ANSWER_OUTCOMES = {
 MATH = AnswerComparison.ANSWER_COMPARISON_MATH
 REASONING_GYM = "reasoning_gym"
 # Raise it when a change of `jail/scores_child.py` or `scoring.py` could change a verdict by this role.
-_REVISIONS: Mapping[Role, str] = {Role.FUNCTION: "2", Role.MATHEMATICS: "3", Role.REASONING_GYM: "2"}
+_REVISIONS: Mapping[Role, str] = {Role.FUNCTION: "2", Role.MATHEMATICS: "4", Role.REASONING_GYM: "2"}
 # Those whose responses are scored several at a time.
 SCORING_ROLES = (Role.FUNCTION, Role.MATHEMATICS, Role.REASONING_GYM)
 # By role: the module without which it cannot serve, and the distributions whose versions decide; empty: all that are
@@ -449,7 +449,7 @@ def score_responses(
     texts = list(responses)
     known: dict[int, Verdict] = {}
     if role is Role.MATHEMATICS:
-        texts = [answer_in(test_set.answer, response) for response in responses]
+        texts = [_read_as_number(answer_in(test_set.answer, response), test_set.answer) for response in responses]
         known = {place: fault for place, text in enumerate(texts) if (fault := _unread(text, test_set))}
     scorer = _Scorer(role, test_set, limits_of(test_set), options.wanted)
     with worker.open(role, Executable(), fork_limits(scorer.limits)) as prepared:
@@ -596,6 +596,17 @@ def _copy(verdict: Verdict) -> Verdict:
 
 def is_fault(verdict: Verdict) -> bool:
     return verdict.outcome == Outcome.OUTCOME_INTERNAL_ERROR
+
+
+def _read_as_number(answer: str, rule: AnswerRule) -> str:
+    """The expected answer in place of one that is the same number, in forms that math-verify does not know."""
+    if rule.extraction == AnswerExtraction.ANSWER_EXTRACTION_WHOLE or (number := number_of(answer)) is None:
+        return answer
+    for expected in rule.expected:
+        wanted = number_of(expected) if ("%" in answer) == ("%" in expected) else None
+        if wanted is not None and is_close(wanted, number, 0.0, 0.0):
+            return expected
+    return answer
 
 
 def _unread(answer: str, test_set: TestSet) -> Verdict | None:

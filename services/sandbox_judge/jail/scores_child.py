@@ -40,7 +40,33 @@ _ENCLOSED = re.compile(r"(?<!\\)\$\$([^$]+)\$\$|(?<!\\)\$((?:\\\$|[^$])+)\$|\\\(
 _TEXT_OF_SIGNS = re.compile(r"\\(?:text|mbox|mathrm)\{\s*([,;]|\\\$|)\s*\}")
 _PARTED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,;: ]|~|[ \u00a0\u2009\u202f])\d{3})+(?![\d,])")
 # Rows and columns outside a matrix, and cases: more than one result.
-_SEVERAL = re.compile(r"\\\\(?![A-Za-z])(?=.*\S)|(?<!\\)&|\d\s*\?\s*\d|\\text\{[^{}]*\b(?:if|otherwise|unless|else)\b")
+_SEVERAL = re.compile(
+    r"\\\\(?![A-Za-z])(?=.*\S)|(?<!\\)&|\d\s*\?\s*\d|\\text\{[^{}]*\b(?:if|otherwise|unless|else)\b"
+    r"|\\text\{\s*(?:\(\s*or\b|or (?:more|less|fewer|greater|above|below|higher|lower)\b)"
+)
+# What ends a sentence and not a formula; other ways to write what the package knows by one; bounds of a variable.
+_END = re.compile(r"(?<!\\)(?<!\\left)(?<!\\right)\s*[.,;:]\s*$")
+_WRITTEN: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"\\varnothing(?![A-Za-z])|\u2205"), r"\\emptyset "),
+    (re.compile(r"\\(?:mathrm|text|mathbf|mathit) ?\{ ?i ?\}|\\imath(?![A-Za-z])"), "i"),
+    (re.compile(r"(?<=\d) +i(?![A-Za-z])"), "i"),
+)
+_ORDER, _STRICTLY = re.compile(r"[<\u2264]|\\l(?:t|e)"), ("<", r"\lt")
+_BETWEEN = re.compile(
+    r"\s*([^<>=,\u2264]+?)\s*(<|\\lt(?![A-Za-z])|\\leq?(?:slant)?(?![A-Za-z])|\u2264)\s*(?:[A-Za-z]|\\[a-z]+)\s*"
+    r"(<|\\lt(?![A-Za-z])|\\leq?(?:slant)?(?![A-Za-z])|\u2264)\s*([^<>=,\u2264]+?)\s*"
+)
+# A bound of nothing: the package reads the number alone.
+_BOUND = re.compile(r"[\s${(]*(?:\\(?:neq?|not|geq?|leq?|gtr?|less|lt)(?![A-Za-z])|[<>\u2260\u2264\u2265])")
+# A congruence: what is left out, residues, and the modulus.
+_CONGRUENCE = re.compile(
+    r"\s*(?:[^=\u2261]*?(?:\\equiv(?![A-Za-z])|\u2261|=)\s*)?([^=\u2261]+?)\s*\(?\s*"
+    r"(?:\\p?od(?![A-Za-z])|\\?[bp]?mod(?:ulo)?(?![A-Za-z]))\s*\{?\s*([^(){}\s]+)\s*\}?\s*\)?\s*"
+)
+_SPACING = re.compile(r"\\(?:[,;:! ]|q?quad(?![A-Za-z])|left(?![A-Za-z])|right(?![A-Za-z]))|~|\$")
+_TEXT = re.compile(r"\\(?:text|mathrm|operatorname|mbox|rm) ?\{([^{}]*)\}")
+# A number with an imaginary part.
+_COMPLEX = re.compile(r"\s*-?[\d.]+\s*[+-]\s*[\d.]*\s*i\s*")
 # Signs by which an answer says that its sides are one number, or nearly one.
 _SAMENESS = re.compile(
     r":=|=+|\\(?:equiv|approxeq|thickapprox|sim|thicksim|simeq|cong|doteq|fallingdotseq|risingdotseq|triangleq|"
@@ -237,7 +263,9 @@ def _mathematics(sent: Sent) -> Score:
     from math_verify import verify
 
     logging.disable()  # its warning that time limits are left to the caller: they are set here
-    wanted = [_expected(text) for text in sent["expected"]]
+    moduli = {found[1] for text in sent["expected"] if (found := _congruence(text))}
+    wanted = [_expected(_without_modulus(text)) for text in sent["expected"]]
+    bounded = any(map(_BOUND.match, sent["expected"]))
     # Where it is rows or cases that are expected, they are one result.
     several = any(_SEVERAL.search(text) or _contradicts_itself(text) for text in sent["expected"])
     unread = [text for text, found in zip(sent["expected"], wanted, strict=True) if not found]
@@ -245,6 +273,12 @@ def _mathematics(sent: Sent) -> Score:
         raise ValueError(f"math-verify cannot read the expected answer {unread[0][:80]!r}")
 
     def scored(answer: str) -> float:
+        if not sent["whole"] and not bounded and _BOUND.match(answer):
+            raise Refused("the answer is a bound, no number")
+        if not sent["whole"] and (congruence := _congruence(answer)):
+            if moduli:
+                return float(any(_is_congruent(congruence, text) for text in sent["expected"]))
+            answer = congruence[0]
         found = mathematical(answer, whole=sent["whole"], several=several)
         if not found:
             raise Refused("math-verify finds no mathematics in the answer")
@@ -254,6 +288,36 @@ def _mathematics(sent: Sent) -> Score:
         return float(any(verify(gold, found, timeout_seconds=None) for gold in wanted))
 
     return scored
+
+
+def _congruence(text: str) -> tuple[str, str] | None:
+    """The residues and the modulus that a text names; None where it is no congruence."""
+    if "mod" not in text and "\\pod" not in text:
+        return None
+    found = _CONGRUENCE.fullmatch(_SPACING.sub(" ", _TEXT.sub(r" \1 ", text)).rstrip(" ."))
+    return (found[1], found[2]) if found and "mod" not in found[1] else None
+
+
+def _without_modulus(text: str) -> str:
+    return found[0] if (found := _congruence(text)) else text
+
+
+def _is_congruent(answer: tuple[str, str], expected: str) -> bool:
+    """Whether a congruence names the same residues by the same modulus as an expected one."""
+    wanted = _congruence(expected)
+    if wanted is None or wanted[1] != answer[1]:
+        return False
+    here, there = (_residues(residues, wanted[1]) for residues in (answer[0], wanted[0]))
+    return here == there
+
+
+def _residues(text: str, modulus: str) -> set[str | int]:
+    """The residues of a text, as the smallest that is not negative where they are numbers."""
+    texts = [each.strip() for each in re.split(r",|\bor\b|\band\b", text) if each.strip()]
+    number = re.compile(r"[+-]? ?\d{1,18}")
+    if modulus.isdecimal() and int(modulus) and all(map(number.fullmatch, texts)):
+        return {int(each.replace(" ", "")) % int(modulus) for each in texts}
+    return {re.sub(r"\s", "", each) for each in texts}
 
 
 def _expected(text: str) -> list[object]:
@@ -282,7 +346,12 @@ def _as_mathematics(answer: str, *, several: bool) -> str:
     """
     if _EQUATION.match(answer):
         return answer
-    answer = answer.strip().strip("*")
+    answer = _END.sub("", answer.strip().strip("*"))
+    for pattern, instead in _WRITTEN:
+        answer = pattern.sub(instead, answer)
+    if _ORDER.search(answer) and (bounds := _BETWEEN.fullmatch(answer.strip("$"))):
+        low, first, second, high = bounds.groups()
+        answer = f"{'(' if first in _STRICTLY else '['}{low},{high}{')' if second in _STRICTLY else ']'}"
     if "\\begin" not in answer:
         answer = _TEXT_OF_SIGNS.sub(r"\1", answer).replace("\n", " ")
         answer = _PARTED.sub(lambda found: re.sub(r"\D", "", found[0]), answer)
@@ -311,6 +380,8 @@ def _contradicts_itself(answer: str) -> bool:
         exact, *rounded = _split(_ROUNDED, part)
         sides = [side.strip() for side in _split(sameness, exact)]
         numerals = [side for side in sides if _is_numeral(side)]
+        if numerals and any(map(_COMPLEX.fullmatch, sides)):
+            return True
         if _differ(numerals) or (numerals and not all(_rounds(numerals[-1], other) for other in rounded)):
             return True
         if numerals and len(numerals) == len([side for side in sides if side]):

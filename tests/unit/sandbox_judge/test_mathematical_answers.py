@@ -56,6 +56,14 @@ SAME: dict[str, list[str]] = {
     r"\frac{7}{3}": [r"\frac{7}{3} \approx 2", r"x = \frac{7}{3} \approx 2.33"],
     "12345": [r"12345 \approx 12300", r"12,345"],
     "1000": ["1000 = 10^3", r"10^3 = 1000"],
+    r"2 \pmod 5": [r"x \equiv 2 \pmod{5}", r"7\pmod 5", r"2\mod 5", r"-3 \text{ (mod }5\text{)}", "2", "2 (mod 5)"],
+    "5": [r"5 \pmod{7}", r"x\equiv5\pmod7", r"5 \bmod 7", r"5 \ (\text{mod } 7)", r"5 \pmod 7."],
+    r"x \equiv 2, 3 \pmod 5": [r"3, 2 \pmod 5", r"x \equiv 7 \text{ or } 8 \pmod 5"],
+    "[0,1)": [r"0 \le x < 1", r"x\in[0,1)", r"0\leq t<1", "0 \u2264 x < 1"],
+    r"3 \le x \le 4": ["[3,4]"],
+    r"\emptyset": [r"\varnothing", r"\{\}", "\u2205"],
+    "3+4i": ["3 + 4 i", r"3+4\mathrm{i}", "4i+3", "3 + 4i."],
+    r"\sqrt{3}": [r"\sqrt{3}.", r"3^{1/2}", r"\sqrt3,", r"\frac{3}{\sqrt{3}}"],
     "2, 3": ["3, 2", r"2 \text{ or } 3", "$2$ and $3$", r"x=2 \text{ or } x=3"],
 }
 # Two results, of which 2 would be right.
@@ -75,6 +83,8 @@ HEDGES = [
     *("2..3", "2\u20263", r"1 \not= 2", "1 =/= 2", "1 <> 2", "1 ~ 2", r"1 \& 2", r"1\ast 2", r"2\hspace{1cm}3"),
     *(r"1\cong 2", "7 = 5 = 2", r"1 \lor 2", r"\frac{2}{3} = 2", r"x=3, 3=2", "f(1) = 3 = 2", r"\pi = 2"),
     *(r"2\underbrace{3}", r"3 = 2\text{ apples}", r"1\text{ m} = 2\text{ m}", r"2 \text{ to } 3", r"\sqrt{9} = 2"),
+    *(r"\neq 2", r"\ne 2", r"\ge 2", r"\leq 2", "> 2", "\u2260 2", r"$\ge 2$", r"2\text{ or more}"),
+    *(r"2\text{ (or }-2)", "2+3i=2", "3-i = 2", r"3 \pmod 5", r"2,3 \pmod 5", r"x\equiv 3\pmod{7}"),
     *("$1$$2$", r"\(1\) or \(2\)", "2&3", r"2,\ 3", r"2 \text{ unless } x=3, \text{ then } 3", "$2$ $3$"),
 ]  # fmt: skip
 
@@ -108,6 +118,22 @@ def test_an_answer_that_names_several_results_is_not_right_by_one_of_them() -> N
     assert len(HEDGES) >= 120
     score = scorer("2")
     assert [answer for answer in HEDGES if is_right(score, answer)] == []
+
+
+@pytest.mark.parametrize(
+    ("expected", "wrong"),
+    [
+        (r"2 \pmod 5", [r"3 \pmod 5", r"2 \pmod 7", "5", "3", r"x \equiv 2,3 \pmod 5", r"5 \pmod 2", "7"]),
+        (r"x \equiv 2 \pmod{5}", [r"x \equiv 3 \pmod{5}", "5", r"3\pmod 5", r"x\equiv 2\pmod 7"]),
+        (r"x \equiv 2, 3 \pmod 5", [r"2 \pmod 5", r"2, 4 \pmod 5", "5"]),
+        ("5", [r"2\pmod 5", r"x\equiv 2\pmod 5", r"6\pmod 5"]),
+        ("[0,1)", ["0<x<1", r"0 \le x \le 1", r"0 \le x < 2", "(0,1]"]),
+        ("3+4i", ["3-4i", "4+3i", "3"]),
+    ],
+)
+def test_residues_bounds_and_complex_numbers_that_differ_are_wrong(expected: str, wrong: list[str]) -> None:
+    score = scorer(expected)
+    assert [answer for answer in wrong if is_right(score, answer)] == []
 
 
 def test_expected_answers_that_cannot_be_read_are_refused_by_their_rows(tmp_path: Path) -> None:
