@@ -466,6 +466,17 @@ class TaskLibrary:
         # Whoever fills it ends it, with the problems or with the reason: no wait is longer than the load.
         return load.result()
 
+    def notes(self, spec: TasksSpec) -> tuple[str, ...]:
+        """What was left out of a task set, or not looked at; of one that is loaded, and nothing is loaded for it."""
+        try:
+            key = _key(self.resolve(spec))
+        except (SpoError, redis.RedisError):
+            return ()
+        with self._lock:
+            load = self._loads.get(key)
+        is_there = load is not None and load.done() and load.exception() is None
+        return load.result().notes if load is not None and is_there else ()
+
     def _fill(self, load: Future[TaskSets], key: _Key, spec: TasksSpec) -> None:
         try:
             tasks = load_tasks(spec)

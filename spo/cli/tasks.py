@@ -487,6 +487,8 @@ def _print(found: DatasetView, output: Output) -> None:
     report = found.report
     if report is None:
         return
+    for note in report.notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
     for fault in report.faults:
         console.print(f"{fault.place}: {fault.message}", markup=False, highlight=False, soft_wrap=True)
     counts = f"{report.rows} rows, {report.problems} problems, {report.left_out} left_out"

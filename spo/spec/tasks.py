@@ -148,6 +148,9 @@ class ProgramVerifier(Section):
     """What the task file says: tests of programs or functions, or the rule for an answer."""
 
     kind: Literal["program"] = "program"
+    isolation: Literal["", "separate"] = Field(
+        default="", description="`separate`: rows whose tests of functions need the very objects are refused."
+    )
 
     @property
     def pass_score(self) -> float:

@@ -33,6 +33,7 @@ from spo.spec.tasks import (
 from spo.tasks.answer import ANSWER_LANGUAGE
 from spo.tasks.problem import DEFAULT_LIMITS, Problem, write_response
 from spo.tasks.records import malformed
+from spo.tasks.separate_tests import is_shared, reasons_to_share
 from spo.v1.verdict_pb2 import (
     AnswerComparison,
     AnswerExtraction,
@@ -156,6 +157,10 @@ def apply_verifier(problem: Problem, verifier: ProblemVerifier | PartVerifier) -
         case ProgramVerifier():
             if not problem.tests.ByteSize():
                 raise malformed(problem.place or "a problem", "neither tests nor an answer, which a program needs")
+            if verifier.isolation and problem.tests.HasField("code_tests") and is_shared(problem.tests.code_tests):
+                reasons = reasons_to_share(problem.tests.code_tests) or ("the row says isolation: shared",)
+                told = f"code_tests: they cannot be separate from a response: {'; '.join(reasons)}"
+                raise malformed(problem.place or "a problem", told)
             return problem.tests
         case PythonVerifier():
             source = _source_of(verifier.path, verifier.function)

@@ -218,8 +218,7 @@ def _solved(context: AppContext, job_id: str, spec: JobSpec) -> api.SolvedPrompt
     """Of how many prompts rollouts found a right answer; None for a job that does not count them."""
     if not spec.counts_outcomes:
         return None
-    found = context.redis.hvals(redis_keys.replay_outcomes(job_id))
-    outcomes = [tuple(map(int, outcome.split(b":"))) for outcome in found]
+    outcomes = [tuple(map(int, each.split(b":"))) for each in context.redis.hvals(redis_keys.replay_outcomes(job_id))]
     tried = [(right, wrong_since) for rollouts, right, wrong_since in outcomes if rollouts]
     return api.SolvedPrompts(
         tried=len(tried),
@@ -230,8 +229,9 @@ def _solved(context: AppContext, job_id: str, spec: JobSpec) -> api.SolvedPrompt
 
 
 def spec_warnings(context: AppContext, spec: JobSpec, mean_tokens: float | None = None) -> list[api.SpecWarning]:
-    """What speaks against a spec, on the replicas that live now and with the length of its responses, once known."""
-    return [api.SpecWarning(**asdict(found)) for found in context.plan_warnings.of(spec, mean_tokens)]
+    """What speaks against a spec, on the replicas that live now; and what of its rows is left out or not looked at."""
+    notes = [api.SpecWarning(pointer="/tasks", message=note) for note in context.library.notes(spec.tasks)]
+    return notes + [api.SpecWarning(**asdict(found)) for found in context.plan_warnings.of(spec, mean_tokens)]
 
 
 def _mean_tokens(newest: Sequence[tuple[bytes, float]]) -> float | None:

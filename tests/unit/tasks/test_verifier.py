@@ -221,3 +221,32 @@ def test_public_tests_need_a_program() -> None:
     verifier = {"kind": "model", "rubric": "r"}
     with pytest.raises(ValueError, match="no verifier of kind program"):
         TasksSpec.model_validate({"verifier": verifier, "reward": {"tests": "public"}})
+
+
+@pytest.mark.parametrize(
+    ("code_tests", "reason"),
+    [
+        ({"code": "import pickle\nassert pickle.dumps(f)"}, "line 1 imports pickle"),
+        ({"code": "assert f() == 1", "isolation": "shared"}, "the row says isolation: shared"),
+        ({"code": "assert f() == 1"}, None),
+        ({"code": "from pathlib import Path\nassert f() == Path('a')"}, None),
+        ({"code": "from pathlib import Path\nassert Path('a').read_text() == f()"}, "line 2 uses files by read_text"),
+    ],
+)
+@pytest.mark.parametrize("within", [False, True])
+def test_a_job_may_demand_that_all_its_tests_are_separate_from_responses(
+    tmp_path: Path, code_tests: dict[str, str], reason: str | None, within: bool
+) -> None:
+    row = {"statement": "Write f.", "code_tests": code_tests, "response_format": "raw"}
+    demand: dict[str, Any] = {"kind": "program", "isolation": "separate"}
+    if within:
+        demand = {"kind": "composition", "parts": [{"name": "right", "weight": 1, "verifier": demand}, LENGTH]}
+    if reason is None:
+        assert problem_of(tmp_path, row, demand).tests.ByteSize()
+        return
+    with pytest.raises(InvalidInput) as refused:
+        problem_of(tmp_path, row, demand)
+    (fault,) = refused.value.violations
+    assert "line 1: code_tests: they cannot be separate from a response" in fault.message
+    assert reason in fault.message
+    assert problem_of(tmp_path, row, None)

@@ -15,6 +15,7 @@ from services.orchestrator.container import AppContext
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.plan import changed, memory_advice, shape_of_folder
 from spo.spec.sections import LEAST_OF_ADAPTERS
+from spo.tasks import mathematics
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 
 # Large enough that a device of a gigabyte is short of it, and nothing of it is ever loaded.
@@ -189,3 +190,21 @@ def test_once_responses_are_known_their_mean_length_decides(
     (warning,) = api.get(f"/v1/jobs/{job_id}").json()["warnings"]
     assert warning["pointer"] == "/algorithm/beta"
     assert "4 tokens, the mean so far," in warning["message"]
+
+
+def test_what_of_the_rows_is_left_out_or_not_looked_at_is_a_warning(
+    api: httpx.Client, document: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mathematics, "LIBRARY", "no_such_package")
+    answer = {"comparison": "math", "extraction": "boxed", "expected": ["x+1"]}
+    more = {"answer": answer, "human_solutions": ["\\boxed{x+1}"]}
+    rows = [json.dumps({"statement": statement, **more}) for statement in ("a?", "b?", "a?", "c?")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    tasks = {"kind": "jsonl", "path": str(tmp_path / "rows.jsonl"), "evaluation_problems": 1}
+
+    answered = api.post("/v1/jobs?validate_only=true", json={**document, "tasks": tasks})
+
+    assert answered.status_code == 200, answered.text
+    told = [each["message"] for each in answered.json()["warnings"] if each["pointer"] == "/tasks"]
+    assert "1 rows that say what another says are left out" in told
+    assert any("1 expected answers of the comparison math were not looked at" in each for each in told), told
