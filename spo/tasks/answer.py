@@ -157,10 +157,15 @@ _SHOWN_EXPECTATION_CHARACTERS = 200
 # A document with fewer arrays and objects than this exhausts no stack.
 _FLAT = 40
 
-_WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|boxed)\{([^{}]*)\}")
-_LABEL = re.compile(
-    r"\(([A-Za-z]|\d{1,2})\)(?=$|[\s.:,-])|\[([A-Za-z]|\d{1,2})\]|([A-Za-z]|\d{1,2})(?:$|[).:](?=$|\s))"
+_WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it)|boxed|fbox|emph)\{([^{}]*)\}")
+_BEFORE_LABEL = re.compile(
+    r"(?:option|choice|answer)\s{0,3}[:.]?\s{0,3}(?=[(\[]?(?:[A-Za-z]|\d{1,2})(?![A-Za-z\d]))", re.IGNORECASE
 )
+_LABEL = re.compile(
+    r"\(([A-Za-z]|\d{1,2})\)(?=$|[\s.:,-])|\[([A-Za-z]|\d{1,2})\]|([A-Za-z]|\d{1,2})"
+    r"(?:$|[).:](?=$|\s)|,$|\s{1,3}[-\u2013\u2014]\s{1,3}(?=[\"'(\\]?[A-Za-z\d]{2}))"
+)
+_EMPHASIS = str.maketrans("", "", "*$`\"'\u201c\u201d\u2018\u2019_")
 # "A or B", "(A), (B)": more than one choice is none.
 _AND_ANOTHER = re.compile(
     r"\s*[.,;]?\s*(?:(?:or|and)\b|[,/&;+])\s*[(\[]?(?:[A-Za-z]|\d{1,2})(?![A-Za-z0-9'])", re.ASCII
@@ -333,7 +338,8 @@ def label_of(text: str) -> str:
 
     It stands at the beginning. Two labels, as in "A or B", are none.
     """
-    bare = _WRAPPED.sub(r"\1", text).replace("*", "").replace("$", "").strip()
+    bare = _WRAPPED.sub(r"\1", text).translate(_EMPHASIS).strip()
+    bare = bare[before.end() :] if (before := _BEFORE_LABEL.match(bare)) else bare
     found = _LABEL.match(bare)
     if found is None or _AND_ANOTHER.match(bare, found.end()):
         return ""

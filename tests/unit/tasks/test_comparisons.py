@@ -21,6 +21,19 @@ from spo.tasks.records import AnswerRow
     [
         *("B", "b", " (b) ", "B.", "B)", "B:", "[B]", "**B**", "**(B)** Paris", "$B$", r"\text{B}", r"\textbf{(B)}"),
         *("B. Paris", "B: Paris", "(B) Paris", "B. Washington, D.C.", "B.\nbecause of A", "(B), since A is wrong"),
+        *(
+            "`B`",
+            "B,",
+            '"B"',
+            "'B'",
+            "Option B",
+            "choice (B)",
+            "Answer: B",
+            "B - Paris",
+            "B \u2013 Paris",
+            r"\textit{B}",
+        ),
+        *("_B_", "**Option B**: Paris", "Option (B). Paris"),
     ],
 )
 def test_a_choice_is_its_label(text: str) -> None:
@@ -32,6 +45,7 @@ def test_a_choice_is_its_label(text: str) -> None:
     [
         *("", "Bonn", "B cat", "A or B", "A, B", "(A) or (B)", "A/B", "A & B", "A and B", "A. or B.", "(A), (B)"),
         *("I think B", "The answer is B", "123", "(AB)", "1.5", "B?", "\u0391"),
+        *("Options B and C", "Option B or C", "Option B, C", "B - C", "answer Bonn", "Option", "not B", "B\u2013C"),
     ],
 )
 def test_no_label_and_more_than_one_are_no_choice(text: str) -> None:
