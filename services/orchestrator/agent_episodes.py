@@ -18,10 +18,10 @@ import redis
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.agents import AgentSession, AgentSessions, CallNode, SessionSecrets
-from services.orchestrator.commit import NotLeading, now_ms
+from services.orchestrator.commit import now_ms
 from services.orchestrator.jobs import JobStore, seed_of
 from spo import redis_keys
-from spo.errors import InvalidInput, LeaseLost, NotFound
+from spo.errors import InvalidInput, LeaseLost, SpoError
 from spo.messaging.streams import Consumer, Entry
 from spo.observability import get_logger
 from spo.spec.job_spec import JobSpec
@@ -114,15 +114,21 @@ class AgentEpisodes:
         """Take groups, take back what silent runners hold, pass on what is over, until stop."""
         while not stop.wait(POLL_SECONDS):
             try:
-                running = [each for each in self.jobs.in_states((JobState.RUNNING,)) if self._harness(each)]
-                for job_id in running:
-                    self.look_after(job_id)
-                with self._lock:
-                    for ended in set(self._open) - set(running):
-                        self._open.pop(ended)
-                        self._consumers.pop(ended, None)
-            except (redis.RedisError, NotLeading, NotFound) as error:
+                running = self.jobs.in_states((JobState.RUNNING,))
+            except redis.RedisError as error:
                 log.warning("episodes of agents wait", reason=str(error)[:300])
+                continue
+            for job_id in running:
+                # What keeps one job's episodes waiting holds up no other's.
+                try:
+                    if self._harness(job_id):
+                        self.look_after(job_id)
+                except (redis.RedisError, SpoError) as error:
+                    log.warning("episodes of agents wait", job=job_id, reason=str(error)[:300])
+            with self._lock:
+                for ended in set(self._open) - set(running):
+                    self._open.pop(ended)
+                    self._consumers.pop(ended, None)
 
     def look_after(self, job_id: str) -> None:
         """One round of a job."""

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from spo.api.document import JOB_ID_PATTERN, Document, JsonObject, Listing, RequestBody
+from spo.spec.section import HIGHEST_TEMPERATURE
 
 SESSION_ID_PATTERN = r"^ses_[0-9A-HJKMNP-TV-Z]{26}$"
 
@@ -20,6 +21,8 @@ class SessionRequest(RequestBody):
     job: str = Field(pattern=JOB_ID_PATTERN)
     problem: str = Field(default="", max_length=128, description="Id of the problem that is played, for the trace.")
     version: int | None = Field(default=None, ge=0, le=2**53, description="Weight version; default: the newest loaded.")
+    temperature: float = Field(default=1.0, ge=0, le=HIGHEST_TEMPERATURE, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     max_calls: int = Field(default=200, ge=1, le=10_000)
     max_tokens: int = Field(default=131_072, ge=1, le=2**31 - 1)
     max_seconds: int = Field(default=7200, ge=1, le=7 * 86_400)

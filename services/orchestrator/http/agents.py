@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -34,7 +35,7 @@ from services.orchestrator.http.openai_requests import ChatMessage, ChatRequest,
 from services.orchestrator.serving import Target
 from spo import api
 from spo.errors import Conflict, InvalidInput, NotFound, ResourceExhausted
-from spo.spec.section import JobState
+from spo.spec.section import LOWEST_TEMPERATURE, JobState
 from spo.v1.inference_service_pb2 import ServedPart, ServeRequest
 
 router = APIRouter(prefix="/v1/agents", tags=["agents"])
@@ -57,6 +58,8 @@ def open_session(
 ) -> api.SessionGrant:
     """Open a session of a job's policy: a URL and a key for one episode of an agent."""
     require_own_job(context, principal, body.job)
+    if 0 < body.temperature < LOWEST_TEMPERATURE:
+        raise refused("/temperature", f"0, or at least {LOWEST_TEMPERATURE:g}")
     target = Target(body.job, body.version)
     context.served_models.require("" if principal.is_admin else principal.tenant, target)
     made = now_ms()
@@ -68,6 +71,9 @@ def open_session(
         token_digest="",
         created_unix_ms=made,
         deadline_unix_ms=made + body.max_seconds * 1000,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        seed=secrets.randbits(61),
         version=body.version,
         max_calls=body.max_calls,
         max_tokens=body.max_tokens,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
@@ -30,7 +31,7 @@ from spo.testing.trainer import write_random_llama
 from spo.v1.inference_service_pb2 import DescribeReplicaRequest
 from spo.v1.inference_service_pb2_grpc import InferenceServiceStub
 from spo.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServicer_to_server
-from tests.support.scripted_model import CALLED, TOOLS, write_scripted_model
+from tests.support.scripted_model import CALLED, SCRIPT, TOOLS, hermes_tokenizer, write_scripted_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -151,6 +152,30 @@ def test_the_openai_package_calls_tools_and_answers_them(
         assert shy.usage.prompt_tokens < whole.usage.prompt_tokens
         calls_where_it_has_to(client, model)
         answers_by_a_schema(client, model)
+        plays_an_episode_whose_calls_are_written_otherwise_than_they_were_sampled(serving)
+
+
+def plays_an_episode_whose_calls_are_written_otherwise_than_they_were_sampled(serving: Serving) -> None:
+    """The template would not write these calls as the model did; their own tokens are fed again."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=serving.url, headers=headers, timeout=WAIT_SECONDS, trust_env=False) as http:
+        grant = http.post("/v1/agents/sessions", json={"job": serving.job_id, "temperature": 0}).json()
+        client = openai.OpenAI(base_url=grant["base_url"], api_key=grant["key"], timeout=WAIT_SECONDS)
+        first = client.chat.completions.create(model="any", messages=SAID, tools=TOOLS)
+        message = first.choices[0].message
+        second = answers_its_calls(client, "any", message)
+        root, following = http.get(f"/v1/agents/sessions/{grant['id']}/tree").json()["calls"]
+    assert first.usage is not None
+    assert second.usage is not None
+    assert [call["function"]["name"] for call in root["calls"]] == ["weather", "weather"]
+    assert (following["parent"], following["reason"]) == (0, "")
+    assert len(root["read"]) == first.usage.prompt_tokens
+    assert len(root["sampled"]) == first.usage.completion_tokens
+    known = len(root["read"]) + len(root["sampled"])
+    assert second.usage.prompt_tokens == known + len(following["read"])
+    tokenizer = hermes_tokenizer()
+    assert tokenizer.decode(root["sampled"]) == "".join(SCRIPT[1:])
+    assert tokenizer.decode(following["read"]) == "<turn>tool: rain<end>" * 2 + "<ask>"
 
 
 def calls_where_it_has_to(client: openai.OpenAI, model: str) -> None:
