@@ -180,7 +180,7 @@ def _cell(value: object) -> str:
         case None:
             return ""
         case float():
-            return f"{value:.4g}"
+            return f"{value:.0f}" if 1000 <= abs(value) < 1_000_000 else f"{value:.3g}"
         case list():
             return ", ".join(str(member) for member in value)
         case _:

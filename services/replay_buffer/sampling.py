@@ -44,6 +44,14 @@ RETRY_SECONDS = 1.0
 MAX_WAIT_SECONDS = 60.0
 MAX_STEP = 2**32 - 1
 INDEXED_RUNS = 512
+# Source of a batch's share -> what it is made of.
+WAYS_OUT = {
+    "reference": "raise value.samples, or leave correct_only out: pi0 solved too little",
+    "human": "give problems human_solutions and set offline.human_solutions",
+    "other_run": "name experience that is stored in offline.experience",
+    "annotated": "set value.pivotal",
+    "shared": "name another run in rollout.follow",
+}
 
 
 class RunChanges:
@@ -250,7 +258,9 @@ class BatchSampler:
             return
         if not index.servable(rule):
             if self.store.is_estimated(index.run_id):
-                raise PreconditionFailed(f"{reason}; nothing more will come", code="source_empty")
+                way_out = WAYS_OUT.get(rule.source, "bring its experience")
+                message = f"{reason}; nothing more will come: take {rule.source} out of replay.mix, or {way_out}"
+                raise PreconditionFailed(message, code="source_empty")
             raise NotReady(reason)
 
     def _with_values(self, index: SamplingIndex, trajectory_ids: Sequence[str]) -> list[SampledId]:

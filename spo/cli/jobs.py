@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -169,12 +171,23 @@ def get(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
 def watch(job_id: JobId, output: OutputOption = Output.TABLE) -> None:
     """Print what happens to a job until it ends; as JSON one object per line, as YAML one document each."""
     with api() as client:
-        for event in client.events(job_id):
-            if output is Output.TABLE:
-                _print_event(event)
-            else:
+        if output is Output.TABLE:
+            _watch(client, job_id)
+        else:
+            for event in client.events(job_id):
                 print_entry(event, output)
         _exit_as(client.get(job_id))
+
+
+def _watch(client: Client, job_id: str) -> None:
+    """Events above a bar, which a terminal alone has."""
+    drawn = 0.0
+    with ProgressBar(console) as bar:
+        for event in client.events(job_id):
+            _print_event(event)
+            if console.is_terminal and time.monotonic() - drawn >= 1:
+                bar(client.get(job_id))
+                drawn = time.monotonic()
 
 
 @jobs.command()
@@ -237,12 +250,21 @@ def fork(
         _print_job(client.fork(job_id, **requested), output)
 
 
+def is_at_terminal() -> bool:
+    """Whether somebody can be asked."""
+    return sys.stdin.isatty()
+
+
 @jobs.command()
 def delete(
     job_ids: Annotated[list[str], typer.Argument(help="Ids of jobs (job_...).", autocompletion=known_jobs)],
+    *,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask, as where nobody is at a terminal.")] = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Delete ended jobs with their weights and checkpoints; the experience store keeps what it has."""
+    if not yes and is_at_terminal():
+        typer.confirm(f"Delete {', '.join(job_ids)} with weights and checkpoints for good?", abort=True)
     if len(job_ids) == 1:
         with api() as client:
             client.delete(job_ids[0])

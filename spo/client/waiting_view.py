@@ -14,13 +14,17 @@ from spo.client.models import Job
 ESTIMATING = ("queued", "validating", "estimating")
 
 
+# Columns of a terminal: the bar, counts, both times and the spaces between; what stays for words in any case.
+BAR_AND_TIMES, SHORTEST_DESCRIPTION = 46, 20
+
+
 class ProgressBar:
     """Called with a job every second, as `wait` does; values first, then steps. It closes itself when the job ends."""
 
     def __init__(self, console: Console | None = None) -> None:
         columns = (
             TextColumn("{task.description}", markup=False),
-            BarColumn(),
+            BarColumn(bar_width=14),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
@@ -48,8 +52,12 @@ class ProgressBar:
         done, total = (far.values_done, far.values_total) if estimating else (far.step, far.steps)
         waits = f", {job.waits[0]}" if job.waits else ""
         beside = f" beside values {far.values_done}/{far.values_total}" if far.values_pending else ""
-        what = f"{job.id} {job.state}: {'values' if estimating else 'steps'}{beside}{waits}"
-        self._progress.update(self._bar, description=what[:100], completed=done, total=total or None)
+        what = f"{job.state}: {'values' if estimating else 'steps'}{beside}{waits}"
+        long = f"{job.id} {what}"
+        # The bar and both times stay on the line, however narrow the terminal is.
+        room = max(SHORTEST_DESCRIPTION, self._progress.console.width - BAR_AND_TIMES)
+        shown = long if len(long) <= room else what
+        self._progress.update(self._bar, description=shown[:room], completed=done, total=total or None)
         if self._notebook:
             self._notebook.show(self._progress.get_renderable())
         if job.is_final:

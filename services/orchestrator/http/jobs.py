@@ -59,16 +59,16 @@ class Wait:
 
 
 def job_waits(context: AppContext, job_id: str, state: JobState) -> list[Wait]:
-    """The waits of at least a tenth of a second, longest first."""
-    found = _trainer(context, job_id) if state in (JobState.RUNNING, JobState.PAUSING) else []
+    """The waits of at least a tenth of a second, longest first; of an ended job what its last steps waited for."""
+    found = _trainer(context, job_id) if state in (JobState.RUNNING, JobState.PAUSING, *TERMINAL) else []
     found += _pipeline(context, job_id) if state in (JobState.ESTIMATING, JobState.RUNNING, JobState.PAUSING) else []
     return sorted((wait for wait in found if wait.seconds >= 0.1), key=lambda wait: -wait.seconds)
 
 
 def _trainer(context: AppContext, job_id: str) -> list[Wait]:
     recent = training_series(context.redis, job_id).columns
-    waited = _mean(recent.get("wait_seconds", ()))
-    worked = _mean(recent.get("step_seconds", ()))
+    waited = mean_of_late(recent.get("wait_seconds", ()))
+    worked = mean_of_late(recent.get("step_seconds", ()))
     if waited is None or worked is None:
         return []
     share = waited / (waited + worked) if waited + worked else 0
@@ -76,7 +76,7 @@ def _trainer(context: AppContext, job_id: str) -> list[Wait]:
     return [Wait("trainer", "a batch from the replay buffer", waited, None, idle)]
 
 
-def _mean(column: Sequence[float | None]) -> float | None:
+def mean_of_late(column: Sequence[float | None]) -> float | None:
     known = [value for value in column[-RECENT_STEPS:] if value is not None]
     return sum(known) / len(known) if known else None
 

@@ -183,8 +183,11 @@ def test_a_source_that_stays_empty_ends_the_wait_for_it(store: ReplayStore, samp
     store.append(RUN, [trajectory(number, SOURCE_REFERENCE, right=False) for number in range(8)])
     store.client.set(redis_keys.run_state(RUN), "running")
 
-    with pytest.raises(PreconditionFailed, match=r"source reference: 8 inserted, 0 correct, .* nothing more will come"):
+    with pytest.raises(
+        PreconditionFailed, match=r"source reference: 8 inserted, 0 correct, .* nothing more will come"
+    ) as caught:
         batch_of(sampler, 0)
+    assert "take reference out of replay.mix, or raise value.samples" in caught.value.message
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from typing import Any
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+import spo.cli.jobs
 import spo.cli.training
 from spo.cli.app import app
 from spo.client import results
@@ -82,6 +84,44 @@ def test_the_bar_says_how_far_a_job_is_and_is_silent_where_nobody_looks(terminal
 
     assert ("job_1 succeeded: steps" in said.getvalue()) == terminal
     assert bool(said.getvalue()) == terminal
+
+
+@pytest.mark.parametrize("waits", [[], ["prompts wait for the judge, which is restarted after a fault of its own"]])
+def test_the_bar_fits_eighty_columns_with_the_time_that_is_left(waits: list[str]) -> None:
+    said = io.StringIO()
+    far = {"values_done": 700, "values_total": 700, "step": 1000, "steps": 2000, "weight_version": 0, "evaluations": 0}
+    bar = ProgressBar(Console(file=said, force_terminal=True, width=80, color_system=None))
+    # The last state is drawn at once.
+    bar(job(id="job_01JXXXXXXXXXXXXXXXXXXXXXXX", state="succeeded", progress=far, waits=waits))
+
+    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line).strip() for line in re.split(r"[\r\n]", said.getvalue())]
+    (shown,) = (line for line in lines if "1000/2000" in line)
+    assert re.search(r"succeeded: steps.*━.*1000/2000 +\d:\d\d:\d\d -:--:--$", shown)
+    assert len(shown) <= 80
+
+
+def test_a_job_is_deleted_only_when_the_person_at_the_terminal_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    deleted: list[str] = []
+
+    class Deleting:
+        def __enter__(self) -> Deleting:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def delete(self, job_id: str) -> None:
+            deleted.append(job_id)
+
+    monkeypatch.setattr(spo.cli.jobs, "api", Deleting)
+    monkeypatch.setattr(spo.cli.jobs, "is_at_terminal", lambda: True)
+    assert CliRunner().invoke(app, ["job", "delete", "job_1"], input="n\n").exit_code == 1
+    assert deleted == []
+    assert CliRunner().invoke(app, ["job", "delete", "job_2"], input="y\n").exit_code == 0
+    assert CliRunner().invoke(app, ["job", "delete", "job_3", "--yes"]).exit_code == 0
+    monkeypatch.setattr(spo.cli.jobs, "is_at_terminal", lambda: False)
+    # A script has nobody to ask.
+    assert CliRunner().invoke(app, ["job", "delete", "job_4"]).exit_code == 0
+    assert deleted == ["job_2", "job_3", "job_4"]
 
 
 def test_trajectories_go_into_a_pipe_as_a_line_of_json_each(monkeypatch: pytest.MonkeyPatch) -> None:

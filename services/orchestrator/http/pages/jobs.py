@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs, urlencode
 
 import yaml
@@ -32,6 +33,7 @@ from services.orchestrator.http.jobs import (
     job_document,
     job_summaries,
     job_waits,
+    mean_of_late,
     spec_warnings,
     submit_job,
 )
@@ -40,7 +42,7 @@ from services.orchestrator.http.training import checkpoint_documents, version_do
 from services.orchestrator.http.trajectories import trajectory_page
 from services.orchestrator.job_records import JobFilter
 from services.orchestrator.jobs import find_jobs
-from services.orchestrator.leases import evaluation_results
+from services.orchestrator.leases import evaluation_results, training_series
 from services.orchestrator.replicas import POOLS
 from spo import api, redis_keys
 from spo.errors import FieldViolation, InvalidInput, SpoError
@@ -52,6 +54,8 @@ from spo.tasks.toy import newest_model, wanted_difficulty
 router = APIRouter()
 
 PAGE_LENGTH = 50
+# Characters of why a job failed, in the list.
+MOST_OF_A_REASON = 160
 # Columns of the list, for the metrics that have no better name.
 TITLES = {"reward": "reward", "loss": "loss", "kl_to_reference": "KL"}
 
@@ -156,13 +160,26 @@ def _columns(lines: Sequence[Mapping[str, object]]) -> list[tuple[str, str]]:
 
 
 def _lines(context: AppContext, job_ids: Sequence[str]) -> list[dict[str, object]]:
-    """The jobs in one line each, with how many steps they are to take."""
+    """The jobs in one line each, with how far they are: in values while these are estimated, else in steps."""
     summaries = job_summaries(context, job_ids)
-    specs = context.redis.mget([redis_keys.run_spec(summary.id) for summary in summaries]) if summaries else []
-    return [
-        {**summary.model_dump(), "steps": json.loads(spec)["trainer"]["steps"] if spec else 0}
-        for summary, spec in zip(summaries, specs, strict=True)
-    ]
+    with context.redis.pipeline(transaction=False) as pipe:
+        for summary in summaries:
+            pipe.get(redis_keys.run_spec(summary.id))
+            pipe.hlen(redis_keys.run_values(summary.id))
+            pipe.hmget(redis_keys.job_record(summary.id), ["prompts_total", "failure_code", "failure_message"])
+        replies = pipe.execute()
+    lines: list[dict[str, object]] = []
+    for summary, spec, values, record in zip(summaries, replies[::3], replies[1::3], replies[2::3], strict=True):
+        total, code, message = ((field or b"").decode() for field in record)
+        steps = json.loads(spec)["trainer"]["steps"] if spec else 0
+        stage, done, most = "step", summary.step, steps
+        if total.isdigit() and (summary.state is JobState.ESTIMATING or not steps):
+            stage, done, most = "value", min(values, int(total)), int(total)
+        # The last line of what was raised says it.
+        why = message.strip().rpartition("\n")[2][:MOST_OF_A_REASON]
+        line = {"stage": stage, "done": done, "most": most, "failure_code": code, "failure": why or (code and "failed")}
+        lines.append({**summary.model_dump(), **line})
+    return lines
 
 
 @job_router.get("")
@@ -234,6 +251,8 @@ def _live_parts(context: AppContext, job_id: str, principal: Principal) -> dict[
         "job": job,
         "ended": job.state in TERMINAL,
         "slow": job_waits(context, job_id, job.state),
+        "clock": _clock(context, job),
+        "gains": before_and_after(evaluation_results(context.redis, job_id)),
         "replicas": [
             replica for replica in replica_documents(context, principal.sees_tenant) if replica.run_id in ("", job_id)
         ],
@@ -242,6 +261,54 @@ def _live_parts(context: AppContext, job_id: str, principal: Principal) -> dict[
         "alarms": _alarms(context, job_id),
         **_trajectories(context, job_id, principal),
     }
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Seconds since a job was submitted, to its end where it has one, and to its last step as it goes now."""
+
+    elapsed: float
+    remaining: float | None
+
+
+def _clock(context: AppContext, job: api.Job) -> Clock:
+    begun = datetime.fromisoformat(job.created_at)
+    ended = job.state in TERMINAL
+    end = datetime.fromisoformat(job.updated_at) if ended else datetime.now(UTC)
+    remaining = None
+    if job.state is JobState.RUNNING:
+        columns = training_series(context.redis, job.id).columns
+        each = [mean_of_late(columns.get(name, ())) for name in ("wait_seconds", "step_seconds")]
+        if known := [seconds for seconds in each if seconds is not None]:
+            remaining = sum(known) * (job.progress.steps - job.progress.step)
+    return Clock(max(0.0, (end - begun).total_seconds()), remaining)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """pass@k before training and after, with intervals, and what may be said of the difference."""
+
+    k: str
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+    verdict: Literal["better", "worse", "inside the interval"]
+
+
+def before_and_after(results: Sequence[Mapping[str, Any]]) -> list[Gain]:
+    """The first evaluation against the newest, by k; nothing before there are two."""
+    if len(results) < 2:
+        return []
+    by_step = sorted(results, key=lambda result: int(result["step"]))
+    first, last = by_step[0]["pass_at_k"], by_step[-1]["pass_at_k"]
+    return [Gain(k, first[k], last[k], _compared(first[k], last[k])) for k in sorted(first, key=int) if k in last]
+
+
+def _compared(
+    before: Mapping[str, float], after: Mapping[str, float]
+) -> Literal["better", "worse", "inside the interval"]:
+    if after["low"] > before["high"]:
+        return "better"
+    return "worse" if after["high"] < before["low"] else "inside the interval"
 
 
 def _alarms(context: AppContext, job_id: str) -> list[dict[str, object]]:

@@ -13,6 +13,8 @@ from spo import redis_keys
 from spo.messaging.streams import Consumer, counted_append_words
 from spo.messaging.streams.recovery import StreamHolder
 from spo.spec.job_spec import parse_job_spec
+from spo.spec.section import JobState
+from spo.v1.value_pb2 import PromptValue
 
 if TYPE_CHECKING:
     from conftest import Trainer
@@ -22,6 +24,7 @@ pytestmark = pytest.mark.slow
 TRACEBACK = "Traceback (most recent call last):\n" + "  File x.py, line 1, in x\n" * 800 + "ValueError: the last line"
 FAILURE = "Traceback (most recent call last):\n" + "  File x.py, line 1, in x\n" * 20 + "ValueError: the last line"
 TELEPHONE = {"width": 390, "height": 844}
+EDGES = "all => all.map(each => each.getBoundingClientRect()).map(box => [box.left, box.right, box.width])"
 
 
 @pytest.fixture
@@ -110,3 +113,78 @@ def test_too_many_dead_letters_lead_to_them(context: AppContext, page: Any, full
     page.get_by_text("None is kept").wait_for()
 
     assert complaints == []
+
+
+@pytest.fixture
+def in_every_state(context: AppContext, page: Any, job_id: str, trainer: Trainer, document: dict[str, Any]) -> str:
+    """A list with jobs that run, are estimated, wait, were cancelled, and failed; the id of the one that failed."""
+    trainer.report(1, 2, 3)
+    found = {}
+    for name in ("waiting", "estimated", "cancelled", "failed"):
+        found[name] = context.jobs.submit(parse_job_spec({**document, "name": f"a job that is {name}"}))
+    for state in (JobState.VALIDATING, JobState.ESTIMATING):
+        context.jobs.transition(found["estimated"], state, "test")
+    record = redis_keys.job_record(found["estimated"])
+    context.redis.hset(record, "prompts_total", 12)
+    for number in range(3):
+        value = PromptValue(prompt_id=str(number), samples=10, successes=number)
+        context.redis.hset(redis_keys.run_values(found["estimated"]), str(number), value.SerializeToString())
+    context.jobs.transition(found["cancelled"], JobState.CANCELLED, "test")
+    context.jobs.transition(found["failed"], JobState.VALIDATING, "test")
+    context.jobs.fail(found["failed"], "source_empty", FAILURE)
+    return found["failed"]
+
+
+@pytest.mark.parametrize("width", [390, 768, 1440])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_list_shows_all_of_each_job_and_why_one_failed(
+    page: Any, in_every_state: str, width: int, scheme: str
+) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    page.emulate_media(color_scheme=scheme)
+    page.goto("/")
+    page.get_by_text("a job that is failed").wait_for()
+    assert widest(page) <= width
+    for what in ("tbody code", "tbody progress", "tbody .state", "tbody .strong"):
+        boxes = page.locator(f"#jobs {what}").evaluate_all(EDGES)
+        assert len(boxes) >= 4, what
+        assert [box for box in boxes if box[2] < 20 or box[0] < 0] == [], what
+        if width != 768:
+            # In between the table may be scrolled.
+            assert [box for box in boxes if box[1] > width] == [], what
+    choose_by = page.locator("#jobs tbody td:first-child").evaluate_all(EDGES)
+    assert [box for box in choose_by if box[2] >= 60] == []
+
+    failed = page.locator("#jobs tr", has_text="a job that is failed").inner_text()
+    assert "source empty: ValueError: the last line" in failed
+    assert "value 3 / 12" in page.locator("#jobs tr", has_text="a job that is estimated").inner_text()
+    colour = "state => getComputedStyle(state).color"
+    colours = {
+        name: page.locator(f"#jobs .state.{name}").evaluate(colour) for name in ("failed", "cancelled", "queued")
+    }
+    assert colours["cancelled"] == colours["queued"] != colours["failed"]
+
+
+def test_a_job_page_says_before_and_after_and_how_long_it_takes(page: Any, full: str) -> None:
+    page.goto(f"/jobs/{full}")
+    status = page.locator("#status")
+    status.get_by_text("pass@1 0.10 → 0.40").wait_for()
+    text = status.inner_text()
+    assert "[0.35, 0.45], better" in text
+    # Two seconds a step, and 17 steps to go.
+    assert "so far, about 34 s to go" in text
+
+
+def test_curves_without_values_are_folded_and_an_ended_job_says_what_was_slow(
+    context: AppContext, page: Any, full: str
+) -> None:
+    page.goto(f"/jobs/{full}")
+    page.locator("#curve-loss canvas").wait_for()
+    visible = page.locator(".curves figure:visible").evaluate_all("all => all.map(each => each.id)")
+    assert "curve-loss" in visible
+    assert "curve-score" not in visible
+    context.jobs.fail(full, "source_empty", FAILURE)
+    page.goto(f"/jobs/{full}")
+    page.get_by_role("heading", name="What was slow?").wait_for()
+    page.locator("#slow tr", has_text="a batch from the replay buffer").wait_for()
+    assert "in all" in page.locator("#status").inner_text()
