@@ -208,8 +208,10 @@ def groups_fit(spec: JobSpec) -> Iterator[Violation]:
     for index, part in enumerate(spec.replay.mix):
         if part.source == "online" and part.correct_only:
             yield f"replay/mix/{index}/correct_only", "whole groups hold right and wrong samples: not with unit group"
-    online = spec.replay.online_share * spec.trainer.batch_size
-    if abs(online / spec.rollout.samples_per_prompt - round(online / spec.rollout.samples_per_prompt)) > 1e-6:
+    # As batches are drawn: shares of two thirds may be written with three digits.
+    counts = exact_counts([part.share for part in spec.replay.mix], spec.trainer.batch_size)
+    online = sum(count for part, count in zip(spec.replay.mix, counts, strict=True) if part.source == "online")
+    if online % spec.rollout.samples_per_prompt:
         yield (
             "trainer/batch_size",
             f"{online:g} online trajectories per batch are no whole number of groups of "

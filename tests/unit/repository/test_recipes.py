@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from spo.errors import InvalidInput
 from spo.reproduce.plan import FULL, QUICK, SETTINGS, runs
 from spo.spec.job_spec import JobSpec, parse_job_spec
 
@@ -57,3 +58,21 @@ def test_an_adapter_has_ten_times_the_rate_of_all_weights(size: str) -> None:
 
     assert lora.model.lora is not None
     assert lora.trainer.learning_rate == pytest.approx(10 * full.trainer.learning_rate)
+
+
+@pytest.mark.parametrize(
+    ("online", "batch", "fits"),
+    [(0.667, 48, True), (2 / 3, 48, True), (0.667, 96, True), (0.66, 48, True), (0.667, 90, False), (0.5, 40, False)],
+)
+def test_the_first_tutorials_job_is_valid_and_shares_may_be_rounded_as_batches_are(
+    online: float, batch: int, fits: bool
+) -> None:
+    page = (RECIPES.parents[1] / "docs" / "tutorials" / "first_job.md").read_text()
+    document = yaml.safe_load(page.split("<<'END'\n")[1].split("\nEND")[0])
+    document["trainer"]["batch_size"] = batch
+    document["replay"]["mix"] = [{"source": "online", "share": online}, {"source": "memory", "share": 1 - online}]
+    if fits:
+        assert parse_job_spec(document).replay.remembers
+    else:
+        with pytest.raises(InvalidInput, match="no whole number of groups"):
+            parse_job_spec(document)
