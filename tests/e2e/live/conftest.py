@@ -16,7 +16,23 @@ from spo.client import Client
 from spo.local.launcher import SERVICES, LocalPlatform, free_ports
 from spo.testing.peers import Collector
 from tests.e2e.conftest import SHORT, demo_spec
+from tests.support.budget import day, sampled
 from tests.support.platform import running_platform, wait_for_progress
+
+RECIPES = "deploy/recipes/toy"
+# Whole jobs that must learn something, 200 CPU s each, and what of the platform they alone go through. A run has those
+# of the day; what each loss does to a batch is tested at every run, in tests/unit/spec/test_published_recipes.py.
+LEARNING: dict[str, tuple[str, ...]] = {
+    **{name: (f"{RECIPES}/{name}.yaml",) for name in ("sft", "ppo", "grpo", "expert_iteration", "a_star_po")},
+    "lora": (f"{RECIPES}/lora.yaml", "services/trainer/weights.py", "services/inference/weights.py"),
+    "retry": (f"{RECIPES}/retry.yaml", "services/inference/episodes.py", "services/verifier"),
+}
+TODAY = sampled(list(LEARNING), 2, LEARNING.__getitem__)
+
+
+def on_its_day(name: str) -> pytest.MarkDecorator:
+    """Skips what is not in the day's sample."""
+    return pytest.mark.skipif(name not in TODAY, reason=f"not in the sample of {day()}")
 
 
 @dataclass(frozen=True)

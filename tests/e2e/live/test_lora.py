@@ -18,6 +18,7 @@ from spo.client import Client
 from spo.reproduce.plan import merged
 from spo.spec.section import read_spec
 from spo.testing.peers import wait_until
+from tests.e2e.live.conftest import on_its_day
 from tests.support.platform import child_of, wait_for_progress
 
 RECIPE = Path(__file__).parents[3] / "deploy" / "recipes" / "toy" / "lora.yaml"
@@ -31,6 +32,7 @@ SHORT = {
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.cpu_seconds(400), pytest.mark.timeout(1800)]
 
 
+@on_its_day("lora")
 def test_an_adapter_learns_through_a_killed_trainer_and_is_forked_and_exported(
     live: Any, client: Client, tmp_path: Path, reference_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from spo.client import Client
 from spo.reproduce.plan import merged
 from spo.spec.section import read_spec
 from spo.testing.peers import wait_until
+from tests.e2e.live.conftest import on_its_day
 from tests.support.platform import check_ledgers, child_of, wait_for_progress
 
 RECIPE = Path(__file__).parents[3] / "deploy" / "recipes" / "toy" / "retry.yaml"
@@ -35,6 +36,7 @@ SHORT = {
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.cpu_seconds(400), pytest.mark.timeout(1800)]
 
 
+@on_its_day("retry")
 def test_success_within_three_attempts_rises_through_a_killed_pool(
     live: Any, client: Client, reference_model: Path
 ) -> None:

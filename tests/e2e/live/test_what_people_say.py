@@ -45,7 +45,7 @@ COURSE = Course(
 HONEST = (Crowd("north", 0.5, 0.0), Crowd("west", 0.5, 0.0))
 POISONED = (Crowd("north", 0.5, 1.0), Crowd("west", 0.5, 1.0))
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.cpu_seconds(400), pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.cpu_seconds(400), pytest.mark.timeout(3600)]
 
 
 def test_a_round_is_served_a_poisoned_one_is_kept_and_one_call_rolls_back_bit_for_bit(
@@ -55,7 +55,9 @@ def test_a_round_is_served_a_poisoned_one_is_kept_and_one_call_rolls_back_bit_fo
     with _people(platform) as people:
         spo = people.spo
         document = first_job(COURSE)
-        first = spo.wait(spo.submit({**document, "model": {**document["model"], "path": str(reference_model)}}).id, 600)
+        first = spo.wait(
+            spo.submit({**document, "model": {**document["model"], "path": str(reference_model)}}).id, 1200
+        )
         assert first.state == "succeeded", first.failure
         version = first.progress.weight_version
         spo.serving.publish(SERVED, first.id, version, "where the test begins")
@@ -104,7 +106,7 @@ def _round(people: People, number: int, crowds: Sequence[Crowd], min_gain: float
         history = people.spo.continual.get(CONTINUAL).history
         return next((each for each in history if each.number == number and each.state in ENDED), None)
 
-    found = wait_until(ended, f"round {number}", 600, 0.5)
+    found = wait_until(ended, f"round {number}", 1200, 0.5)
     assert found is not None
     return found
 
