@@ -322,6 +322,8 @@ class EpisodeCompletion(ServedCompletion):
             root = self.tree.path(self.continued.node)[0] if self.continued.node else None
             begins = len(root.read) if root else session.max_prompt_tokens or 0
             wanted.path_tokens = begins + session.max_response_tokens
+            # A prompt that is shorter than it may be leaves the answer no more room.
+            wanted.max_tokens = min(wanted.max_tokens or session.max_response_tokens, session.max_response_tokens)
 
     def keep(self, answer: OpenAiAnswer) -> None:
         """Store the call, before its end is told."""

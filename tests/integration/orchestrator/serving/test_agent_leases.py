@@ -229,6 +229,9 @@ def test_pools_rooms_and_rewards_are_the_jobs(played: Played) -> None:
     played.call(lease, "x", max_tokens=9)
     asked: ServeRequest = played.counter.peers.inference.asked
     assert (asked.path_tokens, asked.max_tokens, asked.top_p) == (64 + 256, 9, pytest.approx(0.9))
+    for said, given in ((None, 256), (9999, 256), (256, 256)):
+        played.call(lease, "x", max_tokens=said)
+        assert played.counter.peers.inference.asked.max_tokens == given
     assert played.end(lease).status_code == 422
     assert played.end(lease, status="cut", reward=0).status_code == 200
 
