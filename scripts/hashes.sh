@@ -17,7 +17,8 @@ resolve() { # resolve NAME CONSTRAINTS OPTION...
 }
 
 mkdir -p constraints/hashed
-grep '^setuptools==' constraints/cpu.txt |
+# pip itself too: the one of a base's venv may be too old for hashed requirements with extras (23.0 of Debian 12 is).
+{ echo 'pip==25.3' && grep '^setuptools==' constraints/cpu.txt; } |
   "$tool" pip compile --quiet - --generate-hashes --no-annotate --no-header --output-file constraints/hashed/build.txt
 # Light images are built for two platforms, and for Python 3.11 or newer.
 resolve judge cpu.txt --extra judge --extra tasks --universal --python-version 3.11

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
+import yaml
 from pydantic import SecretStr
 
 from spo import observability
-from spo.errors import FieldViolation, InvalidInput, Unauthenticated
+from spo.errors import FieldViolation, InvalidInput, NotFound, Unauthenticated
+from spo.local.launcher import server_command
 from spo.rpc.client import HEADER, RpcClient, is_healthy, show_token, tokens_of
 from spo.rpc.healthcheck import why_not_serving
 from spo.rpc.server import RpcServer
 from spo.service.process import ServiceProcess
 from spo.service.settings import ServiceSettings
+from spo.testing.peers import wait_until
 from spo.v1 import replay_service_pb2 as replay
 from spo.v1.replay_service_pb2_grpc import ReplayServiceServicer, ReplayServiceStub, add_ReplayServiceServicer_to_server
+from tests.conftest import free_port
 
+ROOT = Path(__file__).parents[3]
 TOKEN = "of-this-platform"
 
 
@@ -141,3 +153,59 @@ def test_a_service_process_asks_for_the_token_of_its_settings_and_shows_it() -> 
     assert observability.HEADER not in servicer.seen[0]
     assert TOKEN not in repr(process.settings)
     process.server.stop(0)
+
+
+@contextmanager
+def composed(name: str, folder: Path) -> Iterator[tuple[str, int, dict[str, str]]]:
+    """A service of docker-compose.yml and its Redis as processes on loopback: address, port of Redis, secrets by file.
+
+    Its command and variables are the file's own, but for names of hosts and ports; secrets are made by make_secrets.sh.
+    """
+    service = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"][name]
+    (folder / "deploy").mkdir()
+    shutil.copy(ROOT / "deploy" / "make_secrets.sh", folder / "deploy")
+    subprocess.run([folder / "deploy" / "make_secrets.sh"], check=True, capture_output=True, timeout=60)
+    secrets = {path.name: path.read_text() for path in (folder / "deploy" / "secrets").iterdir()}
+    store, port, metrics = free_port(), free_port(), free_port()
+    here = {"/var/lib/spo": str(folder), "0.0.0.0": "127.0.0.1", "7070": str(port), "9090": str(metrics)}
+    variables = {key: here.get(value, value) for key, value in service["environment"].items() if "${" not in value}
+    # Everyone else is away.
+    variables = {key: re.sub(r"^(dns:///)?[\w-]+:7070$", "127.0.0.1:1", value) for key, value in variables.items()}
+    mounted = {each.upper(): secrets[each].replace("@redis:6379", f"@127.0.0.1:{store}") for each in service["secrets"]}
+    environment = os.environ | variables | mounted
+    started = (
+        [*server_command(store, folder / "redis"), "--requirepass", secrets["redis_password"]],
+        [sys.executable, "-m", *service["command"]],
+    )
+    processes = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+        for command in started
+    ]
+    try:
+        yield f"127.0.0.1:{port}", store, secrets
+    finally:
+        for process in reversed(processes):
+            process.terminate()
+            process.wait(60)
+
+
+def test_whoever_is_on_composes_network_without_the_token_and_the_password_gets_nothing(tmp_path: Path) -> None:
+    with composed("replay-buffer", tmp_path) as (address, store, secrets):
+        wait_until(lambda: is_healthy(address, 5), "it answers its probe, which has no token", 120)
+
+        def status(shown: str) -> replay.GetReplayStatusResponse:
+            show_token(shown)
+            client = RpcClient("replay-buffer", address, ReplayServiceStub)
+            try:
+                return client.call("GetReplayStatus", replay.GetReplayStatusRequest(run_id="none"), 20)
+            finally:
+                client.close()
+
+        for shown in ("", "guessed", secrets["spo_orchestrator_api_key"], secrets["spo_rpc_token"][:-1]):
+            with pytest.raises(Unauthenticated):
+                status(shown)
+        with redis.Redis(port=store) as stranger, pytest.raises(redis.AuthenticationError):
+            stranger.ping()
+        # Who has it is heard.
+        with pytest.raises(NotFound, match="there is no run none"):
+            status(secrets["spo_rpc_token"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
+import shutil
 import subprocess
 import tomllib
 from importlib import import_module
@@ -28,6 +30,46 @@ SERVICES = {
 HASHED = sorted((ROOT / "constraints" / "hashed").glob("*.txt"))
 # One requirement and the lines of its hashes.
 PINNED = re.compile(r"^([\w.-]+)==(\S+?)(?: ;[^\\\n]*)?((?: \\\n    --hash=sha256:[0-9a-f]{64})*)$", re.MULTILINE)
+
+# What docker-compose 1.29 with Docker Engine 20.10 takes (Debian 12's; its schema refuses every other key), of the keys
+# that a file like ours may want: place -> keys. `*` is any name, `#` any entry of a list.
+OLDEST = {
+    "": "services networks volumes secrets",
+    "services.*": "image build command entrypoint environment env_file restart init read_only tmpfs cap_drop cap_add "
+    "security_opt networks stop_grace_period logging profiles user volumes secrets healthcheck deploy depends_on ports "
+    "shm_size pids_limit labels",
+    "services.*.build": "context dockerfile target args labels network shm_size cache_from",
+    "services.*.healthcheck": "test interval timeout retries start_period disable",
+    "services.*.logging": "driver options",
+    "services.*.deploy": "resources replicas labels restart_policy",
+    "services.*.deploy.resources": "limits reservations",
+    "services.*.deploy.resources.limits": "cpus memory",
+    "services.*.deploy.resources.reservations": "cpus memory devices",
+    "services.*.deploy.resources.reservations.devices.#": "driver count capabilities device_ids options",
+    "services.*.networks.*": "aliases ipv4_address ipv6_address",
+    "services.*.depends_on.*": "condition",
+    "networks.*": "internal driver driver_opts external name labels",
+    "volumes.*": "driver driver_opts external name labels",
+    "secrets.*": "file external name labels",
+}
+
+
+def newer_keys(document: Any, place: str = "") -> list[str]:
+    """The places of a compose file that the oldest engine's schema does not know."""
+    if isinstance(document, list):
+        return [found for each in document for found in newer_keys(each, f"{place}.#")]
+    if not isinstance(document, dict):
+        return []
+    here = OLDEST.get(place)
+    # Names of ours, one level above what has keys; and values that take any key (variables, options).
+    named = f"{place}.*".removeprefix(".")
+    known = None if here is None else set(here.split())
+    found = [
+        f"{place}.{key}" for key in document if known is not None and key not in known and not key.startswith("x-")
+    ]
+    for key, value in document.items():
+        found += newer_keys(value, named if here is None and named in OLDEST else f"{place}.{key}".removeprefix("."))
+    return found
 
 
 def settings_of(name: str) -> type[ServiceSettings]:
@@ -68,6 +110,38 @@ def test_docker_waits_longer_for_a_service_than_it_drains(name: str) -> None:
     assert int(SERVICES[name]["stop_grace_period"].removesuffix("s")) >= seconds + 15
 
 
+def test_the_oldest_engine_knows_every_key_of_the_file() -> None:
+    assert newer_keys({key: value for key, value in COMPOSE.items() if not key.startswith("x-")}) == []
+
+
+@pytest.mark.parametrize(
+    ("service", "newer"),
+    [
+        ({"healthcheck": {"start_interval": "5s"}}, "services.*.healthcheck.start_interval"),
+        ({"deploy": {"resources": {"limits": {"pids": 9}}}}, "services.*.deploy.resources.limits.pids"),
+        ({"depends_on": {"redis": {"condition": "a", "required": False}}}, "services.*.depends_on.*.required"),
+        ({"develop": {"watch": []}}, "services.*.develop"),
+        ({"build": {"context": ".", "tags": ["a"]}}, "services.*.build.tags"),
+        ({"attach": False}, "services.*.attach"),
+        ({"deploy": {"resources": {"reservations": {"devices": [{"driver": "cdi", "cdi": 1}]}}}},
+         "services.*.deploy.resources.reservations.devices.#.cdi"),
+        ({"networks": {"pipeline": {"gw_priority": 1}}}, "services.*.networks.*.gw_priority"),
+    ],
+)  # fmt: skip
+def test_a_key_that_came_later_is_found(service: Any, newer: str) -> None:
+    document = copy.deepcopy({key: COMPOSE[key] for key in ("services", "networks", "volumes", "secrets")})
+    document["services"]["redis"] |= service
+    assert newer_keys(document) == [newer]
+    assert newer_keys({"name": "spo"} | COMPOSE)[0] == ".name"
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_process_1_of_a_container_is_one_init(name: str) -> None:
+    build = SERVICES[name]["build"]
+    inits = re.findall(r'^ENTRYPOINT \["tini"', (ROOT / build["dockerfile"]).read_text(), re.MULTILINE)
+    assert len(inits) + bool(SERVICES[name].get("init")) == 1
+
+
 def test_only_the_orchestrator_and_the_observers_are_published_and_on_loopback() -> None:
     published = {name: service["ports"] for name, service in COMPOSE["services"].items() if "ports" in service}
     assert set(published) == {"orchestrator", "prometheus", "grafana"}
@@ -88,7 +162,33 @@ def test_secrets_are_files_whose_names_are_settings() -> None:
         assert not [variable for variable in service["environment"] if re.search("PASSWORD|KEY|REDIS_URL", variable)]
         wants_redis = "trainer" not in name and name != "tinker"
         assert ("spo_redis_url" in service.get("secrets", [])) is wants_redis
+        # As in the chart: who has no token of the platform gets nothing by gRPC.
+        assert "spo_rpc_token" in service["secrets"]
     assert all(secret["file"].startswith("deploy/secrets/") for secret in COMPOSE["secrets"].values())
+
+
+def test_the_secrets_that_compose_mounts_are_made_once_and_differ(tmp_path: Path) -> None:
+    (tmp_path / "deploy").mkdir()
+    shutil.copy(ROOT / "deploy" / "make_secrets.sh", tmp_path / "deploy")
+
+    def made() -> dict[str, str]:
+        subprocess.run([tmp_path / "deploy" / "make_secrets.sh"], check=True, capture_output=True, timeout=60)
+        return {name: (tmp_path / secret["file"]).read_text() for name, secret in COMPOSE["secrets"].items()}
+
+    first = made()
+    assert (tmp_path / ".env").read_text() == "COMPOSE_PROJECT_NAME=spo\n"
+    (tmp_path / ".env").write_text("SPO_HTTP_PORT=1\nCOMPOSE_PROJECT_NAME=other\n")
+    (tmp_path / "deploy" / "secrets" / "spo_rpc_token").unlink()
+    again = made()
+
+    assert len(set(first.values())) == len(first)
+    assert min(map(len, first.values())) >= 48
+    # An installation of before gets what has come since and keeps the rest.
+    assert {name for name in first if first[name] != again[name]} == {"spo_rpc_token"}
+    assert (tmp_path / ".env").read_text() == "SPO_HTTP_PORT=1\nCOMPOSE_PROJECT_NAME=other\n"
+    settings = PlatformSettings(_secrets_dir=tmp_path / "deploy" / "secrets")
+    assert settings.rpc_token.get_secret_value() == again["spo_rpc_token"]
+    assert settings.redis_url == f"redis://:{again['redis_password']}@redis:6379/0"
 
 
 def test_redis_is_started_alike_everywhere(tmp_path: Path) -> None:
@@ -142,6 +242,9 @@ def test_images_are_pinned_unprivileged_and_checked(path: Path) -> None:
     # The platform's own sources, which bring nothing with them, and no sources built with what has no hash.
     assert all({"--no-deps", "--no-build-isolation"} <= set(options.split()) for options in own)
     assert all("-r constraints/hashed/" in options for options in set(installs) - set(own))
+    # First a pip that knows hashed requirements with extras: bases bring 23.0.
+    assert "-r constraints/hashed/build.txt" in installs[0]
+    assert int(pins(ROOT / "constraints" / "hashed" / "build.txt")["pip"].split(".")[0]) > 23
     used = set(re.findall(r"-r (constraints/hashed/\S+)", text))
     assert used <= {str(each.relative_to(ROOT)) for each in HASHED}
     if path.suffix != ".gpu":
