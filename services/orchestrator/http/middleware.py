@@ -31,7 +31,7 @@ from spo.observability import get_logger
 
 log = get_logger("middleware")
 
-OPEN_PATHS = ("/healthz", "/readyz")
+OPEN_PATHS = ("/healthz", "/readyz", "/health")
 # What a standby answers besides; for everything else it names the leader.
 STANDBY_PATHS = ("/version", "/metrics")
 # The `type` of a refusal leads here, so those who were refused must be able to read it.

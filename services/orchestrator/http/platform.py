@@ -235,6 +235,8 @@ async def healthz() -> dict[str, str]:
     return {"status": "ok"}
 
 
+# The name that clients of vLLM's server ask for before they begin.
+@router.get("/health", include_in_schema=False)
 @router.get("/readyz")
 async def readyz(context: ContextDep) -> dict[str, str]:
     """Ready for requests: Redis answers, this process leads and is not draining; a standby names the leader."""
