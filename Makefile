@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: images hashes docs sdk tree openapi help setup system-deps proto format check ready test test-nightly chart-test chart-files compose-test demo chaos screenshots demo-experience demo-loop real-demo reproduce up down benchmarks gpu-check clean
+.PHONY: images hashes docs sdk tree openapi help setup system-deps proto format check ready test test-nightly chart-test chart-files compose-test demo chaos screenshots demo-experience demo-loop real-demo reproduce up down benchmarks gpu-check clean images-test bench
 
 PYTHON ?= python3
 VENV := .venv
@@ -99,6 +99,9 @@ images:  ## Build and push the images (REGISTRY=host/path, ENGINE=cpu or gpu) an
 
 hashes:  ## Write constraints/hashed, from which the images install (CPU_WHEELS=index or folder of torch for CPU); after constraints change
 	@CPU_WHEELS='$(CPU_WHEELS)' bash scripts/hashes.sh
+
+images-test:  ## Build the images and look into each as a pod would run it (ENGINE=docker or podman, IMAGES="judge light", BUILD=no)
+	@ENGINE='$(ENGINE)' IMAGES='$(IMAGES)' python3 scripts/images_test.py
 
 compose-test:  ## Build the images, run the demo job in docker compose, kill and scale inference on the way
 	@bash scripts/compose_test.sh

@@ -1,0 +1,86 @@
+"""What `make images-test` calls a fault of an image; the engine itself is a person's."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.support.image_packages import roles
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "images_test.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("images_test", SCRIPT)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("path", "fault"),
+    [
+        ("/run/secrets/spo_redis_url", "a secret"),
+        ("/tmp/deploy/secrets/spo_rpc_token", "a secret"),
+        ("/root/.netrc", "a secret"),
+        ("/root/.cache/pip/http/a", "a cache"),
+        ("/var/lib/apt/lists/deb.debian.org_dists_bookworm_main_binary-amd64_Packages", "a cache"),
+        ("/usr/bin/gcc", "a compiler"),
+        ("/usr/bin/g++-12", "a compiler"),
+        ("/venv/lib/python3.11/site-packages/pip/__init__.py", "a package manager of Python"),
+        ("/app/tests/conftest.py", "the tests of ours"),
+        ("/venv/bin/python", ""),
+        ("/usr/bin/gcov-dump.txt", ""),
+        ("/venv/lib/python3.11/site-packages/spo/rpc/client.py", ""),
+        ("/venv/lib/python3.11/site-packages/spo/service/settings.py", ""),
+    ],
+)
+def test_what_should_not_lie_in_an_image_is_named(script: ModuleType, path: str, fault: str) -> None:
+    found = script.unwanted([path], compiler=False)
+    assert found == ([f"{fault}: {path}"] if fault else [])
+    assert script.unwanted([path], compiler=True) == ([] if fault == "a compiler" else found)
+
+
+def test_packages_are_held_against_the_hashed_pins(script: ModuleType) -> None:
+    pins = script.pins(
+        "Foo_Bar==1.2 ; python_version < '3.12' \\\n    --hash=sha256:00\ntorch==2.13.0+cpu \\\n    --hash=sha256:11\n"
+    )
+    assert pins == {"foo-bar": "1.2", "torch": "2.13.0+cpu"}
+    assert script.unpinned({"foo-bar": "1.2", "torch": "2.13.0+cpu", "spo-platform": "0.1.0"}, pins) == []
+    assert script.unpinned({"foo-bar": "1.3", "new": "1"}, pins) == ["foo-bar 1.3 (pinned: 1.2)", "new 1 (pinned: not)"]
+
+
+def test_the_tier_is_that_of_the_doctors_finding(script: ModuleType) -> None:
+    rows = [{"what": "isolation docker"}, {"what": "the judge runs programs under seccomp+landlock"}]
+    assert script.tier_of(rows) == "seccomp+landlock"
+    assert script.tier_of([{"what": "isolation that the judge accepts"}]) == ""
+
+
+def test_the_roles_it_asks_for_are_those_of_the_dockerfiles(script: ModuleType) -> None:
+    assert {image: set(names) for image, (_, names) in script.IMAGES.items() if image in ("judge", "light")} == {
+        image: roles(image) for image in ("judge", "light")
+    }
+    assert all(set(names) <= roles(image) for image, (_, names) in script.IMAGES.items())
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_without_an_engine_it_says_loudly_that_nothing_was_tested(tmp_path: Path, answers: bool) -> None:
+    if answers:
+        (tmp_path / "none").write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / "none").chmod(0o755)
+    environment = os.environ | {"ENGINE": str(tmp_path / "none")}
+    done = subprocess.run(
+        [sys.executable, SCRIPT], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "The images were NOT tested." in done.stderr
+    assert ("no engine answers" if answers else "there is no") in done.stderr
