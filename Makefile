@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: images hashes docs sdk tree openapi help setup system-deps proto format check ready test test-nightly chart-test chart-files compose-test demo chaos screenshots demo-experience demo-loop real-demo reproduce up down benchmarks gpu-check clean images-test bench
+.PHONY: images hashes docs sdk tree openapi help setup system-deps proto format check ready test test-nightly chart-test chart-files images-test cluster-test compose-test demo chaos screenshots demo-experience demo-loop real-demo reproduce up down benchmarks gpu-check clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -102,6 +102,9 @@ hashes:  ## Write constraints/hashed, from which the images install (CPU_WHEELS=
 
 images-test:  ## Build the images and look into each as a pod would run it (ENGINE=docker or podman, IMAGES="judge light", BUILD=no)
 	@ENGINE='$(ENGINE)' IMAGES='$(IMAGES)' python3 scripts/images_test.py
+
+cluster-test:  ## The story of docs/kubernetes.md on any cluster (KUBECONFIG=file, VALUES=file of images, NAMESPACE, STEPS)
+	@KUBECONFIG='$(KUBECONFIG)' VALUES='$(VALUES)' NAMESPACE='$(NAMESPACE)' STEPS='$(STEPS)' python3 scripts/cluster_test.py
 
 compose-test:  ## Build the images, run the demo job in docker compose, kill and scale inference on the way
 	@bash scripts/compose_test.sh

@@ -151,8 +151,11 @@ def looked_at(engine: Engine, image: str) -> list[str]:
     seeing = ["run", "--rm", "--network", "none", "--user", "0", "--entrypoint", "find"]
     files = engine.ask(*seeing, tag, "/", "-xdev", "-type", "f", "-size", "+0")
     faults += unwanted(files.splitlines(), compiler=image == "gpu")
-    rows = json.loads(engine.ask(*confined, tag, "spo.cli", "doctor", "-o", "json", ends=(0, 1)))
-    tier = tier_of(rows)
+    answer = engine.ask(*confined, tag, "spo.cli", "doctor", "-o", "json", ends=(0, 1))
+    try:
+        tier = tier_of(json.loads(answer))
+    except ValueError:
+        return [*faults, "`spo doctor` does not answer"]
     print(f"spo-{image}: {len(look['packages'])} packages, {', '.join(roles)}; tier {tier or 'none'}", flush=True)
     return faults + (["the judge finds no isolation"] if image == "judge" and not tier else [])
 

@@ -1,29 +1,38 @@
-"""What `make images-test` calls a fault of an image; the engine itself is a person's."""
+"""What `make images-test` and `make cluster-test` make of what they see; the engine and the cluster are a person's."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from tests.support.image_packages import roles
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "images_test.py"
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+
+
+def loaded(name: str) -> ModuleType:
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(SCRIPTS))
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("images_test", SCRIPT)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded("images_test")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> ModuleType:
+    return loaded("cluster_test")
 
 
 @pytest.mark.parametrize(
@@ -79,8 +88,87 @@ def test_without_an_engine_it_says_loudly_that_nothing_was_tested(tmp_path: Path
         (tmp_path / "none").chmod(0o755)
     environment = os.environ | {"ENGINE": str(tmp_path / "none")}
     done = subprocess.run(
-        [sys.executable, SCRIPT], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, SCRIPTS / "images_test.py"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (0, "")
     assert "The images were NOT tested." in done.stderr
     assert ("no engine answers" if answers else "there is no") in done.stderr
+
+
+@pytest.mark.parametrize("given", ["", "/nowhere"])
+def test_without_a_cluster_it_says_loudly_that_nothing_was_run(tmp_path: Path, given: str) -> None:
+    for tool in ("kubectl", "helm"):
+        (tmp_path / tool).write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / tool).chmod(0o755)
+    environment = os.environ | {"KUBECONFIG": given, "PATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "cluster_test.py"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "The chart was NOT run." in done.stderr
+    assert ("no cluster answers" if given else "names no cluster") in done.stderr
+
+
+def pod(phase: str, ready: str = "False", **status: Any) -> dict[str, Any]:
+    conditions = [{"type": "Ready", "status": ready}, *status.pop("conditions", [])]
+    return {"metadata": {"name": "spo-x"}, "status": {"phase": phase, "conditions": conditions, **status}}
+
+
+@pytest.mark.parametrize(
+    ("pods", "words"),
+    [
+        ([pod("Running", "True")], []),
+        ([pod("Succeeded")], []),
+        (
+            [pod("Pending", conditions=[{"type": "PodScheduled", "status": "False", "message": "Insufficient cpu"}])],
+            ["spo-x: Insufficient cpu"],
+        ),
+        (
+            [pod("Pending", containerStatuses=[{"name": "a", "state": {"waiting": {"reason": "ImagePullBackOff"}}}])],
+            ["spo-x: a: ImagePullBackOff"],
+        ),
+        (
+            [
+                pod(
+                    "Running",
+                    containerStatuses=[
+                        {
+                            "name": "a",
+                            "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}},
+                            "lastState": {"terminated": {"reason": "OOMKilled"}},
+                        }
+                    ],
+                )
+            ],
+            ["spo-x: a: CrashLoopBackOff back-off; a: OOMKilled"],
+        ),
+        ([pod("Pending", initContainerStatuses=[{"name": "i", "state": {"running": {}}}])], ["spo-x: Pending"]),
+        ([{"metadata": {"name": "spo-x"}, "status": {}}], ["spo-x: unknown"]),
+    ],
+)
+def test_a_pod_that_waits_is_named_with_its_cause(
+    cluster: ModuleType, pods: list[dict[str, Any]], words: list[str]
+) -> None:
+    assert cluster.waiting(pods) == words
+
+
+def test_the_steps_are_a_table(cluster: ModuleType) -> None:
+    assert cluster.table([("install", 61.6, ""), ("end", 5, "ok")]).splitlines()[2:] == [
+        "| install | 62 |  |",
+        "| end | 5 | ok |",
+    ]
+
+
+def test_every_role_of_the_chart_is_taken_away_once(cluster: ModuleType) -> None:
+    services = {path.parent.name.replace("_", "-") for path in (SCRIPTS.parent / "services").glob("*/__main__.py")}
+    assert set(cluster.ROLES) == services - {"tinker"} | {"redis"}
