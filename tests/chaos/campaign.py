@@ -16,6 +16,7 @@ from spo.errors import SpoError
 from spo.testing.peers import wait_until
 from tests.chaos import invariants
 from tests.chaos.faults.fault import Stage
+from tests.chaos.faults.requests import end_other_tenant
 from tests.chaos.faults.schedule import Schedule
 from tests.chaos.invariants import JobOutcome, RunningJob
 from tests.chaos.platform import ChaosPlatform
@@ -43,11 +44,14 @@ class Campaign:
     platform: ChaosPlatform
     spec: Mapping[str, Any]
     schedule: Schedule
-    seconds: float
+    # Seconds, and faults.
+    bounds: tuple[float, int]
     say: Callable[[str], None]
     recoveries: list[Recovery] = field(default_factory=list)
     jobs: list[JobOutcome] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
+    # How much slower than a calm machine this one may be.
+    patience: float = 1.0
     # Set once the undisturbed job has ended: only then do faults begin.
     _until: float | None = None
     _stage: Stage = field(init=False)
@@ -60,16 +64,16 @@ class Campaign:
 
     def run(self) -> None:
         """One undisturbed job, then disturbed ones; stops at the first stall, goes on after any other fault found."""
-        self._stage = Stage(self.platform)
-        url = self.platform.launcher.http_url
+        self._stage = Stage(self.platform, self.spec["model"]["path"])
+        url, key = self.platform.launcher.http_url, self.platform.api_key
         with (
-            Client(url, timeout_seconds=5, retry_seconds=0) as looker,
-            Client(url, retry_seconds=API_SECONDS) as client,
+            Client(url, key, timeout_seconds=5 * self.patience, retry_seconds=0) as looker,
+            Client(url, key, retry_seconds=API_SECONDS * self.patience) as client,
         ):
             try:
                 self._job(looker, client)
-                self._until = time.monotonic() + self.seconds
-                while time.monotonic() < self._until:
+                self._until = time.monotonic() + self.bounds[0]
+                while time.monotonic() < self._until and len(self.recoveries) < self.bounds[1]:
                     self._job(looker, client)
             except Stalled as stalled:
                 self._found(str(stalled))
@@ -97,12 +101,13 @@ class Campaign:
         while True:
             job = self._seen(looker, running.job_id)
             self._tend_faults(job)
+            running.was_set_back = running.job_id in self._stage.set_back
             if job and job.is_final and not self._open():
                 return job
             if job and not job.is_final:
                 self._look(looker, running)
                 self._disturb()
-            if time.monotonic() > began + JOB_SECONDS:
+            if time.monotonic() > began + JOB_SECONDS * self.patience:
                 raise Stalled(
                     f"{running.job_id} did not end within {JOB_SECONDS:g} s: {job and (job.state, job.waits)}"
                 )
@@ -113,11 +118,14 @@ class Campaign:
         if job.state != "succeeded":
             yield f"the job ended {job.state}: {job.failure}"
         else:
-            yield from invariants.check_ended(self.platform, client, job)
+            yield from invariants.check_ended(self.platform, client, job, set_back=running.was_set_back)
             yield from self._score(outcome)
         yield from running.look(client)
+        yield from self._other_tenant(client)
         yield from self._ledger(outcome)
-        yield from invariants.losses(client)
+        yield from invariants.losses(client, redis_set_back=bool(self._stage.set_back))
+        yield from self._stage.broken
+        self._stage.broken.clear()
         yield from invariants.open_evaluations(client, self._stage.evaluations)
         self._stage.evaluations.clear()
         yield from self._deletion(client, job.id)
@@ -128,6 +136,19 @@ class Campaign:
         outcome.keys = invariants.keys_by_family(self.platform)
         yield from invariants.grown_families(self.jobs)
         yield from invariants.children_left(self.platform)
+
+    def _other_tenant(self, client: Client) -> Iterator[str]:
+        def gone() -> bool:
+            try:
+                end_other_tenant(self._stage, client)
+            except SpoError:
+                return False
+            return True
+
+        try:
+            wait_until(gone, "the other tenant's jobs may be deleted", invariants.DRAIN_SECONDS, 1)
+        except TimeoutError:
+            yield f"jobs of the other tenant cannot be deleted: {self._stage.other_jobs}"
 
     def _score(self, outcome: JobOutcome) -> Iterator[str]:
         usual = self.jobs[0].score
@@ -164,6 +185,8 @@ class Campaign:
     def _disturb(self) -> None:
         now = time.monotonic()
         if self._until is None or now > self._until or now < self._next_fault:
+            return
+        if len(self.recoveries) >= self.bounds[1]:
             return
         if self._open() and now < self.recoveries[-1].began + OVERLAP_SECONDS:
             return
@@ -202,7 +225,7 @@ class Campaign:
                     f"recovered from {recovery.fault.kind}: ready after {seconds[0]:.1f} s, then {seconds[1]:.1f} s"
                 )
                 self._next_fault = time.monotonic() + self._pauses.uniform(*PAUSE_SECONDS)
-            elif time.monotonic() > (recovery.ended or 0) + STALL_SECONDS:
+            elif time.monotonic() > (recovery.ended or 0) + STALL_SECONDS * self.patience:
                 why = f"{job.state}, waits {job.waits}" if job else "no answer"
                 raise Stalled(f"no recovery within {STALL_SECONDS:g} s of: {recovery.inflicted.what} ({why})")
 

@@ -11,17 +11,22 @@ SOURCE = Path(__file__).with_name("clock_offset.c")
 COMPILE_SECONDS = 60
 
 
+def compiled(source: Path, folder: Path) -> Path:
+    """Where the library of a C file is, to be preloaded; without a C compiler there is none."""
+    library = folder / f"{source.stem}.so"
+    if compiler := shutil.which("gcc") or shutil.which("cc"):
+        command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source)]
+        subprocess.run(command, check=True, timeout=COMPILE_SECONDS)
+    return library
+
+
 class Clocks:
     """Offsets below a folder, one file per service; without a C compiler there are none, and `works` says so."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._library = folder / "clock_offset.so"
         folder.mkdir(parents=True)
-        compiler = shutil.which("gcc") or shutil.which("cc")
-        if compiler:
-            command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(self._library), str(SOURCE)]
-            subprocess.run(command, check=True, timeout=COMPILE_SECONDS)
+        self._library = compiled(SOURCE, folder)
 
     @property
     def works(self) -> bool:

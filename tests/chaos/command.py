@@ -20,7 +20,7 @@ from spo.testing.peers import wait_until
 from tests.chaos import report
 from tests.chaos.campaign import Campaign
 from tests.chaos.faults.schedule import Schedule, possible_faults
-from tests.chaos.platform import ChaosPlatform, marked_processes
+from tests.chaos.platform import MODELS, ChaosPlatform, marked_processes
 
 ROOT = Path(__file__).parents[2]
 MODEL_SECONDS = 900
@@ -49,8 +49,14 @@ JOB: dict[str, dict[str, Any]] = {
 }
 
 
-def carry_out(minutes: float, seed: int, kinds: Sequence[str], ranks: int, result: Path, console: Console) -> int:
-    """Run a campaign, show and write its report; 0 when every invariant held, else 1."""
+def carry_out(
+    bounds: tuple[float, int, float], seed: int, kinds: Sequence[str], ranks: int, result: Path, console: Console
+) -> int:
+    """Run a campaign, show and write its report; 0 when every invariant held, else 1.
+
+    bounds: its minutes, its faults, and how many times slower than a calm machine this one is.
+    """
+    minutes, most, patience = bounds
     began = time.monotonic()
 
     def say(words: str) -> None:
@@ -67,7 +73,7 @@ def carry_out(minutes: float, seed: int, kinds: Sequence[str], ranks: int, resul
             faults, impossible = possible_faults(platform, kinds)
             if impossible:
                 say(f"not possible on this machine: {', '.join(impossible)}")
-            campaign = Campaign(platform, spec, Schedule(seed, faults), minutes * 60, say)
+            campaign = Campaign(platform, spec, Schedule(seed, faults), (minutes * 60, most), say, patience)
             campaign.run()
     except NotReady as error:
         say(f"the platform did not start: {error}")
@@ -81,9 +87,8 @@ def carry_out(minutes: float, seed: int, kinds: Sequence[str], ranks: int, resul
 
 
 def reference_model() -> Path:
-    """pi0 of the toy contest, shared with the demo's cache so that it is built once."""
-    cache = ROOT / ".spo" / "cache" / "models"
-    command = [sys.executable, "-m", "spo.demo.reference_model", str(cache), "standard"]
+    """pi0 of the toy contest."""
+    command = [sys.executable, "-m", "spo.demo.reference_model", str(MODELS), "standard"]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=MODEL_SECONDS, check=True)
     return Path(json.loads(finished.stdout.splitlines()[-1])["folder"])
 

@@ -36,11 +36,15 @@ class RunningJob:
     step: int = 0
     seq: int = 0
     versions: dict[int, str] = field(default_factory=dict)
+    # Redis was set back while it was under way: what it had since is made again.
+    was_set_back: bool = False
 
     def look(self, client: Client) -> list[str]:
         """What is wrong by now: events with gaps, versions that go back or change, a state that ended badly."""
-        broken = []
+        broken: list[str] = []
         job = client.get(self.job_id)
+        if self.was_set_back:
+            return [f"the job {job.state}: {job.failure}"] if job.is_final and job.state != "succeeded" else []
         if job.progress.step < self.step:
             broken.append(f"the step went back from {self.step} to {job.progress.step}")
         self.step = max(self.step, job.progress.step)
@@ -76,11 +80,17 @@ class JobOutcome:
     broken: list[str] = field(default_factory=list)
 
 
-def check_ended(platform: ChaosPlatform, client: Client, job: Job) -> Iterator[str]:
-    """What a succeeded job must leave: every step once, every row of metrics, an intact ledger."""
+def check_ended(platform: ChaosPlatform, client: Client, job: Job, *, set_back: bool) -> Iterator[str]:
+    """What a succeeded job must leave: every step once, every row of metrics, an intact ledger.
+
+    set_back: of one that Redis was set back under, the steps and growing leases alone.
+    """
     steps = job.progress.steps
     if job.progress.step != steps:
         yield f"{job.progress.step} of {steps} steps"
+    yield from _training_order(platform.launcher.folder / "logs" / "trainer.log", job.id)
+    if set_back:
+        return
     series = client.metrics(job.id)
     if series.steps != list(range(1, steps + 1)):
         absent = sorted(set(range(1, steps + 1)) - set(series.steps))
@@ -91,7 +101,6 @@ def check_ended(platform: ChaosPlatform, client: Client, job: Job) -> Iterator[s
         drawn = int(redis.hget(f"spo:{job.id}:replay-buffer:counters", "drawn") or 0)
         if drawn != steps:
             yield f"{drawn} batches drawn for {steps} steps"
-    yield from _training_order(platform.launcher.folder / "logs" / "trainer.log", job.id)
     scores = [evaluation.step for evaluation in client.evaluations(job.id)]
     if scores != sorted(set(scores)) or steps not in scores:
         yield f"evaluations at the steps {scores}"
@@ -126,10 +135,12 @@ def _training_order(log: Path, job_id: str) -> Iterator[str]:
         yield f"leases of the epochs {epochs}"
 
 
-def losses(client: Client) -> Iterator[str]:
-    """Nothing that was acknowledged is gone, by the platform's own account."""
+def losses(client: Client, *, redis_set_back: bool) -> Iterator[str]:
+    """Nothing that was acknowledged is gone, by the platform's own account, unless Redis was set back."""
     seen = client.platform.describe()
     for loss in seen.losses:
+        if redis_set_back and loss.kind == "redis_behind":
+            continue
         yield f"the platform tells of a loss: {loss.kind}: {loss.message}"
     for lost in seen.lost_jobs:
         yield f"the platform tells of a lost job: {lost.id}"

@@ -34,6 +34,8 @@ class Way:
     target: tuple[str, int] | None = None
     conditions: Conditions = field(default_factory=Conditions)
     connections: set[asyncio.StreamWriter] = field(default_factory=set)
+    # Half-open: nothing passes them any more, and neither end learns of it.
+    silent: set[asyncio.StreamWriter] = field(default_factory=set)
 
 
 class Network:
@@ -73,6 +75,12 @@ class Network:
         if conditions.is_cut:
             self._call(self._cut(self.ways[name]))
 
+    def silence(self, name: str) -> int:
+        """Let the target's present connections be half-open for good, as when a machine vanished; how many."""
+        way = self.ways[name]
+        way.silent |= way.connections
+        return len(way.silent) // 2
+
     def _call(self, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(CALL_SECONDS)
 
@@ -101,6 +109,7 @@ class Network:
             pass
         finally:
             way.connections.difference_update(ends)
+            way.silent.difference_update(ends)
             for end in ends:
                 end.close()
 
@@ -112,6 +121,8 @@ class Network:
                     wait += way.conditions.retransmit_seconds
                 if wait:
                     await asyncio.sleep(wait)
+                if writer in way.silent:
+                    continue
                 writer.write(chunk)
                 await writer.drain()
 

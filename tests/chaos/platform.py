@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import redis
 from spo.local.judge_client import Child
 from spo.local.launcher import REDIS, SERVICES, LauncherSettings, LocalPlatform
 from tests.chaos.clocks import Clocks
-from tests.chaos.disks import Disk
+from tests.chaos.disks import Disk, StorageFaults
 from tests.chaos.network import Network
 
 # The ranks' and judges' waits of a production platform, cut short as the campaign is.
@@ -34,18 +35,46 @@ QUICK = {
 STATE_BYTES = 1 << 30
 REDIS_BYTES = 1 << 30
 START_SECONDS = 400
+# pi0 is shared with the demo's cache, so that it is built once.
+MODELS = Path(__file__).parents[2] / ".spo" / "cache" / "models"
 MARK = "CHAOS_PLATFORM"
 
 
+# Redis begins with the files of a snapshot, where one was laid ready.
+RESTORE = """if [ -d "$0.restore" ]; then
+    rm -rf "$0/appendonlydir" && mv "$0.restore/appendonlydir" "$0/"
+    rm -rf "$0.restore"
+fi
+exec "$@"
+"""
+
+
 class _Launcher(LocalPlatform):
-    """The launcher, with a clock of its own for each service."""
+    """The launcher, with a clock of its own for Redis and each service, and storage that each may lose."""
 
     clocks: Clocks
+    storage: StorageFaults
 
     def _service(self, name: str, service: str, address: str, ports: dict[str, int], shared: dict[str, str]) -> Child:
         child = super()._service(name, service, address, ports, shared)
-        child.environment = {**child.environment, **self.clocks.environment(name)}
+        child.environment = {
+            **child.environment,
+            **_together(self.clocks.environment(name), self.storage.environment(name)),
+        }
         return child
+
+    def _redis(self, port: int) -> Child:
+        child = super()._redis(port)
+        child.environment = {**child.environment, **self.clocks.environment(REDIS)}
+        child.command = ["/bin/sh", "-c", RESTORE, os.fspath((self.state_path / "redis").resolve()), *child.command]
+        return child
+
+
+def _together(*environments: dict[str, str]) -> dict[str, str]:
+    """Of processes that preload all their libraries."""
+    both = {name: value for environment in environments for name, value in environment.items()}
+    libraries = [environment["LD_PRELOAD"] for environment in environments if environment]
+    return {**both, "LD_PRELOAD": ":".join(libraries)} if libraries else both
 
 
 class ChaosPlatform:
@@ -54,6 +83,8 @@ class ChaosPlatform:
     def __init__(self, logs: Path, *, trainer_ranks: int = 1) -> None:
         self.logs = logs
         self.trainer_ranks = trainer_ranks
+        # Of who looks on and submits; tenants have keys of their own.
+        self.api_key = secrets.token_hex(16)
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -70,6 +101,7 @@ class ChaosPlatform:
         self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
         self.clocks = Clocks(self.folder / "clocks")
         self.state_disk = self._disk("state", STATE_BYTES)
+        self.storage = StorageFaults(self.folder / "faults", self.state_disk.folder)
         self.redis_disk = self._disk("redis", REDIS_BYTES)
         # The launcher keeps Redis' file in the state folder; here it has a disk of its own, to be filled by itself.
         (self.state_disk.folder / "redis").symlink_to(self.redis_disk.folder)
@@ -82,7 +114,7 @@ class ChaosPlatform:
             trainer_ranks=self.trainer_ranks,
         )
         self.launcher = _Launcher(self.logs.name, self.state_disk.folder, settings, self._environment())
-        self.launcher.clocks = self.clocks
+        self.launcher.clocks, self.launcher.storage = self.clocks, self.storage
         own_redis = os.environ.pop("SPO_REDIS_URL", None)
         try:
             self._stack.enter_context(self.launcher)
@@ -107,6 +139,8 @@ class ChaosPlatform:
             **addresses,
             "SPO_INFERENCE_ADVERTISE_ADDRESS": self.network.address("inference"),
             "SPO_REDIS_URL": f"redis://{self.network.address(REDIS)}/0",
+            "SPO_ORCHESTRATOR_API_KEY": self.api_key,
+            "SPO_ORCHESTRATOR_TENANT_PATHS": str(MODELS),
             MARK: self.mark,
         }
 
@@ -123,6 +157,10 @@ class ChaosPlatform:
     @property
     def state_path(self) -> Path:
         return self.state_disk.folder
+
+    @property
+    def redis_folder(self) -> Path:
+        return self.redis_disk.folder
 
     def child(self, name: str) -> Child:
         """The process of this name, whichever of its lives it is in."""

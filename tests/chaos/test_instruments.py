@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from tests.chaos.clocks import Clocks
-from tests.chaos.disks import Disk
+from tests.chaos.disks import Disk, StorageFaults
 from tests.chaos.faults.fault import Fault, Inflicted, Stage
 from tests.chaos.faults.schedule import Schedule
 from tests.chaos.network import Conditions, Network
@@ -114,3 +114,54 @@ def test_recovery_counts_from_readiness_to_the_next_progress() -> None:
     recovery.observe(True, before, job_has_ended=False)
     recovery.observe(True, after, job_has_ended=False)
     assert recovery.recovery_seconds is not None
+
+
+TRY_STORAGE = """
+import json, os, sys
+def outcome(work):
+    try:
+        return work() and 0
+    except OSError as error:
+        return error.errno
+folder = sys.argv[1]
+print(json.dumps([
+    outcome(lambda: open(folder + "/there").read()),
+    outcome(lambda: open(folder + "/new", "w").write("words")),
+    outcome(lambda: os.mkdir(folder + "/folder")),
+    outcome(lambda: os.rename(folder + "/there", folder + "/there")),
+    outcome(lambda: open("/proc/self/cmdline").read()),
+]))
+"""
+
+
+def test_storage_of_a_service_is_read_only_or_broken_and_whole_again(tmp_path: Path) -> None:
+    require("cc")
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "there").write_text("words")
+    storage = StorageFaults(tmp_path / "faults", tmp_path / "state")
+    environment = storage.environment("trainer")
+
+    def tried() -> list[int]:
+        command = [sys.executable, "-c", TRY_STORAGE, str(tmp_path / "state")]
+        ran = subprocess.run(command, env=environment, capture_output=True, check=True)
+        return [number or 0 for number in json.loads(ran.stdout)]
+
+    storage.set("trainer", errno.EROFS, can_read=True)
+    assert tried() == [0, errno.EROFS, errno.EROFS, errno.EROFS, 0]
+    storage.set("trainer", errno.EIO)
+    assert tried() == [errno.EIO] * 4 + [0]
+    storage.set("inference", errno.EIO)
+    storage.set("trainer", 0)
+    assert tried() == [0, 0, 0, 0, 0]
+
+
+def test_half_open_connections_say_nothing_and_new_ones_are_served(redis_server: str) -> None:
+    with Network(["redis"]) as network:
+        network.lead("redis", redis_server.removeprefix("redis://").removesuffix("/0"))
+        url = f"redis://{network.address('redis')}/0"
+        with redis.Redis.from_url(url, socket_timeout=0.3) as old, redis.Redis.from_url(url, socket_timeout=20) as new:
+            assert old.ping()
+            assert network.silence("redis") == 1
+            with pytest.raises(redis.TimeoutError):
+                old.ping()
+            assert new.ping()

@@ -15,9 +15,16 @@ class Stage:
     """Where a fault acts: the platform, the job that runs, and what faults have left that is no loss."""
 
     platform: ChaosPlatform
+    model: str = ""
     job_id: str = ""
     injected_dead_letters: Counter[str] = field(default_factory=Counter)
     evaluations: list[str] = field(default_factory=list)
+    # Of another tenant; gone before the job is checked.
+    other_jobs: list[str] = field(default_factory=list)
+    # Jobs that were under way when Redis was set back, and whether it was in the life of this platform.
+    set_back: set[str] = field(default_factory=set)
+    # What a fault itself found that did not hold.
+    broken: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

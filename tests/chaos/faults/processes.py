@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from tests.chaos.faults.fault import Fault, Inflicted, Stage
 from tests.chaos.platform import LEASE_SECONDS
 
 SECOND_ORCHESTRATOR_SECONDS = 25.0
+SECOND_LAUNCH_SECONDS = 20.0
 STANDBY_SECONDS = 30.0
 TAKEOVER_SECONDS = 20.0
 
@@ -103,6 +105,44 @@ def _second_orchestrator(stage: Stage, random: Random) -> Inflicted:
     return Inflicted(f"a second orchestrator, pid {second.pid}, for {seconds:g} s", seconds, partial(_end, second))
 
 
+def _second_launch(stage: Stage, random: Random) -> Inflicted:
+    """Another `spo up` on this state folder, under another name: it starts nothing and ends."""
+    launcher = stage.platform.launcher
+    name = f"{launcher.name}-second-{time.monotonic_ns()}"
+    log = (launcher.folder / "logs" / f"{name}.log").open("wb")
+    command = [
+        sys.executable,
+        "-m",
+        "spo.cli",
+        "up",
+        "--name",
+        name,
+        "--port",
+        "0",
+        "--state",
+        str(launcher.state_path),
+    ]
+    second = psutil.Popen(
+        bound_to_this_process(command),
+        env={**os.environ, "SPO_LAUNCHER_RUNS_PATH": str(launcher.settings.runs_path)},
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+
+    def end() -> None:
+        with contextlib.suppress(psutil.TimeoutExpired):
+            second.wait(SECOND_LAUNCH_SECONDS)
+        status = second.poll()
+        log.close()
+        if status in (0, None) or "in use" not in Path(log.name).read_text():
+            stage.broken.append(f"a second launch on the state folder: exit status {status}, see {log.name}")
+        _end(second)
+
+    return Inflicted(f"a second launch, pid {second.pid}", SECOND_LAUNCH_SECONDS, end)
+
+
 def _takeover(stage: Stage, random: Random) -> Inflicted | None:
     """The leader is stopped until its standby has taken over, and wakes up as one who leads no more; then that dies."""
     second, log = _start_second(stage)
@@ -155,5 +195,6 @@ PROCESSES = (
     Fault("stop below lease", partial(_stop, False)),
     Fault("stop beyond lease", partial(_stop, True)),
     Fault("two orchestrators", _second_orchestrator),
+    Fault("second launch", _second_launch),
     Fault("takeover", _takeover),
 )

@@ -59,7 +59,9 @@ def possible_faults(platform: ChaosPlatform, kinds: Sequence[str] = ()) -> tuple
         raise SystemExit(f"no such kinds of faults: {sorted(unknown)}; there are {sorted(each.kind for each in ALL)}")
     impossible = set()
     if not platform.clocks.works:
-        impossible |= {"clock ahead", "clock behind"}
+        impossible |= {"clock ahead", "clock behind", "redis clock ahead", "redis clock behind"}
+    if not platform.storage.works:
+        impossible |= {"storage read-only", "storage broken", "storage away"}
     if not platform.state_disk.is_small:
         impossible |= {"disk full", "redis disk full"}
     if platform.trainer_ranks == 1:

@@ -1,10 +1,14 @@
-"""Disks: full for a while, and the newest weights or checkpoint with flipped bytes."""
+"""Disks: full, read-only, broken or vanished for a while, and the newest weights or checkpoint with flipped bytes."""
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 
+from spo.local.launcher import SERVICES
 from spo.manifest_folder import numbered_folders
 from tests.chaos.faults.fault import Fault, Inflicted, Stage
 from tests.chaos.faults.processes import kill
@@ -19,6 +23,25 @@ def _full(stage: Stage, random: Random) -> Inflicted | None:
     disk.fill()
     seconds = random.uniform(5, 10)
     return Inflicted(f"the disk of weights and checkpoints is full for {seconds:.1f} s", seconds, disk.empty)
+
+
+def _refused(numbers: Sequence[int], stage: Stage, random: Random) -> Inflicted | None:
+    """Of a mount that all share everybody's writes, of a broken one all that a service does."""
+    storage = stage.platform.storage
+    if not storage.works:
+        return None
+    number, seconds = random.choice(numbers), random.uniform(5, 10)
+    can_read = number == errno.EROFS
+    names = SERVICES if can_read else (random.choice(SERVICES),)
+    for name in names:
+        storage.set(name, number, can_read=can_read)
+
+    def mount() -> None:
+        for name in names:
+            storage.set(name, 0)
+
+    who = "everybody" if can_read else names[0]
+    return Inflicted(f"the state folder answers {who} {errno.errorcode[number]} for {seconds:.1f} s", seconds, mount)
 
 
 def _weights_damaged(stage: Stage, random: Random) -> Inflicted | None:
@@ -58,6 +81,9 @@ def _damage(root: Path, random: Random, spare: int) -> Path | None:
 
 STORAGE = (
     Fault("disk full", _full),
+    Fault("storage read-only", partial(_refused, (errno.EROFS,))),
+    Fault("storage broken", partial(_refused, (errno.EIO,))),
+    Fault("storage away", partial(_refused, (errno.ESTALE, errno.EACCES))),
     Fault("weights damaged", _weights_damaged),
     Fault("checkpoint damaged", _checkpoint_damaged),
 )

@@ -1,12 +1,13 @@
-"""Redis in trouble: stopped, slow, full, or with its clients cut off."""
+"""Redis in trouble: stopped, slow, full, with its clients cut off, or restored from a snapshot."""
 
 from __future__ import annotations
 
+import shutil
 from random import Random
 
 from spo.local.launcher import REDIS
 from tests.chaos.faults.fault import Fault, Inflicted, Stage
-from tests.chaos.faults.processes import stopped
+from tests.chaos.faults.processes import kill, stopped
 
 
 def _stopped(stage: Stage, random: Random) -> Inflicted | None:
@@ -49,10 +50,30 @@ def _disk_full(stage: Stage, random: Random) -> Inflicted | None:
     return Inflicted(f"the disk of Redis is full for {seconds:.1f} s", seconds, disk.empty)
 
 
+def _restored(stage: Stage, random: Random) -> Inflicted | None:
+    """A copy of its files, and some seconds later a Redis that begins with them again."""
+    folder, copy = stage.platform.redis_folder, stage.platform.redis_folder.with_name("redis.snapshot")
+    shutil.rmtree(copy, ignore_errors=True)
+    try:
+        shutil.copytree(folder / "appendonlydir", copy / "appendonlydir")
+    except (OSError, shutil.Error):
+        # It was writing its file anew.
+        return None
+    seconds = random.uniform(4, 10)
+
+    def restore() -> None:
+        stage.set_back.add(stage.job_id)
+        copy.replace(folder.with_name(f"{folder.name}.restore"))
+        kill(stage, REDIS)
+
+    return Inflicted(f"Redis is restored from a snapshot of {seconds:.1f} s before", seconds, restore, (REDIS,))
+
+
 STORE = (
     Fault("stop redis", _stopped),
     Fault("redis slow", _slow),
     Fault("redis full", _full),
     Fault("redis clients cut", _clients_cut),
     Fault("redis disk full", _disk_full),
+    Fault("redis restored", _restored, restarts_redis=True),
 )

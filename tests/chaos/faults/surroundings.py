@@ -1,7 +1,8 @@
-"""What the platform stands on: the network between its parts, and each machine's clock."""
+"""What the platform stands on: the network between its parts, and each machine's clock, Redis' too."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from random import Random
 
@@ -35,11 +36,17 @@ def _cut(stage: Stage, random: Random) -> Inflicted:
     return _network(stage, random, "is cut", random.uniform(3, 8), Conditions(is_cut=True))
 
 
-def _clock(direction: int, stage: Stage, random: Random) -> Inflicted | None:
+def _half_open(stage: Stage, random: Random) -> Inflicted:
+    """The connections that there are lead nowhere, and nobody is told; new ones are served."""
+    name = REDIS if random.random() < 0.5 else random.choice(CALLED)
+    return Inflicted(f"{stage.platform.network.silence(name)} connections to {name} are half-open")
+
+
+def _clock(direction: int, names: Sequence[str], stage: Stage, random: Random) -> Inflicted | None:
     clocks = stage.platform.clocks
     if not clocks.works:
         return None
-    service, seconds = random.choice(SERVICES), random.uniform(5, 10)
+    service, seconds = random.choice(names), random.uniform(5, 10)
     step = direction * random.uniform(60, 7200)
     clocks.set(service, step)
     what = f"the clock of {service} steps by {step:+.0f} s for {seconds:.1f} s"
@@ -50,6 +57,9 @@ SURROUNDINGS = (
     Fault("network slow", _slow),
     Fault("network lossy", _lossy),
     Fault("network cut", _cut),
-    Fault("clock ahead", partial(_clock, 1)),
-    Fault("clock behind", partial(_clock, -1)),
+    Fault("half-open", _half_open),
+    Fault("clock ahead", partial(_clock, 1, SERVICES)),
+    Fault("clock behind", partial(_clock, -1, SERVICES)),
+    Fault("redis clock ahead", partial(_clock, 1, (REDIS,))),
+    Fault("redis clock behind", partial(_clock, -1, (REDIS,))),
 )
