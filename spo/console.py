@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 
 import yaml
@@ -12,6 +15,7 @@ from pydantic import BaseModel
 from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from spo import errors
@@ -25,6 +29,7 @@ HEADINGS = {"reward": "reward (0: solved)"}
 # Rows beside the first that has a fault are named, so many.
 SHOWN_PLACES = 5
 _ROW = re.compile(r"\b(?:line|row) \d+\b")
+CHECKED_LOG_SECONDS = 10.0
 
 console = Console()
 error_console = Console(stderr=True)
@@ -74,6 +79,31 @@ _NEXT_STEP = {
     ExitCode.UNREACHABLE: "`spo doctor` looks for the cause",
     ExitCode.FAILURE: "the service's log has the details (runs/<name>/logs)",
 }
+
+
+@contextmanager
+def while_checked() -> Iterator[None]:
+    """A bar with the time while the platform checks what is submitted: the model, its tokenizer, all problems.
+
+    On standard error; where that is no terminal, a line every CHECKED_LOG_SECONDS.
+    """
+    what, over = "the platform checks the model and the problems", threading.Event()
+
+    def tell() -> None:
+        began = time.monotonic()
+        while not error_console.is_terminal and not over.wait(CHECKED_LOG_SECONDS):
+            error_console.print(f"{what}, {time.monotonic() - began:.0f} s so far", highlight=False)
+
+    told = threading.Thread(target=tell, name="while-checked", daemon=True)
+    told.start()
+    columns = (TextColumn(what), BarColumn(), TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=error_console, transient=True, disable=not error_console.is_terminal) as bar:
+            bar.add_task("", total=None)
+            yield
+    finally:
+        over.set()
+        told.join()
 
 
 def exit_code_of(error: errors.SpoError) -> int:

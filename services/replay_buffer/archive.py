@@ -43,6 +43,7 @@ from spo.experience.columns import StoredTrajectory
 from spo.experience.store import ExperienceStore, Origin, StoredFile
 from spo.messaging.redis_client import RedisClient, RedisScript
 from spo.messaging.run_specs import run_state, run_tenant
+from spo.messaging.streams.recovery import TroubleNotes
 from spo.observability import get_logger
 from spo.service.process import Worker
 from spo.spec.job_spec import JobSpec
@@ -278,6 +279,7 @@ class ExperienceArchiver:
         # By run: how far it was stored when it was looked at last, and what the store has of it beyond that.
         self._written: dict[str, int] = {}
         self._beyond: dict[str, Beyond] = {}
+        self._notes = TroubleNotes(self.client)
         here = Path(__file__).parent / "lua"
         self._plan: RedisScript[list[bytes]] = self.client.register_script((here / "archive_plan.lua").read_text())
         self._done: RedisScript[int] = self.client.register_script((here / "archive_done.lua").read_text())
@@ -319,6 +321,8 @@ class ExperienceArchiver:
         except Exception as error:
             # Whatever it was (store full, Redis away), the buffer still has everything, and other runs go on.
             log.warning("experience is not stored yet; trying again", run=run_id, reason=str(error))
+            if not isinstance(error, redis.RedisError):
+                self._notes.note(run_id, "experience", f"is not stored yet: {error}")
 
     def archive_when_due(self, run_id: str) -> None:
         """Store what a run has gathered if it is time to. Raises SpoError, RedisError."""

@@ -25,6 +25,7 @@ from spo.console import (
     print_entry,
     print_failure,
     print_rows,
+    while_checked,
 )
 from spo.errors import InvalidInput, SpoError
 from spo.local.judge_client import running_platforms
@@ -121,11 +122,13 @@ def submit(
     document = _with_model(read_spec(spec_file), model)
     with api() as client:
         if validate_only:
-            resolved = client.validate(document)
+            with while_checked():
+                resolved = client.validate(document)
             _warn(resolved.pop("warnings", []))
             print_document(resolved, output)
             return
-        job = client.submit(document)
+        with while_checked():
+            job = client.submit(document)
         _warn([warning.model_dump() for warning in job.warnings])
         if wait:
             job = wait_with_bar(client, job.id, timeout)

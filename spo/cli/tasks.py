@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from spo.cli.jobs import LimitOption, OutputOption, TimeoutOption, api, wait_with_bar
 from spo.client.models import DatasetView, PromptSuccess, TaskFormat
-from spo.console import ExitCode, Output, console, error_console, print_document, print_rows
+from spo.console import ExitCode, Output, console, error_console, print_document, print_rows, while_checked
 from spo.errors import InvalidInput, SpoError
 from spo.local.judge_client import AUTO, JudgeClient
 from spo.model.chat import ChatFormat
@@ -364,7 +364,8 @@ def probed_prompts(document: Mapping[str, object], problems: int, timeout: float
 
 def _run_probe(document: Mapping[str, object], problems: int, timeout: float) -> tuple[str, list[PromptSuccess]]:
     with api() as client:
-        job = client.submit(document)
+        with while_checked():
+            job = client.submit(document)
         error_console.print(f"probing as {job.id}", highlight=False)
         job = wait_with_bar(client, job.id, timeout)
         if job.failure is not None or job.state != "succeeded":

@@ -38,7 +38,7 @@ from rich.text import Text
 
 from spo.client import Client
 from spo.client.models import Event, Job, MetricSeries, StepEvaluation
-from spo.console import ExitCode, console, error_console
+from spo.console import ExitCode, console, error_console, while_checked
 from spo.errors import InternalError, InvalidInput, NotReady, PreconditionFailed, SpoError
 from spo.local.judge_client import ChildStatus, bound_to_this_process, running_platforms
 from spo.local.launcher import Interrupted, LauncherSettings, LocalPlatform, signals_interrupt
@@ -458,7 +458,9 @@ class Demo:
         setup_seconds = time.monotonic() - self.view.began
         spec = {**document, "model": {**document["model"], "path": str(model)}}
         with Client(self.platform.http_url) as client:
-            job = self._follow(client, client.submit(spec))
+            with while_checked():
+                job = client.submit(spec)
+            job = self._follow(client, job)
             return self._outcome(client, job, setup_seconds)
 
     def _show_start(self, ready: Mapping[str, bool]) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from spo import redis_keys
 from spo.errors import SpoError
 from spo.experience.columns import StoredTrajectory
 from spo.experience.store import ExperienceStore, merge, plan
+from spo.messaging.streams.recovery import troubles_of
 from spo.testing.peers import wait_until
 from spo.testing.runs import PROMPTS, RUN, start_run, trajectory
 from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_OTHER_RUN, SOURCE_REFERENCE, Prompt
@@ -122,6 +124,10 @@ def test_a_place_that_cannot_be_written_costs_nothing(store: ReplayStore, tmp_pa
 
     with pytest.raises(SpoError, match="experience"):
         spiller.archive(RUN)
+    spiller.every_seconds = -1
+    spiller._try(RUN)
+    (told,) = troubles_of(store.client, RUN, int(time.time() * 1000))
+    assert (told.place, str(blocked) in told.reason) == ("experience", True), "the job's `waits` say so"
     blocked.unlink()
 
     assert spiller.archive(RUN) == 20

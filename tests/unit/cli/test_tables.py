@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from rich.console import Console
 
 from spo import console as shown
 from spo.console import Output, print_rows
+from spo.testing.peers import wait_until
 
 ROWS = [
     {"run": "job_01JXXXXXXXXXXXXXXXXXXXXXXX", "kind": "job", "trajectories": 13_248, "licence": "", "size": 4.5e9},
@@ -51,3 +54,14 @@ def test_no_word_of_a_table_is_cut_into_letters(
         found = printed(width, monkeypatch, capsys)
         assert any("13248" in line for line in found), width
         assert any(ROWS[0]["run"] in line for line in found), width
+
+
+def test_who_waits_for_the_checks_of_a_submission_sees_that_they_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for is_terminal, words in ((False, "problems, 0 s so far"), (True, "0:00:0")):
+        with (tmp_path / "seen").open("w") as file:
+            monkeypatch.setattr(shown, "error_console", Console(file=file, force_terminal=is_terminal, width=100))
+            monkeypatch.setattr(shown, "CHECKED_LOG_SECONDS", 0.01)
+            with shown.while_checked():
+                wait_until(lambda words=words: words in (tmp_path / "seen").read_text(), "it is shown", 20)  # type: ignore[misc]
