@@ -7,13 +7,14 @@ Axes: B trajectory, L padded position. Values, returns and advantages in reward 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -208,6 +209,31 @@ class Critic:
         self.engine.close()
 
 
+# What libraries raise of a model that they cannot build: no fault of the machine, and the same at the next try.
+UNLOADABLE = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ImportError,
+    ArithmeticError,
+    AssertionError,
+    SafetensorError,
+)
+
+
+@contextmanager
+def model_faults_named(path: str) -> Iterator[None]:
+    """Raise InvalidInput (code "model_not_loadable") where the block finds a model that no trainer can be built of."""
+    try:
+        yield
+    except (*UNLOADABLE, NotImplementedError) as error:
+        if is_out_of_memory(error):
+            raise
+        words = f"the model at {path} cannot be loaded: {type(error).__name__}: {error}"
+        raise InvalidInput(words, code="model_not_loadable") from error
+
+
 def load_model(spec: JobSpec, device: torch.device, path: str = "") -> PreTrainedModel:
     """A copy of pi0, or of the model at `path`, on the device; at ZeRO stage 3 no rank holds more than its part of it.
 
@@ -217,12 +243,12 @@ def load_model(spec: JobSpec, device: torch.device, path: str = "") -> PreTraine
     on_cpu = spec.trainer.offload == "optimizer_and_parameters"
     cut = partitioned_loading(DTYPES[dtype], on_cpu=on_cpu) if spec.trainer.zero_stage == 3 else nullcontext()
     try:
-        with cut, storage_faults_named(path):
+        with cut, model_faults_named(path), storage_faults_named(path):
             model = load_policy(path, dtype, packing=spec.trainer.packing)
         # As any module's: transformers hides its signature behind a wrapper.
         nn.Module.to(model, device)
         return model
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:
         if is_out_of_memory(error):
             # No fault of the folder: told as the death of the trainer that it is.
             raise

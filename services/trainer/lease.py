@@ -130,6 +130,11 @@ class Attempt:
             return ""
         return f"{IN_WORDS.get(note.stage, note.stage)} (step {note.step}) has taken {seconds:.0f} s so far"
 
+    def delayed(self, words: str) -> None:
+        """All ranks begin anew because of what one of them met alone: no death, and the next attempt says why."""
+        if self._leads:
+            self._write(stage=WAITING, cause=words[:MOST_CAUSE_CHARACTERS])
+
     def stopped(self) -> None:
         """The process was asked to stop, and ends in the middle of its work: no death.
 
@@ -190,6 +195,12 @@ def death_before(folder: Path, epoch: int) -> TrainerDeath | None:
         ranks=led.ranks,
         memory_bytes=led.memory_bytes,
     )
+
+
+def delay_before(folder: Path, epoch: int) -> str:
+    """What made the trainer begin anew whose note is here, under an older lease than `epoch`; "" for nothing."""
+    led = _read(folder / LEADER)
+    return led.cause if led and led.epoch < epoch and led.stage == WAITING else ""
 
 
 def forget_deaths(folder: Path) -> None:

@@ -16,10 +16,7 @@ import signal
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
-from datetime import timedelta
 from types import FrameType
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from services.trainer.checkpoints import (
     CheckpointPlace,
@@ -31,17 +28,18 @@ from services.trainer.checkpoints import (
     save_checkpoint,
 )
 from services.trainer.controller import Command, Controller, Follower, RankRole, TrainerContext
-from services.trainer.learner import Learner
+from services.trainer.learner import Learner, model_faults_named
 from services.trainer.lease import (
     WAITING,
     Attempt,
     death_before,
+    delay_before,
     forget_deaths,
     rank_memory_bytes,
     take_lease,
     tell_death,
 )
-from services.trainer.ranks import Ranks
+from services.trainer.ranks import Ranks, start_key, torchrun_store
 from services.trainer.settings import Settings
 from services.trainer.weights import NewVersion, run_store, store_weights
 from spo.errors import DELAYING, NotReady, SpoError, StorageUnavailable, storage_faults_named
@@ -91,6 +89,7 @@ def _tell_earlier_death(context: TrainerContext, grant: LeaseJobResponse, settin
     notes = local_folder(grant, settings.state_path)
     death = death_before(notes, grant.epoch)
     if death is None:
+        context.problem = delay_before(notes, grant.epoch) or context.problem
         return True
     log.warning("the trainer before died", run=grant.run_id, stage=death.stage, step=death.step, reason=death.cause)
     told = tell_death(context.orchestrator, context.trainer_id, grant, death)
@@ -159,10 +158,12 @@ class TrainingRun:
         start = self._grant.start_version
         self._fetch_model()
         files = self._ranks.alike(lambda: self._store.open(self._grant.run_id, start)).files if start else ()
-        with storage_faults_named(self._spec.model.path):
+        together, delayed = self._ranks.together, self._attempt.delayed
+        with together(delayed), model_faults_named(self._spec.model.path), storage_faults_named(self._spec.model.path):
             self._learner = learner = Learner(self._ranks, self._spec, files)
         self._checkpoints = checkpoint_place(self._grant, self._settings.state_path)
-        self._resume(learner, self._checkpoints)
+        with together(delayed):
+            self._resume(learner, self._checkpoints)
         while True:
             self._attempt.begins(WAITING, self.progress.step)
             command = self._role.next_command(self.progress)
@@ -237,7 +238,7 @@ class TrainingRun:
     def _update_reference(self, learner: Learner, version: int) -> None:
         """Take a published version as the reference from now on. Raises on every rank alike when it is damaged."""
         files = self._ranks.alike(lambda: self._store.open(self._grant.run_id, version)).files
-        with storage_faults_named(self._store.backend.name):
+        with self._ranks.together(self._attempt.delayed), storage_faults_named(self._store.backend.name):
             learner.set_reference(files)
         self.progress = replace(self.progress, reference_version=version)
         log.info("the reference is refreshed", run=self._grant.run_id, version=version, step=self.progress.step)
@@ -321,13 +322,9 @@ class GroupStop:
 
     def __init__(self, ranks: Ranks) -> None:
         self.told = threading.Event()
-        self._store: TCPStore | None = None
-        launch = os.environ.get("TORCHELASTIC_RUN_ID")
-        if launch is not None and ranks.world_size > 1:
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            self._store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
+        self._store = torchrun_store(ranks.world_size)
         # Each start of the ranks has its own: what stopped the last one does not stop the next.
-        self._key = f"spo/stop/{launch}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._key = start_key("stop")
 
     def tell(self, number: int, frame: FrameType | None) -> None:
         """The handler of SIGTERM of every rank but 0: rank 0 ends the run, and with it this rank's work."""

@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from spo.errors import SpoError
 from spo.local.die_with_parent import die_with_torchrun
+from spo.observability import get_logger
+
+log = get_logger("ranks")
 
 T = TypeVar("T")
+
+LOOK_SECONDS = 0.5
+# What all ranks meet they meet at about the same time, as far as one is not in a collective with one that is gone.
+ALONE_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The process group of tensors (nccl on GPUs, gloo on CPU) and a gloo group for everything else."""
+    """The process group of tensors (nccl on GPUs, gloo on CPU) and a gloo group for everything else.
+
+    store: torchrun's own, through which ranks hear of each other while they wait in a collective.
+    """
 
     rank: int
     world_size: int
     device: torch.device
     control: dist.ProcessGroup
+    store: TCPStore | None = None
+    _numbers: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
 
     @property
     def leads(self) -> bool:
@@ -56,6 +71,43 @@ class Ranks:
                 raise found
         return answer
 
+    @contextmanager
+    def together(self, give_up: Callable[[str], None]) -> Iterator[None]:
+        """Around work with collectives in it, as loading a model: an SpoError that any rank meets is raised on all.
+
+        Where the others cannot hear of it, because they wait for that rank in a collective, all processes end after
+        ALONE_SECONDS with status 1 and torchrun starts them anew. give_up: called before with what that rank met.
+        """
+        problem: SpoError | None = None
+        key, over = f"{start_key('together')}/{next(self._numbers)}", threading.Event()
+        watch = threading.Thread(target=self._end_when_alone, args=(key, over, give_up), name="together", daemon=True)
+        watch.start()
+        try:
+            try:
+                yield
+            except SpoError as error:
+                problem = error
+                if self.store:
+                    self.store.set(key, f"rank {self.rank}: {error.message}")
+            for found in self.gather(problem):
+                if found:
+                    raise found
+        finally:
+            over.set()
+            watch.join()
+
+    def _end_when_alone(self, key: str, over: threading.Event, give_up: Callable[[str], None]) -> None:
+        while self.store and not over.wait(LOOK_SECONDS):
+            try:
+                words = self.store.get(key).decode() if self.store.check([key]) else ""
+            except RuntimeError:
+                # The store goes with the torchrun that keeps it, which ends this process too.
+                return
+            if words and not over.wait(ALONE_SECONDS):
+                log.error("a rank failed alone, while others wait for it: all begin anew", reason=words)
+                give_up(words)
+                os._exit(1)
+
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in rank order, on every rank."""
         if self.world_size == 1:
@@ -81,4 +133,18 @@ def join_ranks(timeout_seconds: float) -> Ranks:
         # Alone: no port to listen on, so nothing to collide with.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     control = dist.new_group(backend="gloo", timeout=timeout)
-    return Ranks(rank, world_size, device, control)
+    return Ranks(rank, world_size, device, control, torchrun_store(world_size))
+
+
+def torchrun_store(world_size: int) -> TCPStore | None:
+    """A connection of one's own to torchrun's store; None for one rank, or where torchrun did not start them."""
+    if world_size == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
+
+
+def start_key(name: str) -> str:
+    """A key of the store that each start of the ranks has for itself."""
+    launch, restart = (os.environ.get(f"TORCHELASTIC_{part}", "0") for part in ("RUN_ID", "RESTART_COUNT"))
+    return f"spo/{name}/{launch}/{restart}"
