@@ -5,7 +5,7 @@ and the write, or an older release, still writes afterwards; this sweep is what 
 
 A job is there while it has records, while it has a manifest, from which lost records are made again, while a fork makes
 its files, and while its deletion is under way. Nothing is removed of a job that is older than the platform, or while a
-loss of records is told that nobody has acknowledged; files in a bucket stay, since others may use it.
+loss of records is told that nobody has acknowledged.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ platform in JSON, and is locked (flock, shared) by every process that writes the
 changes only under the exclusive lock, so while nobody else is there. Processes on other machines share no locks where
 the file system keeps none: the orchestrator renews the file's time, and a name that was renewed within
 FOREIGN_SECONDS counts as alive. Launchers hold `launcher.lock` exclusively.
+A bucket, or the part of one that a URL names, is held by an object of the same name, which is written on condition that
+nobody else wrote it meanwhile; its age is told by the bucket's own clock.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -65,6 +67,7 @@ FOREIGN_SECONDS = 60.0
 # Others hold the exclusive lock for as long as it takes to write a name, a dying launcher for as long as it dies.
 TURN_SECONDS = 5.0
 PAUSE_SECONDS = 0.05
+CLAIM_TRIES = 5
 MOST_BYTES = 4096
 LOOPBACK = ("127.", "localhost", "[::1]", "::1", "/")
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -242,7 +245,7 @@ def state_at(place: str | Path) -> StatePlace:
     return StateBucket(str(place)) if "://" in str(place) else StateFolder(Path(place))
 
 
-def _opened(url: str) -> ObjectStore:
+def _opened(url: str, retries: int = RETRIES) -> ObjectStore:
     try:
         import obstore
         from obstore.exceptions import BaseError
@@ -256,7 +259,7 @@ def _opened(url: str) -> ObjectStore:
                 "timeout": f"{REQUEST_SECONDS}s",
                 "connect_timeout": f"{CONNECT_SECONDS}s",
             },
-            retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_SECONDS)},
+            retry_config={"max_retries": retries, "retry_timeout": timedelta(seconds=RETRY_SECONDS)},
         )
     except (BaseError, ValueError) as error:
         raise InvalidInput(f"nothing can be kept at {url}: {error}", code="state_store_url") from None
@@ -444,22 +447,125 @@ def _holders(path: Path) -> list[int]:
     return sorted(pids - {os.getpid()})
 
 
+class BucketLock:
+    """The lock object of a bucket, or a part of one: a lease by conditional writes, as this process knows it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        # Soon done: heartbeats wait for a claim, and the renewal tries again.
+        self._store = _opened(self.url, retries=1)
+        self._owner = FolderOwner()
+
+    def claim(self, owner: FolderOwner) -> None:
+        """Hold the bucket with the other processes of a platform; one that is away is claimed with the next renewal.
+
+        Raises Conflict (code "state_folder_in_use") where another platform holds it.
+        """
+        self._owner = owner
+        try:
+            self.renew()
+        except OSError as error:
+            log.warning("whose a bucket is will be known when it answers", bucket=self.url, reason=str(error))
+
+    def renew(self) -> None:
+        """Say that the platform lives, where nobody of it has done so for RENEW_SECONDS.
+
+        Raises OSError; Conflict (code "state_folder_in_use") where another platform has the bucket.
+        """
+        from obstore.exceptions import BaseError
+
+        if not self._owner.platform:
+            return
+        try:
+            for _ in range(CLAIM_TRIES):
+                if self._tried():
+                    return
+        except BaseError as error:
+            raise OSError(f"the bucket {self.url} does not answer: {_first_line(error)}") from None
+        raise OSError(f"the lock of the bucket {self.url} is written by others at every try")
+
+    def owner(self) -> FolderOwner:
+        """Whom the object names; nobody where there is none. Raises obstore's BaseError."""
+        return self._found()[0]
+
+    def close(self) -> None:
+        """The other processes of the platform may go on; without them the lease runs out."""
+        self._owner = FolderOwner()
+
+    def _tried(self) -> bool:
+        """Whether the platform holds the bucket; False where somebody else wrote the object in between."""
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, NotFoundError, PreconditionError
+
+        found, e_tag, written = self._found()
+        own = found.platform == self._owner.platform
+        age = 0.0 if e_tag is None else (self._now() - written).total_seconds()
+        if own and age < RENEW_SECONDS:
+            return True
+        if found.platform and not own:
+            if age < FOREIGN_SECONDS:
+                raise Conflict(
+                    f"the bucket {self.url} is another platform's: {found}; it said so {age:.0f} s ago, and counts as "
+                    f"gone after {FOREIGN_SECONDS:g} s. {_REMEDY}, or another bucket or prefix",
+                    code=CODE,
+                )
+            what = "the bucket was another platform's, which is gone"
+            log.warning(what, bucket=self.url, before=found.platform, now=self._owner.platform)
+        text = json.dumps(asdict(self._owner)).encode()
+        try:
+            obstore.put(self._store, LOCK_FILE, text, mode="create" if e_tag is None else {"e_tag": e_tag})
+        except (AlreadyExistsError, PreconditionError, NotFoundError):
+            return False
+        return True
+
+    def _found(self) -> tuple[FolderOwner, str | None, datetime]:
+        """Whom the object names, and its tag (None: there is none) and time."""
+        import obstore
+        from obstore.exceptions import NotFoundError
+
+        try:
+            stored = obstore.get(self._store, LOCK_FILE)
+            content = bytes(stored.bytes())[:MOST_BYTES]
+        except (NotFoundError, FileNotFoundError):
+            return FolderOwner(), None, datetime.now(UTC)
+        owner = FolderOwner()
+        with contextlib.suppress(ValueError, TypeError):
+            owner = record_of(FolderOwner, json.loads(content))
+        return owner, stored.meta["e_tag"], stored.meta["last_modified"]
+
+    def _now(self) -> datetime:
+        """By the bucket's clock."""
+        import obstore
+
+        beside = f"{LOCK_FILE}.now"
+        obstore.put(self._store, beside, b"", use_multipart=False)
+        return obstore.head(self._store, beside)["last_modified"]
+
+
 @dataclass
 class HeldFolders:
-    """The state folder, and weights, checkpoints and experience where they are in folders elsewhere."""
+    """The state folder, and weights, checkpoints and experience where they are elsewhere, in folders or buckets."""
 
     owner: FolderOwner
     locks: list[FolderLock] = field(default_factory=list)
+    buckets: list[BucketLock] = field(default_factory=list)
 
     @classmethod
     def of(cls, settings: PlatformSettings, service: str, address: str) -> HeldFolders:
-        """Those that are folders on this machine; not held yet."""
+        """Those of the settings; not held yet."""
         own = settings.state_path.absolute()
         named = (settings.state_place, settings.weight_place, settings.checkpoint_place, settings.experience_place)
         local = [Path(place).absolute() for place in named if "://" not in place]
         elsewhere = [folder for folder in dict.fromkeys(local) if not folder.is_relative_to(own)]
         owner = FolderOwner("", os.getpid(), socket.gethostname(), _boot(), service, address)
-        return cls(owner, [FolderLock(folder) for folder in (own, *elsewhere)])
+        found = cls(owner, [FolderLock(folder) for folder in (own, *elsewhere)])
+        for url in dict.fromkeys(place for place in named if _is_bucket(place)):
+            try:
+                found.buckets.append(BucketLock(url))
+            except InvalidInput as error:
+                # The experience store alone takes further kinds of places.
+                log.warning("a place cannot be held: no other platform may use it", place=url, reason=error.message)
+        return found
 
     @property
     def platform(self) -> str:
@@ -481,22 +587,27 @@ class HeldFolders:
         """This is the platform of this process. Raises Conflict (code "state_folder_in_use")."""
         if platform and platform != self.platform:
             owner = replace(self.owner, platform=platform, redis=redis)
-            for lock in self.locks:
+            for lock in (*self.locks, *self.buckets):
                 lock.claim(owner)
             self.owner = owner
 
     def close(self) -> None:
         """Let them go."""
-        for lock in self.locks:
+        for lock in (*self.locks, *self.buckets):
             lock.close()
 
     def renew_until(self, stop: threading.Event) -> None:
-        """A worker: renew the name for other machines."""
+        """A worker: renew the name for other machines. Raises Conflict where a bucket was taken meanwhile."""
         while not stop.wait(RENEW_SECONDS):
-            for lock in self.locks:
-                # A disk that fails is told by whoever needs it.
+            for lock in (*self.locks, *self.buckets):
+                # A disk or bucket that fails is told by whoever needs it.
                 with contextlib.suppress(OSError):
                     lock.renew()
+
+
+def _is_bucket(place: str) -> bool:
+    # Those of one process, or of the file system, are nobody else's or have locks.
+    return "://" in place and not place.startswith(("memory://", "file://"))
 
 
 @contextlib.contextmanager

@@ -228,8 +228,9 @@ class S3Backend:
         return f"{self.name}/{self._folder(run_id, version)}"
 
     def runs(self) -> list[str]:
-        # Others may keep theirs in the same bucket.
-        return []
+        # A platform has its bucket, or its part of one, to itself (`spo.service.state.BucketLock`).
+        with self._reaching():
+            return sorted(path.rstrip("/") for path in obstore.list_with_delimiter(self._store)["common_prefixes"])
 
     def versions(self, run_id: str) -> list[int]:
         return sorted({int(path.split("/")[1]) for path, _ in self._objects(run_id) if path.endswith(f"/{MANIFEST}")})

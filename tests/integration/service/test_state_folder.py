@@ -9,16 +9,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import obstore
 import pytest
 
 from spo.errors import Conflict
 from spo.local.launcher import LauncherSettings, LocalPlatform, server_command
 from spo.messaging.connection import connect
+from spo.service import state
 from spo.service.settings import PlatformSettings
-from spo.service.state import FOREIGN_SECONDS, LOCK_FILE, FolderLock, FolderOwner, HeldFolders
+from spo.service.state import FOREIGN_SECONDS, LOCK_FILE, BucketLock, FolderLock, FolderOwner, HeldFolders
 from spo.testing.peers import wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -195,3 +198,72 @@ def test_a_second_redis_is_refused_its_folder(free_port: int, tmp_path: Path) ->
         first.kill()
         first.wait(20)
     assert server_command(1, tmp_path)
+
+
+def platform(name: str) -> FolderOwner:
+    return FolderOwner(name, os.getpid(), "machine", "boot", "orchestrator", "127.0.0.1:1")
+
+
+def test_a_bucket_is_one_platforms_and_a_prefix_of_it_may_be_anothers(
+    bucket_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, same, other = (BucketLock(bucket_url) for _ in range(3))
+    first.claim(platform("one"))
+    same.claim(platform("one"))
+    BucketLock(f"{bucket_url}/other").claim(platform("two"))
+    with pytest.raises(Conflict, match=r"bucket .* is another platform's: orchestrator at 127") as refused:
+        other.claim(platform("two"))
+    assert refused.value.code == "state_folder_in_use"
+
+    monkeypatch.setattr(state, "FOREIGN_SECONDS", -1.0)
+    other.claim(platform("two"))
+    assert first.owner().platform == "two"
+    monkeypatch.setattr(state, "FOREIGN_SECONDS", 60.0)
+    with pytest.raises(Conflict):
+        same.renew()
+    other.renew()
+
+
+def test_of_platforms_that_race_for_a_bucket_one_has_it(bucket_url: str) -> None:
+    def claim(number: int) -> bool:
+        try:
+            BucketLock(bucket_url).claim(platform(str(number)))
+        except Conflict:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as threads:
+        assert sum(threads.map(claim, range(8))) == 1
+
+
+def test_a_damaged_or_removed_lock_object_is_written_anew(bucket_url: str) -> None:
+    lock, store = BucketLock(bucket_url), obstore.store.from_url(bucket_url, client_options={"allow_http": True})
+    for content in (b"", b"no json", b"[1]"):
+        obstore.put(store, LOCK_FILE, content)
+        lock.claim(platform("one"))
+        assert lock.owner().platform == "one"
+    obstore.delete(store, LOCK_FILE)
+    lock.renew()
+    assert lock.owner().platform == "one"
+
+
+def test_a_bucket_that_is_away_holds_up_no_start(
+    bucket_url: str, monkeypatch: pytest.MonkeyPatch, free_port: int
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port}")
+    lock = BucketLock(bucket_url)
+    lock.claim(platform("one"))
+    with pytest.raises(OSError, match="does not answer"):
+        lock.renew()
+
+
+def test_a_settings_bucket_is_held_and_a_place_that_no_lock_knows_is_named(
+    bucket_url: str, redis_server: str, other_redis: str, tmp_path: Path
+) -> None:
+    url = f"{bucket_url}/weights"
+    with ExitStack() as stack:
+        stack.callback(held(redis_server, tmp_path / "one", weight_store_url=url).close)
+        with pytest.raises(Conflict, match="bucket"):
+            held(other_redis, tmp_path / "two", weight_store_url=url)
+    unknown = PlatformSettings(state_path=tmp_path, experience_url="unknown://place")
+    assert HeldFolders.of(unknown, "test", "").buckets == []
