@@ -478,7 +478,7 @@ class Autoscaling:
         asks = waiting or evaluations or any(map(self._asks_verifiers, served))
         return least | {"verifier": int(bool(asks))}
 
-    def _least_for_people(self, worked_on: Mapping[str, int]) -> int:
+    def _least_for_people(self, worked_on: Mapping[str, float]) -> int:
         """Replicas for runs that people use, beside those of jobs, which serve every run of their models."""
         models = set(map(self._model, worked_on))
         least = 0

@@ -20,7 +20,7 @@ import redis
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.commit import IS_LEADER, Commit, CommitOutcome, Fence, Precondition, Write, now_ms, timestamp
-from services.orchestrator.jobs import JobStore
+from services.orchestrator.jobs import JobStore, equal_for_tenants
 from spo import redis_keys
 from spo.errors import Conflict, InvalidInput, NotFound, PreconditionFailed
 from spo.messaging.redis_client import record_words
@@ -345,7 +345,7 @@ class GroupsInHand:
         return self._groups.get(run_id, 0)
 
 
-def fair_counts(replicas: int, weights: Mapping[str, int]) -> dict[str, int]:
+def fair_counts(replicas: int, weights: Mapping[str, float]) -> dict[str, int]:
     """How many replicas each run gets; weights in order of precedence.
 
     One each as far as they go, the rest by Sainte-Lague's divisors: a further replica moves no other.
@@ -358,7 +358,7 @@ def fair_counts(replicas: int, weights: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def assign(replicas: Sequence[str], current: Mapping[str, str], weights: Mapping[str, int]) -> dict[str, str]:
+def assign(replicas: Sequence[str], current: Mapping[str, str], weights: Mapping[str, float]) -> dict[str, str]:
     """The run of each replica, "" for none; a replica stays with its run while the run may keep it."""
     left = fair_counts(len(replicas), weights)
     found: dict[str, str] = {}
@@ -388,7 +388,7 @@ class ReplicaAssigner:
         self._lock = threading.Lock()
         self._situation: tuple[object, float] = (None, 0.0)
 
-    def wanted(self) -> dict[str, int]:
+    def wanted(self) -> dict[str, float]:
         """Runs that want replicas with their weights, first in precedence first.
 
         Jobs under way go first, without any the run under evaluation; then runs whose policies people use.
@@ -398,12 +398,13 @@ class ReplicaAssigner:
         people = kept | {run_id: 1 for run_id in self.in_use() if run_id not in kept}
         return runs | {run_id: weight for run_id, weight in people.items() if run_id not in runs}
 
-    def worked_on(self) -> dict[str, int]:
-        """Jobs under way with their priorities, without any the run under evaluation."""
-        runs = self.jobs.by_priority(self.jobs.in_states(SERVED))
+    def worked_on(self) -> dict[str, float]:
+        """Jobs under way with their weights, equal shares for tenants; without any the run under evaluation."""
+        jobs = self.jobs.in_states(SERVED)
+        runs = equal_for_tenants(self.jobs.by_priority(jobs), self.jobs.tenants_of(jobs))
         if not runs:
             examined = self.jobs.client.get(own_keys.evaluated_run())
-            runs = {examined.decode(): 1} if examined else {}
+            runs = {examined.decode(): 1.0} if examined else {}
         return runs
 
     def kept_warm(self) -> dict[str, int]:

@@ -24,7 +24,7 @@ from services.orchestrator.datasets import TaskLibrary
 from services.orchestrator.evaluation import EvaluationQueue
 from services.orchestrator.job_records import JobAction, clear_fields, refuse, while_field_is, write_fields
 from services.orchestrator.job_steps import JobSteps
-from services.orchestrator.jobs import JobStore
+from services.orchestrator.jobs import JobStore, in_turns
 from services.orchestrator.leases import Leases, latest_step, recorded_checkpoints
 from services.orchestrator.monitor import JobMonitor
 from services.orchestrator.pipeline import DeadLetterWatch
@@ -68,7 +68,9 @@ LONG_STEP_SECONDS = 5.0
 
 
 class JobQueue:
-    """Gives free slots to the waiting jobs, the highest priority first and of equal ones the oldest."""
+    """Gives free slots to the waiting jobs of tenants that have the fewest, each tenant's highest priority first and of
+    equal ones the oldest.
+    """
 
     def __init__(self, jobs: JobStore, replicas: ReplicaRegistry, max_running_jobs: int) -> None:
         self.jobs = jobs
@@ -97,10 +99,13 @@ class JobQueue:
     def fill(self) -> None:
         """Give the free slots to waiting jobs."""
         with self._lock:
-            free = self.capacity() - len(self.jobs.in_states(HOLDS_SLOT))
-            if free <= 0:
+            holding = self.jobs.in_states(HOLDS_SLOT)
+            free = self.capacity() - len(holding)
+            if free <= 0 or not (waiting := self.waiting()):
                 return
-            for job_id in list(self.jobs.by_priority(self.waiting()))[:free]:
+            held = self.jobs.tenants_of(holding).values()
+            ranked = self.jobs.by_priority(waiting)
+            for job_id in in_turns(ranked, self.jobs.tenants_of(waiting), held)[:free]:
                 if not self.jobs.transition(job_id, JobState.VALIDATING, "its turn came", expected=(JobState.QUEUED,)):
                     self._resume(job_id)
 

@@ -10,6 +10,7 @@ import pytest
 from services.orchestrator.container import AppContext
 from services.orchestrator.http.jobs import job_document
 from services.orchestrator.job_records import CANCEL, PAUSE, RESUME
+from services.orchestrator.jobs import equal_for_tenants, in_turns
 from services.orchestrator.replicas import ReplicaAssigner, assign, fair_counts
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.section import JobState
@@ -60,6 +61,54 @@ def test_replicas_are_shared_by_priority_with_one_each_where_possible(
     replicas: int, weights: dict[str, int], expected: dict[str, int]
 ) -> None:
     assert fair_counts(replicas, weights) == expected
+
+
+@pytest.mark.parametrize(
+    ("priorities", "replicas", "expected"),
+    [
+        # A tenant of one job beside one of five.
+        ({"a1": 1, "a2": 1, "a3": 1, "a4": 1, "a5": 1, "b1": 1}, 12, {"a": 6, "b": 6}),
+        # Priorities count within the tenant's share alone.
+        ({"a1": 100, "b1": 1}, 8, {"a": 4, "b": 4}),
+        ({"a1": 3, "a2": 1, "b1": 1}, 8, {"a": 4, "b": 4}),
+        ({"a1": 5, "b1": 1, "c1": 2, "c2": 7}, 9, {"a": 3, "b": 3, "c": 3}),
+        # Too few for all: everybody has one before anybody has two.
+        ({"a1": 9, "a2": 9, "a3": 9, "b1": 1}, 2, {"a": 1, "b": 1}),
+        ({"a1": 2, "a2": 1}, 6, {"a": 6}),
+    ],
+)
+def test_tenants_have_equal_shares_of_the_replicas_however_many_jobs_they_have(
+    priorities: dict[str, int], replicas: int, expected: dict[str, int]
+) -> None:
+    tenants = {job_id: job_id[0] for job_id in priorities}
+    counts = fair_counts(replicas, equal_for_tenants(priorities, tenants))
+    assert {tenant: sum(counts[job_id] for job_id in counts if job_id[0] == tenant) for tenant in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("ranked", "held", "expected"),
+    [
+        ("a1 a2 a3 b1", "", "a1 b1 a2 a3"),
+        ("a1 a2 b1 b2", "a", "b1 a1 b2 a2"),
+        ("a1 a2 a3 b1 c1", "b c", "a1 a2 b1 c1 a3"),
+        ("a2 a1", "a a a", "a2 a1"),
+        ("", "a", ""),
+    ],
+)
+def test_scarce_things_go_to_the_tenant_that_has_the_fewest(ranked: str, held: str, expected: str) -> None:
+    assert in_turns(ranked.split(), {each: each[0] for each in ranked.split()}, held.split()) == expected.split()
+
+
+def test_a_tenant_with_many_jobs_leaves_the_next_slot_to_another(
+    open_context: Callable[..., AppContext], document: Document
+) -> None:
+    context = open_context(max_running_jobs=2)
+    many = [context.jobs.submit(parse_job_spec(document | {"priority": 9}), tenant="a") for _ in range(5)]
+    only = context.jobs.submit(parse_job_spec(document), tenant="b")
+
+    context.queue.fill()
+
+    assert states(context, *many, only) == ["validating", *["queued"] * 4, "validating"]
 
 
 def test_one_more_replica_takes_none_away() -> None:
