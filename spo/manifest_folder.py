@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -213,7 +214,7 @@ def _abandoned(parent: Path) -> Iterator[Path]:
 
 def entry_of(path: Path) -> FileEntry:
     """A file as its manifest names it."""
-    return {"name": path.name, "blake3": _digest(path), "size_bytes": path.stat().st_size}
+    return {"name": path.name, "blake3": file_digest(path), "size_bytes": path.stat().st_size}
 
 
 def verify(path: Path, entry: FileEntry, what: str = "") -> None:
@@ -224,7 +225,7 @@ def verify(path: Path, entry: FileEntry, what: str = "") -> None:
     size = path.stat().st_size
     if size != entry["size_bytes"]:
         raise IntegrityError(f"{what} holds {size} bytes, its manifest says {entry['size_bytes']}")
-    if _digest(path) != entry["blake3"]:
+    if file_digest(path) != entry["blake3"]:
         raise IntegrityError(f"{what} does not match the digest in its manifest")
 
 
@@ -271,13 +272,11 @@ def _beside(call: Callable[[T], U], files: Sequence[T]) -> list[U]:
         return list(pool.map(call, files))
 
 
-def _digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """blake3 hex of a file. Raises OSError."""
     # Not mapped: where the disk fails, a read is an error and a mapped page the end of the process.
-    digest, buffer = blake3(), memoryview(bytearray(1 << 20))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
+        return hashlib.file_digest(file, blake3).hexdigest()  # type: ignore[arg-type]
 
 
 def _fsync(path: Path) -> None:

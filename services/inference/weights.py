@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch.distributed import Store  # type: ignore[attr-defined]
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -35,6 +34,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader import weight_utils
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
@@ -49,6 +49,7 @@ from spo.model.folder import (
     adapter_of,
     inspect_model_folder,
     is_optional,
+    open_tensors,
     tensor_shapes,
 )
 from spo.spec.job_spec import LoraSpec
@@ -68,6 +69,9 @@ from spo.weights.broadcast import (
 from spo.weights.store import Pin, WeightStore, digest_of, whole_entries
 
 # What vLLM can make room for.
+# Of vLLM's own loader, in each worker's process: it maps the files otherwise.
+vars(weight_utils)["safe_open"] = open_tensors
+
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 BACKEND = "spo-policy"
@@ -382,9 +386,9 @@ class PolicyWeightTransfer(WeightTransferEngine[JoinInit, NewWeights]):
 
 
 def _tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of files that all workers of a machine map: each byte is in memory once, however many read it."""
+    """Of files, one at a time: a worker takes its slices of it and lets it go."""
     for path in paths:
-        with safe_open(path, framework="pt", device="cpu") as shard:
+        with open_tensors(path) as shard:
             for name in shard.keys():  # noqa: SIM118 - not a mapping
                 yield name, shard.get_tensor(name)
 

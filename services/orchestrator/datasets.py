@@ -40,7 +40,7 @@ from spo.errors import (
     StorageUnavailable,
     storage_faults_named,
 )
-from spo.manifest_folder import remove_tree
+from spo.manifest_folder import file_digest, remove_tree
 from spo.observability import get_logger
 from spo.service.state import StateBucket, StatePlace
 from spo.spec.job_spec import JobSpec, TasksSpec
@@ -97,7 +97,7 @@ class FileReport(TypedDict):
 
 def report_on(file: Path, task_format: str) -> tuple[FileReport, str]:
     """The report of `spo.tasks.check_file` and the file's blake3."""
-    digest = blake3().update_mmap(file).hexdigest()
+    digest = file_digest(file)
     command = [sys.executable, "-m", "spo.tasks.check_file", str(file), task_format]
     # Without our secrets.
     environment = {name: os.environ[name] for name in INHERITED if name in os.environ}
@@ -172,9 +172,10 @@ class DatasetFiles:
             with whole.open("wb") as target:
                 for name in parts:
                     bucket.fetch(f"{FOLDER}/{file.parent.name}/{name}", part)
-                    found.update_mmap(part)
                     with part.open("rb") as source:
-                        shutil.copyfileobj(source, target, COPIED_AT_ONCE)
+                        while chunk := source.read(COPIED_AT_ONCE):
+                            found.update(chunk)
+                            target.write(chunk)
             if whole.stat().st_size != size_bytes or digest not in ("", found.hexdigest()):
                 raise IntegrityError(f"the parts of {file.parent.name} in the bucket are not what was uploaded")
             whole.rename(file)

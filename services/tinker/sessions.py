@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from blake3 import blake3
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from ulid import ULID
 
@@ -39,7 +39,7 @@ from spo.manifest_folder import (
     seal_folder,
     staging_folder,
 )
-from spo.model.folder import TENSORS_FILE, Adapter
+from spo.model.folder import TENSORS_FILE, Adapter, read_tensors
 from spo.v1 import tinker_service_pb2 as wire
 
 Kind = Literal["weights", "sampler_weights"]
@@ -260,7 +260,7 @@ class CheckpointStore:
             raise InvalidInput(f"{path} was trained on another base model", code="tinker_model")
         moments = folder.path / MOMENTS_FILE
         return SavedAdapter(
-            checkpoint, load_file(folder.path / TENSORS_FILE), load_file(moments) if moments.exists() else {}
+            checkpoint, read_tensors(folder.path / TENSORS_FILE), read_tensors(moments) if moments.exists() else {}
         )
 
     def delete(self, tenant: str, path: str) -> None:

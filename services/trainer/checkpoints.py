@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from services.trainer.ranks import Ranks
@@ -46,6 +45,7 @@ from spo.manifest_folder import (
     staging_folder,
     verify,
 )
+from spo.model.folder import read_tensors
 from spo.observability import get_logger
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.weights.s3_backend import S3Backend
@@ -564,7 +564,7 @@ def _passed_over(ranks: Ranks, step: int, problems: Sequence[SpoError | None]) -
 def _load(ranks: Ranks, training: TrainingState, files: Sequence[Path], written_by: int) -> None:
     if written_by == ranks.world_size:
         with storage_faults_named(files[0].parent):
-            tensors = load_file(files[0])
+            tensors = read_tensors(files[0])
         torch.set_rng_state(tensors.pop("random.cpu"))
         if ranks.device.type == "cuda":
             torch.cuda.set_rng_state(tensors.pop("random.cuda"), ranks.device)

@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO around one model: loaded in cuts, its reference, and its state for another number of ranks.
 
 Models that are cut over the ranks as their files are read: no rank ever holds one whole, in memory or on a device.
-transformers builds the model without memory and sets its parameters one by one, mapped from safetensors files. Each is
+transformers builds the model without memory and sets its parameters one by one, read from safetensors files. Each is
 cut at that moment, and a rank touches only its own stretch of the file.
 
 Training state for another number of ranks: each new rank reads only its own stretch of what the old ranks wrote.
@@ -31,7 +31,6 @@ import transformers
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
-from safetensors import safe_open
 from torch import Size, Tensor, nn
 from transformers import PreTrainedModel, core_model_loading
 from transformers.quantizers.base import HfQuantizer
@@ -39,6 +38,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from services.trainer.ranks import Ranks
 from spo.errors import IntegrityError, PreconditionFailed
+from spo.model.folder import open_tensors
 from spo.model.folder_names import FolderNames, saved_buffers
 from spo.model.logprobs import checkpoint_activations, is_large
 from spo.spec.job_spec import TrainerSpec
@@ -222,7 +222,7 @@ def reshard_state(
     and 2, where whole groups are cut; empty at stage 0. Raises IntegrityError on another model's state.
     """
     with ExitStack() as stack:
-        files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
+        files = [stack.enter_context(open_tensors(path)) for path in paths]
         names = {name.removeprefix(prefix) for name in files[0].keys() if name.startswith(prefix)}  # noqa: SIM118
         if segments is not None and not segments:
             return {name: files[0].get_tensor(prefix + name) for name in names if not name.startswith("random")}

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -23,7 +23,7 @@ from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
 from spo.errors import IntegrityError, InvalidInput
 from spo.manifest_folder import Manifest
-from spo.model.folder import TENSORS_FILE, Adapter, tensor_shapes
+from spo.model.folder import TENSORS_FILE, Adapter, open_tensors, tensor_shapes
 from spo.model.folder_names import FolderNames, tensors_of
 from spo.model.logprobs import adapter_name
 from spo.observability import WEIGHTS_BYTES, WEIGHTS_PUSH_SECONDS
@@ -187,8 +187,7 @@ def take_weights(model: PreTrainedModel, files: Sequence[Path]) -> None:
             raise IntegrityError(f"{files[0].parent} holds {name} as {found.get(name)}, not {names.shapes.get(name)}")
     own = dict(tensors_of(model))
     with ExitStack() as opened:
-        # Mapped: a rank that holds a part of each parameter reads no more than that, where nothing is to be joined.
-        shards = [opened.enter_context(safe_open(path, framework="pt", device="cpu")) for path in files]
+        shards = [opened.enter_context(open_tensors(path)) for path in files]
         holders = {name: shard for shard in shards for name in shard.keys()}  # noqa: SIM118 - not a mapping
         for conversion in names.to_own:
             read = {name: holders[name].get_tensor(name) for name in conversion.sources}

@@ -15,7 +15,6 @@ from socket import gethostname
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from services.value_estimation import redis_keys as own_keys
@@ -25,7 +24,7 @@ from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_specs import RunSpecs
 from spo.messaging.streams.recovery import WorkDeaths
 from spo.model.chat import USUAL, ChatFormat, action_mask, segment_faults
-from spo.model.folder import inspect_model_folder
+from spo.model.folder import inspect_model_folder, read_tensors
 from spo.model.logprobs import add_adapter, is_packed, length_buckets, load_policy, response_logprobs, take_adapter
 from spo.model.tokenizer import (
     decode_response,
@@ -387,7 +386,7 @@ class Policies:
 
 def _whole(spec: JobSpec, weights: StoredVersion) -> PreTrainedModel:
     policy = load_policy(spec.model.path, spec.model.dtype, packing=spec.trainer.packing)
-    state = {name: tensor for path in weights.files for name, tensor in load_file(path).items()}
+    state = {name: tensor for path in weights.files for name, tensor in read_tensors(path).items()}
     found = policy.load_state_dict(state, strict=False)
     tied = set(getattr(policy, "_tied_weights_keys", None) or ())
     if found.unexpected_keys or set(found.missing_keys) - tied:

@@ -38,7 +38,6 @@ import torch
 import transformers
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn.attention.varlen import varlen_attn
@@ -47,7 +46,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from spo.errors import IntegrityError, InvalidInput
-from spo.model.folder import PREFIX, inspect_model_folder
+from spo.model.folder import PREFIX, inspect_model_folder, open_tensors, read_tensors
 
 ATTENTION = "sdpa_per_sequence"
 # Model types whose packed log-probs and gradients a test holds against one sequence at a time. Others are padded:
@@ -370,6 +369,10 @@ def _row_blocks(tokens: int, words: int) -> Iterator[tuple[slice, slice]]:
             yield rows, slice(start, min(start + columns, words))
 
 
+# transformers maps safetensors files, for as long as the parameters are theirs.
+vars(transformers.modeling_utils)["safe_open"] = open_tensors
+
+
 def load_policy(path: str | Path, dtype: str, *, packing: bool = True) -> PreTrainedModel:
     """Load a causal LM in evaluation mode from an inspected folder; InvalidInput when the folder may not be loaded.
 
@@ -522,7 +525,7 @@ def adapter_name(parameter: str) -> str:
 def take_adapter(model: nn.Module, files: Sequence[Path]) -> None:
     """Put published tensors in place of an adapter's own. Raises IntegrityError when they are another adapter's."""
     found = {
-        name: tensor for file in files if file.suffix == ".safetensors" for name, tensor in load_file(file).items()
+        name: tensor for file in files if file.suffix == ".safetensors" for name, tensor in read_tensors(file).items()
     }
     own = {adapter_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if own.keys() != found.keys() or any(found[name].shape != own[name].shape for name in own):

@@ -335,7 +335,7 @@ def _arrow_rows(file: Path) -> Iterator[Record]:
 
     try:
         # The stream format is what the `datasets` library writes.
-        with pyarrow.memory_map(str(file)) as source, pyarrow.ipc.open_stream(source) as batches:
+        with pyarrow.OSFile(str(file)) as source, pyarrow.ipc.open_stream(source) as batches:
             yield from _rows(file, batches)
     except (pyarrow.ArrowException, OSError) as error:
         raise malformed(str(file), f"not a readable Arrow stream: {error}") from error

@@ -31,13 +31,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from blake3 import blake3
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 from ulid import ULID
 
 from spo.errors import IntegrityError
 from spo.manifest_folder import FileEntry, Manifest
+from spo.model.folder import open_tensors
 from spo.observability import get_logger
 from spo.v1.weights_pb2 import BroadcastOffer
 from spo.weights.store import StoredVersion
@@ -198,8 +198,8 @@ def layout(header: bytes) -> list[TensorLayout]:
 
 
 def stored_tensors(path: Path, tensors: Sequence[TensorLayout]) -> Iterator[Tensor]:
-    """The tensors of a file in their order, each mapped from the file when it is asked for."""
-    with safe_open(path, framework="pt", device="cpu") as shard:
+    """The tensors of a file in their order, each read from the file when it is asked for."""
+    with open_tensors(path) as shard:
         for tensor in tensors:
             yield shard.get_tensor(tensor.name)
 

@@ -20,6 +20,7 @@ import pyarrow
 from numpy.typing import NDArray
 
 from spo.errors import IntegrityError
+from spo.model.folder import open_tensors
 
 # Words of one piece: what is worked on at once, which bounds the memory.
 PIECE_WORDS = 1 << 24
@@ -38,8 +39,21 @@ class _Layout:
     header: bytes
     word_bytes: int
 
-    def words(self, path: Path, mode: str) -> NDArray[Any]:
-        return np.memmap(path, dtype=_WORDS[self.word_bytes], mode=mode, offset=len(self.header))  # type: ignore[call-overload, no-any-return]
+    def starts(self, path: Path) -> range:
+        """The first word of each piece of the file."""
+        return range(0, (path.stat().st_size - len(self.header)) // self.word_bytes, PIECE_WORDS)
+
+    def piece(self, path: Path, start: int) -> NDArray[Any]:
+        """The words of a piece, read and not mapped. Raises OSError; ValueError where the file is cut."""
+        offset, count = self.offset(start), min(PIECE_WORDS, self.starts(path).stop - start)
+        words = np.fromfile(path, _WORDS[self.word_bytes], count, offset=offset)
+        if words.size != count:
+            raise ValueError(f"{path} is cut")
+        return words
+
+    def offset(self, start: int) -> int:
+        """Where a word is in the file, bytes."""
+        return len(self.header) + start * self.word_bytes
 
 
 @dataclass(frozen=True)
@@ -60,14 +74,11 @@ def write_delta(base: Path, new: Path, destination: Path) -> bool:
     layout = _layout(new)
     if layout != _layout(base) or base.stat().st_size != new.stat().st_size:
         return False
-    old_words, new_words = layout.words(base, "r"), layout.words(new, "r")
     with ThreadPoolExecutor(_THREADS) as threads:
         pieces = list(
             threads.map(
-                lambda start: _piece(
-                    start // PIECE_WORDS, old_words[start : start + PIECE_WORDS], new_words[start : start + PIECE_WORDS]
-                ),
-                range(0, new_words.size, PIECE_WORDS),
+                lambda start: _piece(start // PIECE_WORDS, layout.piece(base, start), layout.piece(new, start)),
+                layout.starts(new),
             )
         )
     tensors, facts = {}, {}
@@ -83,11 +94,14 @@ def write_delta(base: Path, new: Path, destination: Path) -> bool:
 def apply_delta(path: Path, delta: Path) -> None:
     """Turn the file at `path`, a copy of the delta's base, into the new one. Raises IntegrityError on a wrong delta."""
     layout = _layout(path)
-    words = layout.words(path, "r+")
+    starts = layout.starts(path)
     try:
-        for number, positions, steps in _changes(delta, words.size, layout.word_bytes):
-            piece = words[number * PIECE_WORDS : (number + 1) * PIECE_WORDS]
-            piece[slice(None) if positions is None else positions] += steps
+        with path.open("r+b") as file:
+            for number, positions, steps in _changes(delta, starts.stop, layout.word_bytes):
+                piece = layout.piece(path, starts[number])
+                piece[slice(None) if positions is None else positions] += steps
+                file.seek(layout.offset(starts[number]))
+                file.write(piece.tobytes())
     except (ValueError, IndexError, KeyError, TypeError, pyarrow.ArrowException) as error:
         raise IntegrityError(f"{delta} is no delta of {path}: {error}") from None
 
@@ -103,9 +117,7 @@ def _piece(number: int, old: NDArray[Any], new: NDArray[Any]) -> _Piece:
 
 
 def _changes(delta: Path, size: int, word_bytes: int) -> Iterator[tuple[int, NDArray[Any] | None, NDArray[Any]]]:
-    from safetensors import safe_open
-
-    with safe_open(delta, framework="numpy") as stored:
+    with open_tensors(delta, "numpy") as stored:
         facts = json.loads(stored.metadata()["pieces"])
         if len(facts) != -(-size // PIECE_WORDS):
             raise ValueError("it is of another size")

@@ -11,6 +11,7 @@ import pytest
 import redis
 import torch
 from transformers import LlamaForCausalLM
+from vllm.model_executor.model_loader import weight_utils
 
 from services.inference.engine import Engine, EngineSpec, Sample, SampleRequest
 from services.inference.engine_thread import EngineDeaths, EngineThread, SampleGroup
@@ -19,6 +20,7 @@ from services.inference.settings import Settings
 from services.inference.weights import PolicyVersions, Weights, reference_weights
 from spo.errors import IntegrityError, InvalidInput, NotFound, NotReady
 from spo.model.chat import ChatFormat
+from spo.model.folder import open_tensors
 from spo.model.tokenizer import decode_response, tokens_to_stop
 from spo.tasks.toy_tokenizer import build_tokenizer
 from spo.testing.peers import wait_until
@@ -174,6 +176,10 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_string(served: Ser
         assert sample.token_ids == whole.token_ids[:length], "the same seed gives the same tokens up to the stop"
         assert sample.logprobs == pytest.approx(whole.logprobs[:length], abs=1e-5)
         assert sample.stopped == (whole.stopped or length is not None)
+
+
+def test_vllm_has_been_told_to_read_files_and_not_to_map_them(served: Served) -> None:
+    assert weight_utils.safe_open is open_tensors
 
 
 def test_groups_of_two_versions_at_once_are_each_sampled_from_their_own(served: Served) -> None:
