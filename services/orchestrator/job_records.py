@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypedDict, Unpack
@@ -414,3 +415,50 @@ def idempotency_hash(tenant: str, key: str) -> str:
 
 def new_job_id() -> str:
     return f"job_{ULID()}"
+
+
+def tenants_of(client: RedisClient, job_ids: Sequence[str]) -> dict[str, str]:
+    """Whose each job is; those before there were tenants are the operator's, ""."""
+    with client.pipeline(transaction=False) as pipe:
+        for job_id in job_ids:
+            pipe.hget(redis_keys.job_record(job_id), "tenant")
+        return {job_id: (raw or b"").decode() for job_id, raw in zip(job_ids, pipe.execute(), strict=True)}
+
+
+def in_turns(ranked: Iterable[str], tenants: Mapping[str, str], held: Iterable[str] = ()) -> list[str]:
+    """Jobs in the order in which they get what is scarce: who has the least of it first, each tenant's own as ranked.
+
+    held: the tenant of each that has some already.
+    """
+    has, queues = Counter(held), dict[str, deque[str]]()
+    for job_id in ranked:
+        queues.setdefault(tenants[job_id], deque()).append(job_id)
+    found = []
+    while queues:
+        # Of equal ones the first as ranked: dictionaries keep their order.
+        tenant = min(queues, key=lambda each: has[each])
+        found.append(queues[tenant].popleft())
+        has[tenant] += 1
+        if not queues[tenant]:
+            del queues[tenant]
+    return found
+
+
+def turns_of(client: RedisClient, ranked: Iterable[str], holding: Sequence[str]) -> list[str]:
+    """The ranked jobs in the order in which they get what the jobs in `holding` have."""
+    waiting = list(ranked)
+    tenants = tenants_of(client, [*waiting, *holding])
+    return in_turns(waiting, tenants, [tenants[job_id] for job_id in holding])
+
+
+def equal_for_tenants(priorities: Mapping[str, int], tenants: Mapping[str, str]) -> dict[str, float]:
+    """Weights by which every tenant has an equal share, however many jobs it has, divided by their priorities.
+
+    In the order of `in_turns`. Together as much as the priorities, which the jobs of a single tenant keep.
+    """
+    sums: Counter[str] = Counter()
+    for job_id, priority in priorities.items():
+        sums[tenants[job_id]] += priority
+    share = sum(sums.values()) / max(1, len(sums))
+    found = in_turns(priorities, tenants)
+    return {job_id: priorities[job_id] * share / sums[tenants[job_id]] for job_id in found}

@@ -8,7 +8,6 @@ the same bytes: it may be written twice, also by an orchestrator that leads no m
 from __future__ import annotations
 
 import json
-from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -132,38 +131,6 @@ class EventFiles:
 
     def _name(self, job_id: str, seq: int) -> str:
         return f"events/{job_id}/{(seq - 1) // SEGMENT:08d}.jsonl"
-
-
-def in_turns(ranked: Iterable[str], tenants: Mapping[str, str], held: Iterable[str] = ()) -> list[str]:
-    """Jobs in the order in which they get what is scarce: who has the least of it first, each tenant's own as ranked.
-
-    held: the tenant of each that has some already.
-    """
-    has, queues = Counter(held), dict[str, deque[str]]()
-    for job_id in ranked:
-        queues.setdefault(tenants[job_id], deque()).append(job_id)
-    found = []
-    while queues:
-        # Of equal ones the first as ranked: dictionaries keep their order.
-        tenant = min(queues, key=lambda each: has[each])
-        found.append(queues[tenant].popleft())
-        has[tenant] += 1
-        if not queues[tenant]:
-            del queues[tenant]
-    return found
-
-
-def equal_for_tenants(priorities: Mapping[str, int], tenants: Mapping[str, str]) -> dict[str, float]:
-    """Weights by which every tenant has an equal share, however many jobs it has, divided by their priorities.
-
-    In the order of `in_turns`. Together as much as the priorities, which the jobs of a single tenant keep.
-    """
-    sums: Counter[str] = Counter()
-    for job_id, priority in priorities.items():
-        sums[tenants[job_id]] += priority
-    share = sum(sums.values()) / max(1, len(sums))
-    found = in_turns(priorities, tenants)
-    return {job_id: priorities[job_id] * share / sums[tenants[job_id]] for job_id in found}
 
 
 class JobStore:
@@ -320,13 +287,6 @@ class JobStore:
                 pipe.hget(redis_keys.job_record(job_id), "priority")
             found = {job_id: int(raw or 1) for job_id, raw in zip(job_ids, pipe.execute(), strict=True)}
         return dict(sorted(found.items(), key=lambda found: -found[1]))
-
-    def tenants_of(self, job_ids: Sequence[str]) -> dict[str, str]:
-        """Whose each job is; those before there were tenants are the operator's, ""."""
-        with self.client.pipeline(transaction=False) as pipe:
-            for job_id in job_ids:
-                pipe.hget(redis_keys.job_record(job_id), "tenant")
-            return {job_id: (raw or b"").decode() for job_id, raw in zip(job_ids, pipe.execute(), strict=True)}
 
     def users_of(self, dataset_id: str) -> list[str]:
         """Jobs that have not ended and whose tasks are this dataset."""

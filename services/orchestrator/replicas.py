@@ -20,7 +20,8 @@ import redis
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.commit import IS_LEADER, Commit, CommitOutcome, Fence, Precondition, Write, now_ms, timestamp
-from services.orchestrator.jobs import JobStore, equal_for_tenants
+from services.orchestrator.job_records import equal_for_tenants, tenants_of
+from services.orchestrator.jobs import JobStore
 from spo import redis_keys
 from spo.errors import Conflict, InvalidInput, NotFound, PreconditionFailed
 from spo.messaging.redis_client import record_words
@@ -401,7 +402,7 @@ class ReplicaAssigner:
     def worked_on(self) -> dict[str, float]:
         """Jobs under way with their weights, equal shares for tenants; without any the run under evaluation."""
         jobs = self.jobs.in_states(SERVED)
-        runs = equal_for_tenants(self.jobs.by_priority(jobs), self.jobs.tenants_of(jobs))
+        runs = equal_for_tenants(self.jobs.by_priority(jobs), tenants_of(self.jobs.client, jobs))
         if not runs:
             examined = self.jobs.client.get(own_keys.evaluated_run())
             runs = {examined.decode(): 1.0} if examined else {}

@@ -22,9 +22,9 @@ from services.orchestrator.checks import ModelCheck
 from services.orchestrator.commit import Commit, Write
 from services.orchestrator.datasets import TaskLibrary
 from services.orchestrator.evaluation import EvaluationQueue
-from services.orchestrator.job_records import JobAction, clear_fields, refuse, while_field_is, write_fields
+from services.orchestrator.job_records import JobAction, clear_fields, refuse, turns_of, while_field_is, write_fields
 from services.orchestrator.job_steps import JobSteps
-from services.orchestrator.jobs import JobStore, in_turns
+from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import Leases, latest_step, recorded_checkpoints
 from services.orchestrator.monitor import JobMonitor
 from services.orchestrator.pipeline import DeadLetterWatch
@@ -68,9 +68,7 @@ LONG_STEP_SECONDS = 5.0
 
 
 class JobQueue:
-    """Gives free slots to the waiting jobs of tenants that have the fewest, each tenant's highest priority first and of
-    equal ones the oldest.
-    """
+    """Gives free slots to tenants in turn, of each to the highest priority first and of equal ones to the oldest."""
 
     def __init__(self, jobs: JobStore, replicas: ReplicaRegistry, max_running_jobs: int) -> None:
         self.jobs = jobs
@@ -103,9 +101,7 @@ class JobQueue:
             free = self.capacity() - len(holding)
             if free <= 0 or not (waiting := self.waiting()):
                 return
-            held = self.jobs.tenants_of(holding).values()
-            ranked = self.jobs.by_priority(waiting)
-            for job_id in in_turns(ranked, self.jobs.tenants_of(waiting), held)[:free]:
+            for job_id in turns_of(self.jobs.client, self.jobs.by_priority(waiting), holding)[:free]:
                 if not self.jobs.transition(job_id, JobState.VALIDATING, "its turn came", expected=(JobState.QUEUED,)):
                     self._resume(job_id)
 

@@ -568,6 +568,10 @@ class HeldFolders:
         return found
 
     @property
+    def _all(self) -> list[FolderLock | BucketLock]:
+        return [*self.locks, *self.buckets]
+
+    @property
     def platform(self) -> str:
         """The platform that they are held for; "" while that is not known."""
         return self.owner.platform
@@ -587,19 +591,19 @@ class HeldFolders:
         """This is the platform of this process. Raises Conflict (code "state_folder_in_use")."""
         if platform and platform != self.platform:
             owner = replace(self.owner, platform=platform, redis=redis)
-            for lock in (*self.locks, *self.buckets):
+            for lock in self._all:
                 lock.claim(owner)
             self.owner = owner
 
     def close(self) -> None:
         """Let them go."""
-        for lock in (*self.locks, *self.buckets):
+        for lock in self._all:
             lock.close()
 
     def renew_until(self, stop: threading.Event) -> None:
         """A worker: renew the name for other machines. Raises Conflict where a bucket was taken meanwhile."""
         while not stop.wait(RENEW_SECONDS):
-            for lock in (*self.locks, *self.buckets):
+            for lock in self._all:
                 # A disk or bucket that fails is told by whoever needs it.
                 with contextlib.suppress(OSError):
                     lock.renew()
