@@ -29,13 +29,13 @@ def test_files_are_hashed_several_at_once_and_the_damaged_one_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
-    three, digest = threading.Barrier(3), manifest_folder._digest
+    three, digest = threading.Barrier(3), manifest_folder.file_digest
 
     def together(path: Path) -> str:
         three.wait(30)
         return digest(path)
 
-    monkeypatch.setattr(manifest_folder, "_digest", together)
+    monkeypatch.setattr(manifest_folder, "file_digest", together)
     with staging_folder(tmp_path / "1") as writing:
         for number in range(6):
             (writing / f"part-{number}").write_text("content" * number)
