@@ -31,16 +31,18 @@ import transformers
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+from safetensors import SafetensorError
 from torch import Size, Tensor, nn
 from transformers import PreTrainedModel, core_model_loading
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from services.trainer.ranks import Ranks
-from spo.errors import IntegrityError, PreconditionFailed
+from spo.errors import IntegrityError, InvalidInput, PreconditionFailed
 from spo.model.folder import open_tensors
 from spo.model.folder_names import FolderNames, saved_buffers
 from spo.model.logprobs import checkpoint_activations, is_large
+from spo.observability import is_out_of_memory
 from spo.spec.job_spec import TrainerSpec
 
 # With threads transformers reads ahead, and what is converted to another dtype is in memory whole.
@@ -65,6 +67,31 @@ def offloaded(offload: Offload) -> dict[str, object]:
     on_cpu = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     names = {"none": (), "optimizer": ("offload_optimizer",)}.get(offload, ("offload_optimizer", "offload_param"))
     return dict.fromkeys(names, on_cpu)
+
+
+# What libraries raise of a model that they cannot build: no fault of the machine, and the same at the next try.
+UNLOADABLE = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ImportError,
+    ArithmeticError,
+    AssertionError,
+    SafetensorError,
+)
+
+
+@contextmanager
+def model_faults_named(path: str) -> Iterator[None]:
+    """Raise InvalidInput (code "model_not_loadable") where the block finds a model that no trainer can be built of."""
+    try:
+        yield
+    except (*UNLOADABLE, NotImplementedError) as error:
+        if is_out_of_memory(error):
+            raise
+        words = f"the model at {path} cannot be loaded: {type(error).__name__}: {error}"
+        raise InvalidInput(words, code="model_not_loadable") from error
 
 
 @contextmanager

@@ -7,14 +7,13 @@ Axes: B trajectory, L padded position. Values, returns and advantages in reward 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -33,7 +32,13 @@ from services.trainer.batches import (
     token_batch,
     weight_metrics,
 )
-from services.trainer.deepspeed_engine import DeepSpeedEngine, ReferenceModel, partitioned_loading, whole_shape
+from services.trainer.deepspeed_engine import (
+    DeepSpeedEngine,
+    ReferenceModel,
+    model_faults_named,
+    partitioned_loading,
+    whole_shape,
+)
 from services.trainer.ranks import Ranks
 from services.trainer.weights import take_weights
 from spo.algorithm.baselines import (
@@ -207,31 +212,6 @@ class Critic:
     def close(self) -> None:
         """Free the value model and its optimiser."""
         self.engine.close()
-
-
-# What libraries raise of a model that they cannot build: no fault of the machine, and the same at the next try.
-UNLOADABLE = (
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    ImportError,
-    ArithmeticError,
-    AssertionError,
-    SafetensorError,
-)
-
-
-@contextmanager
-def model_faults_named(path: str) -> Iterator[None]:
-    """Raise InvalidInput (code "model_not_loadable") where the block finds a model that no trainer can be built of."""
-    try:
-        yield
-    except (*UNLOADABLE, NotImplementedError) as error:
-        if is_out_of_memory(error):
-            raise
-        words = f"the model at {path} cannot be loaded: {type(error).__name__}: {error}"
-        raise InvalidInput(words, code="model_not_loadable") from error
 
 
 def load_model(spec: JobSpec, device: torch.device, path: str = "") -> PreTrainedModel:

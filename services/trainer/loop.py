@@ -28,7 +28,8 @@ from services.trainer.checkpoints import (
     save_checkpoint,
 )
 from services.trainer.controller import Command, Controller, Follower, RankRole, TrainerContext
-from services.trainer.learner import Learner, model_faults_named
+from services.trainer.deepspeed_engine import model_faults_named
+from services.trainer.learner import Learner
 from services.trainer.lease import (
     WAITING,
     Attempt,
