@@ -18,11 +18,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from blake3 import blake3
 
 from spo.errors import FieldViolation, InvalidInput, raise_if_storage_is_away
+
+if TYPE_CHECKING:
+    from safetensors import safe_open
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
@@ -100,7 +103,7 @@ def is_optional(name: str) -> bool:
     return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
 
 
-def open_tensors(path: str | os.PathLike[str], framework: str = "pt", **_: object) -> Any:
+def open_tensors(path: str | os.PathLike[str], framework: str = "pt", **_: object) -> safe_open:
     """safetensors' `safe_open` on the CPU, by reads: of a mapped file that is cut, or whose storage goes away, the
     first touch ends the process (SIGBUS) with no word of why.
     """
