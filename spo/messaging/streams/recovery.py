@@ -82,9 +82,12 @@ MAX_LETTER_REASON = 2000
 _PAGE = 200
 
 
+_FURTHER = "For further information visit"
+
+
 def last_line(error: BaseException) -> str:
-    """The type and the last line of an exception, which says the most."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    """The type and the last line of an exception, which says the most; pydantic's is where more is to be read."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and _FURTHER not in line]
     return f"{type(error).__name__}: {lines[-1] if lines else 'without a message'}"[:MOST_REASON_CHARACTERS]
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import grpc
 import pytest
 import structlog
+from pydantic import BaseModel, ValidationError
 from structlog.testing import LogCapture
 
 from spo import errors
 from spo.messaging.streams import Fate, fate_of, recovery
-from spo.messaging.streams.recovery import Outage
+from spo.messaging.streams.recovery import Outage, last_line
 from spo.rpc.client import error_of
 
 
@@ -79,3 +82,14 @@ def test_an_outage_is_one_line_then_one_each_half_minute_with_a_count_then_one(m
         ("a stream cannot be read, still", 91),
         ("a stream cannot be read: over", 100),
     ]
+
+
+def test_what_killed_work_is_said_by_the_line_that_says_the_most() -> None:
+    class Config(BaseModel):
+        architecture: Literal["known"]
+
+    with pytest.raises(ValidationError) as refused:
+        Config(architecture="unknown")
+    assert "should be 'known'" in last_line(refused.value)
+    assert last_line(RuntimeError("first\n\nlast\n")) == "RuntimeError: last"
+    assert last_line(RuntimeError()) == "RuntimeError: without a message"

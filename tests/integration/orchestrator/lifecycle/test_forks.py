@@ -285,3 +285,40 @@ def test_a_fork_has_a_name_of_its_own(parent: str, api: httpx.Client, forked: Ca
     ]
     assert _name_of_fork(first["name"], "job_ABCD") == f"{name} fork abcd"
     assert len(_name_of_fork("x" * 200, "job_ABCD")) == 200
+
+
+def test_a_fork_of_a_job_that_is_being_deleted_is_whole_or_refused(
+    api: httpx.Client, context: AppContext, parent: str, state_path: Path
+) -> None:
+    stop = threading.Event()
+
+    def sweep() -> None:
+        while not stop.is_set():
+            context.deletion.sweep()
+
+    def fork(step: int) -> httpx.Response:
+        asked = {"checkpoint": 20} if step % 2 else {"version": 2}
+        return api.post(f"/v1/jobs/{parent}/fork", json=asked)
+
+    sweeping = threading.Thread(target=sweep)
+    sweeping.start()
+    with ThreadPoolExecutor(7) as threads:
+        forks = [threads.submit(fork, step) for step in range(6)]
+        gone = threads.submit(api.delete, f"/v1/jobs/{parent}").result()
+        answers = [each.result() for each in forks]
+    stop.set()
+    sweeping.join()
+    context.deletion.sweep()
+
+    assert gone.status_code in (204, 409, 503), gone.text
+    for answer in answers:
+        assert answer.status_code in (202, 404, 409, 412, 422, 503), answer.text
+        if answer.status_code == 202:
+            granted = lease(context, answer.json()["id"])
+            assert granted.start_version or granted.checkpoints.items
+            found = WeightStore(str(state_path / "weights")).versions(answer.json()["id"])
+            assert found or not granted.start_version
+            context.jobs.fail(answer.json()["id"], "test", "its turn is over")
+    if gone.status_code == 204:
+        assert context.redis.keys(f"*:{parent}:*") == []
+    assert context.redis.scard(own_keys.forks_under_way()) == 0
