@@ -193,7 +193,7 @@ class WandbSink:
         self._steps[curve] = self._steps[curve] | {step} if curve == "evaluation" else {step}
 
     def flush(self) -> None:
-        writing = self._note.with_suffix(".partial")
+        writing = self._note.with_suffix(f".{os.getpid()}.partial")
         writing.write_text(json.dumps({curve: sorted(steps) for curve, steps in self._steps.items()}))
         writing.replace(self._note)
 

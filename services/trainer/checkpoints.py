@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import threading
 import time
@@ -309,7 +310,7 @@ class CheckpointBucket:
         self._forget_jobs()
         folder = self._folder(step)
         folder.mkdir(parents=True, exist_ok=True)
-        writing = folder / f".writing-{part_name(ranks.rank)}"
+        writing = folder / f".writing-{os.getpid()}-{part_name(ranks.rank)}"
         try:
             problem = write_part(ranks, training, writing)
             if problem:

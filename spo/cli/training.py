@@ -5,7 +5,6 @@ it.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -208,11 +207,7 @@ def export_weights(
     stored = WeightStore(chosen.uri.rpartition("/")[0].rpartition("/")[0]).open(job_id, chosen.version)
     if stored.manifest_digest != chosen.manifest_digest:
         raise IntegrityError(f"{chosen.uri} is not the version that was published")
-    try:
-        write_export(model, stored, out, merge=merge)
-    except BaseException:
-        shutil.rmtree(out, ignore_errors=True)
-        raise
+    write_export(model, stored, out, merge=merge)
     console.print(f"version {chosen.version} of {job_id}, step {chosen.step}: {out}")
 
 

@@ -120,7 +120,7 @@ class StateFolder:
     def write(self, name: str, content: bytes) -> None:
         path = self._root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".writing-{os.getpid()}-{path.name}")
+        aside = path.with_name(f".writing-{os.getpid()}-{threading.get_ident()}-{path.name}")
         with aside.open("wb") as file:
             file.write(content)
             file.flush()

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spo.errors import IntegrityError, InvalidInput, NotFound, NotReady, storage_faults_named
-from spo.manifest_folder import link_files, remove_tree
+from spo.manifest_folder import link_files, remove_tree, staging_folder
 from spo.model.folder import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -204,7 +204,20 @@ def model_of_version(model: Path, version: StoredVersion, destination: Path) -> 
 
 
 def write_export(model: Path, version: StoredVersion, out: Path, *, merge: bool) -> None:
-    """A version as a folder: a model's, or an adapter's in peft's layout. Raises InvalidInput, IntegrityError."""
+    """A version as a folder, there at once and whole: a model's, or an adapter's in peft's layout.
+
+    Raises IntegrityError; InvalidInput, with code "unwritable_file" where the folder is there by then, or cannot be.
+    """
+    try:
+        with staging_folder(out) as writing:
+            _export_into(model, version, writing / out.name, merge=merge)
+            # Of two that make it the second is refused, and harms nothing of the first's.
+            (writing / out.name).rename(out)
+    except OSError as error:
+        raise InvalidInput(f"cannot write {out}: {error.strerror}", code="unwritable_file") from error
+
+
+def _export_into(model: Path, version: StoredVersion, out: Path, *, merge: bool) -> None:
     adapter = adapter_of(version.files)
     if adapter is None or merge:
         model_of_version(model, version, out)

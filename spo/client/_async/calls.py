@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, Unpack
 
 import httpx
 from pydantic import BaseModel
+from ulid import ULID
 
 from spo import errors
 from spo.client.answers import ReceivedFolder, RequestOptions, content_of, error_of, parsed, pause_asked
@@ -358,7 +359,7 @@ class AsyncExperienceCalls:
 
         Raises InvalidInput (code "unwritable_file" for the target), NotFound, Unreachable when the connection breaks.
         """
-        writing = target.with_name(f".{target.name}.partial")
+        writing = target.with_name(f".{target.name}.{ULID()}.partial")
         document = {**requested, "format": export_format}
         try:
             async with self._connection.http.stream(

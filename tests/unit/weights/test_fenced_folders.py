@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from blake3 import blake3
 
 from spo import manifest_folder
-from spo.errors import Conflict, IntegrityError
+from spo.errors import Conflict, IntegrityError, SpoError
 from spo.manifest_folder import numbered_folders, open_folder, prune_folders, seal_folder, staging_folder
+from spo.service.state import StateFolder
+from spo.weights import model_folders
 
 
 def seal(destination: Path, epoch: int, content: str) -> None:
@@ -94,3 +98,43 @@ def test_pruning_with_an_outdated_list_leaves_what_a_newer_epoch_wrote(tmp_path:
 
     assert [number for number, _ in numbered_folders(tmp_path)] == [2, 3]
     assert not list(tmp_path.glob(".writing-*"))
+
+
+def test_of_exports_into_one_folder_one_is_there_whole_and_the_others_harm_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = threading.Barrier(4)
+
+    def export_into(model: Path, version: object, out: Path, *, merge: bool) -> None:
+        out.mkdir()
+        (out / "config.json").write_text(str(version))
+        together.wait(20)
+        if version == 0:
+            raise IntegrityError("the version is damaged")
+        assert not (tmp_path / "out").exists() or (tmp_path / "out" / "config.json").exists()
+        (out / "model.safetensors").write_text(str(version))
+
+    def export(version: int) -> str:
+        try:
+            model_folders.write_export(tmp_path, version, tmp_path / "out", merge=False)  # type: ignore[arg-type]
+        except SpoError as error:
+            return error.code
+        return "made"
+
+    monkeypatch.setattr(model_folders, "_export_into", export_into)
+    with ThreadPoolExecutor(4) as threads:
+        found = Counter(threads.map(export, range(4)))
+
+    assert found == {"made": 1, "unwritable_file": 2, "integrity": 1}
+    assert len({file.read_text() for file in (tmp_path / "out").iterdir()}) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_threads_that_write_one_file_of_the_state_leave_it_whole(tmp_path: Path) -> None:
+    place = StateFolder(tmp_path)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda number: place.write("jobs/one.json", b"%d" % (number % 10) * 50_000), range(64)))
+    written = place.read("jobs/one.json")
+    assert written is not None
+    assert (len(written), len(set(written))) == (50_000, 1)
+    assert place.names("") == ["jobs/one.json"]
