@@ -12,6 +12,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import APIRouter, FastAPI
+from starlette.datastructures import Headers
 from starlette.staticfiles import StaticFiles
 
 from services.orchestrator.container import AppContext, threads_for_checks
@@ -105,6 +106,21 @@ STOP_SECONDS = 5
 SETTLED_SECONDS = 5.0
 
 
+# Errors on the paths of OpenAI's and Anthropic's clients: what their forms have in common.
+_ERROR_OF_THEIRS = "ErrorOfDialect"
+_DIALECT_ERROR: JsonObject = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type"],
+            "properties": {"message": {"type": "string"}, "type": {"type": "string"}},
+        }
+    },
+}
+
+
 def describe(app: FastAPI) -> None:
     """Complete the document that the application serves and `make openapi` writes."""
     generate = app.openapi
@@ -127,24 +143,30 @@ def _add_schemas(document: JsonObject) -> None:
     for schema, name in ((spec, "JobSpec"), (problem, "Problem")):
         schemas.update(schema.pop("$defs", {}))
         schemas[name] = schema
+    schemas[_ERROR_OF_THEIRS] = _DIALECT_ERROR
     schemas["JobState"]["x-legal-transitions"] = legal_transitions()
 
 
 def _add_failures(document: JsonObject) -> None:
     components = document["components"]
     components["securitySchemes"] = SCHEMES
-    components["responses"] = {_name(status): _problem(status) for status in _MEANINGS}
+    components["responses"] = {
+        f"{_name(status)}{shape}": _problem(status, shape) for status in _MEANINGS for shape in ("", _ERROR_OF_THEIRS)
+    }
     document["security"] = [{name: []} for name in SCHEMES]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             if method not in METHODS:
                 continue
             responses = operation["responses"]
-            responses["default"] = _problem(None)
+            shape = _ERROR_OF_THEIRS if errors.dialect(path.removeprefix("/s/{session_id}"), Headers()) else ""
+            responses["default"] = _problem(None, shape)
             if path in OPEN_PATHS:
                 operation["security"] = []
-            for status in _failures(path, method, operation):
-                responses.setdefault(str(status), {"$ref": f"#/components/responses/{_name(status)}"})
+            # What is wrong with a request is a 400 in their forms.
+            statuses = {400 if shape and status == 422 else status for status in _failures(path, method, operation)}
+            for status in sorted(statuses):
+                responses.setdefault(str(status), {"$ref": f"#/components/responses/{_name(status)}{shape}"})
 
 
 def _failures(path: str, method: str, operation: JsonObject) -> list[int]:
@@ -164,11 +186,12 @@ def _name(status: int) -> str:
     return f"Problem{status}"
 
 
-def _problem(status: int | None) -> JsonObject:
-    description = _MEANINGS[status] if status else "RFC 9457 problem"
+def _problem(status: int | None, shape: str = "") -> JsonObject:
+    description = _MEANINGS[status] if status else "an error" if shape else "RFC 9457 problem"
+    media_type, model = ("application/json", shape) if shape else (MEDIA_TYPE, "Problem")
     found: JsonObject = {
         "description": description,
-        "content": {MEDIA_TYPE: {"schema": {"$ref": REF.format(model="Problem")}}},
+        "content": {media_type: {"schema": {"$ref": REF.format(model=model)}}},
     }
     if status in (429, 503):
         found["headers"] = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds."}}

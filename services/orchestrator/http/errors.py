@@ -40,6 +40,8 @@ _ANTHROPIC = re.compile(r"/v1/(complete|messages)(/|$)")
 _SHARED = re.compile(r"/v1/(files|models|organizations|skills|v1/messages)(/|$)")
 # Where a session's calls go; its address may carry its key.
 SESSION = re.compile(r"/s/(ses_[0-9A-Z]{26})(\.[A-Za-z0-9_-]+)?(?=/|$)")
+# An address that no session can have is answered in the same form.
+_OF_SESSION = re.compile(r"/s/[^/]*(?=/|$)")
 _OF = {"responses": "OpenAI's Responses", "messages": "Anthropic's Messages"}
 _TYPES = {
     401: "authentication_error",
@@ -108,7 +110,7 @@ def dialect(path: str, headers: Headers) -> Literal["openai", "anthropic"] | Non
 
     A session's own paths are those of both below its address, and all others there are taken for OpenAI's.
     """
-    if session := SESSION.match(path):
+    if session := _OF_SESSION.match(path):
         return dialect(path[session.end() :], headers) or "openai"
     if _ANTHROPIC.match(path) or ("anthropic-version" in headers and _SHARED.match(path)):
         return "anthropic"
