@@ -131,7 +131,7 @@ def test_the_critic_learns_from_a_body_that_was_cut(ranks: Ranks, tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_SECONDS + 60)
-def test_two_ranks_hold_half_of_the_model_each_and_never_more(tmp_path: Path) -> None:
+def test_two_ranks_hold_half_of_the_model_each_and_never_more_than_a_tensor_beside_it(tmp_path: Path) -> None:
     shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 7, "num_attention_heads": 8}
     config = AutoConfig.for_model("llama", vocab_size=32_000, tie_word_embeddings=True, **shape)
     model = write_model(tmp_path / "model", config, torch.float32)
@@ -146,9 +146,9 @@ def test_two_ranks_hold_half_of_the_model_each_and_never_more(tmp_path: Path) ->
     for rank in range(2):
         memory = json.loads((tmp_path / f"memory-{rank}.json").read_text())
         assert memory["whole"] > 450e6
-        # Pages of mapped files belong to the system's cache: the peak is of the process's own memory.
         assert memory["loaded"] < 0.65 * memory["whole"]
-        assert memory["peak"] < 0.65 * memory["whole"]
+        # Beside its half the one tensor that is read and not cut yet.
+        assert memory["peak"] < 0.55 * memory["whole"] + max(tensor.nbytes for tensor in tensors.values())
         found = load_file(tmp_path / f"logprobs-{rank}.safetensors")
         expected, other_expected = plain_logprobs(model), plain_logprobs(model, weights=other)
         assert torch.equal(found["reference"], expected)

@@ -38,6 +38,7 @@ def main(case: str, folder: Path) -> None:
             load()
         assert ranks.gather(ranks.rank) == [0, 1]
         assert not ranks.leads or (folder / LEADER).exists()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
