@@ -274,10 +274,15 @@ def _name_of_fork(parent: str, job_id: str) -> str:
 
 
 def merge_patch(document: Any, patch: Any) -> Any:
-    """RFC 7386: members of the patch replace the document's, objects are merged, null removes."""
+    """RFC 7386: members of the patch replace the document's, objects are merged, null removes.
+
+    One rule beyond it: an object of another `kind` replaces the one before, whose members it does not have.
+    """
     if not isinstance(patch, dict):
         return patch
     merged = dict(document) if isinstance(document, dict) else {}
+    if "kind" in patch and merged.get("kind", patch["kind"]) != patch["kind"]:
+        merged = {}
     for name, value in patch.items():
         if value is None:
             merged.pop(name, None)

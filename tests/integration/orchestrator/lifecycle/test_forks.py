@@ -273,6 +273,9 @@ def test_a_patch_merges_objects_replaces_values_and_removes_by_null() -> None:
     document = {"a": {"b": 1, "c": 2}, "d": [1, 2]}
 
     assert merge_patch(document, {"a": {"b": None, "e": {"f": None}}, "d": [3]}) == {"a": {"c": 2, "e": {}}, "d": [3]}
+    verifier = {"kind": "program", "isolation": ""}
+    assert merge_patch(verifier, {"kind": "model", "rubric": "r"}) == {"kind": "model", "rubric": "r"}
+    assert merge_patch(verifier, {"kind": "program"}) == verifier
     assert document == {"a": {"b": 1, "c": 2}, "d": [1, 2]}
 
 

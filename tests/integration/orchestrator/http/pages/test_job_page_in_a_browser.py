@@ -105,7 +105,7 @@ def test_a_job_is_checked_and_submitted_from_the_page(
     page.goto("/")
     page.get_by_role("link", name="Submit a job").click()
     spec = page.get_by_label("Job spec, YAML or JSON")
-    assert "objective: terminal_squared" in spec.input_value()
+    assert "source: memory" in spec.input_value(), "the job of the demo"
 
     faulty = yaml.safe_dump({**document, "trainer": {"steps": -3}}, sort_keys=False)
     spec.fill(faulty)
