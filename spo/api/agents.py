@@ -20,12 +20,14 @@ class SessionRequest(RequestBody):
 
     job: str = Field(pattern=JOB_ID_PATTERN)
     problem: str = Field(default="", max_length=128, description="Id of the problem that is played, for the trace.")
-    version: int | None = Field(default=None, ge=0, le=2**53, description="Weight version; default: the newest loaded.")
-    temperature: float = Field(default=1.0, ge=0, le=HIGHEST_TEMPERATURE, allow_inf_nan=False)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    max_calls: int = Field(default=200, ge=1, le=10_000)
-    max_tokens: int = Field(default=131_072, ge=1, le=2**31 - 1)
-    max_seconds: int = Field(default=7200, ge=1, le=7 * 86_400)
+    version: int | None = Field(
+        strict=True, default=None, ge=0, le=2**53, description="Weight version; default: the newest loaded."
+    )
+    temperature: float = Field(strict=True, default=1.0, ge=0, le=HIGHEST_TEMPERATURE, allow_inf_nan=False)
+    top_p: float = Field(strict=True, default=1.0, gt=0, le=1)
+    max_calls: int = Field(strict=True, default=200, ge=1, le=10_000)
+    max_tokens: int = Field(strict=True, default=131_072, ge=1, le=2**31 - 1)
+    max_seconds: int = Field(strict=True, default=7200, ge=1, le=7 * 86_400)
 
 
 class SessionGrant(Document):
@@ -45,7 +47,7 @@ class EpisodeOutcome(RequestBody):
 
     token: Token = Field(description="The session's, which its agent never sees.")
     status: OutcomeStatus
-    reward: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
+    reward: float | None = Field(strict=True, default=None, ge=0, le=1, allow_inf_nan=False)
     answer: str = Field(default="", max_length=1 << 20)
     metrics: dict[Annotated[str, Field(max_length=64)], float] = Field(default={}, max_length=64)
 
@@ -54,8 +56,8 @@ class LeaseRequest(RequestBody):
     """Which episodes a runner takes, and for how long it waits for one."""
 
     pool: str = Field(default="default", min_length=1, max_length=100)
-    most: int = Field(default=1, ge=1, le=64)
-    wait_seconds: float = Field(default=20, ge=0, le=30, allow_inf_nan=False)
+    most: int = Field(default=1, ge=1, le=64, strict=True)
+    wait_seconds: float = Field(default=10, ge=0, le=15, allow_inf_nan=False, strict=True)
 
 
 class LeaseToken(RequestBody):

@@ -32,7 +32,7 @@ from spo.observability import get_logger
 
 agents = typer.Typer(no_args_is_help=True, help="Agents in their own programs: runners of episodes, and traces.")
 
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 10.0
 RENEW_SECONDS = 15.0
 PAUSE_SECONDS = 2.0
 # Of what a command has printed, its end: the answer where a verifier decides, the reason where it failed.

@@ -64,12 +64,15 @@ def operations(context: AppContext) -> list[tuple[str, str, Document]]:
     return [(method, path, each) for path, found in described.items() for method, each in found.items()]
 
 
+THEIRS = ("/s/", "/v1/chat/", "/v1/completions", "/v1/messages", "/v1/models", "/v1/responses")
+
+
 def is_problem(response: httpx.Response) -> bool:
-    """Whether the request was refused in words; what clients of OpenAI's API ask for is refused in its own form."""
+    """Whether the request was refused in words; clients of OpenAI's and Anthropic's APIs are refused in their form."""
     kind = response.headers.get("content-type", "")
     in_words = kind == "application/problem+json"
-    if response.request.url.path.startswith(("/v1/chat/", "/v1/completions", "/v1/models")) and not in_words:
-        in_words = response.json().get("error", {}).keys() >= {"message", "type", "code"}
+    if response.request.url.path.startswith(THEIRS) and not in_words:
+        in_words = response.json().get("error", {}).keys() >= {"message", "type"}
     return 400 <= response.status_code < 500 and in_words
 
 
@@ -280,8 +283,12 @@ def test_ids_in_bodies_and_queries_are_absent_as_well(blue: httpx.Client, red_jo
 
 def test_no_list_names_what_belongs_to_another_tenant(context: AppContext, blue: httpx.Client, red_job: str) -> None:
     asked = 0
-    queue = [path for method, path, _ in operations(context) if method == "get" and "{" not in path]
-    for path in [*queue, "/"]:
+    listed = [(path, each) for method, path, each in operations(context) if method == "get" and "{" not in path]
+    for path, operation in [*listed, ("/", {})]:
+        parameters = operation.get("parameters", [])
+        if named := {each["name"]: red_job for each in parameters if each["required"]}:
+            assert blue.get(path, params=named).status_code == 404, path
+            continue
         answer = blue.get(path)
         assert answer.status_code in (200, 403), (path, answer.text[:300])
         assert red_job not in answer.text, path
