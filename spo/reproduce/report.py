@@ -606,7 +606,8 @@ def markdown(report: Mapping[str, Any], plots: Sequence[str]) -> Iterator[str]:
         )
     yield from ("", "## At a glance", "")
     yield from overview(report)
-    yield from ("", "## Claims", "", *READING, "")
+    # Remarks are what people added to a committed report whose runs are gone.
+    yield from ("", "## Claims", "", *READING, *report.get("remarks", ()), "")
     yield from ("| claim | setting | ours | verdict | why |", "|---|---|---|---|---|")
     for claim in report["claims"]:
         mark = "" if claim["source"] == "paper" else " (ours)"

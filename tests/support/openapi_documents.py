@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 OPENAPI: dict[str, Any] = json.loads((Path(__file__).parents[2] / "docs" / "openapi.json").read_text())
-# Asked with clients of OpenAI's API, which have models of their own.
-OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}")
+# Asked with clients of OpenAI's and Anthropic's APIs, which have models of their own; agents ask below their session.
+FOREIGN = re.compile(r"/s/.*|/v1/(chat/completions|completions|messages|models|models/\{model\}|responses)")
 SCHEMAS: dict[str, Any] = OPENAPI["components"]["schemas"]
 
 

@@ -42,6 +42,9 @@ POISON_SEED = 666
 REFERENCE = Weights("", 0, "hash", ())
 
 
+TASKS = SimpleNamespace(harness=None)
+
+
 class FragileEngine:
     """Samples two tokens a sequence; dies of sequences that `kills` names, and of versions in `bad_versions`."""
 
@@ -109,7 +112,7 @@ class Replica:
             engine=self._thread,
             tokenizer=self.tokenizer,
             sampler="double",
-            spec=SimpleNamespace(model=model),
+            spec=SimpleNamespace(model=model, algorithm=SimpleNamespace(anchors_by_rollouts=False), tasks=TASKS),
             engine_spec=SimpleNamespace(max_tokens=1000),
             end_token_ids=(),
         )

@@ -162,8 +162,7 @@ def test_a_job_is_written_for_rows_of_another_project_in_either_order(model: Pat
     assert run("init", model, tmp_path / "gsm.jsonl", "--out", tmp_path / "gsm.yaml").exit_code == 0
     spec = parse_job_spec(yaml.safe_load((tmp_path / "gsm.yaml").read_text()))
     assert (spec.tasks.kind, spec.tasks.path) == ("gsm8k", str(tmp_path / "gsm.jsonl"))
-    # Their published solutions are right responses of people.
-    assert [source.source for source in spec.replay.mix] == ["online", "reference", "human"]
+    assert [source.source for source in spec.replay.mix] == ["online", "memory"], "rollouts alone, with memory"
 
 
 def test_a_look_says_what_a_file_is_judges_three_rows_and_writes_the_spec(tmp_path: Path) -> None:

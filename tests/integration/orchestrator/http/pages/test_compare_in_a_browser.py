@@ -26,7 +26,8 @@ def other(context: AppContext, job_id: str, trainer: Trainer, evaluated: None, d
     algorithm = {**document.get("algorithm", {}), "beta": 0.125}
     found = context.jobs.submit(parse_job_spec(document | {"name": "other run", "algorithm": algorithm}))
     score = {"value": 0.3, "low": 0.2, "high": 0.4}
-    context.redis.hset(own_keys.evaluations(found), "0", json.dumps({"step": 0, "pass_at_k": {"1": score}}))
+    evaluation = {"step": 0, "version": 0, "pass_at_k": {"1": score}}
+    context.redis.hset(own_keys.evaluations(found), "0", json.dumps(evaluation))
     context.jobs.transition(found, JobState.CANCELLED, "test")
     return found
 
