@@ -26,7 +26,6 @@ from ulid import ULID
 
 from spo import errors
 from spo.client._async.calls import (
-    AsyncAgentCalls,
     AsyncConnection,
     AsyncContinualCalls,
     AsyncDatasetCalls,
@@ -36,9 +35,10 @@ from spo.client._async.calls import (
     AsyncServingCalls,
     AsyncTrainingCalls,
 )
-from spo.client.answers import error_of, parsed
+from spo.client.answers import RequestOptions, error_of, parsed
 from spo.client.models import (
     DeletedJobs,
+    EpisodeLease,
     Event,
     EventPage,
     ForkKeywords,
@@ -47,17 +47,73 @@ from spo.client.models import (
     JobPage,
     JobSummary,
     JsonObject,
+    LeaseList,
+    RenewedLease,
     Replica,
     Replicas,
     ResolvedSpec,
+    SessionGrant,
+    SessionList,
+    SessionTreeView,
+    SessionView,
 )
 from spo.spec.job_spec import JobSpec
 
 HEARTBEAT_SECONDS = 15.0
+SESSIONS = "/v1/agents/sessions"
 DEFAULT_URL = "http://127.0.0.1:8080"
 
 # Tasks and models of a job are looked at before it is taken: so long may that take while the API is there.
 CHECK_SECONDS = 600.0
+
+
+class AsyncAgentCalls:
+    """Episodes that agents play in their own programs: leased, renewed and ended by runners."""
+
+    def __init__(self, connection: AsyncConnection) -> None:
+        self._connection = connection
+
+    async def open(self, job: str, **limits: object) -> SessionGrant:
+        """Open a session of a job's policy: a URL and a key. Options: the fields of `POST /v1/agents/sessions`."""
+        body = {"job": job, **limits}
+        return await self._connection.ask(SessionGrant, "POST", SESSIONS, repeatable=False, json=body)
+
+    async def all(self, job: str) -> list[SessionView]:
+        """The newest sessions of a job. Raises NotFound."""
+        return (await self._connection.ask(SessionList, "GET", SESSIONS, params={"job": job})).items
+
+    async def get(self, session_id: str) -> SessionView:
+        """A session, what it has used, and its outcome. Raises NotFound."""
+        return await self._connection.ask(SessionView, "GET", f"{SESSIONS}/{session_id}")
+
+    async def finish(self, session_id: str, outcome: Mapping[str, object]) -> SessionView:
+        """End a session that was not leased, with its outcome. Raises Conflict."""
+        return await self._connection.ask(SessionView, "POST", f"{SESSIONS}/{session_id}/outcome", json=dict(outcome))
+
+    async def tree(self, session_id: str) -> SessionTreeView:
+        """All calls of a session. Raises NotFound."""
+        return await self._connection.ask(SessionTreeView, "GET", f"{SESSIONS}/{session_id}/tree")
+
+    async def lease(self, pool: str, most: int, wait_seconds: float) -> list[EpisodeLease]:
+        """Episodes that wait for a runner of the pool; none where there are none in time."""
+        body = {"pool": pool, "most": most, "wait_seconds": wait_seconds}
+        request = RequestOptions(json=body, timeout=wait_seconds + self._connection.timeout_seconds)
+        return (await self._connection.ask(LeaseList, "POST", "/v1/agents/leases", repeatable=False, **request)).items
+
+    async def renew(self, lease_id: str, token: str) -> RenewedLease:
+        """Hold an episode for longer. Raises PreconditionFailed (code "lease_lost")."""
+        path = f"/v1/agents/leases/{lease_id}/renew"
+        return await self._connection.ask(RenewedLease, "POST", path, json={"token": token})
+
+    async def give_back(self, lease_id: str, token: str) -> SessionView:
+        """Give an episode back that is not at fault: another runner gets it. Raises PreconditionFailed."""
+        path = f"/v1/agents/leases/{lease_id}/give-back"
+        return await self._connection.ask(SessionView, "POST", path, json={"token": token})
+
+    async def end(self, lease_id: str, outcome: Mapping[str, object]) -> SessionView:
+        """End an episode with its outcome. Raises Conflict, PreconditionFailed."""
+        path = f"/v1/agents/leases/{lease_id}/outcome"
+        return await self._connection.ask(SessionView, "POST", path, json=dict(outcome))
 
 
 class AsyncClient(AsyncTrainingCalls):

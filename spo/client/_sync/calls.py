@@ -45,7 +45,6 @@ from spo.client.models import (
     DeadLetterTotals,
     Document,
     Entry,
-    EpisodeLease,
     Evaluation,
     EvaluationKeywords,
     EvaluationList,
@@ -60,7 +59,6 @@ from spo.client.models import (
     JsonObject,
     Key,
     Keys,
-    LeaseList,
     LogFilters,
     LogLine,
     LogPage,
@@ -78,15 +76,10 @@ from spo.client.models import (
     Redriven,
     RejudgeKeywords,
     RejudgeReport,
-    RenewedLease,
     RowFilters,
     ScaleView,
     ServedModelList,
     ServedModelView,
-    SessionGrant,
-    SessionList,
-    SessionTreeView,
-    SessionView,
     StepEvaluation,
     StoredRow,
     StoredRowDetail,
@@ -123,7 +116,6 @@ CONTENT_TYPES = {".jsonl": "application/x-ndjson", ".parquet": "application/vnd.
 Report = TypeVar("Report", bound=Document)
 
 PATH = "/v1/continual"
-SESSIONS = "/v1/agents/sessions"
 
 # Of an answer that begins only when an adapter is merged or a version fetched.
 DOWNLOAD_SECONDS = 3600.0
@@ -473,55 +465,6 @@ class ServingCalls:
         """Store captured traffic as trajectories under a name; prompts are those of a job. Raises Conflict."""
         body = {"name": name, "job": job, "judge_unscored": judge_unscored, "after_unix_ms": after_unix_ms}
         return self._connection.ask(CollectReport, "POST", "/v1/capture/collect", json=body)
-
-
-class SyncAgentCalls:
-    """Episodes that agents play in their own programs: leased, renewed and ended by runners."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def open(self, job: str, **limits: object) -> SessionGrant:
-        """Open a session of a job's policy: a URL and a key. Options: the fields of `POST /v1/agents/sessions`."""
-        body = {"job": job, **limits}
-        return self._connection.ask(SessionGrant, "POST", SESSIONS, repeatable=False, json=body)
-
-    def all(self, job: str) -> list[SessionView]:
-        """The newest sessions of a job. Raises NotFound."""
-        return (self._connection.ask(SessionList, "GET", SESSIONS, params={"job": job})).items
-
-    def get(self, session_id: str) -> SessionView:
-        """A session, what it has used, and its outcome. Raises NotFound."""
-        return self._connection.ask(SessionView, "GET", f"{SESSIONS}/{session_id}")
-
-    def finish(self, session_id: str, outcome: Mapping[str, object]) -> SessionView:
-        """End a session that was not leased, with its outcome. Raises Conflict."""
-        return self._connection.ask(SessionView, "POST", f"{SESSIONS}/{session_id}/outcome", json=dict(outcome))
-
-    def tree(self, session_id: str) -> SessionTreeView:
-        """All calls of a session. Raises NotFound."""
-        return self._connection.ask(SessionTreeView, "GET", f"{SESSIONS}/{session_id}/tree")
-
-    def lease(self, pool: str, most: int, wait_seconds: float) -> list[EpisodeLease]:
-        """Episodes that wait for a runner of the pool; none where there are none in time."""
-        body = {"pool": pool, "most": most, "wait_seconds": wait_seconds}
-        request = RequestOptions(json=body, timeout=wait_seconds + self._connection.timeout_seconds)
-        return (self._connection.ask(LeaseList, "POST", "/v1/agents/leases", repeatable=False, **request)).items
-
-    def renew(self, lease_id: str, token: str) -> RenewedLease:
-        """Hold an episode for longer. Raises PreconditionFailed (code "lease_lost")."""
-        path = f"/v1/agents/leases/{lease_id}/renew"
-        return self._connection.ask(RenewedLease, "POST", path, json={"token": token})
-
-    def give_back(self, lease_id: str, token: str) -> SessionView:
-        """Give an episode back that is not at fault: another runner gets it. Raises PreconditionFailed."""
-        path = f"/v1/agents/leases/{lease_id}/give-back"
-        return self._connection.ask(SessionView, "POST", path, json={"token": token})
-
-    def end(self, lease_id: str, outcome: Mapping[str, object]) -> SessionView:
-        """End an episode with its outcome. Raises Conflict, PreconditionFailed."""
-        path = f"/v1/agents/leases/{lease_id}/outcome"
-        return self._connection.ask(SessionView, "POST", path, json=dict(outcome))
 
 
 class ContinualCalls:
