@@ -21,7 +21,7 @@ from services.orchestrator.agents import AgentSession, AgentSessions, CallNode, 
 from services.orchestrator.commit import now_ms
 from services.orchestrator.jobs import JobStore, seed_of
 from spo import redis_keys
-from spo.errors import InvalidInput, LeaseLost, SpoError
+from spo.errors import InvalidInput, LeaseLost, NotFound, SpoError
 from spo.messaging.streams import Consumer, Entry
 from spo.observability import get_logger
 from spo.spec.job_spec import JobSpec
@@ -42,6 +42,8 @@ from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict
 
 # A runner that is silent for so long has lost its episodes.
 LEASE_SECONDS = 60.0
+# After an episode's own limit: for whatever scores it.
+SCORING_SECONDS = 900.0
 POLL_SECONDS = 0.5
 # Groups of a job that are open at once; an episode may take hours.
 MOST_OPEN_GROUPS = 64
@@ -151,8 +153,11 @@ class AgentEpisodes:
             consumer.keep_alive([group.entry for group in held.values()])
             self._take_back(held)
             for group in [each for each in held.values() if all(episode.is_over for episode in each.episodes)]:
-                self._pass_on(group)
-                held.pop(group.request.group_id)
+                done = [place for place, each in enumerate(group.episodes) if each.state == "done"]
+                # Where a job was paused for longer than sessions are kept, they are played anew.
+                if all(self._session(group, place) for place in done):
+                    self._pass_on(group)
+                    held.pop(group.request.group_id)
 
     def _harness(self, job_id: str) -> HarnessSpec | None:
         return self.jobs.spec(job_id).tasks.harness
@@ -216,9 +221,11 @@ class AgentEpisodes:
         return Leased(leased, session, opened, harness, group.request.prompt.text)
 
     def renew(self, session: AgentSession) -> AgentEpisode:
-        """Hold an episode for longer. Raises LeaseLost where it is another's now, or over."""
+        """Hold an episode for longer. Raises LeaseLost where it is another's now, or over, or takes for ever."""
         with self._lock:
             group, index = self._held(session)
+            if now_ms() > session.deadline_unix_ms + SCORING_SECONDS * 1000:
+                raise LeaseLost("the episode and its scoring have taken as long as they may", code="lease_lost")
             renewed = replace(group.episodes[index], lease_until_unix_ms=now_ms() + _LEASE_MS)
             self._store(group, index, renewed)
             return renewed
@@ -275,13 +282,23 @@ class AgentEpisodes:
             for index, episode in enumerate(group.episodes):
                 if episode.state != "leased" or now_ms() < episode.lease_until_unix_ms:
                     continue
-                session = self.sessions.get(episode.session_id)
+                session = self._session(group, index)
+                if session is None:
+                    continue
                 outcome = self.sessions.outcome(session)
                 if outcome is None:
                     self.sessions.close(session, {"status": "lost"}, "its runner fell silent")
                     self._again(group, index, "its runner fell silent")
                 else:
                     self._settle(group, index, outcome)
+
+    def _session(self, group: OpenGroup, index: int) -> AgentSession | None:
+        """The session of an episode; where it has expired the episode begins anew, and this is None."""
+        try:
+            return self.sessions.get(group.episodes[index].session_id)
+        except NotFound:
+            self._again(group, index, "its session is not there any more")
+            return None
 
     def _again(self, group: OpenGroup, index: int, reason: str) -> None:
         episode = group.episodes[index]

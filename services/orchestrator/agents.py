@@ -258,6 +258,7 @@ class AgentSessions:
             ("HSET", key, "record", json.dumps(asdict(session)), "calls", 0, "tokens", 0, "bytes", 0),
             ("EXPIRE", key, life),
             ("ZADD", own_keys.agent_sessions(session.job_id), session.deadline_unix_ms, session.id),
+            ("ZREMRANGEBYSCORE", own_keys.agent_sessions(session.job_id), 0, now_ms() - KEEP_SECONDS * 1000),
         )
 
     def get(self, session_id: str) -> AgentSession:

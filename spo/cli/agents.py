@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -47,7 +48,10 @@ log = get_logger("agents")
 
 @dataclass(frozen=True)
 class Played:
-    """How a command ended: its status as an outcome has it, what it printed, and the reward that scoring found."""
+    """How a command ended: its status as an outcome has it, what it printed, and the reward that scoring found.
+
+    status "stopped": the runner ends, which is no fault of the episode.
+    """
 
     status: str
     printed: str
@@ -72,20 +76,31 @@ class EpisodeRunner:
         self.ended = 0
 
     def run(self, stop: threading.Event, episodes: int | None = None) -> None:
-        """Lease and play until stop, or until so many episodes have ended; while the API is away, wait."""
+        """Lease and play until stop, or until so many episodes have begun; while the API is away, wait.
+
+        What is played when stop is set, or the call is interrupted, is given back.
+        """
+        with ThreadPoolExecutor(self.most, thread_name_prefix="episode") as threads:
+            try:
+                self._lease_and_play(threads, stop, episodes)
+            except BaseException:
+                # The pool waits for its threads, and an episode may take hours.
+                stop.set()
+                raise
+
+    def _lease_and_play(self, threads: ThreadPoolExecutor, stop: threading.Event, episodes: int | None) -> None:
         begun = 0
         running: set[Future[None]] = set()
-        with ThreadPoolExecutor(self.most, thread_name_prefix="episode") as threads:
-            while not stop.is_set() and (episodes is None or begun < episodes):
-                room = self.most - len(running)
-                if episodes is not None:
-                    room = min(room, episodes - begun)
-                if room > 0:
-                    leased = self._lease(room, stop)
-                    begun += len(leased)
-                    running |= {threads.submit(self.play, lease, stop) for lease in leased}
-                if running:
-                    running -= wait(running, PAUSE_SECONDS, "FIRST_COMPLETED").done
+        while not stop.is_set() and (episodes is None or begun < episodes):
+            room = self.most - len(running)
+            if episodes is not None:
+                room = min(room, episodes - begun)
+            if room > 0:
+                leased = self._lease(room, stop)
+                begun += len(leased)
+                running |= {threads.submit(self.play, lease, stop) for lease in leased}
+            if running:
+                running -= wait(running, PAUSE_SECONDS, "FIRST_COMPLETED").done
 
     def _lease(self, most: int, stop: threading.Event) -> list[EpisodeLease]:
         try:
@@ -102,6 +117,9 @@ class EpisodeRunner:
         try:
             with tempfile.TemporaryDirectory(prefix="spo-episode-") as folder:
                 played = self._played(lease, Path(folder), stop)
+            if played.status == "stopped":
+                self.client.agents.give_back(lease.lease_id, lease.session.token)
+                return
             outcome = {
                 "token": lease.session.token,
                 "status": played.status,
@@ -123,19 +141,19 @@ class EpisodeRunner:
             return Played("failed", f"this runner has no harness {lease.harness}")
         write_problem(lease, folder)
         environment = environment_of(lease, folder)
-        status, printed = self._attended(lease, command, folder, environment, stop)
-        if status == "failed" or self.score is None:
+        until = lease.session.deadline_unix_ms / 1000
+        status, printed = self._attended(lease, command, folder, environment, stop, until)
+        if status in ("failed", "stopped") or self.score is None:
             return Played(status, printed)
         (folder / "answer.txt").write_text(printed)
         # The agent has ended: what scores it was never within its reach.
         for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
             environment.pop(name)
-        scored = subprocess.run(
-            self.score, cwd=folder, env=environment, capture_output=True, text=True, timeout=SCORE_SECONDS, check=False
-        )
-        reward = reward_in(scored.stdout) if scored.returncode == 0 else None
+        until = time.time() + SCORE_SECONDS
+        scoring, scored = self._attended(lease, self.score, folder, environment, stop, until)
+        reward = reward_in(scored) if scoring == "finished" else None
         if reward is None:
-            return Played("failed", f"{scored.stdout}{scored.stderr}"[-MOST_ANSWER_CHARACTERS:])
+            return Played("stopped" if scoring == "stopped" else "failed", scored)
         return Played(status, printed, reward)
 
     def _attended(
@@ -145,8 +163,12 @@ class EpisodeRunner:
         folder: Path,
         environment: Mapping[str, str],
         stop: threading.Event,
+        until: float,
     ) -> tuple[str, str]:
-        """Run the command to its end or the session's, renewing the lease meanwhile. Raises PreconditionFailed."""
+        """Run a command to its end, until stop or a unix time, renewing the lease meanwhile.
+
+        Returns how it ended, and its output. Raises PreconditionFailed where the lease is lost.
+        """
         with (folder.parent / f"{folder.name}.out").open("w+b") as output:
             Path(output.name).unlink()
             process = subprocess.Popen(
@@ -154,23 +176,23 @@ class EpisodeRunner:
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
             try:
-                status = self._waited(lease, process, stop)
+                status = self._waited(lease, process, stop, until)
             finally:
                 end_group(process)
             output.seek(max(0, output.seek(0, os.SEEK_END) - 4 * MOST_ANSWER_CHARACTERS))
             return status, output.read().decode(errors="replace").strip()[-MOST_ANSWER_CHARACTERS:]
 
-    def _waited(self, lease: EpisodeLease, process: subprocess.Popen[bytes], stop: threading.Event) -> str:
+    def _waited(
+        self, lease: EpisodeLease, process: subprocess.Popen[bytes], stop: threading.Event, until: float
+    ) -> str:
         renew_at = time.monotonic() + RENEW_SECONDS
         while True:
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 return "finished" if process.wait(0.2) == 0 else "failed"
-            except subprocess.TimeoutExpired:
-                pass
-            if time.time() * 1000 > lease.session.deadline_unix_ms:
+            if time.time() > until:
                 return "cut"
             if stop.is_set():
-                return "failed"
+                return "stopped"
             if time.monotonic() >= renew_at:
                 self.client.agents.renew(lease.lease_id, lease.session.token)
                 renew_at = time.monotonic() + RENEW_SECONDS
@@ -248,12 +270,11 @@ def run_episodes(
         error_console.print("--harness is NAME=COMMAND")
         raise typer.Exit(ExitCode.INVALID_INPUT)
     stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
     with api() as client:
         runner = EpisodeRunner(client, pool, named, score, most)
-        try:
+        with suppress(KeyboardInterrupt):
             runner.run(stop, episodes)
-        except KeyboardInterrupt:
-            stop.set()
         console.print(f"{runner.ended} episodes have ended")
 
 

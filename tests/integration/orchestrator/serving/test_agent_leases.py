@@ -17,9 +17,10 @@ from services.orchestrator.commit import now_ms
 from spo import redis_keys
 from spo.cli.agents import EpisodeRunner
 from spo.client import Client
-from spo.errors import InvalidInput
+from spo.errors import InvalidInput, LeaseLost
 from spo.messaging.streams import publish
 from spo.spec.section import JobState
+from spo.testing.peers import wait_until
 from spo.testing.runs import toy_spec
 from spo.v1.inference_service_pb2 import ServedToken, ServeRequest
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
@@ -213,6 +214,52 @@ def test_an_orchestrator_that_ends_between_two_outcomes_loses_neither(
             played.look()
     played.silence()
     assert [(each.verdict.score, each.sample_index) for each in played.rollouts()] == [(1, 0), (0, 1)]
+
+
+def test_a_runner_holds_its_episode_while_it_is_scored_and_gives_it_back_when_it_ends(
+    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "guess.py").write_text(GUESS)
+    monkeypatch.setattr("spo.cli.agents.RENEW_SECONDS", 0.1)
+    commands, stop = {"guess": f"{sys.executable} {tmp_path}/guess.py 0"}, threading.Event()
+    slow = f"{sys.executable} -c 'import time; time.sleep(3); print(1)'"
+    with Client(played.counter.url, KEY) as client:
+        monkeypatch.setattr("services.orchestrator.agent_episodes._LEASE_MS", 2000)
+        scored = EpisodeRunner(client, "default", commands, slow, 1)
+        thread = threading.Thread(target=scored.run, args=(threading.Event(), 1))
+        thread.start()
+        while thread.is_alive():
+            played.look()
+            thread.join(0.2)
+        assert scored.ended == 1, "its lease would have run out"
+        endless = EpisodeRunner(client, "default", {"guess": "sleep 600"}, None, 1)
+        thread = threading.Thread(target=endless.run, args=(stop,))
+        thread.start()
+        (group,) = played.context.agent_episodes._open[played.job_id].values()
+        wait_until(lambda: "leased" in [each.state for each in group.episodes], "the other episode is leased")
+        stop.set()
+        thread.join(30)
+    assert not thread.is_alive()
+    (lease,) = played.lease()
+    assert lease["fence"] == 0, "who ends is not at fault"
+
+
+def test_no_runner_holds_an_episode_for_ever_and_one_whose_session_has_expired_is_played_anew(played: Played) -> None:
+    first, other = played.lease(most=2)
+    sessions = played.context.agent_sessions
+    late = replace(sessions.get(first["lease_id"]), deadline_unix_ms=1)
+    with pytest.raises(LeaseLost, match="as long as they may"):
+        played.context.agent_episodes.renew(late)
+    for lease in (first, other):
+        played.call(lease, "x")
+        assert played.end(lease, reward=1).status_code == 200
+    played.context.redis.delete(own_keys.agent_session(first["lease_id"]))
+    assert not played.rollouts()
+    (again,) = played.lease(most=5)
+    assert again["fence"] == 1
+    played.call(again, "x")
+    assert played.end(again, reward=1).status_code == 200
+    assert sorted(each.attempt for each in played.rollouts()) == [0, 1]
 
 
 def test_pools_rooms_and_rewards_are_the_jobs(played: Played) -> None:
