@@ -148,14 +148,16 @@ class Story:
                 if not over.wait(POLL_SECONDS):
                     running[0] = subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
-        keeper = threading.Thread(target=again)
+        keeper = threading.Thread(target=again, daemon=True)
         keeper.start()
         try:
             yield
         finally:
             over.set()
-            running[0].terminate()
-            keeper.join(COMMAND_SECONDS)
+            # It may have made a new one just then.
+            while keeper.is_alive():
+                running[0].terminate()
+                keeper.join(POLL_SECONDS)
 
     def inside(self, program: str, *arguments: str) -> Any:
         """The JSON that a program prints in the orchestrator's pod."""

@@ -36,6 +36,7 @@ from spo.v1.trajectory_pb2 import (
     Hop,
     RolloutGroup,
     Segment,
+    SegmentKind,
     Trajectory,
 )
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict
@@ -382,11 +383,13 @@ def trajectory_of(
     return found
 
 
-def _append(found: Trajectory, kind: int, token_ids: Sequence[int], logprobs: Sequence[float], text: str) -> None:
+def _append(
+    found: Trajectory, kind: SegmentKind.ValueType, token_ids: Sequence[int], logprobs: Sequence[float], text: str
+) -> None:
     found.response_token_ids.extend(token_ids)
     found.sampling_logprobs.extend(logprobs)
     found.response_text += text
-    found.segments.append(Segment(kind=kind, tokens=len(token_ids), characters=len(text)))  # type: ignore[arg-type]
+    found.segments.append(Segment(kind=kind, tokens=len(token_ids), characters=len(text)))
 
 
 def _read_text(node: CallNode) -> str:

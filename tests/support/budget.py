@@ -12,10 +12,12 @@ import resource
 import subprocess
 import time
 import zlib
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import cache
+from heapq import nlargest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -136,7 +138,7 @@ class Budget:
 
     def __init__(self) -> None:
         self._costs = Costs()
-        self._longest: Counter[str] = Counter()
+        self._longest: dict[str, float] = {}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
@@ -157,7 +159,7 @@ class Budget:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note the cost."""
         if cost := dict(report.user_properties).get(PROPERTY):
-            self._longest[report.nodeid] = cost  # type: ignore[assignment]
+            self._longest[report.nodeid] = cost
 
     def pytest_report_header(self) -> str:
         """Say what the sampled tables were sampled by."""
@@ -166,11 +168,11 @@ class Budget:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print the longest, and the files that add up to most."""
         terminalreporter.section(f"longest of {sum(self._longest.values()):.0f} CPU s")
-        files: Counter[str] = Counter()
+        files: dict[str, float] = defaultdict(float)
         for name, cost in self._longest.items():
-            files[name.partition("::")[0]] += cost  # type: ignore[assignment]
+            files[name.partition("::")[0]] += cost
         for longest in (self._longest, files):
-            for name, cost in longest.most_common(REPORTED):
+            for name, cost in nlargest(REPORTED, longest.items(), key=itemgetter(1)):
                 terminalreporter.write_line(f"{cost:7.1f} s  {name}")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -196,7 +196,8 @@ def _function_of(tool: Json) -> Json:
 def _turns_of(message: Json, at: str) -> Iterator[Json]:
     """The turns of one message: results of tools before what is said beside them, calls beside what is said."""
     content, role = message.get("content"), message.get("role")
-    blocks: list[Json] = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])  # type: ignore[call-overload]
+    given = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    blocks = cast("list[Json]", given or [])
     said: list[Json] = []
     calls: list[Json] = []
     for place, block in enumerate(blocks):

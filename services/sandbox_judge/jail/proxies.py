@@ -741,6 +741,8 @@ def _serve_stdin(sender: Remote, method: object, size: object) -> str:
 
 def _serve_output(sender: Remote, texts: Foreign) -> None:
     """What the response has printed, and what of errors; those only where the tests look at them."""
+    if type(texts) is not tuple or [type(text) for text in texts] != [str, str]:
+        end(BROKEN, "the response has broken its channel")
     printed, errors = texts
     with contextlib.suppress(ValueError):
         sys.stdout.write(printed)
