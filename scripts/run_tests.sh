@@ -3,7 +3,7 @@
 # is quiet by then: what fails twice fails the run; what passes then is named in the last lines, since it is a defect
 # that somebody has to look at and not a reason to lose an hour.
 set -uo pipefail
-most_unstable=3
+most_unstable=6
 
 python -m pytest "$@"
 status=$?
