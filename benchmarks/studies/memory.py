@@ -113,13 +113,14 @@ _LOST: Mapping[str, Any] = {**_OWN, "need": 0.75, "wanted": "lost"}
 CONTESTANTS: Sequence[Mapping[str, Any]] = (
     {"method": "grpo"},
     {"method": "grpo", **_NEED},
-    {"method": "grpo", "replay": "contrast"},
+    {"method": "spo_group_scaled_paper_beta", "own": 1.0, "need": 0.5, "replay": "contrast"},
     {"method": "dapo"},
+    {"method": "grpo", "replay": "contrast"},
+    {"method": "spo_group_scaled_paper_beta"},
     {"method": "grpo", **_NEED, "replay": "mixed"},
     {"method": "grpo_tis", "replay": "contrast"},
     {"method": "rloo"},
     {"method": "dr_grpo"},
-    {"method": "spo_group_scaled_paper_beta"},
     {"method": "spo_group_scaled_paper_beta", "own": 1.0, "need": 0.5},
     {"method": "dapo", "replay": "contrast"},
     {"method": "oapl"},
@@ -141,12 +142,12 @@ CONTESTANTS: Sequence[Mapping[str, Any]] = (
 
 
 def next_run(done: Mapping[MemoryRun, float], seeds: Sequence[int]) -> MemoryRun | None:
-    """What to carry out now: a contestant's search, then its seeds, then the next one's; None where all is done.
+    """What to carry out now: a contestant's search and seeds in both settings, then the next one's; None at the end.
 
     done: pass@10 of each run so far.
     """
-    for setting in ("p160", "hard"):
-        for each in CONTESTANTS:
+    for each in CONTESTANTS:
+        for setting in ("p160", "hard"):
             search = MemoryRun(**each, setting=setting, searched=True)
             found = {run.rate: score for run, score in done.items() if replace(run, rate=search.rate) == search}
             if (rate := rate_to_try(found)) is not None:
