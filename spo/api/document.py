@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -12,6 +13,7 @@ RUN_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,199}$"
 
 # A part whose members the API does not fix: a JobSpec, the body of an event.
 JsonObject = dict[str, Any]
+ReadJson = Mapping[str, Any]
 Entry = TypeVar("Entry")
 
 

@@ -36,6 +36,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from spo.api.document import JsonObject, ReadJson
 from spo.client import Client
 from spo.client.models import Event, Job, MetricSeries, StepEvaluation
 from spo.console import ExitCode, console, error_console, while_checked
@@ -249,7 +250,7 @@ class DemoOutcome:
     first_point_seconds: float | None
 
 
-def report_of(outcome: DemoOutcome) -> dict[str, Any]:
+def report_of(outcome: DemoOutcome) -> JsonObject:
     """The report document; before is the evaluation at step 0, after the last one, None where there is none."""
     before = outcome.evaluations[0] if outcome.evaluations else None
     after = outcome.evaluations[-1] if outcome.evaluations else None
@@ -288,7 +289,7 @@ def report_of(outcome: DemoOutcome) -> dict[str, Any]:
     }
 
 
-def machine() -> dict[str, Any]:
+def machine() -> JsonObject:
     """What the figures were made on, and when."""
     return {
         "processor": _processor(),
@@ -310,7 +311,7 @@ def _processor() -> str:
     return next(named, platform.machine())
 
 
-def write_report(outcome: DemoOutcome, folder: Path) -> dict[str, Any]:
+def write_report(outcome: DemoOutcome, folder: Path) -> JsonObject:
     """Write report.json and report.png into folder and return the document."""
     document = report_of(outcome)
     folder.mkdir(parents=True, exist_ok=True)
@@ -361,7 +362,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _before_after(before: StepEvaluation | None, after: StepEvaluation | None, k: str) -> dict[str, Any]:
+def _before_after(before: StepEvaluation | None, after: StepEvaluation | None, k: str) -> JsonObject:
     """The scores, and between which bounds they lie with 95 % confidence."""
     scores = {
         name: evaluation.pass_at_k[k] if evaluation and k in evaluation.pass_at_k else None
@@ -451,7 +452,7 @@ class Demo:
         self.first_point_seconds: float | None = None
         self.deadline = time.monotonic() + LONGEST_DEMO_SECONDS
 
-    def run(self, document: Mapping[str, Any]) -> DemoOutcome:
+    def run(self, document: ReadJson) -> DemoOutcome:
         """Carry a job to its end, once the platform and pi0 are there. Raises SpoError."""
         self.platform.wait_until_ready(self._show_start)
         model = self._await_model()
@@ -554,7 +555,7 @@ def run_demo() -> None:
         raise SystemExit(ExitCode.JOB_DID_NOT_SUCCEED)
 
 
-def model_of(document: Mapping[str, Any]) -> str:
+def model_of(document: ReadJson) -> str:
     """The name of the toy contest's pi0 that a recipe begins with."""
     return str(document["tasks"].get("difficulty", "standard"))
 
@@ -595,7 +596,7 @@ def _demo(name: str, settings: LauncherSettings, model: str) -> Iterator[Demo]:
             build.stop()
 
 
-def print_summary(report: Mapping[str, Any], folder: Path) -> None:
+def print_summary(report: ReadJson, folder: Path) -> None:
     """One line of figures, and where the report is."""
 
     def change(name: str) -> str:

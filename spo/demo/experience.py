@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
+from spo.api.document import JsonObject, ReadJson
 from spo.client import Client
 from spo.console import ExitCode, console
 from spo.demo.demo import WITH_PEOPLE, Demo, DemoOutcome, fresh_demo, model_of, report_of
@@ -67,7 +67,7 @@ def run_demo_experience() -> None:
         raise SystemExit(ExitCode.JOB_DID_NOT_SUCCEED)
 
 
-def compare(first: RunCost, second: RunCost) -> dict[str, Any]:
+def compare(first: RunCost, second: RunCost) -> JsonObject:
     """The report document: what the second job needed to be as good as the first ever was."""
     best_step, best = first.best()
     reached = second.reaches(best)
@@ -84,7 +84,7 @@ def compare(first: RunCost, second: RunCost) -> dict[str, Any]:
     }
 
 
-def write_comparison(report: Mapping[str, Any], first: RunCost, second: RunCost, folder: Path) -> None:
+def write_comparison(report: ReadJson, first: RunCost, second: RunCost, folder: Path) -> None:
     """report.json, report.md and report.png below the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     jobs = {"first": report_of(first.outcome), "second": report_of(second.outcome)}
@@ -116,7 +116,7 @@ def draw_comparison(best: float, first: RunCost, second: RunCost, path: Path) ->
     pyplot.close(figure)
 
 
-def _measure(demo: Demo, document: Mapping[str, Any]) -> RunCost:
+def _measure(demo: Demo, document: ReadJson) -> RunCost:
     outcome = demo.run(document)
     if outcome.job.state != "succeeded":
         reason = outcome.job.failure.message if outcome.job.failure else "no reason given"
@@ -140,14 +140,14 @@ def _await_stored(demo: Demo, job_id: str) -> None:
             time.sleep(0.5)
 
 
-def starting_from(run: str, document: Mapping[str, Any]) -> dict[str, Any]:
+def starting_from(run: str, document: ReadJson) -> JsonObject:
     """The second job's document, with the run whose experience it takes."""
     offline = document["offline"]
     sources = [{**source, "run": run} for source in offline["experience"]]
     return {**document, "offline": {**offline, "experience": sources}}
 
 
-def _facts(job: RunCost) -> dict[str, Any]:
+def _facts(job: RunCost) -> JsonObject:
     report = report_of(job.outcome)
     return {
         "job_id": job.outcome.job.id,
@@ -158,7 +158,7 @@ def _facts(job: RunCost) -> dict[str, Any]:
     }
 
 
-def _summary(report: Mapping[str, Any]) -> str:
+def _summary(report: ReadJson) -> str:
     first, second = report["first"], report["second"]
     goal = f"The first run's best held-out pass@10, {report['best_pass_at_10']:.2f}, took it"
     spent = f"{goal} {first['rollouts_until_then']} rollouts (step {first['best_at_step']})"
@@ -171,7 +171,7 @@ def _summary(report: Mapping[str, Any]) -> str:
     )
 
 
-def _markdown(report: Mapping[str, Any], first: RunCost, second: RunCost) -> str:
+def _markdown(report: ReadJson, first: RunCost, second: RunCost) -> str:
     lines = ["# A second run from the first one's experience", "", _summary(report), "", "![pass@10](report.png)", ""]
     lines += ["| run | step | online rollouts | held-out pass@10 |", "|---|---|---|---|"]
     for name, job in (("first", first), ("second", second)):

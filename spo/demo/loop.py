@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import redis
 from blake3 import blake3
 
+from spo.api.document import JsonObject, ReadJson
 from spo.client import Client
 from spo.client.models import ContinualDetail, ContinualRound, Job
 from spo.console import ExitCode, console
@@ -348,11 +349,11 @@ class CourseOutcome:
     canaries: int = 0
     canary_places: list[str] = field(default_factory=list)
     captured_canary_is_found: bool = False
-    rolled_back: dict[str, Any] = field(default_factory=dict)
+    rolled_back: JsonObject = field(default_factory=dict)
     first_digest: str = ""
 
 
-def first_job(course: Course) -> dict[str, Any]:
+def first_job(course: Course) -> JsonObject:
     """A little of the demo's job: what it leaves to be learned is what traffic is to teach."""
     document = read_spec(WITH_PEOPLE)
     return {
@@ -376,7 +377,7 @@ def first_job(course: Course) -> dict[str, Any]:
     }
 
 
-def continual_spec(course: Course) -> dict[str, Any]:
+def continual_spec(course: Course) -> JsonObject:
     """Rounds of offline training from traffic alone: nothing is sampled but what people asked for, and the values."""
     return {
         "serves": SERVED,
@@ -514,7 +515,7 @@ def weights_digest(spo: Client, job_id: str, version: int | None) -> str:
     return hashed.hexdigest()
 
 
-def report_of(outcome: CourseOutcome, used: Mapping[str, object]) -> dict[str, Any]:
+def report_of(outcome: CourseOutcome, used: Mapping[str, object]) -> JsonObject:
     """The report document; used: seconds, CPU seconds and memory of the whole."""
     return {
         "seed": outcome.course.seed,
@@ -561,7 +562,7 @@ def bad_sources(phase: Phase) -> list[str]:
     return sorted(name for name, count in counts if count.wrong_feedback > count.answers / 2)
 
 
-def write_report(outcome: CourseOutcome, used: Mapping[str, object], folder: Path) -> dict[str, Any]:
+def write_report(outcome: CourseOutcome, used: Mapping[str, object], folder: Path) -> JsonObject:
     """Write all three into the folder and return the document."""
     document = report_of(outcome, used)
     folder.mkdir(parents=True, exist_ok=True)
@@ -571,7 +572,7 @@ def write_report(outcome: CourseOutcome, used: Mapping[str, object], folder: Pat
     return document
 
 
-def markdown(report: Mapping[str, Any]) -> str:
+def markdown(report: ReadJson) -> str:
     """The claims, a row for each round and a row for each source of feedback."""
     lines = [f"# A served model that learns from its users (seed {report['seed']})", ""]
     lines += [f"- {'yes' if held else 'NO'}: {claim}" for claim, held in report["claims"].items()]
@@ -647,7 +648,7 @@ def _draw_sources(axis: Axes, outcome: CourseOutcome) -> None:
         axis.legend()
 
 
-def _facts(phase: Phase) -> dict[str, Any]:
+def _facts(phase: Phase) -> JsonObject:
     return {
         "name": phase.name,
         "answers": phase.traffic.answers,

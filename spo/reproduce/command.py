@@ -26,7 +26,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import psutil
 from rich.console import Console
@@ -49,6 +48,7 @@ from spo.reproduce.plan import (
     Difficulty,
     Document,
     PlannedRun,
+    ReadDocument,
     contaminate,
     merged,
     runs,
@@ -132,7 +132,7 @@ def trainer_memory_bytes(platform: LocalPlatform) -> int:
     return total
 
 
-def rollouts(platform: LocalPlatform, job_id: str, spec: dict[str, Any]) -> dict[str, int]:
+def rollouts(platform: LocalPlatform, job_id: str, spec: Document) -> dict[str, int]:
     """Responses that the run's learning rests on: sampled online, for values, for pivotal tokens.
 
     Values and labels taken over from an earlier run count here: they were somebody's rollouts.
@@ -167,7 +167,7 @@ def _processes(pids: Iterable[int | None]) -> list[psutil.Process]:
     return found
 
 
-def measured_memory(folder: Path) -> list[dict[str, Any]]:
+def measured_memory(folder: Path) -> list[Document]:
     """The benchmark's rows about PPO, measured once per folder; none when it could not run."""
     kept = kept_memory(folder)
     if not kept:
@@ -177,14 +177,14 @@ def measured_memory(folder: Path) -> list[dict[str, Any]]:
     return kept
 
 
-def kept_memory(folder: Path) -> list[dict[str, Any]]:
+def kept_memory(folder: Path) -> list[Document]:
     """What was measured before; none when nothing was."""
     path = folder / KEPT
-    found: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    found: list[Document] = json.loads(path.read_text()) if path.exists() else []
     return found
 
 
-def _rows() -> list[dict[str, Any]]:
+def _rows() -> list[Document]:
     command = [sys.executable, "-c", MEASURE]
     try:
         done = subprocess.run(
@@ -196,7 +196,7 @@ def _rows() -> list[dict[str, Any]]:
             check=True,
         )
         # Libraries may print before it.
-        found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+        found: list[Document] = json.loads(done.stdout.splitlines()[-1])
     except (subprocess.SubprocessError, ValueError, IndexError, OSError) as error:
         reason = f"{type(error).__name__} {_last_line(getattr(error, 'stderr', None))}".rstrip()
         console.print(f"the trainer's memory was not measured: {reason}", style="yellow", markup=False)
@@ -252,7 +252,7 @@ class RunProgress:
         values = f"values {progress.values_done}/{progress.values_total or '?'}, step {progress.step}/{progress.steps}"
         self._say(f"{run.name}: {job.state}, {values}{self._remaining()}")
 
-    def finish(self, run: PlannedRun, result: Mapping[str, Any] | None) -> None:
+    def finish(self, run: PlannedRun, result: ReadDocument | None) -> None:
         seconds = time.monotonic() - self._run_began
         self._spent_steps += self.left.pop(run.name, 0)
         self._spent_seconds += seconds
@@ -273,7 +273,7 @@ class RunProgress:
             self.console.print(f"{elapsed:6.0f} s | {doing}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _outcome(result: Mapping[str, Any] | None) -> str:
+def _outcome(result: ReadDocument | None) -> str:
     if result is None or not result["evaluations"]:
         return "no result"
     scores = result["evaluations"][-1]["pass_at_k"]
@@ -293,9 +293,7 @@ class RunExecutor:
     def __post_init__(self) -> None:
         self.cpu = CpuMeter(self.platform)
 
-    def carry_out(
-        self, run: PlannedRun, document: Mapping[str, Any], training_task: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
+    def carry_out(self, run: PlannedRun, document: ReadDocument, training_task: ReadDocument | None = None) -> Document:
         """Run one job to its end and keep its result. `document` is the run's, ready to be submitted.
 
         With `training_task`, a task set, the policy is evaluated on that as well.
@@ -336,7 +334,7 @@ class RunExecutor:
         remember_estimate(self.folder, run.document, result["cpu_seconds"]["estimate"])
         return result
 
-    def _submit(self, document: Mapping[str, Any], key: str) -> Job:
+    def _submit(self, document: ReadDocument, key: str) -> Job:
         """The job of a key, also that of a command that was interrupted; what else such a command left is cancelled."""
         job = self.client.submit(document, idempotency_key=key)
         while job.state == "cancelled":
@@ -349,14 +347,14 @@ class RunExecutor:
                     self.client.cancel(other.id)
         return job
 
-    def _examine(self, job: Job, tasks: Mapping[str, Any]) -> dict[str, Any]:
+    def _examine(self, job: Job, tasks: ReadDocument) -> Document:
         asked = self.client.request_evaluation(job.id, tasks=tasks, samples=EVALUATION_SAMPLES, ks=[1])
         asked = self.client.wait_evaluation(asked.id, LONGEST_RUN_SECONDS)
         if asked.result is None:
             raise InternalError(f"evaluation {asked.id}: {asked.failure.get('message')}")
         return asked.result.model_dump(exclude={"per_problem"})
 
-    def _result(self, run: PlannedRun, job: Job, attempt: int) -> dict[str, Any]:
+    def _result(self, run: PlannedRun, job: Job, attempt: int) -> Document:
         events = self.client.history(job.id)
         series = self.client.metrics(job.id, max_points=CURVE_POINTS)
         return {
@@ -390,12 +388,12 @@ def result_path(folder: Path, run: PlannedRun) -> Path:
     return folder / "runs" / f"{run.name.replace('/', '--')}.json"
 
 
-def stored_result(folder: Path, run: PlannedRun) -> dict[str, Any] | None:
+def stored_result(folder: Path, run: PlannedRun) -> Document | None:
     """The result of a run that succeeded with this very document, else None."""
     path = result_path(folder, run)
     if not path.exists():
         return None
-    result: dict[str, Any] = json.loads(path.read_text())
+    result: Document = json.loads(path.read_text())
     same = result["document"] == json.loads(json.dumps(run.document))
     return result if same and result["state"] == "succeeded" else None
 
@@ -405,11 +403,11 @@ def _attempt(folder: Path, run: PlannedRun) -> int:
     return int(json.loads(path.read_text())["attempt"]) + 1 if path.exists() else 1
 
 
-def _digest(document: Mapping[str, Any]) -> str:
+def _digest(document: ReadDocument) -> str:
     return redis_keys.digest(json.dumps(document, sort_keys=True))[:16]
 
 
-def _compact(evaluation: StepEvaluation) -> dict[str, Any]:
+def _compact(evaluation: StepEvaluation) -> Document:
     """An evaluation with its table of problems as columns."""
     columns = {
         "samples": [score.samples for score in evaluation.per_problem],

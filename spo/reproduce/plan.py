@@ -35,7 +35,9 @@ from spo.v1.prompt_pb2 import SOURCE_OTHER_RUN, Prompt
 from spo.v1.trajectory_pb2 import FINISH_REASON_STOP, Trajectory
 
 RECIPES = Path(__file__).parents[2] / "deploy" / "recipes"
+# JSON documents: specs, results and reports; those of the second kind are only read.
 Document = dict[str, Any]
+ReadDocument = Mapping[str, Any]
 
 Difficulty = Literal["standard", "hard"]
 SETTINGS = ("p160", "p32", "hard", "contaminated", "2a", "2b", "2c", "pushes", "stability")
@@ -48,7 +50,7 @@ class Method:
     """A row of a table: a recipe and what is changed in it."""
 
     recipe: str
-    changes: Mapping[str, Any] = field(default_factory=dict)
+    changes: ReadDocument = field(default_factory=dict)
 
 
 def _losses(*terms: Document) -> Document:
@@ -64,7 +66,7 @@ def _mix(online: float, **offline: float) -> Document:
     return {"replay": {"mix": parts}}
 
 
-def merged(base: Mapping[str, Any], *changes: Mapping[str, Any]) -> Document:
+def merged(base: ReadDocument, *changes: ReadDocument) -> Document:
     """The base with the changes' members in place of its own, section by section; a changed null stays null."""
     document = dict(base)
     for change in changes:
@@ -225,7 +227,7 @@ class Size:
     """How large the runs are; the shape of the plan does not depend on it."""
 
     seeds: int
-    changes: Mapping[str, Any]
+    changes: ReadDocument
     problems: Mapping[str, int]
     long_steps: int
     interval_steps: int
@@ -339,7 +341,7 @@ def _run(setting: str, name: str, method: Method, seed: int, size: Size) -> Plan
     return PlannedRun(setting, name, seed, "hard" if hard else "standard", merged(document, *changes))
 
 
-def contaminate(document: Mapping[str, Any], folder: Path, experience_place: str) -> Document:
+def contaminate(document: ReadDocument, folder: Path, experience_place: str) -> Document:
     """The document on task files in `folder`, with the hard-coded programs as stored experience; writes both."""
     tasks = document["tasks"]
     toy = toy_tasks(tasks["train_problems"], tasks["evaluation_problems"], tasks.get("seed", 0))
@@ -356,7 +358,7 @@ def contaminate(document: Mapping[str, Any], folder: Path, experience_place: str
     return merged(document, {"tasks": files})
 
 
-def training_task(document: Mapping[str, Any]) -> Document:
+def training_task(document: ReadDocument) -> Document:
     """A task set whose held-out problems are what a contaminated document trained on: there, hacks succeed."""
     tasks = document["tasks"]
     return {
@@ -374,7 +376,7 @@ def _write_tasks(path: Path, problems: Iterable[Problem]) -> Path:
     return path
 
 
-def _row(problem: Problem) -> dict[str, Any]:
+def _row(problem: Problem) -> Document:
     return {
         "statement": problem.statement,
         "response_format": "raw",

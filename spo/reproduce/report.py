@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 from spo.algorithm.values import pass_at_k
 from spo.demo.demo import machine
-from spo.reproduce.plan import SETTINGS as PLAN_SETTINGS
+from spo.reproduce.plan import SETTINGS as PLAN_SETTINGS, Document, ReadDocument
 
 RESAMPLES = 2000
 LEVEL = 0.95
 Scores = NDArray[np.float64]
 
-Result = Mapping[str, Any]
+Result = ReadDocument
 
 # What the paper's 85 % faster comes to as a ratio of times.
 PAPERS_PUSHES = 1.85
@@ -212,7 +212,7 @@ def remembered_estimates(folder: Path) -> dict[str, float]:
     return found
 
 
-def remember_estimate(folder: Path, document: Mapping[str, Any], cpu_seconds: float) -> None:
+def remember_estimate(folder: Path, document: ReadDocument, cpu_seconds: float) -> None:
     """Keep what an estimate cost: a run that is repeated finds the values there, and would seem to get them free."""
     known = remembered_estimates(folder)
     key = value_key(document)
@@ -220,7 +220,7 @@ def remember_estimate(folder: Path, document: Mapping[str, Any], cpu_seconds: fl
     (folder / ESTIMATES).write_text(json.dumps(known, indent=1) + "\n")
 
 
-def value_key(document: Mapping[str, Any]) -> str:
+def value_key(document: ReadDocument) -> str:
     """Runs with the same key share values and labels: the same problems, sampled alike."""
     value = document.get("value")
     pivotal = (value or {}).get("pivotal") or {}
@@ -241,7 +241,7 @@ class ClaimFinding:
     verdict: Verdict
     reason: str
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> Document:
         return asdict(self)
 
 
@@ -434,7 +434,7 @@ def _mean_score(results: Results, setting: str, method: str) -> float:
     return -1.0 if scores is None else float(scores.mean())
 
 
-def overview(report: Mapping[str, Any]) -> Iterator[str]:
+def overview(report: ReadDocument) -> Iterator[str]:
     """Markdown lines: a row per method, a column per setting, and the versions behind the figures."""
     rows = {setting: {row["method"]: row for row in report["tables"].get(setting, ())} for setting in SETTINGS}
     methods = list(dict.fromkeys(method for found in rows.values() for method in found))
@@ -450,7 +450,7 @@ def overview(report: Mapping[str, Any]) -> Iterator[str]:
     yield f"± is half the 95 % interval of pass@10; a row has {several} seeds. Claims: {counts}. {versions}."
 
 
-def _cell(row: Mapping[str, Any] | None) -> str:
+def _cell(row: ReadDocument | None) -> str:
     if row is None or row["pass@1"] is None:
         return ""
     half = (row["pass@10"]["high"] - row["pass@10"]["low"]) / 2
@@ -503,8 +503,8 @@ def _draw(axis: Any, title: str, rows: Sequence[tuple[str, Sequence[Result]]], k
 
 
 def write_report(
-    results: Results, memory: Sequence[Mapping[str, Any]], folder: Path, *, quick: bool, wall_seconds: float
-) -> dict[str, Any]:
+    results: Results, memory: Sequence[ReadDocument], folder: Path, *, quick: bool, wall_seconds: float
+) -> Document:
     """Write everything below folder and return the document of report.json."""
     report = report_of(results, memory, quick=quick, wall_seconds=wall_seconds)
     plots = draw_plots(results, folder)
@@ -513,9 +513,7 @@ def write_report(
     return report
 
 
-def report_of(
-    results: Results, memory: Sequence[Mapping[str, Any]], *, quick: bool, wall_seconds: float
-) -> dict[str, Any]:
+def report_of(results: Results, memory: Sequence[ReadDocument], *, quick: bool, wall_seconds: float) -> Document:
     """The document: verdicts, claims, tables, costs, failures, machine."""
     # A QUICK plan leaves rows out on purpose; in a full one a claim without runs is a gap to see.
     claims = [finding.document() for finding in findings(results) if not (quick and finding.estimate is None)]
@@ -545,7 +543,7 @@ def report_of(
     }
 
 
-def _row(results: Results, setting: str, method: str) -> dict[str, Any]:
+def _row(results: Results, setting: str, method: str) -> Document:
     runs = results.row(setting, method)
     train = mean(run["cpu_seconds"]["train"] for run in runs)
     estimate = mean(map(results.estimate_cpu_seconds, runs))
@@ -580,7 +578,7 @@ def _first_alarms(run: Result) -> dict[str, int]:
     return {body["alarm"]: int(body["step"]) for body in reversed(sounded)}
 
 
-def _score(results: Results, setting: str, method: str, k: int) -> dict[str, Any] | None:
+def _score(results: Results, setting: str, method: str, k: int) -> Document | None:
     scores = results.scores(setting, method, k)
     return None if scores is None else asdict(mean_score(scores))
 
@@ -589,7 +587,7 @@ def _before(runs: Sequence[Result], k: int) -> float | None:
     return mean(run["evaluations"][0]["pass_at_k"][str(k)]["value"] for run in runs if run["evaluations"])
 
 
-def markdown(report: Mapping[str, Any], plots: Sequence[str]) -> Iterator[str]:
+def markdown(report: ReadDocument, plots: Sequence[str]) -> Iterator[str]:
     """The lines of report.md."""
     yield "# Soft Policy Optimization on the toy contest: what our runs say to the paper's claims"
     yield ""
@@ -623,7 +621,7 @@ def markdown(report: Mapping[str, Any], plots: Sequence[str]) -> Iterator[str]:
     yield from (f"![{name}]({name})" for name in plots)
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _table(rows: Sequence[ReadDocument]) -> Iterator[str]:
     if not rows:
         yield "No run of this setting has finished yet."
         return
@@ -645,7 +643,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield "| " + " | ".join(cells) + " |"
 
 
-def _memory(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _memory(rows: Sequence[ReadDocument]) -> Iterator[str]:
     if not rows:
         yield "Not measured."
     for row in rows:
@@ -655,7 +653,7 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         )
 
 
-def _notes(report: Mapping[str, Any]) -> Iterator[str]:
+def _notes(report: ReadDocument) -> Iterator[str]:
     yield "## Notes"
     yield ""
     yield "- Rollouts: sampled online, for values and for pivotal tokens, even where an earlier run had paid for them."
@@ -672,7 +670,7 @@ def _notes(report: Mapping[str, Any]) -> Iterator[str]:
     yield ""
 
 
-def _interval(estimate: Mapping[str, Any] | Estimate | None) -> str:
+def _interval(estimate: ReadDocument | Estimate | None) -> str:
     if estimate is None:
         return "-"
     facts = asdict(estimate) if isinstance(estimate, Estimate) else estimate
