@@ -73,7 +73,7 @@ def carry_out(
             faults, impossible = possible_faults(platform, kinds)
             if impossible:
                 say(f"not possible on this machine: {', '.join(impossible)}")
-            campaign = Campaign(platform, spec, Schedule(seed, faults), (minutes * 60, most), say, patience)
+            campaign = Campaign(platform, spec, Schedule(seed, faults), (minutes * 60, most), say, patience=patience)
             campaign.run()
     except NotReady as error:
         say(f"the platform did not start: {error}")
