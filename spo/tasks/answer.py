@@ -178,6 +178,7 @@ LONGEST_TEXT = 200_000
 MAX_MARKER = 200
 XML_TAG = r"[A-Za-z_][A-Za-z0-9_-]{0,63}"
 _SHOWN_CHARACTERS = 80
+_STOPS = re.compile(r"[.,;:]")
 # `\boxed{57}`, or as TeX reads it without braces: `\boxed 5`.
 _BOXED = re.compile(r"\\(?:boxed|fbox)[ \t]{0,3}(?:\{|(?<=[ \t])([^\s{}$\\.,;]+))")
 
@@ -196,7 +197,11 @@ def number_of(text: str) -> Number | None:
         return None
     if _PLAIN.fullmatch(bare):
         return Number(_decimal(bare))
-    bare = plain(bare).lstrip(" \n$*_").rstrip(" \n$*_.,;:")
+    marked = plain(bare).lstrip(" \n$*_")
+    bare = marked.rstrip(" \n$*_.,;:")
+    if len(_STOPS.findall(marked, len(bare))) > 1:
+        # "2..": its digits go on.
+        return None
     head = _HEAD.match(bare)
     assert head is not None
     if (head["sign"] and head["inner"]) or (found := _value(bare, head.end())) is None:

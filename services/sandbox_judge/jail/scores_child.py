@@ -51,10 +51,17 @@ _WRITTEN: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\\(?:mathrm|text|mathbf|mathit) ?\{ ?i ?\}|\\imath(?![A-Za-z])"), "i"),
     (re.compile(r"(?<=\d) +i(?![A-Za-z])"), "i"),
 )
+# A decimal number whose last digits repeat, which the package does not read.
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar)\s*\{\s*(\d+)\s*\}")
 _ORDER, _STRICTLY = re.compile(r"[<\u2264]|\\l(?:t|e)"), ("<", r"\lt")
 _BETWEEN = re.compile(
     r"\s*([^<>=,\u2264]+?)\s*(<|\\lt(?![A-Za-z])|\\leq?(?:slant)?(?![A-Za-z])|\u2264)\s*(?:[A-Za-z]|\\[a-z]+)\s*"
     r"(<|\\lt(?![A-Za-z])|\\leq?(?:slant)?(?![A-Za-z])|\u2264)\s*([^<>=,\u2264]+?)\s*"
+)
+# A bound of a variable, which is the interval that is expected.
+_HALF_LINE = re.compile(
+    r"[\s$]*(?:[A-Za-z]|\\[a-z]+)\s*(<|>|\\[lg]t(?![A-Za-z])|\\[lg]eq?(?:slant)?(?![A-Za-z])|\u2264|\u2265)"
+    r"\s*([^<>=,\u2264\u2265]+?)[\s$]*"
 )
 # A bound of nothing: the package reads the number alone.
 _BOUND = re.compile(r"[\s${(]*(?:\\(?:neq?|not|geq?|leq?|gtr?|less|lt)(?![A-Za-z])|[<>\u2260\u2264\u2265])")
@@ -97,6 +104,11 @@ _NUMERAL = re.compile(
     r"(?![A-Za-z]))+"
 )
 _SYMBOL = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?")
+# Marks on a number that make another of it and that the package leaves out: a base, primes, digits left open.
+_BASE = re.compile(r"\d\)?\s*(?:_|\\sb(?![A-Za-z]))\s*(\d|\{[^{}]*\})")
+_OPEN = re.compile(
+    r"\d\s*(?:'|\\prime(?![A-Za-z])|\^\s*\{?\s*\\prime|\u2032|\.\s*\.|\u2026|\\[lc]?dots(?![A-Za-z])|\?)[\s.'?\u2032\u2026}$]*$"
+)
 # Generators whose scorers compare tuples, which JSON does not know.
 _OF_TUPLES = ("arc_agi", "rearc")
 
@@ -266,6 +278,7 @@ def _mathematics(sent: Sent) -> Score:
     moduli = {found[1] for text in sent["expected"] if (found := _congruence(text))}
     wanted = [_expected(_without_modulus(text)) for text in sent["expected"]]
     bounded = any(map(_BOUND.match, sent["expected"]))
+    unbounded = any("\\infty" in text and "<" not in text for text in sent["expected"])
     # Where it is rows or cases that are expected, they are one result.
     several = any(_SEVERAL.search(text) or _contradicts_itself(text) for text in sent["expected"])
     unread = [text for text, found in zip(sent["expected"], wanted, strict=True) if not found]
@@ -275,10 +288,14 @@ def _mathematics(sent: Sent) -> Score:
     def scored(answer: str) -> float:
         if not sent["whole"] and not bounded and _BOUND.match(answer):
             raise Refused("the answer is a bound, no number")
+        if not sent["whole"]:
+            _refuse_marks(answer, sent["expected"])
         if not sent["whole"] and (congruence := _congruence(answer)):
             if moduli:
                 return float(any(_is_congruent(congruence, text) for text in sent["expected"]))
             answer = congruence[0]
+        if unbounded and not sent["whole"] and (half_line := _HALF_LINE.fullmatch(answer)):
+            answer = _interval(*half_line.groups())
         found = mathematical(answer, whole=sent["whole"], several=several)
         if not found:
             raise Refused("math-verify finds no mathematics in the answer")
@@ -288,6 +305,15 @@ def _mathematics(sent: Sent) -> Score:
         return float(any(verify(gold, found, timeout_seconds=None) for gold in wanted))
 
     return scored
+
+
+def _refuse_marks(answer: str, expected: list[str]) -> None:
+    """Raises Refused where an answer's numbers have a base that no expected answer has, or end in primes or dots."""
+    bases = {base.strip("{} ") for base in _BASE.findall(answer)}
+    if bases and not any(bases == {base.strip("{} ") for base in _BASE.findall(text)} for text in expected):
+        raise Refused("the answer is a number in another base")
+    if _OPEN.search(answer.strip("* ")) and not any(map(_OPEN.search, expected)):
+        raise Refused("the answer ends in a mark that leaves its number open")
 
 
 def _congruence(text: str) -> tuple[str, str] | None:
@@ -349,6 +375,7 @@ def _as_mathematics(answer: str, *, several: bool) -> str:
     answer = _END.sub("", answer.strip().strip("*"))
     for pattern, instead in _WRITTEN:
         answer = pattern.sub(instead, answer)
+    answer = _REPEATING.sub(_as_fraction, answer)
     if _ORDER.search(answer) and (bounds := _BETWEEN.fullmatch(answer.strip("$"))):
         low, first, second, high = bounds.groups()
         answer = f"{'(' if first in _STRICTLY else '['}{low},{high}{')' if second in _STRICTLY else ']'}"
@@ -364,6 +391,20 @@ def _as_mathematics(answer: str, *, several: bool) -> str:
     if len(distinct) > 1:
         return f"${', '.join(distinct)}$"
     return answer if pieces or "\\boxed" in answer or _DOLLAR.search(answer) else f"${answer}$"
+
+
+def _interval(order: str, bound: str) -> str:
+    end = "" if order in ("<", ">", r"\lt", r"\gt") else "]"
+    if order[:2] in ("<", r"\l", "\u2264"):
+        return f"(-\\infty,{bound}{end or ')'}"
+    return f"{'[' if end else '('}{bound},\\infty)"
+
+
+def _as_fraction(repeating: re.Match[str]) -> str:
+    whole, fixed, period = repeating.groups()
+    below = (10 ** len(period) - 1) * 10 ** len(fixed)
+    above = int(f"{whole}{fixed}{period}") - int(f"{whole}{fixed}" or "0")
+    return f"\\frac{{{above}}}{{{below}}}"
 
 
 def _contradicts_itself(answer: str) -> bool:
