@@ -136,7 +136,7 @@ def _second_launch(stage: Stage, random: Random) -> Inflicted:
             second.wait(SECOND_LAUNCH_SECONDS)
         status = second.poll()
         log.close()
-        if status in (0, None) or "in use" not in Path(log.name).read_text():
+        if status in (0, None) or "state_folder_in_use" not in Path(log.name).read_text():
             stage.broken.append(f"a second launch on the state folder: exit status {status}, see {log.name}")
         _end(second)
 
