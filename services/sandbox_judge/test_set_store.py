@@ -23,7 +23,7 @@ from spo.tasks.answer import (
     number_of,
 )
 from spo.tasks.composition import require_composable
-from spo.tasks.separate_tests import reasons_to_share
+from spo.tasks.separate_tests import reasons_to_share, runs_nothing
 from spo.v1.verdict_pb2 import (
     AnswerComparison,
     AnswerExtraction,
@@ -82,7 +82,10 @@ def _rules_of_code_tests(test_set: TestSet) -> Rules:
     wanted = f"shared: {'; '.join(reasons)}" if reasons else "one that this judge knows"
     return {
         "/code_tests/style": (0 < tests.style < len(CodeTestStyle.values()), "a style that this judge knows"),
-        "/code_tests/code": (bool(tests.code.strip()) and _fits(tests.code), _bytes(MOST_SOURCE_BYTES)),
+        "/code_tests/code": (
+            bool(tests.code.strip()) and _fits(tests.code) and not runs_nothing(tests),
+            f"{_bytes(MOST_SOURCE_BYTES)}, and tests that are run and not only defined",
+        ),
         "/code_tests/before": (
             _fits(tests.before) and (not completion or bool(tests.before.strip())),
             f"at most {MOST_SOURCE_BYTES} bytes, and there for a completion",

@@ -32,7 +32,7 @@ from spo.errors import FieldViolation, InvalidInput, raise_if_storage_is_away
 from spo.spec.tasks import ComparisonName, ExtractionName, StyleName
 from spo.tasks.answer import ANSWER_LANGUAGE, LONGEST_ANSWER, MAX_MARKER, XML_TAG, expectation_fault, number_of
 from spo.tasks.problem import DEFAULT_LIMITS, STATEMENT_BYTES_MAXIMUM, Problem, ResponseFormat
-from spo.tasks.separate_tests import reasons_to_share
+from spo.tasks.separate_tests import reasons_to_share, runs_nothing
 from spo.v1.verdict_pb2 import (
     AnswerComparison,
     AnswerExtraction,
@@ -421,6 +421,10 @@ class CodeTestsRow(RowSection):
             raise ValueError(f"entry_point {self.entry_point[:80]!r} is no name of a function")
         if self.style == "completion" and not self.entry_point:
             raise ValueError("the style completion needs the entry_point, the function that is completed")
+        if runs_nothing(self.tests()):
+            raise ValueError(
+                "the code defines tests and runs none, so every response would pass: call them, or say style: pytest"
+            )
         if self.isolation == "separate" and (reasons := reasons_to_share(self.tests())):
             raise ValueError(f"the tests cannot be separate from a response: {'; '.join(reasons)}")
         return self

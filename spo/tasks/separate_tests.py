@@ -127,6 +127,30 @@ def reasons_to_share(tests: CodeTests) -> tuple[str, ...]:
     return _reasons(tests.style, tests.before, tests.code)
 
 
+def runs_nothing(tests: CodeTests) -> bool:
+    """Whether tests in the module style only define and import: they would accept every response."""
+    if tests.style not in (CodeTestStyle.CODE_TEST_STYLE_UNSPECIFIED, CodeTestStyle.CODE_TEST_STYLE_MODULE):
+        return False
+    try:
+        body = ast.parse(tests.code).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return not any(map(_runs, body))
+
+
+def _runs(statement: ast.stmt) -> bool:
+    """Whether a statement at the top of a module does more than to define."""
+    match statement:
+        case ast.Import() | ast.ImportFrom() | ast.Pass() | ast.Expr(value=ast.Constant()):
+            return False
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return False
+        case ast.Assign(value=ast.Constant() | ast.List() | ast.Tuple() | ast.Dict() | ast.Name() as value):
+            return any(isinstance(node, ast.Call) for node in ast.walk(value))
+        case _:
+            return True
+
+
 @lru_cache(maxsize=512)
 def _reasons(style: int, before: str, code: str) -> tuple[str, ...]:
     try:

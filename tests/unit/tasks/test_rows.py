@@ -62,6 +62,16 @@ def test_what_the_judge_could_not_use_is_refused_at_once(tmp_path: Path, fields:
     [
         ({}, "code_tests/code: is missing"),
         ({"code": "assert f("}, "code_tests: the code cannot be compiled: '(' was never closed, line 1"),
+        *(
+            ({"code": code}, "code_tests: the code defines tests and runs none, so every response would pass")
+            for code in (
+                "import unittest\nclass T(unittest.TestCase):\n  def test_f(self):\n    self.assertEqual(f(), 1)",
+                "from solution import f\n\ndef test_f():\n    assert f() == 1",
+                '"""Tests."""\nCASES = [(1, 2), (3, 4)]\nasync def check():\n    assert f(1) == 2',
+                "def check(candidate):\n    assert candidate(1) == 2\nMETADATA = {'author': 'x'}",
+                "pass",
+            )
+        ),
         ({"code": "assert 1", "entry_point": "not a name"}, "code_tests: entry_point 'not a name' is no name"),
         ({"code": "assert 1", "style": "completion"}, "code_tests: the style completion needs the entry_point"),
         (
