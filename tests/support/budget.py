@@ -6,6 +6,7 @@ longest are printed. Of a table that is sampled a run takes what the day chooses
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import resource
@@ -27,6 +28,8 @@ Row = TypeVar("Row")
 
 ROOT = Path(__file__).parents[2]
 ALL, DAY, SINCE = "SPO_TEST_ALL", "SPO_TEST_DAY", "SPO_TEST_SINCE"
+# A file for the CPU seconds of every test, as JSON.
+COSTS = "SPO_TEST_COSTS"
 BUDGET_SECONDS = 60
 SLOW_BUDGET_SECONDS = 300
 REPORTED = 10
@@ -168,6 +171,8 @@ class Budget:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print the longest, and the files that add up to most."""
         terminalreporter.section(f"longest of {sum(self._longest.values()):.0f} CPU s")
+        if COSTS in os.environ:
+            Path(os.environ[COSTS]).write_text(json.dumps(self._longest, indent=0))
         files: dict[str, float] = defaultdict(float)
         for name, cost in self._longest.items():
             files[name.partition("::")[0]] += cost

@@ -251,7 +251,8 @@ def _summary(job_id: str, record: JobRecord, state: bytes, newest: list[tuple[by
         name=record.name,
         labels=record.labels,
         state=JobState(state.decode()),
-        step=int(newest[0][1]) if newest else 0,
+        # A Redis that was set back may have lost the rows of the last steps, which the trainer does not take again.
+        step=max(int(newest[0][1]) if newest else 0, record.trained_steps or 0),
         created_at=record.created_at,
         updated_at=record.updated_at or record.created_at,
         metrics=_metrics(record, newest),

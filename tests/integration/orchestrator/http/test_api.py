@@ -60,6 +60,17 @@ def test_a_submitted_job_is_accepted_and_can_be_read(api: httpx.Client, document
     assert [entry["id"] for entry in api.get("/v1/jobs").json()["items"]] == [job["id"]]
 
 
+def test_a_trained_job_is_at_its_last_step_also_where_redis_lost_the_last_rows(
+    context: AppContext, api: httpx.Client, document: Document
+) -> None:
+    job_id = submit(api, document).json()["id"]
+    context.redis.zadd(f"spo:{job_id}:orchestrator:metrics", {json.dumps({"step": 116}): 116})
+    assert api.get(f"/v1/jobs/{job_id}").json()["progress"]["step"] == 116
+    context.redis.hset(f"spo:{job_id}:orchestrator:job", "trained_steps", 120)
+    assert api.get(f"/v1/jobs/{job_id}").json()["progress"]["step"] == 120
+    assert [entry["step"] for entry in api.get("/v1/jobs").json()["items"]] == [120]
+
+
 def patiently(api: httpx.Client, document: Document) -> httpx.Response:
     """The answer to a submission, asked again while the models of others are tried."""
     while True:
