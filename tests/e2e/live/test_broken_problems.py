@@ -96,7 +96,7 @@ def test_a_job_trains_and_evaluates_beside_broken_problems_and_names_them(
     letters = client.dead_letters.newest(job.id)
     assert len(letters) >= len(FAULTS)
     assert all(any(word in each.reason for each in letters) for word in REASONS), letters
-    assert any(event.type == "dead_letters" for event in client.events(job.id))
+    assert any(event.kind == "dead_letters" for event in client.events(job.id))
     assert client.dead_letters.newest(beside.id) == []
     for letter in letters:
         client.dead_letters.drop(letter.id, job.id)
