@@ -64,7 +64,7 @@ class Service:
         self._replica.on_heartbeat(HeartbeatResponse(run_id=RUN, model_path=str(folder)))
         self._worker = RolloutWorker(client, self._replica, "benchmark", settings)
         self._numbers = itertools.count()
-        loops = (self._replica.follow, self._worker.read, self._worker.forward)
+        loops = (self._replica.follow, self._worker.run)
         self._threads = [threading.Thread(target=loop, args=(self._stop,), daemon=True) for loop in loops]
         for thread in self._threads:
             thread.start()

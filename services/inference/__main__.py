@@ -27,7 +27,7 @@ def main() -> int:
     add_InferenceServiceServicer_to_server(service, process.server.server)
     process.report = replica.report
     process.on_heartbeat = replica.on_heartbeat
-    process.workers += [replica.follow, worker.read, worker.forward]
+    process.workers += [replica.follow, worker.run]
     status = process.run()
     replica.close()
     return status

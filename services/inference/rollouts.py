@@ -8,16 +8,14 @@ entries are no longer kept alive, and another replica claims them.
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
 
 import redis
-from google.protobuf.message import DecodeError
 from transformers import PreTrainedTokenizerBase
 
 from services.inference.engine import Sample
@@ -27,19 +25,18 @@ from services.inference.replica import ServingReplica
 from services.inference.sampling import TOKENIZER, end_token_ids, prompt_tokens, sample_requests
 from services.inference.settings import Settings
 from spo import observability, redis_keys
-from spo.errors import InvalidInput, NotFound, SpoError, Unreachable
+from spo.errors import InvalidInput, SpoError, Unreachable
 from spo.messaging.redis_client import RedisClient
-from spo.messaging.streams import Consumer, Entry
+from spo.messaging.streams import Consumer, Entry, StageRunner, decoded
 from spo.messaging.streams.recovery import Outage
 from spo.model.chat import ChatFormat
 from spo.model.tokenizer import decode_response, opens_reasoning, tokens_to_stop
-from spo.observability import get_logger
 from spo.v1.prompt_pb2 import PromptGroup
 from spo.v1.trajectory_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Hop, RolloutGroup, Trajectory
 
-log = get_logger("rollouts")
-
 BLOCK_SECONDS = 1.0
+# The one that is read, and others whose groups are being finished.
+MOST_RUNS = 16
 
 
 @dataclass(frozen=True)
@@ -165,80 +162,47 @@ def start_group(
     return StartedGroup(group, assignment.sampler, samples, assignment.tokenizer, chat, opened, indexes)
 
 
-@dataclass(frozen=True)
-class InFlightGroup:
-    """A stream entry and the group that the engine samples for it."""
-
-    consumer: Consumer
-    entry: Entry
-    started: StartedGroup | StartedEpisodes
-    span: observability.Span
-
-
 class RolloutWorker:
-    """Two loops: `read` takes prompts, `forward` passes finished groups to the judges."""
+    """Samples the prompt groups of the assigned run: a thread waits for each, and the engine has them all at once."""
 
     def __init__(self, client: RedisClient, replica: ServingReplica, replica_id: str, settings: Settings) -> None:
         self._client = client
         self._replica = replica
         self._replica_id = replica_id
         self._settings = settings
-        self._in_flight: dict[str, InFlightGroup] = {}
-        self._lock = threading.Lock()
-        self._room = threading.Event()
-        self._finished: queue.SimpleQueue[InFlightGroup] = queue.SimpleQueue()
         self._deaths = EngineDeaths(client)
         self._writing = Outage("rollouts cannot be written")
+        # When what is in flight is given back; far away until the process stops.
+        self._drained_by = float("inf")
 
-    def read(self, stop: threading.Event) -> None:
-        """Take prompt groups of the assigned run until stop, at most `groups_in_flight` at once."""
-        consumer: Consumer | None = None
-        while not stop.is_set():
-            assignment = self._replica.current()
-            # Groups that agents play are the orchestrator's; their calls come as any completion.
-            if assignment is None or assignment.spec.tasks.harness is not None:
-                stop.wait(BLOCK_SECONDS / 4)
-                continue
-            if consumer is None or consumer.run_id != assignment.run_id:
-                if consumer:
-                    consumer.holder.forget(consumer.stream)
-                consumer = self._consumer(assignment.run_id)
-            self._room.clear()
-            room = min(self._settings.groups_in_flight, self._replica.groups_in_hand) - len(self._in_flight)
-            if room <= 0:
-                self._room.wait(BLOCK_SECONDS)
-                continue
-            try:
-                entries = consumer.read(room, BLOCK_SECONDS)
-            except (redis.RedisError, NotFound):
-                # The consumer has said what it was.
-                stop.wait(BLOCK_SECONDS)
-                continue
-            self._start_all(consumer, entries, stop)
+    def run(self, stop: threading.Event) -> None:
+        """Read the stream of the assigned run until stop; what is in flight then has drain_seconds to finish.
 
-    def forward(self, stop: threading.Event) -> None:
-        """Forward finished groups; after stop, go on for drain_seconds with those that are in flight."""
-        keep_alive_seconds = self._settings.reclaim_after_seconds / 4
-        next_keep_alive = time.monotonic() + keep_alive_seconds
-        deadline = float("inf")
-        while time.monotonic() < deadline:
-            if stop.is_set():
-                deadline = min(deadline, time.monotonic() + self._settings.drain_seconds)
-                if not self._in_flight:
-                    return
-            if time.monotonic() >= next_keep_alive:
-                self._keep_alive()
-                next_keep_alive = time.monotonic() + keep_alive_seconds
-            try:
-                group = self._finished.get(timeout=min(BLOCK_SECONDS, keep_alive_seconds))
-            except queue.Empty:
-                continue
-            self._finish(group)
-        log.warning("drain time is over; unfinished groups are left to other replicas", groups=len(self._in_flight))
-        self._release()
+        Groups of a run that this replica was just taken from are finished while those of the next one begin.
+        """
+        reading, ended = "", threading.Event()
+        with ThreadPoolExecutor(MOST_RUNS, thread_name_prefix="rollouts") as pool:
+            stages: list[Future[None]] = []
+            while not stop.wait(BLOCK_SECONDS / 4):
+                run_id = self._run_to_read()
+                if run_id != reading:
+                    ended.set()
+                    reading, ended = run_id, threading.Event()
+                    if run_id:
+                        stages.append(pool.submit(self._stage(run_id).run, ended))
+                for stage in [each for each in stages if each.done()]:
+                    stages.remove(stage)
+                    stage.result()
+            self._drained_by = time.monotonic() + self._settings.drain_seconds
+            ended.set()
 
-    def _consumer(self, run_id: str) -> Consumer:
-        return Consumer(
+    def _run_to_read(self) -> str:
+        assignment = self._replica.current()
+        # Groups that agents play are the orchestrator's; their calls come as any completion.
+        return assignment.run_id if assignment and assignment.spec.tasks.harness is None else ""
+
+    def _stage(self, run_id: str) -> StageRunner:
+        consumer = Consumer(
             self._client,
             redis_keys.prompts(run_id),
             redis_keys.INFERENCE_GROUP,
@@ -246,121 +210,69 @@ class RolloutWorker:
             reclaim_after_seconds=self._settings.reclaim_after_seconds,
             run_id=run_id,
         )
+        most = self._settings.groups_in_flight
+        return StageRunner(
+            consumer,
+            lambda entries: self._sample(consumer, entries[0]),
+            threads=most,
+            most=lambda: min(most, self._replica.groups_in_hand),
+        )
 
-    def _start_all(self, consumer: Consumer, entries: Sequence[Entry], stop: threading.Event) -> None:
+    def _sample(self, consumer: Consumer, entry: Entry) -> None:
+        """Sample one group and pass it on. Raises what decides on its entry."""
+        request = decoded(PromptGroup, entry)
+        work = sampling_of(request)
         try:
-            for entry in entries:
-                if entry.alone:
-                    self._start_alone(consumer, entry, stop)
-                else:
-                    self._start(consumer, entry)
-        except redis.RedisError as error:
-            consumer.interrupted([entry for entry in entries if entry.entry_id not in self._in_flight], error)
-
-    def _start_alone(self, consumer: Consumer, entry: Entry, stop: threading.Event) -> None:
-        """Sample a group whose earlier holders vanished while the engine has no other."""
-        if self._emptied(stop, lambda: consumer.keep_alive([entry])) and consumer.begin_alone(entry):
-            self._start(consumer, entry)
-            self._emptied(stop, lambda: None)
-        consumer.release(consumer.unfinished([entry] if entry.entry_id not in self._in_flight else []))
-
-    def _emptied(self, stop: threading.Event, meanwhile: Callable[[], None]) -> bool:
-        """Wait until no group is in flight; False when the process stops first."""
-        while self._in_flight and not stop.is_set():
-            self._room.clear()
-            if self._in_flight:
-                self._room.wait(BLOCK_SECONDS)
-            meanwhile()
-        return not self._in_flight
-
-    def _start(self, consumer: Consumer, entry: Entry) -> None:
-        if entry.entry_id in self._in_flight:
+            started = start_group(self._replica, request, alone=self._deaths.suspected(work) or entry.alone)
+        except SpoError as error:
+            if error.code != "other_run":
+                raise
+            # It was read just before this replica was assigned to another run, whose next replica takes it.
+            consumer.release([entry])
+            return
+        span = entry.span("sample", run=request.run_id, group=request.group_id, delivery=entry.deliveries)
+        if not self._is_finished(started):
+            span.end("cancelled")
+            consumer.release([entry])
             return
         try:
-            request = _decode(entry.payload)
-            alone = self._deaths.suspected(sampling_of(request)) or entry.alone
-            started = start_group(self._replica, request, alone=alone)
-        except redis.RedisError:
-            raise
+            rollouts = started.result(timeout_seconds=0)
         except Exception as error:
-            self._fail(consumer, entry, error)
-            return
-        span = _span(entry, started)
-        group = InFlightGroup(consumer, entry, started, span)
-        with self._lock:
-            self._in_flight[entry.entry_id] = group
-        started.future.add_done_callback(lambda _: self._finished.put(group))
-
-    def _finish(self, group: InFlightGroup) -> None:
-        try:
-            rollouts = group.started.result(timeout_seconds=0)
-            group.span.note(tokens=sum(len(trajectory.response_token_ids) for trajectory in rollouts.trajectories))
-            group.consumer.forward(
-                group.entry,
-                redis_keys.rollouts_of(rollouts.request.prompt.verifier_pool),
-                rollouts.SerializeToString(),
-                group.span.header,
-                run_id=rollouts.request.run_id,
-            )
-            group.span.end()
-            self._writing.over()
-            if group.started.alone:
-                self._deaths.cleared(sampling_of(group.started.request))
-        except redis.RedisError as error:
-            self._writing.failed(error)
-            time.sleep(BLOCK_SECONDS)
-            self._finished.put(group)
-            return
-        except Exception as error:
-            group.span.end(error.code if isinstance(error, SpoError) else "internal")
+            span.end(error.code if isinstance(error, SpoError) else "internal")
             if isinstance(error, SpoError) and error.code == "engine_failed":
                 # The process ends and tells nobody else: a group that fails engines would come back for ever.
-                self._deaths.died(sampling_of(group.started.request), error, alone=group.started.alone)
-            self._fail(group.consumer, group.entry, error)
-        with self._lock:
-            del self._in_flight[group.entry.entry_id]
-        self._room.set()
+                self._deaths.died(work, error, alone=started.alone)
+            raise
+        self._forward(consumer, entry, rollouts, span)
+        if started.alone:
+            self._deaths.cleared(work)
 
-    def _fail(self, consumer: Consumer, entry: Entry, error: Exception) -> None:
-        """Let the error decide on the entry; what Redis does not take now is reclaimed later."""
-        try:
-            if isinstance(error, SpoError) and error.code == "other_run":
-                # It was read just before this replica was assigned to another run, whose next replica takes it.
-                consumer.release([entry])
-            else:
-                consumer.fail(entry, error)
-        except redis.RedisError as failure:
-            consumer.interrupted([entry], failure)
-
-    def _release(self) -> None:
-        """Give back what is in flight, so that other replicas need not wait for this one's silence."""
-        for group in list(self._in_flight.values()):
+    def _is_finished(self, started: StartedGroup | StartedEpisodes) -> bool:
+        """Wait for a group; False when the drain time is over before it is finished: it is left to other replicas."""
+        while True:
             try:
-                group.consumer.release([group.entry])
-            except redis.RedisError as error:
-                log.warning("a group was not given back", entry=group.entry.entry_id, reason=str(error))
+                started.future.exception(BLOCK_SECONDS)
+                return True
+            except CancelledError:
+                return True
+            except TimeoutError:
+                if time.monotonic() >= self._drained_by:
+                    started.cancel()
+                    return False
 
-    def _keep_alive(self) -> None:
-        with self._lock:
-            groups = list(self._in_flight.values())
-        for consumer in {id(group.consumer): group.consumer for group in groups}.values():
+    def _forward(self, consumer: Consumer, entry: Entry, rollouts: RolloutGroup, span: observability.Span) -> None:
+        """Pass a group to its judges; while Redis takes nothing it is kept, since it would be sampled again."""
+        span.note(tokens=sum(len(trajectory.response_token_ids) for trajectory in rollouts.trajectories))
+        stream = redis_keys.rollouts_of(rollouts.request.prompt.verifier_pool)
+        payload = rollouts.SerializeToString()
+        while True:
             try:
-                consumer.keep_alive([group.entry for group in groups if group.consumer is consumer])
+                consumer.forward(entry, stream, payload, span.header, run_id=rollouts.request.run_id)
+                break
             except redis.RedisError as error:
-                log.warning("keep-alive failed; will try again", reason=str(error))
-
-
-def _decode(payload: bytes) -> PromptGroup:
-    try:
-        return PromptGroup.FromString(payload)
-    except DecodeError as error:
-        raise InvalidInput(f"not a PromptGroup: {error}", code="malformed_entry") from None
-
-
-def _span(entry: Entry, started: StartedGroup | StartedEpisodes) -> observability.Span:
-    group = started.request
-    if not entry.trace:
-        return observability.Span()
-    return observability.begin(
-        "sample", parent=entry.trace, kind="CONSUMER", run=group.run_id, group=group.group_id, delivery=entry.deliveries
-    )
+                self._writing.failed(error)
+                if time.monotonic() >= self._drained_by:
+                    raise
+                time.sleep(BLOCK_SECONDS)
+        span.end()
+        self._writing.over()

@@ -22,7 +22,7 @@ from services.orchestrator.commit import now_ms
 from services.orchestrator.jobs import JobStore, seed_of
 from spo import redis_keys
 from spo.errors import InvalidInput, LeaseLost, NotFound, SpoError
-from spo.messaging.streams import Consumer, Entry
+from spo.messaging.streams import Consumer, Entry, decoded
 from spo.observability import get_logger
 from spo.spec.job_spec import JobSpec
 from spo.spec.section import JobState, record_of
@@ -149,8 +149,14 @@ class AgentEpisodes:
                 )
                 self._consumers[job_id] = consumer
             if len(held) < MOST_OPEN_GROUPS:
-                for entry in consumer.read(MOST_OPEN_GROUPS - len(held), 0.01):
-                    self._take(consumer, entry, held)
+                entries = consumer.read(MOST_OPEN_GROUPS - len(held), 0.01)
+                try:
+                    for entry in entries:
+                        self._take(consumer, entry, held)
+                except redis.RedisError as error:
+                    taken = {group.entry.entry_id for group in held.values()}
+                    consumer.interrupted([entry for entry in entries if entry.entry_id not in taken], error)
+                    raise
             consumer.keep_alive([group.entry for group in held.values()])
             self._take_back(held)
             for group in [each for each in held.values() if all(episode.is_over for episode in each.episodes)]:
@@ -167,7 +173,7 @@ class AgentEpisodes:
         with consumer.isolated(entry):
             if entry.alone and not consumer.begin_alone(entry):
                 return
-            request = PromptGroup.FromString(entry.payload)
+            request = decoded(PromptGroup, entry)
             begun = [
                 AgentEpisode(request.run_id, request.group_id, sample) for sample in range(request.sampling.samples)
             ]

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import redis
-from google.protobuf.message import DecodeError
 
 from services.replay_buffer.admission import check_judged, check_live, check_scored, split_by
 from services.replay_buffer.sampling import BatchSampler
@@ -29,7 +28,7 @@ from services.replay_buffer.windows import Limiter, read_fact
 from spo import observability, redis_keys
 from spo.errors import IntegrityError, InvalidInput, NotReady, SpoError
 from spo.messaging.connection import as_spo_error, refuses_writes
-from spo.messaging.streams import Consumer, Entry, RunLanes
+from spo.messaging.streams import Consumer, Entry, StageRunner, decoded
 from spo.observability import get_logger
 from spo.rpc.client import RpcClient, UnknownMethod, chunks_by_bytes
 from spo.spec.job_spec import JobSpec
@@ -223,7 +222,7 @@ class IngestWorker:
     def run(self, stop: threading.Event) -> None:
         """Ingest until stop is set, each run by itself; whatever fails stays pending and is tried again."""
         self._stop = stop
-        RunLanes(self.consumer, self.ingest, count=self.groups_per_read).run(stop)
+        StageRunner(self.consumer, self.ingest, count=self.groups_per_read).run(stop)
 
     def ingest(self, entries: list[Entry]) -> None:
         """Insert the groups of these entries and acknowledge them.
@@ -234,7 +233,7 @@ class IngestWorker:
         """
         by_run: dict[str, list[JudgedGroup]] = defaultdict(list)
         for entry in entries:
-            group = _decode(entry.payload)
+            group = decoded(RolloutGroup, entry)
             by_run[group.request.run_id].append(JudgedGroup(entry, group, _spans(entry, group)))
         failures = [failure for run_id, groups in by_run.items() for failure in self._ingest_run(run_id, groups)]
         if failures:
@@ -307,19 +306,11 @@ class IngestWorker:
             span.end()
 
 
-def _decode(payload: bytes) -> RolloutGroup:
-    try:
-        return RolloutGroup.FromString(payload)
-    except DecodeError as error:
-        raise InvalidInput(f"not a RolloutGroup: {error}", code="malformed_entry") from None
-
-
 def _spans(entry: Entry, group: RolloutGroup) -> list[observability.Span]:
     if not entry.trace:
         return []
-    begun = observability.begin("ingest", parent=entry.trace, kind="CONSUMER")
-    begun.note(run=group.request.run_id, group=group.request.group_id, trajectories=len(group.trajectories))
-    return [begun]
+    request = group.request
+    return [entry.span("ingest", run=request.run_id, group=request.group_id, trajectories=len(group.trajectories))]
 
 
 class NextRollouts(NamedTuple):

@@ -25,8 +25,7 @@ def main() -> int:
         return 1
     scheduler = JudgeScheduler(client, settings, tier, lanes(settings.workers, this_machine()))
     add_JudgeServiceServicer_to_server(JudgeService(scheduler), process.server.server)
-    for number in range(2):  # two, so that workers are busy while the other waits for its slowest program
-        process.workers.append(JudgeWorker(client, scheduler, f"{process.replica_id}-{number}", settings))
+    process.workers.append(JudgeWorker(client, scheduler, process.replica_id, settings))
     process.report = lambda beat: setattr(beat, "load", scheduler.load)
     status = process.run()
     scheduler.close(process.drain_seconds_left)

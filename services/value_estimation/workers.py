@@ -22,9 +22,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
-
-from google.protobuf.message import DecodeError, Message
 
 from services.value_estimation import redis_keys as own_keys
 from services.value_estimation.prompt_estimate import Population, PromptEstimate, decider, sampler, value_under
@@ -43,15 +40,13 @@ from spo.algorithm.values import JEFFREYS, BetaPrior, next_positions, soft_value
 from spo.errors import InvalidInput, NotReady
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_specs import run_state, write_of_run
-from spo.messaging.streams import Consumer, Entry, RunLanes, depth
+from spo.messaging.streams import Consumer, Entry, StageRunner, decoded, depth
 from spo.spec.job_spec import JobSpec, PivotalSpec, RewardSpec, SequentialSpec, ValueSpec
 from spo.spec.reward import evidence_of, has_succeeded
 from spo.spec.section import SAMPLED_SOURCES, WANTED, JobState
 from spo.v1.prompt_pb2 import SOURCE_ANNOTATED, Prompt, Sampling, Source
 from spo.v1.trajectory_pb2 import FINISH_REASON_STOP, Annotation, Hop, Trajectory
 from spo.v1.value_pb2 import EstimateRequest, PivotalRequest, PromptValue
-
-Request = TypeVar("Request", bound=Message)
 
 NO_PRIOR = BetaPrior(0.0, 0.0)
 
@@ -63,23 +58,15 @@ def is_wanted(client: RedisClient, run_id: str) -> bool:
     return run_state(client, run_id) in WANTED
 
 
-def decoded(kind: type[Request], payload: bytes) -> Request:
-    """The request that an entry holds. Raises InvalidInput."""
-    try:
-        return kind.FromString(payload)
-    except DecodeError as error:
-        raise InvalidInput(f"not a {kind.__name__}: {error}", code="malformed_entry") from None
-
-
 def work_through(
     client: RedisClient,
     stream: str,
     name: str,
     settings: Settings,
-    process: Callable[[bytes], bytes | None],
+    process: Callable[[Entry], bytes | None],
     stop: threading.Event,
 ) -> None:
-    """Call `process` with the payload of each of the stream's entries until stop, so many of each run at once.
+    """Call `process` with each of the stream's entries until stop, so many of each run at once.
 
     An entry is kept alive until `process` returns. None finishes it; a payload goes to the end of the stream instead.
     """
@@ -87,13 +74,13 @@ def work_through(
 
     def finish(entries: list[Entry]) -> None:
         for entry in entries:
-            remaining = process(entry.payload)
+            remaining = process(entry)
             if remaining is None:
                 consumer.finish([entry])
             else:
                 consumer.forward(entry, stream, remaining)
 
-    RunLanes(consumer, finish, threads=settings.prompts_in_flight).run(stop)
+    StageRunner(consumer, finish, threads=settings.prompts_in_flight).run(stop)
 
 
 @dataclass
@@ -115,8 +102,8 @@ class ValueWorker:
     def run(self, stop: threading.Event) -> None:
         """Work until stop is set."""
 
-        def process(raw: bytes) -> bytes | None:
-            return None if self.estimate(decoded(EstimateRequest, raw)) else raw
+        def process(entry: Entry) -> bytes | None:
+            return None if self.estimate(decoded(EstimateRequest, entry)) else entry.payload
 
         work_through(self.client, redis_keys.estimates(), self.name, self.settings, process, stop)
 
@@ -357,7 +344,7 @@ class PivotalWorker:
             stream,
             name,
             self.settings,
-            lambda raw: self.annotate(decoded(PivotalRequest, raw), stop),
+            lambda entry: self.annotate(decoded(PivotalRequest, entry), stop),
             stop,
         )
 

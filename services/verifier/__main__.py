@@ -25,8 +25,7 @@ def main() -> int:
     scheduler = VerifierScheduler(client, settings, scorers_of(settings, client))
     add_JudgeServiceServicer_to_server(VerifierService(scheduler), process.server.server)
     add_EnvironmentServiceServicer_to_server(environment_service(client, settings), process.server.server)
-    for number in range(2):  # two, so that one reads on while the other waits for its slowest service
-        process.workers.append(VerifierWorker(client, scheduler, f"{process.replica_id}-{number}", settings))
+    process.workers.append(VerifierWorker(client, scheduler, process.replica_id, settings))
     process.report = lambda beat: setattr(beat, "load", scheduler.load)
     status = process.run()
     scheduler.close(process.drain_seconds_left)

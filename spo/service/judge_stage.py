@@ -15,14 +15,12 @@ from typing import Protocol
 
 import redis
 from blake3 import blake3
-from google.protobuf.message import DecodeError
 
 from spo import observability, redis_keys
-from spo.errors import IntegrityError, InvalidInput, NotFound
+from spo.errors import IntegrityError, NotFound
 from spo.messaging.run_specs import RunSpecs
-from spo.messaging.streams import Consumer, Entry, consume
+from spo.messaging.streams import Consumer, Entry, StageRunner, decoded
 from spo.observability import get_logger
-from spo.service.process import keep_alive_while
 from spo.spec.job_spec import RewardSpec
 from spo.spec.reward import needs_all_tests, reward_of
 from spo.tasks.problem import has_verdict, program_of
@@ -31,6 +29,8 @@ from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
 from spo.v1.verdict_pb2 import TestSet, Verdict
 
 _KEPT_BYTES = 64 << 20
+# Of each run, so that one call has who decides busy while the other waits for its slowest program or service.
+CALLS_AT_ONCE = 2
 
 log = get_logger("judge_stage")
 
@@ -199,7 +199,10 @@ class JudgedEntry:
 
 
 class JudgeStage:
-    """Judges rollout groups from a stream; call it with a stop event. `service` is the hop's name."""
+    """Judges rollout groups from a stream; call it with a stop event. `service` is the hop's name.
+
+    groups_at_once: of one run and call; a run whose programs are slow holds up no other.
+    """
 
     def __init__(self, service: str, consumer: Consumer, scheduler: Deciding, groups_at_once: int) -> None:
         self.service = service
@@ -209,22 +212,23 @@ class JudgeStage:
         self.specs = RunSpecs(consumer.client)
 
     def __call__(self, stop: threading.Event) -> None:
-        consume(self.consumer, self._judge, stop, count=self.groups_at_once)
+        StageRunner(self.consumer, self._judge, threads=CALLS_AT_ONCE, count=self.groups_at_once).run(stop)
 
     def _judge(self, entries: list[Entry]) -> None:
         """Judge the groups of these entries side by side; what goes wrong with one holds up no other."""
-        with keep_alive_while(lambda: self.consumer.keep_alive(entries), self.consumer.reclaim_after_seconds / 4):
-            judged: list[JudgedEntry] = []
-            for entry in entries:
-                with self.consumer.isolated(entry):
-                    judged.append(self._begin(entry))
-            for one in judged:
-                with self.consumer.isolated(one.entry):
-                    self._forward(one)
+        judged: list[JudgedEntry] = []
+        for entry in entries:
+            with self.consumer.isolated(entry):
+                judged.append(self._begin(entry))
+        for one in judged:
+            with self.consumer.isolated(one.entry):
+                self._forward(one)
 
     def _begin(self, entry: Entry) -> JudgedEntry:
-        group = _decode(entry)
-        return JudgedEntry(entry, group, self._submit(group), _span(entry, group))
+        group = decoded(RolloutGroup, entry)
+        batch, request = self._submit(group), group.request
+        span = entry.span("judge", run=request.run_id, group=request.group_id, programs=len(group.trajectories))
+        return JudgedEntry(entry, group, batch, span)
 
     def _forward(self, judged: JudgedEntry) -> None:
         self._set_verdicts(judged.group, judged.batch)
@@ -267,20 +271,3 @@ class JudgeStage:
 def _undecided(group: RolloutGroup) -> list[Trajectory]:
     """The trajectories about which no environment has decided."""
     return [trajectory for trajectory in group.trajectories if not has_verdict(trajectory)]
-
-
-def _decode(entry: Entry) -> RolloutGroup:
-    try:
-        return RolloutGroup.FromString(entry.payload)
-    except DecodeError as error:
-        raise InvalidInput(f"not a RolloutGroup: {error}") from error
-
-
-def _span(entry: Entry, group: RolloutGroup) -> observability.Span:
-    if not entry.trace:
-        return observability.Span()
-    request = group.request
-    programs = len(group.trajectories)
-    return observability.begin(
-        "judge", parent=entry.trace, kind="CONSUMER", run=request.run_id, group=request.group_id, programs=programs
-    )

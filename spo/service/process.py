@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import cast
@@ -317,25 +317,3 @@ def _say_why_it_cannot_start(kind: type[BaseException], error: BaseException, tr
         log.error("the process cannot start", reason=error.message, code=error.code)
     else:
         sys.__excepthook__(kind, error, trace)
-
-
-@contextlib.contextmanager
-def keep_alive_while(beat: Callable[[], None], every_seconds: float) -> Iterator[None]:
-    """Call beat in the background while the body runs: a lease, or stream entries that take long, stay alive."""
-    done = threading.Event()
-
-    def body() -> None:
-        while not done.wait(every_seconds):
-            try:
-                beat()
-            except Exception as error:
-                # Losing one beat costs at most a redelivery, which every handler tolerates.
-                log.warning("keep-alive failed; will try again", error=str(error))
-
-    thread = threading.Thread(target=body, name="keep-alive", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join(every_seconds + 1)

@@ -18,6 +18,7 @@ from spo.messaging.streams.entries import (
     StreamDepth,
     append_words,
     counted_append_words,
+    decoded,
     depth,
     depths,
     entries_of_run,
@@ -26,17 +27,17 @@ from spo.messaging.streams.entries import (
     read_after,
 )
 from spo.messaging.streams.recovery import Fate, fate_of
-from spo.messaging.streams.stage import Consumer, RunLanes, consume
+from spo.messaging.streams.stage import Consumer, StageRunner
 
 __all__ = [
     "Consumer",
     "Entry",
     "Fate",
-    "RunLanes",
+    "StageRunner",
     "StreamDepth",
     "append_words",
-    "consume",
     "counted_append_words",
+    "decoded",
     "depth",
     "depths",
     "entries_of_run",

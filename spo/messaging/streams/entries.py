@@ -11,9 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
 
 from spo import redis_keys
+from spo.errors import InvalidInput
 from spo.messaging.redis_client import GroupState, RedisClient, StreamEntry, StreamReplies
+from spo.observability import Span, begin
+
+Decoded = TypeVar("Decoded", bound=Message)
 
 # One entry less of a run on a stream. Never below none: the counts go with a deleted run, its entries may outlast it.
 _UNCOUNT = """
@@ -299,6 +306,22 @@ class Entry:
     trace: str = ""
     run_id: str = ""
     alone: bool = False
+
+    def span(self, name: str, **facts: str | int) -> Span:
+        """What a service does with it, as a span of its trace; one that records nothing where there is no trace."""
+        if not self.trace:
+            return Span()
+        span = begin(name, parent=self.trace, kind="CONSUMER")
+        span.note(**facts)
+        return span
+
+
+def decoded(kind: type[Decoded], entry: Entry) -> Decoded:
+    """The message that an entry holds. Raises InvalidInput (malformed_entry)."""
+    try:
+        return kind.FromString(entry.payload)
+    except DecodeError as error:
+        raise InvalidInput(f"not a {kind.__name__}: {error}", code="malformed_entry") from None
 
 
 def publish(client: RedisClient, stream: str, payloads: Sequence[bytes]) -> None:

@@ -23,12 +23,12 @@ import json
 import math
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, cast
+from weakref import WeakSet, WeakValueDictionary
 
 import redis
 
@@ -242,7 +242,7 @@ def _unless_away() -> Iterator[None]:
         log.warning("what was done is not noted: Redis does not answer", reason=str(error))
 
 
-_OF_THIS_PROCESS: weakref.WeakSet[WorkDeaths] = weakref.WeakSet()
+_OF_THIS_PROCESS: WeakSet[WorkDeaths] = WeakSet()
 
 
 class Fate(StrEnum):
@@ -383,9 +383,10 @@ class StreamHolder:
     _changed: threading.Condition = field(default_factory=threading.Condition, init=False)
     _busy: int = field(default=0, init=False)
     _lone: bool = field(default=False, init=False)
-    _reading: dict[str, Outage] = field(default_factory=dict, init=False)
-    _handling: dict[str, Outage] = field(default_factory=dict, init=False)
-    _consumers: weakref.WeakSet[HoldsEntries] = field(default_factory=weakref.WeakSet, init=False)
+    # Those of streams that some consumer of the process has.
+    _reading: WeakValueDictionary[str, Outage] = field(default_factory=WeakValueDictionary, init=False)
+    _handling: WeakValueDictionary[str, Outage] = field(default_factory=WeakValueDictionary, init=False)
+    _consumers: WeakSet[HoldsEntries] = field(default_factory=WeakSet, init=False)
 
     def joined_by(self, consumer: HoldsEntries) -> None:
         """A consumer of this process."""
@@ -414,16 +415,16 @@ class StreamHolder:
                 self._changed.notify_all()
 
     @contextmanager
-    def alone(self, while_waiting: Callable[[], object]) -> Iterator[None]:
-        """Handle one entry while no other thread handles any; `while_waiting` is called until that is so."""
+    def alone(self) -> Iterator[None]:
+        """Handle one entry while no other thread handles any; waits until that is so."""
         with self._changed:
             while self._lone:
                 self._changed.wait(WAIT_SECONDS)
-                while_waiting()
             self._lone = True
         try:
-            while not self._is_idle():
-                while_waiting()
+            with self._changed:
+                while self._busy:
+                    self._changed.wait(WAIT_SECONDS)
             yield
         finally:
             with self._changed:
@@ -443,18 +444,8 @@ class StreamHolder:
     def obstacle(self) -> str:
         """Why some stream of this process cannot be read; "" when all can."""
         with self._changed:
-            reasons = ((name, outage.reason) for name, outage in self._reading.items())
+            reasons = ((name, outage.reason) for name, outage in list(self._reading.items()))
             return next((f"cannot read {name}: {reason}" for name, reason in reasons if reason), "")
-
-    def forget(self, stream: str) -> None:
-        """The process reads the stream no more."""
-        with self._changed:
-            self._reading.pop(stream, None)
-            self._handling.pop(stream, None)
-
-    def _is_idle(self) -> bool:
-        with self._changed:
-            return not self._busy or self._changed.wait_for(lambda: not self._busy, WAIT_SECONDS)
 
 
 THIS_PROCESS = StreamHolder()

@@ -1,5 +1,5 @@
 """The stage of a pipeline: a member of a consumer group reads entries, hands them to a handler, each run in a lane
-of its own, and forwards or finishes them.
+of its own, and forwards or finishes them. `StageRunner` is the one loop that does so, of every service.
 
 Fairness between the runs that share a stream: the entries of each run wait, are handled and fail by themselves.
 One thread reads; each run has a lane of entries in this process and threads of its own to handle them. What does not
@@ -66,7 +66,7 @@ OUTAGE_AFTER_FAILURES = 3
 MAX_LANES = 16
 # How much of one run waits in this process: so many calls of the handler per thread, and so many bytes. More would
 # only be memory, and keep it from other replicas.
-CALLS_AHEAD = 4
+CALLS_AHEAD = 2
 LANE_BYTES = 32 << 20
 # Ids of entries of one run that were given back.
 MAX_GIVEN_BACK = 20_000
@@ -119,8 +119,9 @@ class Consumer:
         """Return up to count entries, reclaimed ones first; waits at most block_seconds for new ones.
 
         An entry that must be handled alone comes by itself; pass it to `begin_alone` before its handling starts.
-        A stream or group that vanished is made again. Raises redis.RedisError when the stream cannot be read, NotFound
-        (unknown_run) when its run is deleted.
+        One that is still in hand here, and looked silent after an outage, does not come twice. A stream or group that
+        vanished is made again. Raises redis.RedisError when the stream cannot be read, NotFound (unknown_run) when its
+        run is deleted.
         """
         begun = time.monotonic()
         try:
@@ -130,6 +131,7 @@ class Consumer:
             self._reading.failed(error)
             raise
         self._reading.over(begun)
+        entries = [entry for entry in entries if entry.entry_id not in self._held]
         self._held.update(entry.entry_id for entry in entries)
         return entries
 
@@ -173,6 +175,10 @@ class Consumer:
         )
         return [entry_of(entry_id, fields, 1) for entry_id, fields in raw_entries(replies)]
 
+    def stop_reading(self) -> None:
+        """Its process needs the stream no more: whether it can be read is no obstacle to it."""
+        self._reading.over()
+
     def begin_alone(self, entry: Entry) -> bool:
         """Count this handling of a lone entry before it starts; a holder that survives it takes the count back.
 
@@ -197,9 +203,14 @@ class Consumer:
 
     # --- finishing ---
 
-    def keep_alive(self, entries: Sequence[Entry]) -> None:
-        """Reset the idle time of entries that are still being handled: their consumer is slow, not dead."""
-        ids = [entry.entry_id for entry in self.unfinished(entries)]
+    @property
+    def in_hand(self) -> int:
+        """How many entries were read here and are not finished, failed or released."""
+        return len(self._held)
+
+    def keep_alive(self, entries: Sequence[Entry] | None = None) -> None:
+        """Reset the idle time of entries, of all in hand by default: their consumer is slow, not dead."""
+        ids = list(self._held) if entries is None else [entry.entry_id for entry in self.unfinished(entries)]
         if ids:
             self.client.eval(entries_module.KEEP_ALIVE, 1, self.stream, self.group, self.name, *ids)
 
@@ -284,8 +295,8 @@ class Consumer:
         self._held.update(entry.entry_id for entry in entries)
         return entries
 
-    def interrupted(self, entries: Sequence[Entry], error: redis.RedisError) -> None:
-        """Redis did not take the outcome of entries: the next read that works gives the unfinished ones back."""
+    def interrupted(self, entries: Sequence[Entry], error: Exception) -> None:
+        """The outcome of entries was not written, as while Redis is away: the next read that works gives them back."""
         self._handling.failed(error)
         for entry in self.unfinished(entries):
             self._notes.note(self._run_of(entry), self.stream, reason_of(error))
@@ -406,43 +417,19 @@ def _reclaimed(raw: RawDelivery) -> Entry:
     return entry_of(entry_id, dict(zip(fields[::2], fields[1::2], strict=True)), deliveries)
 
 
-def consume(
-    consumer: Consumer,
-    handler: Handler,
-    stop: threading.Event,
-    *,
-    count: int = 16,
-    block_seconds: float = 1.0,
-    retry_seconds: float = 1.0,
-) -> None:
-    """Feed batches of entries to handler until stop is set.
+def deliver(consumer: Consumer, handler: Handler, entries: Sequence[Entry]) -> None:
+    """Handle entries that were read. Raises redis.RedisError where Redis did not take the outcome.
 
     The handler finishes entries itself (forward or finish) and may let an error decide on one (`Consumer.fail`), so
     that the others of its batch go on. When it raises, what it left unfinished is handled again one by one: each entry
     that fails on its own is failed by itself, and the others are finished. An entry whose holders vanished comes alone,
     while no other thread of the process handles any.
     """
-    while not stop.is_set():
-        try:
-            entries = consumer.read(count, block_seconds)
-        except (redis.RedisError, NotFound):
-            # The consumer has said what it was.
-            stop.wait(retry_seconds)
-            continue
-        try:
-            deliver(consumer, handler, entries)
-        except redis.RedisError as error:
-            consumer.interrupted(entries, error)
-            stop.wait(retry_seconds)
-
-
-def deliver(consumer: Consumer, handler: Handler, entries: Sequence[Entry]) -> None:
-    """Handle entries that were read. Raises redis.RedisError where Redis did not take the outcome."""
     if not entries:
         return
     if entries[0].alone:
         entry = entries[0]
-        with consumer.holder.alone(while_waiting=lambda: consumer.keep_alive([entry])):
+        with consumer.holder.alone():
             if consumer.begin_alone(entry):
                 _attempt(consumer, handler, entry)
         return
@@ -519,40 +506,59 @@ class RunLane:
         return ids
 
 
-class RunLanes:
-    """Feeds the entries of a shared stream to a handler as `consume` does, by run: `threads` of each run at a time.
+class StageRunner:
+    """Feeds the entries of a stream to a handler (`deliver`), by run: `threads` of each run at a time.
 
-    A call of the handler gets at most `count` entries, all of one run; calls come from several threads.
+    A call of the handler gets at most `count` entries, all of one run; calls come from several threads. Entries are
+    kept alive as long as they are in hand. most: asked before each read how many may be; without it a few calls' worth
+    of each run wait here.
     """
 
-    def __init__(self, consumer: Consumer, handler: Handler, *, threads: int = 1, count: int = 1) -> None:
+    def __init__(
+        self,
+        consumer: Consumer,
+        handler: Handler,
+        *,
+        threads: int = 1,
+        count: int = 1,
+        most: Callable[[], int] | None = None,
+    ) -> None:
         self.consumer = consumer
         self.handler = handler
         self.threads = threads
         self.count = count
+        self._most = most
         self._lock = threading.Lock()
         self._lanes: dict[str, RunLane] = {}
-        self._held: dict[str, Entry] = {}
+        # Set when there may be room for more.
+        self._room = threading.Event()
 
     def run(self, stop: threading.Event) -> None:
         """Read and handle until stop, then finish what is being handled and give back what waits."""
         stopped = threading.Event()
-        alive = threading.Thread(target=self._keep_alive, args=(stopped,), name="lanes-alive", daemon=True)
+        alive = threading.Thread(target=self._keep_alive, args=(stopped,), name="stage-alive", daemon=True)
         alive.start()
         try:
             with ThreadPoolExecutor(MAX_LANES * self.threads, thread_name_prefix="lane") as pool:
                 while not stop.is_set():
                     self._read(pool, stop)
+                self.consumer.stop_reading()
                 self._give_back()
         finally:
             stopped.set()
             alive.join()
 
     def _read(self, pool: ThreadPoolExecutor, stop: threading.Event) -> None:
+        self._room.clear()
+        count = max(self.count, READ_ENTRIES)
+        if self._most is not None:
+            count = min(count, self._most() - self.consumer.in_hand)
+            if count <= 0:
+                self._room.wait(RETRY_SECONDS)
+                return
         try:
-            entries = self.consumer.read(max(self.count, READ_ENTRIES))
+            entries = self.consumer.read(count)
             if entries and entries[0].alone:
-                self._hold(entries)
                 self._deliver(entries)
                 return
             full = [entry for entry in entries if not self._queue(entry, pool, stop)]
@@ -569,8 +575,6 @@ class RunLanes:
             lane = self._lanes.setdefault(entry.run_id, RunLane(CALLS_AHEAD * self.threads * self.count))
             if not lane.room:
                 return False
-            # One that comes again after a failure of its delivery is held already.
-            self._held[entry.entry_id] = entry
             lane.add(entry)
             if lane.threads < self.threads:
                 lane.threads += 1
@@ -612,32 +616,27 @@ class RunLanes:
             found = []
         with self._lock:
             for entry in found:
-                self._held[entry.entry_id] = entry
                 lane.add(entry)
             return [] if stop.is_set() else lane.take(self.count)
-
-    def _hold(self, entries: Sequence[Entry]) -> None:
-        with self._lock:
-            self._held.update({entry.entry_id: entry for entry in entries})
 
     def _deliver(self, entries: Sequence[Entry]) -> None:
         try:
             deliver(self.consumer, self.handler, entries)
+            # What a handler leaves is somebody's again when it has been silent for as long as that of the dead.
+            left = self.consumer.unfinished(entries)
+            self.consumer.release(left, after_seconds=self.consumer.reclaim_after_seconds)
         except redis.RedisError as error:
             self.consumer.interrupted(entries, error)
-        except Exception:
+        except Exception as error:
             # `deliver` lets errors decide on entries; this one is its own.
             log.exception("entries were not delivered", stream=self.consumer.stream)
+            self.consumer.interrupted(entries, error)
         finally:
-            with self._lock:
-                for entry in entries:
-                    self._held.pop(entry.entry_id, None)
+            self._room.set()
 
     def _give_back(self) -> None:
         with self._lock:
             waiting = [entry for lane in self._lanes.values() for entry in lane.take(len(lane.waiting))]
-            for entry in waiting:
-                self._held.pop(entry.entry_id, None)
         try:
             self.consumer.release(waiting)
         except redis.RedisError as error:
@@ -645,9 +644,7 @@ class RunLanes:
 
     def _keep_alive(self, stopped: threading.Event) -> None:
         while not stopped.wait(self.consumer.reclaim_after_seconds / 4):
-            with self._lock:
-                held = list(self._held.values())
             try:
-                self.consumer.keep_alive(held)
+                self.consumer.keep_alive()
             except redis.RedisError as error:
                 log.warning("keep-alive failed; will try again", stream=self.consumer.stream, reason=str(error))

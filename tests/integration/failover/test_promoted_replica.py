@@ -22,7 +22,7 @@ from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.errors import NotReady
 from spo.local.launcher import server_command
-from spo.messaging.streams import Consumer, consume, publish
+from spo.messaging.streams import Consumer, StageRunner, publish
 from spo.service.state import StateFolder
 from spo.spec.section import JobState
 from spo.testing.peers import wait_until
@@ -163,7 +163,7 @@ def test_a_consumer_reads_on_from_the_promoted_replica(pair: RedisPair, client: 
 
     # Before the consumer's group exists on the replica.
     pair.cut()
-    thread = threading.Thread(target=consume, args=(consumer, handle, stop), kwargs={"block_seconds": 0.2})
+    thread = threading.Thread(target=StageRunner(consumer, handle, count=16).run, args=(stop,))
     thread.start()
     try:
         publish(client, redis_keys.rollouts(), [b"before"])

@@ -19,7 +19,7 @@ import redis
 from spo import redis_keys
 from spo.errors import Unreachable
 from spo.messaging.connection import as_spo_error, connect, open_async_server, public_address
-from spo.messaging.streams import Consumer, Entry, consume
+from spo.messaging.streams import Consumer, Entry, StageRunner
 from spo.testing.peers import wait_until
 from tests.support.sentinels import PASSWORD, SENTINEL_PASSWORD, SentinelCluster
 
@@ -76,7 +76,7 @@ def test_clients_follow_the_primary_and_what_was_replicated_is_there(
         seen.update(entry.payload for entry in entries)
         consumer.finish(entries)
 
-    reader = threading.Thread(target=consume, args=(consumer, handle, stop), kwargs={"block_seconds": 0.2})
+    reader = threading.Thread(target=StageRunner(consumer, handle, count=16).run, args=(stop,))
     writer = Writer(cluster.url())
     reader.start()
     writer.start()

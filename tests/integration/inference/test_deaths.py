@@ -178,7 +178,7 @@ def test_a_prompt_of_the_stream_that_kills_engines_becomes_a_dead_letter_by_name
         stop = threading.Event()
         worker = RolloutWorker(redis_client, replica, f"replica-{replica.starts}", settings)  # type: ignore[arg-type]
         replica.current = lambda: replica.serving(RUN)  # type: ignore[attr-defined]
-        threads = [threading.Thread(target=loop, args=(stop,)) for loop in (worker.read, worker.forward)]
+        threads = [threading.Thread(target=worker.run, args=(stop,))]
         starts = replica.starts
         for thread in threads:
             thread.start()

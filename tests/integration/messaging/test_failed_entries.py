@@ -10,7 +10,7 @@ import redis
 
 from spo import redis_keys
 from spo.errors import InternalError, InvalidInput, NotFound, NotReady
-from spo.messaging.streams import Consumer, Entry, consume, counted_append_words, depth, publish, recovery
+from spo.messaging.streams import Consumer, Entry, StageRunner, counted_append_words, depth, publish, recovery
 from spo.messaging.streams.recovery import StreamHolder, troubles_of
 from spo.testing.peers import wait_until
 
@@ -25,9 +25,8 @@ class Stage:
         self.fault = fault
         self.handled: list[list[bytes]] = []
         self.stop = threading.Event()
-        self.thread = threading.Thread(
-            target=consume, args=(self.consumer, self.handle, self.stop), kwargs={"block_seconds": 0.05}, daemon=True
-        )
+        runner = StageRunner(self.consumer, self.handle, count=16)
+        self.thread = threading.Thread(target=runner.run, args=(self.stop,), daemon=True)
 
     def handle(self, entries: list[Entry]) -> None:
         self.handled.append([entry.payload for entry in entries])

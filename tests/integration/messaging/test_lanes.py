@@ -11,7 +11,7 @@ import redis
 
 from spo import redis_keys
 from spo.errors import InvalidInput, NotReady
-from spo.messaging.streams import Consumer, Entry, RunLanes, counted_append_words, depth
+from spo.messaging.streams import Consumer, Entry, StageRunner, counted_append_words, depth
 from spo.messaging.streams.recovery import newest
 from spo.testing.peers import wait_until
 
@@ -55,7 +55,7 @@ def a_consumer(client: redis.Redis, name: str = "one", reclaim_seconds: float = 
 
 
 @contextmanager
-def working(lanes: RunLanes) -> Iterator[None]:
+def working(lanes: StageRunner) -> Iterator[None]:
     stop = threading.Event()
     thread = threading.Thread(target=lanes.run, args=(stop,))
     thread.start()
@@ -76,7 +76,7 @@ def test_a_flood_of_one_run_that_blocks_keeps_ten_entries_of_another_waiting_for
     consumer = a_consumer(redis_client)
     handler = Handler(consumer, lambda entry: entry.run_id == "job_FLOOD" and released.wait(60))
 
-    with working(RunLanes(consumer, handler, threads=4)):
+    with working(StageRunner(consumer, handler, threads=4)):
         wait_until(lambda: handler.of("job_SMALL") == 10, "the small run is done")
         assert handler.of("job_FLOOD") == 0, "while the other has not got anywhere"
         released.set()
@@ -92,7 +92,7 @@ def test_a_run_by_itself_is_handled_as_fast_as_it_can_be_and_each_entry_once(red
     consumer = a_consumer(redis_client, reclaim_seconds=600)
     handler = Handler(consumer)
 
-    with working(RunLanes(consumer, handler, threads=2, count=8)):
+    with working(StageRunner(consumer, handler, threads=2, count=8)):
         wait_until(lambda: redis_client.xlen(STREAM) == 0, "all is done", 60)
 
     assert set(handler.done.values()) == {1}
@@ -116,7 +116,7 @@ def test_a_run_whose_entries_fail_backs_off_alone_and_an_invalid_entry_is_a_dead
     consumer = a_consumer(redis_client, reclaim_seconds=1)
     handler = Handler(consumer, hook)
 
-    with working(RunLanes(consumer, handler, threads=2, count=4)):
+    with working(StageRunner(consumer, handler, threads=2, count=4)):
         wait_until(lambda: handler.of("job_WORKS") == 199, "the other run is done")
         assert handler.of("job_FAILS") == 0
         away.clear()
@@ -131,7 +131,7 @@ def test_what_waits_in_a_lane_is_given_back_by_a_stop_and_taken_by_another_at_on
     first, blocked = a_consumer(redis_client, "one", 600), threading.Event()
     begun = threading.Event()
     handler = Handler(first, lambda entry: (begun.set(), blocked.wait(30)))
-    lanes = RunLanes(first, handler, threads=1, count=2)
+    lanes = StageRunner(first, handler, threads=1, count=2)
     stop = threading.Event()
     thread = threading.Thread(target=lanes.run, args=(stop,))
     thread.start()
@@ -139,12 +139,12 @@ def test_what_waits_in_a_lane_is_given_back_by_a_stop_and_taken_by_another_at_on
     wait_until(lambda: depth(redis_client, STREAM, GROUP).lag == 0, "all are read")
 
     stop.set()
-    wait_until(lambda: not lanes._held or len(lanes._held) <= 2, "what waits is given back")
+    wait_until(lambda: first.in_hand <= 2, "what waits is given back")
     blocked.set()
     thread.join(20)
     second = a_consumer(redis_client, "two", 1)
     successor = Handler(second)
-    with working(RunLanes(second, successor)):
+    with working(StageRunner(second, successor)):
         wait_until(lambda: redis_client.xlen(STREAM) == 0, "the other does the rest")
 
     assert set((handler.done + successor.done).values()) == {1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import redis
 
@@ -206,6 +207,17 @@ def test_a_paused_process_that_wakes_up_takes_nothing_back(redis_client: redis.R
 
     (pending,) = redis_client.xpending_range(STREAM, GROUP, "-", "+", 10)
     assert (pending["consumer"].decode(), pending["times_delivered"]) == (other.name, 2)
+
+
+def test_an_entry_that_looked_silent_does_not_come_twice_to_who_has_it_still(redis_client: redis.Redis) -> None:
+    publish(redis_client, STREAM, [b"x"])
+    slow = Consumer(redis_client, STREAM, GROUP, "slow", 0.1, holder=StreamHolder(proven=True))
+    entries = slow.read(1, 0.01)
+    time.sleep(0.2)
+
+    assert slow.read(1, 0.01) == [], "it is being handled"
+    slow.release(entries)
+    assert [entry.payload for entry in slow.read(1, 0.01)] == [b"x"]
 
 
 def test_names_of_dead_replicas_leave_the_group_once_they_hold_nothing(redis_client: redis.Redis) -> None:

@@ -19,7 +19,7 @@ from structlog.testing import LogCapture
 from spo import redis_keys
 from spo.errors import NotFound
 from spo.local.launcher import free_ports
-from spo.messaging.streams import Consumer, Entry, consume, publish, recovery
+from spo.messaging.streams import Consumer, Entry, StageRunner, publish, recovery
 from spo.messaging.streams.recovery import StreamHolder
 from spo.rpc.client import is_healthy
 from spo.testing.peers import wait_until
@@ -42,8 +42,7 @@ def at_work(consumers: list[Consumer], seen: list[bytes]) -> Iterator[None]:
             seen.extend(entry.payload for entry in entries)
             consumer.finish(entries)
 
-        settings = {"block_seconds": 0.05, "retry_seconds": 0.1}
-        return threading.Thread(target=consume, args=(consumer, finish, stop), kwargs=settings, daemon=True)
+        return threading.Thread(target=StageRunner(consumer, finish, count=16).run, args=(stop,), daemon=True)
 
     threads = [handler_of(consumer) for consumer in consumers]
     for thread in threads:
