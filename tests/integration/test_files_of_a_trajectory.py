@@ -176,7 +176,7 @@ def test_a_trajectory_executes_no_more_files_and_lines_than_before(
         client = RpcClient("replay-buffer", server.address, ReplayServiceStub)
         stack.callback(client.close)
         ingest = IngestWorker(store, consumer, scores, 4)
-        stack.enter_context(threads(stop, rollouts.read, rollouts.forward, judge, ingest.run))
+        stack.enter_context(threads(stop, rollouts.run, judge, ingest.run))
         buffer = ReplayClient(client, RUN, spec)
 
         def loss_of(number: int) -> float:
