@@ -15,7 +15,7 @@ from services.sandbox_judge.settings import Settings
 from services.sandbox_judge.stage import Batch, JudgeScheduler, JudgeWorker
 from spo import redis_keys
 from spo.errors import NotReady, ResourceExhausted
-from spo.messaging.streams import publish
+from spo.messaging.streams import counted_append_words, publish
 from spo.testing.peers import wait_until
 from spo.testing.runs import RUN, start_run
 from spo.v1.prompt_pb2 import Prompt, PromptGroup
@@ -26,14 +26,23 @@ GROUPS = 16
 POISON = "print('a program that breaks the sandbox')"
 
 
+SLOW_RUN = "job_SLOW"
+
+
 class TroubledScheduler:
-    """Accepts every program, apart from POISON, which breaks its sandbox; refuses all while it is full."""
+    """Accepts every program, apart from POISON, which breaks its sandbox; refuses all while it is full.
+
+    Those of SLOW_RUN wait until `released`.
+    """
 
     def __init__(self, is_full: Callable[[], bool]) -> None:
         self.is_full = is_full
+        self.released = threading.Event()
         self.refused = self.broken = 0
 
-    def submit(self, programs: Sequence[str], *_: Any, **__: Any) -> Batch:
+    def submit(self, programs: Sequence[str], *_: Any, run_id: str, **__: Any) -> Batch:
+        if run_id == SLOW_RUN:
+            self.released.wait(60)
         if self.is_full():
             self.refused += 1
             raise ResourceExhausted("4096 programs are waiting; try again later")
@@ -47,16 +56,16 @@ class TroubledScheduler:
         return Batch(programs, futures, threading.Event())
 
 
-def group(number: int, program: str) -> bytes:
+def group(number: int, program: str, run_id: str = RUN) -> bytes:
     prompt = Prompt(prompt_id="prompt-1", language="python", response_format="raw")
-    request = PromptGroup(run_id=RUN, group_id=f"g{number}", prompt=prompt)
-    trajectories = [Trajectory(trajectory_id=f"t{number}", run_id=RUN, response_text=program)]
+    request = PromptGroup(run_id=run_id, group_id=f"g{number}", prompt=prompt)
+    trajectories = [Trajectory(trajectory_id=f"t{number}", run_id=run_id, response_text=program)]
     return RolloutGroup(request=request, trajectories=trajectories).SerializeToString()
 
 
 @contextmanager
 def judging(client: redis.Redis, scheduler: TroubledScheduler) -> Iterator[None]:
-    """Two workers, as in the service, that take all groups at once."""
+    """Two judges that take all groups at once."""
     settings = Settings(reclaim_seconds=1.0, stream_groups=GROUPS)
     judge = cast(JudgeScheduler, scheduler)
     stop = threading.Event()
@@ -101,6 +110,23 @@ def test_a_judge_that_is_full_for_a_while_judges_every_group_afterwards(redis_cl
 
     assert scheduler.refused >= GROUPS
     assert redis_client.xlen(redis_keys.dead_letters(redis_keys.rollouts())) == 0
+
+
+def test_a_run_whose_programs_are_slow_holds_up_no_others_groups(redis_client: redis.Redis) -> None:
+    start_run(redis_client)
+    start_run(redis_client, SLOW_RUN)
+    for number in range(5 * GROUPS):
+        for words in counted_append_words(redis_keys.rollouts(), group(number, "print(1)", SLOW_RUN), SLOW_RUN):
+            redis_client.execute_command(*words)
+    for words in counted_append_words(redis_keys.rollouts(), group(1000, "print(1)"), RUN):
+        redis_client.execute_command(*words)
+    scheduler = TroubledScheduler(lambda: False)
+    with judging(redis_client, scheduler):
+        wait_until(lambda: judged(redis_client) == {"g1000"}, "the group of the other run is judged", 10)
+        scheduler.released.set()
+        wait_until(lambda: len(judged(redis_client)) == 5 * GROUPS + 1, "the others follow", 30)
+
+    assert redis_client.xlen(redis_keys.verdicts()) == 5 * GROUPS + 1, "each once"
 
 
 def test_what_an_environment_has_decided_is_not_judged_again(redis_client: redis.Redis) -> None:
