@@ -29,7 +29,7 @@ class Settings(ServiceSettings, service="sandbox_judge"):
     programs_per_zygote: int = Field(default=2000, gt=0, description="A zygote is replaced after so many programs.")
     max_source_bytes: int = Field(default=64 << 10, gt=0, le=128 << 10, description="Longer programs are not run.")
     max_queued_programs: int = Field(default=4096, gt=0, description="Beyond it callers get RESOURCE_EXHAUSTED.")
-    stream_groups: int = Field(default=8, gt=0, description="Rollout groups of one run judged by one call; two calls of each run go on at once.")
+    stream_groups: int = Field(default=8, gt=0, description="Groups of a run judged by one of its two calls at once.")
     reclaim_seconds: float = Field(default=20, gt=0, description="A silent judge's groups go to another after it.")
     cache_seconds: int = Field(default=7 * 86400, ge=0, description="Life of a cached verdict; 0 switches it off.")
     cache_bytes: int = Field(

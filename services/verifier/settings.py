@@ -9,7 +9,7 @@ from spo.service.settings import ServiceSettings
 
 class Settings(ServiceSettings, service="verifier"):
     port: int = Field(default=7076, ge=0, le=65535)
-    stream_groups: int = Field(default=16, gt=0, description="Rollout groups of one run scored by one call; two calls of each run go on at once.")
+    stream_groups: int = Field(default=16, gt=0, description="Groups of a run scored by one of its two calls at once.")
     reclaim_seconds: float = Field(default=20, gt=0, description="A silent verifier's groups go to another after it.")
     max_waiting_responses: int = Field(default=4096, gt=0, description="Beyond it callers get RESOURCE_EXHAUSTED.")
     environment_servers: dict[str, str] = Field(
