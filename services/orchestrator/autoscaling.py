@@ -42,7 +42,6 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 import httpx
-import redis
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.jobs import JobStore
@@ -55,6 +54,7 @@ from spo.messaging.redis_client import RedisClient, write_even_when_full
 from spo.messaging.streams import depth, entries_of_run
 from spo.observability import get_logger
 from spo.rpc.pools import JudgePools
+from spo.service.process import in_rounds
 from spo.spec.job_spec import JobSpec
 from spo.spec.section import JobState
 from spo.spec.tasks import verifiers_in
@@ -405,12 +405,7 @@ class Autoscaling:
 
     def run(self, stop: threading.Event) -> None:
         """Observe until stop."""
-        while not stop.is_set():
-            try:
-                self.observe(time.monotonic())
-            except redis.RedisError as error:
-                log.warning("replicas wanted are as before: Redis does not answer", reason=str(error))
-            stop.wait(OBSERVE_SECONDS)
+        in_rounds(lambda: self.observe(time.monotonic()), stop, OBSERVE_SECONDS, "replicas wanted are as before")
 
     @property
     def wanted(self) -> dict[str, int]:

@@ -47,6 +47,7 @@ from spo.errors import (
 from spo.experience.store import ExperienceStore
 from spo.observability import get_logger
 from spo.rpc.pools import JudgePools
+from spo.service.process import in_rounds
 from spo.spec.job_spec import EvaluationSpec, JobSpec, TasksSpec, parse_job_spec
 from spo.spec.section import (
     MOST_COUNT,
@@ -534,11 +535,7 @@ class ContinualLoop:
 
     def run(self, stop: threading.Event) -> None:
         """Work until stop."""
-        while not stop.wait(LOOK_SECONDS):
-            try:
-                self.tick()
-            except (SpoError, redis.RedisError) as error:
-                log.warning("continual jobs wait", reason=str(error))
+        in_rounds(self.tick, stop, LOOK_SECONDS, "continual jobs wait", (SpoError, redis.RedisError))
 
     def tick(self, now: datetime | None = None) -> None:
         """One look at each; what one waits for is noted on it."""

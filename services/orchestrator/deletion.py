@@ -34,6 +34,7 @@ from spo.errors import Conflict, NotReady, SpoError
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.streams.recovery import drop_run
 from spo.observability import get_logger
+from spo.service.process import in_rounds
 from spo.spec.job_spec import SourceName
 from spo.spec.section import TERMINAL, JobState
 
@@ -162,17 +163,13 @@ class JobDeletion:
 
     def run(self, stop: threading.Event) -> None:
         """Sweep now and then until stop."""
-        adopted = False
-        while not stop.is_set():
-            try:
-                if not adopted:
-                    self._adopt()
-                    adopted = True
-                self.sweep()
-                self.find_leftovers()
-            except (redis.RedisError, OSError, SpoError) as error:
-                log.warning("deleted jobs are removed later", reason=str(error))
-            stop.wait(SWEEP_SECONDS)
+
+        def sweep() -> None:
+            self.sweep()
+            self.find_leftovers()
+
+        passing = (redis.RedisError, OSError, SpoError)
+        in_rounds(sweep, stop, SWEEP_SECONDS, "deleted jobs are not removed", passing, self._adopt)
 
     def _adopt(self) -> None:
         """Forks that a dead process left half-made are no jobs."""

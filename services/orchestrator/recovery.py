@@ -40,6 +40,7 @@ from spo.errors import IntegrityError, NotFound, PreconditionFailed, SpoError, S
 from spo.messaging.redis_client import RedisClient, ServerFacts, StreamEntry
 from spo.messaging.streams import append_words
 from spo.observability import get_logger
+from spo.service.process import in_rounds
 from spo.service.state import StateFolder, StatePlace
 from spo.spec.section import TERMINAL, JobState, record_of
 from spo.v1.weights_pb2 import WeightAnnouncement
@@ -660,13 +661,13 @@ class RecoveryWatch:
 
     def run(self, stop: threading.Event) -> None:
         """Look until stop."""
-        while not stop.is_set():
-            try:
-                self.append_only_file.look()
-                self.look()
-            except (redis.RedisError, OSError, SpoError) as error:
-                log.warning("the manifests of the jobs are brought up to date later", reason=str(error))
-            stop.wait(LOOK_SECONDS)
+
+        def look() -> None:
+            self.append_only_file.look()
+            self.look()
+
+        passing = (redis.RedisError, OSError, SpoError)
+        in_rounds(look, stop, LOOK_SECONDS, "the manifests of the jobs are not brought up to date", passing)
 
     def look(self) -> None:
         """One round: the epochs first, so that a loss is written down before new manifests are."""

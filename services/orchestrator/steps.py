@@ -45,6 +45,7 @@ from spo import redis_keys
 from spo.errors import IntegrityError, NotFound, NotReady, SpoError, Unreachable, storage_error
 from spo.observability import get_logger
 from spo.rpc.pools import JudgePools
+from spo.service.process import in_rounds
 from spo.spec.job_spec import JobSpec
 from spo.spec.section import ACTIVE, HOLDS_SLOT, JobState
 from spo.tasks.problem import Problem
@@ -410,19 +411,9 @@ class JobRunner:
 
     def run(self, stop: threading.Event) -> None:
         """Adopt what an earlier process left and advance all jobs until stop."""
-        adopted = False
         try:
-            while not stop.is_set():
-                try:
-                    if not adopted:
-                        self.adopt()
-                        adopted = True
-                    self.tick(TICK_SECONDS)
-                except redis.RedisError as error:
-                    log.warning("Redis does not answer; trying again", reason=str(error))
-                except NotReady as error:
-                    log.warning("jobs wait", reason=error.message)
-                stop.wait(TICK_SECONDS)
+            passing = (redis.RedisError, NotReady)
+            in_rounds(lambda: self.tick(TICK_SECONDS), stop, TICK_SECONDS, "jobs wait", passing, self.adopt)
         finally:
             self._adoption.close()
             self._steps.close()

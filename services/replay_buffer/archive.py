@@ -45,7 +45,7 @@ from spo.messaging.redis_client import RedisClient, RedisScript
 from spo.messaging.run_specs import run_state, run_tenant
 from spo.messaging.streams.recovery import TroubleNotes
 from spo.observability import get_logger
-from spo.service.process import Worker
+from spo.service.process import Worker, for_each_run
 from spo.spec.job_spec import JobSpec
 from spo.spec.section import LIVE_SOURCES, TERMINAL, JobState, decode_state
 from spo.v1.prompt_pb2 import Prompt
@@ -287,18 +287,14 @@ class ExperienceArchiver:
 
     def run(self, stop: threading.Event) -> None:
         """Archive until stop is set; a store that cannot be written is tried again and delays nothing else."""
-        adopted = False
-        while not stop.wait(POLL_SECONDS):
-            try:
-                if not adopted:
-                    self.adopt()
-                    adopted = True
-                runs = self.client.smembers(own_keys.replay_unstored())
-            except redis.RedisError as error:
-                log.warning("Redis does not answer; trying again", reason=str(error))
-                continue
-            for run_id in map(bytes.decode, runs):
-                self._try(run_id)
+        for_each_run(
+            self.archive_or_tell,
+            lambda: self.client.smembers(own_keys.replay_unstored()),
+            stop,
+            POLL_SECONDS,
+            "experience is not stored yet",
+            first=self.adopt,
+        )
 
     def adopt(self) -> None:
         """List the runs with unarchived trajectories that an older version of this service did not list."""
@@ -315,14 +311,16 @@ class ExperienceArchiver:
             if unstored:
                 self.client.sadd(own_keys.replay_unstored(), *unstored)
 
-    def _try(self, run_id: str) -> None:
+    def archive_or_tell(self, run_id: str) -> None:
+        """`archive_when_due`; what goes wrong is a wait reason of the job."""
         try:
             self.archive_when_due(run_id)
+        except redis.RedisError:
+            raise
         except Exception as error:
-            # Whatever it was (store full, Redis away), the buffer still has everything, and other runs go on.
-            log.warning("experience is not stored yet; trying again", run=run_id, reason=str(error))
-            if not isinstance(error, redis.RedisError):
-                self._notes.note(run_id, "experience", f"is not stored yet: {error}")
+            # Whatever it was (a full store), the buffer still has everything.
+            self._notes.note(run_id, "experience", f"is not stored yet: {error}")
+            raise
 
     def archive_when_due(self, run_id: str) -> None:
         """Store what a run has gathered if it is time to. Raises SpoError, RedisError."""
@@ -462,18 +460,14 @@ class WindowTrimmer:
 
     def run(self, stop: threading.Event) -> None:
         """Trim until stop is set; a run that fails is tried again and delays no other."""
-        while not stop.wait(TRIM_SECONDS):
-            try:
-                runs = self.client.smembers(own_keys.replay_untrimmed())
-            except redis.RedisError as error:
-                log.warning("Redis does not answer; trying again", reason=str(error))
-                continue
-            for run_id in map(bytes.decode, runs):
-                try:
-                    self.trim_when_due(run_id)
-                except Exception as error:
-                    # Whatever it was, nothing is lost by what stays.
-                    log.warning("a run keeps what it might let go of; trying again", run=run_id, reason=str(error))
+        # Whatever goes wrong, nothing is lost by what stays.
+        for_each_run(
+            self.trim_when_due,
+            lambda: self.client.smembers(own_keys.replay_untrimmed()),
+            stop,
+            TRIM_SECONDS,
+            "a run keeps what it might let go of",
+        )
 
     def trim_when_due(self, run_id: str) -> int:
         """Trim a run if enough has come since the last time; returns how many trajectories left Redis."""

@@ -31,6 +31,7 @@ from spo.messaging.connection import as_spo_error, refuses_writes
 from spo.messaging.streams import Consumer, Entry, StageRunner, decoded
 from spo.observability import get_logger
 from spo.rpc.client import RpcClient, UnknownMethod, chunks_by_bytes
+from spo.service.process import for_each_run
 from spo.spec.job_spec import JobSpec
 from spo.spec.section import JobState
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_SHARED
@@ -335,18 +336,14 @@ class SharedRolloutIngest:
 
     def run(self, stop: threading.Event) -> None:
         """Copy until stop is set; a run that fails is tried again at the next poll and delays no other."""
-        while not stop.wait(POLL_SECONDS):
-            try:
-                running = self.store.client.zrange(redis_keys.jobs_in_state(JobState.RUNNING), 0, -1)
-            except redis.RedisError as error:
-                log.warning("Redis does not answer; trying again", reason=str(error))
-                continue
-            for run_id in map(bytes.decode, running):
-                try:
-                    self.copy_new(run_id, stop)
-                except Exception as error:
-                    # Whatever it was (Redis full, value-estimation away), the followed run's ledger still has it.
-                    log.warning("shared rollouts are not copied yet; trying again", run=run_id, reason=str(error))
+        for_each_run(
+            # Whatever goes wrong (Redis full, value-estimation away), the followed run's ledger still has it.
+            lambda run_id: self.copy_new(run_id, stop),
+            lambda: self.store.client.zrange(redis_keys.jobs_in_state(JobState.RUNNING), 0, -1),
+            stop,
+            POLL_SECONDS,
+            "shared rollouts are not copied yet",
+        )
 
     def copy_new(self, run_id: str, stop: threading.Event) -> int:
         """Copy as many trajectories as the follower's limiter admits; returns how many were inserted.

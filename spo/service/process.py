@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import cast
@@ -28,7 +28,7 @@ from spo import observability, redis_keys
 from spo.errors import PreconditionFailed, SpoError, Unreachable
 from spo.messaging.connection import connect, public_address, unfit
 from spo.messaging.redis_client import RedisClient
-from spo.messaging.streams.recovery import THIS_PROCESS, asked_to_stop
+from spo.messaging.streams.recovery import THIS_PROCESS, Outage, asked_to_stop
 from spo.observability import MAX_WAITING, Line, configure_logs, get_logger, waiting
 from spo.rpc.client import RpcClient, show_token
 from spo.rpc.server import ANSWERING_THREADS, RpcServer
@@ -317,3 +317,55 @@ def _say_why_it_cannot_start(kind: type[BaseException], error: BaseException, tr
         log.error("the process cannot start", reason=error.message, code=error.code)
     else:
         sys.__excepthook__(kind, error, trace)
+
+
+def in_rounds(
+    body: Callable[[], object],
+    stop: threading.Event,
+    seconds: float,
+    waits: str,
+    passing: tuple[type[Exception], ...] = (redis.RedisError,),
+    first: Callable[[], object] | None = None,
+) -> None:
+    """The loop of a worker: call body until stop, `seconds` apart. What is `passing` is tried again in the next round.
+
+    waits: what waits meanwhile, in words, as the log says when it begins, while it lasts and when it is over.
+    first: called once, before body is.
+    """
+    outage = Outage(waits)
+    while not stop.is_set():
+        try:
+            if first is not None:
+                first()
+                first = None
+            body()
+            outage.over()
+        except passing as error:
+            outage.failed(error)
+        stop.wait(seconds)
+
+
+def for_each_run(
+    body: Callable[[str], object],
+    runs: Callable[[], Iterable[bytes]],
+    stop: threading.Event,
+    seconds: float,
+    waits: str,
+    first: Callable[[], object] | None = None,
+) -> None:
+    """`in_rounds` over runs: whatever goes wrong with one delays no other, and is tried again in the next round."""
+    outages: dict[str, Outage] = {}
+
+    def look_after_all() -> None:
+        names = [raw.decode() for raw in runs()]
+        for ended in outages.keys() - set(names):
+            del outages[ended]
+        for run_id in names:
+            outage = outages.setdefault(run_id, Outage(waits, run=run_id))
+            try:
+                body(run_id)
+                outage.over()
+            except Exception as error:
+                outage.failed(error)
+
+    in_rounds(look_after_all, stop, seconds, waits, first=first)

@@ -125,7 +125,8 @@ def test_a_place_that_cannot_be_written_costs_nothing(store: ReplayStore, tmp_pa
     with pytest.raises(SpoError, match="experience"):
         spiller.archive(RUN)
     spiller.every_seconds = -1
-    spiller._try(RUN)
+    with pytest.raises(SpoError, match="experience"):
+        spiller.archive_or_tell(RUN)
     (told,) = troubles_of(store.client, RUN, int(time.time() * 1000))
     assert (told.place, str(blocked) in told.reason) == ("experience", True), "the job's `waits` say so"
     blocked.unlink()
