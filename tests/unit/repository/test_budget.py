@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.conftest import OF_A_DAY, TODAY
 from tests.support import budget
 from tests.support.budget import ALL, DAY, Costs, sampled
 
@@ -69,3 +70,10 @@ def test_a_test_over_its_budget_fails_and_the_longest_are_named(tmp_path: Path) 
     assert "2 passed" in ran.stdout
     assert "1 error" in ran.stdout
     assert "s  test_burns.py::test_within" in ran.stdout
+
+
+def test_what_platforms_a_day_chooses_from_is_there() -> None:
+    tests = ROOT / "tests" / "e2e"
+    assert [name for name in OF_A_DAY if not (tests / name).exists()] == []
+    assert [path for paths in OF_A_DAY.values() for path in paths if not (ROOT / path).exists()] == []
+    assert len(TODAY) >= 3
