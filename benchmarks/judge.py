@@ -121,7 +121,7 @@ def _cold(tier: IsolationTier) -> float:
 
 def _warm(tier: IsolationTier) -> float:
     """Verdicts per CPU second of the judge when the cache knows them all, in requests of 128 programs."""
-    with _redis() as client:
+    with serving_redis() as client:
         scheduler = JudgeScheduler(client, Settings(), tier, workers=os.cpu_count() or 1)
         digest = scheduler.test_sets.upload(_test_set(1))
         programs = _programs(WARM_PROGRAMS)
@@ -137,7 +137,8 @@ def _warm(tier: IsolationTier) -> float:
 
 
 @contextlib.contextmanager
-def _redis() -> Iterator[RedisClient]:
+def serving_redis() -> Iterator[RedisClient]:
+    """A Redis of its own."""
     with tempfile.TemporaryDirectory(prefix="spo-benchmark-") as folder:
         port = 20_000 + os.getpid() % 20_000
         server = subprocess.Popen(server_command(port, Path(folder)), stdout=subprocess.DEVNULL)

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -101,8 +102,9 @@ def next_decision(
 class SampleGroup:
     """Sequences that are sampled under the same weights; None: the newest announced of the run.
 
-    alone: with no other group in the engine, since one died while it worked on this one. on_part: of a group that
-    somebody reads, whose sequences come in parts to it, in the engine's thread; such a group is taken before others.
+    tenant: whose run it is. alone: with no other group in the engine, since one died while it worked on this one.
+    on_part: of a group that somebody reads, whose sequences come in parts to it, in the engine's thread; such a group
+    is taken before others of its tenant.
     any_version: without weights, whichever version of the run is loaded, so that no turn is waited for.
     """
 
@@ -116,9 +118,33 @@ class SampleGroup:
     # Called with each finished sequence's place, in the engine's thread.
     on_sample: Callable[[int, Sample], None] | None = None
     any_version: bool = False
+    tenant: str = ""
     future: Future[list[Sample]] = field(default_factory=Future)
     request_ids: list[str] = field(default_factory=list)
     samples: dict[str, Sample] = field(default_factory=dict)
+
+
+def tenants_in_turn(waiting: Sequence[SampleGroup], running: Iterable[SampleGroup]) -> list[SampleGroup]:
+    """Waiting groups in the order in which they are taken: next is the tenant with the fewest sequences in the engine,
+    those taken before among them; a tenant's own stay in their order.
+
+    running: the groups of all sequences in the engine, one for each of these.
+    """
+    own: dict[str, deque[SampleGroup]] = {}
+    for group in waiting:
+        own.setdefault(group.tenant, deque()).append(group)
+    if len(own) < 2:
+        return list(waiting)
+    has = Counter(group.tenant for group in running)
+    found: list[SampleGroup] = []
+    while own:
+        tenant = min(own, key=lambda each: has[each])
+        group = own[tenant].popleft()
+        found.append(group)
+        has[tenant] += len(group.requests)
+        if not own[tenant]:
+            del own[tenant]
+    return found
 
 
 class EngineThread:
@@ -185,7 +211,7 @@ class EngineThread:
                 raise self._refused[group.weights]
             place = len(self._waiting)
             if group.on_part:
-                # Somebody looks at it: rollouts can wait.
+                # Somebody looks at it: rollouts of the same tenant can wait.
                 place = next((i for i, other in enumerate(self._waiting) if other.on_part is None), place)
             self._waiting.insert(place, group)
             self._wake.notify()
@@ -241,6 +267,7 @@ class EngineThread:
             self._load(self._target)
             return
         with self._wake:
+            self._waiting = tenants_in_turn(self._waiting, self._running.values())
             newest = self._target
             decision = next_decision(
                 self.loaded,

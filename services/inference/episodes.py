@@ -221,7 +221,8 @@ class StartedEpisodes:
     def _sample(self, episode: Episode) -> None:
         """Submit the policy's next turn to the engine."""
         may_switch = not self.assignment.spec.algorithm.anchors_by_rollouts
-        samples = SampleGroup(self.request.run_id, [episode.request()], self.weights, self.alone, may_switch)
+        run_id, tenant = self.request.run_id, self.assignment.tenant
+        samples = SampleGroup(run_id, [episode.request()], self.weights, self.alone, may_switch, tenant=tenant)
         self._running[episode] = samples
         samples.future.add_done_callback(partial(self._sampled, episode))
         try:

@@ -28,6 +28,7 @@ from spo import observability, redis_keys
 from spo.errors import NotFound, NotReady, PreconditionFailed, SpoError
 from spo.messaging import streams
 from spo.messaging.redis_client import RedisClient
+from spo.messaging.run_specs import RunTenants
 from spo.model.folder import inspect_model_folder, tensor_shapes
 from spo.model.tokenizer import end_tokens, load_tokenizer
 from spo.model.tool_calls import ToolFormat, probe_tools
@@ -59,6 +60,7 @@ class Assignment:
     versions: PolicyVersions
     tokenizer: PreTrainedTokenizerBase
     sampler: str
+    tenant: str = ""
 
     @cached_property
     def end_token_ids(self) -> tuple[int, ...]:
@@ -91,6 +93,7 @@ class ServingReplica:
         self._settings = settings
         self._models = MadeModels(settings.state_place, settings.state_path)
         self._client = client
+        self._tenants = RunTenants(client)
         self._set_serving = set_serving
         self._restart = restart
         self._requested = orchestrator.HeartbeatResponse()
@@ -224,7 +227,7 @@ class ServingReplica:
         warm = self._warm
         if warm and warm.engine_spec.fits(engine_spec):
             warm.engine.announce(requested.run_id, warm.versions.reference)
-            return replace(warm, run_id=requested.run_id, spec=spec)
+            return replace(warm, run_id=requested.run_id, spec=spec, tenant=self._tenants.of(requested.run_id))
         if warm:
             log.info("another model is wanted; the process ends so that it starts with a clean engine")
             self._restart()
@@ -263,6 +266,7 @@ class ServingReplica:
             ),
             tokenizer=load_tokenizer(engine_spec.model_path),
             sampler=engine_spec.sampler,
+            tenant=self._tenants.of(run_id),
         )
 
     def _wait_refused(self, run_id: str, stop: threading.Event) -> None:

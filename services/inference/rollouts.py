@@ -155,7 +155,8 @@ def start_group(
     indexes = indexes or range(len(requests))
     requests = [requests[index] for index in indexes]
     may_switch = not assignment.spec.algorithm.anchors_by_rollouts
-    samples = SampleGroup(group.run_id, requests, weights, alone, may_switch, on_sample=on_sample)
+    tenant = assignment.tenant
+    samples = SampleGroup(group.run_id, requests, weights, alone, may_switch, on_sample=on_sample, tenant=tenant)
     assignment.engine.submit(samples)
     with TOKENIZER:
         opened = opens_reasoning(assignment.tokenizer, prompt_token_ids, chat)

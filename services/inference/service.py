@@ -28,6 +28,7 @@ from services.inference.sampling import TOKENIZER, end_token_ids
 from spo import observability, redis_keys
 from spo.errors import InvalidInput, NotReady, PreconditionFailed, ResourceExhausted, SpoError, Unreachable
 from spo.messaging.redis_client import RedisClient
+from spo.messaging.run_specs import run_tenant
 from spo.model.tokenizer import encode_chat, encode_following, encode_text, opens_reasoning
 from spo.model.tool_calls import AnswerReader, Constraint
 from spo.rpc.client import DEFAULT_DEADLINE_SECONDS
@@ -78,7 +79,7 @@ class ServedRuns:
         if not assigned.engine_spec.fits(engine_spec_of(spec, Path(spec.model.path))):
             message = f"this replica holds another model than that of {run_id}"
             raise PreconditionFailed(message, code="other_run")
-        return replace(assigned, run_id=run_id, spec=spec)
+        return replace(assigned, run_id=run_id, spec=spec, tenant=run_tenant(self._client, run_id) or "")
 
 
 def responses(
@@ -95,7 +96,9 @@ def responses(
     inbox = _Inbox(context)
     served = _served(assignment, request, prompt)
     requests = _requests(assignment, request, prompt, served)
-    group = SampleGroup(request.run_id, requests, weights, on_part=inbox.put, any_version=any_version)
+    group = SampleGroup(
+        request.run_id, requests, weights, on_part=inbox.put, any_version=any_version, tenant=assignment.tenant
+    )
     group.future.add_done_callback(lambda _: inbox.wake())
     assignment.engine.submit(group)
     context.add_callback(lambda: _give_up(group))

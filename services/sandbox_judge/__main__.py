@@ -8,6 +8,7 @@ from services.sandbox_judge.service import JudgeService
 from services.sandbox_judge.settings import Settings
 from services.sandbox_judge.stage import JudgeScheduler, JudgeWorker
 from spo.errors import SpoError
+from spo.messaging.run_specs import RunTenants
 from spo.observability import get_logger
 from spo.service.process import ServiceProcess, join_platform
 from spo.v1.judge_service_pb2_grpc import add_JudgeServiceServicer_to_server
@@ -23,7 +24,8 @@ def main() -> int:
     except SpoError as error:
         get_logger("start").error("the judge will not serve", reason=error.message, code=error.code)
         return 1
-    scheduler = JudgeScheduler(client, settings, tier, lanes(settings.workers, this_machine()))
+    workers = lanes(settings.workers, this_machine())
+    scheduler = JudgeScheduler(client, settings, tier, workers, RunTenants(client).of)
     add_JudgeServiceServicer_to_server(JudgeService(scheduler), process.server.server)
     process.workers.append(JudgeWorker(client, scheduler, process.replica_id, settings))
     process.report = lambda beat: setattr(beat, "load", scheduler.load)

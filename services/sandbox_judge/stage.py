@@ -4,16 +4,14 @@ where known.
 What waits for the workers: programs one by one, and groups of responses that may be scored in one fork together.
 Only groups of one run and one function do, so that nothing of another run or tenant is ever in their process.
 
-Many programs: one verdict each, from the cache where it is known, otherwise from the workers, evaluation first.
-A worker is a thread with zygotes of its own; there are as many as cores. The queue is bounded: beyond it callers are
-refused and may try again.
+Many programs: one verdict each, from the cache where it is known, otherwise from the workers, which tenants share.
+A worker is a thread with zygotes of its own; there are as many as cores. The queue is bounded, for each tenant that
+has something in it alike: beyond it callers are refused and may try again.
 """
 
 from __future__ import annotations
 
-import itertools
 import platform
-import queue
 import threading
 import time
 from collections import Counter
@@ -25,6 +23,7 @@ from blake3 import blake3
 
 from services.sandbox_judge import redis_keys as own_keys
 from services.sandbox_judge.executor import JudgeFault, StartFault, behaviour_of, language_of
+from services.sandbox_judge.judge_queue import JudgeQueue, JudgeTask
 from services.sandbox_judge.program_judge import DETAIL_CHARACTERS, Cancelled, JudgeOptions, ProgramJudge, encoded
 from services.sandbox_judge.right_responses import language_fault, role_fault
 from services.sandbox_judge.sandbox_worker import (
@@ -63,13 +62,6 @@ from spo.v1.verdict_pb2 import AnswerRule, Checker, Outcome, TestSet, Verdict
 
 # For comparisons of answers, which take microseconds.
 GATE_SECONDS = 1.0
-
-# Groups that one fork scores at most.
-MOST_GROUPS = 16
-# For so long the groups of a run and function that spoilt a fork have one each.
-APART_SECONDS = 60.0
-_LAST = 1 << 30
-_MOST_APART = 1000
 
 log = get_logger("stage")
 
@@ -181,89 +173,19 @@ def _whole(response: str, test_set: TestSet, verdicts: Mapping[str, Future[Verdi
     return whole
 
 
-@dataclass(frozen=True)
-class JudgeTask:
-    """One program waiting for its verdict, or several responses that are scored together.
-
-    shares: the same text for groups that may be in one fork; empty: none may.
-    """
-
-    programs: tuple[str, ...]
-    language: str
-    test_set: TestSet
-    options: JudgeOptions
-    recheck: bool
-    verdicts: tuple[Future[Verdict], ...]
-    shares: str = ""
-
-
-class JudgeQueue:
-    """Tasks by urgency, then arrival. Safe from several threads."""
-
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
-        # (urgency, arrival, task); a worker ends at None, which sorts after every task.
-        self._queue: queue.PriorityQueue[tuple[int, int, JudgeTask | None]] = queue.PriorityQueue()
-        self._numbers = itertools.count()
-        self._lock = threading.Lock()
-        # Those that share, by arrival; the queue may hold more, which were taken together with others.
-        self._sharing: dict[tuple[int, str], dict[int, JudgeTask]] = {}
-        self._apart: dict[str, float] = {}
-
-    def __len__(self) -> int:
-        return self._queue.qsize()
-
-    def put(self, urgency: int, task: JudgeTask) -> None:
-        """Let a task wait; the least urgency goes first."""
-        number = next(self._numbers)
-        if task.shares:
-            with self._lock:
-                self._sharing.setdefault((urgency, task.shares), {})[number] = task
-        self._queue.put((urgency, number, task))
-
-    def take(self) -> list[JudgeTask]:
-        """The next task, and those that may share its fork, as many as leave no worker idle; empty: the end."""
-        while True:
-            urgency, number, task = self._queue.get()
-            if task is None:
-                return []
-            if not task.shares:
-                return [task]
-            if together := self._taken(urgency, number, task):
-                return together
-
-    def end(self) -> None:
-        """Let every worker end once nothing waits."""
-        for _ in range(self._workers):
-            self._queue.put((_LAST, next(self._numbers), None))
-
-    def keep_apart(self, shares: str) -> None:
-        """Have a fork each for the groups of a run and function, for a while."""
-        with self._lock:
-            if len(self._apart) >= _MOST_APART:
-                self._apart.clear()
-            self._apart[shares] = time.monotonic() + APART_SECONDS
-
-    def _taken(self, urgency: int, number: int, task: JudgeTask) -> list[JudgeTask]:
-        """This task and its companions; empty where it was another's."""
-        with self._lock:
-            waiting = self._sharing.get((urgency, task.shares), {})
-            if number not in waiting:
-                return []
-            is_apart = self._apart.get(task.shares, 0.0) > time.monotonic()
-            most = 1 if is_apart else min(MOST_GROUPS, -(-len(waiting) // self._workers))
-            # The task itself always: nothing in the queue stands for it any more, whichever worker comes here first.
-            found = [waiting.pop(number)]
-            found += [waiting.pop(each) for each in list(itertools.islice(waiting, most - 1))]
-            if not waiting:
-                self._sharing.pop((urgency, task.shares), None)
-            return found
-
-
 class JudgeScheduler:
     """The queue of programs and the workers that judge them."""
 
-    def __init__(self, store: Store, settings: Settings, tier: IsolationTier, workers: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        settings: Settings,
+        tier: IsolationTier,
+        workers: int,
+        tenant_of: Callable[[str], str] = lambda _run_id: "",
+    ) -> None:
+        """tenant_of: whose a run is; without it all programs are one tenant's."""
+        self._tenant_of = tenant_of
         self.judge_version = f"{REVISION}+cpython{platform.python_version()}"
         self.isolation = tier
         observability.JUDGE_ISOLATION.labels(tier=tier).set(1)
@@ -353,7 +275,8 @@ class JudgeScheduler:
         keys = {program: _key(program, decided_by) for program in dict.fromkeys(programs)}
         futures = {} if want_details else self._cached(keys)
         missing = [program for program in keys if program not in futures]
-        if len(self._queue) + len(missing) > self._settings.max_queued_programs:
+        tenant = self._tenant_of(asked.run_id) if missing else ""
+        if len(missing) > self._queue.room(tenant, self._settings.max_queued_programs):
             raise ResourceExhausted(f"{len(self._queue)} programs are waiting; try again later")
         urgency = 0 if priority == Priority.PRIORITY_EVALUATION else 1
         cancelled = threading.Event()
@@ -369,7 +292,8 @@ class JudgeScheduler:
             recheck = together[0] in rechecked
             # A second look at how steady a function is has a process of its own.
             shares = "" if recheck else sharing
-            self._queue.put(urgency, JudgeTask(tuple(together), language, test_set, options, recheck, verdicts, shares))
+            task = JudgeTask(tuple(together), language, test_set, options, recheck, verdicts, shares, tenant)
+            self._queue.put(urgency, task)
         return Batch(programs, futures, cancelled)
 
     def _together(self, missing: Sequence[str], rechecked: Sequence[str], role: Role | None) -> Iterator[list[str]]:
@@ -431,6 +355,7 @@ class JudgeScheduler:
                     self._answer(task, worker, known)
             finally:
                 self._busy -= 1
+                self._queue.done(taken[0].tenant)
         worker.close()
 
     def _answer(self, task: JudgeTask, worker: SandboxWorker, known: list[Verdict] | None) -> None:
@@ -567,4 +492,4 @@ class JudgeWorker(JudgeStage):
     def __init__(self, client: RedisClient, scheduler: JudgeScheduler, consumer_name: str, settings: Settings) -> None:
         stream, group = redis_keys.rollouts(), redis_keys.JUDGE_GROUP
         consumer = Consumer(client, stream, group, consumer_name, settings.reclaim_seconds)
-        super().__init__("sandbox-judge", consumer, scheduler, settings.stream_groups)
+        super().__init__("sandbox-judge", consumer, scheduler, settings.stream_groups, settings.drain_seconds)

@@ -232,7 +232,7 @@ class VerifierWorker(JudgeStage):
     ) -> None:
         stream, group = redis_keys.verifier_rollouts(), redis_keys.VERIFIER_GROUP
         consumer = Consumer(client, stream, group, consumer_name, settings.reclaim_seconds)
-        super().__init__("verifier", consumer, scheduler, settings.stream_groups)
+        super().__init__("verifier", consumer, scheduler, settings.stream_groups, settings.drain_seconds)
         self.most_failures = settings.group_failures
 
     def _forward(self, judged: JudgedEntry) -> None:

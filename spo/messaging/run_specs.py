@@ -11,6 +11,9 @@ from spo.messaging.redis_client import RedisClient
 from spo.spec.job_spec import JobSpec, spec_from_json
 from spo.spec.section import JobState, decode_state
 
+# Runs whose tenant is remembered.
+_MOST_TENANTS = 10_000
+
 
 class RunSpecs:
     """Each run's spec, read once: it never changes within a run."""
@@ -48,6 +51,26 @@ def run_tenant(client: RedisClient, run_id: str) -> str | None:
     """The tenant whose run it is, "" for the operator's own; None where no record names one."""
     stored = client.hget(redis_keys.job_record(run_id), "tenant")
     return stored.decode() if isinstance(stored, bytes) else None
+
+
+class RunTenants:
+    """Whose each run is, read once: it never changes. Safe from several threads."""
+
+    def __init__(self, client: RedisClient) -> None:
+        self._client = client
+        self._known: dict[str, str] = {}
+
+    def of(self, run_id: str) -> str:
+        """The run's tenant, "" the operator, who also has what no record names. Raises redis.RedisError."""
+        known = self._known.get(run_id)
+        if known is None:
+            found = run_tenant(self._client, run_id) if run_id else ""
+            known = found or ""
+            if found is not None:
+                if len(self._known) >= _MOST_TENANTS:
+                    self._known.clear()
+                self._known[run_id] = known
+        return known
 
 
 # KEYS[1]: the run's spec, which goes first when a job is deleted. ARGV: per command the number of its words, the words.

@@ -10,14 +10,15 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import redis
 from blake3 import blake3
 
 from spo import observability, redis_keys
-from spo.errors import IntegrityError, NotFound
+from spo.errors import IntegrityError, NotFound, NotReady
 from spo.messaging.run_specs import RunSpecs
 from spo.messaging.streams import Consumer, Entry, StageRunner, decoded
 from spo.observability import get_logger
@@ -29,6 +30,8 @@ from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
 from spo.v1.verdict_pb2 import TestSet, Verdict
 
 _KEPT_BYTES = 64 << 20
+# How often somebody who waits for verdicts looks whether the process stops.
+_LOOK_SECONDS = 0.5
 # Of each run, so that one call has who decides busy while the other waits for its slowest program or service.
 CALLS_AT_ONCE = 2
 
@@ -164,6 +167,10 @@ class AwaitedVerdicts(Protocol):
 
     def verdicts(self, timeout_seconds: float | None = None) -> list[Verdict]: ...
 
+    def pending(self) -> Sequence[Future[Any]]: ...
+
+    def cancel(self) -> None: ...
+
 
 class NoVerdicts:
     """What awaits nothing, since an environment has decided about every response."""
@@ -171,6 +178,13 @@ class NoVerdicts:
     def verdicts(self, timeout_seconds: float | None = None) -> list[Verdict]:
         """None."""
         return []
+
+    def pending(self) -> Sequence[Future[Any]]:
+        """Nothing."""
+        return []
+
+    def cancel(self) -> None:
+        """There is nothing to be cancelled."""
 
 
 class Deciding(Protocol):
@@ -201,17 +215,25 @@ class JudgedEntry:
 class JudgeStage:
     """Judges rollout groups from a stream; call it with a stop event. `service` is the hop's name.
 
-    groups_at_once: of one run and call; a run whose programs are slow holds up no other.
+    groups_at_once: of one run and call; a run whose programs are slow holds up no other. drain_seconds: how long after
+    a stop the verdicts on groups in hand are waited for; then these are given back.
     """
 
-    def __init__(self, service: str, consumer: Consumer, scheduler: Deciding, groups_at_once: int) -> None:
+    def __init__(
+        self, service: str, consumer: Consumer, scheduler: Deciding, groups_at_once: int, drain_seconds: float
+    ) -> None:
         self.service = service
         self.consumer = consumer
         self.scheduler = scheduler
         self.groups_at_once = groups_at_once
+        # So that its threads have ended when the process does.
+        self.drain_seconds = max(0.0, drain_seconds - 2 * _LOOK_SECONDS)
         self.specs = RunSpecs(consumer.client)
+        self._stop = threading.Event()
+        self._stop_seen_at: float | None = None
 
     def __call__(self, stop: threading.Event) -> None:
+        self._stop = stop
         StageRunner(self.consumer, self._judge, threads=CALLS_AT_ONCE, count=self.groups_at_once).run(stop)
 
     def _judge(self, entries: list[Entry]) -> None:
@@ -229,6 +251,17 @@ class JudgeStage:
         batch, request = self._submit(group), group.request
         span = entry.span("judge", run=request.run_id, group=request.group_id, programs=len(group.trajectories))
         return JudgedEntry(entry, group, batch, span)
+
+    def _await(self, batch: AwaitedVerdicts) -> list[Verdict]:
+        """The verdicts, however long they take. Raises what judging raised, NotReady where the process stops first."""
+        while wait(batch.pending(), _LOOK_SECONDS).not_done:
+            if not self._stop.is_set():
+                continue
+            self._stop_seen_at = self._stop_seen_at or time.monotonic()
+            if time.monotonic() - self._stop_seen_at >= self.drain_seconds:
+                batch.cancel()
+                raise NotReady("this judge stops before the group is judged; another takes it")
+        return batch.verdicts()
 
     def _forward(self, judged: JudgedEntry) -> None:
         self._set_verdicts(judged.group, judged.batch)
@@ -256,7 +289,7 @@ class JudgeStage:
 
     def _set_verdicts(self, group: RolloutGroup, batch: AwaitedVerdicts) -> None:
         reward = self._reward(group)
-        for trajectory, verdict in zip(_undecided(group), batch.verdicts(), strict=True):
+        for trajectory, verdict in zip(_undecided(group), self._await(batch), strict=True):
             trajectory.verdict.CopyFrom(verdict)
         for trajectory in group.trajectories:
             # The counts say enough; a trajectory stays small.

@@ -2,7 +2,8 @@
 of its own, and forwards or finishes them. `StageRunner` is the one loop that does so, of every service.
 
 Fairness between the runs that share a stream: the entries of each run wait, are handled and fail by themselves.
-One thread reads; each run has a lane of entries in this process and threads of its own to handle them. What does not
+One thread reads; each run has a lane of entries in this process and threads of its own to handle them. Where there are
+more runs than are handled at a time, tenants have equal numbers of threads, however many runs they have. What does not
 fit into a full lane is given back, so that a run with ten thousand entries hides no other's ten, and taken back by its
 id once there is room, unless another replica has it by then.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ import redis
 from spo import redis_keys
 from spo.errors import NotFound
 from spo.messaging.redis_client import RedisClient
+from spo.messaging.run_specs import RunTenants
 from spo.messaging.streams import entries as entries_module, recovery
 from spo.messaging.streams.entries import Entry, entry_of, raw_entries
 from spo.messaging.streams.recovery import (
@@ -477,6 +479,7 @@ class RunLane:
     """Entries of one run that wait here, those that were given back, and how many threads work on others of it."""
 
     most: int
+    tenant: str = ""
     waiting: deque[Entry] = field(default_factory=deque)
     waiting_bytes: int = 0
     given_back: dict[str, None] = field(default_factory=dict)
@@ -528,6 +531,10 @@ class StageRunner:
         self.threads = threads
         self.count = count
         self._most = most
+        self._tenants = RunTenants(consumer.client)
+        # Runs whose turn it is next, by tenant, and how many threads work for each tenant.
+        self._turns: dict[str, deque[str]] = {}
+        self._working: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._lanes: dict[str, RunLane] = {}
         # Set when there may be room for more.
@@ -571,15 +578,37 @@ class StageRunner:
 
     def _queue(self, entry: Entry, pool: ThreadPoolExecutor, stop: threading.Event) -> bool:
         """Let an entry wait in its lane; False when that is full."""
+        tenant = self._tenants.of(entry.run_id)
         with self._lock:
-            lane = self._lanes.setdefault(entry.run_id, RunLane(CALLS_AHEAD * self.threads * self.count))
+            lane = self._lanes.setdefault(entry.run_id, RunLane(CALLS_AHEAD * self.threads * self.count, tenant))
             if not lane.room:
                 return False
             lane.add(entry)
             if lane.threads < self.threads:
                 lane.threads += 1
-                pool.submit(self._work, entry.run_id, pool, stop)
+                self._queue_up(entry.run_id, pool, stop)
         return True
+
+    def _queue_up(self, run_id: str, pool: ThreadPoolExecutor, stop: threading.Event) -> None:
+        """Let a run wait for a thread. Raises RuntimeError where the pool is closed, with nothing changed."""
+        pool.submit(self._work_for_next, pool, stop)
+        self._turns.setdefault(self._lanes[run_id].tenant, deque()).append(run_id)
+
+    def _work_for_next(self, pool: ThreadPoolExecutor, stop: threading.Event) -> None:
+        """Handle some entries of the run whose turn it is: of the tenant that has the fewest threads."""
+        with self._lock:
+            tenant = min(self._turns, key=lambda each: self._working[each])
+            run_id = self._turns[tenant].popleft()
+            if not self._turns[tenant]:
+                del self._turns[tenant]
+            self._working[tenant] += 1
+        try:
+            self._work(run_id, pool, stop)
+        finally:
+            with self._lock:
+                self._working[tenant] -= 1
+                if not self._working[tenant]:
+                    del self._working[tenant]
 
     def _note_given_back(self, entries: Sequence[Entry]) -> None:
         with self._lock:
@@ -598,7 +627,7 @@ class StageRunner:
             if (entries or lane.waiting or lane.given_back) and not stop.is_set():
                 with suppress(RuntimeError):
                     # Else the pool is closed: the process stops, and what waits is given back.
-                    pool.submit(self._work, run_id, pool, stop)
+                    self._queue_up(run_id, pool, stop)
                     return
             lane.threads -= 1
             if not lane.threads and not lane.waiting:

@@ -384,3 +384,21 @@ def test_a_model_that_cannot_be_built_fails_loudly(deaths: EngineDeaths) -> None
     assert isinstance(thread.failure, OSError)
     with pytest.raises(NotReady):
         thread.submit(SampleGroup(RUN, [greedy_request()], None))
+
+
+def test_a_tenants_flood_of_groups_delays_another_tenants_group_by_its_share_alone(served: Served) -> None:
+    def ask(tenant: str, number: int) -> SampleGroup:
+        requests = [sampled_request(100 * number + each, max_tokens=16) for each in range(8)]
+        group = SampleGroup(RUN, requests, None, tenant=tenant)
+        group.future.add_done_callback(lambda _: ended.append(tenant))
+        served.thread.submit(group)
+        return group
+
+    ended: list[str] = []
+    flood = [ask("a", number) for number in range(40)]
+    other = [ask("b", number) for number in range(40, 44)]
+    for group in (*other, *flood):
+        group.future.result(WAIT_SECONDS)
+
+    last_of_other = max(place for place, tenant in enumerate(ended) if tenant == "b")
+    assert last_of_other < 16, f"the other tenant was served within turns, not behind 40 groups: {ended}"

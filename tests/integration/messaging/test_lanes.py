@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from spo import redis_keys
 from spo.errors import InvalidInput, NotReady
 from spo.messaging.streams import Consumer, Entry, StageRunner, counted_append_words, depth
 from spo.messaging.streams.recovery import newest
+from spo.messaging.streams.stage import MAX_LANES
 from spo.testing.peers import wait_until
 
 STREAM, GROUP = "spo:estimates", "readers"
@@ -149,3 +151,23 @@ def test_what_waits_in_a_lane_is_given_back_by_a_stop_and_taken_by_another_at_on
 
     assert set((handler.done + successor.done).values()) == {1}
     assert len(handler.done + successor.done) == 40
+
+
+def test_a_tenant_with_many_runs_leaves_half_of_the_threads_to_another(redis_client: redis.Redis) -> None:
+    runs = [f"job_A{number:02}" for number in range(4 * MAX_LANES)]
+    for run_id in runs:
+        redis_client.hset(redis_keys.job_record(run_id), "tenant", "a")
+        publish(redis_client, run_id, 10)
+    for run_id in ("job_B1", "job_B2"):
+        redis_client.hset(redis_keys.job_record(run_id), "tenant", "b")
+        publish(redis_client, run_id, 20)
+    consumer = a_consumer(redis_client, reclaim_seconds=600)
+    handler = Handler(consumer, lambda entry: time.sleep(0.1))
+
+    with working(StageRunner(consumer, handler)):
+        wait_until(lambda: handler.of("job_B1") + handler.of("job_B2") == 40, "the other tenant's are done")
+        assert sum(map(handler.of, runs)) < 9 * len(runs), "while the first tenant still has much to do"
+        wait_until(lambda: redis_client.xlen(STREAM) == 0, "all is done", 60)
+
+    assert set(handler.done.values()) == {1}
+    assert len(handler.done) == 10 * len(runs) + 40

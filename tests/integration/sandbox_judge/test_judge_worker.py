@@ -81,6 +81,11 @@ def judging(client: redis.Redis, scheduler: TroubledScheduler) -> Iterator[None]
             thread.join(10)
 
 
+def entries_held(client: redis.Redis) -> int:
+    groups = cast("list[dict[str, int]]", client.xinfo_groups(redis_keys.rollouts()))
+    return sum(each["pending"] for each in groups)
+
+
 def judged(client: redis.Redis) -> set[str]:
     found = [RolloutGroup.FromString(fields[b"payload"]) for _, fields in client.xrange(redis_keys.verdicts())]
     return {each.request.group_id for each in found}
@@ -145,3 +150,31 @@ def test_what_an_environment_has_decided_is_not_judged_again(redis_client: redis
     found = [RolloutGroup.FromString(fields[b"payload"]) for _, fields in redis_client.xrange(redis_keys.verdicts())]
     seen = {(each.trajectory_id, each.verdict.detail, each.reward) for group in found for each in group.trajectories}
     assert seen == {("t0", "", 0.0), ("t1", "the game is lost", -1.0)}
+
+
+class SlowScheduler:
+    """Whose verdicts never come."""
+
+    def submit(self, programs: Sequence[str], *_: Any, **__: Any) -> Batch:
+        return Batch(programs, {program: Future() for program in programs}, threading.Event())
+
+
+def test_a_judge_that_stops_gives_back_what_it_cannot_judge_any_more_within_its_grace(
+    redis_client: redis.Redis,
+) -> None:
+    start_run(redis_client)
+    publish(redis_client, redis_keys.rollouts(), [group(number, f"print({number})") for number in range(GROUPS)])
+    settings = Settings(reclaim_seconds=600, drain_seconds=2.0, stream_groups=4)
+    stop = threading.Event()
+    first = JudgeWorker(redis_client, cast(JudgeScheduler, SlowScheduler()), "first", settings)
+    thread = threading.Thread(target=first, args=(stop,), daemon=True)
+    thread.start()
+    try:
+        wait_until(lambda: entries_held(redis_client) >= 8, "it has some in hand", 10)
+    finally:
+        stop.set()
+    thread.join(4.0)
+
+    assert not thread.is_alive()
+    with judging(redis_client, TroubledScheduler(lambda: False)):
+        wait_until(lambda: len(judged(redis_client)) == GROUPS, "another judge has them at once", 20)

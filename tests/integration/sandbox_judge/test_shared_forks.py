@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from services.sandbox_judge.embedded import MemoryStore
+from services.sandbox_judge.judge_queue import JudgeQueue, JudgeTask
 from services.sandbox_judge.probe import choose_tier
 from services.sandbox_judge.program_judge import JudgeOptions
 from services.sandbox_judge.settings import Settings
-from services.sandbox_judge.stage import Batch, JudgeQueue, JudgeScheduler, JudgeTask
+from services.sandbox_judge.stage import Batch, JudgeScheduler
 from spo.v1 import verdict_pb2
 from spo.v1.judge_service_pb2 import Priority
 from spo.v1.verdict_pb2 import Limits, Outcome, ScoringFunction
@@ -116,22 +117,6 @@ def test_a_source_that_replaces_its_module_is_loaded_anew(judge: JudgeScheduler)
 
 def task(shares: str, program: str = "") -> JudgeTask:
     return JudgeTask((program,), "text", verdict_pb2.TestSet(), JudgeOptions(), False, (), shares)
-
-
-def test_no_task_is_forgotten_where_a_later_worker_overtakes_an_earlier_one() -> None:
-    waiting = JudgeQueue(workers=2)
-    for program in ("first", "second"):
-        waiting.put(1, task("a", program))
-    # A worker that has its number and is stopped before it takes what belongs to it.
-    queue = waiting._queue
-    slow = queue.get()
-
-    overtaking = waiting.take()
-    queue.put(slow)
-    waiting.end()
-    found = [*overtaking, *waiting.take()]
-
-    assert [each.programs[0] for each in found] == ["second", "first"]
 
 
 def test_no_more_are_taken_than_leave_every_worker_some() -> None:
