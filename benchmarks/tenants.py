@@ -93,16 +93,13 @@ def _judging(client: RedisClient, workers: int) -> Iterator[str]:
     limits = verdict_pb2.Limits(cpu_seconds=STOPPED_AFTER_SECONDS, wall_seconds=STOPPED_AFTER_SECONDS)
     digest = scheduler.test_sets.upload(verdict_pb2.TestSet(tests=tests, limits=limits))
     stop = threading.Event()
-    members = [JudgeWorker(client, scheduler, f"judge-{number}", settings) for number in range(2)]
-    threads = [threading.Thread(target=member, args=(stop,), daemon=True) for member in members]
-    for thread in threads:
-        thread.start()
+    worker = threading.Thread(target=JudgeWorker(client, scheduler, "judge", settings), args=(stop,), daemon=True)
+    worker.start()
     try:
         yield digest
     finally:
         stop.set()
-        for thread in threads:
-            thread.join(30)
+        worker.join(30)
         scheduler.close(0)
         scheduler.interrupt()
 
