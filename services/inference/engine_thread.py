@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from services.inference.weights import Weights
 from spo import observability
 from spo.errors import IntegrityError, InvalidInput, NotReady
 from spo.messaging.redis_client import RedisClient
+from spo.messaging.run_specs import tenants_in_turn
 from spo.messaging.streams.recovery import WorkDeaths, last_line
 from spo.observability import get_logger
 from spo.v1.prompt_pb2 import PromptGroup
@@ -122,29 +122,6 @@ class SampleGroup:
     future: Future[list[Sample]] = field(default_factory=Future)
     request_ids: list[str] = field(default_factory=list)
     samples: dict[str, Sample] = field(default_factory=dict)
-
-
-def tenants_in_turn(waiting: Sequence[SampleGroup], running: Iterable[SampleGroup]) -> list[SampleGroup]:
-    """Waiting groups in the order in which they are taken: next is the tenant with the fewest sequences in the engine,
-    those taken before among them; a tenant's own stay in their order.
-
-    running: the groups of all sequences in the engine, one for each of these.
-    """
-    own: dict[str, deque[SampleGroup]] = {}
-    for group in waiting:
-        own.setdefault(group.tenant, deque()).append(group)
-    if len(own) < 2:
-        return list(waiting)
-    has = Counter(group.tenant for group in running)
-    found: list[SampleGroup] = []
-    while own:
-        tenant = min(own, key=lambda each: has[each])
-        group = own[tenant].popleft()
-        found.append(group)
-        has[tenant] += len(group.requests)
-        if not own[tenant]:
-            del own[tenant]
-    return found
 
 
 class EngineThread:
@@ -267,7 +244,8 @@ class EngineThread:
             self._load(self._target)
             return
         with self._wake:
-            self._waiting = tenants_in_turn(self._waiting, self._running.values())
+            sampled = (group.tenant for group in self._running.values())
+            self._waiting = tenants_in_turn(self._waiting, sampled, size_of=lambda group: len(group.requests))
             newest = self._target
             decision = next_decision(
                 self.loaded,

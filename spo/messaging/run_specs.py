@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar, cast
 
 from spo import redis_keys
 from spo.errors import NotFound
@@ -71,6 +72,36 @@ class RunTenants:
                     self._known.clear()
                 self._known[run_id] = known
         return known
+
+
+class OfTenant(Protocol):
+    @property
+    def tenant(self) -> str: ...
+
+
+Waiting = TypeVar("Waiting", bound=OfTenant)
+
+
+def tenants_in_turn(waiting: Sequence[Waiting], has: Iterable[str], size_of: Callable[[Waiting], int]) -> list[Waiting]:
+    """What waits for something scarce in the order in which it gets some: next is the tenant that has the least of it,
+    with what it was given before; a tenant's own stay in their order.
+
+    has: the tenant of each piece that is taken; size_of: how many pieces one gets.
+    """
+    own: dict[str, deque[Waiting]] = {}
+    for each in waiting:
+        own.setdefault(each.tenant, deque()).append(each)
+    if len(own) < 2:
+        return list(waiting)
+    taken = Counter(has)
+    found: list[Waiting] = []
+    while own:
+        tenant = min(own, key=lambda name: taken[name])
+        found.append(own[tenant].popleft())
+        taken[tenant] += size_of(found[-1])
+        if not own[tenant]:
+            del own[tenant]
+    return found
 
 
 # KEYS[1]: the run's spec, which goes first when a job is deleted. ARGV: per command the number of its words, the words.
