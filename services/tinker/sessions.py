@@ -236,14 +236,15 @@ class CheckpointStore:
             raise Conflict(message, code="tinker_name_taken")
         if not destination.exists():
             self._require_room(checkpoint)
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        with storage_faults_named(self.root), staging_folder(destination) as writing:
-            adapter.write(writing)
-            save_file(saved.tensors, writing / TENSORS_FILE)
-            if saved.moments:
-                save_file(saved.moments, writing / MOMENTS_FILE)
-            # A later save is of a newer epoch, so it replaces the one that is there.
-            seal_folder(writing, destination, self._head(checkpoint))
+        with storage_faults_named(self.root):
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            with staging_folder(destination) as writing:
+                adapter.write(writing)
+                save_file(saved.tensors, writing / TENSORS_FILE)
+                if saved.moments:
+                    save_file(saved.moments, writing / MOMENTS_FILE)
+                # A later save is of a newer epoch, so it replaces the one that is there.
+                seal_folder(writing, destination, self._head(checkpoint))
 
     def find(self, tenant: str, path: str) -> AdapterCheckpoint:
         """Raises NotFound, whether it is another tenant's or none at all."""

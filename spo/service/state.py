@@ -121,11 +121,17 @@ class StateFolder:
         path = self._root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f".writing-{os.getpid()}-{threading.get_ident()}-{path.name}")
-        with aside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
+        try:
+            with aside.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        except OSError:
+            # A full disk has no room for a half of it; one that answers nothing keeps it until the next write.
+            with contextlib.suppress(OSError):
+                aside.unlink()
+            raise
         descriptor = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -8,13 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import redis
+import torch
 
 from services.orchestrator.datasets import DatasetFiles, Datasets
 from services.orchestrator.jobs import IN_REDIS, JobStore
 from services.orchestrator.stored_experience import exported
+from services.tinker.sessions import AdapterCheckpoint, CheckpointPath, CheckpointStore, SavedAdapter
+from services.tinker.shared_model import LoraShape
 from spo.errors import ResourceExhausted
 from spo.experience.columns import StoredTrajectory
 from spo.experience.store import ExperienceStore, Origin
+from spo.model.folder import Adapter
 from spo.service.state import StateFolder
 from spo.v1.prompt_pb2 import Prompt
 from spo.v1.trajectory_pb2 import Trajectory
@@ -85,3 +89,44 @@ def test_an_export_that_finds_no_room_for_its_footer_says_so(
 
     ballast.unlink()
     assert b"".join(exported(trajectories(20), "parquet")).startswith(b"PAR1")
+
+
+def test_a_file_of_the_orchestrator_leaves_no_half_on_a_full_disk_and_the_one_before_stays(
+    tiny_disk: Path, fill_disk: Callable[[], Path]
+) -> None:
+    folder = StateFolder(tiny_disk)
+    folder.write("evaluations/job_a.json", b"before")
+    ballast = fill_disk()
+
+    for name in ("evaluations/job_a.json", "events/job_a/00000000.jsonl"):
+        with pytest.raises(OSError, match="No space left"):
+            folder.write(name, bytes(64 << 10))
+
+    assert not list(tiny_disk.rglob(".writing-*"))
+    assert folder.read("evaluations/job_a.json") == b"before"
+    ballast.unlink()
+    folder.write("events/job_a/00000000.jsonl", bytes(64 << 10))
+    assert folder.names("events") == ["events/job_a/00000000.jsonl"]
+
+
+def test_an_adapter_that_finds_no_room_is_refused_by_name_and_saved_when_there_is_some(
+    tiny_disk: Path, fill_disk: Callable[[], Path]
+) -> None:
+    kept = CheckpointStore(tiny_disk / "tinker", "hash", 10)
+    tensors = {"a": torch.ones(16 << 10)}
+
+    def save(name: str) -> None:
+        path = CheckpointPath("tnk_01M84V14PDXG1G2ACJASA3ANCC:train:0", "weights", name)
+        head = AdapterCheckpoint(path, "t", LoraShape(4), 3, 1, 0, 0)
+        kept.write(head, Adapter("hash", {}), SavedAdapter(head, tensors, {}), overwrite=False)
+
+    save("one")
+    ballast = fill_disk()
+    with pytest.raises(ResourceExhausted, match=f"no space is left in {kept.root}") as full:
+        save("two")
+
+    assert (full.value.code, full.value.retryable) == ("disk_full", True)
+    assert [each.path.name for each in kept.all("t")] == ["one"]
+    ballast.unlink()
+    save("two")
+    assert sorted(each.path.name for each in kept.all("t")) == ["one", "two"]
