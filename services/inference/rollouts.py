@@ -237,16 +237,12 @@ class RolloutWorker:
             consumer.release([entry])
             return
         try:
-            rollouts = started.result(timeout_seconds=0)
+            with self._deaths.ending(work, alone=started.alone):
+                rollouts = started.result(timeout_seconds=0)
         except Exception as error:
             span.end(error.code if isinstance(error, SpoError) else "internal")
-            if isinstance(error, SpoError) and error.code == "engine_failed":
-                # The process ends and tells nobody else: a group that fails engines would come back for ever.
-                self._deaths.died(work, error, alone=started.alone)
             raise
         self._forward(consumer, entry, rollouts, span)
-        if started.alone:
-            self._deaths.cleared(work)
 
     def _is_finished(self, started: StartedGroup | StartedEpisodes) -> bool:
         """Wait for a group; False when the drain time is over before it is finished: it is left to other replicas."""

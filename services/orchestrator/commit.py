@@ -27,7 +27,7 @@ import redis
 from services.orchestrator import redis_keys as own_keys
 from spo import redis_keys
 from spo.errors import NotReady, PreconditionFailed
-from spo.messaging.connection import as_spo_error
+from spo.messaging.connection import as_spo_error, unless_away
 from spo.messaging.redis_client import RedisClient, RedisPipeline
 from spo.observability import get_logger
 from spo.spec.section import JobState
@@ -327,10 +327,8 @@ class Leadership:
     def release(self) -> None:
         """Let another lead at once; without an answer of Redis it waits for the lock to expire."""
         if self.fence.epoch:
-            try:
+            with unless_away("the lead is not given back; it expires by itself"):
                 self.client.eval(_RELEASE, 1, own_keys.leader(), self.holder)
-            except redis.RedisError as error:
-                log.warning("the lead is not given back; it expires by itself", reason=str(error))
 
 
 @dataclass(frozen=True)

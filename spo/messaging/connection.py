@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
@@ -37,6 +37,16 @@ KNOWN_OPTIONS = {*URL_QUERY_ARGUMENT_PARSERS, "client_name", "ssl_ca_certs", "ss
 Address = tuple[str, int]
 
 log = get_logger("redis")
+
+
+@contextmanager
+def unless_away(lost: str, **facts: str) -> Iterator[None]:
+    """Go on without what Redis does not take now: a warning says what is lost by it, in words."""
+    try:
+        yield
+    except redis.RedisError as error:
+        log.warning(lost, **facts, reason=str(error), full=refuses_writes(error))
+
 
 OPERATION_TIMEOUT_SECONDS = 30.0
 TELL_SECONDS = 5.0

@@ -14,11 +14,11 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import redis
 from blake3 import blake3
 
 from spo import observability, redis_keys
 from spo.errors import IntegrityError, NotFound, NotReady
+from spo.messaging.connection import unless_away
 from spo.messaging.run_specs import RunSpecs
 from spo.messaging.streams import Consumer, Entry, StageRunner, decoded
 from spo.observability import get_logger
@@ -156,10 +156,8 @@ class VerdictCache:
         serialized = verdict.SerializeToString()
         keys = key, self._order, self._held
         limits = len(serialized) + OVERHEAD_BYTES, self._seconds, self._max_bytes
-        try:
+        with unless_away("verdict not cached"):
             self._store.eval(_PUT, len(keys), *keys, serialized, *limits)
-        except redis.RedisError as error:
-            log.warning("verdict not cached", reason=str(error))
 
 
 class AwaitedVerdicts(Protocol):

@@ -1,12 +1,15 @@
 """What becomes of work that failed or killed its holder: retried, isolated, refused, or a dead letter.
 
 What a process was doing when it died, so that a request, version or model that kills processes fails by itself.
-Work is noted in Redis before it begins, and the note taken back when it ends, in whatever way but the death of its
-process; a replica that finds a note knows that one died of this work or beside it. Such work is done alone, so that
-only what dies by itself is suspected further, and is refused after MOST_DEATHS_ALONE of them.
+A *death* is the end of a process with work in hand: *in company* of other work, any of which may be to blame, or
+*alone*. After `DeathLimits.in_company` of them work is done alone, so that only what dies by itself is suspected
+further, and after `DeathLimits.alone` it is given up on. That is so for entries of streams, which are counted by their
+deliveries (`Consumer.begin_alone`), and for other work (`WorkDeaths`): it is noted in Redis before it begins, and the
+note taken back when it ends, in whatever way but the death of its process. A trainer has nothing but its job in hand:
+each of its deaths is one alone, and a step takes them back (`TrainerDeaths` of the orchestrator).
 
-Only what ended the process counts. A caller that goes away, a deadline, a cancelled job or a process that is asked to
-stop (`asked_to_stop`) ends the work and kills nothing.
+Only what ended the process counts (`is_death`). A caller that goes away, a deadline, a cancelled job or a process that
+is asked to stop (`asked_to_stop`) ends the work and kills nothing.
 
 What becomes of an entry whose handling failed, and how a failure that lasts is told: to the log, and to the job.
 InvalidInput                        dead letter: nobody will ever be able to handle it
@@ -34,7 +37,7 @@ import redis
 
 from spo import observability, redis_keys
 from spo.errors import InvalidInput, NotFound, SpoError
-from spo.messaging.connection import refuses_writes
+from spo.messaging.connection import unless_away
 from spo.messaging.redis_client import RedisClient, StreamEntry
 from spo.messaging.streams import entries
 from spo.messaging.streams.entries import NOTE_TROUBLE, Entry
@@ -42,7 +45,18 @@ from spo.observability import get_logger
 
 log = get_logger("deaths")
 
-MOST_DEATHS_ALONE = 3
+
+@dataclass(frozen=True)
+class DeathLimits:
+    """How many deaths in company before work is done alone, and how many alone before it is given up on."""
+
+    in_company: int
+    alone: int
+
+
+ENTRY_DEATHS = DeathLimits(in_company=2, alone=5)
+# What is done of it takes long: an engine is built, a model loaded.
+WORK_DEATHS = DeathLimits(in_company=1, alone=3)
 # In place of a count of deaths: it fails in the same way each time.
 HOPELESS = 1000
 # After this long it is tried again: what killed may have been repaired.
@@ -50,15 +64,15 @@ REMEMBERED_SECONDS = 3600
 MOST_REASON_CHARACTERS = 500
 
 _AS_USUAL, _REFUSED, _ALONE = range(3)
-# KEYS: deaths.  ARGV: most deaths alone, seconds.  Returns {verdict as above, deaths, reason}.
+# KEYS: deaths.  ARGV: limits in company and alone, seconds.  Returns {verdict as above, deaths, reason}.
 _BEGIN = """#!lua flags=allow-oom
 local known = redis.call('HMGET', KEYS[1], 'in_company', 'alone', 'reason')
 local in_company, alone = tonumber(known[1] or 0), tonumber(known[2] or 0)
-if alone >= tonumber(ARGV[1]) then return {1, alone, known[3] or ''} end
-local field = in_company == 0 and 'in_company' or 'alone'
-redis.call('HINCRBY', KEYS[1], field, 1)
-redis.call('EXPIRE', KEYS[1], ARGV[2])
-return {in_company == 0 and 0 or 2, alone, known[3] or ''}
+if alone >= tonumber(ARGV[2]) then return {1, alone, known[3] or ''} end
+local suspected = in_company >= tonumber(ARGV[1])
+redis.call('HINCRBY', KEYS[1], suspected and 'alone' or 'in_company', 1)
+redis.call('EXPIRE', KEYS[1], ARGV[3])
+return {suspected and 2 or 0, alone, known[3] or ''}
 """
 # KEYS: deaths.  ARGV: the field that was counted up.  The count as it was before; nothing stays of none.
 _TAKE_BACK = """#!lua flags=allow-oom
@@ -72,7 +86,6 @@ SAY_SECONDS = 30.0
 # A trouble that was not repeated for so long is over.
 TROUBLE_SECONDS = 60.0
 NOTE_SECONDS = 5.0
-MAX_REASON = 500
 
 WAIT_SECONDS = 1.0
 
@@ -89,6 +102,15 @@ def last_line(error: BaseException) -> str:
     """The type and the last line of an exception, which says the most; pydantic's is where more is to be read."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and _FURTHER not in line]
     return f"{type(error).__name__}: {lines[-1] if lines else 'without a message'}"[:MOST_REASON_CHARACTERS]
+
+
+def is_death(error: BaseException) -> bool:
+    """Whether an engine or what else the process lives by has died, and the process ends with it."""
+    return isinstance(error, SpoError) and error.code == "engine_failed"
+
+
+# At worst work is done alone when it is asked for again.
+_NOT_NOTED = "what was done is not noted"
 
 
 class WorkDeaths:
@@ -118,8 +140,7 @@ class WorkDeaths:
         try:
             yield alone
         except (Exception, GeneratorExit, KeyboardInterrupt, SystemExit) as error:
-            died = isinstance(error, SpoError) and error.code == "engine_failed"
-            if died or (ends_process and isinstance(error, Exception) and not isinstance(error, SpoError)):
+            if is_death(error) or (ends_process and isinstance(error, Exception) and not isinstance(error, SpoError)):
                 self._note(number, error)
             else:
                 self._take_back(number)
@@ -133,34 +154,30 @@ class WorkDeaths:
         """
         in_company, alone, reason = self._client.hmget(self._key(work), ["in_company", "alone", "reason"])
         self._refuse_after(work, int(alone or 0), reason or b"")
-        return in_company is not None
+        return int(in_company or 0) >= WORK_DEATHS.in_company
+
+    @contextmanager
+    def ending(self, work: str, *, alone: bool) -> Iterator[None]:
+        """Take the result of work that was not noted beforehand: a death is noted, a good end alone clears it."""
+        try:
+            yield
+        except SpoError as error:
+            if is_death(error):
+                # The process ends and tells nobody else: work that fails engines would come back for ever.
+                self.died(work, error, alone=alone)
+            raise
+        if alone:
+            self._forget(work)
 
     def died(self, work: str, error: SpoError, *, alone: bool) -> None:
         """Note that a process failed with work in hand that was not noted beforehand, unless it was asked to stop."""
         if self._stopping:
             return
-        key = self._key(work)
-        with _unless_away(), self._client.pipeline(transaction=True) as pipe:
-            pipe.hincrby(key, "alone" if alone else "in_company", 1)
-            pipe.hset(key, "reason", error.message[:MOST_REASON_CHARACTERS])
-            pipe.expire(key, REMEMBERED_SECONDS)
-            pipe.execute()
+        self._tell(work, error.message, ("HINCRBY", "alone" if alone else "in_company", 1))
 
     def give_up(self, work: str, error: Exception) -> None:
         """Note that work failed of what it is made of, not of its process: it is refused from now on, at once."""
-        try:
-            with self._client.pipeline(transaction=True) as pipe:
-                pipe.hset(self._key(work), "alone", HOPELESS)
-                pipe.hset(self._key(work), "reason", last_line(error))
-                pipe.expire(self._key(work), REMEMBERED_SECONDS)
-                pipe.execute()
-        except redis.RedisError as failure:
-            log.warning("what cannot be done is not noted: Redis does not answer", reason=str(failure))
-
-    def cleared(self, work: str) -> None:
-        """Forget what was suspected and has ended well."""
-        with _unless_away():
-            self._client.delete(self._key(work))
+        self._tell(work, last_line(error), ("HSET", "alone", HOPELESS))
 
     def stop(self) -> None:
         """The process was asked to stop: what is in hand is taken back, and nothing is noted any more."""
@@ -171,10 +188,11 @@ class WorkDeaths:
             self._take_back(number)
 
     def _begin(self, work: str) -> tuple[int, bool]:
-        try:
-            found = self._client.eval(_BEGIN, 1, self._key(work), MOST_DEATHS_ALONE, REMEMBERED_SECONDS)
-        except redis.RedisError as error:
-            log.warning("what is done is not noted: Redis does not answer", reason=str(error))
+        found: object = None
+        limits = WORK_DEATHS.in_company, WORK_DEATHS.alone, REMEMBERED_SECONDS
+        with unless_away("what is done is not noted", work=work):
+            found = self._client.eval(_BEGIN, 1, self._key(work), *limits)
+        if found is None:
             return 0, False
         assert isinstance(found, list)
         verdict, deaths, reason = found
@@ -195,29 +213,37 @@ class WorkDeaths:
     def _end(self, number: int, work: str) -> None:
         with self._lock:
             self._in_hand.pop(number, None)
-        self.cleared(work)
+        self._forget(work)
+
+    def _forget(self, work: str) -> None:
+        with unless_away(_NOT_NOTED, work=work):
+            self._client.delete(self._key(work))
 
     def _take_back(self, number: int) -> None:
         with self._lock:
             work, field = self._in_hand.pop(number, ("", ""))
         if work:
-            with _unless_away():
+            with unless_away(_NOT_NOTED, work=work):
                 self._client.eval(_TAKE_BACK, 1, self._key(work), field)
 
     def _note(self, number: int, error: BaseException) -> None:
         with self._lock:
             work, _ = self._in_hand.pop(number, ("", ""))
-        if not work:
-            return
+        if work:
+            self._tell(work, error.message if isinstance(error, SpoError) else last_line(error))
+
+    def _tell(self, work: str, reason: str, *counts: tuple[str, str, int]) -> None:
+        """Write down why, and what counts: a command, its field and number."""
         key = self._key(work)
-        reason = error.message if isinstance(error, SpoError) else last_line(error)
-        with _unless_away(), self._client.pipeline(transaction=True) as pipe:
+        with unless_away(_NOT_NOTED, work=work), self._client.pipeline(transaction=True) as pipe:
+            for command, field, number in counts:
+                pipe.execute_command(command, key, field, number)
             pipe.hset(key, "reason", reason[:MOST_REASON_CHARACTERS])
             pipe.expire(key, REMEMBERED_SECONDS)
             pipe.execute()
 
     def _refuse_after(self, work: str, deaths: int, reason: bytes) -> None:
-        if deaths >= MOST_DEATHS_ALONE:
+        if deaths >= WORK_DEATHS.alone:
             why = reason.decode() or "the process was killed"
             if deaths >= HOPELESS:
                 raise InvalidInput(f"{work} is given up on: {why}", code=self._code)
@@ -231,15 +257,6 @@ def asked_to_stop() -> None:
     """Take back the notes of all that this process has in hand: it ends because somebody asked it to."""
     for deaths in list(_OF_THIS_PROCESS):
         deaths.stop()
-
-
-@contextmanager
-def _unless_away() -> Iterator[None]:
-    """At worst work is done alone when it is asked for again."""
-    try:
-        yield
-    except redis.RedisError as error:
-        log.warning("what was done is not noted: Redis does not answer", reason=str(error))
 
 
 _OF_THIS_PROCESS: WeakSet[WorkDeaths] = WeakSet()
@@ -265,7 +282,7 @@ def fate_of(error: Exception) -> Fate:
 def reason_of(error: Exception) -> str:
     """An error as people read it: one line, not too long."""
     text = str(error) if isinstance(error, SpoError) else f"{type(error).__name__}: {error}"
-    return " ".join(text.split())[:MAX_REASON]
+    return " ".join(text.split())[:MOST_REASON_CHARACTERS]
 
 
 class Outage:
@@ -347,12 +364,11 @@ class TroubleNotes:
         if len(self._noted) > 1000:
             self._noted.clear()
         self._noted[run_id, place] = now
-        try:
-            keys = redis_keys.run_troubles(run_id), redis_keys.run_spec(run_id)
-            self.client.eval(NOTE_TROUBLE, len(keys), *keys, place, reason[:MAX_REASON], int(TROUBLE_SECONDS * 1000))
-        except redis.RedisError as error:
-            # Said in the log already; a server that is full is told by the orchestrator's own alarm.
-            log.warning("a wait reason was not noted", run=run_id, reason=str(error), full=refuses_writes(error))
+        keys = redis_keys.run_troubles(run_id), redis_keys.run_spec(run_id)
+        arguments = place, reason[:MOST_REASON_CHARACTERS], int(TROUBLE_SECONDS * 1000)
+        # Said in the log already; a server that is full is told by the orchestrator's own alarm.
+        with unless_away("a wait reason was not noted", run=run_id):
+            self.client.eval(NOTE_TROUBLE, len(keys), *keys, *arguments)
 
 
 def troubles_of(client: RedisClient, run_id: str, now_unix_ms: int) -> list[Trouble]:

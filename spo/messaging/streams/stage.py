@@ -24,11 +24,13 @@ import redis
 
 from spo import redis_keys
 from spo.errors import NotFound
+from spo.messaging.connection import unless_away
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_specs import RunTenants
 from spo.messaging.streams import entries as entries_module, recovery
 from spo.messaging.streams.entries import Entry, entry_of, raw_entries
 from spo.messaging.streams.recovery import (
+    ENTRY_DEATHS,
     SAY_SECONDS,
     THIS_PROCESS,
     Fate,
@@ -41,11 +43,7 @@ from spo.observability import get_logger
 
 log = get_logger("streams")
 
-# An entry that so many holders vanished with is handled alone: they had others too, and any of these may be to blame.
-ALONE_AFTER_DEATHS = 2
-# An entry is given up on after so many deaths of holders that had nothing else in hand ...
-MAX_LONE_DEATHS = 5
-# ... and had finished others before. The death of one that never finished anything weighs a tenth of that.
+# The death of a holder that has finished other entries before; of one that never finished anything it is 1.
 PROVEN_WEIGHT = 10
 MAX_BACKOFF_SECONDS = 30.0
 SCANS_PER_READ = 20
@@ -187,7 +185,7 @@ class Consumer:
         False when it must not be handled: another consumer has it, or it killed too many and is a dead letter now.
         """
         weight = PROVEN_WEIGHT if self.holder.proven else 1
-        enough = MAX_LONE_DEATHS * PROVEN_WEIGHT
+        enough = ENTRY_DEATHS.alone * PROVEN_WEIGHT
         keys = self.stream, redis_keys.lone_deliveries(self.stream)
         arguments = (self.group, self.name, entry.entry_id, weight, enough)
         before = cast(int, self.client.eval(entries_module.BEGIN_ALONE, len(keys), *keys, *arguments))
@@ -282,11 +280,9 @@ class Consumer:
     def give_back(self) -> None:
         """Release all that is in hand, of a process that is asked to stop; without Redis others reclaim it later."""
         held = list(self._held)
-        try:
+        with unless_away("entries were not given back", stream=self.stream):
             if held:
                 self._put_back(held, int(self.reclaim_after_seconds * 1000), deliveries=0, forgive=True)
-        except redis.RedisError as error:
-            log.warning("entries were not given back", stream=self.stream, reason=str(error))
 
     def take_back(self, entry_ids: Sequence[str]) -> list[Entry]:
         """Entries that were given back and that nobody has taken since, as if they had been read now."""
@@ -394,20 +390,20 @@ class Consumer:
 
     def _lone_or_all(self, entries: list[Entry]) -> list[Entry]:
         """The entries that may be handled together; if there is none, one that must be alone. The rest is put back."""
-        together = [entry for entry in entries if entry.deliveries <= ALONE_AFTER_DEATHS]
+        together = [entry for entry in entries if entry.deliveries <= ENTRY_DEATHS.in_company]
         silent = [entry for entry in together if entry.deliveries > 1]
         if silent:
             log.warning("reclaimed entries of a silent consumer", stream=self.stream, entries=len(silent))
         idle_ms = int(self.reclaim_after_seconds * 1000)
         for entry in entries:
-            if entry.deliveries > ALONE_AFTER_DEATHS:
+            if entry.deliveries > ENTRY_DEATHS.in_company:
                 # As it was found: idle for long enough, and this look at it is no delivery.
                 self._put_back([entry.entry_id], idle_ms, entry.deliveries - 1, forgive=False)
         return together or self._one_alone(idle_ms)
 
     def _one_alone(self, idle_ms: int) -> list[Entry]:
         keys = self.stream, redis_keys.lone_deliveries(self.stream)
-        arguments = (self.group, self.name, idle_ms, ALONE_AFTER_DEATHS - 1)
+        arguments = (self.group, self.name, idle_ms, ENTRY_DEATHS.in_company - 1)
         taken = cast(
             "RawDelivery | tuple[()]", self.client.eval(entries_module.TAKE_LONE, len(keys), *keys, *arguments)
         )
@@ -666,14 +662,10 @@ class StageRunner:
     def _give_back(self) -> None:
         with self._lock:
             waiting = [entry for lane in self._lanes.values() for entry in lane.take(len(lane.waiting))]
-        try:
+        with unless_away("entries were not given back; others take them over later", stream=self.consumer.stream):
             self.consumer.release(waiting)
-        except redis.RedisError as error:
-            log.warning("entries were not given back; others take them over later", reason=str(error))
 
     def _keep_alive(self, stopped: threading.Event) -> None:
         while not stopped.wait(self.consumer.reclaim_after_seconds / 4):
-            try:
+            with unless_away("keep-alive failed; will try again", stream=self.consumer.stream):
                 self.consumer.keep_alive()
-            except redis.RedisError as error:
-                log.warning("keep-alive failed; will try again", stream=self.consumer.stream, reason=str(error))

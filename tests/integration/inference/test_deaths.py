@@ -24,7 +24,7 @@ from services.inference.weights import Weights
 from spo import redis_keys
 from spo.errors import InvalidInput, NotReady, Unreachable
 from spo.messaging.streams import publish
-from spo.messaging.streams.recovery import MOST_DEATHS_ALONE, asked_to_stop
+from spo.messaging.streams.recovery import WORK_DEATHS, asked_to_stop
 from spo.model.tokenizer import load_tokenizer
 from spo.rpc.client import RpcClient
 from spo.rpc.long_calls import generate
@@ -159,7 +159,7 @@ def test_a_request_that_kills_engines_is_found_among_others_and_fails_by_name(
             poisoned.result(WAIT_SECONDS)
 
     assert refused.value.code == "kills_engine"
-    assert replica.starts <= 2 + MOST_DEATHS_ALONE, "one death in company, the others alone, and no crash loop"
+    assert replica.starts <= 2 + WORK_DEATHS.alone, "one death in company, the others alone, and no crash loop"
     assert ask(group(12)) == 2
 
 
@@ -192,7 +192,7 @@ def test_a_prompt_of_the_stream_that_kills_engines_becomes_a_dead_letter_by_name
 
     while not is_over():
         live_once()
-        assert replica.starts <= 3 + MOST_DEATHS_ALONE, "a crash loop"
+        assert replica.starts <= 3 + WORK_DEATHS.alone, "a crash loop"
     ((_, letter),) = redis_client.xrange(dead)
     assert b"CUDA error: an illegal memory access was encountered [kills_engine]" in letter[b"reason"]
 
@@ -235,7 +235,7 @@ def test_a_version_that_kills_engines_is_refused_and_the_loaded_one_keeps_servin
         if isinstance(failed.value, InvalidInput):
             break
         deaths += 1
-        assert deaths <= 1 + MOST_DEATHS_ALONE, "it kills for ever"
+        assert deaths <= 1 + WORK_DEATHS.alone, "it kills for ever"
         thread = start()
 
     assert "version 2 has the wrong layout" in failed.value.message
@@ -300,7 +300,7 @@ def test_parts_come_of_what_finishes_and_their_caller_kills_nothing_by_going_awa
     replica._thread = EngineThread(lambda: engine, REFERENCE, Settings(), EngineDeaths(redis_client))  # type: ignore[arg-type, return-value]
     replica._thread.start()
     assert replica._thread.ready.wait(WAIT_SECONDS)
-    for _ in range(2 + MOST_DEATHS_ALONE):
+    for _ in range(2 + WORK_DEATHS.alone):
         with pytest.raises(Unreachable):
             generate(client, group(1).group, kept={}, wanted=lambda: not engine.running)
         wait_until(lambda: not engine.running and not noted(redis_client), "it leaves nothing", WAIT_SECONDS)
@@ -372,7 +372,7 @@ def test_what_was_suspected_stays_suspected_when_a_caller_gives_up_and_is_forgot
 
 
 def test_a_process_that_is_asked_to_stop_dies_of_nothing_that_it_has_in_hand(redis_client: redis.Redis) -> None:
-    for _ in range(2 * MOST_DEATHS_ALONE):
+    for _ in range(2 * WORK_DEATHS.alone):
         stopped = EngineDeaths(redis_client)
         in_hand = stopped.during("group g1 of run job_01")
         in_hand.__enter__()

@@ -12,7 +12,7 @@ from services.inference import replica as subject
 from services.inference.replica import ServingReplica
 from services.inference.settings import Settings
 from spo import redis_keys
-from spo.messaging.streams.recovery import MOST_DEATHS_ALONE
+from spo.messaging.streams.recovery import WORK_DEATHS
 from spo.spec.job_spec import spec_to_json
 from spo.testing.peers import wait_until
 from spo.testing.runs import toy_spec
@@ -40,7 +40,7 @@ def test_a_model_that_no_engine_is_built_for_is_given_up_on_and_another_run_is_l
         found.on_heartbeat(HeartbeatResponse(run_id=RUN))
         return found
 
-    for _ in range(1 + MOST_DEATHS_ALONE):
+    for _ in range(1 + WORK_DEATHS.alone):
         with pytest.raises(ValueError, match="No available memory"):
             process().follow(threading.Event())
     stays, stop = process(), threading.Event()

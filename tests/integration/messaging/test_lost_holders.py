@@ -9,8 +9,8 @@ import redis
 
 from spo import redis_keys
 from spo.messaging.streams import Consumer, Entry, publish, recovery
-from spo.messaging.streams.recovery import StreamHolder
-from spo.messaging.streams.stage import ALONE_AFTER_DEATHS, MAX_LONE_DEATHS, PROVEN_WEIGHT, deliver
+from spo.messaging.streams.recovery import ENTRY_DEATHS, StreamHolder
+from spo.messaging.streams.stage import PROVEN_WEIGHT, deliver
 from spo.testing.peers import wait_until
 
 STREAM, NEXT, GROUP = "spo:test:rollouts", "spo:test:verdicts", "judges"
@@ -93,7 +93,7 @@ def test_an_entry_that_kills_its_holders_is_found_out_and_the_others_of_its_batc
 
     deaths = run_until_empty(redis_client, {b"poison"}, proven=True, most=100)
 
-    assert deaths == ALONE_AFTER_DEATHS + MAX_LONE_DEATHS
+    assert deaths == ENTRY_DEATHS.in_company + ENTRY_DEATHS.alone
     assert payloads(redis_client, NEXT) == [b"a", b"b", b"c"]
     (letter,) = recovery.newest(redis_client, STREAM, "")
     assert letter.reason == "7 holders vanished with it, the last ones while they had nothing else"
@@ -119,13 +119,13 @@ def test_an_entry_that_is_all_there_is_and_kills_every_holder_is_given_up_on_at_
 
     deaths = run_until_empty(redis_client, {b"poison"}, proven=False, most=100)
 
-    assert deaths == ALONE_AFTER_DEATHS + MAX_LONE_DEATHS * PROVEN_WEIGHT
+    assert deaths == ENTRY_DEATHS.in_company + ENTRY_DEATHS.alone * PROVEN_WEIGHT
     assert redis_client.xlen(redis_keys.dead_letters(STREAM)) == 1
 
 
 def test_a_holder_that_gives_an_entry_back_takes_back_what_was_counted(redis_client: redis.Redis) -> None:
     publish(redis_client, STREAM, [b"x"])
-    for _ in range(ALONE_AFTER_DEATHS + 1):
+    for _ in range(ENTRY_DEATHS.in_company + 1):
         Replica(redis_client, {b"any"}, proven=True).work_once()
     survivor = Replica(redis_client, set(), proven=True).consumer
     (entry,) = survivor.read(1, 0.01)
@@ -144,7 +144,7 @@ def test_a_holder_that_gives_an_entry_back_takes_back_what_was_counted(redis_cli
 
 def test_a_lone_entry_waits_until_no_other_thread_of_the_process_handles_any(redis_client: redis.Redis) -> None:
     publish(redis_client, STREAM, [b"suspect"])
-    for _ in range(ALONE_AFTER_DEATHS):
+    for _ in range(ENTRY_DEATHS.in_company):
         Replica(redis_client, {b"any"}, proven=True).work_once()
     holder, release, seen = StreamHolder(proven=True), threading.Event(), []
     first = Consumer(redis_client, STREAM, GROUP, "first", 0.0, holder=holder)
@@ -237,7 +237,7 @@ def test_names_of_dead_replicas_leave_the_group_once_they_hold_nothing(redis_cli
 
 def test_holders_that_are_asked_to_stop_with_an_entry_in_hand_bury_nothing(redis_client: redis.Redis) -> None:
     publish(redis_client, STREAM, [b"slow"])
-    for number in range(2 * MAX_LONE_DEATHS):
+    for number in range(2 * ENTRY_DEATHS.alone):
         replica = Replica(redis_client, {b"any"}, proven=True)
         assert not replica.work_once(), "it has the entry in hand, and is stopped"
         (pending,) = redis_client.xpending_range(STREAM, GROUP, "-", "+", 1)

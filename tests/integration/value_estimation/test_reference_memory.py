@@ -11,7 +11,7 @@ import redis
 from services.value_estimation import reference as subject
 from services.value_estimation.reference import ModelKey, Reference, References
 from spo.errors import InvalidInput, NotReady
-from spo.messaging.streams.recovery import MOST_DEATHS_ALONE
+from spo.messaging.streams.recovery import WORK_DEATHS
 from spo.model.logprobs import load_policy, response_logprobs
 from spo.model.tokenizer import load_tokenizer
 
@@ -80,7 +80,7 @@ def test_a_model_that_kills_by_being_loaded_is_given_up_on_by_name(
     monkeypatch.setattr(subject, "OUT_OF_MEMORY_SECONDS", 0)
     key = ModelKey("/models/pi0", "float32", packing=True)
     # One in company, then alone; a restarted process each.
-    for _ in range(1 + MOST_DEATHS_ALONE):
+    for _ in range(1 + WORK_DEATHS.alone):
         with pytest.raises(type(error)):
             FailingReferences(redis_client, error)._load(key)
 
@@ -95,8 +95,8 @@ def test_a_model_that_kills_by_being_loaded_is_given_up_on_by_name(
 def test_an_outage_is_tried_again_for_as_long_as_it_takes(redis_client: redis.Redis) -> None:
     references = FailingReferences(redis_client, OSError(5, "Input/output error"))
 
-    for _ in range(MOST_DEATHS_ALONE + 3):
+    for _ in range(WORK_DEATHS.alone + 3):
         with pytest.raises(NotReady, match="Input/output error"):
             references._load(ModelKey("/models/pi0", "float32", packing=True))
 
-    assert references.loads == MOST_DEATHS_ALONE + 3
+    assert references.loads == WORK_DEATHS.alone + 3
