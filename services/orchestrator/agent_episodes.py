@@ -24,6 +24,7 @@ from spo import redis_keys
 from spo.errors import InvalidInput, LeaseLost, NotFound, SpoError
 from spo.messaging.streams import Consumer, Entry, decoded
 from spo.observability import get_logger
+from spo.service.process import in_rounds
 from spo.spec.job_spec import JobSpec
 from spo.spec.section import JobState, record_of
 from spo.spec.tasks import HarnessSpec
@@ -115,23 +116,21 @@ class AgentEpisodes:
 
     def run(self, stop: threading.Event) -> None:
         """Take groups, take back what silent runners hold, pass on what is over, until stop."""
-        while not stop.wait(POLL_SECONDS):
+        in_rounds(self._look_after_all, stop, POLL_SECONDS, "episodes of agents wait")
+
+    def _look_after_all(self) -> None:
+        running = self.jobs.in_states((JobState.RUNNING,))
+        for job_id in running:
+            # What keeps one job's episodes waiting holds up no other's.
             try:
-                running = self.jobs.in_states((JobState.RUNNING,))
-            except redis.RedisError as error:
-                log.warning("episodes of agents wait", reason=str(error)[:300])
-                continue
-            for job_id in running:
-                # What keeps one job's episodes waiting holds up no other's.
-                try:
-                    if self._harness(job_id):
-                        self.look_after(job_id)
-                except (redis.RedisError, SpoError) as error:
-                    log.warning("episodes of agents wait", job=job_id, reason=str(error)[:300])
-            with self._lock:
-                for ended in set(self._open) - set(running):
-                    self._open.pop(ended)
-                    self._consumers.pop(ended, None)
+                if self._harness(job_id):
+                    self.look_after(job_id)
+            except (redis.RedisError, SpoError) as error:
+                log.warning("episodes of agents wait", job=job_id, reason=str(error)[:300])
+        with self._lock:
+            for ended in set(self._open) - set(running):
+                self._open.pop(ended)
+                self._consumers.pop(ended, None)
 
     def look_after(self, job_id: str) -> None:
         """One round of a job."""

@@ -42,6 +42,7 @@ from spo.errors import (
 )
 from spo.manifest_folder import file_digest, remove_tree
 from spo.observability import get_logger
+from spo.service.process import in_rounds
 from spo.service.state import StateBucket, StatePlace
 from spo.spec.job_spec import JobSpec, TasksSpec
 from spo.spec.section import record_from_json
@@ -334,17 +335,16 @@ class Datasets:
 
     def run(self, stop: threading.Event) -> None:
         """Report on uploaded files until stop; what a dead process left unfinished is done again."""
-        while not stop.is_set():
-            try:
-                ids = self.client.smembers(own_keys.open_datasets())
-                stored = self.client.hmget(own_keys.datasets(), list(ids)) if ids else []
-                for dataset in sorted(map(_decode, filter(None, stored)), key=lambda dataset: dataset.touched_at):
-                    if stop.is_set():
-                        return
-                    self._advance_alone(dataset)
-            except (redis.RedisError, NotReady) as error:
-                log.warning("datasets wait", reason=str(error))
-            stop.wait(LOOK_SECONDS)
+
+        def advance_all() -> None:
+            ids = self.client.smembers(own_keys.open_datasets())
+            stored = self.client.hmget(own_keys.datasets(), list(ids)) if ids else []
+            for dataset in sorted(map(_decode, filter(None, stored)), key=lambda dataset: dataset.touched_at):
+                if stop.is_set():
+                    return
+                self._advance_alone(dataset)
+
+        in_rounds(advance_all, stop, LOOK_SECONDS, "datasets wait", (redis.RedisError, NotReady))
 
     def _advance_alone(self, dataset: Dataset) -> None:
         """Advance one; its errors delay no other, and a bug makes it invalid instead of ending the process."""
