@@ -268,8 +268,9 @@ def _requests(
         request.max_tokens = min(request.max_tokens or room, max(1, room))
     if room < max(1, request.max_tokens):
         message = (
-            f"the model takes {assignment.engine_spec.max_tokens} tokens in all; the prompt has {len(prompt)} of them, "
-            f"and {max(1, request.max_tokens)} are asked for"
+            # Clients look for these words.
+            f"this model's maximum context length is {assignment.engine_spec.max_tokens} tokens; the prompt has "
+            f"{len(prompt)}, and {max(1, request.max_tokens)} more are asked for"
         )
         raise InvalidInput(message, code="prompt_too_long")
     if not 1 <= request.samples <= MOST_SAMPLES or not 0 <= request.top_logprobs <= MOST_TOP_LOGPROBS:

@@ -86,6 +86,8 @@ class OpenAiAnswer:
     constrained: bool = False
     # Of each sample: more are left out, where the caller wants one at a time.
     most_calls: int = MOST_TOOLS
+    # Whether every chunk has the usage so far.
+    continuous_usage: bool = False
 
     def add(self, response: ServeResponse) -> None:
         """Take in what a replica has sent."""
@@ -117,9 +119,12 @@ class OpenAiAnswer:
     def document(self) -> Json:
         """The whole completion."""
         choices = [self._choice(choice) for choice in self.choices]
-        versions = sorted({choice.version_last for choice in self.choices})
-        fingerprint = f"{self.job_id}@{'-'.join(map(str, versions))}"
-        return {**self._head(""), "system_fingerprint": fingerprint, "choices": choices, "usage": self.usage()}
+        return {**self._head(""), **self._fingerprint(self.choices), "choices": choices, "usage": self.usage()}
+
+    def _fingerprint(self, choices: Sequence[Choice]) -> Json:
+        """The weights that finished samples had last."""
+        versions = sorted({choice.version_last for choice in choices})
+        return {"system_fingerprint": f"{self.job_id}@{'-'.join(map(str, versions))}"}
 
     def chunk(self, part: ServedPart) -> bytes:
         """What one sample has got since its last chunk, as an event."""
@@ -135,7 +140,10 @@ class OpenAiAnswer:
             offset = sum(map(len, sampled.texts)) - len(part.text)
             logprobs = _plain_logprobs(part.tokens, offset) if part.tokens else None
             choice = {"index": part.index, "text": part.text, "logprobs": logprobs}
-        return event({**self._head(".chunk"), "choices": [{**choice, "finish_reason": finish}]})
+        more = self._fingerprint([sampled]) if finish else {}
+        if self.continuous_usage:
+            more["usage"] = self.usage()
+        return event({**self._head(".chunk"), **more, "choices": [{**choice, "finish_reason": finish}]})
 
     def opening(self) -> bytes:
         """The first chunks of a chat: whose turn it is."""
@@ -146,8 +154,8 @@ class OpenAiAnswer:
 
     def closing(self, *, include_usage: bool) -> bytes:
         """The last chunks."""
-        usage = event({**self._head(".chunk"), "choices": [], "usage": self.usage()}) if include_usage else b""
-        return usage + b"data: [DONE]\n\n"
+        told = {**self._head(".chunk"), **self._fingerprint(self.choices), "choices": [], "usage": self.usage()}
+        return (event(told) if include_usage else b"") + b"data: [DONE]\n\n"
 
     def failure(self, error: SpoError) -> bytes:
         """What the client is told of an answer that breaks off."""
@@ -343,8 +351,15 @@ async def chat_completion(
 async def plain_completion(
     request: Request, context: ContextDep, principal: PrincipalDep, body: PlainRequest
 ) -> Response:
-    """How the model goes on after a prompt; the body is OpenAI's, and so is the answer."""
-    return await ServedCompletion(context, principal, request, body).respond()
+    """How the model goes on after a prompt, or after each of several; the body is OpenAI's, and so is the answer."""
+    completions = [ServedCompletion(context, principal, request, each) for each in body.each]
+    return await (completions[0].respond() if len(completions) == 1 else _together(completions))
+
+
+# Of one request's prompts: more would take a tenant's places for lasting calls.
+PROMPTS_AT_ONCE = 4
+# What stands between must pass events on as they come.
+NOT_KEPT = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class ServedCompletion:
@@ -361,22 +376,27 @@ class ServedCompletion:
         self.body = body
         self.capture: Captured | None = None
 
-    async def respond(self) -> Response:
+    async def begin(self) -> tuple[AsyncGenerator[ServeResponse, None], OpenAiAnswer]:
+        """What will be sampled, once it is read, and the answer that it fills."""
         target, version = await run_in_threadpool(self.target)
         wanted = self.body.to_serve(target.job_id, version)
         answer = self.answer_of(target)
+        answer.continuous_usage = self.body.stream_options.continuous_usage_stats
         wanted.request_id = answer.id
         await run_in_threadpool(self.prepare, wanted)
-        parts = self._sampled(wanted, answer)
+        return self._sampled(wanted, answer), answer
+
+    async def respond(self) -> Response:
+        parts, answer = await self.begin()
         if not self.body.stream:
             return await self._whole(parts, answer)
         # What is wrong with the request is told by the status, so the first part is waited for.
         try:
-            first = await self._while_caller_stays(_next(parts))
+            first = await self.while_caller_stays(_next(parts))
         except BaseException:
             await parts.aclose()
             raise
-        return StreamingResponse(self._events(first, parts, answer), media_type=EVENT_STREAM)
+        return StreamingResponse(self._events(first, parts, answer), media_type=EVENT_STREAM, headers=NOT_KEPT)
 
     def answer_of(self, target: Target) -> OpenAiAnswer:
         """The answer before anything of it is there."""
@@ -430,12 +450,12 @@ class ServedCompletion:
 
     async def _whole(self, parts: AsyncGenerator[ServeResponse, None], answer: OpenAiAnswer) -> Response:
         try:
-            await self._while_caller_stays(_drained(parts))
+            await self.while_caller_stays(_drained(parts))
         finally:
             await parts.aclose()
         return JSONResponse(answer.document())
 
-    async def _while_caller_stays(self, sampled: Coroutine[Any, Any, Sampled]) -> Sampled:
+    async def while_caller_stays(self, sampled: Coroutine[Any, Any, Sampled]) -> Sampled:
         """What is waited for. Raises NotReady (code "caller_gone") once nobody waits: nothing is sampled on then."""
         sampling, leaving = asyncio.create_task(sampled), asyncio.create_task(self._caller_left())
         try:
@@ -464,6 +484,34 @@ class ServedCompletion:
             yield answer.failure(error)
         finally:
             await parts.aclose()
+
+
+async def _together(completions: Sequence[ServedCompletion]) -> Response:
+    """One answer with the choices of all prompts, in their order; a few are sampled at once."""
+    begun = [await each.begin() for each in completions]
+    places = asyncio.Semaphore(PROMPTS_AT_ONCE)
+
+    async def sampled(parts: AsyncGenerator[ServeResponse, None]) -> None:
+        async with places:
+            await _drained(parts)
+
+    async def all_sampled() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for parts, _ in begun:
+                tasks.create_task(sampled(parts))
+
+    try:
+        await completions[0].while_caller_stays(all_sampled())
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    finally:
+        for parts, _ in begun:
+            await parts.aclose()
+    documents = [answer.document() for _, answer in begun]
+    choices = [choice for document in documents for choice in document["choices"]]
+    usage = {name: sum(document["usage"][name] for document in documents) for name in documents[0]["usage"]}
+    numbered = [{**choice, "index": index} for index, choice in enumerate(choices)]
+    return JSONResponse({**documents[0], "choices": numbered, "usage": usage})
 
 
 async def _drained(parts: AsyncGenerator[ServeResponse, None]) -> None:

@@ -112,7 +112,7 @@ class ToolChoice(OpenAiPart):
 class StreamOptions(OpenAiPart):
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
-    continuous_usage_stats: Literal[False] = False
+    continuous_usage_stats: bool = Field(default=False, description="The usage so far in every chunk, as vLLM has it.")
 
 
 class AnswerSchema(OpenAiPart):
@@ -305,6 +305,9 @@ def _as_shown(call: ChatCall, pointer: str) -> Json:
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
+MOST_PROMPTS = 64
+
+
 class PlainRequest(OpenAiRequest):
     """A completion of a prompt as it is: text, or tokens of the model."""
 
@@ -318,6 +321,18 @@ class PlainRequest(OpenAiRequest):
     def most_tokens(self) -> int:
         return self.max_tokens or PLAIN_COMPLETION_TOKENS
 
+    @property
+    def each(self) -> list[PlainRequest]:
+        """A request for each of several prompts. Raises InvalidInput with a pointer."""
+        prompt = self.prompt
+        if not isinstance(prompt, list) or len(prompt) < 2 or not isinstance(prompt[0], str | list):
+            return [self]
+        if self.stream:
+            raise refused("/stream", "several prompts are answered whole: stream one")
+        if len(prompt) > MOST_PROMPTS:
+            raise refused("/prompt", f"at most {MOST_PROMPTS} prompts a request")
+        return [self.model_copy(update={"prompt": one}) for one in prompt]
+
     def to_serve(self, run_id: str, version: int) -> ServeRequest:
         """The request as replicas take it. Raises InvalidInput with a pointer."""
         if self.best_of not in (None, self.n):
@@ -325,8 +340,6 @@ class PlainRequest(OpenAiRequest):
         found = self.sampling(run_id, version)
         prompt = self.prompt
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-            if len(prompt) > 1:
-                raise refused("/prompt", "one prompt a request")
             prompt = prompt[0]
         if not prompt:
             raise refused("/prompt", "is empty")

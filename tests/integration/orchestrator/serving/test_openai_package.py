@@ -236,6 +236,11 @@ def asks_and_is_answered(client: openai.OpenAI, model: str) -> None:
     assert found.system_fingerprint == f"{model}@0"
     plain = client.completions.create(model=f"{model}@0", prompt="sum of", max_tokens=8, temperature=0)
     assert plain.choices[0].finish_reason in ("stop", "length")
+    both = client.completions.create(model=f"{model}@0", prompt=["sum of", "sum"] * 3, max_tokens=8, temperature=0, n=2)
+    assert [choice.index for choice in both.choices] == list(range(12))
+    assert {choice.text for choice in both.choices[::4]} == {plain.choices[0].text}
+    assert both.usage is not None
+    assert both.usage.total_tokens == both.usage.prompt_tokens + both.usage.completion_tokens
     tokens = client.completions.create(model=f"{model}@0", prompt=[5, 6, 7], max_tokens=8, temperature=0)
     assert tokens.usage is not None
     assert tokens.usage.prompt_tokens == 3
@@ -253,6 +258,16 @@ def streams(client: openai.OpenAI, model: str) -> None:
     assert text == whole.choices[0].message.content
     assert chunks[-1].usage == whole.usage
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == whole.choices[0].finish_reason
+    assert chunks[-1].system_fingerprint == whole.system_fingerprint
+    with client.chat.completions.with_streaming_response.create(
+        model=model, messages=SAID, max_tokens=8, seed=3, stream=True,
+        stream_options={"include_usage": True}, extra_body={"stream_options": {"continuous_usage_stats": True}},
+    ) as raw:  # fmt: skip
+        assert raw.headers["cache-control"] == "no-cache"
+        told = [json.loads(line[6:]) for line in raw.iter_lines() if line.startswith("data: {")]
+    used = [chunk["usage"]["completion_tokens"] for chunk in told if "usage" in chunk]
+    assert used == sorted(used)
+    assert len(used) >= len(told) - 1
 
 
 def tells_log_probs(client: openai.OpenAI, model: str) -> None:
