@@ -507,11 +507,14 @@ async def _together(completions: Sequence[ServedCompletion]) -> Response:
     finally:
         for parts, _ in begun:
             await parts.aclose()
-    documents = [answer.document() for _, answer in begun]
-    choices = [choice for document in documents for choice in document["choices"]]
-    usage = {name: sum(document["usage"][name] for document in documents) for name in documents[0]["usage"]}
-    numbered = [{**choice, "index": index} for index, choice in enumerate(choices)]
-    return JSONResponse({**documents[0], "choices": numbered, "usage": usage})
+    answers = [answer for _, answer in begun]
+    choices = [choice for answer in answers for choice in answer.choices]
+    whole = replace(answers[0], choices=[replace(choice, index=index) for index, choice in enumerate(choices)])
+    prompt, total = (
+        sum(count) for count in zip(*((len(each.prompt_token_ids), each.tokens) for each in answers), strict=True)
+    )
+    usage = {"prompt_tokens": prompt, "completion_tokens": total - prompt, "total_tokens": total}
+    return JSONResponse({**whole.document(), "usage": usage})
 
 
 async def _drained(parts: AsyncGenerator[ServeResponse, None]) -> None:
