@@ -2,8 +2,8 @@
 of its own, and forwards or finishes them. `StageRunner` is the one loop that does so, of every service.
 
 Fairness between the runs that share a stream: the entries of each run wait, are handled and fail by themselves.
-One thread reads; each run has a lane of entries in this process and threads of its own to handle them. Where there are
-more runs than are handled at a time, tenants have equal numbers of threads, however many runs they have. What does not
+One thread reads; each run has a lane of entries in this process and threads of its own to handle them. Each
+tenant has threads of its own: what blocks all of one's, however many runs it has, holds up no other. What does not
 fit into a full lane is given back, so that a run with ten thousand entries hides no other's ten, and taken back by its
 id once there is room, unless another replica has it by then.
 """
@@ -62,8 +62,10 @@ Handler = Callable[[list[Entry]], None]
 # After so many failures in a row of entries on their own it is not the entries.
 OUTAGE_AFTER_FAILURES = 3
 
-# Runs that are handled at a time; more take turns.
+# Runs of one tenant that are handled at a time; more take turns. They may hold its threads as long as they take.
 MAX_LANES = 16
+# Tenants that have threads of their own, made when they are needed; more share these.
+MOST_TENANTS = 8
 # How much of one run waits in this process: so many calls of the handler per thread, and so many bytes. More would
 # only be memory, and keep it from other replicas.
 CALLS_AHEAD = 2
@@ -528,7 +530,7 @@ class StageRunner:
         self.count = count
         self._most = most
         self._tenants = RunTenants(consumer.client)
-        # Runs whose turn it is next, by tenant, and how many threads work for each tenant.
+        # Runs that wait for a thread, by tenant, and how many threads work for each tenant.
         self._turns: dict[str, deque[str]] = {}
         self._working: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -542,7 +544,7 @@ class StageRunner:
         alive = threading.Thread(target=self._keep_alive, args=(stopped,), name="stage-alive", daemon=True)
         alive.start()
         try:
-            with ThreadPoolExecutor(MAX_LANES * self.threads, thread_name_prefix="lane") as pool:
+            with ThreadPoolExecutor(MOST_TENANTS * MAX_LANES * self.threads, thread_name_prefix="lane") as pool:
                 while not stop.is_set():
                     self._read(pool, stop)
                 self.consumer.stop_reading()
@@ -586,25 +588,29 @@ class StageRunner:
         return True
 
     def _queue_up(self, run_id: str, pool: ThreadPoolExecutor, stop: threading.Event) -> None:
-        """Let a run wait for a thread. Raises RuntimeError where the pool is closed, with nothing changed."""
-        pool.submit(self._work_for_next, pool, stop)
-        self._turns.setdefault(self._lanes[run_id].tenant, deque()).append(run_id)
+        """Let a run wait for a thread of its tenant's. Raises RuntimeError where the pool is closed."""
+        tenant = self._lanes[run_id].tenant
+        self._turns.setdefault(tenant, deque()).append(run_id)
+        self._start(tenant, pool, stop)
 
-    def _work_for_next(self, pool: ThreadPoolExecutor, stop: threading.Event) -> None:
-        """Handle some entries of the run whose turn it is: of the tenant that has the fewest threads."""
-        with self._lock:
-            tenant = min(self._turns, key=lambda each: self._working[each])
-            run_id = self._turns[tenant].popleft()
-            if not self._turns[tenant]:
-                del self._turns[tenant]
+    def _start(self, tenant: str, pool: ThreadPoolExecutor, stop: threading.Event) -> None:
+        """Let the tenant's next runs work, as far as it has threads left."""
+        turns = self._turns.get(tenant)
+        while turns and self._working[tenant] < MAX_LANES * self.threads:
+            run_id = turns.popleft()
+            pool.submit(self._work_for, tenant, run_id, pool, stop)
             self._working[tenant] += 1
+
+    def _work_for(self, tenant: str, run_id: str, pool: ThreadPoolExecutor, stop: threading.Event) -> None:
         try:
             self._work(run_id, pool, stop)
         finally:
-            with self._lock:
+            with self._lock, suppress(RuntimeError):
                 self._working[tenant] -= 1
+                self._start(tenant, pool, stop)
                 if not self._working[tenant]:
-                    del self._working[tenant]
+                    self._working.pop(tenant)
+                    self._turns.pop(tenant, None)
 
     def _note_given_back(self, entries: Sequence[Entry]) -> None:
         with self._lock:
