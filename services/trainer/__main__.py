@@ -5,15 +5,29 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import MutableMapping
 
 from services.trainer.settings import Settings
 from spo.local.die_with_parent import die_with_torchrun
 from spo.observability import configure_logs
 from spo.service.process import ServiceProcess
 
+# What torch's allocator of device memory is told by; the second is its older name.
+ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+
+
+def keep_memory_whole(environment: MutableMapping[str, str]) -> None:
+    """Have device memory in segments that grow, unless the allocator is told otherwise; before torch is imported.
+
+    Micro-batches have as many tokens as come: segments of fixed sizes would be left with holes that none fits into.
+    """
+    if not any(name in environment for name in ALLOCATOR):
+        environment[ALLOCATOR[0]] = "expandable_segments:True"
+
 
 def main() -> int:
     settings = Settings()
+    keep_memory_whole(os.environ)
     rank = os.environ.get("RANK", "0")
     # At once: a torchrun that is killed while the libraries load leaves ranks that find each other without it.
     die_with_torchrun()
