@@ -56,6 +56,8 @@ DEVICE = Device()
 PUBLISHED, LOADED = 4e9, 2e10
 CARDS_OF_A_NODE = 8
 UPDATE_INTERVAL, MOST_AGE = 4, 4
+# How often a trajectory is learned from: once, so that the engines must make all that the trainer takes.
+SERVED = 1.0
 SPREAD = 0.8
 BUSY = 0.85
 # Steps that fill the pipeline, and steps that count.
@@ -82,6 +84,13 @@ class Load:
         """Of a response; the longest are cut, so that the mean is a little less than the load's."""
         logarithm = draw.gauss(math.log(self.mean) - SPREAD**2 / 2, SPREAD)
         return max(16, min(self.longest, int(math.exp(logarithm))))
+
+    @property
+    def held(self) -> float:
+        """Tokens of a sequence that an engine meets: the long ones are met longer, each half done in the mean."""
+        draw = random.Random(0)
+        lengths = [self.length(draw) for _ in range(20_000)]
+        return sum(length**2 for length in lengths) / sum(lengths) / 2
 
 
 LOADS = [
@@ -111,20 +120,22 @@ class Pace:
     def of(load: Load, spec: JobSpec) -> Pace:
         """The division whose slower side is the fastest."""
         node = min(CARDS_OF_A_NODE, load.cards) if load.cards > CARDS_OF_A_NODE else 1
+        held = load.held
         divisions = [
-            Pace._divided(load, spec, ranks, width)
+            Pace._divided(load, spec, ranks, width, held)
             for ranks, width in itertools.product(range(node, load.cards, node), WIDTHS)
             if load.batch % ranks == 0 and (load.cards - ranks) % width == 0
         ]
         return max(divisions, key=lambda pace: min(pace.trained, pace.sampled))
 
     @staticmethod
-    def _divided(load: Load, spec: JobSpec, ranks: int, width: int) -> Pace:
+    def _divided(load: Load, spec: JobSpec, ranks: int, width: int, held: float) -> Pace:
         shape, replicas = named_shape(load.shape), (load.cards - ranks) // width
         memory = inference_memory(spec, shape, DEVICE.memory_bytes, width)
         cache = 2 * 2 * shape.layers * max(1, shape.kv_heads // width) * shape.head_size
-        slots = min(MOST_SEQUENCES, memory.kv_cache // (cache * load.mean))
-        read = memory.weights + slots * cache * load.mean
+        # A tenth stays free, since not all are as long as the mean.
+        slots = min(MOST_SEQUENCES, int(0.9 * memory.kv_cache / (cache * held)))
+        read = memory.weights + slots * cache * held
         sampled = replicas * slots * DEVICE.reading_share * DEVICE.bandwidth / read
         trained = training_tokens(spec, shape, DEVICE, ranks)
         return Pace(ranks, replicas, width, slots, memory.weights, cache, trained, sampled)
@@ -216,6 +227,8 @@ class VirtualCluster:
         self.worked, self.published = 0.0, 0.0
         self.ages: list[int] = []
         self.inserted = 0
+        # Groups that nobody has taken; an empty stream is not read, since that would wait for real.
+        self.queued = 0
         model = push_bytes(self.spec, named_shape(load.shape))
         nodes = max(1, self.pace.ranks // CARDS_OF_A_NODE)
         self.publish_seconds, self.load_seconds = model / nodes / PUBLISHED, model / LOADED
@@ -233,7 +246,7 @@ class VirtualCluster:
             if self.now > limit:
                 raise RuntimeError(f"after {self.now:.0f} s still at step {self.step}")
             self.now += tick
-            self.dispatcher.dispatch(self.run_id)
+            self.queued += self.dispatcher.dispatch(self.run_id)
             self._hand_out()
             for engine in self.engines:
                 for group in engine.decode(tick):
@@ -243,8 +256,9 @@ class VirtualCluster:
     def _hand_out(self) -> None:
         most = self.in_hand.of(self.run_id) or 2 * self.pace.slots
         for engine in self.engines:
-            room = most - len(engine.groups)
+            room = min(most - len(engine.groups), self.queued)
             for entry in self.consumer.read(room, 0.001) if room > 0 else []:
+                self.queued -= 1
                 group = Group(entry, PromptGroup.FromString(entry.payload))
                 group.responses = [Response(self.load.length(self.draw)) for _ in range(group.request.sampling.samples)]
                 engine.groups.append(group)
@@ -335,7 +349,7 @@ def document_of(load: Load) -> dict[str, Any]:
     return SPEC | {
         "model": {"path": "/pi0", "max_prompt_tokens": 256, "max_response_tokens": load.longest},
         "trainer": {"batch_size": load.batch, "update_interval": UPDATE_INTERVAL, "checkpoint_interval": 100},
-        "replay": SPEC["replay"] | {"max_staleness": MOST_AGE},
+        "replay": SPEC["replay"] | {"max_staleness": MOST_AGE, "samples_per_insert": SERVED},
     }
 
 
@@ -380,12 +394,16 @@ def _rows(load: Load) -> Iterator[Row]:
     parts = f"{pace.ranks} ranks, {pace.replicas} replicas of {pace.tensor_parallel}"
     print(
         f"{load.name}: {parts}; a step {seconds / STEPS:.0f} s, trainer publishes "
-        f"{(cluster.published - published) / seconds:.1%}; {made / seconds:,.0f} tokens/s of {full:,.0f}",
+        f"{(cluster.published - published) / seconds:.1%}; {made / seconds:,.0f} tokens/s made of "
+        f"{full:,.0f}; the trainer could take {pace.trained:,.0f}",
         file=sys.stderr,
     )
     yield _share(f"{load.name}: trainer works", (cluster.worked - worked) / seconds, parts)
     yield _share(f"{load.name}: engines have something to decode", 1 - idle / seconds / pace.replicas, parts)
-    yield _share(f"{load.name}: tokens of undisturbed engines", made / seconds / full, parts)
+    # Cards are whole: the faster side has time left, whatever the platform does.
+    yield _share(
+        f"{load.name}: tokens of what the slower side could do", made / seconds / min(full, pace.trained), parts
+    )
     oldest = max(cluster.ages)
     yield Row(
         f"{load.name}: oldest first token learned from", oldest, "versions", "limit", MOST_AGE,
