@@ -5,24 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import MutableMapping
 
-from services.trainer.settings import Settings
+from services.trainer.settings import Settings, keep_memory_whole
 from spo.local.die_with_parent import die_with_torchrun
 from spo.observability import configure_logs
 from spo.service.process import ServiceProcess
-
-# What torch's allocator of device memory is told by; the second is its older name.
-ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
-
-
-def keep_memory_whole(environment: MutableMapping[str, str]) -> None:
-    """Have device memory in segments that grow, unless the allocator is told otherwise; before torch is imported.
-
-    Micro-batches have as many tokens as come: segments of fixed sizes would be left with holes that none fits into.
-    """
-    if not any(name in environment for name in ALLOCATOR):
-        environment[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def main() -> int:
@@ -33,8 +20,7 @@ def main() -> int:
     die_with_torchrun()
     configure_logs(f"trainer-{rank}", settings.log_level, settings.log_format)
     # torchrun signals every rank, and they stop when rank 0 tells them to. One that is alone ends while it loads.
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    signal.signal(signal.SIGTERM, signal.SIG_DFL if alone else signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if os.environ.get("WORLD_SIZE", "1") == "1" else signal.SIG_IGN)
     process = ServiceProcess("trainer", settings) if rank == "0" else None
     if process:
         process.answer_probes("loads its libraries")

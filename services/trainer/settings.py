@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Literal
 
 from pydantic import Field
 
 from spo.service.settings import ServiceSettings
+
+# What torch's allocator of device memory is told by; the second is its older name.
+ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 
 
 class Settings(ServiceSettings, service="trainer"):
@@ -50,3 +54,12 @@ class Settings(ServiceSettings, service="trainer"):
         default=10, gt=0, description="How long replicas may take to join; who is later takes the files."
     )
     broadcast_seconds: float = Field(default=120, gt=0, description="How long the transfer may take from there.")
+
+
+def keep_memory_whole(environment: MutableMapping[str, str]) -> None:
+    """Have device memory in segments that grow, unless the allocator is told otherwise; before torch is imported.
+
+    Micro-batches have as many tokens as come: segments of fixed sizes would be left with holes that none fits into.
+    """
+    if not any(name in environment for name in ALLOCATOR):
+        environment[ALLOCATOR[0]] = "expandable_segments:True"

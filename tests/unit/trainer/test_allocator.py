@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from services.trainer.__main__ import keep_memory_whole
+from services.trainer.settings import keep_memory_whole
 
 
 @pytest.mark.parametrize(
