@@ -159,7 +159,7 @@ def test_a_trajectory_executes_no_more_files_and_lines_than_before(
     engine.start()
     assignment = SimpleNamespace(
         run_id=RUN, engine=engine, tokenizer=tokenizer, sampler="double", spec=spec,
-        engine_spec=SimpleNamespace(max_tokens=1000), end_token_ids=(),
+        engine_spec=SimpleNamespace(max_tokens=1000), end_token_ids=(), tenant="",
     )  # fmt: skip
     replica = SimpleNamespace(current=lambda: assignment, serving=lambda _: assignment, groups_in_hand=8)
     rollouts = RolloutWorker(redis_client, replica, "replica", InferenceSettings())  # type: ignore[arg-type]

@@ -563,15 +563,23 @@ class StageRunner:
                 return
         try:
             entries = self.consumer.read(count)
-            if entries and entries[0].alone:
-                self._deliver(entries)
-                return
-            full = [entry for entry in entries if not self._queue(entry, pool, stop)]
+        except (redis.RedisError, NotFound):
+            # The consumer has said what it was.
+            stop.wait(RETRY_SECONDS)
+            return
+        if entries and entries[0].alone:
+            self._deliver(entries)
+            return
+        queued: list[Entry] = []
+        try:
+            queued += (entry for entry in entries if self._queue(entry, pool, stop))
+            full = [entry for entry in entries if entry not in queued]
             # Whoever finds them silent for long enough may have them.
             self.consumer.release(full, after_seconds=self.consumer.reclaim_after_seconds)
             self._note_given_back(full)
-        except (redis.RedisError, NotFound):
-            # The consumer has said what it was.
+        except redis.RedisError as error:
+            # Else they would be kept alive and handled by nobody.
+            self.consumer.interrupted([entry for entry in entries if entry not in queued], error)
             stop.wait(RETRY_SECONDS)
 
     def _queue(self, entry: Entry, pool: ThreadPoolExecutor, stop: threading.Event) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import redis
@@ -125,6 +125,30 @@ def test_a_run_whose_entries_fail_backs_off_alone_and_an_invalid_entry_is_a_dead
 
     assert [letter.run_id for letter in newest(redis_client, STREAM, "job_WORKS")] == ["job_WORKS"]
     assert redis_client.hgetall(redis_keys.entries_in_flight("job_FAILS")) == {}
+
+
+class HalfAwayConsumer(Consumer):
+    """Redis is away the first time that entries are given back."""
+
+    was_away = False
+
+    def release(self, entries: Sequence[Entry], after_seconds: float = 0.0) -> None:
+        if entries and not self.was_away:
+            self.was_away = True
+            raise redis.ConnectionError("away")
+        super().release(entries, after_seconds)
+
+
+def test_what_could_not_be_given_back_while_redis_was_away_is_handled_all_the_same(redis_client: redis.Redis) -> None:
+    publish(redis_client, "job_A", 20)
+    consumer = HalfAwayConsumer(redis_client, STREAM, GROUP, "one", reclaim_after_seconds=600)
+    handler = Handler(consumer, lambda _: time.sleep(0.05))
+
+    with working(StageRunner(consumer, handler)):
+        wait_until(lambda: redis_client.xlen(STREAM) == 0, "all is done", 20)
+
+    assert consumer.was_away
+    assert set(handler.done.values()) == {1}
 
 
 def test_what_waits_in_a_lane_is_given_back_by_a_stop_and_taken_by_another_at_once(redis_client: redis.Redis) -> None:
