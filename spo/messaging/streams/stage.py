@@ -576,7 +576,7 @@ class StageRunner:
             full = [entry for entry in entries if entry not in queued]
             # Whoever finds them silent for long enough may have them.
             self.consumer.release(full, after_seconds=self.consumer.reclaim_after_seconds)
-            self._note_given_back(full)
+            self._note_given_back(full, pool, stop)
         except redis.RedisError as error:
             # Else they would be kept alive and handled by nobody.
             self.consumer.interrupted([entry for entry in entries if entry not in queued], error)
@@ -586,7 +586,7 @@ class StageRunner:
         """Let an entry wait in its lane; False when that is full."""
         tenant = self._tenants.of(entry.run_id)
         with self._lock:
-            lane = self._lanes.setdefault(entry.run_id, RunLane(CALLS_AHEAD * self.threads * self.count, tenant))
+            lane = self._lane(entry.run_id, tenant)
             if not lane.room:
                 return False
             lane.add(entry)
@@ -594,6 +594,9 @@ class StageRunner:
                 lane.threads += 1
                 self._queue_up(entry.run_id, pool, stop)
         return True
+
+    def _lane(self, run_id: str, tenant: str) -> RunLane:
+        return self._lanes.setdefault(run_id, RunLane(CALLS_AHEAD * self.threads * self.count, tenant))
 
     def _queue_up(self, run_id: str, pool: ThreadPoolExecutor, stop: threading.Event) -> None:
         """Let a run wait for a thread of its tenant's. Raises RuntimeError where the pool is closed."""
@@ -620,12 +623,17 @@ class StageRunner:
                     self._working.pop(tenant)
                     self._turns.pop(tenant, None)
 
-    def _note_given_back(self, entries: Sequence[Entry]) -> None:
-        with self._lock:
-            for entry in entries:
-                lane = self._lanes.get(entry.run_id)
-                if lane and len(lane.given_back) < MAX_GIVEN_BACK:
+    def _note_given_back(self, entries: Sequence[Entry], pool: ThreadPoolExecutor, stop: threading.Event) -> None:
+        for entry in entries:
+            tenant = self._tenants.of(entry.run_id)
+            with self._lock:
+                lane = self._lane(entry.run_id, tenant)
+                if len(lane.given_back) < MAX_GIVEN_BACK:
                     lane.given_back[entry.entry_id] = None
+                if not lane.threads:
+                    # It ran empty while they were given back: nobody else would take them before they are reclaimed.
+                    lane.threads += 1
+                    self._queue_up(entry.run_id, pool, stop)
 
     def _work(self, run_id: str, pool: ThreadPoolExecutor, stop: threading.Event) -> None:
         """Handle some entries of a run, and queue up for more behind the other runs."""

@@ -152,6 +152,25 @@ def test_what_could_not_be_given_back_while_redis_was_away_is_handled_all_the_sa
     assert set(handler.done.values()) == {1}
 
 
+class SlowReleaseConsumer(Consumer):
+    """Takes so long to give entries back that a lane runs empty meanwhile."""
+
+    def release(self, entries: Sequence[Entry], after_seconds: float = 0.0) -> None:
+        super().release(entries, after_seconds)
+        time.sleep(0.5 if entries else 0)
+
+
+def test_a_lane_that_runs_empty_while_entries_are_given_back_takes_them_back(redis_client: redis.Redis) -> None:
+    publish(redis_client, "job_A", 20)
+    consumer = SlowReleaseConsumer(redis_client, STREAM, GROUP, "one", reclaim_after_seconds=600)
+    handler = Handler(consumer)
+
+    with working(StageRunner(consumer, handler)):
+        wait_until(lambda: redis_client.xlen(STREAM) == 0, "all is done", 20)
+
+    assert set(handler.done.values()) == {1}
+
+
 def test_what_waits_in_a_lane_is_given_back_by_a_stop_and_taken_by_another_at_once(redis_client: redis.Redis) -> None:
     publish(redis_client, "job_A", 40)
     first, blocked = a_consumer(redis_client, "one", 600), threading.Event()
