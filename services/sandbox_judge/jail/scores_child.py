@@ -309,7 +309,8 @@ def _mathematics(sent: Sent) -> Score:
 
 def _refuse_marks(answer: str, expected: list[str]) -> None:
     """Raises Refused where an answer's numbers have a base that no expected answer has, or end in primes or dots."""
-    bases = {base.strip("{} ") for base in _BASE.findall(answer)}
+    # What an equation comes to is its last side.
+    bases = {base.strip("{} ") for base in _BASE.findall(answer.rpartition("=")[2])}
     if bases and not any(bases == {base.strip("{} ") for base in _BASE.findall(text)} for text in expected):
         raise Refused("the answer is a number in another base")
     if _OPEN.search(answer.strip("* ")) and not any(map(_OPEN.search, expected)):

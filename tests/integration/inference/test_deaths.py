@@ -109,6 +109,7 @@ class Replica:
         model = ModelSpec(path=str(self.model_path), max_prompt_tokens=100)
         return SimpleNamespace(
             run_id=run_id,
+            tenant="",
             engine=self._thread,
             tokenizer=self.tokenizer,
             sampler="double",
