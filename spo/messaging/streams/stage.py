@@ -587,7 +587,8 @@ class StageRunner:
         tenant = self._tenants.of(entry.run_id)
         with self._lock:
             lane = self._lane(entry.run_id, tenant)
-            if not lane.room:
+            # What came before and was given back goes first.
+            if lane.given_back or not lane.room:
                 return False
             lane.add(entry)
             if lane.threads < self.threads:
