@@ -62,6 +62,7 @@ def assignment(engine: ScriptedEngine, max_tokens: int = 100_000, **model: Any) 
         spec=toy_spec({"model": sections}),
         engine=engine,
         engine_spec=SimpleNamespace(max_tokens=max_tokens),
+        tenant="",
         tokenizer=tokenizer,
         sampler="scripted",
         end_token_ids=(tokenizer.eos_token_id,),
