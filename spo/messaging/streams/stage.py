@@ -102,6 +102,8 @@ class Consumer:
     # Redis' time in ms at the last look, and when that was.
     _clock: tuple[int, float] = field(default=(0, 0.0), init=False)
     _unsure: bool = field(default=False, init=False)
+    # How many entries were finished here.
+    done: int = field(default=0, init=False)
     _held: set[str] = field(default_factory=set, init=False)
     # Entries whose handling failed alone -> how often: they go alone again, and each time later.
     _failures: dict[str, int] = field(default_factory=dict, init=False)
@@ -323,6 +325,7 @@ class Consumer:
 
     def _done_with(self, entries: Sequence[Entry]) -> None:
         self.holder.proven = True
+        self.done += len(entries)
         for entry in entries:
             self._held.discard(entry.entry_id)
             self._failures.pop(entry.entry_id, None)
@@ -482,6 +485,8 @@ class RunLane:
     waiting_bytes: int = 0
     given_back: dict[str, None] = field(default_factory=dict)
     threads: int = 0
+    # Calls in a row of which nothing was finished.
+    failures: int = 0
 
     @property
     def room(self) -> int:
@@ -638,11 +643,16 @@ class StageRunner:
 
     def _work(self, run_id: str, pool: ThreadPoolExecutor, stop: threading.Event) -> None:
         """Handle some entries of a run, and queue up for more behind the other runs."""
-        entries = self._take(run_id, stop)
+        if self._lanes[run_id].failures >= OUTAGE_AFTER_FAILURES:
+            # What its handler needs is away: entries are tried with one call a second, and not each for nothing.
+            stop.wait(RETRY_SECONDS)
+        entries, done = self._take(run_id, stop), self.consumer.done
         if entries:
             self._deliver(entries)
         with self._lock:
             lane = self._lanes[run_id]
+            if entries:
+                lane.failures = lane.failures + 1 if self.consumer.done == done else 0
             if (entries or lane.waiting or lane.given_back) and not stop.is_set():
                 with suppress(RuntimeError):
                     # Else the pool is closed: the process stops, and what waits is given back.

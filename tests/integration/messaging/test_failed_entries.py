@@ -95,6 +95,7 @@ def test_a_service_that_answers_internal_for_a_while_costs_time_and_no_entry(red
 
     with Stage(redis_client, fault) as stage:
         wait_until(lambda: bool(troubles_of(redis_client, "job_a", now_ms())), "a wait reason", 10)
+        wait_until(lambda: time.monotonic() > began + 1.5, "more than a second")
         (trouble,) = troubles_of(redis_client, "job_a", now_ms())
         tries, seconds = len(stage.handled), time.monotonic() - began
         wait_until(lambda: redis_client.xlen(NEXT) == 100, "all entries finished", 20)
