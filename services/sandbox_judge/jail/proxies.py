@@ -12,12 +12,13 @@ import contextlib
 import importlib
 import io
 import sys
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Generator
 from functools import partial
 from types import BuiltinFunctionType, CoroutineType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import NoReturn, cast
 
+from services.sandbox_judge.jail.source import Source
 from services.sandbox_judge.jail.wire import (
     BINARY,
     FIXED,
@@ -31,6 +32,7 @@ from services.sandbox_judge.jail.wire import (
     chance_of,
     chances,
     end,
+    refresh,
 )
 
 # How this process ends where the response is gone, or has written to the channel what no response writes.
@@ -44,7 +46,9 @@ _ASKED = ("__name__", "__qualname__", "__doc__", "__annotations__", "__members__
 # Classes of the library whose bound methods the response may call when the tests hand them in.
 _CONTAINERS = (list, dict, set, deque, defaultdict, str, bytes, int, float, tuple, frozenset, io.StringIO, io.BytesIO)
 # Exceptions of these are the test runner's own.
-_RUNNERS = ("pytest", "_pytest", "unittest", "pluggy")
+_RUNNERS = ("pytest", "_pytest", "unittest", "pluggy", "hypothesis")
+# Parts of names of modules that are run, or change others, by being imported.
+_ACTING = frozenset(["__main__", "antigravity", "conftest", "idlelib", "test", "tests", "this"])
 # What makes of an object another of its kind.
 _MAKING = {f"__{name}__" for name in ["neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil"]} | (
     set(BINARY) - {f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge")}
@@ -149,9 +153,9 @@ class _Solution(ModuleType):
 class Remote(Codec):
     """The tests' side of the channel; one for each process."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, source: Source) -> None:
         super().__init__()
-        self.link = link
+        self.link, self.source = link, source
         # Classes of the response that the tests name: what they say of other values is what is tested.
         self.named: frozenset[str] = frozenset()
         # Names that the tests have themselves: the response's stay away from them.
@@ -171,12 +175,12 @@ class Remote(Codec):
         # something else, another proxy stands for it there, unless the tests look at identities.
         self._own: set[int] = set()
         self._twins: dict[int, object] = {}
-        self.looks_at_identity: Callable[[], bool] = lambda: True
         # Classes that the response has given for something else than a name of its own.
         self._given_classes: set[type] = set()
         self._named_now = False
-        # Assertions of the tests that failed where the response could catch what they raise.
+        # Errors of the tests that the response could catch, and with each an assertion that failed or was not tried.
         self.failures: list[BaseException] = []
+        self.untried: list[BaseException] = []
         _THE.append(self)
 
     def request(self, operation: str, *arguments: object) -> Foreign:
@@ -186,7 +190,7 @@ class Remote(Codec):
         if self.seeds and operation != "sow":
             self._sow()
         frame = self.dumps((operation, *arguments))
-        kept, sent = self._arguments, self.mutables
+        kept, sent, untried = self._arguments, self.mutables, len(self.untried)
         self._nested += 1
         try:
             while True:
@@ -194,8 +198,11 @@ class Remote(Codec):
                 self._named_now = operation == "load" or (operation == "getattr" and arguments[0] is self.module)
                 answer = self._exchange(frame, sent)
                 if answer[0] != "ask":
-                    return self._owned(operation, arguments, self._given(operation, answer, sent))
+                    return self._owned(operation, arguments, self._given(operation, arguments, answer))
                 frame = self._served(*answer[1:])
+        except BaseException:
+            del self.untried[untried:]  # nothing was swallowed
+            raise
         finally:
             self._arguments = kept
             self._nested -= 1
@@ -215,19 +222,20 @@ class Remote(Codec):
             end(BROKEN, "the response has broken its channel")
         return answer
 
-    def _given(self, operation: str, answer: tuple[Foreign, ...], sent: list[object]) -> Foreign:
+    def _given(self, operation: str, arguments: tuple[Foreign, ...], answer: tuple[Foreign, ...]) -> Foreign:
         if len(answer) != 4 or answer[0] not in ("return", "raise"):
             end(BROKEN, "the response has broken its channel")
         outcome, result, changes, printed = answer
         for place, value in changes:
-            _refresh(sent[place], value)
+            refresh(self._arguments[place], value)
         if printed:
             _serve_output(self, printed)
         if outcome == "return":
             return result
         if not isinstance(result, BaseException):
             end(BROKEN, "the response has broken its channel")
-        if isinstance(result, StopIteration | StopAsyncIteration) and operation != "dunder":
+        is_drawn = operation == "dunder" and arguments[0] in ("__next__", "__anext__")
+        if isinstance(result, StopIteration | StopAsyncIteration) and not is_drawn:
             # It would end a loop of the tests early.
             raise RuntimeError("the response raised StopIteration") from result
         raise result
@@ -258,13 +266,12 @@ class Remote(Codec):
 
     def saw(self, error: object) -> None:
         """Note an error of the tests that the response can catch: a failed assertion must not be lost with it."""
-        is_assertion = isinstance(error, AssertionError) or type(error).__module__ == "_pytest.outcomes"
-        if not isinstance(error, BaseException) or not is_assertion:
-            return
-        trace = error.__traceback__
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        if trace is not None and trace.tb_frame.f_code is not Remote._given.__code__:
+        if isinstance(error, BaseException) and self.source.is_lost(error):
+            self.failures.append(error)
+
+    def swallowed(self, error: object) -> None:
+        """Note an error that the response has caught, where the tests would have asserted something after it."""
+        if isinstance(error, BaseException) and self.source.is_missed(error):
             self.failures.append(error)
 
     def _served(self, operation: str, *arguments: Foreign) -> bytes:
@@ -274,6 +281,8 @@ class Remote(Codec):
             return self.dumps(("return", result))
         except BaseException as error:
             self.saw(error)
+            if self.source.is_missed(error):
+                self.untried.append(error)
             return self.dumps(("raise", error))
 
     # What stands for values of the tests.
@@ -411,7 +420,7 @@ class Remote(Codec):
         known = self._proxies.get(number)
         if number not in self._proxies:
             self._proxies[number] = self._standing(number, self.remote_class(reference), content)
-        elif id(known) in self._own and self.looks_at_identity():
+        elif id(known) in self._own and self.source.looks_at_identity:
             self._own.discard(id(known))
         elif id(known) in self._own:
             if number not in self._twins:
@@ -547,33 +556,6 @@ def _is_visitor(value: object) -> bool:
     return kind.__module__ in ("tests", "test_solution") or kind in (SimpleNamespace, io.StringIO) or _is_mock(value)
 
 
-def _refresh(old: Foreign, new: Foreign) -> None:
-    """Give a container of the tests the content that the response has given it; what it holds stays the same object."""
-    if type(old) is not type(new):
-        raise TypeError("an argument that the response has changed cannot be carried")
-    if type(old) is list:
-        old[:] = [_kept(before, after) for before, after in zip(old, new, strict=False)] + new[len(old) :]
-    elif isinstance(old, dict):
-        kept = {key: _kept(old.get(key), after) for key, after in new.items()}
-        old.clear()
-        (dict.update if type(old) is Counter else type(old).update)(old, kept)
-    elif isinstance(old, set):
-        old.clear()
-        old.update(new)
-    elif isinstance(old, deque):
-        old.clear()
-        old.extend(new)
-    else:
-        old[slice(None) if type(old) is bytearray else ...] = new
-
-
-def _kept(before: Foreign, after: Foreign) -> Foreign:
-    if type(before) is type(after) and type(before) in (list, dict, set):
-        _refresh(before, after)
-        return before
-    return after
-
-
 def _word_of(self: Foreign, other: object) -> bool:
     """Whether the response may see the other value of a comparison, and say what comes of it."""
     return isinstance(type(other), RemoteClass) or (bool(type(self)._remote_named) and remote().is_own(self))
@@ -614,12 +596,19 @@ def _contains(self: Foreign, member: object) -> bool:
 
 def _left(self: Foreign, kind: object, error: object, _: object) -> Foreign:
     remote().saw(error)
-    return remote().request("dunder", "__exit__", self, (kind, error, None))
+    if is_caught := remote().request("dunder", "__exit__", self, (kind, error, None)):
+        remote().swallowed(error)
+    return is_caught
 
 
 def _left_later(self: Foreign, kind: object, error: object, _: object) -> Foreign:
+    async def left() -> Foreign:
+        if is_caught := await remote().request("dunder", "__aexit__", self, (kind, error, None)):
+            remote().swallowed(error)
+        return is_caught
+
     remote().saw(error)
-    return remote().request("dunder", "__aexit__", self, (kind, error, None))
+    return left()
 
 
 def _bound(self: Foreign, instance: object, owner: object = None) -> Foreign:
@@ -659,6 +648,8 @@ def _generator(sender: Remote, number: object) -> Generator[Foreign, Foreign, Fo
         while True:
             sender.count_draw()
             found = sender.request(*step)  # type: ignore[arg-type]
+            if step[0] == "throw":
+                sender.swallowed(step[2])
             if type(found) is not tuple or len(found) != 2 or type(found[0]) is not bool:
                 end(BROKEN, "the response has broken its channel")
             if not found[0]:
@@ -775,11 +766,16 @@ _SERVED: dict[object, Callable[..., object]] = {
 }
 
 
-def _module(sender: Remote, name: object) -> object:
-    """A module that the response has imported, from this side's own packages."""
+def _module(sender: Remote, name: object, number: object, reference: object) -> object:
+    """A module that the response has imported, from this side's own packages; a proxy where there is none to import."""
+    sender.remote_class(reference)
     if type(name) is not str or name in ("tests", "test_solution", "__main__"):
         raise Malformed("no module")
-    return importlib.import_module(name)
+    # What does something when it is imported is not for a response to choose.
+    if name in sys.modules or _ACTING.isdisjoint(name.split(".")):
+        with contextlib.suppress(ImportError, ValueError):
+            return importlib.import_module(name)
+    return sender.instance(number, reference if type(reference) is not tuple else reference[0])
 
 
 _RESOLVERS: dict[str, Callable[..., object]] = {

@@ -151,7 +151,7 @@ class _Host(Codec):
         if isinstance(value, type):
             return ("class", self._class(value))
         if isinstance(value, ModuleType) and value is not self.module:
-            return ("module", value.__name__)
+            return ("module", value.__name__, self._number(value), self._class(kind))
         number = self._number(value)
         if kind is GeneratorType or kind is CoroutineType:
             return ("generator" if kind is GeneratorType else "coroutine", number)

@@ -13,14 +13,14 @@ import marshal
 import opcode
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Iterable
 from types import CodeType, FunctionType
 from typing import NoReturn
 
 from services.sandbox_judge.jail import loading, running, shared_child
 from services.sandbox_judge.jail.loading import COMPLETION, PYTEST, Names, Sent
 from services.sandbox_judge.jail.proxies import Remote, forget
+from services.sandbox_judge.jail.source import Source, names_bound, names_taken
 from services.sandbox_judge.jail.wire import Foreign, Link
 
 LINK = 4
@@ -78,10 +78,10 @@ def plan(style: int, before: str, code: str, entry_point: str) -> bytes:
     if style == PYTEST or names & _REACHING or any(_is_class_name(name) for name in names):
         tree = ast.parse(code)
         if style == PYTEST:
-            bound = frozenset(_bound(tree) | vars(builtins).keys()) - {entry_point}
-            words = set(_taken(tree))
+            bound = frozenset(names_bound(tree) | vars(builtins).keys()) - {entry_point}
+            words = set(names_taken(tree))
         else:
-            words = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - _bound(tree)
+            words = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - names_bound(tree)
         capitals = frozenset(filter(_is_class_name, words))
     found = {"tests": tests, "begun": begun, "names": tuple(sorted(names)), "bound": bound, "capitals": capitals}
     return marshal.dumps(found, 2)
@@ -100,10 +100,9 @@ def _judge(sent: Sent, link: Link) -> int:
     sys.setrecursionlimit(_RECURSION)
     nonce, entry_point = sent["nonce"], sent["entry_point"]
     tests = _Tests(sent)
-    remote = Remote(link)
+    remote = Remote(link, Source(sent["code"]))
     remote.kept, remote.named = tests.bound, tests.named()
     remote.seeds = "seed(" in sent["code"]
-    remote.looks_at_identity = cache(lambda: _looks_at_identity(sent["code"]))
     try:
         found, *rest = remote.request("load", tests.wanted, entry_point)
         if found == "no program":
@@ -113,8 +112,8 @@ def _judge(sent: Sent, link: Link) -> int:
             running.say(f"the response does not define {entry_point}")
             return running.WRONG
         outcome = tests.run(dict(rest[0]), remote)
-        if remote.failures and not _means_to_fail(sent["code"]):
-            raise remote.failures[0]
+        if lost := [*remote.failures, *remote.untried]:
+            raise lost[0]
     except BaseException as error:
         return running.explained(error)
     running.report(nonce, outcome)
@@ -198,55 +197,6 @@ def _stored(code: CodeType) -> set[str]:
         return set()
     steps = zip(code.co_code[::2], code.co_code[1::2], strict=True)
     return {code.co_names[name] for step, name in steps if step == opcode.opmap["STORE_NAME"]}
-
-
-def _bound(tree: ast.Module) -> set[str]:
-    """Names that the tests define, import or set themselves."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            names.add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.arg):
-            names.add(node.arg)
-        elif isinstance(node, ast.Import | ast.ImportFrom) and getattr(node, "module", "") != "solution":
-            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-    return names
-
-
-def _taken(tree: ast.Module) -> Iterator[str]:
-    """What a file takes from the module `solution`."""
-    aliases = {"solution"}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == "solution":
-            yield from (alias.name for alias in node.names)
-            if any(alias.name == "*" for alias in node.names):
-                loaded = {each.id for each in ast.walk(tree) if isinstance(each, ast.Name)}
-                yield from loaded - _bound(tree)
-        elif isinstance(node, ast.Import):
-            aliases |= {alias.asname for alias in node.names if alias.name == "solution" and alias.asname}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
-            yield node.attr
-
-
-def _looks_at_identity(code: str) -> bool:
-    """Whether tests compare objects by what they are, not only with None and the like."""
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Compare) and any(isinstance(sign, ast.Is | ast.IsNot) for sign in node.ops):
-            if not any(isinstance(side, ast.Constant) for side in (node.left, *node.comparators)):
-                return True
-        elif (getattr(node, "attr", "") or getattr(node, "id", "")) in ("assertIs", "assertIsNot", "id"):
-            return True
-    return False
-
-
-def _means_to_fail(code: str) -> bool:
-    """Whether tests raise errors of failed assertions on purpose, as for a function that has to catch them."""
-    asserted = (node.test for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Assert))
-    constant = any(not any(isinstance(part, ast.Name) for part in ast.walk(test)) for test in asserted)
-    return constant or "AssertionError" in code
 
 
 def _is_stub(value: Foreign) -> bool:

@@ -527,6 +527,33 @@ def _pairs(parts: list[Foreign]) -> dict[Foreign, Foreign]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
+def refresh(old: Foreign, new: Foreign) -> None:
+    """Give a container the content of another of its type; what both hold stays the same object. Raises TypeError."""
+    if type(old) is not type(new):
+        raise TypeError("an argument that the response has changed cannot be carried")
+    if type(old) is list:
+        old[:] = [_kept(before, after) for before, after in zip(old, new, strict=False)] + new[len(old) :]
+    elif isinstance(old, dict):
+        kept = {key: _kept(old.get(key), after) for key, after in new.items()}
+        old.clear()
+        (dict.update if type(old) is Counter else type(old).update)(old, kept)
+    elif isinstance(old, set):
+        old.clear()
+        old.update(new)
+    elif isinstance(old, deque):
+        old.clear()
+        old.extend(new)
+    else:
+        old[slice(None) if type(old) is bytearray else ...] = new
+
+
+def _kept(before: Foreign, after: Foreign) -> Foreign:
+    if type(before) is type(after) and type(before) in (list, dict, set):
+        refresh(before, after)
+        return before
+    return after
+
+
 class Link:
     """One end of the channel: frames of bounded length, one after the other."""
 

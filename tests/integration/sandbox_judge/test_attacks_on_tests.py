@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
 from services.sandbox_judge.embedded import MemoryStore
-from services.sandbox_judge.probe import choose_tier, why_not
 from services.sandbox_judge.sandbox_worker import SandboxWorker
 from services.sandbox_judge.scoring import judge_code
-from services.sandbox_judge.settings import Settings
+from services.sandbox_judge.settings import IsolationTier, Settings
 from services.sandbox_judge.stage import JudgeScheduler
 from spo.v1 import verdict_pb2
 from spo.v1.judge_service_pb2 import Priority
 from spo.v1.verdict_pb2 import CodeTests, CodeTestStyle, Limits, Outcome, TestIsolation, Verdict
+from tests.support.budget import ALL
+from tests.support.places import TOOLS, everywhere, require_passed, require_some_everywhere, run_as_nobody, why_absent
 
 MODULE = CodeTestStyle.CODE_TEST_STYLE_MODULE
 COMPLETION = CodeTestStyle.CODE_TEST_STYLE_COMPLETION
@@ -22,7 +25,9 @@ PYTEST = CodeTestStyle.CODE_TEST_STYLE_PYTEST
 SEPARATE, SHARED = TestIsolation.TEST_ISOLATION_SEPARATE, TestIsolation.TEST_ISOLATION_SHARED
 HONEST = "def half(number):\n    return number / 2\n"
 BAD = "def half(number): return 1\n"
+FAILING = "def half(number): raise ValueError\n"
 E = "class E:\n    def __init__(self, *a): pass\n"
+OPENED = "class Opened:\n    def __enter__(self): return self\n    def __exit__(self, *a): return True\n"
 
 ASSERTS = "assert half(4) == 2\nassert all(half(2 * n) == n for n in range(5))\nassert half(10) == 5\n"
 PYTEST_FILE = """from solution import half
@@ -480,15 +485,173 @@ ATTACKS: dict[str, tuple[CodeTestStyle.ValueType, str, str]] = {
         "def right(x): assert x == 2\nrun(right, 4)\n",
         "def run(f, n):\n    try: f(1)\n    except BaseException: pass\n",
     ),
+    "a context that swallows its own error before the assertion": (
+        MODULE,
+        "with Opened() as o:\n    assert o.half(4) == 2\n",
+        f"{OPENED}    def half(self, n): raise ValueError\n",
+    ),
+    "a context that swallows what comparing raises": (
+        MODULE,
+        "with Opened() as o:\n    assert abs(o.half(4) - 2) < 1e-6\n",
+        f"{OPENED}    def half(self, n): return self\n",
+    ),
+    "a context that swallows an error of a function that asserts": (
+        MODULE,
+        "def check(o):\n    found = o.half(4)\n    assert found == 2\nwith Opened() as o:\n    check(o)\n",
+        f"{OPENED}    def half(self, n): raise ValueError\n",
+    ),
+    "a context that ends a loop of assertions": (
+        MODULE,
+        "with Opened() as o:\n    for n in range(5):\n        assert o.half(2 * n) == n\n        o.count()\n",
+        f"{OPENED}    def half(self, n): return 0\n    def count(self): raise KeyError\n",
+    ),
+    "a context that swallows assertions, in tests with a constant one": (
+        MODULE,
+        "assert True, 'the tests run'\nwith Opened() as o:\n    assert o.half(4) == 2\n",
+        f"{OPENED}    def half(self, n): return 1\n",
+    ),
+    "a context that swallows its own error before unittest's assertion": (
+        MODULE,
+        UNITTEST.replace(
+            "self.assertEqual(half(4), 2)", "\n        with Opened() as o: self.assertEqual(o.half(4), 2)"
+        ),
+        f"{OPENED}    def half(self, n): raise ValueError\ndef half(n): return 5\n",
+    ),
+    "a context that swallows its own error in a file of pytest's": (
+        PYTEST,
+        "from solution import Opened\ndef test_half():\n    with Opened() as o:\n        assert o.half(4) == 2\n",
+        f"{OPENED}    def half(self, n): raise ValueError\n",
+    ),
+    "a context in a stack of contexts that swallows its own error": (
+        MODULE,
+        "import contextlib\nwith contextlib.ExitStack() as stack:\n    o = stack.enter_context(Opened())\n"
+        "    assert o.half(4) == 2\n",
+        f"{OPENED}    def half(self, n): raise ValueError\n",
+    ),
+    "an asynchronous context that swallows its own error": (
+        MODULE,
+        "import asyncio\nasync def main():\n    async with Opened() as o:\n        assert o.half(4) == 2\n"
+        "asyncio.run(main())\n",
+        "class Opened:\n    async def __aenter__(self): return self\n    async def __aexit__(self, *a): return True\n"
+        "    def half(self, n): raise ValueError\n",
+    ),
+    "a generator as context that swallows its own error": (
+        MODULE,
+        "import contextlib\nwith contextlib.contextmanager(opened)():\n    assert half(4) == 2\n",
+        f"def opened():\n    try: yield\n    except BaseException: pass\n{FAILING}",
+    ),
+    "a decorator that swallows its own error": (
+        MODULE,
+        "@again\ndef f():\n    assert half(4) == 2\nf()\n",
+        "def again(f):\n    def g():\n        try: f()\n        except BaseException: pass\n    return g\n" + FAILING,
+    ),
+    "a function handed in that its own error ends": (
+        MODULE,
+        "def right(n): assert half(n) == n / 2\nfor_each([2, 4], right)\n",
+        "def for_each(ns, f):\n    for n in ns:\n        try: f(n)\n        except Exception: pass\n" + FAILING,
+    ),
+    "an iterator handed in that its own error ends": (
+        MODULE,
+        "def halves():\n    for n in [2, 4]:\n        assert half(n) == n / 2\n        yield n\n"
+        "assert total(halves()) >= 0\n",
+        "def total(ns):\n    try: return sum(ns)\n    except Exception: return 0\n" + FAILING,
+    ),
+    "a method of the tests that its own error ends": (
+        MODULE,
+        "class Check:\n    def visit(self, n):\n        assert half(n) == n / 2\nwalk(Check())\n",
+        "def walk(check):\n    try: check.visit(4)\n    except Exception: pass\n" + FAILING,
+    ),
+    "a coroutine of the tests that its own error ends": (
+        MODULE,
+        "import asyncio\nasync def check(n):\n    assert half(n) == n / 2\nasyncio.run(gather(check(4)))\n",
+        "async def gather(one):\n    try: await one\n    except Exception: pass\n" + FAILING,
+    ),
+    **{
+        f"the end of an iteration raised by {method}": (
+            MODULE,
+            f"assert all(map(lambda n: {use}, range(5)))\n",
+            f"{E}    def {method}(self, *a): raise StopIteration\ndef halves(n): return E()\n",
+        )
+        for method, use in {
+            "__getitem__": "halves(10)[n] == n",
+            "__iter__": "list(halves(n)) == [n]",
+            "__len__": "len(halves(n)) == n",
+            "__bool__": "not halves(n)",
+            "__call__": "halves(n)() == n",
+            "__str__": "str(halves(n)) == str(n)",
+            "__enter__": "halves(n).__enter__() == n",
+        }.items()
+    },
+    "a case that hypothesis is told to leave out": (
+        PYTEST,
+        "from hypothesis import given, strategies\nfrom solution import half\n"
+        "@given(strategies.integers(0, 1000))\ndef test_half(n):\n    assert half(2 * n) == n\n",
+        "import hypothesis\ndef half(n):\n    hypothesis.assume(n < 500)\n    return n // 2\n",
+    ),
+    "a module that runs when it is imported": (
+        MODULE,
+        "assert half.main(4) == 2\n",
+        "import types\nhalf = types.ModuleType('unittest.__main__')\n",
+    ),
+    "content of its own dictionary": (
+        MODULE,
+        "assert sorted(both(4).items()) == [('half', 2)]\n",
+        f"{E}    __eq__ = __lt__ = lambda s, o: True\nclass D(dict):\n    def items(self): return [E()]\n"
+        "def both(n): return D(half=1)\n",
+    ),
+    "found by its hash": (
+        MODULE,
+        "assert {half(4)} == {2} and {2: 'x'}[half(4)] == 'x'\n",
+        f"{E}    __eq__ = lambda s, o: True\n    __hash__ = lambda s: hash(2)\ndef half(n): return E()\n",
+    ),
+    "matched by a pattern": (
+        MODULE,
+        "match half(4):\n    case 2: pass\n    case _: raise ValueError('wrong')\n",
+        f"{E}    __eq__ = lambda s, o: True\ndef half(n): return E()\n",
+    ),
+    "text of its own in a format": (
+        MODULE,
+        "assert f'{half(4)}' == '2.0' and '%s' % half(6) == '3.0'\n",
+        f"class S(str):\n    __eq__ = lambda s, o: True\n{E}    __format__ = __str__ = lambda *a: S('x')\n"
+        "def half(n): return E()\n",
+    ),
+    "an array that says what is done with it": (
+        MODULE,
+        "import numpy\nassert numpy.array_equal(half(numpy.arange(3.0)), [0, 0.5, 1])\n",
+        "import numpy\nclass A(numpy.ndarray):\n    __eq__ = lambda s, o: True\n"
+        "    __array_ufunc__ = __array_function__ = lambda s, *a, **k: True\n"
+        "def half(a): return numpy.zeros(3).view(A)\n",
+    ),
+    "a thread that ends the process": (
+        MODULE,
+        ASSERTS,
+        "import os, threading\nthreading.Thread(target=lambda: os._exit(0)).start()\n" + BAD,
+    ),
 }
 
 
+@pytest.fixture
+def tier(request: pytest.FixtureRequest) -> str:
+    if reason := why_absent(request.param):
+        pytest.skip(f"{request.param}: {reason}")
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def judge() -> Iterator[JudgeScheduler]:
-    settings = Settings().model_copy(update={"recheck_rate": 0.0})
-    scheduler = JudgeScheduler(MemoryStore(), settings, choose_tier(settings), workers=1)
-    yield scheduler
-    scheduler.close(20)
+def judges() -> Iterator[dict[str, JudgeScheduler]]:
+    """One per tier, for all attacks."""
+    opened = dict[str, JudgeScheduler]()
+    yield opened
+    for judge in opened.values():
+        judge.close(20)
+
+
+@pytest.fixture
+def judge(tier: str, judges: dict[str, JudgeScheduler]) -> JudgeScheduler:
+    if tier not in judges:
+        settings = Settings().model_copy(update={"recheck_rate": 0.0})
+        judges[tier] = JudgeScheduler(MemoryStore(), settings, cast("IsolationTier", tier), workers=1)
+    return judges[tier]
 
 
 def judged(judge: JudgeScheduler, tests: CodeTests, *responses: str) -> list[Verdict]:
@@ -497,11 +660,16 @@ def judged(judge: JudgeScheduler, tests: CodeTests, *responses: str) -> list[Ver
     return judge.submit(responses, "python", digest, Priority.PRIORITY_TRAINING).verdicts(60)
 
 
-def test_there_are_sixty_attacks() -> None:
-    assert len(ATTACKS) >= 60
+def test_there_are_a_hundred_attacks() -> None:
+    assert len(ATTACKS) >= 100
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.skipif(ALL in os.environ, reason="all are tried everywhere")
+def test_every_place_has_some_of_the_attacks() -> None:
+    require_some_everywhere(list(ATTACKS))
+
+
+@everywhere("name", [pytest.param(name, id=name) for name in ATTACKS])
 def test_no_attack_is_paid_and_its_neighbour_is(judge: JudgeScheduler, name: str) -> None:
     style, code, response = ATTACKS[name]
     before = {COMPLETION: "def half(number):\n", MODULE: ORACLE if code == BY_ORACLE else ""}.get(style, "")
@@ -519,7 +687,7 @@ def test_no_attack_is_paid_and_its_neighbour_is(judge: JudgeScheduler, name: str
 
 @pytest.mark.parametrize("response", [REPLACES + BAD, READS], ids=["replaces", "reads"])
 def test_tests_and_response_share_no_folder_where_the_tier_has_no_mounts(response: str) -> None:
-    if reason := why_not("seccomp+landlock"):
+    if reason := why_absent("seccomp+landlock"):
         pytest.skip(reason)
     worker = SandboxWorker("seccomp+landlock", 0, rehearsed=False)
     test_set = verdict_pb2.TestSet(code_tests=CodeTests(style=PYTEST, code=PYTEST_FILE), limits=Limits(cpu_seconds=1))
@@ -528,3 +696,14 @@ def test_tests_and_response_share_no_folder_where_the_tier_has_no_mounts(respons
     finally:
         worker.close()
     assert (verdict.outcome, verdict.tests_passed) == (Outcome.OUTCOME_WRONG_ANSWER, 0), verdict
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(os.geteuid() != 0, reason="already runs as an unprivileged user")
+def test_no_attack_is_paid_where_an_unprivileged_user_judges(tmp_path_factory: pytest.TempPathFactory) -> None:
+    place = tmp_path_factory.mktemp("interpreter")
+    with run_as_nobody(__file__, place) as process:
+        if process is None:
+            pytest.skip(f"not all of {', '.join(TOOLS)} are installed")
+        require_passed(process, place)

@@ -22,6 +22,73 @@ NODE = "class ListNode:\n    def __init__(self, val=0, next=None):\n        self
 
 # Name of a table's row -> style, `before`, the tests, a right response.
 HONEST: dict[str, tuple[CodeTestStyle.ValueType, str, str, str]] = {
+    "contexts and callers that are to swallow errors": (
+        MODULE,
+        "",
+        """
+with Suppress(ValueError):
+    raise ValueError("x")
+with Suppress(KeyError) as s:
+    assert s.kinds
+    {}[1]
+try:
+    with Suppress(KeyError): raise ValueError
+except ValueError: pass
+else: assert False
+with ignoring(KeyError): raise KeyError
+calls = []
+@retry(3)
+def flaky():
+    calls.append(1)
+    if len(calls) < 3: raise ValueError("x")
+    assert len(calls) == 3
+    return "ok"
+assert flaky() == "ok"
+def test():
+    assert safely(lambda: boom()) is None and safely(int, "x") is None
+    assert True
+test()
+""",
+        """
+import contextlib
+class Suppress:
+    def __init__(self, *kinds): self.kinds = kinds
+    def __enter__(self): return self
+    def __exit__(self, kind, *a): return kind is not None and issubclass(kind, self.kinds)
+@contextlib.contextmanager
+def ignoring(kind):
+    try: yield
+    except kind: pass
+def retry(times):
+    def decorate(f):
+        def again(*a):
+            for _ in range(times):
+                try: return f(*a)
+                except Exception as error: last = error
+            raise last
+        return again
+    return decorate
+def boom(): raise ValueError
+def safely(f, *a):
+    try: return f(*a)
+    except Exception: return None
+""",
+    ),
+    "modules": (
+        PYTEST,
+        "",
+        """
+from solution import *
+def test_modules():
+    assert math.floor(half(5)) == 2 and np.allclose(half(4), 2) and tools.half(4) == 2 and tools.half is tools.half
+""",
+        """
+import math, types, numpy as np
+def half(n): return n / 2
+tools = types.ModuleType("tools")
+tools.half = half
+""",
+    ),
     "builtins that the tests replace for themselves": (
         MODULE,
         "",
