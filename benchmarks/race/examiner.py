@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.race.course import Checkpoint, Examined
 from benchmarks.race.peer import own_judge
 from spo.errors import NotReady
-from spo.local.judge_client import bound_to_this_process
+from spo.local.die_with_parent import bound_to_this_process
 
 # An examination costs as much as thirty of GRPO's steps. Of many checkpoints every FOURTH is examined, and where one of
 # those passes a goal, the ones before it too: the first that passes is still the one that counts.

@@ -17,7 +17,8 @@ from typing import Any
 from benchmarks.race.course import Checkpoint
 from benchmarks.race.cpu import tree_cpu_seconds
 from spo.errors import NotReady
-from spo.local.judge_client import EmbeddedJudge, bound_to_this_process
+from spo.local.die_with_parent import bound_to_this_process
+from spo.local.judge_client import EmbeddedJudge
 
 LONGEST_SILENCE_SECONDS = 1800.0
 INSTALL_SECONDS = 900.0

@@ -41,7 +41,8 @@ from spo.client import Client
 from spo.client.models import Event, Job, MetricSeries, StepEvaluation
 from spo.console import ExitCode, console, error_console, while_checked
 from spo.errors import InternalError, InvalidInput, NotReady, PreconditionFailed, SpoError
-from spo.local.judge_client import ChildStatus, bound_to_this_process, running_platforms
+from spo.local.die_with_parent import bound_to_this_process
+from spo.local.judge_client import ChildStatus, running_platforms
 from spo.local.launcher import Interrupted, LauncherSettings, LocalPlatform, signals_interrupt
 from spo.observability import configure_logs
 from spo.rpc.client import RpcClient

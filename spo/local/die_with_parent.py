@@ -23,6 +23,11 @@ def die_with_parent(parent_pid: int) -> None:
         sys.exit(1)
 
 
+def bound_to_this_process(command: list[str]) -> list[str]:
+    """The command, made to die with this process; start it from a thread that lives as long as it is needed."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+
+
 def die_with_torchrun() -> None:
     """Where torchrun started this process: have it end with torchrun, or at once where that has died already.
 

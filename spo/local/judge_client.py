@@ -22,7 +22,8 @@ from typing import IO, TypedDict
 import psutil
 
 from spo.errors import NotFound, NotReady, ResourceExhausted, SpoError, Unreachable
-from spo.local import die_with_parent
+from spo.local.die_with_parent import bound_to_this_process
+from spo.local.warm_parent import WarmParent, WarmProcess
 from spo.rpc.client import RpcClient, is_healthy, show_token
 from spo.service.settings import PlatformSettings
 from spo.v1.judge_service_pb2 import (
@@ -47,11 +48,6 @@ PAUSE_SECONDS = 0.2
 RUNNING_JUDGE_WORKERS = 4
 
 
-def bound_to_this_process(command: list[str]) -> list[str]:
-    """The command, made to die with this process; start it from a thread that lives as long as it is needed."""
-    return [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid()), *command]
-
-
 class ChildStatus(TypedDict):
     """What state.json and reports say of a child; pid is None before its first start."""
 
@@ -74,10 +70,13 @@ class Child:
     log_path: Path
     address: str
     is_ready: Callable[[], bool]
+    # Of a service whose libraries it has loaded, with the module that the command runs.
+    warm_parent: WarmParent | None = None
+    module: str = ""
     restarts: int = field(default=0, init=False)
     fast_deaths: int = field(default=0, init=False)
     exit_status: int | None = field(default=None, init=False)
-    _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _process: subprocess.Popen[bytes] | WarmProcess | None = field(default=None, init=False)
     _started_at: float = field(default=0.0, init=False)
     _restart_at: float | None = field(default=None, init=False)
 
@@ -91,8 +90,20 @@ class Child:
 
     def start(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._process = self._fork() or self._new_process()
+        self._started_at = time.monotonic()
+        self._restart_at = None
+
+    def waits_for_libraries(self) -> bool:
+        """Whether the process that it will be forked from still loads; start it when that has ended."""
+        return self.warm_parent is not None and not self.warm_parent.is_ready() and not self.warm_parent.is_gone()
+
+    def _fork(self) -> WarmProcess | None:
+        return self.warm_parent.start(self.module, self.environment, self.log_path) if self.warm_parent else None
+
+    def _new_process(self) -> subprocess.Popen[bytes]:
         with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 bound_to_this_process(self.command),
                 env=dict(self.environment),
                 stdin=subprocess.DEVNULL,
@@ -101,8 +112,6 @@ class Child:
                 # Ctrl-C in the terminal then reaches the launcher alone, which stops the children in order.
                 start_new_session=True,
             )
-        self._started_at = time.monotonic()
-        self._restart_at = None
 
     def revive(self) -> bool:
         """Restart a dead child once its pause is over; True when a process was started.

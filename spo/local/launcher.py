@@ -37,6 +37,7 @@ from spo import redis_keys
 from spo.console import console
 from spo.errors import Conflict, NotFound, NotReady, PreconditionFailed
 from spo.local.judge_client import Child, ChildStatus, PlatformState, read_state, running_platforms, write_state
+from spo.local.warm_parent import WarmParent
 from spo.messaging.connection import connect, open_client
 from spo.observability import configure_logs, get_logger
 from spo.rpc.client import is_healthy, show_token
@@ -52,6 +53,13 @@ CHECK_SECONDS = 3600
 log = get_logger("launcher")
 
 LOOK_SECONDS = 1.0
+
+# What the three services that are forked load, by service.
+WARM_MODULES = {
+    "inference": ("services.inference.replica", "services.inference.rollouts", "services.inference.service"),
+    "value-estimation": ("services.value_estimation.workers", "services.value_estimation.service"),
+    "trainer": ("services.trainer.deepspeed_engine", "services.trainer.loop"),
+}
 
 # The verifiers too, whether or not a job needs them: without a model they are small, and a job finds them ready.
 SERVICES = ("orchestrator", "sandbox-judge", "verifier", "replay-buffer", "inference", "value-estimation", "trainer")
@@ -295,6 +303,9 @@ class LauncherSettings(BaseSettings):
     start_seconds: float = Field(default=240, gt=0, description="Longest wait until every service is ready.")
     drain_seconds: float = Field(default=10, gt=0, description="Grace of each service after SIGTERM.")
     trainer_ranks: int = Field(default=1, ge=1, le=64, description="Processes of the trainer; above 1 by torchrun.")
+    warm: bool = Field(
+        default=True, description="Load libraries once and fork the services that use them; not with GPUs."
+    )
     mirror: str = Field(default="", description="Where all curves go: tensorboard:FOLDER, mlflow:URI, wandb:PROJECT.")
 
 
@@ -302,13 +313,15 @@ class LauncherSettings(BaseSettings):
 class LocalPlatform:
     """Starts, watches and stops the children; use as a context manager.
 
-    `extra_environment` goes to every child; `state_path` holds weights, checkpoints and caches.
+    `extra_environment` goes to every child; `state_path` holds weights, checkpoints and caches. `warm_parent` is one
+    that other platforms fork from too: whoever began it closes it.
     """
 
     name: str
     state_path: Path
     settings: LauncherSettings = field(default_factory=LauncherSettings)
     extra_environment: dict[str, str] = field(default_factory=dict)
+    warm_parent: WarmParent | None = None
     children: list[Child] = field(default_factory=list, init=False)
     http_url: str = field(default="", init=False)
     redis_url: str = field(default="", init=False)
@@ -316,6 +329,7 @@ class LocalPlatform:
     _thread: threading.Thread | None = field(default=None, init=False)
     _ready: bool = field(default=False, init=False)
     _replicas: LocalReplicas = field(init=False)
+    _warm: WarmParent | None = field(default=None, init=False)
     _held: ExitStack = field(default_factory=ExitStack, init=False)
 
     @cached_property
@@ -445,6 +459,7 @@ class LocalPlatform:
             connect(own_redis, PlatformSettings().redis_wait_seconds).close()
         self.redis_url = own_redis or f"redis://127.0.0.1:{ports[REDIS]}/0"
         shared = self._shared_environment(ports)
+        self._warm = self.warm_parent or self._own_warm_parent(shared)
         children = [self._service(name, name, f"127.0.0.1:{ports[name]}", ports, shared) for name in SERVICES]
         if not own_redis:
             children.insert(0, self._redis(ports[REDIS]))
@@ -490,7 +505,20 @@ class LocalPlatform:
                 return False
             return is_healthy(address)
 
-        return Child(name, [sys.executable, *module], environment, self._log_path(name), address, answers)
+        warm = self._warm if service in self._warm_services else None
+        command = [sys.executable, *module]
+        return Child(name, command, environment, self._log_path(name), address, answers, warm, module[-1])
+
+    @property
+    def _warm_services(self) -> list[str]:
+        """Those that are forked. Ranks are torchrun's children; a GPU that a parent has seen is lost to its forks."""
+        if not self.settings.warm or self._gpus or sys.platform != "linux":
+            return []
+        return [name for name in WARM_MODULES if name != "trainer" or self.settings.trainer_ranks == 1]
+
+    def _own_warm_parent(self, shared: dict[str, str]) -> WarmParent | None:
+        modules = tuple(module for name in self._warm_services for module in WARM_MODULES[name])
+        return WarmParent(modules, shared, self._log_path("warm-parent")) if modules else None
 
     def _shared_environment(self, ports: dict[str, int]) -> dict[str, str]:
         addresses = {f"SPO_{_underscored(name).upper()}_ADDRESS": f"127.0.0.1:{ports[name]}" for name in SERVICES}
@@ -516,10 +544,17 @@ class LocalPlatform:
 
     def _supervise(self) -> None:
         try:
+            if self._warm and self._warm is not self.warm_parent:
+                self._warm.begin()
+            loading = [child for child in self.children if child.warm_parent]
             for child in self.children:
-                child.start()
+                if child not in loading:
+                    child.start()
             written: PlatformState | None = None
             while not self._stopping.wait(0.25):
+                for child in [child for child in loading if not child.waits_for_libraries()]:
+                    child.start()
+                    loading.remove(child)
                 for child in self.children:
                     if child.revive():
                         log.warning("restarted", child=child.name, restarts=child.restarts, status=child.exit_status)
@@ -530,6 +565,8 @@ class LocalPlatform:
         finally:
             self._stopping.set()
             self._stop_children()
+            if self._warm and self._warm is not self.warm_parent:
+                self._warm.close()
             self.state_file.unlink(missing_ok=True)
 
     def _stop_children(self) -> None:

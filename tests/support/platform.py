@@ -15,6 +15,7 @@ from spo.local.judge_client import Child
 from spo.local.launcher import LauncherSettings, LocalPlatform
 from spo.messaging.connection import connect
 from spo.testing.peers import check_ledger, wait_until
+from tests.support.warm_services import warm_parent
 
 START_SECONDS = 300
 
@@ -33,7 +34,8 @@ def running_platform(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SPO_REDIS_URL", raising=False)
-        with LocalPlatform("test", folder / "state", settings, dict(environment or {})) as platform:
+        warm = warm_parent()
+        with LocalPlatform("test", folder / "state", settings, dict(environment or {}), warm) as platform:
             platform.wait_until_ready()
             yield platform
 

@@ -15,7 +15,7 @@ from random import Random
 
 import psutil
 
-from spo.local.judge_client import bound_to_this_process
+from spo.local.die_with_parent import bound_to_this_process
 from spo.local.launcher import REDIS, SERVICES
 from spo.testing.peers import wait_until
 from tests.chaos.faults.fault import Fault, Inflicted, Stage

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import redis
 
 from spo import redis_keys
+from spo.local.warm_parent import WarmProcess
 from spo.messaging import streams
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
@@ -26,6 +25,7 @@ from spo.v1.orchestrator_service_pb2_grpc import (
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, Prompt, PromptGroup, Sampling
 from spo.v1.weights_pb2 import WeightAnnouncement
 from spo.weights.store import StoredVersion, WeightStore
+from tests.support.warm_services import start_warm
 
 RUN = "job_01"
 WAIT_SECONDS = 240.0
@@ -55,9 +55,9 @@ class Platform:
         add_OrchestratorServiceServicer_to_server(self.orchestrator, self.server.server)
         self.server.start()
         self.store = WeightStore(folder / "weights")
-        self.replicas: list[subprocess.Popen[bytes]] = []
+        self.replicas: list[WarmProcess] = []
 
-    def start_replica(self, module: str = "services.inference", **more: str) -> subprocess.Popen[bytes]:
+    def start_replica(self, module: str = "services.inference", **more: str) -> WarmProcess:
         settings = {
             "SPO_REDIS_URL": self.redis_url,
             "SPO_ORCHESTRATOR_ADDRESS": self.server.address,
@@ -68,10 +68,9 @@ class Platform:
             "OMP_NUM_THREADS": "1",
             **more,
         }
-        with (self.folder / f"replica-{len(self.replicas)}.log").open("wb") as output:
-            replica = subprocess.Popen(
-                [sys.executable, "-m", module], env=os.environ | settings, stderr=output, stdout=output
-            )
+        log = self.folder / f"replica-{len(self.replicas)}.log"
+        log.unlink(missing_ok=True)
+        replica = start_warm(module, os.environ | settings, log)
         self.replicas.append(replica)
         return replica
 
@@ -80,14 +79,14 @@ class Platform:
             next_heartbeat_seconds=0.2, run_id=run_id, model_path=str(model_path or self.folder / "model")
         )
 
-    def beat(self, replica: subprocess.Popen[bytes]) -> orchestrator.HeartbeatRequest:
+    def beat(self, replica: WarmProcess) -> orchestrator.HeartbeatRequest:
         assert replica.poll() is None, self.log_of(replica)
         return self.orchestrator.beats.get(replica.pid, orchestrator.HeartbeatRequest())
 
-    def log_of(self, replica: subprocess.Popen[bytes]) -> str:
+    def log_of(self, replica: WarmProcess) -> str:
         return (self.folder / f"replica-{self.replicas.index(replica)}.log").read_text()
 
-    def client(self, replica: subprocess.Popen[bytes]) -> RpcClient:
+    def client(self, replica: WarmProcess) -> RpcClient:
         return RpcClient("inference", self.beat(replica).address, InferenceServiceStub)
 
     def close(self) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 import redis
 
 from spo import redis_keys
+from spo.local.warm_parent import WarmProcess
 from spo.messaging import streams
 from spo.testing.peers import wait_until
 from spo.testing.trainer import write_random_llama
@@ -79,13 +79,13 @@ def test_replicas_take_a_broadcast_and_the_files_when_one_of_them_dies_in_it(
         platform.close()
 
 
-def _sampled(platform: Platform, replica: subprocess.Popen[bytes], version: int | None) -> list[list[float]]:
+def _sampled(platform: Platform, replica: WarmProcess, version: int | None) -> list[list[float]]:
     request = inference.GenerateRequest(group=prompt_group(1, version=version))
     group = platform.client(replica).call("Generate", request, WAIT_SECONDS).group
     return [list(trajectory.sampling_logprobs) for trajectory in group.trajectories]
 
 
-def _source(platform: Platform, replica: subprocess.Popen[bytes]) -> str:
+def _source(platform: Platform, replica: WarmProcess) -> str:
     """Where the last loaded version came from."""
     lines = [line for line in platform.log_of(replica).splitlines() if '"weights loaded"' in line]
     return str(json.loads(lines[-1])["source"])

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from spo.errors import Conflict, NotReady, Unreachable
-from spo.local.judge_client import Child, bound_to_this_process, read_state, running_platforms, write_state
+from spo.local.die_with_parent import bound_to_this_process
+from spo.local.judge_client import Child, read_state, running_platforms, write_state
 from spo.local.launcher import LauncherSettings, LocalPlatform, free_ports, gpu_environment
 from spo.testing.peers import wait_until
 
@@ -88,7 +89,7 @@ def test_no_child_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     script = (
         "import subprocess, sys, time\n"
         "from pathlib import Path\n"
-        "from spo.local.judge_client import bound_to_this_process\n"
+        "from spo.local.die_with_parent import bound_to_this_process\n"
         "command = bound_to_this_process([sys.executable, '-S', '-c', 'import time; time.sleep(600)'])\n"
         "child = subprocess.Popen(command)\n"
         f"Path({str(pid_file)!r}).write_text(str(child.pid))\n"

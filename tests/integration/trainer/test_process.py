@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from spo.local.warm_parent import WarmProcess
 from spo.manifest_folder import numbered_folders, open_folder
 from spo.rpc.client import is_healthy
 from spo.spec.job_spec import JobSpec
@@ -28,6 +29,7 @@ from spo.testing.runs import toy_spec
 from spo.testing.trainer import OneJob, TrajectoryPool, served
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.weights.store import WeightStore
+from tests.support.warm_services import start_warm
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +82,7 @@ class Surroundings:
 
     job: OneJob
     pool: TrajectoryPool
-    start: Callable[..., subprocess.Popen[bytes]]
+    start: Callable[..., subprocess.Popen[bytes] | WarmProcess]
 
     def wait_finished(self) -> None:
         self.job.wait_until(lambda: bool(self.job.finished), LIMIT_SECONDS, "the run finishes")
@@ -95,7 +97,7 @@ class Surroundings:
 def surroundings(tiny_model_path: Path, trajectories: list[Any], tmp_path: Path) -> Iterator[Surroundings]:
     job = OneJob(job_spec(tiny_model_path), tmp_path)
     pool = TrajectoryPool(trajectories)  # type: ignore[abstract]
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[subprocess.Popen[bytes] | WarmProcess] = []
     with ExitStack() as stack:
         environment = {
             **os.environ,
@@ -109,9 +111,13 @@ def surroundings(tiny_model_path: Path, trajectories: list[Any], tmp_path: Path)
 
         def start(
             *launcher: str, program: tuple[str, ...] = ("-m", "services.trainer"), **extra: str
-        ) -> subprocess.Popen[bytes]:
-            command = [sys.executable, *launcher, *program]
-            process = subprocess.Popen(command, env={**environment, **extra})
+        ) -> subprocess.Popen[bytes] | WarmProcess:
+            command = [*launcher, *program]
+            process: subprocess.Popen[bytes] | WarmProcess
+            if command == ["-m", "services.trainer"]:
+                process = start_warm(command[-1], {**environment, **extra}, tmp_path / "trainer.log")
+            else:
+                process = subprocess.Popen([sys.executable, *command], env={**environment, **extra})
             processes.append(process)
             return process
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +30,7 @@ from spo.v1.inference_service_pb2 import DescribeReplicaRequest
 from spo.v1.inference_service_pb2_grpc import InferenceServiceStub
 from spo.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServicer_to_server
 from tests.support.scripted_model import CALLED, SCRIPT, TOOLS, hermes_tokenizer, write_scripted_model
+from tests.support.warm_services import start_warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -82,11 +81,7 @@ def serve_model(
             "SPO_INFERENCE_KV_CACHE_MEMORY_BYTES": str(64 << 20),
             "OMP_NUM_THREADS": "1",
         }
-        log = tmp_path / "replica.log"
-        with log.open("wb") as output:
-            replica = subprocess.Popen(
-                [sys.executable, "-m", "services.inference"], env=os.environ | settings, stderr=output, stdout=output
-            )
+        replica = start_warm("services.inference", os.environ | settings, tmp_path / "replica.log")
         try:
             yield Serving(context, serve(context), job_id)
         finally:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +35,7 @@ from spo.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServicer
 from spo.v1.verdict_pb2 import Composition, ModelScore, Outcome, Part, Verdict
 from tests.integration.inference.model_shapes import SHAPES, write_shape
 from tests.integration.orchestrator.serving.conftest import KEY, Counter
+from tests.support.warm_services import start_warm
 
 RUBRIC = "Asked: {statement} Answered: {response} How good is it?"
 WHO = Change("key:test")
@@ -249,10 +248,7 @@ def test_a_policy_in_a_real_engine_judges(
         "SPO_INFERENCE_KV_CACHE_MEMORY_BYTES": str(64 << 20),
         "OMP_NUM_THREADS": "1",
     }
-    with (tmp_path / "replica.log").open("wb") as output:
-        replica = subprocess.Popen(
-            [sys.executable, "-m", "services.inference"], env=os.environ | settings, stderr=output, stdout=output
-        )
+    replica = start_warm("services.inference", os.environ | settings, tmp_path / "replica.log")
     try:
         right, wrong = verifying.judged(f"served:judge={job_id}@0", "It is 4.", "It is 5.", votes=2)
     finally:

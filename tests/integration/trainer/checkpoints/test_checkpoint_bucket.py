@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from services.trainer.checkpoints import CheckpointBucket
 from spo.errors import Conflict, IntegrityError, NotReady
+from spo.local.warm_parent import WarmProcess
 from spo.manifest_folder import entry_of
 from spo.testing.trainer import OneJob, TrajectoryPool, served
 from spo.weights.s3_backend import S3Backend
@@ -26,6 +27,7 @@ from spo.weights.store import CHECKPOINT_DIGITS, WeightStore, digest_of
 from tests.integration.trainer.test_process import TORCHRUN
 from tests.integration.trainer.trainer_bench import LIMIT_SECONDS, Bench, final_weights, job_spec
 from tests.support.s3_server import S3Server
+from tests.support.warm_services import start_warm
 
 # DeepSpeed 0.19 calls what torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*reduce_scatter_tensor.*:FutureWarning")
@@ -160,12 +162,12 @@ def test_a_trainer_killed_on_one_machine_is_followed_on_another_bit_for_bit(
             "OMP_NUM_THREADS": "1",
         }
 
-        def start(machine: str) -> subprocess.Popen[bytes]:
+        def start(machine: str) -> WarmProcess:
             own = {
                 "SPO_STATE_PATH": str(tmp_path / machine),
                 "SPO_WEIGHT_CACHE_PATH": str(tmp_path / machine / "cache"),
             }
-            process = subprocess.Popen([sys.executable, "-m", "services.trainer"], env=common | own)
+            process = start_warm("services.trainer", common | own, tmp_path / f"{machine}.log")
             stack.callback(process.wait, 60)
             stack.callback(process.terminate)
             return process

@@ -1,0 +1,41 @@
+"""Services as processes of their own, forked from one that has loaded their libraries: once for all tests of a worker.
+
+What starts from nothing is tested in tests/integration/service and by `make demo`; everywhere else loading torch and
+the engine again and again is half of what a test costs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from spo.local.launcher import WARM_MODULES
+from spo.local.warm_parent import WarmParent, WarmProcess
+from spo.testing.peers import wait_until
+
+LOADED_SECONDS = 240
+
+
+@cache
+def warm_parent() -> WarmParent:
+    """The one of this process, begun at first use. Call it from the thread that runs the tests."""
+    folder = Path(tempfile.mkdtemp(prefix="spo-warm-"))
+    threads = {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}
+    modules = tuple(module for service in WARM_MODULES.values() for module in service)
+    parent = WarmParent(modules, {**os.environ, **threads}, folder / "warm-parent.log")
+    parent.begin()
+    atexit.register(parent.close)
+    return parent
+
+
+def start_warm(module: str, environment: Mapping[str, str], log_path: Path) -> WarmProcess:
+    """`python -m module` with this environment and no other; its output is appended to log_path."""
+    parent = warm_parent()
+    wait_until(lambda: parent.is_ready() or parent.is_gone(), "the services' libraries are loaded", LOADED_SECONDS)
+    process = parent.start(module, environment, log_path)
+    assert process is not None, "the libraries' process has ended, its log says why"
+    return process
