@@ -10,9 +10,10 @@ blocks that were computed with other weights. Sequences that run go on with the 
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -54,6 +55,7 @@ class ServedSampling:
 
     stream: bool = False
     top_logprobs: int | None = None  # None: no log-probs at all; 0: those of the sampled tokens
+    prompt_logprobs: bool = False  # with so many likely tokens, too
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     # Parsers of tool calls look for them.
@@ -64,7 +66,10 @@ class ServedSampling:
 
 @dataclass(frozen=True)
 class ShownToken:
-    """A sampled token, its text and log-prob (nats), and the likeliest in its place."""
+    """A token of an answer or a prompt, its text, its log-prob and the likeliest in its place.
+
+    logprob: nats; NaN for a prompt's first token.
+    """
 
     token_id: int
     text: str
@@ -86,6 +91,8 @@ class SampledPart:
     stop_reason: str = ""
     version_first: int = 0
     version_last: int = 0
+    # In the first part, where they were asked for.
+    prompt: tuple[ShownToken, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -192,7 +199,7 @@ class Engine:
             if not isinstance(output, RequestOutput):
                 continue
             if output.request_id in self._served:
-                found.append((output.request_id, part_of(output.outputs[0])))
+                found.append((output.request_id, replace(part_of(output.outputs[0]), prompt=prompt_of(output))))
                 if output.finished:
                     self._served.discard(output.request_id)
             elif output.finished:
@@ -282,6 +289,14 @@ def part_of(output: CompletionOutput) -> SampledPart:
     )
 
 
+def prompt_of(output: RequestOutput) -> tuple[ShownToken, ...]:
+    """The prompt's tokens by the model itself (temperature 1, no top-p); none where log-probs were not asked for."""
+    pairs = zip(output.prompt_token_ids or (), output.prompt_logprobs or (), strict=False)
+    return tuple(
+        _shown(token_id, likely) if likely else ShownToken(token_id, "", math.nan) for token_id, likely in pairs
+    )
+
+
 def _shown(token_id: int, likely: Mapping[int, Logprob]) -> ShownToken:
     # vLLM puts the sampled token first, and again among the likeliest only if it is one of them.
     sampled = likely[token_id]
@@ -306,6 +321,7 @@ def _sampling_params(request: SampleRequest) -> SamplingParams:
             frequency_penalty=served.frequency_penalty,
             presence_penalty=served.presence_penalty,
             logprobs=served.top_logprobs,
+            prompt_logprobs=served.top_logprobs if served.prompt_logprobs else None,
             stop=list(request.stop),
             stop_token_ids=list(request.end_token_ids),
             output_kind=kind,

@@ -43,6 +43,10 @@ MOST_TOP_LOGPROBS = 20
 MOST_SEED = 2**63 - 1
 # What comes within it after a part goes into the next one: readers see no difference, and much less is sent.
 PART_SECONDS = 0.04
+# vLLM computes the logits of all tokens of a prompt (or of a part of it) at once, and their log-probs in float32, in
+# memory that it has not set aside.
+PROMPT_LOGPROBS_BYTES = 4 << 30
+LOGIT_BYTES = 8
 REMEMBERED_RUNS = 64
 
 # Health checks share the server's threads: some are kept free for them.
@@ -95,6 +99,7 @@ def responses(
     readers = _readers(assignment, request, prompt)
     inbox = _Inbox(context)
     served = _served(assignment, request, prompt)
+    echo = _Echo(assignment, request, prompt)
     requests = _requests(assignment, request, prompt, served)
     group = SampleGroup(
         request.run_id, requests, weights, on_part=inbox.put, any_version=any_version, tenant=assignment.tenant
@@ -115,7 +120,7 @@ def responses(
         while unfinished:
             parts = inbox.take(deadline, whole=0 if request.stream else unfinished, group=group)
             unfinished -= sum(bool(part.finish_reason) for _, part in parts)
-            first.parts.extend(_on_the_wire(index, part, request) for index, part in parts)
+            first.parts.extend(_on_the_wire(index, echo.before(index, part), request) for index, part in parts)
             if readers:
                 _read(readers, first.parts)
             yield first
@@ -182,7 +187,30 @@ def _joined(parts: Sequence[SampledPart]) -> SampledPart:
         text="".join(part.text for part in parts),
         token_ids=tuple(token for part in parts for token in part.token_ids),
         tokens=tuple(token for part in parts for token in part.tokens),
+        prompt=parts[0].prompt,
     )
+
+
+class _Echo:
+    """Puts the prompt before the first part of each sample, where that is asked for."""
+
+    def __init__(self, assignment: Assignment, request: wire.ServeRequest, prompt: Sequence[int]) -> None:
+        self._alone = request.prompt_alone
+        self._left = set(range(request.samples)) if request.echo else set()
+        if self._left:
+            with TOKENIZER:
+                self._text = request.text or str(assignment.tokenizer.decode(list(prompt)))
+                self._first_text = str(assignment.tokenizer.decode([prompt[0]]))
+
+    def before(self, index: int, part: SampledPart) -> SampledPart:
+        if index not in self._left:
+            return part
+        self._left.remove(index)
+        if self._alone:
+            part = replace(part, text="", token_ids=(), tokens=(), finish_reason="length", stop_reason="")
+        # vLLM says nothing of a first token, not even its text.
+        prompt = (replace(part.prompt[0], text=self._first_text), *part.prompt[1:]) if part.prompt else ()
+        return replace(part, text=self._text + part.text, tokens=(*prompt, *part.tokens))
 
 
 def _prompt_tokens(assignment: Assignment, request: wire.ServeRequest) -> list[int]:
@@ -229,6 +257,7 @@ def _served(assignment: Assignment, request: wire.ServeRequest, prompt: Sequence
     return ServedSampling(
         request.stream,
         request.top_logprobs if request.logprobs else None,
+        request.echo and request.logprobs,
         request.frequency_penalty,
         request.presence_penalty,
         shows_special_tokens=bool(tools),
@@ -272,6 +301,10 @@ def _requests(
             f"this model's maximum context length is {assignment.engine_spec.max_tokens} tokens; the prompt has "
             f"{len(prompt)}, and {max(1, request.max_tokens)} more are asked for"
         )
+        raise InvalidInput(message, code="prompt_too_long")
+    most = PROMPT_LOGPROBS_BYTES // (LOGIT_BYTES * len(assignment.tokenizer))
+    if served.prompt_logprobs and len(prompt) > most:
+        message = f"log-probs are told of at most {most} tokens of a prompt of this model, not of {len(prompt)}"
         raise InvalidInput(message, code="prompt_too_long")
     if not 1 <= request.samples <= MOST_SAMPLES or not 0 <= request.top_logprobs <= MOST_TOP_LOGPROBS:
         raise InvalidInput(f"1 to {MOST_SAMPLES} samples and 0 to {MOST_TOP_LOGPROBS} top log-probs")

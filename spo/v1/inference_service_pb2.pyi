@@ -182,6 +182,8 @@ class ServeRequest(_message.Message):
     CONTEXT_TURNS_FIELD_NUMBER: _builtins.int
     LOADED_VERSION_FIELD_NUMBER: _builtins.int
     PATH_TOKENS_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
+    PROMPT_ALONE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     run_id: _builtins.str
     policy_version: _builtins.int
@@ -216,6 +218,10 @@ class ServeRequest(_message.Message):
     """Of the run's versions the one that is loaded, rather than waiting for policy_version; version 0 does not count."""
     path_tokens: _builtins.int
     """Prompt and answer together may have so many, and max_tokens is cut to what is left; 0: as many as the model takes."""
+    echo: _builtins.bool
+    """Each sample begins with the prompt's text, and with log-probs with the prompt's tokens."""
+    prompt_alone: _builtins.bool
+    """With echo: only the prompt; the one token that an engine has to sample is not sent."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -254,10 +260,12 @@ class ServeRequest(_message.Message):
         context_turns: _builtins.int = ...,
         loaded_version: _builtins.bool = ...,
         path_tokens: _builtins.int = ...,
+        echo: _builtins.bool = ...,
+        prompt_alone: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_schema_json", b"answer_schema_json", "context_token_ids", b"context_token_ids", "context_turns", b"context_turns", "frequency_penalty", b"frequency_penalty", "loaded_version", b"loaded_version", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages_json", b"messages_json", "one_call", b"one_call", "path_tokens", b"path_tokens", "policy_version", b"policy_version", "presence_penalty", b"presence_penalty", "request_id", b"request_id", "run_id", b"run_id", "samples", b"samples", "seed", b"seed", "stop", b"stop", "stream", b"stream", "temperature", b"temperature", "text", b"text", "token_ids", b"token_ids", "tool_choice_json", b"tool_choice_json", "tools_json", b"tools_json", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_schema_json", b"answer_schema_json", "context_token_ids", b"context_token_ids", "context_turns", b"context_turns", "echo", b"echo", "frequency_penalty", b"frequency_penalty", "loaded_version", b"loaded_version", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages_json", b"messages_json", "one_call", b"one_call", "path_tokens", b"path_tokens", "policy_version", b"policy_version", "presence_penalty", b"presence_penalty", "prompt_alone", b"prompt_alone", "request_id", b"request_id", "run_id", b"run_id", "samples", b"samples", "seed", b"seed", "stop", b"stop", "stream", b"stream", "temperature", b"temperature", "text", b"text", "token_ids", b"token_ids", "tool_choice_json", b"tool_choice_json", "tools_json", b"tools_json", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -274,6 +282,7 @@ class ServedToken(_message.Message):
     token_id: _builtins.int
     text: _builtins.str
     logprob: _builtins.float
+    """In nats; NaN for the first token of a prompt, which follows nothing."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedToken]:
         """The likeliest, likeliest first; of these only token_id, text and logprob are set."""

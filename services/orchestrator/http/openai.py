@@ -217,8 +217,12 @@ def _plain_logprobs(tokens: Iterable[ServedToken], offset: int = 0) -> Json:
         offset += len(token.text)
     return {
         "tokens": [token.text for token in known],
-        "token_logprobs": [_nats(token) for token in known],
-        "top_logprobs": [{each.text: each.logprob for each in _likely(token)} for token in known],
+        # A prompt's first token follows nothing.
+        "token_logprobs": [None if math.isnan(token.logprob) else _nats(token) for token in known],
+        "top_logprobs": [
+            None if math.isnan(token.logprob) else {each.text: each.logprob for each in _likely(token)}
+            for token in known
+        ],
         "text_offset": offsets,
     }
 
@@ -235,6 +239,11 @@ def asks_for_capture(principal: Principal, headers: Mapping[str, str], body: Cha
         # What is kept are texts of turns, which would not say what was called.
         if said == "true" or body.store:
             raise refused("/store", "chats with tools are not captured")
+        return False
+    if isinstance(body, PlainRequest) and body.echo:
+        # What is kept would have the prompt twice.
+        if said == "true" or body.store:
+            raise refused("/store", "completions with echo are not captured")
         return False
     return said == "true" if said else body.store or by_key
 

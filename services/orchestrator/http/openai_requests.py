@@ -313,13 +313,14 @@ class PlainRequest(OpenAiRequest):
 
     prompt: Text | list[Token] | list[Text] | list[list[Token]] = Field(max_length=MOST_CHARACTERS)
     logprobs: int | None = Field(default=None, ge=0, le=20)
-    echo: Literal[False] = False
+    max_tokens: int | None = Field(default=None, ge=0, le=131_072, description="0: with echo, the prompt alone.")
+    echo: bool = Field(default=False, description="The prompt, and with logprobs its tokens, before the answer.")
     suffix: Literal[""] = ""
     best_of: int | None = Field(default=None, ge=1, le=16)
 
     @property
     def most_tokens(self) -> int:
-        return self.max_tokens or PLAIN_COMPLETION_TOKENS
+        return PLAIN_COMPLETION_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
 
     @property
     def each(self) -> list[PlainRequest]:
@@ -337,6 +338,8 @@ class PlainRequest(OpenAiRequest):
         """The request as replicas take it. Raises InvalidInput with a pointer."""
         if self.best_of not in (None, self.n):
             raise refused("/best_of", "is served only where it equals n")
+        if self.max_tokens == 0 and not self.echo:
+            raise refused("/max_tokens", "0 needs echo: true")
         found = self.sampling(run_id, version)
         prompt = self.prompt
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
@@ -348,4 +351,5 @@ class PlainRequest(OpenAiRequest):
         else:
             found.token_ids.extend(int(token) for token in prompt if isinstance(token, int))
         found.logprobs, found.top_logprobs = self.logprobs is not None, self.logprobs or 0
+        found.echo, found.prompt_alone = self.echo, self.max_tokens == 0
         return found

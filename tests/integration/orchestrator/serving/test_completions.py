@@ -153,6 +153,25 @@ def test_tokens_that_top_p_leaves_no_chance_are_left_out_of_the_likeliest(counte
     assert "Infinity" not in streamed
 
 
+def test_with_echo_a_prompt_comes_before_the_answer_and_its_first_token_has_no_log_prob(counter: Counter) -> None:
+    shown = {"one ": ServedToken(text="one ", logprob=float("nan"))}
+    counter.peers.inference.shown = lambda word: shown.get(word, ServedToken(text=word, logprob=-0.5))
+    body = {"model": counter.job_id, "prompt": "x", "logprobs": 1, "echo": True, "max_tokens": 0}
+
+    told = counter.ask("POST", "/v1/completions", json=body).json()["choices"][0]["logprobs"]
+
+    asked = counter.peers.inference.asked
+    assert (asked.echo, asked.prompt_alone, asked.max_tokens) == (True, True, 1)
+    assert told["token_logprobs"] == [None, -0.5, -0.5]
+    assert told["top_logprobs"] == [None, {}, {}]
+    assert counter.ask("POST", "/v1/completions", json={**body, "max_tokens": 5}).status_code == 200
+    assert (asked := counter.peers.inference.asked).echo
+    assert (asked.prompt_alone, asked.max_tokens) == (False, 5)
+    for wrong, param in (({"echo": False}, "max_tokens"), ({"store": True}, "store")):
+        refused = counter.ask("POST", "/v1/completions", json=body | wrong)
+        assert (error(refused)[0], refused.json()["error"]["param"]) == (400, param)
+
+
 TOOL = {"type": "function", "function": {"name": "weather", "strict": True}}
 ASKED = {"role": "user", "content": "x"}
 CALLING = {

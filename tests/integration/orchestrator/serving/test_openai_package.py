@@ -15,7 +15,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
+from transformers import LlamaForCausalLM
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.service import OrchestratorService
@@ -105,6 +107,7 @@ def test_the_openai_package_works_unmodified(
         asks_and_is_answered(client, model)
         streams(client, model)
         tells_log_probs(client, model)
+        echoes(client, model, tmp_path / "pi0")
         samples_several_and_stops(client, model)
         refuses_in_openais_words(serving, client, model)
         refuses_tools_that_the_template_leaves_out(client, model)
@@ -284,6 +287,35 @@ def tells_log_probs(client: openai.OpenAI, model: str) -> None:
     assert told.tokens is not None
     assert told.token_logprobs is not None
     assert len(told.tokens) == len(told.token_logprobs)
+
+
+def echoes(client: openai.OpenAI, model: str, folder: Path) -> None:
+    """What the model itself gives each token of a prompt, however the rest is sampled: lm-eval reads it."""
+    prompt = [5, 6, 7, 8, 9]
+    fixed: Any = {"model": model, "seed": 1, "logprobs": 1}
+    alone = client.completions.create(prompt=prompt, echo=True, max_tokens=0, **fixed).choices[0]
+    cold: Any = {"temperature": 0.1, "top_p": 0.5, "max_tokens": 4}
+    both = client.completions.create(prompt=prompt, echo=True, **cold, **fixed)
+    parts = client.completions.create(prompt=prompt, echo=True, stream=True, **cold, **fixed)
+    texts = client.completions.create(prompt="sum of", echo=True, max_tokens=1, model=model, n=2)
+
+    whole = both.choices[0]
+    assert alone.logprobs is not None
+    assert alone.logprobs.tokens is not None
+    assert alone.logprobs.token_logprobs is not None
+    assert len(alone.logprobs.tokens) == len(prompt)
+    assert alone.logprobs.token_logprobs[0] is None
+    logits_TV = LlamaForCausalLM.from_pretrained(folder)(torch.tensor([prompt])).logits[0, :-1]
+    known = logits_TV.log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+    assert alone.logprobs.token_logprobs[1:] == pytest.approx(known, abs=1e-3)
+    assert whole.text.startswith(alone.text)
+    assert whole.logprobs is not None
+    assert whole.logprobs.token_logprobs is not None
+    assert whole.logprobs.token_logprobs[1:5] == pytest.approx(alone.logprobs.token_logprobs[1:], abs=1e-4)
+    assert both.usage is not None
+    assert (both.usage.prompt_tokens, len(whole.logprobs.token_logprobs)) == (5, 5 + both.usage.completion_tokens)
+    assert "".join(part.choices[0].text for part in parts) == whole.text
+    assert [choice.text[:6] for choice in texts.choices] == ["sum of"] * 2
 
 
 def samples_several_and_stops(client: openai.OpenAI, model: str) -> None:
