@@ -59,7 +59,14 @@ $(S3_STAMP): tests/s3/requirements.txt
 	.venv-s3/bin/python -m pip install --quiet -r $<
 	touch $@
 
-ready: check system-deps $(S3_STAMP) $(if $(filter true,$(CI)),chart-test)  ## Check, and install what tests need (CI=true: test the chart)
+# What others' programs need that speak to the API.
+CLIENTS_STAMP := .venv-clients/.installed
+$(CLIENTS_STAMP): tests/clients/requirements.txt
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet -r $<
+	touch $@
+
+ready: check system-deps $(S3_STAMP) $(CLIENTS_STAMP) $(if $(filter true,$(CI)),chart-test)  ## Check, and install what tests need (CI=true: test the chart)
 
 # Beside each other: pip and mypy take one core, and the chart and the S3 server need nothing of what these install.
 test:  ## Check, then every test but the slow tier (CI=true: that too); pytest's count is the last line

@@ -200,7 +200,7 @@ class _Echo:
         if self._left:
             with TOKENIZER:
                 self._text = request.text or str(assignment.tokenizer.decode(list(prompt)))
-                self._first_text = str(assignment.tokenizer.decode([prompt[0]]))
+                self._first_text = str(assignment.tokenizer.decode(list(prompt[:1])))
 
     def before(self, index: int, part: SampledPart) -> SampledPart:
         if index not in self._left:

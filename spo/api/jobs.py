@@ -105,7 +105,8 @@ class Job(JobSummary):
     latest_evaluation: StepEvaluation | None
     failure: Failure | None
     waits: list[str]
-    spec: JsonObject
+    # Generated clients would call its class JobSpec, as that of what is submitted.
+    spec: JsonObject = Field(title="Resolved spec")
     lineage: Lineage | None = None
     missing_evaluations: list[MissingEvaluation] = Field(default=[])
     warnings: list[SpecWarning] = Field(default=[])

@@ -5,6 +5,7 @@ routes.
 from __future__ import annotations
 
 import gc
+import json
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -130,6 +131,7 @@ def describe(app: FastAPI) -> None:
             document = generate()
             _add_schemas(document)
             _add_failures(document)
+            _tell_object_defaults(document["components"]["schemas"])
             app.openapi_schema = document
         return app.openapi_schema
 
@@ -145,6 +147,15 @@ def _add_schemas(document: JsonObject) -> None:
         schemas[name] = schema
     schemas[_ERROR_OF_THEIRS] = _DIALECT_ERROR
     schemas["JobState"]["x-legal-transitions"] = legal_transitions()
+
+
+def _tell_object_defaults(schemas: JsonObject) -> None:
+    """Put what an alternative of objects is by default into words: generators take no such default as a value."""
+    for schema in schemas.values():
+        for field in schema.get("properties", {}).values():
+            if "anyOf" in field and isinstance(field.get("default"), dict):
+                default = json.dumps(field.pop("default"))
+                field["description"] = f"{field.get('description', '')} Default: {default}.".strip()
 
 
 def _add_failures(document: JsonObject) -> None:
@@ -220,6 +231,8 @@ def create_app(context: AppContext) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        # The names of functions: what generated clients call their own.
+        generate_unique_id_function=lambda route: route.name,
         responses={"default": {"description": "RFC 9457 problem"}},
     )
     app.state.context = context
