@@ -33,17 +33,23 @@ LONGEST_ANSWER = 10_000
 # Products of two answers are exact; of numbers far apart, the difference is known by its leading digits.
 _ARITHMETIC = Context(prec=2 * LONGEST_ANSWER + 100, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[InvalidOperation])
 
-# Spaces and commas count where they part thousands; "1,2" and "1 2" are two numbers.
-_PARTED = r"\d{1,3}(?:,\d{3})+(?!,?\d)|(?<![A-Za-z])\d{1,3}(?: \d{3})+(?! ?\d)"
+# Spaces and commas count where they part thousands, as in India lakhs as well; "1,2" and "1 2" are two numbers.
+_PARTED = (
+    r"\d{1,3}(?:,\d{3})+(?!,?\d)|(?<![A-Za-z])\d{1,3}(?: \d{3})+(?! ?\d)"
+    r"|\d{1,3}(?:'\d{3})+(?!'?\d)|\d{1,3}(?:_\d{3})+(?!_?\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!,?\d)"
+)
 _NUMERAL = rf"(?:(?:{_PARTED}|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{{1,9}}(?!\d))?"
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SHORT_SCALES = {"k": "thousand", "m": "million", "b": "billion", "t": "trillion"}
 _SCALE = rf" ?(?i:{'|'.join(_SCALES)}|dozen)\b"
 _CURRENCY = (
     r"(?:(?:US|CA|AU|NZ|HK|C|A)?\$|[€£¥₹₩₽₪฿]"
     r"|(?<![A-Za-z])(?:USD|EUR|GBP|JPY|CNY|RMB|INR|CHF|CAD|AUD|Rs\.?)(?![A-Za-z]))"
 )
+# Behind an amount of money these are no units: "$1.5M".
+_SHORT_SCALE = re.compile(r" ?(k|K|[mM]n?|[bB]n?|tn|T)(?![A-Za-z])")
 _LEADING_CURRENCY = re.compile(rf"^([+-]?){_CURRENCY} ?", re.ASCII)
-_HEAD = re.compile(rf"(?:[A-Za-z]? ?= ?)?(?P<sign>[+-] ?)?(?:{_CURRENCY} ?(?P<inner>[+-])?)?", re.ASCII)
+_HEAD = re.compile(rf"(?:[A-Za-z]? ?= ?|≈ ?)?(?P<sign>[+-] ?)?(?P<money>{_CURRENCY} ?(?P<inner>[+-])?)?", re.ASCII)
 _FRACTION = rf"\\frac ?(?:\{{ ?([+-]?{_NUMERAL}) ?\}}|(\d)) ?(?:\{{ ?([+-]?{_NUMERAL}) ?\}}|(\d))"
 _ANY_FRACTION = rf"\\frac ?(?:\{{ ?[+-]?{_NUMERAL} ?\}}|\d) ?(?:\{{ ?[+-]?{_NUMERAL} ?\}}|\d)"
 # Tried in this order: what stands at the beginning of a number, its sign apart.
@@ -87,12 +93,13 @@ _CHARACTERS = str.maketrans(
         **dict.fromkeys("\u00a0\u202f\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u3000\t", " "),
         **dict.fromkeys("\u200b\u2060\ufeff", ""),
         **dict.fromkeys("\u00ba\u02da\u2218", "°"),
-        **{"\uff05": "%", "\uff04": "$", "\u2044": "/", "\u00d7": "·", "\u22c5": "·"},
+        **{"\uff05": "%", "\uff04": "$", "\u2044": "/", "\u2019": "'", "\u00d7": "·", "\u22c5": "·"},
         **{sign: f" {quotient}" for sign, quotient in _VULGAR.items()},
     }
 )
 _ANY_DIGIT = frozenset("0123456789").union(_VULGAR)
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+_PARTING = str.maketrans("", "", ", '_")
 _RAISED = re.compile(r"[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _WRAPPER = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|rm|it|sf|tt|normal)|operatorname|mbox|hbox|boxed|fbox|emph|bm"
@@ -110,6 +117,8 @@ _LATEX: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?:\{\})? ?\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))|\\(?:degrees?|textdegree)(?![A-Za-z])", "°"),
         (r"\\(?:times|cdot|ast)(?![A-Za-z])", "·"),
         (r"\\div(?![A-Za-z])", "/"),
+        (r"\\(?:approx|simeq)(?![A-Za-z])", "≈"),
+        (r"\\(?:text)?color ?\{[^{}]*\}", ""),
         (r"\\(?:math|text)dollar(?![A-Za-z])|\\\$", "$"),
         (r"\\(?:pounds|textsterling)(?![A-Za-z])", "£"),
         (r"\\(?:euro|texteuro)(?![A-Za-z])", "€"),
@@ -120,6 +129,8 @@ _LATEX: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<![0-9A-Za-z)}$%°.])[*_]{1,3}|[*_]{1,3}(?![0-9A-Za-z({\\$.+*_-])", ""),
     )
 )
+# What encloses a number and says nothing about it; money in parentheses would be a loss, and a comma there parts two.
+_ENCLOSED = re.compile(r"\{([^{},]*)\}|\(([^(){},$]*)\)|[\"\u201c]([^\"\u201c\u201d]*)[\"\u201d]|'([^']*)'")
 _MARKED = re.compile(r"[\\*_`~{]")
 _LONGEST_UNIT = 80
 _NESTED = 4
@@ -129,7 +140,9 @@ _SHORT = 4
 _BEFORE, _BEHIND = 3 * LONGEST_ANSWER, 60
 _NEAR = 24
 # What makes one expression of two numbers. No line break does.
-_JOIN = r"(?: ?[/·÷^+] ?[{(]?[+-]?|\*{1,2}| \* |-| - | x (?=\d)|[.,:_'](?=\d)|(?= ?\\frac) ?| (?=\d+ ?/ ?\d))"
+_JOIN = (
+    r"(?: ?[/·÷^+] ?[{(]?[+-]?|\*{1,2}| \* |-| - | x (?=\d)|x(?=10 ?\^)|[.,:_'](?=\d)|(?= ?\\frac) ?| (?=\d+ ?/ ?\d))"
+)
 _RUN = re.compile(
     rf"[+-]?(?:{_CURRENCY} ?[+-]?)?(?:{_ANY_FRACTION}|{_NUMERAL})"
     rf"(?:{_JOIN}{_CURRENCY}?(?:{_ANY_FRACTION}|{_NUMERAL})\}}?)*(?:{_SCALE})?",
@@ -197,8 +210,11 @@ def number_of(text: str) -> Number | None:
         return None
     if _PLAIN.fullmatch(bare):
         return Number(_decimal(bare))
-    marked = plain(bare).lstrip(" \n$*_")
+    whole = plain(bare)
+    marked = whole.lstrip(" \n$*_")
     bare = marked.rstrip(" \n$*_.,;:")
+    if enclosed := _ENCLOSED.fullmatch(bare):
+        bare = next(group for group in enclosed.groups() if group is not None).strip()
     if len(_STOPS.findall(marked, len(bare))) > 1:
         # "2..": its digits go on.
         return None
@@ -209,6 +225,8 @@ def number_of(text: str) -> Number | None:
     number, end = found
     if scale := re.match(_SCALE, bare[end : end + _NEAR]):
         number, end = _scaled(number, scale[0].strip().lower()), end + scale.end()
+    elif (head["money"] or _is_money(whole)) and (short := _SHORT_SCALE.match(bare, end)):
+        number, end = _scaled(number, _SHORT_SCALES[short[1][0].lower()]), short.end()
     if not _is_unit(bare[end:]):
         return None
     is_negative = "-" in (head["sign"] or head["inner"] or "")
@@ -253,8 +271,11 @@ def last_number(text: str) -> str:
         start += 1
     if after := _PIECE_AFTER.match(near, end):
         end = after.end()
+    whole = near[start:end].strip()
+    if _LEADING_CURRENCY.match(whole) and (short := _SHORT_SCALE.match(near, end)):
+        return whole + short[0]
     # A sign may stand before the currency, which is no part of the number.
-    return _LEADING_CURRENCY.sub(r"\1", near[start:end].strip())
+    return _LEADING_CURRENCY.sub(r"\1", whole)
 
 
 def plain(text: str) -> str:
@@ -277,6 +298,11 @@ def _unwrapped(found: re.Match[str]) -> str:
     return f" {found[1]}" if found[1][:1].isalpha() else found[1]
 
 
+def _is_money(text: str) -> bool:
+    """Whether the dollar before a number is no delimiter of mathematics."""
+    return text.count("$") == 1 and text.lstrip(" \n*_+-").startswith("$")
+
+
 def _value(text: str, start: int) -> tuple[Number, int] | None:
     """The number, its sign apart, that begins there, and where it ends."""
     above, below = Decimal(0), Decimal(1)
@@ -295,7 +321,7 @@ def _value(text: str, start: int) -> tuple[Number, int] | None:
 
 
 def _decimal(digits: str) -> Decimal:
-    return Decimal(digits.replace(",", "").replace(" ", ""))
+    return Decimal(digits.translate(_PARTING))
 
 
 def _raised(number: Decimal, power: int) -> Decimal:

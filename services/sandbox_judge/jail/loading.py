@@ -36,12 +36,9 @@ _compile = compile
 
 def received(descriptor: int = PAYLOAD) -> Sent:
     """What the judge has sent in a sealed file, which is closed again."""
-    chunks, place = [], 0
-    while chunk := os.pread(descriptor, 1 << 20, place):
-        chunks.append(chunk)
-        place += len(chunk)
+    # As much as there is: a buffer for more would be mapped and unmapped again.
+    payload: Sent = marshal.loads(os.pread(descriptor, os.lseek(descriptor, 0, os.SEEK_END), 0))
     os.close(descriptor)
-    payload: Sent = marshal.loads(b"".join(chunks))
     return payload
 
 
@@ -93,6 +90,9 @@ def _compiled(source: str) -> CodeType:
 
 
 def _defines(response: str, entry_point: str) -> bool:
+    first = response.lstrip("\r\n").partition("\n")[0]
+    if first[:1] in (" ", "\t") and first.strip() and not first.strip().startswith("#"):
+        return False  # it goes on, as most completions do
     try:
         body = ast.parse(response).body
     except UNCOMPILABLE:

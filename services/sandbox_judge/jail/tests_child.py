@@ -32,6 +32,7 @@ _STUB_BYTES = 8
 _MOST_SHORT_NAMES = 256
 # Tests that use these may look for any name.
 _REACHING = frozenset({"globals", "eval", "exec", "vars", "locals"})
+_LOOKING = frozenset({"LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS", "LOAD_FROM_DICT_OR_DEREF"})
 _exit, _exec, _compile = os._exit, exec, compile
 _REHEARSAL = """
 import math
@@ -70,7 +71,8 @@ def plan(style: int, before: str, code: str, entry_point: str) -> bytes:
     if style != PYTEST:
         names = _names_in(tests)
         # Most tests know all that they need but the function.
-        if before and (_REACHING & names or set(_lacking(names, {}, entry_point)) - _stored(tests)):
+        lacking = set(_lacking(names, {}, entry_point)) - _stored(tests) - {entry_point}
+        if before and (lacking or _REACHING & names):
             begun = loading.begun(before)
             names = names.union(*map(_names_in, begun))
     names |= {entry_point} if entry_point else set()
@@ -183,8 +185,10 @@ def _lacking(names: Iterable[str], scope: Names, entry_point: str, *, private: b
 
 
 def _names_in(code: CodeType) -> set[str]:
-    """All names that some code may look for."""
-    names = set(code.co_names)
+    """All names that some code may look for; what it asks of objects is none of them."""
+    import dis  # the judge's: nothing of this runs in the jail
+
+    names = {step.argval for step in dis.get_instructions(code) if step.opname in _LOOKING}
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             names |= _names_in(constant)
